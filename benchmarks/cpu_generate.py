@@ -1,4 +1,4 @@
-"""What `h2okv bench` does not measure of H2O on the CPU: attention alone, rolling steps, turns.
+"""Measurements of H2O on the CPU beyond `h2okv bench`: attention alone, rolling steps, turns.
 
 A Llama with random weights (12 layers, hidden 768, 12 heads of 64, SwiGLU with intermediate 3072,
 vocabulary 32000). Comparisons, each within one run:
@@ -132,7 +132,7 @@ def rolling(subject: Subject) -> None:
 
 
 def turns(subject: Subject) -> None:
-    """Turn 2 and 10 of whole conversations; turn 1 is the long one that fills the cache."""
+    """Time turns 2 and 10 of conversations; turn 1 is long and fills the cache."""
     args, clock = subject.args, Clock(CPU)
     names = ("h2o", "turn 2", "turn 10, read anew", "turn 2, read anew")  # word-ok: in CSVs
     samples: Samples = {name: [] for name in names}

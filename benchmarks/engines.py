@@ -1,15 +1,15 @@
-"""This package's engine beside others on the same prompts: tokens a second, first tokens, room.
+"""This package's engine and others on the same prompts: speed, first tokens, capacity.
 
-Every kind runs in a process of its own, one after the other, in the environment that has it: vLLM's
-in that of `make vllm-test`, kvpress in one with transformers below 5.3, llama.cpp where `xllamacpp`
-is installed (``--gguf FILE``); rows of the same setting take the place of older ones:
+Every kind runs in a separate process, one after another, in an environment that has it: vLLM in
+that of `make vllm-test`, kvpress in one with transformers below 5.3, llama.cpp where `xllamacpp` is
+installed (``--gguf FILE``). New rows replace older ones of the same setting:
 
     python benchmarks/engines.py --model MODEL --text TEXT --kinds h2okv transformers --memory 2048
     .venv-vllm/bin/python benchmarks/engines.py --model MODEL --text TEXT --memory 256
 
-All get the same prompts at once and are greedy. vLLM and h2okv have the same memory for keys and
-values; the others take what they need. What is counted is the CPU time, on one thread, for machines
-that others use too; wall time is beside it.
+All engines get the same prompts at once and decode greedily. vLLM and h2okv have the same memory
+for keys and values; the others use what they need. The measure is CPU time on one thread, because
+other programs may share the machine; wall time is recorded too.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def main() -> None:
                 rows, sent = context.Pipe(duplex=False)
                 process = context.Process(target=measure, args=(kind, run_args, prompts, sent))
                 process.start()
-                sent.close()  # so that the end of the process is the end of the rows
+                sent.close()  # the pipe ends with the process
                 with contextlib.suppress(EOFError):
                     while True:
                         row = rows.recv()

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: a block's score sums beside fused attention, the step's bandwidth.
+"""The Triton kernels on a GPU: a block's score sums and fused attention, the step's bandwidth.
 
 First every kernel is held to plain PyTorch, then timed at the heads of Llama 3 8B (32 query heads,
 8 KV heads of 128, bf16):
@@ -52,7 +52,7 @@ def time_in_turn(
 
 
 def score_sums(args: argparse.Namespace, length: int) -> dict[str, list[float]]:
-    """Time the sums of a prompt for each tile, beside attention alone."""
+    """Time the sums of a prompt for each tile, and attention alone."""
 
     def draw(heads: int) -> torch.Tensor:
         states = torch.randn(args.batch, length, heads, SIZE, device=args.device)

@@ -1,7 +1,7 @@
 r"""kvpress's methods on the prompts of ``h2okv eval fidelity --protocol block``, at equal bytes.
 
-kvpress 0.5.5 needs transformers below 5.3, so that it has an environment of its own, and the work
-three steps. Nothing of h2okv is imported in the second:
+kvpress 0.5.5 needs transformers below 5.3, hence a separate environment and three steps. The second
+imports nothing of h2okv:
 
     python benchmarks/kvpress_quality.py tokens --model smollm2 --data moby_dick.txt \
         --prompt-tokens 1024 --new-tokens 96 --texts 20 --out prompts.jsonl
@@ -10,10 +10,10 @@ three steps. Nothing of h2okv is imported in the second:
     python benchmarks/kvpress_quality.py table prompts.jsonl rows.jsonl fidelity.samples.jsonl \
         --against "h2o, 20%" --csv table.csv
 
-A prompt is read once for all presses: each compresses what every layer has cached after it, as its
-own hook would, and the text that follows is read in one block on what is left. The share kept
-is of entries; a press holds neither scores nor positions beside them. ``table`` sets the means
-beside the rows that ``fidelity`` kept of the same prompts, with paired differences.
+A prompt is read once for all presses: each compresses every layer's cache as its own hook would,
+and the text after the prompt is read in one block on the compressed cache. The fraction kept is of
+entries; a press stores neither scores nor positions. ``table`` compares the means with the rows of
+``fidelity`` on the same prompts, with paired differences.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def compare(full: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor) 
 
 def run_presses(args: argparse.Namespace) -> None:
     """Add the missing rows of prompts and presses."""
-    import kvpress  # noqa: F401  changes attention, so that hidden entries are hidden
+    import kvpress  # noqa: F401  patches attention to respect hidden entries
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM
 
@@ -286,7 +286,7 @@ def main() -> None:
     presses.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     presses.add_argument("--kept", type=float, default=0.2, help="share of a prompt's entries")
     presses.add_argument("--presses", nargs="+", choices=[name for name in PRESSES if name])
-    presses.add_argument("--out", type=Path, required=True, help="rows; goes on where it ended")
+    presses.add_argument("--out", type=Path, required=True, help="rows; resumes")
     presses.set_defaults(run=run_presses)
     table = steps.add_parser("table", help="set both side by side, in h2okv's environment")
     table.add_argument("prompts", type=Path)

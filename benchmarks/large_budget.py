@@ -1,7 +1,7 @@
-"""What a budget far above the text costs: a step and the bytes held, against DynamicCache.
+"""Step time and bytes of a budget far above the text, against DynamicCache.
 
-Both caches read the same prompt and write the same greedy text; the steps take turns, so that a
-slow moment of the machine hits both. Ends without a figure if the texts differ.
+Both caches read the same prompt and write the same greedy text; the steps alternate: a slow moment
+of the machine affects both. Ends without a figure if the texts differ.
 """
 
 from __future__ import annotations

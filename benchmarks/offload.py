@@ -1,10 +1,10 @@
-"""Weights from the disk: h2okv's engine beside accelerate's disk offload, and under a memory cap.
+"""Weights on the disk: h2okv's engine against accelerate's disk offload, and under a memory cap.
 
 With ``--model`` of that model; else a Llama with random bf16 weights of about 0.75 B parameters
 (26 layers, hidden 1536, 12 heads of 128, 4 KV heads, MLP 4096, vocabulary 32000) is written to a
 scratch folder and deleted again.
-Every run is a process of its own, contestants take turns, the page cache is dropped before every
-pass of accelerate and behind every read of h2okv, and medians count. In this order:
+Every run is a separate process, contestants take turns, the page cache is dropped before every pass
+of accelerate and after every read of h2okv, and the figures are medians. In this order:
 
 - equal: batch 32, prompt 128, budget 20 %. A decode step of h2okv (under the data limit) against
   one of accelerate (which does not load under it), of reading alone and of computing alone; the
@@ -69,7 +69,7 @@ def make_checkpoint(args: argparse.Namespace, folder: str) -> int:
 
 
 class Runs:
-    """Starts contestants with what all of them share."""
+    """Runs of contestants with shared settings."""
 
     def __init__(self, args: argparse.Namespace, folder: str) -> None:
         self._common = {
@@ -78,7 +78,7 @@ class Runs:
         }  # fmt: skip
 
     def __call__(self, kind: str, label: str, **setting: Any) -> dict[str, Any]:
-        """Run one in a process of its own."""
+        """Run one contestant in a separate process."""
         progress(label)
         done = subprocess.run(
             [sys.executable, str(CHILD)],

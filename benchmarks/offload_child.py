@@ -1,7 +1,7 @@
-"""One run of the offloading benchmark, in a process of its own: a setting on stdin, JSON out.
+"""One run of the offloading benchmark, in a separate process: a setting on stdin, JSON out.
 
-Started by offload.py, which gives each run a fresh process so that a limit on its data holds for it
-alone and nothing of an earlier run lies in its memory.
+Started by offload.py: in a fresh process a limit on its data applies to this run alone, and no
+memory of an earlier run remains.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 For the published figures (arXiv 2306.14048: one T4 with 16 GB, 512 tokens of prompt and
 512 new ones): the step that t = max(weights / b_w, B K e / b_kv, B c) gives, the batch that the
-figure then implies (tokens in a second times seconds of a step), the batch that memory has room
-for, and what the model predicts for that one. The machine's figures are assumptions, printed with
+figure then implies (tokens per second times seconds per step), the batch that fits in memory, and
+the model's prediction for it. The machine's figures are assumptions, printed with
 the table; nothing is measured here.
 """
 
@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--link", type=float, default=12.0, help="GB/s of PCIe 3.0 x16 in practice")
     parser.add_argument("--bandwidth", type=float, default=240.0, help="GB/s of the card's memory")
     parser.add_argument("--tflops", type=float, default=25.0, help="fp16 products in practice")
-    parser.add_argument("--temporaries", type=float, default=1.5, help="GiB beside the cache")
+    parser.add_argument("--temporaries", type=float, default=1.5, help="GiB besides the cache")
     parser.add_argument("--share", type=float, default=0.2, help="of the prompt that H2O keeps")
     args = parser.parse_args()
     print(

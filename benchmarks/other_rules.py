@@ -1,9 +1,9 @@
-"""Rules of other papers on H2O's frame: what a prompt's entries are worth, by formulas as written.
+"""Scoring rules of other papers in H2O's frame, by their formulas as written.
 
-Each rule scores the entries of a prompt in plain PyTorch, from the whole matrix of its attention,
-and stands in the place of ``scoring="expected"`` in ``best``: 4 sinks and a recent quarter. What
-follows the prompt is read on what is left (``h2okv eval fidelity --protocol block``). So a rule can
-be weighed before it is built. Every row has the same texts or prompts and as many entries.
+Each rule scores the entries of a prompt in plain PyTorch, from its full attention matrix, and
+replaces ``scoring="expected"`` in ``best``: 4 sinks and a recent quarter. The text after the prompt
+is read on the compressed cache (``h2okv eval fidelity --protocol block``). So a rule can be
+evaluated before it is implemented. Every row has the same texts and as many entries.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def install(rule: str) -> None:
         if layer.holds_entries:  # a block after the prompt, which decides nothing
             return expected
         prompt = Prompt(layer, block, keys)
-        # The frame multiplies by the norms of the values, whatever the rule.
+        # The frame multiplies the score of any rule by the norms of the values.
         return (RULES[rule](prompt, expected[0]) / prompt.norms.clamp(min=1e-30))[None]
 
     CacheLayer._expected = scored
@@ -172,7 +172,7 @@ def main() -> None:
         " --budget 0.194 --csv rules.csv",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("out", type=Path, help="folder of samples; goes on where it ended")
+    parser.add_argument("out", type=Path, help="folder of samples; resumes")
     parser.add_argument("--data", type=Path, action="append", required=True, help="as of fidelity")
     parser.add_argument("--model", default="smollm2", help="of the Llama family")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))

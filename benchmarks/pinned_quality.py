@@ -1,9 +1,8 @@
-"""What pins are worth: a chat's messages that are never evicted, beside random spans of a length.
+"""The effect of pins: a chat's question that is never evicted, against random spans of its length.
 
 Each line of a JSONL file has the messages of a chat that ends with a question. It is read once for
-all caches and evicted from; what each of them then predicts of the full cache's greedy answer is
-compared as by ``h2okv eval fidelity``. Pins take their room of the heavy part, so that all rows
-hold as many entries.
+all caches and evicted from; their predictions of the full cache's greedy answer are compared as by
+``h2okv eval fidelity``. Pins count for the heavy part of the budget: all rows have as many entries.
 """
 
 from __future__ import annotations

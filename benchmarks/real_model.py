@@ -1,18 +1,16 @@
-"""How fast H2O is on a real model: prompts against SDPA, steps against a full and a static cache.
+"""Speed of H2O on a real model: prompts against SDPA, steps against a full and a static cache.
 
-One model, one text, batch and threads as asked for. Everything takes turns: prompts by the round,
-steps one by one, so that a slow moment of the machine hits all. "static" is a `StaticCache` with as
-many entries as H2O holds: what eviction would cost if it were free. ``--compile`` measures H2O's
-steps once more under ``h2okv.enable(model, compile=True)``, ``--layer-budgets`` those of a cache
-whose layers or heads hold different numbers, beside one where they are alike. ``--answer`` times a
-prompt with that number of new tokens too; "weights" are prompts and steps of H2O with linear layers
-as they are loaded, packed, and (in bf16) in 4 bits, as the commands load them; "peak" is the memory
-of a prompt beyond the model, in a separate process; "import" is the CPU time of importing h2okv and
-a model's class, compared with the class alone.
-Prompts are random tokens, the same on every machine, or with ``--text`` those of a book, whose
-attention is as a user's is: its rows name the book.
-Correctness comes first: a failed check ends the run without a figure. ``--quick`` asks for little,
-and prints the recorded ratios beside today's.
+Runs are interleaved, prompts by round and steps one by one: a slow moment of the machine affects
+all of them. "static" is a `StaticCache` with as many entries as H2O: the time if eviction were
+free. ``--compile`` also measures H2O's steps under ``h2okv.enable(model, compile=True)``,
+``--layer-budgets`` those of a cache with different budgets by layer or head, against an even one.
+``--answer`` times a prompt with that number of new tokens too; "weights" are prompts and steps of
+H2O with linear layers as they are loaded, packed, and (in bf16) in 4 bits, as the commands load
+them; "peak" is the memory of a prompt beyond the model, in a separate process; "import" is the CPU
+time of importing h2okv and a model's class, compared with the class alone. Prompts are random
+tokens, the same on every machine, or with ``--text`` those of a book, whose attention is realistic:
+its rows name the book. A failed check of correctness ends the run without a figure. ``--quick``
+measures little and prints today's and the recorded ratios.
 """
 
 from __future__ import annotations
@@ -244,7 +242,7 @@ def measure_imports(rounds: int) -> dict[str, list[float]]:
 
 
 def compare(rows: list[dict[str, Any]], path: Path) -> None:
-    """Print today's ratios beside the newest recorded ones of the same setting."""
+    """Print today's ratios with the latest recorded ones of the same setting."""
     recorded = {_key(row): row for row in (read_csv(path) if path.exists() else [])}
     print(f"\n{'':40} {'today':>24}   recorded")
     for row in rows:
@@ -277,7 +275,7 @@ def main() -> None:
     parser.add_argument("--batches", type=numbers, default=[1])
     parser.add_argument("--text", type=Path, help="a text to read in place of random tokens")
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=["prompt", "step"])
-    parser.add_argument("--answer", type=int, default=0, help="tokens of a whole answer")
+    parser.add_argument("--answer", type=int, default=0, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=7, help="prompts of each cache")
     parser.add_argument("--steps", type=int, default=60, help="steps of each cache")
     parser.add_argument("--layer-budgets", type=Path, help="steps with these budgets too")

@@ -1,9 +1,9 @@
-"""Writes prompts in the manner of RULER (arXiv 2404.06654), for ``h2okv eval fidelity``.
+"""Write prompts in the manner of RULER (arXiv 2404.06654), for ``h2okv eval fidelity``.
 
 Six tasks, hidden in sentences of a book: one number, one of several, all numbers of one name, the
-numbers of two names, a variable that is assigned onwards, and the word that a list repeats most.
-Each task makes two files of the same questions: TASK-agnostic.jsonl, whose context is evicted from
-before the question is known, and TASK-aware.jsonl, where it is read together with the question.
+numbers of two names, a variable that is passed on, and the most frequent word of a list. Each task
+makes two files of the same questions: TASK-agnostic.jsonl, whose context is evicted from before the
+question is known, and TASK-aware.jsonl, where it is read together with the question.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def hide(rng: random.Random, sentences: list[str], facts: list[str], ordered: bo
         indices.sort()
     hidden = list(sentences)
     pairs = sorted(zip(indices, facts, strict=True), key=lambda pair: pair[0])
-    # From the back, so that the places before stay as they are.
+    # From the end: earlier indices stay valid.
     for index, fact in reversed(pairs):
         hidden.insert(index, fact)
     return " ".join(hidden)

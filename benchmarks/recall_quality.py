@@ -1,10 +1,9 @@
-"""What caches forget of facts in long prompts: docs/quality.md's table, on one reading for all.
+"""Recall of facts in long prompts by cache: docs/quality.md's table, with one prefill for all.
 
 Six tasks in the manner of RULER (`recall_prompts.py`), by length, the question known or not when
 the prompt is evicted from. H2O, sinks and recent tokens, SnapKV, and ``best`` with even budgets and
-with each file of budgets, at equal bytes: ``best`` gets as much less as its sinks and norms take.
-Prompts and samples lie in a folder; a run that was stopped goes on, and the table is made of all
-that is there.
+with each file of budgets, at equal bytes: ``best`` gets less by the bytes of its sinks and norms.
+Prompts and samples are in a folder; a stopped run resumes, and the table has all finished samples.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def caches_at(
     budget: float, tokens: int, entry: int, layer_budgets: Sequence[LayerBudgets]
 ) -> dict[str, Any]:
     """Return the caches with as many bytes as H2O with a budget; ``entry`` is an entry's bytes."""
-    # An fp32 norm beside each entry, and the sinks.
+    # An fp32 norm per entry, and the sinks.
     less = math.floor(1000 * (budget * entry / (entry + 4) - SINK / tokens)) / 1000
     configs = {"h2o": CacheConfig.from_budget(budget)}
     if budget == 0.25:

@@ -1,4 +1,4 @@
-"""What every benchmark shares: interleaved timing, targets, and tidy CSV rows."""
+"""Shared by the benchmarks: interleaved timing, targets, and tidy CSV rows."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FIELDS = (
     "measure", "implementation", "unit", "median", "lower_quartile", "upper_quartile", "rounds",
     "against", "ratio", "ratio_lower", "ratio_upper", "target", "met",
 )  # fmt: skip
-"""The columns: where and what, the setting, the value with its spread, and the ratio."""
+"""Columns: machine and code, the setting, the value with its spread, and the ratio."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a ratio is held to.
+    """The limit of a ratio.
 
     Attributes:
         against: the implementation to compare with.

@@ -1,10 +1,10 @@
-"""`h2okv serve --ray` under load while its replicas are killed one after the other.
+"""`h2okv serve --ray` under load while its replicas are killed one after another.
 
     python benchmarks/replica_loss.py --requests 200 --kills 4
 
 Starts two replicas of the bundled model on this machine, sends greedy requests from many clients,
-every other one streamed, kills a replica (SIGKILL) again and again, and counts what became of the
-requests. Every answer is compared with the one that was given before any replica was lost.
+every other one streamed, kills replicas (SIGKILL) repeatedly, and counts the outcomes of requests.
+Every answer is compared with the one from before the first kill.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What a large model on several machines and very many users need, by arithmetic alone.
+"""Memory and machines for a large model and very many users, by arithmetic alone.
 
     python benchmarks/scaling_arithmetic.py            prints the tables
     python benchmarks/scaling_arithmetic.py --write    puts them into docs/scaling.md
     python benchmarks/scaling_arithmetic.py --model DIR --memory 24 --ranks 1,2,4
 
-Bytes are counted from the model's config by what counts them in `h2okv bench` and `h2okv serve`;
-machines and users are assumptions, named below and in the page. Nothing is measured here.
+Bytes are calculated from the model's config as in `h2okv bench` and `h2okv serve`; machines and
+users are assumptions, listed below and in the page. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CONTEXTS = (4096, 8192, 32768, 131072)
 CACHES = ("full", "20 %", "10 %", "2,048 entries")
 BATCHES = (1, 64, 256)
 PIECE = 512
-"""Tokens of a prompt that are read at once, as in `h2okv serve`."""
+"""Tokens of a chunk of a prompt, as in `h2okv serve`."""
 USERS = (1_000, 10_000, 100_000, 1_000_000)
 
 
@@ -75,7 +75,7 @@ class Assumed:
 
 
 class Subject:
-    """A model whose weights are counted and never made.
+    """A model whose weights are counted without allocating them.
 
     Args:
         config: Its config.

@@ -1,11 +1,11 @@
-"""Is a server as small after a quarter of an hour as at its start?
+"""Resident memory of a server over a quarter of an hour.
 
-`h2okv serve` on the bundled model in a process of its own, asked by clients that do all that
-clients do: prompts of all lengths up to the window, streamed and not, drawn and greedy, several
-outputs, budgets of their own; some go away in the middle, some ask for nonsense, and some greedy
-prompts are repeated, and their texts must stay the same. Its resident memory is read every
-five seconds, after a minute to warm up; the median of the last third may be at most 3 % above that
-of the first. In the end every row must be free.
+`h2okv serve` on the bundled model in a separate process, under a mixed load: prompts of all lengths
+up to the window, streamed and not, sampled and greedy, several outputs, budgets by request; some
+clients disconnect early, some requests are invalid, and some greedy prompts are repeated, whose
+texts must stay the same. Its resident memory is read every five seconds, after a minute to warm up;
+the median of the last third may be at most 3 % above that of the first. In the end every row must
+be free.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAGE = 4096
 
 
 class Clients:
-    """Clients in turn until a time, each with a random generator of its own."""
+    """Concurrent clients until a deadline, each with its own random generator."""
 
     def __init__(self, url: str, until: float) -> None:
         self.url = url

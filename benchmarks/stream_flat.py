@@ -1,4 +1,4 @@
-"""Is token 1,000,000 as cheap as token 10,000? Step time and resident memory of one stream.
+"""Step time and resident memory of one stream at token 10,000 and at token 1,000,000.
 
 One stream on the bundled model with `h2o` at rolling positions: tokens are drawn at random, read in
 large blocks up to the early position, noted there, and read on to the late one. Then steps of a
@@ -41,7 +41,7 @@ class Reader:
         self._tenth = (0, time.perf_counter())
 
     def read(self, count: int, chunk: int) -> None:
-        """Read `count` further tokens in blocks; one large draw would take memory of its own."""
+        """Read `count` further tokens in blocks; one large draw would take extra memory."""
         total = self.cache.num_seen_tokens + count
         while count > 0:
             size = min(count, chunk)

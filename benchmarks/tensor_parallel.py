@@ -1,4 +1,4 @@
-"""Does a model in parts say what the whole model says? Under torchrun; no figure of speed.
+"""Check that a tensor-parallel model gives the results of the full one. Under torchrun; not timed.
 
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py
 

@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all."""
+"""Checkpoints, written atomically."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def draw_name(rng: np.random.Generator) -> str:
 def draw_facts(
     rng: np.random.Generator, count: int, held_out: bool, one_property: bool = False
 ) -> list[Fact]:
-    """Draw facts that only their whole question tells apart.
+    """Draw facts that only the full question distinguishes.
 
     Names and properties repeat among the facts, but no two facts have both in common.
 

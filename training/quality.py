@@ -1,4 +1,4 @@
-"""What the model can do with its whole cache: perplexity, recall by distance, attention sinks."""
+"""Quality with the full cache: perplexity, recall by distance, attention sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text: training books in one archive, held-out books as whole files."""
+"""The text: training books in one archive, held-out books as files."""
 
 from __future__ import annotations
 

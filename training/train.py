@@ -1,4 +1,4 @@
-"""Trains the bundled model on the books; goes on from the last checkpoint of the run.
+"""Train the bundled model on the books; resumes from the run's last checkpoint.
 
 The learning rate and the context follow the share of --hours that is spent, so the rate is at
 zero when the time is over, however fast the machine is.

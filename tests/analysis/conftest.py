@@ -1,4 +1,4 @@
-"""A tiny model and a text as tokens; the text repeats, so that heads have something to look at."""
+"""A tiny model and a tokenized text, which repeats: that gives heads something to attend to."""
 
 import pytest
 import torch

@@ -88,7 +88,7 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
 def test_the_report_is_one_page_with_all_figures(folder):
     assert write_report(folder) == []
     page = (folder / "report.html").read_text(encoding="utf-8")
-    # Three of them stand beside the summary too.
+    # Three of them are shown at the summary too.
     assert page.count("<img ") == 13 + 3 and len(list(folder.glob("*.png"))) == 13
     assert "nan" not in re.sub(r'src="[^"]*"', "", page)
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page)

@@ -99,7 +99,7 @@ def test_sliding_layers_are_not_shown(sample):
 
 
 def test_strongest_queries_equal_those_of_the_full_matrix(model, sample, monkeypatch):
-    """Block by block as in the whole matrix: later ones only, of a group together, above 1 %."""
+    """Check blockwise results: only later queries, summed over a group, above 1 %."""
     monkeypatch.setattr(observing, "_MOST_ROWS", 13)
     seen = []
 

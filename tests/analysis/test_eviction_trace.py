@@ -43,7 +43,7 @@ def test_blocks_evict_as_the_masked_cache_does_and_predict_every_token(model, sa
             for layer, rows in enumerate(kept_sets(cache)):
                 for head, positions in enumerate(rows[0]):
                     assert set(np.flatnonzero(entries[layer, head])) == positions
-            # Within a block a query sees whatever it began with.
+            # Within a block a query sees all entries from its start.
             assert entries_after(trace.gone_at, end - 2)[..., begin:].all()
             begin = end
     np.testing.assert_allclose(trace.losses[30:], losses[29:], atol=1e-4)

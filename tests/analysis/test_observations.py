@@ -1,4 +1,4 @@
-"""The tables in the pages are those of the CSV files beside them."""
+"""The tables in the pages equal the CSV files."""
 
 import importlib.util
 import re

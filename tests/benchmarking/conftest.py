@@ -36,7 +36,7 @@ def build(source):
 
 
 class FakeServer:
-    """Answers `max_tokens` pieces; runs in a thread of its own, `with` starts and stops it.
+    """A server that answers with `max_tokens` chunks, in a thread; `with` starts and stops it.
 
     Attributes:
         first, gap: Seconds before the first piece, and between two.

@@ -36,7 +36,7 @@ def test_negative_noise_is_clamped_to_zero():
 
 @pytest.fixture
 def find(source, build, monkeypatch):
-    """Find batches with peaks that follow a rule, so that the right answer is known."""
+    """Find batches with peaks that follow a formula, which gives the right answer."""
 
     def call(batch_of_full, surplus=0, limit=64, failing=None):
         weights = Footprint(source.config(), torch.float32).weight_bytes

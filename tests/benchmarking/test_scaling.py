@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md are those of the script beside the benchmarks."""
+"""The tables of docs/scaling.md equal the output of benchmarks/scaling_arithmetic.py."""
 
 import importlib.util
 import re
@@ -61,5 +61,5 @@ def test_bytes_and_traffic_of_ranks(arithmetic):
     assert subject.rank_bytes(1) == 2 * (split + norms)
     assert subject.rank_bytes(2) == 2 * (split / 2 + norms)
     assert subject.read_bytes(2) == subject.rank_bytes(2) - 100 * 64
-    # Two ranks: each sends each summed state once, and half of what is gathered.
+    # Two ranks: each sends each reduced state once, and half of a gathered one.
     assert subject.link_bytes(2, 5, 5) == 2 * (1 + 2 * 3) * 5 * 64 + 5 * 100 * 2 / 2

@@ -184,7 +184,7 @@ def test_a_finished_stream_can_be_made_longer(begin, text_source, tmp_path, toke
     assert run_stream(stream, checkpoint=path)
     assert stream.state.position == tokens
     if tokens < 8:
-        assert not path.exists()  # no whole block has been read
+        assert not path.exists()  # no block is complete
         return
     longer = Stream.resume(
         stream.model, path, text_source, StreamSettings(prefill_chunk=8, every=50)

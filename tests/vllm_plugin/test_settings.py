@@ -1,4 +1,4 @@
-"""What is read, what is refused and what an engine's configuration becomes, without vLLM."""
+"""Parsing, refusals and the changed configuration of an engine, without vLLM."""
 
 import sys
 import tomllib

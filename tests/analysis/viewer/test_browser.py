@@ -286,7 +286,7 @@ def test_text_contrast_on_every_colour(page, dark):
         ink, paper = map(luminance, colours)
         assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= 4.5, (level, colours)
         lights.append(paper)
-    # Also what is gone or to come, at rest and while the page plays.
+    # Also evicted and future tokens, when stopped and while the page plays.
     for name in ("t gone", "t unread"):
         page.run(f"document.getElementById('probe').className = '{name}'")
         ink, paper, opacity, fading = page.run(
@@ -297,7 +297,7 @@ def test_text_contrast_on_every_colour(page, dark):
         ink, paper = luminance(ink), luminance(paper)
         assert (max(ink, paper) + 0.05) / (min(ink, paper) + 0.05) >= 4.5, name
         assert (opacity, fading) == ("1", "0s")
-    # The scale goes one way in brightness, so that it can be read without colour.
+    # Brightness is monotonic: the scale is readable without colour.
     assert lights == sorted(lights, reverse=not dark)
     page.dark(False)
 

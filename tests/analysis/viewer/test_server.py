@@ -126,7 +126,7 @@ def test_a_broken_request_is_a_sentence(port):
 def test_a_page_that_is_closed_too_early_is_no_error(port, capfd):
     for _ in range(3):
         with socket.create_connection((HOST, port)) as client:
-            # Closed with a reset, so that the answer has nowhere to go.
+            # Closed with a reset: the response cannot be sent.
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert ask(port, "GET", "/")[0] == 200

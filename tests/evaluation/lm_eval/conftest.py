@@ -120,7 +120,7 @@ def evaluate(monkeypatch):
     from h2okv.evaluation.lm_eval.settings import TASKS
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    # Asking pip and the system what is installed takes longer than the rest.
+    # Collecting installed packages takes longer than everything else.
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
 

@@ -80,7 +80,7 @@ def test_a_prompt_is_followed_by_the_full_cache_s_answer(subject, novel, protoco
     answer = written.tolist()
     config = subject.model.generation_config
     before = config.eos_token_id
-    if ends:  # the answer is over with its fifth token, whatever token that is
+    if ends:  # the answer ends with its fifth token
         config.eos_token_id = answer[4]
         answer = answer[: answer.index(answer[4], 1) + 1]
     try:
@@ -107,7 +107,7 @@ def test_a_given_answer_is_predicted_after_its_question(
         subject.encode(before + question),
         subject.encode(answer, special=False),
     )
-    # The last token of what is asked predicts the answer's first one.
+    # The last token of the question predicts the answer's first one.
     sample = task._samples[0]
     assert sample.prompt + sample.following == question_ids + answer_ids
     read = len(subject.encode(before)) if context else len(question_ids) - 1
