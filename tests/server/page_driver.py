@@ -48,10 +48,10 @@ def click(browser, selector):
     browser.run(f"document.querySelector({selector!r}).click()")
 
 
-def button(browser, words, which=-1):
+def button(browser, words, index=-1):
     browser.run(
         f"[...document.querySelectorAll('button')].filter((one) => one.textContent === {words!r})"
-        f".at({which}).click()"
+        f".at({index}).click()"
     )
 
 
@@ -75,7 +75,7 @@ def say(browser, words):
 
 
 def ask(browser, words):
-    """Says something, and waits for the whole answer."""
+    """Say something, and wait for the whole answer."""
     count = len(answers(browser))
     say(browser, words)
     browser.wait(f"{IDLE} && document.querySelectorAll('.assistant').length > {count}")
@@ -88,15 +88,15 @@ def reload(browser):
 
 
 def titles(browser):
-    """The chats that a person finds in the list."""
+    """List the chats that a person finds in the list."""
     click(browser, "#open-chats")
-    found = texts(browser, "#list li button:first-child")
+    listed = texts(browser, "#list li button:first-child")
     browser.run("document.getElementById('chats').close()")
-    return found
+    return listed
 
 
 def call_whole_browser(browser, method, **params):
-    """Calls what belongs to the browser, not to one of its tabs."""
+    """Call what belongs to the browser, not to one of its tabs."""
     session, browser._session = browser._session, None
     try:
         return browser.call(method, **params)
@@ -111,7 +111,7 @@ class Tabs:
         self.browser, self.first, self.targets = browser, browser._session, {}
 
     def open(self, address):
-        """Opens a tab with an address, and goes to it."""
+        """Open a tab with an address, and go to it."""
         target = call_whole_browser(self.browser, "Target.createTarget", url="about:blank")
         target = target["targetId"]
         session = call_whole_browser(
@@ -130,13 +130,13 @@ class Tabs:
         self.browser.call("Page.bringToFront")  # one in the background draws nothing
 
     def close(self, session):
-        """Closes a tab as a person does, and goes to the first."""
+        """Close a tab as a person does, and go to the first."""
         self.go(session)
         self.browser.call("Page.close")
         target = self.targets.pop(session)
         self.go(self.first)
         deadline = time.monotonic() + 10
-        while any(one["targetId"] == target for one in self._open_targets()):
+        while any(info["targetId"] == target for info in self._open_targets()):
             assert time.monotonic() < deadline, "the tab does not close"
             time.sleep(0.02)
 
@@ -158,7 +158,7 @@ def tabs(browser):
 
 @pytest.fixture
 def page(browser, serve, fake):
-    """The page of a server, with nothing remembered."""
+    """Open the page of a server, with nothing remembered."""
 
     def open_page(**options):
         served = serve(fake, **options)
@@ -179,12 +179,12 @@ class Proxy:
         prefix: The path below which the server is.
         stream: Parts of bytes that answer each chat instead of the server.
         status: The status and body of every answer but the page, instead of the server's.
-        asked: The bodies of the chats that were asked.
+        bodies: The bodies of the chats that were asked.
     """
 
     def __init__(self, server, prefix=""):
         self.server, self.prefix, self.stream, self.status = server, prefix, None, None
-        self.asked = []
+        self.bodies = []
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -213,7 +213,7 @@ class Proxy:
         if path != "/" and self.status:
             return self.send(handler, *self.status, "text/html")
         if path.endswith("/completions"):
-            self.asked.append(json.loads(body))
+            self.bodies.append(json.loads(body))
             if self.stream is not None:
                 return self.send_parts(handler)
         headers = {
@@ -221,19 +221,19 @@ class Proxy:
             for name in ("Authorization", "Content-Type")
             if name in handler.headers
         }
-        asked = urllib.request.Request(self.server + path, body, headers)
+        forwarded = urllib.request.Request(self.server + path, body, headers)
         try:
-            with urllib.request.urlopen(asked, timeout=20) as answer:
+            with urllib.request.urlopen(forwarded, timeout=20) as answer:
                 return self.send(handler, answer.status, answer.read(), **answer.headers)
         except urllib.error.HTTPError as error:
             return self.send(handler, error.code, error.read(), **error.headers)
 
     def send(self, handler, status, body, kind=None, **headers):
         handler.send_response(status)
-        known = {"Content-Type": kind or headers.get("content-type", "")}
+        fields = {"Content-Type": kind or headers.get("content-type", "")}
         if policy := headers.get("content-security-policy"):
-            known["Content-Security-Policy"] = policy
-        for name, value in known.items():
+            fields["Content-Security-Policy"] = policy
+        for name, value in fields.items():
             handler.send_header(name, value)
         handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
@@ -244,11 +244,11 @@ class Proxy:
         handler.send_header("Content-Type", "text/event-stream")
         handler.send_header("Connection", "close")
         handler.end_headers()
-        for part in self.stream:
-            if part is None:  # the connection breaks
+        for data in self.stream:
+            if data is None:  # the connection breaks
                 handler.connection.close()
                 return
-            handler.wfile.write(part)
+            handler.wfile.write(data)
             handler.wfile.flush()
             time.sleep(0.03)
 
@@ -260,7 +260,7 @@ class Proxy:
 
 @contextmanager
 def proxied(browser, served, prefix="", at="/"):
-    """Opens the page of a server through a proxy."""
+    """Open the page of a server through a proxy."""
     proxy = Proxy(served.address, prefix)
     try:
         browser.open(proxy.address + at)

@@ -78,7 +78,7 @@ def test_one_chat_continued_in_two_tabs_has_the_turns_of_both(browser, page, tab
         browser.wait("document.querySelectorAll('.assistant').length === 3")
         for _ in range(2):
             assert sorted(questions(browser)) == ["begun", "first tab", "second tab"]
-            assert all(len(one) > 5 for one in answers(browser))
+            assert all(len(answer) > 5 for answer in answers(browser))
             assert "another tab" not in text(browser, "#talk")
             reload(browser)
     # What is asked next goes on from both.
@@ -105,6 +105,21 @@ def test_a_chat_deleted_in_one_tab_stays_deleted(browser, page, tabs, fake):
     tabs.go(tabs.first)
     reload(browser)
     assert titles(browser) == ["half a thought"]
+
+
+def test_deleting_the_chat_in_view_leaves_the_box(browser, page):
+    page()
+    ask(browser, "to be deleted")
+    type_in(browser, "not sent")
+    for listed in (["to be deleted"], ["not sent"]):
+        assert titles(browser) == listed
+        assert typed(browser) == "not sent"
+        click(browser, "#open-chats")
+        button(browser, "Delete")
+        browser.run("document.getElementById('chats').close()")
+        assert questions(browser) == []
+        reload(browser)
+    assert typed(browser) == "" and titles(browser) == []
 
 
 def test_deletion_ends_an_answer_in_another_tab(browser, page, tabs, fake):
@@ -151,13 +166,13 @@ def test_an_answer_that_came_in_part_is_kept(browser, page, tabs, fake, end):
     fake.pause = 0.02
     say(browser, "a b c")
     browser.wait("(document.querySelector('.assistant .said')?.textContent.length || 0) > 5")
-    part, address = answers(browser)[0], browser.run("location.href")
+    beginning, address = answers(browser)[0], browser.run("location.href")
     if end == "reload":
         reload(browser)
     else:
         tabs.close(second)
         tabs.open(address)
-    assert questions(browser) == ["a b c"] and answers(browser)[0].startswith(part)
+    assert questions(browser) == ["a b c"] and answers(browser)[0].startswith(beginning)
     assert "Cut short" in text(browser, ".assistant .note")
     fake.pause = 0
     fill(browser, "max_tokens", "3")
@@ -248,8 +263,8 @@ def test_an_edit_loses_neither_the_chat_nor_a_draft(browser, page):
     assert typed(browser) == "third, not sent" and questions(browser) == ["first", "second"]
     button(browser, "Edit", 1)
     assert questions(browser) == ["first"]
-    ask(browser, " anew")
-    assert questions(browser) == ["first", "second anew"] and len(answers(browser)) == 2
+    ask(browser, " again")
+    assert questions(browser) == ["first", "second again"] and len(answers(browser)) == 2
     browser.run("history.back()")
     browser.wait("document.querySelectorAll('.user')[1].textContent.includes('second')")
     assert questions(browser) == ["first", "second"] and typed(browser) == "third, not sent"
@@ -365,9 +380,9 @@ def test_records_of_another_form_do_no_harm(browser, page):
         '{"question": 3}',
         '{"question": "x", "answer": {}}',
     ]
-    for place in ("turn/1/1", "turn/x", "turn/", "draft/1/1", "setting/system", "setting/colours"):
+    for name in ("turn/1/1", "turn/x", "turn/", "draft/1/1", "setting/system", "setting/colours"):
         for record in broken:
-            browser.run(f"localStorage.setItem('h2okv/{place}', {json.dumps(record)})")
+            browser.run(f"localStorage.setItem('h2okv/{name}', {json.dumps(record)})")
             reload(browser)
             assert questions(browser) == ["good"]
     for record in broken:
@@ -388,13 +403,13 @@ def test_going_back_in_mid_answer_keeps_it_where_it_belongs(browser, page, fake)
     fake.pause = 0.02
     say(browser, "second chat")
     browser.wait("(document.querySelector('.assistant .said')?.textContent.length || 0) > 5")
-    part = answers(browser)[0]
+    beginning = answers(browser)[0]
     browser.run("history.back()")
     browser.wait(f"{IDLE} && document.querySelector('.user .said').textContent === 'first chat'")
     assert typed(browser) == ""
     browser.run("history.forward()")
     browser.wait("document.querySelector('.user .said').textContent === 'second chat'")
-    assert answers(browser)[0].startswith(part)
+    assert answers(browser)[0].startswith(beginning)
     assert text(browser, ".assistant .note").startswith("Stopped.")
     assert titles(browser) == ["second chat", "first chat"]
 

@@ -51,8 +51,8 @@ def test_events_are_read_however_they_are_cut(browser, page):
         data = list(source.encode())
         cuts = [[data], [[byte] for byte in data]]
         cuts += [[data[:at], data[at:]] for at in range(1, len(data))]
-        for parts in cuts:
-            assert browser.run(READ % json.dumps(parts)) == events, (source, parts)
+        for cut in cuts:
+            assert browser.run(READ % json.dumps(cut)) == events, (source, cut)
 
 
 def event(content="", end=None, **more):

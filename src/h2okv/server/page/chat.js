@@ -234,11 +234,11 @@ function saveDraft() {
 /** Takes this tab's draft of the chat, or else the newest of another; that tab still shows its own. */
 function takeDraft() {
   const drafts = readDrafts(store, chat.id), mine = draftKey();
-  const found = drafts.find(({ key }) => key === mine) || drafts[0];
-  const { text = "", edits = "", before = "" } = found || {};
+  const newest = drafts.find(({ key }) => key === mine) || drafts[0];
+  const { text = "", edits = "", before = "" } = newest || {};
   draft = { text, edits, before };
   write(text);
-  if (found && found.key !== mine) { store.remove(found.key); }
+  if (newest && newest.key !== mine) { store.remove(newest.key); }
 }
 
 /** Brings in what other tabs have changed of this chat. */
@@ -285,21 +285,27 @@ const addressed = () => /^#chat-([0-9a-z]+)$/.exec(location.hash)?.[1];
 
 /** What was left in the box when a page was closed without having been asked. */
 function leftDraft() {
-  const [found] = readDrafts(store).filter(({ key, isLeft }) => {
+  const [newest] = readDrafts(store).filter(({ key, isLeft }) => {
     const [id, page] = key.slice(DRAFTS.length).split("/");
     return page === tab || (isLeft && !store.keys(`${TURNS}${id}/`).length);
   });
-  return found?.key.slice(DRAFTS.length).split("/")[0];
+  return newest?.key.slice(DRAFTS.length).split("/")[0];
 }
 
 function deleteChat(one) {
+  let unsent = "";
   if (one.id === chat.id) {
+    // What is written to go on with is another thing than what was said.
+    if (chat.turns.length) { unsent = draft.edits ? draft.before : at("prompt").value; }
     at("prompt").value = "";
     draft = { text: "", edits: "", before: "" };
     chat.turns = [];
   }
   store.remove(...one.keys);
-  if (one.id === chat.id) { open(newId()); }
+  if (one.id === chat.id) {
+    open(newId());
+    write(unsent);
+  }
   showChats(listChats(store));
 }
 

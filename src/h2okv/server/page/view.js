@@ -46,9 +46,9 @@ function showText(message) {
     body.replaceChildren(node);
   }
   const isRunning = message === running?.turn.answer, end = !isRunning && ENDS[message.end]?.(message);
-  const note = body.nextSibling, parts = [message.note || ""];
-  if (end) { parts.unshift(make("b", end), message.note ? " · " : ""); }
-  note.replaceChildren(...parts);
+  const note = body.nextSibling, content = [message.note || ""];
+  if (end) { content.unshift(make("b", end), message.note ? " · " : ""); }
+  note.replaceChildren(...content);
   note.hidden = !note.textContent;
   note.classList.toggle("cut", ["cut", "left"].includes(message.end) && !isRunning);
 }
@@ -159,7 +159,7 @@ function showChats(chats) {
 /** Puts chats into a file of Markdown, where the browser puts its downloads. */
 function download(chats, name) {
   const part = (who, text) => (text ? [`## ${who}\n\n${text}\n`] : []);
-  const parts = chats.map((one) => [
+  const texts = chats.map((one) => [
     `# ${titleOf(one).replaceAll("\n", " ")}\n`,
     ...part("System prompt", settings.system.trim()),
     ...one.turns.flatMap(({ question, answer }) => [
@@ -168,7 +168,7 @@ function download(chats, name) {
     ...part("Not sent", one.draft),
   ].join("\n"));
   const link = make("a");
-  link.href = URL.createObjectURL(new Blob([parts.join("\n")], { type: "text/markdown" }));
+  link.href = URL.createObjectURL(new Blob([texts.join("\n")], { type: "text/markdown" }));
   link.download = `${name}.md`;
   link.click();
   setTimeout(() => URL.revokeObjectURL(link.href), 60000);
