@@ -113,7 +113,7 @@ def test_prompts_that_cannot_be_served(job, tmp_path):
     prompts = write_prompts(
         tmp_path / "in.jsonl", 3, empty=" \n", long="cat " * 300, none=None, odd="\ud800"
     )
-    outcome, records = job(prompts)
+    outcome, records = job(prompts, code=1)
     assert "4 with an error record" in outcome.err
     errors = {name: record["error"] for name, record in records.items() if "error" in record}
     assert set(errors) == {"empty", "long", "none", "odd"}
@@ -121,7 +121,7 @@ def test_prompts_that_cannot_be_served(job, tmp_path):
     assert "context is 256" in errors["long"]
     assert "not a text" in errors["none"]
     assert "surrogate" in errors["odd"]
-    again, same = job(prompts, "--json")
+    again, same = job(prompts, "--json", code=1)
     assert same == records
     assert json.loads(again.out)["skipped"] == 7
 

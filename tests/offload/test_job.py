@@ -68,6 +68,78 @@ def test_bad_lines(tmp_path, text, words):
         PromptFile(write(tmp_path, text))
 
 
+def test_a_line_has_the_fields_of_a_request(tmp_path):
+    line = {"id": 1, "messages": MESSAGES, "max_completion_tokens": 3, "temperature": None,
+            "top_k": -1, "logit_bias": {"5": 2}, "user": "me", "stream": False, "model": "m",
+            "continue_final_message": False, "metadata": {"a": 1}, "anything": None}  # fmt: skip
+    file = PromptFile(write(tmp_path, json.dumps(line)))
+    prompt = file.read("1")
+    assert prompt.sampling == {"max_tokens": 3, "top_k": 0, "logit_bias": {5: 2}}
+    assert prompt.fields == {"continue_final_message": False}
+    assert file.lines["1"].max_tokens == 3
+
+
+def openai_line(name="r", url="/v1/chat/completions", method="POST", **body):
+    body = body or {"messages": MESSAGES}
+    return {"custom_id": name, "method": method, "url": url, "body": {"model": "m", **body}}
+
+
+def test_lines_in_openais_batch_format(tmp_path):
+    lines = [
+        openai_line("a", messages=MESSAGES, max_tokens=8, stop="x"),
+        openai_line("b", "/v1/completions", prompt="the cat"),
+        {"id": 3, "prompt": "a cat"},
+    ]
+    file = PromptFile(write(tmp_path, "\n".join(map(json.dumps, lines))))
+    assert list(file.lines) == ['"a"', '"b"', "3"]
+    first, second, third = map(file.read, file.lines)
+    assert (first.id, first.content, first.url) == ("a", MESSAGES, "/v1/chat/completions")
+    assert first.sampling == {"max_tokens": 8, "stop": "x"}
+    assert (second.content, second.url, third.url) == ("the cat", "/v1/completions", None)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"prompt": "a", "extra": 1}, "line 2 of .*: extra is not known; leave it out"),
+        ({"prompt": "a", "max_token": 1}, "max_token is not known; did you mean max_tokens"),
+        ({"id": 5}, "neither prompt nor messages"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0 is out of range; give 1 or more"),
+        ({"prompt": "a", "max_tokens": "3"}, "max_tokens='3' is not a whole number"),
+        ({"prompt": "a", "temperature": -1}, "temperature=-1 is out of range"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias has the key 'x'"),
+        ({"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}, "contradict each other"),
+        ({"prompt": "a", "stream": True}, "stream=True: the answers of a batch are whole"),
+        ({"prompt": "a", "n": 2}, "n=2: a line of a batch has one answer"),
+        ({"prompt": "a", "logprobs": 1}, "logprobs=1: a batch has no log-probabilities"),
+        ({"messages": MESSAGES, "tools": [{}]}, "tools=.*: tools are not supported yet"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "plain text"),
+        ({"custom_id": "a"}, "url is missing; give it"),
+        ({"body": {}}, "custom_id is missing; give it"),
+        (openai_line(5), "custom_id=5 is not a text"),
+        (openai_line(url="/v1/embeddings"), "url='/v1/embeddings' is not supported; give /v1/chat"),
+        (openai_line(method="GET"), "method='GET' is not supported; give POST"),
+        ({**openai_line(), "id": 5}, "id is not known"),
+        (openai_line(prompt="a"), "body.messages is missing|body.prompt is not known"),
+        (openai_line(messages=MESSAGES, extra=1), "line 2 of .*: body.extra is not known"),
+        (openai_line(messages=MESSAGES, n=2), "body.n=2: a line of a batch has one answer"),
+        (openai_line(messages="a"), "messages are not a list"),
+    ],
+    ids=str,
+)
+def test_fields_that_are_refused_by_their_line(tmp_path, line, words):
+    text = "\n".join(map(json.dumps, [{"id": "first", "prompt": "a"}, line]))
+    with pytest.raises(ValueError, match=words):
+        PromptFile(write(tmp_path, text))
+
+
+def test_a_prompt_with_other_parameters_is_another(tmp_path):
+    lines = [{"prompt": "a"}, {"prompt": "a", "max_tokens": 3}, {"prompt": "a", "user": "me"}]
+    file = PromptFile(write(tmp_path, "\n".join(map(json.dumps, lines))))
+    first, second, third = (line.digest for line in file.lines.values())
+    assert first == third != second
+
+
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="'.*nowhere.jsonl' cannot be read.*JSONL"):
         PromptFile(tmp_path / "nowhere.jsonl")
@@ -203,16 +275,38 @@ def test_messages_for_a_model_without_a_template_are_a_plain_dialogue(codec, tok
         (" ", "the prompt is not a text"),
         ("\ud800", "half of a surrogate pair"),
         ("cat " * 300, "context is 256; shorten it to 255"),
-        ([{"role": "user"}], r"messages\[0\] has no field content"),
-        (["a"], r"messages\[0\] is not {"),
-        ([{"role": "robot", "content": "a"}], r"messages\[0\]: field role is 'robot'; give one of"),
-        ([{"role": "user", "content": "\n"}], r"messages\[0\]: field content is not a text"),
+        ([], "messages is empty"),
+        ([{"role": "user"}], r"messages\[0\].content is missing"),
+        (["a"], r"messages\[0\]='a' is not a message"),
+        ([{"role": "robot", "content": "a"}], r"messages\[0\].role='robot' does not fit; give"),
+        ([{"role": "tool", "content": "a"}], r"messages\[0\].role='tool': tools are not supported"),
+        ([{"role": "user", "content": "\ud800"}], r"messages\[0\].content has half of a surrog"),
     ],
 )
 def test_prompts_that_cannot_be_served(codec, prompt, words):
     for template in (None, TEMPLATE):
         with pytest.raises(ValueError, match=words):
             codec(template).encode(prompt)
+
+
+def test_messages_are_read_as_the_server_reads_them(codec):
+    system = {"role": "system", "content": "Be kind."}
+    parts = {"role": "user", "content": [{"type": "text", "text": "the "}, "cat"]}
+    for template in (None, TEMPLATE):
+        encode = codec(template).encode
+        assert encode([system, *MESSAGES]) == encode([system | {"role": "developer"}, parts])
+        empty = {"role": "assistant", "content": None}
+        assert encode([*MESSAGES, empty, *MESSAGES]) == encode(
+            [*MESSAGES, empty | {"content": ""}, *MESSAGES]
+        )
+
+
+def test_a_final_assistant_message_is_continued(codec, tokenizer):
+    chat = [*MESSAGES, {"role": "assistant", "content": "sat on"}]
+    plain = tokenizer("User: the cat\n\nAssistant: sat on")["input_ids"]
+    assert codec().encode(chat) == plain
+    begun = tokenizer("<user>the cat<assistant>sat on", add_special_tokens=False)["input_ids"]
+    assert codec(TEMPLATE).encode(chat) == begun
 
 
 def test_messages_that_no_template_takes(codec):
@@ -223,7 +317,7 @@ def test_messages_that_no_template_takes(codec):
         codec(TEMPLATE, is_raw=True).encode(MESSAGES)
 
 
-@pytest.mark.parametrize("options", [{"stop": "a"}, {"n": 2}, {"logprobs": 0}], ids=str)
+@pytest.mark.parametrize("options", [{"n": 2}, {"logprobs": 0}], ids=str)
 def test_what_a_job_cannot_do_is_refused(tmp_path, options):
     (name,) = options
     with pytest.raises(ValueError, match=f"{name}=.* is not supported in a batch job"):

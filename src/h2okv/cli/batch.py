@@ -88,12 +88,11 @@ def batch(
 ) -> int:
     import torch
 
+    from h2okv.offload.job import PromptFile
     from h2okv.offload.offload_engine import BatchRequest, Interrupted, run
 
     _check_budgets(cache)
     cache, note = args.with_least_entries(cache)
-    if sampling.stop:
-        raise ValueError("--stop is not known to h2okv batch; cut the texts afterwards")
     beside = {
         "model": model.name, "dtype": model.dtype, "sampling": sampling.params(), "is_raw": raw,
         "device": torch.device("cpu") if ray else model.device,
@@ -104,15 +103,16 @@ def batch(
     args.check_copies("actors", actors, ray, model.device_name)
     if ray:
         _check_for_ray(request)
+    prompts = PromptFile(input)  # mistakes in the file show before the model is looked at
     params = sampling.params(model.describe())
     request = replace(request, sampling=params, cache=cache.seeded(int(params.seed or 0)))
     try:
         if ray:  # imported here: a job on this machine alone needs neither Ray nor its memory
             from h2okv.cluster.batch import run_batch_on_ray
 
-            summary = run_batch_on_ray(request, model.device_name, actors)
+            summary = run_batch_on_ray(request, model.device_name, actors, prompts)
         else:
-            summary = run(request)
+            summary = run(request, prompts=prompts)
     except Interrupted as stopped:
         write_remark(str(stopped))
         return INTERRUPTED
@@ -122,7 +122,7 @@ def batch(
         write_remark(summary.to_text())
         if note is not None:
             write_remark(note)
-    return 0
+    return 1 if summary.errors else 0
 
 
 def _check_budgets(cache: CacheConfig) -> None:

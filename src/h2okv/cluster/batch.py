@@ -9,14 +9,16 @@ from typing import Any
 from h2okv.cluster.ray_cluster import cluster, import_ray, place_copies, reason
 from h2okv.console import Progress
 from h2okv.integration.loading import Described, parse_device
-from h2okv.offload.job import Job, Prompt, Summary, TextCodec, generate_records
+from h2okv.offload.job import Job, Prompt, PromptFile, Summary, TextCodec, generate_records
 from h2okv.offload.offload_engine import BATCH_SIZE, BatchRequest, describe_for, open_runner, run
 
 _BATCHES = 8
 """Batches of prompts in an actor's block: at the end of each block its slots run empty."""
 
 
-def run_batch_on_ray(request: BatchRequest, device: str, actors: int | None) -> Summary:
+def run_batch_on_ray(
+    request: BatchRequest, device: str, actors: int | None, prompts: PromptFile | None = None
+) -> Summary:
     """Run a job on ``actors`` models; ``device`` is auto, cpu or cuda on their machines."""
     import_ray()
 
@@ -29,7 +31,7 @@ def run_batch_on_ray(request: BatchRequest, device: str, actors: int | None) -> 
         with cluster() as ray, bar:
             return job.collect(_results(ray, job, request, device, actors), on_progress)
 
-    return run(request, execute)
+    return run(request, execute, prompts)
 
 
 def _results(
@@ -66,7 +68,7 @@ class Worker:
         # The model is in the memory of `device`, without offloading.
         request = replace(request, device=parse_device(device), weight_placement={"device": 1.0})
         described = describe_for(request)
-        self._codec = TextCodec(described, request.max_new_tokens, request.is_raw)
+        self._codec = TextCodec(described, request.sampling, request.is_raw)
         self._runner, _ = open_runner(request, described, [])
 
     def generate(self, prompts: list[Prompt]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from transformers.distributed import DistributedConfig
 
 from h2okv.cache.validation import check_model
 from h2okv.integration.chat_template import encode
+from h2okv.integration.messages import Conversation
 from h2okv.integration.models import check_complete, default_dtype, resolve_model
 from h2okv.integration.packed_linear import check_weight_bits, pack_linear_layers
 from h2okv.records import first_line, refusing
@@ -36,17 +37,21 @@ class Described:
         """How many of the wanted tokens the context has room for behind those that were read."""
         return wanted if self.context is None else min(wanted, self.context - read)
 
-    def encode(self, prompt: str | Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a text, or of messages, that leave room for an answer; at least one."""
+    def encode(self, prompt: str | Conversation | Sequence[Mapping[str, Any]]) -> list[int]:
+        """Encode a text, or messages, that leave room for an answer; at least one token."""
         ids = encode(self.tokenizer, prompt, self.vocab_size)
-        if not ids:
+        self.check_length(len(ids))
+        return ids
+
+    def check_length(self, length: int) -> None:
+        """Refuse a number of tokens that leaves no room for an answer in the context."""
+        if not length:
             raise ValueError("the prompt has no tokens for this model; give some text")
-        if self.context is not None and len(ids) >= self.context:
+        if self.context is not None and length >= self.context:
             raise ValueError(
-                f"the prompt has {len(ids)} tokens, but the model's context is {self.context};"
+                f"the prompt has {length} tokens, but the model's context is {self.context};"
                 f" shorten it to {self.context - 1} or fewer, or add --positions rolling"
             )
-        return ids
 
 
 def describe(name: str) -> Described:

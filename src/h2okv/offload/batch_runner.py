@@ -30,6 +30,12 @@ from h2okv.offload.tiers import CacheStore, EmbeddingReader, WeightStream
 PromptId = str | int  # a prompt's name in a job
 
 
+def sequence_seed(seed: int | None, prompt_id: PromptId) -> int:
+    """Derive the seed of a prompt, the same in every batch, order and run."""
+    name = json.dumps([seed or 0, prompt_id]).encode()
+    return int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
+
+
 @dataclass
 class BatchSequence:
     """A prompt and what was generated for it so far."""
@@ -40,8 +46,12 @@ class BatchSequence:
     digest: str = ""  # of the prompt's text, by which a resumed job recognises it
     is_context_limited: bool = False  # whether the context window sets max_new_tokens
     new_tokens: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # eos, length or context; None while it runs
+    finish_reason: str | None = None  # eos, stop, length or context; None while it runs
     sampler: Sampler | None = None  # made for the first token
+    params: SamplingParams | None = None  # None for those of the job
+    ends: frozenset[int] | None = None  # end tokens, if they are not those of the job
+    text: Any = None  # what looks for stop strings, with `add(token)`; None if there are none
+    url: str | None = None  # of a request in OpenAI's batch format
 
 
 @dataclass(eq=False)
@@ -94,8 +104,10 @@ class MicroBatch:
             if own.finish_reason is not None:
                 continue
             own.new_tokens.append(token)
-            if token in ends:
+            if token in (ends if own.ends is None else own.ends):
                 own.finish_reason = "eos"
+            elif own.text is not None and own.text.add(token):
+                own.finish_reason = "stop"
             elif len(own.new_tokens) >= own.max_new_tokens:
                 own.finish_reason = "context" if own.is_context_limited else "length"
         self.columns += 1
@@ -236,13 +248,15 @@ class Runner:
     num_new_tokens: int = 0  # also of unfinished sequences
 
     def __post_init__(self) -> None:
-        self._ends = frozenset(self.sampling.stop_token_ids)
-        if not self.sampling.ignore_eos:
-            self._ends |= eos_token_ids(self.model)
+        self._ends = self._end_tokens(self.sampling)
         self._batches: list[MicroBatch] = []
         self._following: BatchSequence | None = None  # the first that waits
         # Whether the last weight pass had no tokens left for prompts that there is memory for.
         self._has_headroom = False
+
+    def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
+        ends = frozenset(params.stop_token_ids)
+        return ends if params.ignore_eos else ends | eos_token_ids(self.model)
 
     @property
     def unfinished_tokens(self) -> int:
@@ -320,10 +334,11 @@ class Runner:
         """Chooses a token for each sequence from logits ``[B, V]``."""
         for own in sequences:
             if own.sampler is None:
-                # The same for this prompt in every batch, order and run.
-                name = json.dumps([self.sampling.seed or 0, own.id]).encode()
-                seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big") >> 1
-                own.sampler = Sampler(self.model, replace(self.sampling, seed=seed), own.prompt)
+                if own.params is not None:
+                    own.ends = self._end_tokens(own.params)
+                seed = sequence_seed(self.sampling.seed, own.id)
+                params = own.params or replace(self.sampling, seed=seed)
+                own.sampler = Sampler(self.model, params, own.prompt)
         samplers: list[Any] = [own.sampler for own in sequences]
         tokens: list[int] = []
         chosen = sample(samplers, [own.new_tokens for own in sequences], logits)

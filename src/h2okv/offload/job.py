@@ -4,28 +4,60 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2okv.console import format_bytes
-from h2okv.engine.detokenizer import Detokenizer
+from h2okv.engine.detokenizer import Detokenizer, StopText
+from h2okv.engine.request_fields import (
+    SAMPLING,
+    UNSUPPORTED,
+    Unsupported,
+    known_fields,
+    sampling_values,
+)
+from h2okv.engine.sampling_params import SamplingParams
+from h2okv.integration.chat_template import PLAIN_STOPS
 from h2okv.integration.loading import Described
-from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner
+from h2okv.integration.messages import Conversation, FieldError, read_conversation
+from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner, sequence_seed
 from h2okv.provenance import digest
-from h2okv.records import Record, ResultFile, check_text, decode_text, naming
+from h2okv.records import Record, ResultFile, check_text, decode_text, naming, short_repr
 
 _LINE = '{"prompt": "..."}'
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+_REQUEST_ID = "batch_req_"
+_TEMPLATE_FIELDS = {
+    "add_generation_prompt", "chat_template_kwargs", "continue_final_message", "reasoning_effort",
+}  # fmt: skip
+_COMMON_FIELDS = SAMPLING | {"model"}
+_CHAT_FIELDS = _COMMON_FIELDS | _TEMPLATE_FIELDS | {"messages", "max_completion_tokens"}
+_BODY_FIELDS = {CHAT: _CHAT_FIELDS, COMPLETION: _COMMON_FIELDS | {"prompt"}}
+_UNSUPPORTED: Unsupported = {
+    **UNSUPPORTED,
+    "stream": ("the answers of a batch are whole; leave it out", False),
+    "stream_options": ("the answers of a batch are whole; leave it out",),
+    "n": ("a line of a batch has one answer; give more lines", 1),
+    "best_of": ("a line of a batch has one answer; leave it out", 1),
+    "logprobs": ("a batch has no log-probabilities; leave it out", False),
+    "top_logprobs": ("a batch has no log-probabilities; leave it out", 0),
+    "echo": ("a batch does not repeat prompts; leave it out", False),
+    "h2o": ("the cache is the command's; leave it out",),
+}
 
 
 class Prompt(NamedTuple):
     """What a line of the input asks for."""
 
     id: PromptId
-    content: Any  # a text or messages
-    digest: str  # of the content
+    content: Any  # a text, tokens or messages
+    digest: str  # of the line, its id apart
+    fields: dict[str, Any] = {}  # those that say how the content is rendered
+    sampling: dict[str, Any] = {}  # parameters in place of the job's
+    url: str | None = None  # of a line in OpenAI's batch format
 
 
 class PromptLine(NamedTuple):
@@ -34,12 +66,13 @@ class PromptLine(NamedTuple):
     number: int
     start: int  # its first byte
     digest: str
+    max_tokens: int | None  # that the line asks for
 
 
 class PromptFile:
-    """Lines ``{"id", "prompt"}`` or ``{"id", "messages"}``; one that changes later is noticed.
+    """Lines ``{"id", "prompt"}`` or ``{"id", "messages"}``, or those of OpenAI's batch format.
 
-    Where a line has no id its number is, from 1.
+    Where a line has no id its number is, from 1. A line that changes later is noticed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,8 +85,9 @@ class PromptFile:
                     place = f"line {number} of '{path}'"
                     prompt = _parse(data, place, number)
                     name = json.dumps(prompt.id)
-                    own = PromptLine(number, start, prompt.digest)
-                    if (first := self.lines.setdefault(name, own)) is not own:
+                    limit = prompt.sampling.get("max_tokens")
+                    line = PromptLine(number, start, prompt.digest, limit)
+                    if (first := self.lines.setdefault(name, line)) is not line:
                         raise ValueError(
                             f"{place}: id {name} is that of line {first.number} too; give every"
                             " prompt an id of its own"
@@ -79,18 +113,84 @@ class PromptFile:
 
 
 def _parse(data: bytes, place: str, number: int) -> Prompt:
-    fields, problem = Record.parse(decode_text(data, place).strip(), place, _LINE).fields, ""
-    prompt_id: Any = fields.get("id", number)
-    content = fields.get("prompt", fields.get("messages"))
+    fields = Record.parse(decode_text(data, place).strip(), place, _LINE).fields
+    is_openai = "custom_id" in fields or "body" in fields
+    try:
+        return _read_openai_line(fields) if is_openai else _read_line(fields, number)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from error
+
+
+def _read_line(fields: dict[str, Any], number: int) -> Prompt:
+    """Read a line of one's own: an id, a prompt or messages, and fields of a request."""
+    fields = known_fields(fields, _CHAT_FIELDS | {"id", "prompt"}, _UNSUPPORTED)
+    prompt_id = fields.pop("id", number)
     if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
         problem = f"id {json.dumps(prompt_id)} is not a name; give a text or a whole number"
-    elif "prompt" in fields and "messages" in fields:
-        problem = "it has both prompt and messages; leave one of them out"
-    elif "messages" in fields and not isinstance(content, list):
+        raise ValueError(problem)
+    if "prompt" in fields and "messages" in fields:
+        raise ValueError("it has both prompt and messages; leave one of them out")
+    if not fields.keys() & {"prompt", "messages"}:
+        raise ValueError("it has neither prompt nor messages; give one of them")
+    return _make_prompt(prompt_id, fields, None)
+
+
+def _read_openai_line(fields: dict[str, Any]) -> Prompt:
+    """Read a line of OpenAI's batch format, which has the request as its body."""
+    fields = known_fields(fields, ("custom_id", "method", "url", "body"), {})
+    for name, kind in (("custom_id", str), ("url", str), ("body", dict)):
+        if name not in fields:
+            raise FieldError((name,), " is missing; give it")
+        if not isinstance(fields[name], kind):
+            form = "an object" if kind is dict else "a text"
+            raise FieldError((name,), f"={short_repr(fields[name])} is not {form}; give one")
+    for name, choices in (("method", ["POST"]), ("url", list(_BODY_FIELDS))):
+        if fields.get(name, "POST") not in choices:
+            remedy = f"give {' or '.join(choices)}"
+            raise FieldError((name,), f"={short_repr(fields[name])} is not supported; {remedy}")
+    url, body = fields["url"], fields["body"]
+    try:
+        body = known_fields(body, _BODY_FIELDS[url], _UNSUPPORTED)
+        if (name := "messages" if url == CHAT else "prompt") not in body:
+            raise FieldError((name,), " is missing; give it")
+        return _make_prompt(fields["custom_id"], body, url)
+    except FieldError as error:
+        raise error.within("body") from error
+
+
+def _make_prompt(prompt_id: PromptId, fields: dict[str, Any], url: str | None) -> Prompt:
+    content = fields.get("prompt", fields.get("messages"))
+    if "messages" in fields and not isinstance(content, list):
         problem = 'messages are not a list; write [{"role": "user", "content": "..."}]'
-    if problem:
-        raise ValueError(f"{place}: {problem}")
-    return Prompt(prompt_id, content, digest(json.dumps(content, sort_keys=True)))
+        raise ValueError(problem)
+    sampling = sampling_values(fields)
+    if (limit := SamplingParams(**sampling).max_tokens) is not None and limit < 1:
+        raise FieldError(("max_tokens",), f"={limit} is out of range; give 1 or more")
+    rendering = {name: fields[name] for name in _TEMPLATE_FIELDS if fields.get(name) is not None}
+    line = [content, rendering, sampling] if rendering or sampling else content
+    name = digest(json.dumps(line if url is None else [prompt_id, url, line], sort_keys=True))
+    return Prompt(prompt_id, content, name, rendering, sampling, url)
+
+
+class SequenceText:
+    """The text of a sequence, token by token, up to a stop string."""
+
+    def __init__(
+        self, described: Described, prompt: list[int], stop: Sequence[str], strips_start: bool
+    ) -> None:
+        self._detokenizer = Detokenizer(described.tokenizer, prompt)
+        self._stop = StopText(stop, strips_start)
+
+    def add(self, token: int) -> bool:
+        """Take the next token; return whether a stop string has ended the text."""
+        self._stop.add(self._detokenizer.add([token]))
+        return self._stop.stopped is not None
+
+    def end(self) -> str:
+        """Return the whole text."""
+        self._stop.add(self._detokenizer.end())
+        self._stop.end()
+        return self._stop.text
 
 
 @dataclass(frozen=True)
@@ -98,7 +198,7 @@ class TextCodec:
     """Encodes prompts and decodes results."""
 
     described: Described
-    max_new_tokens: int = 1
+    sampling: SamplingParams = SamplingParams(max_tokens=1)  # where a line states nothing else
     is_raw: bool = False  # whether texts are continued, not answered through the chat template
 
     @property
@@ -106,47 +206,129 @@ class TextCodec:
         """Whether a text is a user's message for the model's chat template."""
         return not self.is_raw and bool(self.described.tokenizer.chat_template)
 
-    def encode(self, prompt: Any) -> list[int]:
-        """Encodes a text or messages; raises `ValueError` for what cannot be served."""
-        if isinstance(prompt, list) and self.is_raw:
-            raise ValueError("messages need the chat template; leave out --raw, or give a prompt")
+    def encode(self, prompt: Any, fields: Mapping[str, Any] | None = None) -> list[int]:
+        """Encode a text or messages; raise `ValueError` for what cannot be served."""
+        return self.described.encode(self._rendered(prompt, fields or {}))
+
+    def _rendered(self, prompt: Any, fields: Mapping[str, Any]) -> str | Conversation:
         if isinstance(prompt, list):
-            prompt = [_checked(own, number) for number, own in enumerate(prompt)]
-        elif check_text(prompt, "the prompt") and self.uses_template:
-            prompt = [{"role": "user", "content": prompt}]
-        return self.described.encode(prompt)
+            if self.is_raw:
+                need = "messages need the chat template; leave out --raw, or give a prompt"
+                raise ValueError(need)
+            return read_conversation({**fields, "messages": prompt})
+        if check_text(prompt, "the prompt") and self.uses_template:
+            return Conversation([{"role": "user", "content": prompt}])
+        return str(prompt)
 
     def sequence(self, prompt: Prompt, longest: int | None) -> BatchSequence:
-        """Encodes a prompt, with as many new tokens as the context window has room for."""
-        tokens = self.encode(prompt.content)
+        """Encode a prompt, with as many new tokens as the context window has room for."""
+        described, params = self.described, replace(self.sampling, **prompt.sampling)
+        rendered = self._content(prompt)
+        tokens = self._tokens(rendered)
         if longest is not None and len(tokens) > longest:
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens, and the memory that was promised is enough"
                 f" for {longest}; shorten it or give more --memory"
             )
-        left = self.described.room(len(tokens), self.max_new_tokens)
-        return BatchSequence(prompt.id, tokens, left, prompt.digest, left < self.max_new_tokens)
+        for token in params.logit_bias:
+            if token >= described.vocab_size:
+                problem = f"logit_bias: the token {token} is not one of the model's"
+                raise ValueError(f"{problem} {described.vocab_size}; leave it out")
+        # As the server has it: in the plain form an answer ends before the user's next line.
+        is_plain = isinstance(rendered, Conversation) and not described.tokenizer.chat_template
+        stop = (*params.stop, *(PLAIN_STOPS if is_plain else ()))
+        strips_start = isinstance(rendered, Conversation) and is_plain and not rendered.continues
+        if "seed" not in prompt.sampling:
+            params = replace(params, seed=sequence_seed(params.seed, prompt.id))
+        limit = params.max_tokens or 1
+        left = described.room(len(tokens), limit)
+        return BatchSequence(
+            prompt.id, tokens, left, prompt.digest, left < limit, params=params, url=prompt.url,
+            text=SequenceText(described, tokens, stop, strips_start) if stop else None,
+        )  # fmt: skip
+
+    def _content(self, prompt: Prompt) -> str | Conversation | list[int]:
+        """Render a prompt as the server would, or as `encode` does a line of one's own."""
+        if prompt.url != COMPLETION:
+            return self._rendered(prompt.content, prompt.fields)
+        listed = prompt.content if isinstance(prompt.content, list) else [prompt.content]
+        if listed and all(type(token) is int for token in listed):
+            return listed
+        if len(listed) != 1:
+            raise ValueError("the prompt is a list; give one text, or the tokens of one")
+        return check_text(listed[0], "the prompt")
+
+    def _tokens(self, rendered: str | Conversation | list[int]) -> list[int]:
+        if not isinstance(rendered, list):
+            return self.described.encode(rendered)
+        for token in rendered:
+            if not 0 <= token < (count := self.described.vocab_size):
+                problem = f"the prompt has the token {token}, but the model's are 0 to {count - 1}"
+                raise ValueError(f"{problem}; encode it with the model's own tokenizer")
+        self.described.check_length(len(rendered))
+        return rendered
 
     def record(self, sequence: BatchSequence) -> dict[str, Any]:
-        """A finished sequence's result; its text has the space that follows the prompt."""
-        text = Detokenizer(self.described.tokenizer, sequence.prompt)
+        """Return a finished sequence's result; its text has the space that follows the prompt."""
+        text = sequence.text
+        if text is None:
+            text = SequenceText(self.described, sequence.prompt, (), strips_start=False)
+            for token in sequence.new_tokens[: -1 if sequence.finish_reason == "eos" else None]:
+                text.add(token)
+        if sequence.url is not None:
+            return self._response(sequence, text.end())
         return {
             "id": sequence.id,
-            "text": text.add(sequence.new_tokens) + text.end(),
+            "text": text.end(),
             "finish_reason": sequence.finish_reason,
             "prompt_tokens": len(sequence.prompt),
             "new_tokens": len(sequence.new_tokens),
             "prompt_digest": sequence.digest,
         }
 
+    def _response(self, sequence: BatchSequence, text: str) -> dict[str, Any]:
+        """Return a result in OpenAI's batch format."""
+        is_chat, read, new = sequence.url == CHAT, len(sequence.prompt), len(sequence.new_tokens)
+        is_cut = sequence.finish_reason in ("length", "context")
+        choice = {"index": 0, "finish_reason": "length" if is_cut else "stop", "logprobs": None}
+        answer = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
+        body = {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{sequence.digest}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "created": int(time.time()),
+            "model": self.described.name,
+            "choices": [choice | answer],
+            "usage": {"prompt_tokens": read, "completion_tokens": new, "total_tokens": read + new},
+        }
+        return _openai_record(sequence.id, sequence.digest, 200, body, None)
 
-def _checked(message: Any, number: int) -> dict[str, str]:
-    if not isinstance(message, dict):
-        raise ValueError(
-            f'messages[{number}] is not {{"role": "user", "content": "..."}}; write it so'
-        )
-    record, roles = Record(message, f"messages[{number}]"), ("system", "user", "assistant")
-    return {"role": roles[record.choice("role", roles)], "content": record.text("content")}
+
+def _openai_record(
+    prompt_id: PromptId, name: str, status: int, body: dict[str, Any], error: Any
+) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": f"req_{name}", "body": body}
+    line = {"id": f"{_REQUEST_ID}{name}", "custom_id": prompt_id}
+    return {**line, "response": response, "error": error}
+
+
+def _token_counts(record: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the tokens of the prompt and the new ones, in either format of results."""
+    usage = (record.get("response") or {}).get("body", {}).get("usage")
+    if usage is not None:
+        return usage["prompt_tokens"], usage["completion_tokens"]
+    return record.get("prompt_tokens", 0), record.get("new_tokens", 0)
+
+
+def _error_record(prompt: Prompt, error: ValueError) -> dict[str, Any]:
+    message = str(error).rstrip(".")
+    if prompt.url is None:
+        return {"id": prompt.id, "error": message, "prompt_digest": prompt.digest}
+    code, param = "invalid_value", None
+    if isinstance(error, FieldError):
+        code, param = error.code, error.name
+    problem = {"message": message, "code": code}
+    body = {"error": {**problem, "type": "invalid_request_error", "param": param}}
+    return _openai_record(prompt.id, prompt.digest, 400, body, problem)
 
 
 def generate_records(
@@ -160,8 +342,7 @@ def generate_records(
             try:
                 yield codec.sequence(prompt, runner.limits.longest_prompt)
             except ValueError as error:
-                told = {"error": str(error).rstrip("."), "prompt_digest": prompt.digest}
-                refused.append({"id": prompt.id, **told})
+                refused.append(_error_record(prompt, error))
 
     for done in runner.run(sequences()):
         yield [*refused, *map(codec.record, done)]
@@ -217,10 +398,15 @@ class Job(ResultFile):
         super().__init__(path, "h2okv batch", settings=settings)
 
     def take(self, record: Record) -> None:
-        if not {"id", "prompt_digest"} <= record.fields.keys():
+        fields = record.fields
+        if {"id", "prompt_digest"} <= fields.keys():
+            prompt_id, name = fields["id"], fields["prompt_digest"]
+        elif "custom_id" in fields and str(fields.get("id")).startswith(_REQUEST_ID):
+            prompt_id, name = fields["custom_id"], fields["id"].removeprefix(_REQUEST_ID)
+        else:
             raise ValueError(f"{record.place} is not a result of {self.kind}; choose another file")
-        self.finished[json.dumps(record.fields["id"])] = record.fields["prompt_digest"]
-        self.num_errors += "error" in record.fields
+        self.finished[json.dumps(prompt_id)] = name
+        self.num_errors += fields.get("error") is not None
 
     def check_prompts(self) -> None:
         """Refuses results of other prompts."""
@@ -247,8 +433,9 @@ class Job(ResultFile):
         for records in blocks:
             if records:
                 self.append(records)
-            prompt_tokens += sum(record.get("prompt_tokens", 0) for record in records)
-            new_tokens += sum(record.get("new_tokens", 0) for record in records)
+            for record in records:
+                read, new = _token_counts(record)
+                prompt_tokens, new_tokens = prompt_tokens + read, new_tokens + new
             seconds = time.perf_counter() - start
             told(seconds, new_tokens)
         counts = len(self.prompts.lines), skipped, self.num_errors, prompt_tokens, new_tokens

@@ -45,7 +45,7 @@ from h2okv.offload.tiers import CacheStore, materialise
 from h2okv.provenance import digest
 
 PATIENCE = 60.0  # seconds until the first result, above which the user is told
-_UNSUPPORTED = ("stop", "n", "logprobs", "prompt_logprobs")
+_UNSUPPORTED = ("n", "logprobs", "prompt_logprobs")
 BATCH_SIZE = 32
 _SMALL_MODEL = 0.5  # fraction of the free memory below which a model is simply loaded
 _SPARE = 4 << 20  # by which what a process holds differs between runs; a told amount must do
@@ -125,11 +125,16 @@ def plan(request: OffloadRequest, workload: Workload) -> PlannedJob:
 
 
 def run(
-    request: BatchRequest, execute: Callable[[BatchRequest, Described, Job], Summary] | None = None
+    request: BatchRequest,
+    execute: Callable[[BatchRequest, Described, Job], Summary] | None = None,
+    prompts: PromptFile | None = None,
 ) -> Summary:
-    """Runs a job, or what an earlier run of it left, with ``execute`` or in this process."""
+    """Run a job, or what an earlier run of it left, with ``execute`` or in this process.
+
+    ``prompts`` are those of the request's input, where they were read already.
+    """
+    prompts = prompts or PromptFile(request.input)
     described = describe_for(request)
-    prompts = PromptFile(request.input)
     with Job(request.output, job_settings(request, described), prompts) as job:
         job.check_prompts()
         count = len(prompts.lines)
@@ -145,7 +150,7 @@ def run(
 
 
 def _run_here(request: BatchRequest, described: Described, job: Job) -> Summary:
-    codec = TextCodec(described, request.max_new_tokens, request.is_raw)
+    codec = TextCodec(described, request.sampling, request.is_raw)
 
     def lengths() -> Iterator[int]:
         """Tokens of each unfinished prompt that can be served."""
@@ -153,19 +158,23 @@ def _run_here(request: BatchRequest, described: Described, job: Job) -> Summary:
         with Progress("counting tokens", len(left), "prompts") as progress:
             for prompt in map(job.prompts.read, left):
                 with suppress(ValueError):
-                    yield len(codec.encode(prompt.content))
+                    yield len(codec.sequence(prompt, None).prompt)
                 progress.advance()
 
-    runner, chosen = open_runner(request, described, lengths())
-    count, length, scheduler = len(job.prompts.lines), request.max_new_tokens, runner.scheduler
+    limits = [line.max_tokens or request.max_new_tokens for line in job.prompts.lines.values()]
+    # What is planned has room for the longest answer that a line asks for.
+    longest = replace(request.sampling, max_tokens=max(limits))
+    runner, chosen = open_runner(replace(request, sampling=longest), described, lengths())
+    count, total, scheduler = len(limits), sum(limits), runner.scheduler
     left = map(job.prompts.read, job.unfinished())
 
     def told(seconds: float, _: int) -> None:
         speed = runner.num_new_tokens / max(seconds, 1e-9)
         note = f"{len(job.finished)}/{count} prompts, {speed:,.1f} tokens/s"
-        progress.update(len(job.finished) * length + runner.unfinished_tokens, note=note)
+        finished = total * len(job.finished) // count
+        progress.update(finished + runner.unfinished_tokens, note=note)
 
-    with closing(scheduler), Progress("batch", count * length) as progress:
+    with closing(scheduler), Progress("batch", total) as progress:
         summary = job.collect(generate_records(left, codec, runner), told)
     return replace(
         summary,
