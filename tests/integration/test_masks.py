@@ -9,6 +9,8 @@ from transformers import (
     DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     StaticCache,
@@ -112,8 +114,6 @@ def test_a_mask_of_any_width_gives_what_sdpa_gives(models, family, way, padding)
     }
     for name, make in caches.items():
         for width in WIDTHS:
-            if name == "static" and "+many" in width:
-                continue  # transformers' mask has no more columns than the cache has slots
             cache = make()
             made = read(model, cache, mask, width, way)
             torch.testing.assert_close(made, expected, atol=2e-4, rtol=1e-4, msg=f"{name} {width}")
@@ -257,3 +257,86 @@ def test_the_recipe(models, width, rows, options):
     for row, count in list(enumerate(PADDINGS["all"][0]))[rows]:
         alone = model.generate(tokens()[row : row + 1, count:LENGTH], **recipe, **new)
         assert torch.equal(made[row - (rows.start or 0)], alone[0, LENGTH - count :])
+
+
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    # A sliding window of transformers is of columns, so that inner padding changes what it shows.
+    [("llama", "right"), ("llama", "inside"), ("llama", "all"), ("gemma2", "right"),
+     ("gemma2", "all")],
+)  # fmt: skip
+def test_prefill_gives_the_logits_of_each_last_token(models, family, padding):
+    model, mask = models[family], real_tokens(padding)[:, :LENGTH]
+    made = h2okv.prefill(model, tokens()[:, :LENGTH], h2okv.H2OCache(model.config, **BIG), mask)
+    for row, real in enumerate(mask.bool()):
+        cache = h2okv.H2OCache(model.config, **BIG)
+        alone = h2okv.prefill(model, tokens()[row : row + 1, :LENGTH][:, real], cache)
+        torch.testing.assert_close(made[row], alone[0], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_positions_of_other_tokens_are_refused(models, size):
+    model, ids = models["llama"], tokens()
+    model.set_attn_implementation("h2o")
+    cache = h2okv.H2OCache(model.config, **SMALL)
+    with torch.no_grad():
+        model(ids[:, :LENGTH], **{CACHE: cache})
+        places = torch.arange(LENGTH + size).unsqueeze(0)
+        if size == 1:  # more of them fit no shape in transformers
+            with pytest.raises(ValueError, match="got positions of 21 tokens and 1 of text"):
+                model(ids[:, :1], position_ids=places, **{CACHE: cache})
+        with pytest.raises(ValueError, match="does not go on from there"):
+            model(ids[:, :3], position_ids=places[:, :3], **{CACHE: cache})
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_turn_after_padding_behind_text(models, family):
+    model, mask = models[family], torch.ones(3, TOTAL, dtype=torch.long)
+    mask[1, 20:29] = mask[2, 3:5] = 0
+    expected = reference(model, mask, "turns")
+    last = mask[:, :34].sum(dim=1).cumsum(dim=0) - 1
+    model.set_attn_implementation("h2o")
+    cache, seen = h2okv.H2OCache(model.config, **BIG), 0
+    for size in (20, 11):
+        h2okv.prefill(model, tokens()[:, seen : seen + size], cache, mask[:, : seen + size])
+        seen += size
+    new = tokens()[:, seen:34]
+    if family == "gemma2":  # a sliding layer reads the columns of its window
+        for call in (cache.next_turn, lambda ids: h2okv.prefill(model, ids, cache)):
+            with pytest.raises(ValueError, match="padding came behind text, and layers .* slide"):
+                call(new)
+        made = h2okv.prefill(model, new, cache, mask[:, :34])
+    else:
+        made = h2okv.prefill(model, new, cache)
+    torch.testing.assert_close(made, expected[last], atol=2e-4, rtol=1e-4)
+    cache.reset()
+    h2okv.prefill(model, tokens()[:, :LENGTH], cache, real_tokens("left")[:, :LENGTH])
+    assert cache.next_turn(new)["attention_mask"][:, :LENGTH].tolist() == (
+        real_tokens("left")[:, :LENGTH].tolist()
+    )
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_positions_that_a_model_counts_in_its_mask(monkeypatch, width, is_compiled):
+    """OPT does, and fails on shapes where a mask is wider, unless its positions are clamped."""
+    torch._dynamo.reset()
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **how: plain(model, backend="eager", **how))
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=97, hidden_size=64, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=64, pad_token_id=0,
+    )  # fmt: skip
+    model, mask = OPTForCausalLM(config).eval(), real_tokens("left")
+    expected = reference(model, mask, "turns")
+    clamped = {} if width == "exact" else {"positions": "clamped"}
+    cache, seen, logits = h2okv.H2OCache(config, **BIG, **clamped), 0, []
+    with h2okv.enable(model, compile=is_compiled), torch.no_grad():
+        for size in WAYS["turns"]:
+            part = slice(seen, seen := seen + size)
+            given = {"attention_mask": widened(mask, seen, width), CACHE: cache}
+            logits.append(model(tokens()[:, part], **given).logits)
+    torch._dynamo.reset()
+    made = torch.cat(logits, dim=1)[mask[:, :seen].bool()]
+    torch.testing.assert_close(made, expected, atol=2e-4, rtol=1e-4)

@@ -261,7 +261,17 @@ class H2OCache(Cache):
             ``input_ids`` and an ``attention_mask`` ``[B, tokens seen + T]`` by which ``generate``
             knows what was there before: zeros for each sequence's padding, which is taken to be on
             the left of the first turn, and ones.
+
+        Raises:
+            ValueError: if padding came behind text and the model has layers that slide, which must
+                know its columns.
         """
+        if self._scored[-1].has_inner_padding and len(self._scored) < len(self.layers):
+            raise ValueError(
+                "padding came behind text, and layers of this model that slide must know where: in"
+                " place of next_turn(), give attention_mask [batch, tokens seen + new tokens] with"
+                " the same zeros as before."
+            )
         seen = self.num_seen_tokens
         mask = input_ids.new_ones(input_ids.shape[0], seen + input_ids.shape[1])
         self._expects_turn = seen > 0

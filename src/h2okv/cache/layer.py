@@ -117,7 +117,7 @@ class CacheLayer(CacheLayerMixin):
     def _forget(self) -> None:
         vars(self).pop("_held", None)
         self.is_initialized = self.is_deferred = False
-        self.is_cast = False
+        self.is_cast = self.has_inner_padding = False
         self.num_forwards = 0
         self.expected_length: int | None = None
         # Spans of the prompt that shall never be evicted, until they have been read.

@@ -243,7 +243,7 @@ def h2o_attention(
             "train without a cache (use_cache=False), which is plain SDPA."
         )
     _check_modelled(module, options, (*_IGNORED_BY_SDPA, "position_bias"))
-    _check_causal(layer, module, query, attention_mask, options)
+    _check_causal(layer, module, query, value.shape[2], attention_mask, options)
     real = None
     if attention_mask is not None:
         real = attention_mask[:, 0, 0, :].expand(query.shape[0], -1)
@@ -263,8 +263,19 @@ def h2o_attention(
         rotation = find_rotation(module, layer.layer_idx, key, layer.known_rotations)
         layer.learn_rotation(rotation)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if real is not None and layer.ends_forward and not torch.compiler.is_compiling():
+        _note_padding(layer, real)
     output = layer.attend(query, key, value, real, scale, softcap, options.get("position_ids"))
     return output.transpose(1, 2).contiguous(), None
+
+
+def _note_padding(layer: CacheLayer, real: Tensor) -> None:
+    """Note padding behind text, which a number of tokens does not tell `next_turn`."""
+    if layer.holds_budgets:
+        # A mask that was read and is still here has padding.
+        layer.has_inner_padding |= real.shape[1] > 1 or real.device.type == "cpu"
+    elif not real.is_meta:
+        layer.has_inner_padding |= bool((real[:, :-1] & ~real[:, 1:]).any())
 
 
 def _check_modelled(
@@ -280,10 +291,20 @@ def _check_modelled(
 
 
 def _check_causal(
-    layer: CacheLayer, module: Any, query: Tensor, mask: Tensor | None, options: dict[str, Any]
+    layer: CacheLayer,
+    module: Any,
+    query: Tensor,
+    num_tokens: int,
+    mask: Tensor | None,
+    options: dict[str, Any],
 ) -> None:
     """Raises if a block with H2O entries is not plain causal attention over what is held."""
     batch, length = query.shape[0], query.shape[2]
+    if length != num_tokens:
+        raise ValueError(
+            f"{type(module).__name__} got positions of {length} tokens and {num_tokens} of text; "
+            "give position_ids [batch, new tokens], those of the new tokens alone."
+        )
     if mask is not None:
         fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[-2:] == (1, length)
         if mask.dtype != torch.bool or not fits:

@@ -35,6 +35,8 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
     """Make a forward that compiles single tokens on an `H2OCache`; other blocks' shapes change."""
     plain = model.forward
     compiled = torch.compile(plain, fullgraph=True)
+    config = model.config.get_text_config(decoder=True)
+    is_rotary = getattr(config, "rope_parameters", None) is not None
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -42,8 +44,7 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
             return plain(*args, **kwargs)
         kwargs = _by_name(plain, args, kwargs)
         cache, tokens = cache_in(kwargs), kwargs.get("input_ids")
-        is_step = tokens is not None and tokens.shape[1] == 1
-        if not (is_step and isinstance(cache, H2OCache) and cache.prepare_step()):
+        if tokens is None or tokens.shape[1] != 1 or not isinstance(cache, H2OCache):
             return plain(**kwargs)
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2:
@@ -51,8 +52,12 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
             seen: Any
             length, seen = cache.get_mask_sizes(1, 0)
             options = {"q_length": 1, "kv_length": length, "q_offset": seen, "kv_offset": seen}
-            kwargs["attention_mask"] = h2o_mask(attention_mask=mask.to(seen.device), **options)
-        return compiled(**kwargs)
+            mask = h2o_mask(attention_mask=mask.to(seen.device), **options)
+        # Without positions some models count them in the whole mask.
+        is_placed = kwargs.get("position_ids") is not None or (is_rotary and mask is None)
+        if not is_placed or not cache.prepare_step():
+            return plain(**kwargs)
+        return compiled(**{**kwargs, "attention_mask": mask})
 
     return forward
 
@@ -308,7 +313,7 @@ def prefill(
             layer, because its rows are cut at different columns.
 
     Returns:
-        Logits of the last token, ``[B, V]``.
+        Logits of each sequence's last token, ``[B, V]``.
 
     Raises:
         ValueError: if there is nothing to read, or the mask is of another shape.
@@ -338,11 +343,14 @@ def prefill(
             last = logits[:, -1]
         return last
     device = input_device(model)
+    # Where text ends before the block does, its last token is further left.
+    after = mask[:, -length:].long().flip(1).argmax(dim=1)
     with _attending(model, cache), torch.no_grad():
-        return model(
+        logits = model(
             input_ids.to(device),
             attention_mask=mask.to(device),
             position_ids=positions_of(mask)[:, -length:].to(device),
-            logits_to_keep=1,
+            logits_to_keep=int(after.max()) + 1,
             **{CACHE: cache},
-        ).logits[:, -1]
+        ).logits
+    return logits[torch.arange(len(after)), logits.shape[1] - 1 - after.to(logits.device)]
