@@ -309,6 +309,13 @@ def test_a_final_assistant_message_is_continued(codec, tokenizer):
     assert codec(TEMPLATE).encode(chat) == begun
 
 
+def test_variables_of_a_template_reach_a_prompt_too(codec, tokenizer):
+    encode = codec("{{ mood }}{{ messages[0].content }}").encode
+    expected = tokenizer("goodthe cat", add_special_tokens=False)["input_ids"]
+    fields = {"chat_template_kwargs": {"mood": "good"}}
+    assert encode("the cat", fields) == encode(MESSAGES, fields) == expected
+
+
 def test_messages_that_no_template_takes(codec):
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="roles must alternate"):

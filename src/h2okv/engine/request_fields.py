@@ -48,12 +48,13 @@ UNSUPPORTED: Unsupported = {
     "use_beam_search": (_UNKNOWN, False),
 }
 IGNORED = frozenset(
-    {"cache_control", "cache_prompt", "include_reasoning", "max_tool_calls", "metadata",
+    {"add_generation_prompt", "cache_control", "cache_prompt", "chat_template_kwargs",
+     "continue_final_message", "include", "include_reasoning", "max_tool_calls", "metadata",
      "parallel_tool_calls", "prediction", "priority", "prompt_cache_key", "prompt_cache_options",
-     "prompt_cache_retention", "reasoning", "request_id", "safety_identifier", "service_tier",
-     "spaces_between_special_tokens", "store", "thinking", "user", "verbosity"}
+     "prompt_cache_retention", "reasoning", "reasoning_effort", "request_id", "safety_identifier",
+     "service_tier", "spaces_between_special_tokens", "store", "thinking", "user", "verbosity"}
 )  # fmt: skip
-"""Bookkeeping, and hints to other servers: no value of them changes an answer here."""
+"""Bookkeeping, hints to other servers, and what only chats know: nothing that changes an answer."""
 
 
 def known_fields(

@@ -217,7 +217,7 @@ class TextCodec:
                 raise ValueError(need)
             return read_conversation({**fields, "messages": prompt})
         if check_text(prompt, "the prompt") and self.uses_template:
-            return Conversation([{"role": "user", "content": prompt}])
+            return read_conversation({**fields, "messages": [{"role": "user", "content": prompt}]})
         return str(prompt)
 
     def sequence(self, prompt: Prompt, longest: int | None) -> BatchSequence:

@@ -63,6 +63,9 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     """What a stream says beside the text."""
 
+    unsupported: ClassVar[Unsupported] = {
+        "continuous_usage_stats": ("usage comes with the last chunk; leave it out", False)
+    }
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
