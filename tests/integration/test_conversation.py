@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import h2okv
+from h2okv.cache.argument import CACHE
 from h2okv.ops import dispatch
 
 NEW = 7
@@ -67,7 +68,7 @@ def test_a_turn_without_its_mask_names_the_remedy(make_llama):
     model = make_llama()
     cache = h2okv.H2OCache(model.config, heavy=5, recent=6)
     model.generate(**cache.next_turn(turn(0)), past_key_values=cache, **OPTIONS)
-    with pytest.raises(ValueError, match=r"generate\(\*\*cache.next_turn\(input_ids\)\)"):
+    with pytest.raises(ValueError, match=rf"next_turn\(input_ids\), {CACHE}=cache\)"):
         model.generate(turn(1, 12), past_key_values=cache, **OPTIONS)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from h2okv.cache.argument import CACHE
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
 from h2okv.cache.validation import check_match, check_prompt, check_window
@@ -262,8 +263,8 @@ class CacheLayer(CacheLayerMixin):
         if query_length == 0:
             raise ValueError(
                 f"H2OCache has seen {self.get_seq_length()} tokens and got none after them; give "
-                "generate the whole text with more at its end, or generate(**cache.next_turn(new "
-                "tokens)), or call cache.reset() to read another text."
+                "generate the whole text with more at its end, or generate(**cache.next_turn("
+                f"input_ids), {CACHE}=cache), or call cache.reset() to read another text."
             )
         return query_length, self.cumulative_length
 
@@ -379,11 +380,10 @@ class CacheLayer(CacheLayerMixin):
             output = self._attend_block(block)
         else:
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
-            num_unread = length
+            end = self.cumulative_length + length
             for index, part in block.split(chunk):
                 output.transpose(1, 2)[index] = self._attend_block(part).transpose(1, 2)
-                num_unread -= part.query.shape[2]
-            self.cumulative_length += num_unread  # columns in which every sequence has padding
+            self.cumulative_length.copy_(end)  # with columns that are padding in every sequence
             # The next layer begins with the first of these tokens, this one has seen the last.
             self.end_steps()
         if self.pins and int(self.state.num_real_tokens.min()) >= self.pins[-1][1]:

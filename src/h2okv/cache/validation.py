@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from h2okv.cache.argument import CACHE
 from h2okv.cache.rope import BY_LENGTH, ranks_of
 from h2okv.ops.decode import protected_entries
 from h2okv.policy.h2o import H2OPolicy
@@ -335,8 +336,8 @@ def check_follows(
             f"H2OCache has seen {seen} tokens of sequence {row} and got {int(new[row])} "
             f"more that end at position {int(last.expand_as(new)[row])}, which does not "
             "go on from there; for a further turn call "
-            "generate(**cache.next_turn(input_ids)) or give it the whole text, leave out "
-            "use_cache=False, or call cache.reset() to read a new text."
+            f"generate(**cache.next_turn(input_ids), {CACHE}=cache) or give it the whole text, "
+            "leave out use_cache=False, or call cache.reset() to read a new text."
         )
 
 
