@@ -123,6 +123,11 @@ def test_what_cannot_be_done_on_the_meta_device(make_llama):
     on_meta.set_attn_implementation("h2o")
     cache = h2okv.H2OCache(model.config, **SMALL)
     assert h2okv.prefill(on_meta, tokens(30).to("meta"), cache).shape == (1, 97)
+    sized = h2okv.H2OCache(model.config, **SMALL)
+    on_meta.set_attn_implementation("sdpa")  # which a model that shares its config has changed
+    on_meta(tokens(30).to("meta"), **{CACHE: sized})
+    assert sized.nbytes == cache.nbytes > 0
+    on_meta.set_attn_implementation("h2o")
     with pytest.raises(ValueError, match="sized on the meta device and holds no numbers"):
         model(tokens(3), **{CACHE: cache})
     with pytest.raises(ValueError, match="simulate=True needs numbers"):

@@ -230,6 +230,9 @@ class CacheLayer(CacheLayerMixin):
                 self.move(key_states.device)
         else:
             self.lazy_initialization(key_states, value_states)
+        if key_states.is_meta:  # whatever the attention, there is nothing but sizes
+            self._count_on_meta(key_states.shape[2])
+            return key_states, value_states
         setattr(key_states, LAYER_ATTRIBUTE, self)
         self.awaits_attention = True
         return key_states, value_states
@@ -348,9 +351,6 @@ class CacheLayer(CacheLayerMixin):
                 return self.attend(query, key, value, real, scale, softcap, position_ids)
         self.awaits_attention = False
         length, dtype = query.shape[2], value.dtype
-        if query.is_meta:
-            self._count_on_meta(length)
-            return query.new_empty(*query.shape[:3], value.shape[-1])
         query, key, value = (states.to(self.dtype) for states in (query, key, value))
         is_first = not self.state.budgets
         if is_first:

@@ -247,9 +247,7 @@ def h2o_attention(
     real = None
     if attention_mask is not None:
         real = attention_mask[:, 0, 0, :].expand(query.shape[0], -1)
-    if query.is_meta:  # of whose numbers nothing can be asked
-        layer.is_placed = False
-    elif not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling():
         layer.claim(module)
         if not layer.rule.rewrites:
             check_follows(layer, options.get("position_ids"), real, query.shape[2])
@@ -259,7 +257,7 @@ def h2o_attention(
                 "run it inside `with h2okv.enable(model):`."
             )
         layer.is_placed = False
-    if not layer.knows_rotation and not query.is_meta:
+    if not layer.knows_rotation:
         rotation = find_rotation(module, layer.layer_idx, key, layer.known_rotations)
         layer.learn_rotation(rotation)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -274,7 +272,7 @@ def _note_padding(layer: CacheLayer, real: Tensor) -> None:
     if layer.holds_budgets:
         # A mask that was read and is still here has padding.
         layer.has_inner_padding |= real.shape[1] > 1 or real.device.type == "cpu"
-    elif not real.is_meta:
+    else:
         layer.has_inner_padding |= bool((real[:, :-1] & ~real[:, 1:]).any())
 
 
