@@ -24,6 +24,17 @@ BEST = "best"
 _BEST_SINK, _BEST_SCORING = 4, "expected"
 _BEST_HEAVY_FRACTION = 0.75
 
+POLICIES = (
+    "full", "recent", "sink_recent", "h2o", "heavy", "random", "strided", "strided_heavy",
+    "fixed", "fixed_heavy", "snapkv", "keydiff", BEST,
+)  # fmt: skip
+"""Policies that drop entries; written down, for the registry imports torch."""
+PER_QUERY = ("topk", "topk_heavy")
+"""Those that choose anew for every query from a cache that keeps everything."""
+SCORED = ("h2o", "heavy", "strided_heavy", "fixed_heavy")
+"""Those of `POLICIES` that look at accumulated attention; `BEST` brings its own."""
+SCORINGS = ("sum", "mean", "decay", "last", "value_norm", "expected")
+
 LEAST_ENTRIES = 64
 """What commands that write text raise a fraction of a short prompt to, heavy and recent each."""
 
@@ -276,8 +287,14 @@ class CacheConfig:
             The config; the sink tokens come on top of ``budget``.
 
         Raises:
-            ValueError: if the budget or the fraction is out of range.
+            ValueError: if the budget or the fraction is out of range, or parts of the budget are
+                among the other fields.
         """
+        parts = [f"{name}={options[name]!r}" for name in ("heavy", "recent") if name in options]
+        if parts:
+            raise ValueError(
+                f"budget={budget!r} goes without {' and '.join(parts)}, its parts; leave one out"
+            )
         if heavy_fraction is None:
             heavy_fraction = _BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5
         if not 0 <= heavy_fraction <= 1:

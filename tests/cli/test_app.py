@@ -3,15 +3,18 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import h2okv
+from h2okv.cli.analyze import MEASUREMENTS
 from h2okv.cli.app import COMMANDS
-from h2okv.cli.args import POLICIES, SCORINGS, helps, memory
+from h2okv.cli.args import helps, memory
 from h2okv.cli.bench import RUNNERS, SHAPES
-from h2okv.config import BEST
-from h2okv.policy import scoring
+from h2okv.cli.eval import COMPRESSIONS, EXPERIMENTS
+from h2okv.config import BEST, PER_QUERY, POLICIES, SCORED, SCORINGS
+from h2okv.policy import get_policy, scoring
 
 _HEAVY = """
 import json, sys
@@ -43,12 +46,21 @@ def test_every_command_has_its_line_and_an_example(h2okv_command, name):
 
 def test_names_that_are_written_down_are_those_that_exist():
     assert (*h2okv.policy_names(dropping=True), BEST) == POLICIES
+    assert h2okv.policy_names() == (*POLICIES[:-1], *PER_QUERY)
+    made = {name: get_policy(name) for name in POLICIES[1:-1]}
+    assert tuple(n for n, p in made.items() if p.uses_scores and not p.prompt_only) == SCORED
     assert tuple(scoring.SCORINGS) == SCORINGS
+    from h2okv.analysis.measurements import MEASUREMENTS as measurements
     from h2okv.benchmarking.caches import RUNNERS as runners
     from h2okv.benchmarking.model import SHAPES as shapes
     from h2okv.cli.eval import NEEDLE, QUESTION
+    from h2okv.evaluation import sweep
+    from h2okv.evaluation.tasks import recall
     from h2okv.evaluation.tasks.recall import NeedleTask, Recall
 
+    assert tuple(own.name for own in measurements) == MEASUREMENTS
+    assert recall.COMPRESSIONS == COMPRESSIONS
+    assert Path(h2okv.__file__).parent / EXPERIMENTS == sweep.EXPERIMENTS
     assert (NeedleTask.statement, NeedleTask.question) == (NEEDLE, QUESTION)
     assert (NeedleTask.max_new_tokens, Recall.max_new_tokens) == (16, 128)
     assert (tuple(runners), tuple(shapes)) == (RUNNERS, SHAPES)

@@ -138,13 +138,13 @@ def test_a_text_that_fills_the_context(job, tokenizer, tmp_path):
 
 
 BAD = {
-    "no such input": (("--input", "nowhere.jsonl"), ("'nowhere.jsonl' cannot be read", "JSONL")),
+    "no such input": (("--input", "nowhere.jsonl"), ("'nowhere.jsonl' cannot be read", "no such file")),
     "batch of nothing": (("--batch", "0"), ("--batch '0'", "auto")),
     "batch of words": (("--batch", "many"), ("--batch 'many'", "auto")),
     "budget of zero": (("--heavy", "0", "--recent", "0"), ("heavy=0",)),
     "no such scoring": (("--scoring", "luck"), ("'luck'", "decay")),
     "decay of nothing": (("--decay", "0.9"), ("decay",)),
-    "no such bits": (("--kv-bits", "5"), ("kv_bits=5", "8 or 4")),
+    "no such bits": (("--kv-bits", "5"), ("--kv-bits 5", "8 or 4")),
     "no tokens": (("--max-new-tokens", "0"), ("--max-new-tokens 0",)),
     "output in no folder": (("--output", "/nowhere/out.jsonl"), ("cannot be written",)),
 }

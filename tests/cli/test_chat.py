@@ -211,8 +211,8 @@ OPTIONS = {
     "nothing kept": (("--heavy", "0", "--recent", "0"), ("heavy=0",)),
     "policy": (("--policy", "h2"), ("policy 'h2'",)),
     "full and rolling": (("--policy", "full", "--positions", "rolling"), ("original",)),
-    "system of a saved chat": (("--load", "x", "--system", "y"), ("--system", "--load")),
-    "no such file": (("--load", "nowhere.chat"), ("'nowhere.chat' is not a file",)),
+    "system of a saved chat": (("--load", __file__, "--system", "y"), ("--system", "--load")),
+    "no such file": (("--load", "nowhere.chat"), ("--load 'nowhere.chat' cannot be read",)),
     "top-p": (("--top-p", "0.5"), ("--top-p", "--temperature")),
     "pin": (("--pin", "systm"), ("pin 'systm'", "did you mean system?")),
 }

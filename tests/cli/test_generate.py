@@ -279,7 +279,7 @@ def test_a_budget_is_said_in_one_way_or_the_other(generate):
     assert told["num_cached_tokens"] == 17
     assert json.loads(generate("--budget", "full", "--json").out)["policy"] == "full"
     outcome = generate("--budget", 40, "--heavy", 12)
-    assert outcome.code == 2 and "--budget goes without --heavy" in outcome.err
+    assert outcome.code == 2 and " goes without --heavy" in outcome.err
 
 
 def test_a_chat_template_is_used_unless_the_text_is_raw(generate, chat_folder):
@@ -462,4 +462,4 @@ def test_kv_bits_reach_the_cache(generate, model_folder, prompt):
     whole, packed = (json.loads(generate(*options, *more).out) for more in ((), ("--kv-bits", 4)))
     assert packed["kv_bits"] == 4 and packed["kv_bytes"] < whole["kv_bytes"] / 2
     outcome = generate("--kv-bits", 3)
-    assert outcome.code == 2 and "kv_bits=3 is no format" in outcome.err
+    assert outcome.code == 2 and "--kv-bits 3 is not known; give 8 or 4" in outcome.err

@@ -10,7 +10,8 @@ from transformers import LlamaConfig, OPTConfig
 import h2okv
 from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import make_meta_model
-from h2okv.offload.planner import PLACES, Planner, Workload, parse_placement
+from h2okv.offload.placement import PLACES, parse_placement
+from h2okv.offload.planner import Planner, Workload
 from h2okv.offload.profile import HardwareProfile, Slowdown, measure_overhead
 
 CPU = torch.device("cpu")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import webbrowser
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,24 +14,51 @@ from h2okv.cli import args
 from h2okv.cli.args import TEXT, ModelOptions, Typed, option
 from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, Progress, check_least, write_remark, write_text
-from h2okv.records import atomic_write
+from h2okv.records import atomic_write, unknown_name
 
 if TYPE_CHECKING:
     from h2okv.analysis.measurements import Measurement
     from h2okv.analysis.viewer.reading import Reader
 
 
+# Written down, for the module that defines them imports torch.
+MEASUREMENTS = (
+    "sparsity", "scores", "words", "sinks", "ablation", "policies", "predicted", "retention",
+    "lifetimes", "overlap", "theory", "theory-long", "neurons",
+)  # fmt: skip
+
+
+def _measurements(option: str, text: str) -> tuple[str, ...]:
+    """Reads names of measurements."""
+    found = args.names(option, text)
+    for name in found:
+        if name not in MEASUREMENTS:
+            raise unknown_name(f"{option}: measurement", name, MEASUREMENTS)
+    return found
+
+
+def _report_folder(option: str, folder: Path) -> Path:
+    """Refuses a folder that is a file, or in none that can be written."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ValueError(f"{option} '{folder}' cannot be written; choose another folder")
+    return folder
+
+
 def analyze(
     model: ModelOptions = args.model_options(),
-    out: Path = option(..., "The folder that the report is written to."),
+    out: Path = option(..., "The folder that the report is written to.", read=_report_folder),
     text: Path | None = TEXT,
     tokens: int = option(1024, "Tokens of the text."),
     only: Typed = option(
-        "", "Only these measurements, comma-separated, such as sinks,ablation.", read=args.names
+        "", "Only these measurements, comma-separated, such as sinks,ablation.", read=_measurements
     ),
     quick: bool = option(False, "Only full attention: no policies, no theorem.", "--quick"),
     neurons: bool = option(False, "Also count active neurons.", "--neurons"),
 ) -> int:
+    if only and quick:
+        raise ValueError("--only and --quick both choose measurements; give one of them")
+    wording = args.text_or_sample(text)
     from h2okv.analysis import measurements, study
     from h2okv.analysis.ablation import find_neurons
     from h2okv.analysis.report import REPORT_FILE, write_report
@@ -44,7 +71,6 @@ def analyze(
     # What is not installed shows before the long work, not in the middle of it.
     load_scipy("stats")
     new_figure()
-    wording = args.text_or_sample(text)
     described = model.describe()
     most = min(tokens, described.context or tokens)
     sample = study.make_sample(described.tokenizer, wording, most)
@@ -85,13 +111,14 @@ def view(
     model: ModelOptions = args.model_options(),
     text: Path | None = TEXT,
     export: Path | None = option(None, "Write one HTML file and end.", read=args.writable),
-    port: int = option(8765, "The port on this machine; 0 for any."),
+    port: int = option(8765, "The port on this machine; 0 for any.", read=args.port),
     layer: int = option(0, "The layer to begin with."),
     head: int = option(0, "The KV head to begin with."),
     tokens: int = option(2048, "Most tokens of a text; the rest is cut."),
     new_tokens: int = option(0, "Tokens that the model adds with the full cache."),
     open_browser: bool = option(True, "Open the page in the browser.", "--open/--no-open"),
 ) -> int:
+    wording = args.text_or_sample(text)
     from h2okv.analysis.attention_stats import check_layer
     from h2okv.analysis.viewer.reading import LEAST_TOKENS, Reader, check_new_tokens
     from h2okv.analysis.viewer.server import PageServer
@@ -101,7 +128,6 @@ def view(
     is_page = export is None
     asked = list(dict.fromkeys(cache.policy for cache in caches))
     budgets = dict.fromkeys(args.budget_text(own) for own in caches if not own.is_full)
-    wording = args.text_or_sample(text)
     choice = {
         # An export holds what was asked for and nothing else.
         "policies": list(dict.fromkeys((*_OFFERED, *asked))) if is_page else asked,
@@ -123,8 +149,7 @@ def view(
         h2okv.H2OCache.from_config(described.config, own)
         if own.scoring != "sum":
             raise ValueError("--policy best cannot be shown: the page follows sums; choose h2o")
-    dtype: Any = model.dtype or fast_dtype(described.name, model.device)
-    loaded = replace(model, dtype=dtype).load(described)
+    loaded = model.load(described, dtype=fast_dtype(described.name, model.device))
     make_cache = partial(args.parse_cache, sink=caches[0].sink)
     reader = Reader(loaded, described, tokens, make_cache)
     if export is not None:

@@ -20,10 +20,22 @@ from typer.models import OptionInfo, ParameterInfo
 
 import h2okv
 from h2okv.assets import sample_prompt
-from h2okv.config import BEST, LEAST_ENTRIES, MEASURED, CacheConfig, LayerBudgets, checked_factors
+from h2okv.config import (
+    BEST,
+    LEAST_ENTRIES,
+    MEASURED,
+    PER_QUERY,
+    POLICIES,
+    SCORED,
+    SCORINGS,
+    CacheConfig,
+    LayerBudgets,
+    checked_factors,
+)
 from h2okv.console import check_least
+from h2okv.integration.names import check_name
 from h2okv.plots import check_plot
-from h2okv.records import parse_json, read_text_file, refusing
+from h2okv.records import parse_json, read_text_file, refusing, unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -41,12 +53,7 @@ Made = TypeVar("Made", bound="DataclassInstance")
 
 BUNDLED = "bundled"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-POLICIES = (
-    "full", "recent", "sink_recent", "h2o", "heavy", "random", "strided", "strided_heavy",
-    "fixed", "fixed_heavy", "snapkv", "keydiff", "best",
-)  # fmt: skip
-"""Policies that drop entries; written down, for the registry imports torch."""
-SCORINGS = ("sum", "mean", "decay", "last", "value_norm", "expected")
+_DEVICES = re.compile(r"auto|(cpu|cuda|hpu|mps|mtia|npu|xla|xpu)(:\d+)?")
 _UNITS = {"": 1, "b": 1, **{u: 1000**n for n, u in enumerate(("kb", "mb", "gb", "tb"), 1)}}
 _UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
 
@@ -78,6 +85,8 @@ def option(
     def called(context: typer.Context, param: typer.CallbackParam, value: Any) -> Any:
         if value is None or context.resilient_parsing:  # a shell that completes a line
             return value
+        if isinstance(value, list):
+            return [read(param.opts[0], one, **how) for one in value]
         return read(param.opts[0], value, **how)
 
     return typer.Option(default, *names, help=help, callback=called)
@@ -88,6 +97,15 @@ def choice(option: str, text: str, words: Sequence[str]) -> str:
     if text not in words:
         raise ValueError(f"{option} {text!r} is not known; choose from {', '.join(words)}")
     return text
+
+
+def bits(option: str, number: int, known: Sequence[int] = (8, 4)) -> int:
+    """Reads a number of bits."""
+    if number not in known:
+        raise ValueError(
+            f"{option} {number} is not known; give {' or '.join(map(str, known))}, or leave it out"
+        )
+    return number
 
 
 def least(option: str, number: int, least: int = 1) -> int:
@@ -119,13 +137,42 @@ def memory(option: str, text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def dtype(option: str, text: str) -> torch.dtype | None:
-    """Reads a data type; None for auto, which is the checkpoint's own."""
-    if choice(option, text, DTYPES) == "auto":
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The data type of a name; None for auto, which is the checkpoint's own."""
+    if name == "auto":
         return None
     import torch
 
-    return getattr(torch, text)
+    return getattr(torch, name)
+
+
+def device(option: str, text: str) -> str:
+    """Reads a device as far as it is written right; whether it is here, only torch can tell."""
+    if not _DEVICES.fullmatch(text):
+        which = "choose auto, cpu or a GPU that torch can see, such as cuda:0"
+        raise ValueError(f"{option} {text!r} is not known; {which}")
+    return text
+
+
+def port(option: str, number: int) -> int:
+    """Reads a port."""
+    if not 0 <= number <= 65535:
+        raise ValueError(f"{option} {number} is out of range; give 0 (any that is free) to 65535")
+    return number
+
+
+def readable(option: str, path: Path) -> Path:
+    """Refuses a file that cannot be read; its content is looked at when it is read."""
+    place = path.expanduser()
+    if place.is_dir():
+        reason = "it is a folder"
+    elif not place.exists():
+        reason = "there is no such file"
+    elif not os.access(place, os.R_OK):
+        reason = "permission denied"
+    else:
+        return place
+    raise ValueError(f"{option} '{path}' cannot be read ({reason}); give a file that is there")
 
 
 def writable(option: str, path: Path) -> Path:
@@ -157,7 +204,7 @@ def build(kind: type[Made], given: dict[str, Any], **more: Any) -> Made:
 MODEL_HELP = "A folder, a GGUF file, a Hub id, bundled or smollm2."
 DEVICE_HELP = "auto, cpu, cuda, cuda:1 ..."
 JSON = option(False, "Print one JSON object.", "--json")
-TEXT = option(None, "A text file; by default the opening of a novel.")
+TEXT = option(None, "A text file; by default the opening of a novel.", read=readable)
 RAW = option(False, "Continue the text: no chat template, if there is one.", "--raw")
 _PIN_HELP = "Messages that are never evicted: system, user, last_user (comma-separated)."
 PIN = option("", _PIN_HELP, read=names)
@@ -167,7 +214,11 @@ COMPILE = option(
     False, "Compile decode steps with torch.compile: slow to start, then faster.", "--compile"
 )
 WEIGHT_BITS = option(
-    None, "4: steps of few sequences read weights of 4 bits (x86 CPUs, bfloat16).", "--weight-bits"
+    None,
+    "4: steps of few sequences read weights of 4 bits (x86 CPUs, bfloat16).",
+    "--weight-bits",
+    read=bits,
+    known=(4,),
 )
 
 
@@ -220,7 +271,8 @@ def expand(command: Callable[..., Any]) -> Any:
 
 
 _AMOUNT = "tokens (64) or a fraction of the prompt (10%)"
-_BUDGET = "Entries to keep: tokens (512), part of the prompt (20%), full."
+_BUDGET = "Entries to keep: tokens (512), part of the prompt (20%), full. By default {}."
+_BUDGETS = "Budgets, comma-separated: tokens (512), part of the prompt (20%), full. By default {}."
 CHUNK_HELP = (
     "Most tokens between two evictions while a prompt is read; 1 is the paper's Algorithm 1."
 )
@@ -237,7 +289,7 @@ def _factors(option: str, given: str) -> LayerBudgets | Literal["auto"]:
 
 def make_cache(
     policy: str = option("h2o", f"Eviction policy: {', '.join(POLICIES)}."),
-    budget: str = option("20%", _BUDGET),
+    budget: str | None = option(None, _BUDGET.format("20%")),
     heavy: str | None = option(None, f"Instead of --budget, heavy hitters to keep: {_AMOUNT}."),
     recent: str | None = option(None, f"Instead of --budget, newest tokens to keep: {_AMOUNT}."),
     heavy_fraction: float | None = option(
@@ -255,31 +307,51 @@ def make_cache(
     positions: str = option(
         "original", "original, rolling (past the context window), clamped (OPT)."
     ),
-    prefill_chunk: int | None = option(None, CHUNK_HELP),
-    kv_bits: int | None = option(None, "Quantize keys and values to 8 or 4 bits."),
+    prefill_chunk: int | None = option(None, CHUNK_HELP, read=least),
+    kv_bits: int | None = option(None, "Quantize keys and values to 8 or 4 bits.", read=bits),
     layer_budgets: Typed = option(
         None,
         "Divide heavy hitters among the heads: auto (measured once for a model and kept), or a"
         " file of h2okv eval layers.",
         read=_factors,
     ),
-    usual: str = "20%",
+    usual: str = "20%",  # the budget, unless one or its parts are given
+    simulated: bool = False,  # policies that need the whole cache are known too
 ) -> CacheConfig:
     """Makes a config; --heavy and --recent stand for --budget, a missing one for its half."""
+    check_names(policy, scoring, simulated)
     rest: dict[str, Any] = {
         "policy": policy, "sink": sink, "scoring": scoring, "decay": decay, "positions": positions,
         "prefill_chunk": prefill_chunk, "kv_bits": kv_bits, "layer_budgets": layer_budgets,
     }  # fmt: skip
     if heavy is None and recent is None:
-        return CacheConfig.from_budget(parse_budget(budget), heavy_fraction, **rest)
-    if budget != usual:
-        raise ValueError("--budget goes without --heavy and --recent, its parts; leave one out")
+        return CacheConfig.from_budget(
+            parse_budget(usual if budget is None else budget), heavy_fraction, **rest
+        )
+    for name, value in (("--budget", budget), ("--heavy-fraction", heavy_fraction)):
+        if value is not None:
+            parts = "--heavy and --recent, which say how large each part is"
+            raise ValueError(f"{name} {value} goes without {parts}; leave one out")
     half = CacheConfig.from_budget(parse_budget("20%" if "," in usual else usual))
     return CacheConfig(
         heavy=half.heavy if heavy is None else parse_amount("heavy", heavy),
         recent=half.recent if recent is None else parse_amount("recent", recent),
         **rest,
     )
+
+
+def check_names(policy: str, scoring: str | None, simulated: bool) -> None:
+    """Refuses policies and scorings that there are not."""
+    if policy in PER_QUERY and not simulated:
+        raise ValueError(
+            f"--policy {policy} chooses anew for every query from a cache that keeps everything,"
+            " which only h2okv eval can simulate (in Python: simulate=True); choose from"
+            f" {', '.join(POLICIES)}"
+        )
+    known = (*POLICIES, *PER_QUERY) if simulated else POLICIES
+    for name, value, names in (("policy", policy, known), ("scoring", scoring, SCORINGS)):
+        if value is not None and value not in names:
+            raise unknown_name(f"--{name}", value, names)
 
 
 def check_cache(config: PreTrainedConfig, cache: CacheConfig) -> None:
@@ -298,7 +370,7 @@ def growth_note(caches: Sequence[CacheConfig]) -> str | None:
 
 def cache_options(budget: str = "20%", **changed: Any) -> Any:
     """The options of a `CacheConfig`."""
-    changed |= {"budget": option(budget, _BUDGET), "usual": budget}
+    changed |= {"budget": option(None, _BUDGET.format(budget)), "usual": budget}
     return Bundle(make_cache, "Cache", changed)
 
 
@@ -309,28 +381,31 @@ def cache_lists(
 
     @functools.wraps(make_cache)
     def build(**values: Any) -> list[CacheConfig]:
-        lists = {
-            name: names(name, values.pop(name))
-            for name in ("budget", "policy", "scoring")
-            if values[name] is not None
-        }
+        values["usual"], given = budget, values.pop("budget")
+        parts = values["heavy"] is not None or values["recent"] is not None
+        if given is None and not parts:
+            given = budget
+        policies = names("policy", values.pop("policy"))
+        scoring = values.pop("scoring")
+        scorings = () if scoring is None else names("scoring", scoring)
+        budgets = (None,) if given is None else (given,) if parts else names("budget", given)
+        lists = {"policy": policies, "scoring": scoring is None or scorings, "budget": budgets}
         for name, found in lists.items():
             if not found:
                 raise ValueError(f"--{name} names nothing; give at least one value")
-        if values["heavy"] is not None or values["recent"] is not None:
-            lists["budget"], values["usual"] = (",".join(lists["budget"]),), budget
+        for name in policies:
+            check_names(name, None, values["simulated"])
         caches: dict[str, CacheConfig] = {}
-        for own, name in itertools.product(lists["budget"], lists["policy"]):
-            for chosen in _scorings_of(name, lists.get("scoring", ()), values["decay"]):
+        for own, name in itertools.product(budgets, policies):
+            for chosen in _scorings_of(name, scorings, values["decay"]):
                 made = make_cache(policy=name, budget=own, **(values | chosen))
                 caches.setdefault(repr(made.identity()), made)
         return list(caches.values())
 
+    known = (*POLICIES, *PER_QUERY) if changed.get("simulated") else POLICIES
     lists = {
-        "policy": option(policy, f"Policies, comma-separated: {', '.join(POLICIES)}."),
-        "budget": option(
-            budget, "Budgets, comma-separated: tokens (512), part of the prompt (20%), full."
-        ),
+        "policy": option(policy, f"Policies, comma-separated: {', '.join(known)}."),
+        "budget": option(None, _BUDGETS.format(budget)),
         "scoring": option(
             scoring, f"How attention is accumulated, comma-separated: {', '.join(SCORINGS)}."
         ),
@@ -344,10 +419,7 @@ def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> l
         return [{"scoring": next(iter(scorings), None)}]
     if policy == BEST:
         return [{"scoring": None, "decay": None}]  # its own takes their place
-    from h2okv.policy import get_policy
-
-    known = get_policy(policy)
-    if known.prompt_only or not known.uses_scores:
+    if policy not in (*SCORED, "topk_heavy"):
         scorings = ["sum"]
     takes = ("decay", "value_norm")
     return [{"scoring": own, "decay": decay if own in takes else None} for own in scorings]
@@ -392,8 +464,23 @@ class ModelOptions:
     """Which model, in which dtype, on which device; the fields are a command's options."""
 
     name: str = option(BUNDLED, MODEL_HELP, "--model")
-    dtype: Typed = option("auto", f"Data type of the weights: {', '.join(DTYPES)}.", read=dtype)
-    device_name: str = option("auto", DEVICE_HELP, "--device")
+    dtype_name: str = option(
+        "auto",
+        f"Data type of the weights: {', '.join(DTYPES)}.",
+        "--dtype",
+        read=choice,
+        words=DTYPES,
+    )
+    device_name: str = option("auto", DEVICE_HELP, "--device", read=device)
+    is_here: bool = True  # not if other machines load it
+
+    def __post_init__(self) -> None:
+        if self.is_here:
+            check_name(self.name)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return torch_dtype(self.dtype_name)
 
     @property
     def device(self) -> torch.device:
@@ -410,14 +497,19 @@ class ModelOptions:
         return describe(self.name)
 
     def load(
-        self, described: Described, compiled: bool = False, weight_bits: int | None = None
+        self,
+        described: Described,
+        compiled: bool = False,
+        weight_bits: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> PreTrainedModel:
+        """Loads the weights, in `dtype` where the user chose none."""
         from h2okv.integration.loading import load_weights
 
         if compiled and weight_bits is not None:
             raise ValueError("--compile and --weight-bits exclude each other; choose one")
         options: Any = {"packed": not compiled, "weight_bits": weight_bits}
-        return load_weights(described, self.dtype, self.device, **options)
+        return load_weights(described, self.dtype or dtype, self.device, **options)
 
 
 def model_options(**changed: Any) -> Any:

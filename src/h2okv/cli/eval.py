@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from h2okv.cli import args
 from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, choice, option
 from h2okv.config import MEASURED, POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
+from h2okv.integration.names import check_name
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from h2okv.evaluation.sweep import Experiment
     from h2okv.evaluation.task import Task
 
+EXPERIMENTS = "evaluation/experiments"  # in the package's folder
 NEEDLE = "The city of {name} is {answer}."
 QUESTION = "\nThe city of {name} is"
 
@@ -83,14 +86,15 @@ class Trial:
 
 
 def trial_options(*lists: str, csv: Any = CSV, **changed: Any) -> Any:
-    caches = args.cache_lists(*lists, **changed)
+    caches = args.cache_lists(*lists, **changed, simulated=True)
     return args.Bundle(args.expand(partial(Trial, caches=caches, csv=csv)))
+
+
+COMPRESSIONS = ("query-aware", "query-agnostic")  # the module that defines them imports torch
 
 
 def _compressions(option: str, text: str) -> tuple[Any, ...]:
     """Reads whether a cache is compressed with the question at hand."""
-    from h2okv.evaluation.tasks.recall import COMPRESSIONS
-
     choice(option, text, (*COMPRESSIONS, "both"))
     return tuple(name for name in COMPRESSIONS if text in (name, "both"))
 
@@ -102,7 +106,9 @@ def _compression(default: str) -> Any:
 @args.subcommand(eval_app, "needle")
 def needle(
     trial: Trial = trial_options("20%,50%,full"),
-    text: Path | None = option(None, "The haystack; by default the opening of a novel."),
+    text: Path | None = option(
+        None, "The haystack; by default the opening of a novel.", read=args.readable
+    ),
     plot: Path | None = option(None, "Plot the heat map: .png, .svg or .pdf.", read=args.picture),
     compression: Typed = _compression("query-agnostic"),
     lengths: Typed = option("512,1024,1536", "Tokens of the whole prompt.", read=args.numbers),
@@ -113,18 +119,19 @@ def needle(
         kind=float,
         such="0,1",
     ),
-    tries: int = option(4, "Needles for each length and depth."),
+    tries: int = option(4, "Needles for each length and depth.", read=args.least),
     needle: str = option(NEEDLE, "What is hidden."),
     question: str = option(QUESTION, "What the prompt ends in."),
     answer: str | None = option(None, "The answer in --needle (drawn)."),
-    max_new_tokens: int = option(16, "Most tokens of an answer."),
+    max_new_tokens: int = option(16, "Most tokens of an answer.", read=args.least),
 ) -> int:
+    name = "needle" if text is None else f"needle in {text.stem}"
+    haystack = args.text_or_sample(text)
     from h2okv.evaluation.plots import plot_needles
     from h2okv.evaluation.tasks.recall import NeedleTask
 
-    name = "needle" if text is None else f"needle in {text.stem}"
     given = locals() | {
-        "text": args.text_or_sample(text), "statement": needle, "seed": trial.seed,
+        "text": haystack, "statement": needle, "seed": trial.seed,
         "question": question.replace("\\n", "\n"),
     }  # fmt: skip
     tasks = [args.build(NeedleTask, given, compression=own) for own in compression]
@@ -138,14 +145,14 @@ def needle(
 def perplexity(
     trial: Trial = trial_options("10%,20%,50%,full", prefill_chunk=option(64, args.CHUNK_HELP)),
     text: Path | None = TEXT,
-    length: int = option(1024, "Tokens of a window."),
-    windows: int | None = option(None, "Use the first windows only."),
-    every: int = option(128, "Tokens of a range of positions."),
+    length: int = option(1024, "Tokens of a window.", read=args.least),
+    windows: int | None = option(None, "Use the first windows only.", read=args.least),
+    every: int = option(128, "Tokens of a range of positions.", read=args.least),
 ) -> int:
+    name, wording = "sample_prompt" if text is None else text.stem, args.text_or_sample(text)
     from h2okv.evaluation.tasks.perplexity import Perplexity
 
-    name = "sample_prompt" if text is None else text.stem
-    task = Perplexity(name, args.text_or_sample(text), length, windows, every)
+    task = Perplexity(name, wording, length, windows, every)
     for own in trial.caches:
         if not own.is_full and own.entries(length) >= length:
             write_remark(f"note: {own.label} keeps all {length} tokens of a window, as full does")
@@ -174,10 +181,15 @@ def fidelity(
         None,
         "A text, or JSONL with prompt (and answer, context), messages or turns; may be repeated."
         " By default the opening of a novel.",
+        read=args.readable,
     ),
-    prompt_tokens: int = option(512, "Tokens of a text read at once."),
-    new_tokens: int = option(32, "Tokens compared after them; the most of an answer."),
-    texts: int | None = option(None, "Texts or prompts of each file (8, or all of fewer)."),
+    prompt_tokens: int = option(512, "Tokens of a text read at once.", read=args.least),
+    new_tokens: int = option(
+        32, "Tokens compared after them; the most of an answer.", read=args.least
+    ),
+    texts: int | None = option(
+        None, "Texts or prompts of each file (8, or all of fewer).", read=args.least
+    ),
     protocol: Typed = option(
         "decode",
         "decode: evict after each new token. block: read them all at once.",
@@ -258,20 +270,22 @@ def _recommendation(rows: Sequence[dict[str, Any]], least: float) -> tuple[str |
 @args.subcommand(eval_app, "layers")
 def layers(
     model: ModelOptions = args.model_options(),
-    out: Path = option(Path("layers.json"), "The file that --layer-budgets reads."),
+    out: Path = option(
+        Path("layers.json"), "The file that --layer-budgets reads.", read=args.writable
+    ),
     text: Path | None = TEXT,
     tokens: int = option(1024, "Tokens of the text that are read.", read=args.least, least=2),
     by_head: bool = option(False, "Divide them among the heads of each layer too.", "--by-head"),
     budget: str = option("20%", "Budget to divide, of which three quarters are heavy hitters."),
 ) -> None:
-    import torch
-
-    whole = args.parse_budget(budget)
+    whole, wording = args.parse_budget(budget), args.text_or_sample(text)
     if not isinstance(whole, float) or whole >= 1:
         raise ValueError(f"--budget {budget} is no part of a text; give percent below 100")
+    import torch
+
     described = model.describe()
     most = min(tokens, described.context or tokens)
-    ids = described.tokenizer(args.text_or_sample(text), verbose=False)["input_ids"][:most]
+    ids = described.tokenizer(wording, verbose=False)["input_ids"][:most]
     with atomic_write(out) as file:  # opened before the work, so that a bad place costs none
         loaded = model.load(described)
         found = h2okv.measure_layer_budgets(
@@ -287,7 +301,7 @@ def layers(
 @args.subcommand(eval_app, "recall")
 def recall(
     trial: Trial = trial_options("20%,50%,full"),
-    input: Path = option(..., "RULER's JSONL: input and outputs."),
+    input: Path = option(..., "RULER's JSONL: input and outputs.", read=args.readable),
     compression: Typed = _compression("both"),
     max_new_tokens: int = option(128, "Most tokens of an answer."),
     limit: int | None = LIMIT,
@@ -307,8 +321,11 @@ def summarize(
         ...,
         "JSONL with article and summary_gt (the llama recipe's) or context and answers"
         " (LongBench); with --references one article on each line.",
+        read=args.readable,
     ),
-    references: Path | None = option(None, "JSONL with refs, one line for each article."),
+    references: Path | None = option(
+        None, "JSONL with refs, one line for each article.", read=args.readable
+    ),
     template: str | None = option(None, "A prompt with {article} in it, for articles without one."),
     max_new_tokens: int | None = option(None, "Most tokens of a summary (the file's, or 64-512)."),
     stemmer: bool = option(False, "Compare stems of words.", "--stemmer"),
@@ -323,12 +340,30 @@ def summarize(
     return trial.run([task])[0]
 
 
+def _folder(option: str, path: Path) -> Path:
+    """Reads a folder of data files."""
+    if not path.is_dir():
+        raise ValueError(f"{option} '{path}' is not a folder; name the one with the data files")
+    return path
+
+
+def _experiment(name: str) -> str:
+    """Refuses an experiment that is neither a file nor one of the package's."""
+    own = [path.stem for path in (Path(h2okv.__file__).parent / EXPERIMENTS).glob("*.yaml")]
+    path = Path(name).expanduser()
+    if name not in own and path.suffix not in (".yaml", ".yml") and not path.is_file():
+        raise unknown_name("experiment", name, sorted(own))
+    return name if name in own else str(args.readable("experiment", path))
+
+
 @args.subcommand(eval_app, "sweep")
 def sweep(
     model: ModelOptions = args.model_options(),
-    experiment: str = typer.Argument(help="The name of one, or a YAML file.", show_default=False),
+    experiment: str = typer.Argument(
+        help="The name of one, or a YAML file.", show_default=False, callback=_experiment
+    ),
     out: Path = option(..., "The folder that the results go to."),
-    data: Path | None = option(None, "The folder with the tasks' data files."),
+    data: Path | None = option(None, "The folder with the tasks' data files.", read=_folder),
     only: Typed = option(None, "Run only these tasks, comma-separated.", read=args.names),
     limit: int | None = LIMIT,
     batch_size: int | None = option(None, "Prompts at a time (the experiment's)."),
@@ -341,8 +376,6 @@ def sweep(
     from h2okv.evaluation.runner import Run
     from h2okv.evaluation.sweep import Surroundings, load_experiment
 
-    if data is not None and not data.is_dir():
-        raise ValueError(f"--data '{data}' is not a folder; name the one with the data files")
     plan = load_experiment(experiment)
     configs = plan.with_positions(positions, prefill_chunk)
     work = out / "working"
@@ -362,8 +395,11 @@ def sweep(
 
 def lm_eval(
     context: typer.Context,
-    data: Path | None = option(None, "Folder of the tasks' data files; or set H2OKV_EVAL_DATA."),
+    data: Path | None = option(
+        None, "Folder of the tasks' data files; or set H2OKV_EVAL_DATA.", read=_folder
+    ),
 ) -> int:
+    _check_harness(context.args)
     from h2okv.evaluation.lm_eval.launcher import run_harness
 
     try:
@@ -371,6 +407,18 @@ def lm_eval(
     except KeyboardInterrupt:
         write_remark("stopped; the same command continues from answers that --use_cache stored.")
         return INTERRUPTED
+
+
+def _check_harness(words: Sequence[str]) -> None:
+    """Refuses what `--model_args` says of the model and the cache and is plainly wrong."""
+    text = " ".join(words)
+    if re.search(r"--model[ =](?!h2okv)|--config[ =]", text):
+        return  # another model, or one that a file names
+    given = re.search(r"(?:--model_args|-a)[ =](\S+)", text)
+    options = dict(part.partition("=")[::2] for part in (given[1] if given else "").split(","))
+    if "pretrained" in options:
+        check_name(options["pretrained"])
+    args.check_names(options.get("policy", "h2o"), options.get("scoring"), simulated=True)
 
 
 def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, Evaluation]:

@@ -35,6 +35,7 @@ from h2okv.console import (
     write_remark,
     write_text,
 )
+from h2okv.integration.chat_template import check_pinnable, message_spans
 from h2okv.records import decode_text
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def generate(
     model: ModelOptions = args.model_options(),
     sampling: SamplingOptions = args.sampling_options(),
     prompt: str | None = typer.Argument(None, help="The prompt; - or nothing reads it from stdin."),
-    file: Path | None = option(None, "Read the prompt from a text file."),
+    file: Path | None = option(None, "Read the prompt from a text file.", read=args.readable),
     raw: bool = RAW,
     system: str = option("", "System message, for a chat template."),
     pin: Typed = PIN,
@@ -64,13 +65,13 @@ def generate(
     compare: str | None = option(None, "full: run the full cache too and compare."),
     as_json: bool = JSON,
 ) -> int:
-    from h2okv.chat.generation import Job, generate_and_compare
-    from h2okv.integration.chat_template import message_spans
-    from h2okv.integration.layer_budgets import with_own_budgets
-
     if compare not in (None, "full"):
         raise ValueError(f"--compare {compare!r} is not known; the one choice is --compare full")
+    check_pinnable(pin)
     text = read_prompt(prompt, file)
+    from h2okv.chat.generation import Job, generate_and_compare
+    from h2okv.integration.layer_budgets import with_own_budgets
+
     described = model.describe()
     params = sampling.params(described)
     cache = cache.seeded(int(params.seed or 0))

@@ -9,16 +9,17 @@ from h2okv.cli import args
 from h2okv.cli.args import MEMORY_HELP, WEIGHT_BITS, ModelOptions, Typed, least, option
 from h2okv.config import CacheConfig
 from h2okv.console import optional
+from h2okv.integration.names import check_name
 
 KEY_VARIABLE = "H2OKV_API_KEY"
 
 
 def serve(
     cache: CacheConfig = args.cache_options(prefill_chunk=None),
-    model: ModelOptions = args.model_options(),
+    model: ModelOptions = args.model_options(is_here=False),
     called: str | None = option(None, "What clients call the model (its own name).", "--name"),
     host: str = option("127.0.0.1", "The address to listen at."),
-    port: int = option(8000, "The port; 0 for any that is free."),
+    port: int = option(8000, "The port; 0 for any that is free.", read=args.port),
     max_num_seqs: int | None = option(
         None, "Sequences that run together (what fits, up to 64).", read=least
     ),
@@ -38,14 +39,18 @@ def serve(
     drain: float = option(30.0, "Seconds for running requests to finish at shutdown."),
     weight_bits: int | None = WEIGHT_BITS,
     prefix: list[Path] | None = option(
-        None, "File with a prefix of many prompts; may be repeated."
+        None, "File with a prefix of many prompts; may be repeated.", read=args.readable
     ),
-    system: list[Path] | None = option(None, "File with a system message; may be repeated."),
+    system: list[Path] | None = option(
+        None, "File with a system message; may be repeated.", read=args.readable
+    ),
     cors_origin: list[str] | None = option(
         None, "Site whose pages may ask (https://example.org; * for all); may be repeated."
     ),
     log_requests: bool = option(False, "A line on stderr for each request.", "--log-requests"),
-    view_page: Path | None = option(None, "A page of `h2okv view --export`, served at /view."),
+    view_page: Path | None = option(
+        None, "A page of `h2okv view --export`, served at /view.", read=args.readable
+    ),
     ray: bool = option(False, "Serve copies on the Ray cluster of RAY_ADDRESS, or here.", "--ray"),
     tensor_parallel: bool = option(
         False, "Under torchrun: split the model over the ranks.", "--tensor-parallel"
@@ -58,6 +63,8 @@ def serve(
     args.check_copies("replicas", replicas, ray, model.device_name)
     if tensor_parallel and ray:
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
+    if not ray:  # whose machines may have what is not here
+        check_name(model.name)
     cache, _ = args.with_least_entries(cache)
     # A path's last name, so that clients do not see where it lies; a Hub id as it is.
     path = Path(model.name)
@@ -72,8 +79,6 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         view_page=None if view_page is None else args.read_text("--view-page", view_page),
     )
-    # On a cluster each copy takes what its machine has.
-    loading = {"dtype": model.dtype, **({} if ray else {"device": model.device})}
     request = config.ServeRequest(
         model=model.name,
         server=server,
@@ -81,8 +86,9 @@ def serve(
         # Without the line end that editors put last, which no client sends.
         prefixes=tuple(args.read_text("--prefix", path) for path in prefix or ()),
         systems=tuple(args.read_text("--system", path) for path in system or ()),
-        loading=loading,
     )
+    # On a cluster each copy takes what its machine has.
+    request.loading.update({"dtype": model.dtype} | ({} if ray else {"device": model.device}))
     # Before what follows, which imports what the extras bring.
     for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client"):
         optional(name, "a server", "serve")

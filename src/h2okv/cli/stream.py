@@ -47,6 +47,9 @@ class Files:
             raise ValueError("--resume needs --checkpoint FILE, the file to go on from")
         if not self.resume and self.checkpoint is not None and self.checkpoint.exists():
             raise ValueError(f"'{self.checkpoint}' exists already; add --resume, or move it away")
+        if self.resume and self.checkpoint is not None and not self.checkpoint.is_file():
+            missing = f"--checkpoint '{self.checkpoint}' does not exist: nothing to go on with"
+            raise ValueError(f"{missing}; omit --resume")
 
 
 _FILES: Any = args.Bundle(Files)
@@ -56,8 +59,10 @@ def stream(
     cache: CacheConfig = args.cache_options("25%", positions="original", prefill_chunk=None),
     model: ModelOptions = args.model_options(),
     files: Files = _FILES,
-    text: Path | None = option(None, "A text to read and score."),
-    input: Path | None = option(None, 'JSONL of conversations: {"turns": ..} or {"messages": ..}.'),
+    text: Path | None = option(None, "A text to read and score.", read=args.readable),
+    input: Path | None = option(
+        None, 'JSONL of conversations: {"turns": ..} or {"messages": ..}.', read=args.readable
+    ),
     tokens: int | None = option(None, "Stop after this many tokens (at the end)."),
     positions: Typed = option(
         "auto",
@@ -65,21 +70,24 @@ def stream(
         read=args.choice,
         words=("auto", *POSITIONS),
     ),
-    prefill_chunk: int = option(64, "Tokens of text read at once; 1 is the paper's Algorithm 1."),
-    max_new_tokens: int = option(128, "Most tokens of an answer."),
-    every: int = option(1000, "Tokens between two rows."),
+    prefill_chunk: int = option(
+        64, "Tokens of text read at once; 1 is the paper's Algorithm 1.", read=args.least
+    ),
+    max_new_tokens: int = option(128, "Most tokens of an answer.", read=args.least),
+    every: int = option(1000, "Tokens between two rows.", read=args.least),
     seed: int = option(0, "Random seed, for --policy random."),
     as_json: bool = JSON,
 ) -> int:
+    if (text is None) == (input is None):
+        what = "both --text and --input are" if text else "neither --text nor --input is"
+        raise ValueError(f"{what} given; give one of them")
+    wording = None if text is None else read_text_file(text)
     from h2okv.cache.validation import context_window
     from h2okv.evaluation.stream_data import ConversationSource, TextSource
     from h2okv.evaluation.streaming import Stream, StreamSettings
     from h2okv.integration.layer_budgets import with_own_budgets
 
     settings = args.build(StreamSettings, locals())
-    if (text is None) == (input is None):
-        what = "both --text and --input are" if text else "neither --text nor --input is"
-        raise ValueError(f"{what} given; give one of them")
     described = model.describe()
     if positions == "auto":
         positions = "original" if cache.is_full else "rolling"
@@ -93,8 +101,8 @@ def stream(
         raise ValueError(reason)
     tokenizer, vocab_size = described.tokenizer, described.vocab_size
     source: TextSource | ConversationSource
-    if text is not None:
-        source = TextSource.of_text(read_text_file(text), tokenizer, vocab_size)
+    if wording is not None:
+        source = TextSource.of_text(wording, tokenizer, vocab_size)
         if tokens is not None and source.num_tokens < tokens:
             write_remark(f"note: the text has {source.num_tokens} tokens to read, not {tokens}")
     else:

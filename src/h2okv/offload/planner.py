@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -13,13 +12,11 @@ import torch
 
 from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import MetaModel
+from h2okv.offload.placement import PLACES, Fractions
 from h2okv.offload.profile import HardwareProfile
 from h2okv.offload.tiers import arena_bytes
 
-PLACES = ("device", "cpu", "disk")
-CACHE_TIERS = ("device", "cpu", "file")
 MICRO_BATCH_TOKENS = 2048  # of a prefill; more do not compute faster
-Fractions = dict[str, float]  # fractions by place that add up to 1
 Places = tuple[str, ...]
 """Of the units in the order of a forward, and of the embedding: on the disk, only the rows in use
 are read of it."""
@@ -39,26 +36,6 @@ class Estimate:
     def limit(self) -> str:
         """The longest part of a step, which takes at least as long."""
         return max(self.step, key=self.step.__getitem__)
-
-
-def parse_placement(option: str, text: str, places: tuple[str, ...]) -> Fractions | None:
-    """Parses ``auto`` (``None``), a place, or percentages such as ``device=40,disk=60``."""
-    if text == "auto":
-        return None
-    if text in places:
-        return {text: 1.0}
-    parts = [re.fullmatch(r"(\w+)=(\d*\.?\d+)%?", part.strip()) for part in text.split(",")]
-    fractions = {part[1]: float(part[2]) / 100 for part in parts if part is not None}
-    if len(fractions) < len(parts) or not fractions.keys() <= set(places):
-        raise ValueError(
-            f"--{option} {text!r} is not a place; give auto, {', '.join(places)}, or percentages"
-            f" such as {places[0]}=40,{places[-1]}=60"
-        )
-    if abs(sum(fractions.values()) - 1) > 1e-6:
-        raise ValueError(
-            f"--{option} {text!r} adds up to {100 * sum(fractions.values()):g} percent; give 100"
-        )
-    return fractions
 
 
 def interleave(fractions: Fractions, count: int) -> list[str]:

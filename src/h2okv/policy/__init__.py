@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from h2okv.config import BEST
 from h2okv.policy.base import Policy
 from h2okv.policy.baselines import FullPolicy, RandomPolicy, RecentPolicy, SinkRecentPolicy
 from h2okv.policy.h2o import H2OPolicy, HeavyPolicy, TopKHeavyPolicy, TopKPolicy
@@ -72,7 +73,7 @@ def get_policy(policy: str | Policy, seed: int = 0) -> Policy:
     else:
         found = _POLICIES.get(policy)
         if found is None:
-            raise unknown_name("policy", policy, _POLICIES)
+            raise unknown_name("policy", policy, (*_POLICIES, BEST))
         made = RandomPolicy(seed) if found is RandomPolicy else found()
     if seed and seed != getattr(made, "seed", 0):
         shown = repr(policy) if isinstance(policy, str) else f"{type(policy).__name__}(...)"

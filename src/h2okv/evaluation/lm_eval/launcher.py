@@ -26,8 +26,6 @@ from h2okv.evaluation.lm_eval.settings import (
 def run_harness(args: Sequence[str], data: Path | None = None) -> int:
     """Run lm-evaluation-harness's command with this package's model type and tasks."""
     command = optional("lm_eval._cli", "h2okv lm-eval")
-    if data is not None and not data.is_dir():
-        raise ValueError(f"--data {str(data)!r} is not a folder; name the one with the data files.")
     words = list(args)
     if words and words[0].startswith("-") and words[0] not in ("-h", "--help"):
         words.insert(0, "run")

@@ -1,0 +1,174 @@
+"""What needs neither a model nor tensors is refused before torch is imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+MISSING = "no-such-file"
+CACHE = {
+    "--policy h20": "--policy 'h20' is unknown; did you mean h2o",
+    "--scoring means": "--scoring 'means' is unknown",
+    "--kv-bits 3": "--kv-bits 3 is not known; give 8 or 4",
+    "--budget much": "--budget 'much' is not an amount",
+    "--budget 20% --heavy 64": "--budget 20% goes without --heavy and --recent",
+    "--heavy 64 --heavy-fraction 0.5": "--heavy-fraction 0.5 goes without",
+    f"--layer-budgets {MISSING}": f"--layer-budgets '{MISSING}' cannot be read",
+}
+MODEL = {
+    "--model smolm2": "did you mean smollm2",
+    "--model ./nowhere": "--model './nowhere' does not exist",
+    "--model nowhere.gguf": "--model 'nowhere.gguf' does not exist",
+    "--model no-gguf.gguf": "--model 'no-gguf.gguf' is not a GGUF file",
+    "--model nobody/nothing": "the Hub cannot be reached",
+    "--dtype int4": "--dtype 'int4' is not known",
+    "--device warp": "--device 'warp' is not known",
+}
+TOPK = {"--policy topk": "--policy topk chooses anew for every query"}
+SAMPLING = {"--max-new-tokens 0": "--max-new-tokens 0 is too few", "--seed -1": "--seed -1"}
+BOTH = CACHE | MODEL
+TEXT = {f"--text {MISSING}": f"--text '{MISSING}' cannot be read"}
+COMMANDS = {
+    "generate": BOTH | TOPK | SAMPLING | {
+        f"--file {MISSING}": f"--file '{MISSING}' cannot be read",
+        "--file .": "--file '.' cannot be read (it is a folder)",
+        "--file empty.txt": "--file 'empty.txt' is empty",
+        "--file latin1.txt": "--file 'latin1.txt' is not UTF-8",
+        "--pin nobody hello": "pin 'nobody' is unknown",
+        "--compare recent hello": "--compare 'recent' is not known",
+        "--weight-bits 8 hello": "--weight-bits 8 is not known; give 4",
+    },
+    "demo": MODEL | {"--max-new-tokens 0": "--max-new-tokens 0 is too few"},
+    "chat": BOTH | TOPK | SAMPLING | {
+        f"--load {MISSING}": f"--load '{MISSING}' cannot be read",
+        "--load latin1.txt": "--load 'latin1.txt' holds no chat",
+        "--budget 20%": "is a fraction of a prompt, but a chat has no end",
+        "--positions rolled": "--positions 'rolled' is not known",
+    },
+    "serve": BOTH | TOPK | {
+        "--port 99999": "--port 99999 is out of range",
+        f"--prefix {MISSING}": f"--prefix '{MISSING}' cannot be read",
+        f"--system {MISSING}": f"--system '{MISSING}' cannot be read",
+        f"--view-page {MISSING}": f"--view-page '{MISSING}' cannot be read",
+        "--max-prefill-tokens 0": "max_prefill_tokens=0",
+        "--timeout 0": "timeout=0.0",
+        "--memory much": "--memory 'much' is not an amount of memory",
+    },
+    "batch --input in.jsonl --output out.jsonl": BOTH | TOPK | SAMPLING | {
+        "--weights moon": "--weights 'moon' is not a place",
+        "--cache disk": "--cache 'disk' is not a place",
+        "--batch 0": "--batch '0' is not a number",
+        "--weight-bits 3": "--weight-bits 3 is not known",
+        "--layer-budgets auto": "--layer-budgets auto has to read the whole model",
+        f"--input {MISSING}": f"--input '{MISSING}' cannot be read",
+        "--output nowhere/out.jsonl": "--output 'nowhere/out.jsonl' cannot be written",
+    },
+    "plan": CACHE | {"smolm2": "did you mean smollm2", "--weights moon": "is not a place"},
+    "stream --text text.txt": BOTH | TOPK | TEXT | {
+        f"--text text.txt --input {MISSING}": f"--input '{MISSING}' cannot be read",
+        "--input in.jsonl": "both --text and --input are given",
+        "--checkpoint none --resume": "nothing to go on with",
+        "--csv nowhere/rows.csv": "--csv 'nowhere/rows.csv' cannot be written",
+        "--save-every 0": "--save-every 0 is too few",
+    },
+    "eval needle --csv rows.csv": BOTH | TEXT | {
+        "--compression none": "--compression 'none' is not known",
+        "--lengths much": "--lengths 'much' is not a list",
+        "--csv nowhere/rows.csv": "--csv 'nowhere/rows.csv' cannot be written",
+    },
+    "eval perplexity --csv rows.csv": BOTH | TEXT,
+    "eval fidelity": BOTH | {
+        f"--data {MISSING}": f"--data '{MISSING}' cannot be read",
+        "--protocol none": "--protocol 'none' is not known",
+        "--plot curve.txt": "is not a picture's name",
+    },
+    "eval layers": MODEL | TEXT | {
+        "--budget full": "--budget full is no part of a text",
+        "--out nowhere/layers.json": "--out 'nowhere/layers.json' cannot be written",
+    },
+    "eval recall --csv rows.csv --input in.jsonl": BOTH | {
+        f"--input {MISSING}": f"--input '{MISSING}' cannot be read",
+    },
+    "eval summarize --csv rows.csv --input in.jsonl": BOTH | {
+        f"--input {MISSING}": f"--input '{MISSING}' cannot be read",
+        f"--references {MISSING}": f"--references '{MISSING}' cannot be read",
+    },
+    "eval sweep figure4 --out results": MODEL | {
+        f"--data {MISSING}": f"--data '{MISSING}' is not a folder",
+    },
+    "eval sweep --out results": {
+        "figure5": "experiment 'figure5' is unknown; did you mean",
+        "nowhere.yaml": "experiment 'nowhere.yaml' cannot be read",
+    },
+    "lm-eval --tasks h2okv_copa": {
+        "--model_args pretrained=smolm2": "did you mean smollm2",
+        "--model_args pretrained=bundled,policy=h20": "--policy 'h20' is unknown",
+        f"--data {MISSING}": f"--data '{MISSING}' is not a folder",
+    },
+    "bench": BOTH | TOPK | {
+        "--shape giant": "--shape 'giant' is unknown",
+        "--caches dynamic,none": "--caches 'none' is not known",
+        "--max-batch": "--max-batch and --memory go together",
+        "--csv nowhere/rows.csv": "--csv 'nowhere/rows.csv' cannot be written",
+    },
+    "bench serve": {
+        "--model smolm2": "did you mean smollm2",
+        "--model bundled --serve-options --policy=h20": "--policy 'h20' is unknown",
+        f"--prompts {MISSING}": f"--prompts '{MISSING}' cannot be read",
+    },
+    "analyze --out report": MODEL | TEXT | {
+        "--only sink": "--only: measurement 'sink' is unknown; did you mean sinks",
+        "--out text.txt/report": "--out 'text.txt/report' cannot be written",
+    },
+    "view": MODEL | TEXT | {
+        "--policy h20": "--policy 'h20' is unknown",
+        "--export nowhere/page.html": "--export 'nowhere/page.html' cannot be written",
+        "--port 99999": "--port 99999 is out of range",
+    },
+    "models pull": {"smolm2": "did you mean smollm2"},
+    "env": {"--model smolm2": "did you mean smollm2"},
+}  # fmt: skip
+_RUN = """
+import contextlib, io, json, sys
+from h2okv.cli.app import run
+for line in sys.stdin.read().splitlines():
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        code = run(line.split())
+    print(json.dumps([line, code, told.getvalue(), "torch" in sys.modules]), flush=True)
+    assert "torch" not in sys.modules, line
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "text.txt").write_text("some text")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "some text"}')
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "latin1.txt").write_bytes("caf\xe9 ".encode("latin-1") * 9)
+    (tmp_path / "no-gguf.gguf").write_text("some text")
+    return tmp_path
+
+
+def test_cheap_checks_come_before_torch(folder):
+    """All in one process: each line is refused, rightly, and none of them has imported torch."""
+    wanted = {
+        f"{command} {options}": sentence
+        for command, found in COMMANDS.items()
+        for options, sentence in found.items()
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN],
+        cwd=folder,
+        input="\n".join(wanted),
+        capture_output=True,
+        text=True,
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    wrong = [
+        (line, code, error)
+        for line, code, error, heavy in told
+        if heavy or code != 2 or wanted[line] not in error or error.count("\n") != 1
+    ]
+    assert not wrong, done.stderr
+    assert len(told) == len(wanted), done.stderr
