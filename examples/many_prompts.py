@@ -1,4 +1,4 @@
-"""Many conversations at once on slots of one size: python examples/many_prompts.py [MODEL]."""
+"""Many conversations at once on slots of one size: python examples/many_prompts.py [smollm2]."""
 
 import sys
 
@@ -10,7 +10,7 @@ questions = [
     "Why is the sky blue? Answer in one sentence.",
     "Translate to French: good morning.",
 ]
-model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
+model = sys.argv[1] if len(sys.argv) > 1 else "bundled"
 with h2okv.LLM(model, heavy=64, recent=64, max_num_seqs=3) as llm:
     print(llm.describe(), end="\n\n")
     # Room for three: the fourth begins when one has finished.

@@ -1,12 +1,14 @@
 """Prompts of different lengths in one batch: each row as if it were alone, by its own budget."""
 
+import sys
+
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
-from h2okv.assets import bundled_model_path
 from h2okv.cache.argument import CACHE  # before transformers 5.24 not `cache`
+from h2okv.integration.models import resolve_model
 
-path = bundled_model_path()
+path = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "bundled")
 tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 model = AutoModelForCausalLM.from_pretrained(path)

@@ -1,5 +1,6 @@
 """A long text is read once, kept in a file, and many prompts go on from it at once."""
 
+import sys
 import tempfile
 from pathlib import Path
 
@@ -7,9 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
-from h2okv.assets import bundled_model_path, sample_prompt
+from h2okv.assets import sample_prompt
+from h2okv.cache.argument import CACHE  # before transformers 5.24 not `cache`
+from h2okv.integration.models import resolve_model
 
-path = bundled_model_path()
+path = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "bundled")
 tokenizer = AutoTokenizer.from_pretrained(path)
 model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="h2o", dtype=torch.float32)
 
@@ -27,7 +30,7 @@ prompts = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in w
 many = cache.fork(len(words))
 output = model.generate(
     **many.next_turn(torch.tensor(prompts)),
-    cache=many,
+    **{CACHE: many},
     max_new_tokens=20,
     do_sample=False,
 )
