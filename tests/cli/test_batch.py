@@ -138,7 +138,10 @@ def test_a_text_that_fills_the_context(job, tokenizer, tmp_path):
 
 
 BAD = {
-    "no such input": (("--input", "nowhere.jsonl"), ("'nowhere.jsonl' cannot be read", "no such file")),
+    "no such input": (
+        ("--input", "nowhere.jsonl"),
+        ("nowhere.jsonl", "no such file"),
+    ),
     "batch of nothing": (("--batch", "0"), ("--batch '0'", "auto")),
     "batch of words": (("--batch", "many"), ("--batch 'many'", "auto")),
     "budget of zero": (("--heavy", "0", "--recent", "0"), ("heavy=0",)),

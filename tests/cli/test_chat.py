@@ -212,7 +212,10 @@ OPTIONS = {
     "nothing kept": (("--heavy", "0", "--recent", "0"), ("heavy=0",)),
     "policy": (("--policy", "h2"), ("policy 'h2'",)),
     "full and rolling": (("--policy", "full", "--positions", "rolling"), ("original",)),
-    "system of a saved chat": (("--load", bundled_model_path() / "model.safetensors", "--system", "y"), ("--system", "--load")),
+    "system of a saved chat": (
+        ("--load", bundled_model_path() / "model.safetensors", "--system", "y"),
+        ("--system", "--load"),
+    ),
     "no such file": (("--load", "nowhere.chat"), ("--load 'nowhere.chat' cannot be read",)),
     "top-p": (("--top-p", "0.5"), ("--top-p", "--temperature")),
     "pin": (("--pin", "systm"), ("pin 'systm'", "did you mean system?")),
