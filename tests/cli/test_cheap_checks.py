@@ -68,7 +68,7 @@ COMMANDS = {
     "stream --text text.txt": BOTH | TOPK | TEXT | {
         f"--text text.txt --input {MISSING}": f"--input '{MISSING}' cannot be read",
         "--input in.jsonl": "both --text and --input are given",
-        "--checkpoint none --resume": "nothing to go on with",
+        "--checkpoint none --resume": "nothing to resume",
         "--csv nowhere/rows.csv": "--csv 'nowhere/rows.csv' cannot be written",
         "--save-every 0": "--save-every 0 is too few",
     },

@@ -48,7 +48,7 @@ class Files:
         if not self.resume and self.checkpoint is not None and self.checkpoint.exists():
             raise ValueError(f"'{self.checkpoint}' exists already; add --resume, or move it away")
         if self.resume and self.checkpoint is not None and not self.checkpoint.is_file():
-            missing = f"--checkpoint '{self.checkpoint}' does not exist: nothing to go on with"
+            missing = f"--checkpoint '{self.checkpoint}' does not exist, so there is nothing to resume"
             raise ValueError(f"{missing}; omit --resume")
 
 
