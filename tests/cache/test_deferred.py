@@ -95,7 +95,8 @@ BY_HEAD = [[0.5, 1.0], [2.0, 0.5], [1.5, 0.5]]
         {"layer_budgets": BY_HEAD, "kv_bits": 8},
         {"layer_budgets": BY_HEAD, "policy": "best", "heavy": 0.25, "recent": 0.1},
     ],
-    ids=str,
+    # The address of an object would differ between worker processes.
+    ids=lambda options: str({key: getattr(value, "name", value) for key, value in options.items()}),
 )
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_each_layer_does_what_it_does_alone(make_llama, monkeypatch, options, chunk):
