@@ -1,4 +1,4 @@
-"""Everything about the engine that is decided when it starts."""
+"""Configuration of the engine, fixed when it starts."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ class EngineConfig:
     """How many requests of which size run together, on which cache.
 
     Attributes:
-        cache: The cache of each sequence; a request may bring a budget of its own, up to this
-            one's for the longest prompt.
+        cache: The cache of each sequence; a request may set another budget, up to this one's for
+            the longest prompt.
         max_num_seqs: Sequences that decode at the same time; ``None``: as many as `memory` allows.
-        memory: Bytes that the process may take on a CPU, with all that it holds, or that may be
-            taken on the GPU, with the weights; ``None``: most of what is free, up to 64 sequences.
-        max_prompt_tokens: The longest prompt, which all slots are made for where budgets are
+        memory: Bytes that the whole process may use on a CPU, or that may be used on the GPU,
+            weights included; ``None``: most of the free memory, up to 64 sequences.
+        max_prompt_tokens: The longest prompt, for which slots are allocated where budgets are
             fractions; ``None``: the model's context, up to 8,192.
-        max_waiting: The most requests that wait to be scheduled; more are refused.
-        max_prefill_tokens: The most prompt tokens between two decode steps (chunked prefill); the
-            outputs do not depend on it.
-        max_prefill_time_fraction: The largest fraction of the time that is spent on prefill while
-            others decode: a smaller one makes tokens come more evenly, and first tokens later.
-        prefixes: Texts, or their tokens, that many prompts begin with. Each is read once; a prompt
-            that begins with one goes on from its compressed cache, with that cache's budget.
+        max_waiting: Maximum number of requests in the queue; more are refused.
+        max_prefill_tokens: Maximum number of prompt tokens between two decode steps (chunked
+            prefill); the outputs do not depend on it.
+        max_prefill_time_fraction: Largest fraction of the time spent on prefill while other
+            sequences decode; smaller values give steadier tokens and later first tokens.
+        prefixes: Texts, or their tokens, that many prompts begin with. Each is prefilled once; a
+            prompt that begins with one continues from its compressed cache, with that budget.
         weight_bits: 4 lets steps of up to four sequences read linear weights of 4 bits, in bfloat16
-            on an x86 CPU, of a model that is loaded by name; ``None``: as they are.
-        tensor_parallel: Whether each process that ``torchrun`` has started holds a part of the
-            model. All of them make the same calls, and only the first one gets outputs.
+            on an x86 CPU, of a model that is loaded by name; ``None``: weights as loaded.
+        tensor_parallel: Whether each process started by ``torchrun`` holds a shard of the model.
+            All of them make the same calls, and only the first one gets outputs.
 
     Raises:
         ValueError: If a value is out of range.
@@ -52,30 +52,32 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache, CacheConfig):
-            raise ValueError(f"cache={self.cache!r} is of another type; give a CacheConfig.")
+            raise ValueError(f"cache must be a CacheConfig, got {self.cache!r}.")
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
         check_numbers(self, {name: (int, 1, UNLIMITED) for name in counts})
         check_numbers(self, {"max_waiting": (int, 0, UNLIMITED)})
         if not 0 < self.max_prefill_time_fraction < 1:
             raise ValueError(
-                f"max_prefill_time_fraction={self.max_prefill_time_fraction!r} is not a fraction of"
-                " the time; give a number between 0 and 1."
+                "max_prefill_time_fraction must be a number between 0 and 1, got"
+                f" {self.max_prefill_time_fraction!r}."
             )
         if self.weight_bits is not None and self.tensor_parallel:
             raise ValueError("weight_bits and tensor_parallel exclude each other; choose one.")
 
     @classmethod
     def from_options(cls, config: EngineConfig | None = None, **options: Any) -> EngineConfig:
-        """Changes a config, or the defaults, by fields of this class and of `CacheConfig`.
+        """Return a config, or the defaults, with fields of this class and `CacheConfig` replaced.
 
         Raises:
             ValueError: If an option is unknown or out of range.
         """
-        own = [part.name for part in fields(cls)]
-        known = [*own, *(part.name for part in fields(CacheConfig))]
+        own_names = [entry.name for entry in fields(cls)]
+        names = [*own_names, *(entry.name for entry in fields(CacheConfig))]
         for name in options:
-            if name not in known:
-                raise unknown_name("option", name, known)
+            if name not in names:
+                raise unknown_name("option", name, names)
         config = config or cls()
-        config = replace(config, **{name: options.pop(name) for name in own if name in options})
+        config = replace(
+            config, **{name: options.pop(name) for name in own_names if name in options}
+        )
         return replace(config, cache=replace(config.cache, **options))

@@ -1,4 +1,4 @@
-"""Tokens to text as they come, and stop strings."""
+"""Incremental detokenization and stop strings."""
 
 from __future__ import annotations
 
@@ -6,34 +6,35 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-# How many tokens of the prompt the decoder sees before the first new one: enough for it to know
-# that the new token goes on from a word, and so keeps the space before it.
+# Tokens of the prompt that are decoded with the first new one, so that the decoder knows that the
+# new token follows a word and keeps the space before it.
 _LEAD = 4
 _UNFINISHED = "\ufffd"
 
 
 class Detokenizer:
-    """Hands on text as soon as it can no longer change: a character may need several tokens."""
+    """Passes on text once it can no longer change: a character may need several tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
         self.token_ids: list[int] = []
         self._tokenizer = tokenizer
-        # The tokens from the last ones that were shown on, and how many of them were shown.
+        # The tokens of the last text that was passed on and those after it, and the number of
+        # tokens whose text was passed on.
         self._window = list(prompt[-_LEAD:])
         self._num_shown = len(self._window)
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Takes the next tokens; returns the text that is certain now, often a word or nothing."""
+        """Take the next tokens; return the text that is final now, often a word or nothing."""
         self.token_ids.extend(token_ids)
         self._window.extend(token_ids)
         return self._next()
 
     def end(self) -> str:
-        """Returns what is left, finished or not."""
+        """Return the remaining text, even if its last character is incomplete."""
         return self._next(is_end=True)
 
     def _next(self, is_end: bool = False) -> str:
-        # Decoded with some tokens before it, for a decoder may drop the space at its start.
+        # Decode with some earlier tokens: a decoder may drop the space at the start.
         tokens, decode = self._window, self._tokenizer.decode
         shown = str(decode(tokens[: self._num_shown], skip_special_tokens=True))
         piece = str(decode(tokens, skip_special_tokens=True))[len(shown) :]
@@ -45,41 +46,41 @@ class Detokenizer:
 
 
 class StopText:
-    """Hands text on up to the first stop string, and never a part of one."""
+    """Passes on text up to the first stop string, and never a prefix of one."""
 
     def __init__(self, stop_strings: Sequence[str], strips_start: bool = True) -> None:
         self.stopped: str | None = None  # the stop string that ended the text
-        self.text = ""  # what was handed on
+        self.text = ""  # passed on so far
         self._stop_strings, self._strips_start = stop_strings, strips_start
-        self._held = ""
+        self._pending = ""
 
     def add(self, piece: str) -> str:
-        """Takes the next piece; returns what is certain now, and nothing after a stop string."""
+        """Take the next piece; return the text that is final now, nothing after a stop string."""
         if self.stopped is not None:
             return ""
-        self._held += piece
-        places = ((self._held.find(stop), -len(stop), stop) for stop in self._stop_strings)
-        found = [place for place in places if place[0] >= 0]
-        if not found:
-            return self._hand_on(len(self._held) - self._begun())
-        # Of those that begin at one place the longest, whatever their order.
-        at, _, self.stopped = min(found)
-        return self._hand_on(at)
+        self._pending += piece
+        hits = ((self._pending.find(stop), -len(stop), stop) for stop in self._stop_strings)
+        matches = [match for match in hits if match[0] >= 0]
+        if not matches:
+            return self._emit(len(self._pending) - self._partial_length())
+        # Of stop strings that begin at the same offset, the longest one, in any order.
+        offset, _, self.stopped = min(matches)
+        return self._emit(offset)
 
     def end(self) -> str:
-        """Returns what was held back, for no stop string came of it."""
-        return "" if self.stopped is not None else self._hand_on(len(self._held))
+        """Return the text that was held back and did not become a stop string."""
+        return "" if self.stopped is not None else self._emit(len(self._pending))
 
-    def _begun(self) -> int:
-        """Length of the longest end of the text that a stop string may begin with."""
+    def _partial_length(self) -> int:
+        """Return the length of the longest suffix of the text that may begin a stop string."""
         longest = max(map(len, self._stop_strings), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stop_strings):
+        for length in range(min(longest, len(self._pending)), 0, -1):
+            if any(stop.startswith(self._pending[-length:]) for stop in self._stop_strings):
                 return length
         return 0
 
-    def _hand_on(self, length: int) -> str:
-        piece, self._held = self._held[:length], self._held[length:]
+    def _emit(self, length: int) -> str:
+        piece, self._pending = self._pending[:length], self._pending[length:]
         if self._strips_start and not self.text:
             piece = piece.lstrip()
         self.text += piece

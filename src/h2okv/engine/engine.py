@@ -43,7 +43,7 @@ _MIB = 1 << 20
 
 
 class Engine:
-    """A model, its slots and the loop's body, for one thread; ``group`` holds the model's parts."""
+    """A model, its slots and one step of the loop, for one thread; ``group``: the ranks, if any."""
 
     def __init__(
         self,
@@ -66,19 +66,19 @@ class Engine:
                     " h2okv.integration.packed_linear.pack_linear_layers(model, 4)."
                 )
             name = str(model.config._name_or_path or model.config.model_type)
-            own = tokenizer or describe(name).tokenizer
-            described = Described(name, name, model.config, own, context_of(model.config))
+            own_tokenizer = tokenizer or describe(name).tokenizer
+            described = Described(name, name, model.config, own_tokenizer, context_of(model.config))
         self.tokenizer, self.name = tokenizer or described.tokenizer, described.name
-        # All that can be refused is, before the weights are loaded.
-        self._model_config, asked = described.config, config.cache
-        if asked.layer_budgets == MEASURED:
+        # Check everything that can be checked before the weights are loaded.
+        self._model_config, cache_config = described.config, config.cache
+        if cache_config.layer_budgets == MEASURED:
             if config.tensor_parallel:
                 raise ValueError(
                     "layer_budgets='auto' measures the model in one process, and with tensor"
-                    " parallelism each holds a part; give one factor for each layer, as h2okv eval"
-                    " layers writes them."
+                    " parallelism each process holds a shard; give one factor for each layer, as"
+                    " h2okv eval layers writes them."
                 )
-            self.config = replace(config, cache=replace(asked, layer_budgets=None))
+            self.config = replace(config, cache=replace(cache_config, layer_budgets=None))
         probe = self._make_cache(None)
         check_poolable(probe)
         if config.tensor_parallel and probe.cache_config.is_by_head:
@@ -88,14 +88,14 @@ class Engine:
             )
         self._set_limits(probe, described.context)
         if isinstance(model, str):
-            where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            how = config.tensor_parallel, True, config.weight_bits
-            model = load_weights(described, dtype, where, *how)
+            target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            load_options = config.tensor_parallel, True, config.weight_bits
+            model = load_weights(described, dtype, target, *load_options)
         self.model = model.eval()
         self._model_config = self.model.config
-        if asked.layer_budgets == MEASURED:
-            own_cache = with_own_budgets(asked, self.model, described)
-            self.config = config = replace(config, cache=own_cache)
+        if cache_config.layer_budgets == MEASURED:
+            measured_config = with_own_budgets(cache_config, self.model, described)
+            self.config = config = replace(config, cache=measured_config)
             probe = self._make_cache(None)
             self._set_limits(probe, described.context)
         self.group = TensorParallelGroup() if config.tensor_parallel else None
@@ -119,7 +119,7 @@ class Engine:
         self._counters = EngineStats()
 
     def step(self) -> bool:
-        """Schedules, runs, samples and reports what is next; returns whether there was anything."""
+        """Schedule, run, sample and report one step; return whether there was work to do."""
         step = self.scheduler.schedule()
         if step == ScheduledStep():
             return False
@@ -136,7 +136,7 @@ class Engine:
             for request in self.scheduler.clear():
                 if isinstance(error, Exception) and not request.is_over:
                     self._end(request, error)
-            self.runner.reset()  # whose slots are half written
+            self.runner.reset()  # its slots are half written
             if not isinstance(error, Exception):  # Ctrl-C in the middle of a forward
                 raise
         return True
@@ -151,18 +151,20 @@ class Engine:
                     self._end(request, error)
         elif len(requests) == 1:
             self._end(requests[0], RequestFailedError(output.error))
-        else:  # one of them is at fault; the others shall not suffer for it
+        else:  # one of them is at fault; the others are retried one by one
             self.scheduler.split_prefill_batch()
 
     def _after_chunk(self, request: Request, chunk: PrefillChunk, logits: Any) -> None:
-        """Notes what a chunk's logits say, and begins the outputs after the last one."""
+        """Record a chunk's log-probabilities, and start the outputs after the last chunk."""
         self._counters.prompt_tokens += len(chunk.tokens)
-        asked = request.params.prompt_logprobs
-        if asked is not None:
+        count = request.params.prompt_logprobs
+        if count is not None:
             if not request.logprobs:
                 request.logprobs.append(None)
-            following = request.prompt[chunk.position + 1 : chunk.position + 1 + len(chunk.tokens)]
-            request.logprobs.extend(token_logprobs(logits[: len(following)], following, asked))
+            next_tokens = request.prompt[
+                chunk.position + 1 : chunk.position + 1 + len(chunk.tokens)
+            ]
+            request.logprobs.extend(token_logprobs(logits[: len(next_tokens)], next_tokens, count))
         if not chunk.is_last:
             return
         self._counters.reused_tokens += len(request.start.prefix)
@@ -177,38 +179,40 @@ class Engine:
         self._sample(request.outputs, logits, in_pool=False)
 
     def _sample(self, outputs: list[Output], logits: torch.Tensor, in_pool: bool) -> None:
-        """Chooses a token for each output and reports it."""
-        tokens = sample([own.sampler for own in outputs], [own.tokens for own in outputs], logits)
-        for at, (output, token) in enumerate(zip(outputs, tokens, strict=True)):
-            if output.request.is_over:  # another output of it has just failed
+        """Choose a token for each output and report it."""
+        tokens = sample(
+            [output.sampler for output in outputs], [output.tokens for output in outputs], logits
+        )
+        for row, (output, token) in enumerate(zip(outputs, tokens, strict=True)):
+            if output.request.is_over:  # another output of this request has just failed
                 continue
             try:
                 if isinstance(token, Exception):
                     raise token
-                self._report(output, token, logits[at : at + 1], at if in_pool else None)
-            except Exception as error:  # of this request alone, whatever it is
+                self._report(output, token, logits[row : row + 1], row if in_pool else None)
+            except Exception as error:  # any error fails this request alone
                 self._end(output.request, error)
 
-    def _report(self, output: Output, token: int, logits: torch.Tensor, place: int | None) -> None:
-        """Gives an output its next token, and the client what comes of it."""
-        request, asked = output.request, output.request.params.logprobs
-        logprobs = () if asked is None else tuple(token_logprobs(logits, [token], asked))
-        is_first = not any(own.tokens for own in request.outputs)
+    def _report(self, output: Output, token: int, logits: torch.Tensor, row: int | None) -> None:
+        """Append a token to an output and send the delta to the client."""
+        request, count = output.request, output.request.params.logprobs
+        logprobs = () if count is None else tuple(token_logprobs(logits, [token], count))
+        is_first = not any(sibling.tokens for sibling in request.outputs)
         delta = output.append(token, self._eos, logprobs)
         if is_first:
             delta = replace(delta, prompt=request.prompt_read())
-        if request.kept_every is not None and place is not None:
+        if request.kept_every is not None and row is not None:
             num_new = len(output.tokens) - 1  # the newest is not in the cache yet
             if delta.finish_reason or (num_new - 1) % request.kept_every == 0:
-                kept = self.runner.kept(place, len(request.prompt) + num_new)
-                delta = replace(delta, kept=kept)
+                kept_tokens = self.runner.kept_tokens(row, len(request.prompt) + num_new)
+                delta = replace(delta, kept=kept_tokens)
         self._counters.new_tokens += 1
         request.notify(delta)
-        if all(own.is_finished for own in request.outputs):
+        if all(sibling.is_finished for sibling in request.outputs):
             self._end(request)
 
     def _end(self, request: Request, error: Exception | None = None) -> None:
-        """Ends a request, well or with an error of its own."""
+        """End a request, successfully or with its error."""
         if error is None:
             self._counters.finished += 1
         else:
@@ -221,13 +225,13 @@ class Engine:
         request.notify(error)
 
     def abort(self, request: Request) -> None:
-        """Ends a request whose client went away; its slots are free with the next step."""
+        """End a request whose client went away; its slots are free with the next step."""
         if not request.is_over:
             self._counters.aborted += 1
             self.scheduler.drop(request)
 
     def stats(self) -> EngineStats:
-        """Counts what was done and what is held; may be called from any thread."""
+        """Return counters and the present memory of the cache; may be called from any thread."""
         pool = self.runner.pool
         return replace(
             self._counters,
@@ -240,24 +244,24 @@ class Engine:
         )
 
     def describe(self) -> str:
-        """Says what is served with which memory, for people."""
-        memory, pool, seqs = self.memory, self.runner.pool, self.max_num_seqs
+        """Describe the model, its slots and its memory, in lines for people."""
+        memory, pool, num_seqs = self.memory, self.runner.pool, self.max_num_seqs
         dtype = str(self.model.dtype).removeprefix("torch.")
         if self.config.weight_bits is not None:
             dtype += f" and {self.config.weight_bits}-bit weights"
         longest = self.max_context or self.max_prompt_tokens
         full = pool.full_bytes_of(longest)
-        parts = "" if self.group is None else f" in {self.group.world_size} parts"
+        shards = "" if self.group is None else f" in {self.group.world_size} parts"
         device = input_device(self.model)
         lines = [
-            f"{self.name} in {dtype} on {device}{parts}, {self._make_cache(None)!r}",
-            f"{seqs} sequences of {self.max_budget} entries (prompts up to "
-            f"{self.max_prompt_tokens:,} tokens): {pool.nbytes / seqs / _MIB:.2f} MiB "
+            f"{self.name} in {dtype} on {device}{shards}, {self._make_cache(None)!r}",
+            f"{num_seqs} sequences of {self.max_budget} entries (prompts up to "
+            f"{self.max_prompt_tokens:,} tokens): {pool.nbytes / num_seqs / _MIB:.2f} MiB "
             f"each, {pool.nbytes / _MIB:.1f} MiB together",
             f"beside weights and slots at most {memory.prefill / _MIB:.0f} MiB "
-            f"for prefill and {seqs * memory.step / _MIB:.0f} MiB for a decode step",
+            f"for prefill and {num_seqs * memory.step / _MIB:.0f} MiB for a decode step",
             f"a full cache of {longest:,} tokens would take {full / _MIB:.2f} MiB for each user, "
-            f"{full * seqs / pool.nbytes:.1f} times as much",
+            f"{full * num_seqs / pool.nbytes:.1f} times as much",
         ]
         least = self.config.cache.min_tokens
         if least and self.config.cache.budget.is_relative:
@@ -275,20 +279,20 @@ class Engine:
         kept_every: int | None = None,
         pins: Pins = (),
     ) -> Request:
-        """Makes a request, without submitting it; may be called from any thread."""
+        """Validate and create a request without submitting it; may be called from any thread."""
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params={params!r} is of another type; give SamplingParams.")
+            raise ValueError(f"params must be SamplingParams, got {params!r}.")
         if kept_every is not None:
             check_number("kept_every", kept_every, int, 1, UNLIMITED)
         tokens = self._tokens(prompt)
-        most = self.max_prompt_tokens
+        limit = self.max_prompt_tokens
         if self.max_context is not None and params.max_tokens != 0:
-            most = min(most, self.max_context - 1)
+            limit = min(limit, self.max_context - 1)
         if not tokens:
             raise ValueError("the prompt has no tokens; give at least one.")
-        if len(tokens) > most:
-            told = f"the prompt has {len(tokens):,} tokens, and at most {most:,} can be read"
-            raise PromptTooLongError(f"{told}; shorten it.")
+        if len(tokens) > limit:
+            problem = f"the prompt has {len(tokens):,} tokens, and at most {limit:,} can be read"
+            raise PromptTooLongError(f"{problem}; shorten it.")
         self._check_tokens("logit_bias: the token", params.logit_bias)
         if params.n > (seqs := self.max_num_seqs):
             raise ValueError(f"n={params.n} is more than max_num_seqs={seqs}; ask for less.")
@@ -302,9 +306,11 @@ class Engine:
                 )
         prefix: tuple[int, ...] = ()
         if budget is None and params.prompt_logprobs is None and not pins:
-            # The longest that the prompt begins with and goes on from.
-            found = (own for own in self.runner.prefixes if tokens[:-1][: len(own)] == own)
-            prefix = max(found, key=len, default=())
+            # The longest saved prefix that leaves at least one token of the prompt.
+            matches = (
+                saved for saved in self.runner.prefixes if tokens[:-1][: len(saved)] == saved
+            )
+            prefix = max(matches, key=len, default=())
         room = UNLIMITED if self.max_context is None else self.max_context - len(tokens)
         return Request(
             prompt=tokens,
@@ -325,21 +331,22 @@ class Engine:
         return tuple(map(int, tokens))
 
     def _check_tokens(self, name: str, tokens: Iterable[Any]) -> None:
-        """Refuses what is none of the model's tokens."""
+        """Raise ValueError for anything but a token of the model's vocabulary."""
         table: Any = self.model.get_input_embeddings()
         vocabulary = table.weight.shape[0]
         for token in tokens:
             is_int = isinstance(token, Integral) and not isinstance(token, bool)
             if not is_int or not 0 <= token < vocabulary:
-                told = f"{name} {short_repr(token)} is not one of the model's {vocabulary}"
-                raise ValueError(f"{told}; give tokens of this model.")
+                problem = f"{name} {short_repr(token)} is not one of the model's {vocabulary}"
+                raise ValueError(f"{problem}; give tokens of this model.")
 
     def _save_prefix(self, text: str | Sequence[int]) -> None:
         tokens = self._tokens(text)
         if not tokens or len(tokens) >= self.max_prompt_tokens:
             raise ValueError(
-                f"a prefix of {len(tokens):,} tokens is none that prompts of up to "
-                f"{self.max_prompt_tokens:,} tokens can begin with; give a shorter text."
+                f"a prefix must have 1 to {self.max_prompt_tokens - 1:,} tokens, got"
+                f" {len(tokens):,}, to start prompts of up to {self.max_prompt_tokens:,} tokens;"
+                " give another text."
             )
         self.runner.save_prefix(tokens, self.config.max_prefill_tokens)
 
@@ -353,40 +360,40 @@ class Engine:
         return cache
 
     def _set_limits(self, probe: H2OCache, context: int | None) -> None:
-        """Decides how long prompts and texts may be, and how many entries a sequence may keep."""
-        # Positions that are scaled by the length of the batch's longest text (dynamic scaling,
-        # LongRoPE) are the same for all below that length.
-        shared = window_by_length(self._model_config)
-        if shared is not None:
-            context = min(context or shared, shared)
+        """Set the maximum lengths of prompts and texts, and of the entries of a sequence."""
+        # Frequencies that depend on the longest sequence of the batch (dynamic scaling, LongRoPE)
+        # are the same for all sequences below that length.
+        window = window_by_length(self._model_config)
+        if window is not None:
+            context = min(context or window, window)
         self.max_context = None if probe.rule.rolls else context
-        wished = self.config.max_prompt_tokens
-        if self.max_context is not None and wished is not None and wished > self.max_context:
+        requested = self.config.max_prompt_tokens
+        if self.max_context is not None and requested is not None and requested > self.max_context:
             raise ValueError(
-                f"max_prompt_tokens={wished} is more than the model's context of "
+                f"max_prompt_tokens={requested} is more than the model's context of "
                 f"{self.max_context}; lower it, or use positions='rolling'."
             )
-        # A prompt that fills the context can still be read, for the log-probabilities of its own.
-        self.max_prompt_tokens = wished or min(context or _DEFAULT_PROMPT, _DEFAULT_PROMPT)
+        # A prompt that fills the context can still be scored (prompt_logprobs).
+        self.max_prompt_tokens = requested or min(context or _DEFAULT_PROMPT, _DEFAULT_PROMPT)
         self.max_budget = probe.entries_for(self.max_prompt_tokens)
         self.max_budgets = probe.layer_entries_for(self.max_prompt_tokens)
 
     def _count_seqs(self) -> int:
-        """How many sequences the memory has room for."""
+        """Return the number of sequences that fit into memory; raise ValueError if none does."""
         if self.config.max_num_seqs is not None:
             return self.config.max_num_seqs
         device = input_device(self.model)
-        taken, most = 0, _DEFAULT_SEQS
+        used, limit = 0, _DEFAULT_SEQS
         promised = int(_FREE_FRACTION * (available_bytes(device) or 0))
         if self.config.memory is not None:
-            promised, most = self.config.memory, UNLIMITED
+            promised, limit = self.config.memory, UNLIMITED
             if device.type == "cpu":
                 give_memory_back()
             on_gpu = device.type == "cuda"
-            taken = torch.cuda.memory_allocated(device) if on_gpu else data_bytes() or 0
-        seqs = min(self.memory.num_seqs(promised - taken), most)
+            used = torch.cuda.memory_allocated(device) if on_gpu else data_bytes() or 0
+        seqs = min(self.memory.num_seqs(promised - used), limit)
         if seqs < 1:
-            least = taken + self.memory.least
+            least = used + self.memory.least
             raise ValueError(
                 f"memory of {promised / _MIB:.0f} MiB has no room for a single sequence; give "
                 f"{least / _MIB + 1:.0f} MiB, or lower the budget, max_prompt_tokens or "

@@ -1,4 +1,4 @@
-"""The engine's two fronts: `LLM` and `AsyncLLM`."""
+"""The engine's two front ends: `LLM` and `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Events = asyncio.Queue[Event]
 
 
 class _Front:
-    """What both fronts have in common: the engine, and how it is made."""
+    """Common part of both front ends: they create an engine and describe it."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class _Front:
         device: torch.device | str | None = None,
         **options: Any,
     ) -> None:
-        own = EngineConfig.from_options(config, **options)
-        self.engine = engine = Engine(model, tokenizer, own, dtype=dtype, device=device)
+        engine_config = EngineConfig.from_options(config, **options)
+        self.engine = engine = Engine(model, tokenizer, engine_config, dtype=dtype, device=device)
         self.name, self.tokenizer = engine.name, engine.tokenizer
         self.max_budget, self.max_context = engine.max_budget, engine.max_context
         self.max_prompt_tokens = engine.max_prompt_tokens
@@ -49,14 +49,14 @@ class _Front:
         self._start()
 
     def _start(self) -> None:
-        """What is left to do before the first request."""
+        """Prepare for the first request, once the engine is loaded."""
 
     def describe(self) -> str:
-        """Says what is served with which memory, for people."""
+        """Describe the model, its slots and its memory, in lines for people."""
         return self.engine.describe()
 
     def stats(self) -> EngineStats:
-        """Counts what was done and what is held."""
+        """Return counters and the present memory of the cache."""
         return self.engine.stats()
 
 
@@ -64,7 +64,7 @@ class LLM(_Front):
     """A model that generates for many prompts at a time, each in a fixed number of cache slots.
 
     Every output equals that of the prompt's own ``generate`` with an `H2OCache` of the same
-    config, whatever is generated beside it. For example::
+    config, independent of the other sequences of the batch. For example::
 
         with h2okv.LLM("bundled", heavy=0.1, recent=0.1) as llm:
             for output in llm.generate(prompts, h2okv.SamplingParams(max_tokens=64)):
@@ -73,7 +73,7 @@ class LLM(_Front):
     Args:
         model: A folder, a GGUF file, a Hub id, ``"smollm2"``, ``"bundled"``, or a loaded model,
             which has H2O attention until `close`.
-        tokenizer: The loaded model's; ``None`` to load it from where the model came from.
+        tokenizer: The tokenizer of a loaded model; ``None`` to load it from the model's source.
         config: An `EngineConfig`; ``None`` for the defaults.
         dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
         device: Likewise; ``None`` for the first GPU, or the CPU.
@@ -90,7 +90,7 @@ class LLM(_Front):
         self.close()
 
     def close(self) -> None:
-        """Gives the model its own attention back."""
+        """Give the model its own attention back."""
         self.engine.close()
 
     def chat(
@@ -105,7 +105,7 @@ class LLM(_Front):
         continue_final_message: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generates the next message of each conversation, by the model's chat template.
+        """Generate the next message of each conversation, by the model's chat template.
 
         An assistant message at the end is continued: the output is what follows it.
 
@@ -118,7 +118,7 @@ class LLM(_Front):
             show_progress: See `generate`.
             add_generation_prompt: ``True`` for a new message even after an assistant's; ``False``
                 for no header of one.
-            continue_final_message: Whether the final message, whoever's it is, is continued.
+            continue_final_message: Whether the final message is continued, of any role.
             chat_template_kwargs: Further variables of the chat template.
 
         Returns:
@@ -128,15 +128,15 @@ class LLM(_Front):
             ValueError: If a message cannot be read, or the template does not take them, or as
                 `generate` does.
         """
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
-        fields = {
+        is_single = bool(messages) and isinstance(messages[0], Mapping)
+        switches = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs,
         }
         chats = [
-            read_conversation({"messages": conversation, **fields})
-            for conversation in ([messages] if is_one else messages)
+            read_conversation({"messages": conversation, **switches})
+            for conversation in ([messages] if is_single else messages)
         ]
         prompts = [encode(self.tokenizer, chat) for chat in chats]
         pins = [message_spans(self.tokenizer, chat, pin) for chat in chats]
@@ -151,12 +151,12 @@ class LLM(_Front):
         pins: Sequence[Pins] | None = None,
         show_progress: bool = True,
     ) -> list[RequestOutput]:
-        """Generates for all prompts.
+        """Generate text for all prompts.
 
         Args:
             prompts: A text, or any number of texts or token lists.
             params: For all of them, or one for each; by default those of `SamplingParams`.
-            budget: What their caches keep; ``None`` for the engine's, which is also the most.
+            budget: Budget of their caches; ``None`` for the engine's, which is also the maximum.
             pins: For each, spans ``(start, stop)`` of its tokens that are never evicted.
             show_progress: Whether to draw a bar, on a terminal.
 
@@ -165,8 +165,8 @@ class LLM(_Front):
 
         Raises:
             ValueError: If a prompt is refused; nothing is generated then.
-            RequestFailedError: If one fails on the way; after the others have finished, whose
-                outputs it has (`RequestFailedError.outputs`).
+            RequestFailedError: If one fails; raised after the others have finished, with their
+                outputs (`RequestFailedError.outputs`).
         """
         group = self.engine.group
         if group is not None and group.rank:
@@ -176,8 +176,10 @@ class LLM(_Front):
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(texts)
         if len(params) != len(texts):
-            told = f"{len(params)} SamplingParams were given for {len(texts)} prompts"
-            raise ValueError(f"{told}; give one, or as many.")
+            raise ValueError(
+                f"params must be one SamplingParams or {len(texts)}, one for each prompt, got"
+                f" {len(params)}."
+            )
         if pins is None:
             pins = [()] * len(texts)
         if not isinstance(pins, Sequence) or len(pins) != len(texts):
@@ -186,11 +188,11 @@ class LLM(_Front):
                 " [[(0, 4)]] to pin four tokens of a single one, and [] for a prompt without."
             )
         requests = [
-            self.engine.request(text, own, lambda event: None, budget, pins=spans)
-            for text, own, spans in zip(texts, params, pins, strict=True)
+            self.engine.request(text, request_params, lambda event: None, budget, pins=spans)
+            for text, request_params, spans in zip(texts, params, pins, strict=True)
         ]
         scheduler, shown = self.engine.scheduler, show_progress
-        # All at once, for the queue's limit is for requests that come one by one.
+        # All at once: the limit of the queue is for requests that come one by one.
         scheduler.waiting.extend(requests)
         try:
             with Progress("generating", len(requests), "prompts", shown=shown) as progress:
@@ -207,7 +209,7 @@ class LLM(_Front):
         for error in (request.error for request in requests if request.error is not None):
             error.outputs = outputs
             raise error
-        return [own for own in outputs if own is not None]
+        return [output for output in outputs if output is not None]
 
 
 class AsyncLLM(_Front):
@@ -225,11 +227,11 @@ class AsyncLLM(_Front):
     Attributes:
         name: The model's name.
         tokenizer: The model's tokenizer.
-        max_context: The most tokens of a prompt and its output together; ``None`` for no limit.
-        max_prompt_tokens: The most tokens of a prompt.
-        model_sampling: What the model's ``generation_config`` says of sampling, by fields of
+        max_context: Maximum length of a prompt and its output together; ``None`` for no limit.
+        max_prompt_tokens: Maximum length of a prompt.
+        model_sampling: Sampling settings of the model's ``generation_config``, by fields of
             `SamplingParams`.
-        max_budget: The most entries that a sequence may keep, per layer and KV head.
+        max_budget: Maximum number of entries of a sequence, per layer and KV head.
 
     Raises:
         ValueError: If the model is not supported, or not even one sequence fits.
@@ -258,24 +260,24 @@ class AsyncLLM(_Front):
         budget: Budget | None = None,
         kept_every: int | None = None,
     ) -> AsyncGenerator[OutputDelta, None]:
-        """Generates for one prompt.
+        """Generate text for one prompt.
 
         Closing the iterator, or cancelling the task that it runs in, ends the request; its slots
         are free with the engine's next step.
 
         Args:
             prompt: A text, or tokens.
-            params: What is asked for; by default `SamplingParams()`.
-            budget: What its cache keeps; ``None`` for the engine's, which is also the most.
-            kept_every: Tells which tokens the cache still holds, after each so many new ones and at
-                the end (`OutputDelta.kept`); ``None`` never, which costs nothing.
+            params: Sampling parameters; by default `SamplingParams()`.
+            budget: Budget of its cache; ``None`` for the engine's, which is also the maximum.
+            kept_every: New tokens between two reports of which tokens the cache still holds
+                (`OutputDelta.kept`), with one more report at the end; ``None`` for no reports.
 
         Yields:
-            What each step adds to one of its outputs.
+            The part that each step adds to one of the outputs.
 
         Raises:
             ValueError: If the request is refused (`PromptTooLongError` for its length).
-            QueueFullError: If as many wait as may.
+            QueueFullError: If the queue of waiting requests is full.
             EngineStoppedError: If the engine is shutting down, or has stopped.
             RequestFailedError: If something goes wrong with this request.
         """
@@ -286,9 +288,9 @@ class AsyncLLM(_Front):
         def notify(event: Event) -> None:
             self._outbox.setdefault(loop, []).append((events, event))
 
-        # Tokenising a long text takes longer than others should wait for.
-        make = self.engine.request
-        request = await asyncio.to_thread(make, prompt, params, notify, budget, kept_every)
+        # Tokenizing a long text would block the event loop.
+        create = self.engine.request
+        request = await asyncio.to_thread(create, prompt, params, notify, budget, kept_every)
         if self._drains or not self.is_healthy:
             raise self._stopped()
         self._commands.put(lambda: self._submit(request))
@@ -302,13 +304,13 @@ class AsyncLLM(_Front):
                 self._commands.put(lambda: self.engine.abort(request))
 
     async def aclose(self, drain: float = 30.0) -> None:
-        """Refuses new requests, finishes what runs, stops the engine, and lets other ranks go.
+        """Refuse new requests, finish running ones, stop the engine and release other ranks.
 
         Args:
-            drain: Seconds after which what still runs is given up.
+            drain: Seconds after which requests that still run are aborted.
         """
         self._drains = True
-        self._commands.put(lambda: None)  # which wakes the thread
+        self._commands.put(lambda: None)  # wakes the thread
         await asyncio.to_thread(self._thread.join, drain)
         self._stops = True
         await asyncio.to_thread(self._thread.join)
@@ -317,20 +319,20 @@ class AsyncLLM(_Front):
         self.engine.close()
 
     def _stopped(self) -> EngineStoppedError:
-        why = self._error and f"has stopped: {type(self._error).__name__}: {self._error}"
-        return EngineStoppedError(f"the engine {why or 'is shutting down.'}")
+        reason = self._error and f"has stopped: {type(self._error).__name__}: {self._error}"
+        return EngineStoppedError(f"the engine {reason or 'is shutting down.'}")
 
     def _submit(self, request: Request) -> None:
         try:
             if self._drains:
                 raise self._stopped()
             self.engine.scheduler.submit(request)
-        except Exception as error:  # the client gets it, whatever it is
+        except Exception as error:  # the client gets any error
             request.is_over = True
             request.notify(error)
 
     def _loop(self) -> None:
-        """What the engine's thread does until it is stopped."""
+        """Run commands and steps in the engine's thread until it is stopped."""
         try:
             while not self._stops:
                 self._run_commands()
@@ -352,15 +354,15 @@ class AsyncLLM(_Front):
         self._send_events()
 
     def _send_events(self) -> None:
-        """Brings events to the tasks that wait for them, together: waking a thread is slow."""
+        """Deliver events to the waiting tasks, one call per loop: waking a thread is slow."""
         outbox, self._outbox = self._outbox, {}
         for loop, events in outbox.items():
-            # A loop that is closed has nobody who waits.
+            # No task waits in a loop that is closed.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_put_all, events)
 
     def _run_commands(self, wait: bool = False) -> None:
-        """Runs what other threads ask for, and may wait for the first of it."""
+        """Run the commands of other threads; with ``wait``, block until the first one."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._commands.get(block=wait)()
@@ -368,5 +370,5 @@ class AsyncLLM(_Front):
 
 
 def _put_all(events: list[tuple[_Events, Event]]) -> None:
-    for waiting, event in events:
-        waiting.put_nowait(event)
+    for events_queue, event in events:
+        events_queue.put_nowait(event)

@@ -1,4 +1,4 @@
-"""Runs the model on what the scheduler planned, on one process or on several ranks."""
+"""Runs scheduled steps on the model, in one process or on several ranks."""
 
 from __future__ import annotations
 
@@ -28,45 +28,45 @@ _PATIENCE = timedelta(days=3650)  # for a step: a server may have no request for
 
 @dataclass
 class StepOutput:
-    """What came of a step."""
+    """The result of one step."""
 
     decode_logits: Tensor | None = None  # [B, V]
-    prefill_logits: Sequence[Tensor] = ()  # of each chunk, [1, V] or [T, V]
-    error: str | None = None  # why the prompts could not be prefilled, and were dropped
+    prefill_logits: Sequence[Tensor] = ()  # [1, V] or [T, V] for each chunk
+    error: str | None = None  # why prefill failed; its prompts were dropped
     evictions: int = 0  # entries of all layers and KV heads
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
 
 
 class TensorParallelGroup:
-    """The processes that hold the parts of a model; started by ``torchrun``."""
+    """The processes that hold the shards of a model; started by ``torchrun``."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        # A group of its own: that of the model's tensors gives up after some minutes.
+        # A separate group: that of the model's tensors times out after some minutes.
         self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
 
     def smallest(self, number: int) -> int:
-        """The smallest of the numbers that all ranks call this with."""
+        """Return the minimum of a number over all ranks."""
         numbers: list[Any] = [None] * self.world_size
         dist.all_gather_object(numbers, number, group=self._group)
         return int(min(numbers))
 
     def broadcast(self, step: ScheduledStep | None) -> ScheduledStep | None:
-        """Sends the first rank's step to all, ``None`` to let them go; returns it."""
+        """Send the first rank's step to all, ``None`` to end `follow`; return it."""
         steps = [step]
         dist.broadcast_object_list(steps, src=0, group=self._group)
         return steps[0]
 
 
 class ModelRunner:
-    """Runs steps on one process's model, or its part of a model, and holds the slots."""
+    """Runs steps on one process's model or shard, and holds the slots."""
 
     def __init__(
         self,
         model: PreTrainedModel,
-        make_cache: Callable[[Budget | None], H2OCache],  # with the engine's budget or another one
+        make_cache: Callable[[Budget | None], H2OCache],  # None: the engine's budget
         max_num_seqs: int,
         capacities: Sequence[float],  # entries of the largest sequence in each layer of H2O
         group: TensorParallelGroup | None = None,
@@ -82,44 +82,46 @@ class ModelRunner:
 
     def _make_pool(self) -> slot_pool.SlotPool:
         probe = self._make_cache(Budget(heavy=1, recent=1))
-        start = self._model.generation_config.bos_token_id or 0
-        first = torch.tensor([[start if isinstance(start, int) else start[0]]])
+        bos = self._model.generation_config.bos_token_id or 0
+        first = torch.tensor([[bos if isinstance(bos, int) else bos[0]]])
         self._forward(first, torch.zeros_like(first), probe)
         return slot_pool.SlotPool(probe, *self._size)
 
     def save_prefix(self, tokens: tuple[int, ...], max_prefill_tokens: int) -> None:
-        """Prefills a text that later prompts begin with, and keeps its compressed cache."""
-        size = self.chunk_tokens(max_prefill_tokens)
-        for at in range(0, len(tokens), size):
-            start = PromptStart(len(tokens)) if at == 0 else None
-            is_last = at + size >= len(tokens)
-            self._prefill((PrefillChunk(tokens[at : at + size], at, is_last, start),))
+        """Prefill a text that later prompts begin with, and save its compressed cache."""
+        chunk_size = self.chunk_tokens(max_prefill_tokens)
+        for offset in range(0, len(tokens), chunk_size):
+            start = PromptStart(len(tokens)) if offset == 0 else None
+            is_last = offset + chunk_size >= len(tokens)
+            self._prefill(
+                (PrefillChunk(tokens[offset : offset + chunk_size], offset, is_last, start),)
+            )
         assert self._prefilled is not None
         self.prefixes[tokens], self._prefilled = self._prefilled, None
 
-    def chunk_tokens(self, most: int) -> int:
-        """Says how many tokens of a prompt a forward may bring without changing the result."""
+    def chunk_tokens(self, limit: int) -> int:
+        """Return the maximum tokens of a prompt per forward that leave the result unchanged."""
         cache = self._make_cache(None)
         if cache.prefill_chunk is not None:
-            return max(most // cache.prefill_chunk, 1) * cache.prefill_chunk
-        return most if slot_pool.can_split_blocks(cache) else UNLIMITED
+            return max(limit // cache.prefill_chunk, 1) * cache.prefill_chunk
+        return limit if slot_pool.can_split_blocks(cache) else UNLIMITED
 
     def execute(self, step: ScheduledStep) -> StepOutput:
-        """Does what was scheduled, on all ranks; mutates the slots and the prefilled prompts."""
+        """Run a scheduled step on all ranks; mutates the slots and the prefilled prompts."""
         if self.group is not None:
             self.group.broadcast(step)
         return self._run(step)
 
     def follow(self) -> None:
-        """Runs the first rank's steps until it lets go: closes, or has ended a call."""
+        """Run the first rank's steps until it closes or ends a call."""
         assert self.group is not None
         while (step := self.group.broadcast(None)) is not None:
             self._run(step)
 
     def reset(self) -> None:
-        """Drops all sequences and prompts, after an error in a step."""
-        if self.group is not None:  # the others are somewhere in their forward
-            raise EngineStoppedError("a step has failed on one of several ranks; start them anew.")
+        """Drop all sequences and prompts, after an error in a step."""
+        if self.group is not None:  # the other ranks may be in the middle of a forward
+            raise EngineStoppedError("a step has failed on one of several ranks; restart them.")
         self._prefilled = None
         self.pool = self._make_pool()
 
@@ -132,33 +134,36 @@ class ModelRunner:
                 assert self._prefilled is not None
                 self.pool.admit(self._prefilled, prompt)
             self._prefilled = None
-        begun = self._now()
+        start_time = self._now()
         if step.decode:
             tokens, positions = torch.tensor([step.decode, step.positions]).unsqueeze(-1)
             output.decode_logits = self._forward(tokens, positions, self.pool.cache)[:, -1]
             output.evictions = self.pool.count_step()
-        decoded = self._now()
-        output.decode_seconds = decoded - begun
+        decode_time = self._now()
+        output.decode_seconds = decode_time - start_time
         if step.prefill:
             try:
                 output.prefill_logits, evicted = self._prefill(step.prefill)
                 output.evictions += evicted
-            except Exception as error:  # such as no memory for a long prompt; the slots are whole
+            except Exception as error:  # such as no memory for a long prompt; slots are unchanged
                 is_refusal = isinstance(error, ValueError)
                 if self.group is not None and not is_refusal:
-                    raise  # the other ranks know nothing of it
+                    raise  # the other ranks have not failed
                 self._prefilled = None
                 output.error = str(error) if is_refusal else f"{type(error).__name__}: {error}"
-            output.prefill_seconds = self._now() - decoded
+            output.prefill_seconds = self._now() - decode_time
         return output
 
     def _now(self) -> float:
-        if self._device.type == "cuda":  # which would still be at work
+        if self._device.type == "cuda":  # kernels run asynchronously
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> tuple[Sequence[Tensor], int]:
-        """Logits of each chunk, of its last or all tokens, and how many entries were evicted."""
+        """Prefill chunks; return the logits of their last or all tokens, and the evicted entries.
+
+        The logits of each chunk are ``[1, V]`` or ``[T, V]``.
+        """
         chunk, start = chunks[0], chunks[0].start
         if start is not None and start.prefix:
             self._prefilled = self.prefixes[start.prefix].fork(1)
@@ -172,10 +177,12 @@ class ModelRunner:
         before = slot_pool.num_entries(cache)
         if cache.prefill_chunk is None and slot_pool.can_split_blocks(cache):
             slot_pool.expect_partial_block(cache, not chunk.is_last)
-        lengths = [len(own.tokens) for own in chunks]
+        lengths = [len(each.tokens) for each in chunks]
         pads = [max(lengths) - length for length in lengths]
-        # A token of the prompt's own: one whose embedding is no number reaches no other prompt.
-        padded = [own.tokens[:1] * pad + own.tokens for own, pad in zip(chunks, pads, strict=True)]
+        # Pad with a token of the same prompt: a NaN in its embedding reaches no other prompt.
+        padded = [
+            each.tokens[:1] * pad + each.tokens for each, pad in zip(chunks, pads, strict=True)
+        ]
         mask = torch.arange(max(lengths)) >= torch.tensor(pads).unsqueeze(1)
         positions = chunk.position + (mask.cumsum(1) - 1).clamp(min=0)
         logits = self._forward(
@@ -188,14 +195,14 @@ class ModelRunner:
         evicted = before + sum(lengths) * self.pool.num_heads - slot_pool.num_entries(cache)
         return list(logits), evicted
 
-    def kept(self, place: int, num_seen: int) -> KeptTokens:
-        """Tells what a sequence in the pool holds; waits for the device."""
+    def kept_tokens(self, row: int, num_seen: int) -> KeptTokens:
+        """Return which tokens a sequence of the pool still holds; waits for the device."""
         pool, layers = self.pool, list[Any](self.pool.cache.layers)
         cache_bytes = 0.0
         for state in (layer.state for layer in layers):
-            num_held = int((state.positions[place] >= 0).sum())
-            cache_bytes += num_held * state.nbytes / state.positions.numel()
-        scored = [layer.state.positions[place] for layer in layers if layer.window is None]
+            num_filled = int((state.positions[row] >= 0).sum())
+            cache_bytes += num_filled * state.nbytes / state.positions.numel()
+        scored = [layer.state.positions[row] for layer in layers if layer.window is None]
         counts = tuple(count_kept(scored, num_seen))
         return KeptTokens(counts, pool.num_heads, int(cache_bytes), pool.full_bytes_of(num_seen))
 
@@ -203,7 +210,7 @@ class ModelRunner:
     def _forward(
         self, tokens: Tensor, positions: Tensor, cache: H2OCache, mask: Any = None, keep: int = 1
     ) -> Tensor:
-        """Logits of the last ``keep`` tokens or, for 0, of all: ``[B, keep or T, V]``."""
+        """Return the logits of the last ``keep`` tokens, for 0 of all: ``[B, keep or T, V]``."""
         logits: Tensor = self._model(
             input_ids=tokens.to(self._device),
             position_ids=positions.to(self._device),
@@ -216,15 +223,17 @@ class ModelRunner:
 
 
 def count_kept(positions: Iterable[Tensor], num_tokens: int) -> list[int]:
-    """Counts for each token the heads that hold it, given int positions ``[H, S]`` by layer."""
-    held = torch.cat([own.flatten().cpu() for own in positions]).long()
+    """Return the number of heads that hold each token, from positions ``[H, S]`` of each layer."""
+    all_positions = torch.cat(
+        [layer_positions.flatten().cpu() for layer_positions in positions]
+    ).long()
     # -1 is an empty slot.
-    counts: list[int] = torch.bincount(held + 1, minlength=num_tokens + 1)[1:].tolist()
+    counts: list[int] = torch.bincount(all_positions + 1, minlength=num_tokens + 1)[1:].tolist()
     return counts
 
 
 def check_divides(config: PreTrainedConfig) -> None:
-    """Refuses a model that cannot be divided among the ranks, before its weights are loaded."""
+    """Raise ValueError if a model cannot be divided among the ranks; needs no weights."""
     if "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "tensor parallelism needs one process for each part of the model; start them with "
@@ -238,9 +247,9 @@ def check_divides(config: PreTrainedConfig) -> None:
         )
     heads, count = text.num_attention_heads, int(os.environ["WORLD_SIZE"])
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    shared = math.gcd(heads, kv_heads)
-    if shared % count:
-        *others, last = (str(n) for n in range(1, shared + 1) if shared % n == 0)
+    common = math.gcd(heads, kv_heads)
+    if common % count:
+        *others, last = (str(n) for n in range(1, common + 1) if common % n == 0)
         start = f"{', '.join(others)} or {last} of them" if others else "a single one"
         unfit = f"{kv_heads} KV heads (and {heads} query heads)"
         raise ValueError(f"{count} ranks cannot share {unfit} evenly; start {start}.")

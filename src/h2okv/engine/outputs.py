@@ -1,4 +1,4 @@
-"""What a request returns, how it fails, and what the engine counts."""
+"""Results and errors of a request, and counters of the engine."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token that was chosen, or that the prompt has, and how likely it was."""
+    """Log-probability of a sampled token or of a token of the prompt."""
 
     token: int
     logprob: float  # after all tokens before it, without temperature or penalties
-    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens with theirs, if asked for
+    top: tuple[tuple[int, float], ...] = ()  # most likely tokens with theirs, if requested
 
 
 @dataclass(frozen=True)
 class PromptRead:
-    """What is known when a prompt has been read."""
+    """Properties of a prompt that has been prefilled."""
 
     token_ids: tuple[int, ...]
     num_reused: int = 0  # tokens that came from a saved prefix
-    # If asked for: one for each token, None for the first one.
+    # If requested: one for each token, None for the first one.
     logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What the cache of one output still holds of the tokens that it has seen."""
+    """Which tokens the cache of one output still holds."""
 
-    counts: tuple[int, ...]  # for each token, how many KV heads of all layers hold it
-    num_heads: int  # how many there are
-    cache_bytes: int  # of what is held, scores and positions included
-    full_bytes: int  # of the keys and values that a full cache would hold
+    counts: tuple[int, ...]  # for each token, the number of KV heads of all layers that hold it
+    num_heads: int  # KV heads of all layers
+    cache_bytes: int  # of the entries, scores and positions included
+    full_bytes: int  # of the keys and values of a full cache
 
 
 @dataclass(frozen=True)
 class OutputDelta:
-    """What a step of the engine adds to one output of a request."""
+    """Part of one output of a request that a step of the engine adds."""
 
     index: int  # which of the ``n`` outputs
     text: str  # may be empty, while a character or a stop text is incomplete
-    # Those of a stop text or an end token are among them, though their text is not.
+    # Tokens of a stop text and end tokens are included, their text is not.
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()  # one for each new token, if asked for
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each new token, if requested
     finish_reason: str | None = None  # "stop" or "length" with the last delta of an output
     # The stop text, or the token of `SamplingParams.stop_token_ids`, that ended it.
     stop_reason: str | int | None = None
     prompt: PromptRead | None = None  # with the first delta of a request
-    # If asked for, from the second token on: what the cache held before the newest token.
-    kept: KeptTokens | None = None
+    # If requested, from the second token on: the cache before the newest token.
+    kept: KeptTokens | None = None  # word-ok: goes with the public parameter kept_every
 
 
 @dataclass
 class Completion:
-    """One of the ``n`` outputs of a request, put together of its `OutputDelta` s."""
+    """One of the ``n`` outputs of a request, assembled from its `OutputDelta` s."""
 
     index: int
     text: str = ""
@@ -63,20 +63,20 @@ class Completion:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    kept: KeptTokens | None = None  # the newest
+    kept: KeptTokens | None = None  # word-ok: the newest
 
     def add(self, delta: OutputDelta) -> None:
-        """Takes the next delta of this output; mutates it."""
+        """Add the next delta of this output; mutates the completion."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-        self.kept = delta.kept or self.kept
+        self.kept = delta.kept or self.kept  # word-ok
 
 
 @dataclass
 class RequestOutput:
-    """All that a finished request got."""
+    """The outputs of a finished request."""
 
     prompt: PromptRead
     completions: list[Completion]  # the ``n`` outputs, by index
@@ -88,7 +88,7 @@ class RequestOutput:
 
 
 class QueueFullError(RuntimeError):
-    """As many requests wait as may; ``retry_after`` is in seconds."""
+    """The queue of waiting requests is full; ``retry_after`` is in seconds."""
 
     def __init__(self, waiting: int, retry_after: float) -> None:
         super().__init__(
@@ -98,28 +98,28 @@ class QueueFullError(RuntimeError):
 
 
 class RequestFailedError(RuntimeError):
-    """Something went wrong with this request alone, such as logits that are not numbers."""
+    """One request failed, for example by logits that are not numbers."""
 
-    # Where `LLM.generate` raises it: of all its prompts, `None` for each one that failed.
+    # From `LLM.generate`: the outputs of all prompts, `None` for each one that failed.
     outputs: Sequence[RequestOutput | None] = ()
 
 
 class EngineStoppedError(RuntimeError):
-    """The engine is shutting down, or has stopped by an error of its own."""
+    """The engine is shutting down, or has stopped by an error."""
 
 
 class PromptTooLongError(ValueError):
-    """A prompt has more tokens than the model or the engine takes."""
+    """A prompt is longer than the model or the engine accepts."""
 
 
 def _number(meaning: str, is_counter: bool = False) -> Any:
-    """A field of `EngineStats` with what ``/metrics`` says of it."""
+    """Return a field of `EngineStats` with its help text in ``/metrics``."""
     return field(default=0, metadata={"meaning": meaning, "is_counter": is_counter})
 
 
 @dataclass
 class EngineStats:
-    """What the engine holds now, and what it has done since it was made."""
+    """Present state of the engine, and counters since it was created."""
 
     max_num_seqs: int = _number("Sequences that can decode at the same time.")
     running: int = _number("Sequences that decode.")

@@ -1,4 +1,4 @@
-"""The data of the engine: requests, their outputs, and what one step does."""
+"""Data types of the engine: requests, their outputs, and scheduled steps."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from h2okv.engine.sampler import Sampler
 from h2okv.engine.sampling_params import SamplingParams
 
 Event = OutputDelta | Exception | None
-"""What a client is told: a delta, why its request failed, or ``None`` when all is finished."""
+"""Message to a client: a delta, the error of its request, or ``None`` at the end."""
 Pins = Sequence[tuple[int, int]]
 """Spans of a prompt's tokens, ``(start, stop)``, that are never evicted."""
 
 
 @dataclass(frozen=True)
 class PromptStart:
-    """How a prompt begins: its length, a budget of its own, the saved prefix it goes on from."""
+    """Start of a prompt: its length, its budget if not the engine's, its saved prefix, its pins."""
 
     length: int
     budget: Budget | None = None
@@ -44,17 +44,17 @@ class PrefillChunk:
     position: int
     is_last: bool
     start: PromptStart | None = None  # with the first chunk
-    wants_all_logits: bool = False  # else those of the prompt's last token
+    wants_all_logits: bool = False  # False: those of the prompt's last token
 
 
 @dataclass(frozen=True)
 class ScheduledStep:
     """One step of the engine, in the order of the fields; sent to all ranks."""
 
-    # Sequences that give their slots back, one after the other; the last takes each one's place.
+    # Rows of the pool to release, one after the other; the last row moves into each.
     release: tuple[int, ...] = ()
-    # Of the prefilled prompts, the number of each that gets slots, once for each of its outputs;
-    # they are dropped then. None before they are prefilled.
+    # Indices of the prefilled prompts that get slots, once for each output; the prompts are
+    # dropped then. None before they are prefilled.
     admit: tuple[int, ...] | None = None
     # The newest token of each running sequence, and its position.
     decode: tuple[int, ...] = ()
@@ -77,13 +77,13 @@ class Output:
 
     @property
     def is_finished(self) -> bool:
-        """Whether its last token is there."""
+        """Whether its last token has been generated."""
         return self.completion.finish_reason is not None
 
     def append(
         self, token: int, eos: frozenset[int], logprobs: tuple[TokenLogprob, ...]
     ) -> OutputDelta:
-        """Takes the next token; mutates the output."""
+        """Append a token; mutates the output and returns its delta."""
         params, text = self.request.params, self._text
         is_last = len(self.tokens) + 1 >= self.request.max_new_tokens
         reason: str | None = "length" if is_last else None
@@ -104,7 +104,7 @@ class Output:
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, what is wanted of it, and how far it is."""
+    """A prompt, its parameters, and its progress."""
 
     prompt: tuple[int, ...]
     params: SamplingParams
@@ -114,14 +114,14 @@ class Request:
     kept_every: int | None = None  # new tokens between two reports of what the cache holds
     num_prefilled: int = 0
     outputs: list[Output] = field(default_factory=list)  # once the prompt is prefilled
-    logprobs: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if asked for
-    error: RequestFailedError | None = None  # why it has failed
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if requested
+    error: RequestFailedError | None = None  # the reason of its failure
     is_over: bool = False
     is_alone: bool = False  # whether its prompt is prefilled by itself
 
     @property
     def num_seqs(self) -> int:
-        """Sequences that it needs."""
+        """Number of sequences that it needs."""
         return self.params.n if self.max_new_tokens > 0 else 0
 
     @property
@@ -136,14 +136,14 @@ class Request:
         return self.num_prefilled == len(self.prompt)
 
     def prompt_read(self) -> PromptRead:
-        """What the client is told of the prompt."""
-        asked = self.params.prompt_logprobs is not None
-        logprobs = tuple(self.logprobs) if asked else None
+        """Return the properties of the prompt, for the client."""
+        is_requested = self.params.prompt_logprobs is not None
+        logprobs = tuple(self.logprobs) if is_requested else None
         return PromptRead(self.prompt, len(self.start.prefix), logprobs)
 
     def output(self) -> RequestOutput | None:
-        """All that it got, once it is over; ``None`` if it has failed."""
-        completions = [own.completion for own in self.outputs]
+        """Return its outputs once it is over; ``None`` if it has failed."""
+        completions = [output.completion for output in self.outputs]
         if self.max_new_tokens == 0:
             completions = [Completion(n, finish_reason="length") for n in range(self.params.n)]
         return None if self.error else RequestOutput(self.prompt_read(), completions)

@@ -1,4 +1,4 @@
-"""Which fields a request for text may have, the same in a server's body and in a batch's line."""
+"""Fields of a text request, the same in a server's body and in a line of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from h2okv.integration.messages import EMPTY, FieldError
 from h2okv.records import short_repr
 
 Unsupported = Mapping[str, tuple[Any, ...]]
-"""Fields that ask for what is not supported: the reason, and the values that change nothing."""
+"""Unsupported fields: the reason, and the values that have no effect."""
 
 SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
     "prompt_logprobs"
@@ -54,7 +54,7 @@ IGNORED = frozenset(
      "prompt_cache_retention", "reasoning", "reasoning_effort", "request_id", "safety_identifier",
      "service_tier", "spaces_between_special_tokens", "store", "thinking", "user", "verbosity"}
 )  # fmt: skip
-"""Bookkeeping, hints to other servers, and what only chats know: nothing that changes an answer."""
+"""Bookkeeping, hints to other servers, fields of chats alone: they change no completion."""
 
 
 def known_fields(
@@ -65,13 +65,13 @@ def known_fields(
     Args:
         fields: A request as its client wrote it.
         names: The fields that are read.
-        unsupported: Those that ask for what is not supported, even if they are known.
+        unsupported: Unsupported fields, which take precedence over ``names``.
 
     Returns:
         The known fields.
 
     Raises:
-        FieldError: If a field is unknown, or asks for what is not supported.
+        FieldError: If a field is unknown or unsupported.
     """
     read = {}
     for name, value in fields.items():
@@ -93,7 +93,7 @@ def sampling_values(fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         FieldError: If ``max_tokens`` and ``max_completion_tokens`` differ, or a key of
-            ``logit_bias`` is no token.
+            ``logit_bias`` is not a token.
     """
     values = {name: fields[name] for name in SAMPLING if fields.get(name) is not None}
     limit = fields.get("max_completion_tokens")

@@ -1,4 +1,4 @@
-"""How the tokens of a request are chosen, and when it ends."""
+"""Parameters of sampling, and of the end of a request."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 from h2okv.records import short_repr
 
 MAX_LOGPROBS = 20
-"""Alternatives that may be asked for with each token."""
+"""Maximum number of alternatives with each token."""
 
 UNLIMITED = 2**63 - 1
 _GREEDY_BELOW = 1e-5
-"""Colder than this, logits divided by the temperature overflow, and nothing is left to chance."""
+"""Below this, logits divided by the temperature overflow, and sampling is greedy anyway."""
 
 _LIMITS: Mapping[str, tuple[type, float, float]] = {
     "max_tokens": (int, 0, UNLIMITED),
@@ -35,31 +35,32 @@ _LIMITS: Mapping[str, tuple[type, float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
+    """Sampling parameters of one request, and conditions of its end.
 
     Attributes:
-        max_tokens: The most new tokens; ``None`` for as many as the model's context leaves. 0 only
-            reads the prompt.
-        temperature: 0, or anything below 1e-5, takes the likeliest token (greedy) and becomes 0.
-        top_p: Draws among the likeliest tokens that hold this much of the probability.
-        top_k: Draws among so many of the likeliest tokens; 0 for all.
-        min_p: Draws among tokens at least this likely, relative to the likeliest.
+        max_tokens: Maximum number of new tokens; ``None`` for all that fit into the model's
+            context. 0 only prefills the prompt.
+        temperature: Sampling temperature; 0, or anything below 1e-5, is greedy and becomes 0.
+        top_p: Nucleus sampling: most likely tokens of this total probability.
+        top_k: Number of the most likely tokens to sample from; 0 for all.
+        min_p: Minimum probability of a token, relative to the most likely one.
         repetition_penalty: Above 1 makes tokens of the prompt and the text less likely; from 0.001
             to 1e6.
-        presence_penalty: Taken from the logits of tokens that the new text has.
-        frequency_penalty: The same for every time that the new text has them.
+        presence_penalty: Subtracted from the logits of tokens in the new text.
+        frequency_penalty: Subtracted from them once for each occurrence in the new text.
         logit_bias: Added to the logits of these tokens, from -100 to 100.
-        stop: A text, or several, that end the output; they are not part of it.
-        stop_token_ids: Tokens that end the output, beside the model's own.
-        ignore_eos: Whether the model's own end tokens do not end the output.
-        n: How many outputs.
-        seed: Of the random numbers, for the first of the ``n`` outputs, one more for each
-            further one; ``None`` for numbers that nobody can foresee.
-        logprobs: Tells the log-probability of each new token and of so many alternatives.
-        prompt_logprobs: The same for the prompt's tokens.
+        stop: One or more texts that end the output; they are not part of it.
+        stop_token_ids: Tokens that end the output, in addition to the model's end tokens.
+        ignore_eos: Whether to continue after the model's end tokens.
+        n: Number of outputs.
+        seed: Random seed of the first of the ``n`` outputs, one more for each further one; ``None``
+            for an unpredictable one.
+        logprobs: Number of alternatives returned with the log-probability of each new token;
+            ``None`` for no log-probabilities.
+        prompt_logprobs: Likewise for the prompt's tokens.
 
     Raises:
-        ValueError: If a value has the wrong type or makes no sense; whole numbers are taken for
+        ValueError: If a value has the wrong type or is out of range; integers are converted to
             floats, and nothing else is converted.
     """
 
@@ -85,10 +86,12 @@ class SamplingParams:
         if self.top_p == 0:
             raise ValueError("top_p=0 leaves no token to draw; give more than 0, at most 1.")
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos={short_repr(self.ignore_eos)} is neither True nor False.")
-        own = vars(self)  # which is frozen for everybody else
-        own["temperature"] = 0.0 if self.temperature < _GREEDY_BELOW else self.temperature
-        own["stop"] = _listed("stop", self.stop, "a text, or a list of them")
+            raise ValueError(
+                f"ignore_eos must be True or False, got {short_repr(self.ignore_eos)}."
+            )
+        fields = vars(self)  # the dataclass is frozen
+        fields["temperature"] = 0.0 if self.temperature < _GREEDY_BELOW else self.temperature
+        fields["stop"] = _listed("stop", self.stop, "a text, or a list of them")
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(
@@ -97,8 +100,8 @@ class SamplingParams:
                 )
         ends = _listed("stop_token_ids", self.stop_token_ids, "tokens")
         checked = (check_number("stop_token_ids", end, int, 0, UNLIMITED) for end in ends)
-        own["stop_token_ids"] = tuple(checked)
-        own["logit_bias"] = _biases(self.logit_bias)
+        fields["stop_token_ids"] = tuple(checked)
+        fields["logit_bias"] = _biases(self.logit_bias)
 
     @property
     def is_greedy(self) -> bool:
@@ -106,42 +109,45 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def check_number(name: str, value: Any, kind: type, least: float, most: float) -> Any:
-    """Refuses what is not an int or float (no bool is) from ``least`` to ``most``; converts it."""
+def check_number(name: str, value: Any, kind: type, minimum: float, maximum: float) -> Any:
+    """Return an int or float in ``[minimum, maximum]`` as ``kind``; raise ValueError otherwise.
+
+    A bool is not a number here.
+    """
     is_number = isinstance(value, Integral if kind is int else Real)
     if not is_number or isinstance(value, bool):
-        wanted = "a whole number; give an int" if kind is int else "a number; give a float"
-        raise ValueError(f"{name}={short_repr(value)} is not {wanted}.")
-    if not least <= value <= most:  # nor is NaN
-        limits = f"a number from {least:g} to {most:g}"
-        if most == UNLIMITED:
-            limits = f"{least:g} or more, and less than 2**63"
+        expected = "a whole number; give an int" if kind is int else "a number; give a float"
+        raise ValueError(f"{name}={short_repr(value)} is not {expected}.")
+    if not minimum <= value <= maximum:  # false for NaN too
+        limits = f"a number from {minimum:g} to {maximum:g}"
+        if maximum == UNLIMITED:
+            limits = f"{minimum:g} or more, and less than 2**63"
         raise ValueError(f"{name}={short_repr(value)} is out of range; give {limits}.")
     return kind(value)
 
 
 def check_numbers(settings: Any, limits: Mapping[str, tuple[type, float, float]]) -> None:
-    """Checks and converts a frozen dataclass's fields; a default of ``None`` may stay."""
-    for name, limit in limits.items():
+    """Check and convert fields of a frozen dataclass; a default of ``None`` may stay."""
+    for name, bounds in limits.items():
         value = getattr(settings, name)
         if value is not None or getattr(type(settings), name) is not None:
-            vars(settings)[name] = check_number(name, value, *limit)
+            vars(settings)[name] = check_number(name, value, *bounds)
 
 
-def _listed(name: str, values: Any, wanted: str) -> tuple[Any, ...]:
-    """What a list has in it, for which a text may stand alone."""
+def _listed(name: str, values: Any, expected: str) -> tuple[Any, ...]:
+    """Return a list's elements, or a single text, as a tuple; raise ValueError otherwise."""
     listed = (values,) if isinstance(values, str) else values
     if not isinstance(listed, (list, tuple)):
-        raise ValueError(f"{name}={short_repr(values)} is not a list; give {wanted}.")
+        raise ValueError(f"{name}={short_repr(values)} is not a list; give {expected}.")
     return tuple(listed)
 
 
 def _biases(biases: Any) -> dict[int, float]:
-    """What is added to the logits of which tokens."""
+    """Return checked biases by token; raise ValueError if one is invalid."""
     if not isinstance(biases, Mapping):
         raise ValueError(f"logit_bias={short_repr(biases)} is not a mapping; give {{token: bias}}.")
     checked = {}
     for token, bias in biases.items():
-        place = check_number("logit_bias: the token", token, int, 0, UNLIMITED)
-        checked[place] = check_number(f"logit_bias[{place}]", bias, float, -100.0, 100.0)
+        index = check_number("logit_bias: the token", token, int, 0, UNLIMITED)
+        checked[index] = check_number(f"logit_bias[{index}]", bias, float, -100.0, 100.0)
     return checked

@@ -1,4 +1,4 @@
-"""Which requests are prefilled and decode next."""
+"""Scheduling: which requests are prefilled and decoded next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from h2okv.engine.outputs import QueueFullError
 from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
 
 _LEAST_WAIT, _MOST_WAIT = 1.0, 60.0
-"""Seconds that a refused client is told to wait; the least before the pace is known."""
+"""Bounds of the wait, in seconds, that a refused client gets; the lower one before any request
+has ended."""
 
 
 class Scheduler:
@@ -20,7 +21,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.running: list[Output] = []
         self.waiting: deque[Request] = deque()
-        # Whose prompt is prefilled, or about to be admitted; several that fit into one chunk.
+        # Requests whose prompts are being prefilled, several if they fit into one chunk.
         self.prefilling: list[Request] = []
         self._chunk_tokens = chunk_tokens
         self._max_waiting = config.max_waiting
@@ -30,7 +31,7 @@ class Scheduler:
         self._last_end: float | None = None
 
     def submit(self, request: Request) -> None:
-        """Puts a request at the end of the queue, if there is room in it."""
+        """Append a request to the queue; raise QueueFullError if it is full."""
         starts_now = not self.prefilling and not self.waiting and self._has_slots(request)
         if len(self.waiting) >= self._max_waiting and not starts_now:
             wait = max(_LEAST_WAIT, min(self._pace, _MOST_WAIT))
@@ -42,11 +43,11 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to do."""
+        """Whether any request waits or runs."""
         return bool(self.running or self.waiting or self.prefilling)
 
     def drop(self, request: Request) -> None:
-        """Ends a request, finished or not; its slots are released with the next step."""
+        """End a request, finished or not; its slots are released with the next step."""
         if not request.is_over:
             before, self._last_end = self._last_end, time.monotonic()
             if before is not None:
@@ -56,18 +57,18 @@ class Scheduler:
             self.waiting.remove(request)
 
     def clear(self) -> list[Request]:
-        """Forgets all that has begun; returns it."""
-        begun = dict.fromkeys([*(own.request for own in self.running), *self.prefilling])
+        """Remove and return all requests that have started."""
+        started = dict.fromkeys([*(output.request for output in self.running), *self.prefilling])
         self.running, self.prefilling = [], []
-        return list(begun)
+        return list(started)
 
     def record_time(self, prefill: float, decode: float) -> None:
-        """Takes note of the time that a step took."""
+        """Record the seconds of a step's prefill and decoding."""
         paid = max(0.0, self._decode_debt - decode)
         self._decode_debt = paid + prefill * self._decode_per_prefill
 
     def split_prefill_batch(self) -> None:
-        """Puts prompts that failed together back, to be prefilled one by one."""
+        """Put prompts that failed together back, to be prefilled one by one."""
         for request in reversed(self.prefilling):
             request.is_alone, request.num_prefilled = True, 0
             if not request.is_over:
@@ -75,36 +76,39 @@ class Scheduler:
         self.prefilling = []
 
     def schedule(self) -> ScheduledStep:
-        """Decides what is done next; what it returns has to be done."""
+        """Return the next step, which the caller must run: the scheduler's state assumes it."""
         return ScheduledStep(
             release=self._release(),
             admit=self._admit(),
-            decode=tuple(own.tokens[-1] for own in self.running),
-            positions=tuple(len(own.request.prompt) + len(own.tokens) - 1 for own in self.running),
+            decode=tuple(output.tokens[-1] for output in self.running),
+            positions=tuple(
+                len(output.request.prompt) + len(output.tokens) - 1 for output in self.running
+            ),
             prefill=self._next_chunks(),
         )
 
     def _release(self) -> tuple[int, ...]:
         released = []
         for number in reversed(range(len(self.running))):
-            own = self.running[number]
-            if own.is_finished or own.request.is_over:
+            output = self.running[number]
+            if output.is_finished or output.request.is_over:
                 released.append(number)
-                # As the slots are released: the last one takes the place.
+                # Same order as the slots: the last row moves into the released one.
                 self.running[number] = self.running[-1]
                 self.running.pop()
         return tuple(released)
 
     def _admit(self) -> tuple[int, ...] | None:
         prompts = self.prefilling
-        if not prompts or not all(own.is_over or own.is_prefilled for own in prompts):
+        if not prompts or not all(request.is_over or request.is_prefilled for request in prompts):
             return None
         self.prefilling = []
         admitted: list[int] = []
         for number, request in enumerate(prompts):
-            going_on = [own for own in request.outputs if not (own.is_finished or request.is_over)]
-            self.running.extend(going_on)
-            admitted.extend([number] * len(going_on))
+            outputs = () if request.is_over else request.outputs
+            unfinished = [output for output in outputs if not output.is_finished]
+            self.running.extend(unfinished)
+            admitted.extend([number] * len(unfinished))
         return tuple(admitted)
 
     def _next_chunks(self) -> tuple[PrefillChunk, ...]:
@@ -117,7 +121,7 @@ class Scheduler:
         return tuple(self._chunk_of(request) for request in self.prefilling)
 
     def _begin(self) -> None:
-        """Takes the next request, and those after it that can be prefilled in the same forward."""
+        """Start the next request, and those after it that fit into the same forward."""
         first = self.waiting.popleft()
         first.num_prefilled = len(first.start.prefix)
         self.prefilling = [first]
