@@ -245,7 +245,7 @@ def test_a_warning_where_everybody_may_ask(command, monkeypatch):
         asyncio.run(listener._engine.aclose(0))
 
     monkeypatch.setattr("h2okv.server.launch.Listener.run", announce_only)
-    warning = "warning: whoever reaches 0.0.0.0 may use this server; set H2OKV_API_KEY"
+    warning = "warning: anyone who reaches 0.0.0.0 may use this server; set H2OKV_API_KEY"
     options = ("--port", 0, "--max-num-seqs", 1, "--max-prompt-tokens", 64)
     assert warning in command("--host", "0.0.0.0", *options)[1]
     assert "warning" not in command(*options)[1]

@@ -56,7 +56,7 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"logit_bias": {"5": 1000}}, "logit_bias", "give a number from -100 to 100"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "99..., which is not a token"),
         ({"repetition_penalty": 1e-38}, "repetition_penalty", "give a number from 0.001 to"),
-        ({"best_of": 3}, "best_of", "chooses among no outputs"),
+        ({"best_of": 3}, "best_of", "does not rank outputs"),
         ({"suffix": "the end"}, "suffix", "suffix='the end': prompts are only continued"),
         ({"prompt": ""}, None, None),
         ({"prompt": []}, "prompt", "none of the lists empty"),

@@ -103,7 +103,7 @@ def test_an_error_in_the_middle_of_a_stream(served, fake):
     fake.failing[3] = RuntimeError("no")
     try:
         stream = served.client().responses.create(model="fake", input="a b c", stream=True)
-        with pytest.raises(openai.APIError, match="by an error of its own"):
+        with pytest.raises(openai.APIError, match="failed with an internal error"):
             list(stream)
     finally:
         fake.failing.clear()

@@ -1,4 +1,4 @@
-"""The routes, and the guard before them."""
+"""Routes of the server, and the middleware before them."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _POLICY = (
     "default-src 'none'; script-src {inline}; style-src {inline}; {more}; base-uri 'none';"
     " form-action 'none'; frame-ancestors 'none'"
 )
-_READING = ["GET", "HEAD"]  # methods of what only tells something
+_READING = ["GET", "HEAD"]  # methods of read-only routes
 _OPEN_PATHS = frozenset({"/health", "/", "/view"})
-"""What needs no key: whether the server lives, and pages, which browsers ask for without one."""
+"""Paths without a key: the health check, and pages, which browsers request without one."""
 
 
 def make_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
-    """Makes the application, which answers everybody: see `guarded`."""
-    # No pages of FastAPI's own: they load scripts from elsewhere.
+    """Create the application, which checks no keys: see `guarded`."""
+    # Without FastAPI's documentation pages, which load scripts from other sites.
     handling: Any = {ApiError: _refused, HTTPException: _no_route}
     app = FastAPI(openapi_url=None, exception_handlers=handling)
     app.state.handlers = handlers = Handlers(engine, settings)
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest):
-        route: Any = TextRoute(handlers, kind)  # which is an application, not a function
+        route: Any = TextRoute(handlers, kind)  # an ASGI application, not a function
         app.add_route(kind.path, route, methods=["POST"])
     app.add_route("/tokenize", handlers.tokenize, methods=["POST"])
     app.add_route("/detokenize", handlers.detokenize, methods=["POST"])
@@ -58,7 +58,7 @@ def make_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
 
 def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
-    """Puts before an application what is before every server: log, CORS and guard."""
+    """Wrap an application in the middleware of every server: log, CORS, and checks of the head."""
 
     async def guard(scope: Scope, receive: Receive, send: Send) -> None:
         is_http = scope["type"] == "http"
@@ -67,19 +67,19 @@ def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
 
     answer: ASGIApp = guard
     if origins := settings.cors_origins:
-        # Before the guard, for a browser asks without a key whether it may ask.
+        # Before the guard: browsers send preflight requests without a key.
         methods = ["GET", "POST"]
         answer = CORSMiddleware(guard, origins, allow_methods=methods, allow_headers=["*"])
     return _logged(answer) if settings.log_requests else answer
 
 
 def _add_status(app: FastAPI, handlers: Handlers) -> None:
-    described = {
+    model_info = {
         "id": handlers.settings.model_name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "h2okv",
-        # Not OpenAI's, but what clients of other servers look for.
+        # Not OpenAI's, but read by clients of vLLM's server.
         "max_model_len": handlers.max_model_len,
     }
 
@@ -87,12 +87,12 @@ def _add_status(app: FastAPI, handlers: Handlers) -> None:
 
     @get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [described]}
+        return {"object": "list", "data": [model_info]}
 
     @get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         handlers.check_model(name)
-        return described
+        return model_info
 
     @get("/health")
     async def health(response: Response) -> dict[str, str]:
@@ -129,7 +129,7 @@ def _add_pages(app: FastAPI, view_page: str | None) -> None:
         return answer(html, f"'nonce-{nonce}'", "connect-src 'self'; img-src data:")
 
     if view_page is not None:
-        # A recorded page is one file with its scripts inside, and asks for nothing.
+        # A recorded page is one file with inline scripts, and makes no requests.
         @get("/view")
         async def view() -> Response:
             return answer(view_page, "'unsafe-inline'", "img-src data:")
@@ -140,32 +140,32 @@ async def _refused(request: Request, error: Any) -> Response:
 
 
 async def _no_route(request: Request, error: Any) -> Response:
-    """A path or a method that there is not."""
-    known = ", ".join(route.path for route in request.app.routes)
-    told = f"{request.method} {request.url.path}: {error.detail}; there are {known}."
+    """Return the error of an unknown path or method."""
+    paths = ", ".join(route.path for route in request.app.routes)
+    message = f"{request.method} {request.url.path}: {error.detail}; there are {paths}."
     code = "not_found" if error.status_code == 404 else None
-    return ApiError(error.status_code, told, code=code).response(**(error.headers or {}))
+    return ApiError(error.status_code, message, code=code).response(**(error.headers or {}))
 
 
 def _logged(app: ASGIApp) -> ASGIApp:
-    """Writes a line to stderr for each request, without any of its text."""
+    """Log one line to stderr for each request, without its text."""
 
     async def log(scope: Scope, receive: Receive, send: Send) -> None:
-        status, begin, state = 0, time.monotonic(), scope.setdefault("state", {})
+        status, start_time, state = 0, time.monotonic(), scope.setdefault("state", {})
 
-        async def send_noted(message: Message) -> None:
+        async def send_and_record(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
             await send(message)
 
         try:
-            await app(scope, receive, send_noted)
+            await app(scope, receive, send_and_record)
         finally:
-            path = scope.get("raw_path", b"").decode("latin-1")  # not decoded, so one line
-            who, seconds = (scope.get("client") or ("-",))[0], time.monotonic() - begin
-            told = f"{who} {scope['method']} {path} {status or 'gone'} {seconds:.2f} s"
+            path = scope.get("raw_path", b"").decode("latin-1")  # still percent-encoded: one line
+            client, seconds = (scope.get("client") or ("-",))[0], time.monotonic() - start_time
+            summary = f"{client} {scope['method']} {path} {status or 'gone'} {seconds:.2f} s"
             note = state["metrics"].note if "metrics" in state else ""
-            write_remark(f"{time.strftime('%F %T')} {told}{note}")
+            write_remark(f"{time.strftime('%F %T')} {summary}{note}")
 
     return log
 
@@ -174,12 +174,12 @@ _bearer = HTTPBearer(auto_error=False)
 
 
 async def _refusal(request: Request, settings: ServerSettings) -> ApiError | None:
-    """The error in a request's head, if there is one."""
+    """Return the error of a request's head, ``None`` if it is valid."""
     # Starlette's own check of the host answers in plain text.
     host, key = request.headers.get("host", ""), settings.api_key
-    # Without the port; an address of IPv6 stands in brackets.
+    # Without the port; IPv6 addresses are in brackets.
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    # A page elsewhere that points its own name at this machine must not get in.
+    # DNS rebinding: a foreign page whose host name resolves to this machine must not get in.
     if settings.is_local and key is None and name.lower() not in LOOPBACK:
         return ApiError(
             403,
@@ -187,14 +187,14 @@ async def _refusal(request: Request, settings: ServerSettings) -> ApiError | Non
             " key (H2OKV_API_KEY), which takes requests under any name.",
             code="wrong_host",
         )
-    # Not the path of `request.url`, which the client's Host header is a part of.
+    # Not the path of `request.url`, which contains the client's Host header.
     if key is None or request.scope["path"] in _OPEN_PATHS:
         return None
-    # As bytes: headers are read as Latin-1, whatever the client meant. In constant time, so that
-    # the time tells nothing of how much of a guess is right.
-    given = await _bearer(request)
-    sent = b"" if given is None else given.credentials.strip().encode("latin-1")
-    if secrets.compare_digest(sent, key.strip().encode()):
+    # As bytes: headers are read as Latin-1, whatever their encoding. In constant time, to leak
+    # nothing about the length of a correct prefix.
+    credentials = await _bearer(request)
+    sent_key = b"" if credentials is None else credentials.credentials.strip().encode("latin-1")
+    if secrets.compare_digest(sent_key, key.strip().encode()):
         return None
-    told = "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'."
-    return ApiError(401, told, code="invalid_api_key")
+    message = "the API key is missing or wrong; send the header 'Authorization: Bearer KEY'."
+    return ApiError(401, message, code="invalid_api_key")

@@ -1,4 +1,4 @@
-"""What is served to whom; needs nothing that the extra brings."""
+"""Settings of the server; imports nothing of the extra."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Everything about the server that is decided when it starts."""
+    """Settings of the server, fixed when it starts."""
 
     model_name: str  # what clients call the model
-    budget: Budget = field(default_factory=Budget)  # a request's own changes parts of it
+    budget: Budget = field(default_factory=Budget)  # default of requests
     host: str = "127.0.0.1"
     port: int = 8000  # 0 for any that is free
-    api_key: str | None = None  # asked of every request but /health and the pages
+    api_key: str | None = None  # required for all paths but /health and the pages
     timeout: float = 600.0  # seconds that a request may take, waiting included
-    drain: float = 30.0  # seconds that running requests have when the server ends
+    drain: float = 30.0  # seconds for running requests to finish when the server stops
     max_body: int = 8 << 20  # bytes of a request's body
     max_new_tokens: int = 4096
     max_choices: int = 128  # outputs of a request: prompts times n
     view_page: str | None = None  # the HTML of a recorded viewer page, served at /view
-    cors_origins: tuple[str, ...] = ()  # sites whose pages may ask; "*" for all
-    log_requests: bool = False  # a line on stderr for each
+    cors_origins: tuple[str, ...] = ()  # sites whose pages may send requests; "*" for all
+    log_requests: bool = False  # one line on stderr for each request
 
     def __post_init__(self) -> None:
         for name in ("timeout", "max_body", "max_new_tokens", "max_choices"):
@@ -46,7 +46,7 @@ class ServerSettings:
                     " https://example.org or http://localhost:3000, or * for all."
                 )
         if self.api_key is not None and not self.api_key.strip():
-            raise ValueError("the API key is empty; set one of some length, or none at all.")
+            raise ValueError("the API key is empty; set a non-empty one, or leave it unset.")
 
     @property
     def is_local(self) -> bool:
@@ -56,17 +56,17 @@ class ServerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeRequest:
-    """What the user asked for; see `h2okv serve --help`."""
+    """Options of the command; see `h2okv serve --help`."""
 
     model: str
     server: ServerSettings
     engine: EngineConfig = field(default_factory=EngineConfig)  # without prefixes
     prefixes: tuple[str, ...] = ()  # texts that many prompts begin with
     systems: tuple[str, ...] = ()  # system messages of many chats
-    loading: dict[str, Any] = field(default_factory=dict)  # what else `AsyncLLM` takes
+    loading: dict[str, Any] = field(default_factory=dict)  # further arguments of `AsyncLLM`
 
     def engine_config(self) -> EngineConfig:
-        """The engine's config with the tokens of all beginnings that are read once and kept."""
+        """Return the engine's config with the tokens of all shared prefixes."""
         from h2okv.integration.loading import describe
         from h2okv.server.errors import ApiError
         from h2okv.server.tokenization import shared_prefix
@@ -75,8 +75,8 @@ class ServeRequest:
             return self.engine
         tokenizer = describe(self.model).tokenizer
         try:
-            found = [shared_prefix(tokenizer, text) for text in self.prefixes]
-            found += [shared_prefix(tokenizer, text, is_system=True) for text in self.systems]
+            prefixes = [shared_prefix(tokenizer, text) for text in self.prefixes]
+            prefixes += [shared_prefix(tokenizer, text, is_system=True) for text in self.systems]
         except ApiError as error:
             raise ValueError(f"--system: {error}") from error
-        return replace(self.engine, prefixes=found)
+        return replace(self.engine, prefixes=prefixes)

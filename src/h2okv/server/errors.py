@@ -22,21 +22,21 @@ _KINDS = {
     503: ("server_error", "stopped"),
     504: ("timeout_error", "timeout"),
 }
-"""OpenAI's type, and what the metrics count it as, by status; all others are refusals."""
+"""OpenAI's error type and the outcome in the metrics, by status; all others are refusals."""
 _BEFORE_BODY = (401, 403, 413)
 _LINGER = 2.0
-"""Seconds in which the rest of a body that nobody reads is thrown away."""
+"""Seconds in which the rest of an unread body is discarded."""
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A refusal or a failure that goes to the client as it is."""
+    """A refusal or failure that is sent to the client."""
 
     status: int
     message: str
-    param: str | None = None  # OpenAI's names, as is the next one
+    param: str | None = None  # names as in OpenAI's API
     code: str | None = None
-    retry_after: float | None = None  # seconds after which a new try makes sense
+    retry_after: float | None = None  # seconds before another attempt
 
     def __str__(self) -> str:
         return self.message
@@ -59,12 +59,12 @@ class ApiError(Exception):
 
 
 class _LingeringResponse(JSONResponse):
-    """Lets the client finish sending for a while, or it would not see the answer."""
+    """Lets the client finish sending for a while: it might not read the response before."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
-        # The answer stays open while the rest of the body comes.
+        # The response stays open while the rest of the body arrives.
         await send({"type": "http.response.body", "body": self.body, "more_body": True})
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER):
@@ -74,33 +74,35 @@ class _LingeringResponse(JSONResponse):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """The error of a field whose value cannot be used."""
+    """Return the error of a field with an invalid value."""
     return ApiError(400, message, param, code)
 
 
 def timed_out(seconds: float) -> ApiError:
-    """The error of a request that took too long."""
+    """Return the error of a request that took too long."""
     remedy = "ask for fewer tokens, try again when fewer requests wait, or start the server with a"
-    told = f"the request took longer than {seconds:g} s and was stopped; {remedy} larger --timeout."
-    return ApiError(504, told, code="timeout")
+    message = (
+        f"the request took longer than {seconds:g} s and was stopped; {remedy} larger --timeout."
+    )
+    return ApiError(504, message, code="timeout")
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Translates an exception into what the client is told."""
-    told = str(error)
+    """Translate an exception into the client's error."""
+    message = str(error)
     match error:
         case ApiError():
             return error
         case outputs.QueueFullError():
-            return ApiError(429, told, code="queue_full", retry_after=error.retry_after)
+            return ApiError(429, message, code="queue_full", retry_after=error.retry_after)
         case outputs.EngineStoppedError():
-            return ApiError(503, told, code="engine_stopped", retry_after=5)
+            return ApiError(503, message, code="engine_stopped", retry_after=5)
         case outputs.RequestFailedError():
-            return ApiError(500, told, code="request_failed")
+            return ApiError(500, message, code="request_failed")
         case outputs.PromptTooLongError():
-            return invalid(told, code="context_length_exceeded")
+            return invalid(message, code="context_length_exceeded")
         case ValueError():
-            return invalid(told)
+            return invalid(message)
     LOG.error("a request failed", exc_info=error)
-    told = "the server failed with this request, by an error of its own; its log has the details."
-    return ApiError(500, told, code="internal_error")
+    message = "the request failed with an internal error; the server's log has the details."
+    return ApiError(500, message, code="internal_error")

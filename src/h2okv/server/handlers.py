@@ -1,4 +1,4 @@
-"""Answers requests for text: checked, generated, sent whole or as events, and counted."""
+"""Handlers of the routes: check a request, generate, send one response or events, and count."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from h2okv.engine.llm import AsyncLLM
 
 Result = TypeVar("Result")
-_Asked = tuple[ResponseBuilder, list[SamplingParams], Budget | None]
-"""An answer to be made, and for each of its prompts the parameters; the budget of all of them."""
+_Job = tuple[ResponseBuilder, list[SamplingParams], Budget | None]
+"""A response builder, the parameters of each prompt, and the budget of all of them."""
 
 _LAST_WORD = 5.0
-"""Seconds in which a client must take the event that tells it of an error."""
+"""Seconds in which a client must accept the event of an error."""
 
 
 class Handlers:
-    """What all routes share; handles requests that generate nothing."""
+    """State of all routes, and handlers of requests that generate nothing."""
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
@@ -46,7 +46,7 @@ class Handlers:
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens that clients may rely on: no prompt of so many is too long."""
+        """Length of prompt that is never too long, for clients."""
         limits = (self.engine.max_prompt_tokens, self.engine.max_context)
         return min(limit for limit in limits if limit is not None)
 
@@ -62,35 +62,37 @@ class Handlers:
         }
 
     def check_model(self, name: str | None) -> None:
-        own = self.settings.model_name
-        if name not in (None, own):
-            told = f"model={name!r} is not served here; give {own!r}."
-            raise ApiError(404, told, "model", "model_not_found")
+        model_name = self.settings.model_name
+        if name not in (None, model_name):
+            message = f"model={name!r} is not served here; give {model_name!r}."
+            raise ApiError(404, message, "model", "model_not_found")
 
     async def read(self, request: Request, kind: type[Any]) -> tuple[Any, int]:
-        """Reads a body for the model that is here; tells its size too."""
+        """Read a body, check its model, and return it with its size in bytes."""
         body, size = await read_body(request, kind, self.settings.max_body)
         self.check_model(body.model)
         return body, size
 
     async def tokenize(self, request: Request) -> Response:
-        """Tells the tokens of a text or a chat, of any length."""
+        """Return the tokens of a text or a chat, of any length."""
         body, size = await self.read(request, TokenizeRequest)
         prompt = body.prompt if body.messages is None else body.conversation
         read, special = self._any_length.read, body.add_special_tokens
-        found = (await off_the_loop(size, lambda: read(prompt, special=special))).token_ids
-        strings = [self.tokens.text(token) for token in found] if body.return_token_strs else None
-        told = {"count": len(found), "max_model_len": self.max_model_len, "tokens": found}
-        return JSONResponse({**told, "token_strs": strings})
+        token_ids = (await off_the_loop(size, lambda: read(prompt, special=special))).token_ids
+        strings = (
+            [self.tokens.text(token) for token in token_ids] if body.return_token_strs else None
+        )
+        fields = {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids}
+        return JSONResponse({**fields, "token_strs": strings})
 
     async def detokenize(self, request: Request) -> Response:
         body, size = await self.read(request, DetokenizeRequest)
-        found = await off_the_loop(size, lambda: self._any_length.read(body.tokens))
-        return JSONResponse({"prompt": found.text})
+        prompt = await off_the_loop(size, lambda: self._any_length.read(body.tokens))
+        return JSONResponse({"prompt": prompt.text})
 
 
 class TextRoute:
-    """A route that generates, as an ASGI application; whatever is wrong becomes an answer too."""
+    """A route that generates, as an ASGI application; errors become responses too."""
 
     def __init__(self, handlers: Handlers, kind: type[SampledRequest]) -> None:
         self.handlers, self.kind = handlers, kind
@@ -100,12 +102,12 @@ class TextRoute:
         request, timeout = Request(scope, receive), self.settings.timeout
         metrics = RequestMetrics(self.handlers.metrics, scope["path"])
         request.state.metrics = metrics  # for the log
-        stream, last = _EventStream(send), b""
+        stream, last_events = _EventStream(send), b""
         response = None
         try:
             async with asyncio.timeout(timeout):
-                asked = await self._prepare(request)
-                response = await while_connected(receive, self._generate(asked, stream, metrics))
+                job = await self._prepare(request)
+                response = await while_connected(receive, self._generate(job, stream, metrics))
             outcome = "ok"
         except ClientDisconnect:
             outcome, response = "gone", Response(status_code=499)
@@ -114,105 +116,111 @@ class TextRoute:
             raise
         except Exception as error:
             is_late = isinstance(error, TimeoutError)
-            told = timed_out(timeout) if is_late else as_api_error(error)
-            outcome, response, last = told.outcome, told.response(), _events([told.body()])
+            api_error = timed_out(timeout) if is_late else as_api_error(error)
+            outcome, response, last_events = (
+                api_error.outcome,
+                api_error.response(),
+                _events([api_error.body()]),
+            )
         metrics.close(outcome)
         if response is not None and not stream.has_begun:
             await response(scope, receive, send)
             return
-        # Its slots are free by now; a client that takes nothing more holds up nobody.
+        # Its slots are free by now; a client that stops reading delays no one.
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD):
-                await stream.write(last, more_body=False)
+                await stream.write(last_events, more_body=False)
 
-    async def _prepare(self, request: Request) -> _Asked:
-        """Checks a request and reads its prompts; nothing is generated yet."""
+    async def _prepare(self, request: Request) -> _Job:
+        """Check a request and tokenize its prompts; generates nothing yet."""
         body, size = await self.handlers.read(request, self.kind)
         texts, params = body.prompts, body.params(self.engine.model_sampling)
-        n, most = params.n, self.settings.max_choices
-        if len(texts) * n > most:
+        n, max_choices = params.n, self.settings.max_choices
+        if len(texts) * n > max_choices:
             raise invalid(
                 f"prompts times n = {len(texts)} x {n} = {len(texts) * n} outputs, but one"
-                f" request may have {most}; send several requests.",
+                f" request may have {max_choices}; send several requests.",
                 "n" if len(texts) == 1 else "prompt",
             )
         read, tokens = self.handlers.reader.read, self.handlers.tokens
         prompts = await off_the_loop(size, lambda: [read(text) for text in texts])
-        if body.h2o.kept_every is not None:  # the answer will tell their texts
-            every = {token for prompt in prompts for token in prompt.token_ids}
-            await off_the_loop(size, lambda: [tokens.data(token) for token in every])
+        if body.h2o.kept_every is not None:  # the response will contain their texts
+            vocabulary = {token for prompt in prompts for token in prompt.token_ids}
+            await off_the_loop(size, lambda: [tokens.data(token) for token in vocabulary])
         budget = body.h2o.budget(self.settings.budget)
         if budget is not None:
             needed = max(budget.resolve(len(prompt.token_ids)).total for prompt in prompts)
-            if needed > (kept := self.engine.max_budget):
-                told = f"h2o: sink + heavy + recent = {needed} tokens for this prompt, but this"
-                raise invalid(f"{told} server keeps {kept} at most; give less.", "h2o")
+            if needed > (limit := self.engine.max_budget):
+                problem = f"h2o: sink + heavy + recent = {needed} tokens for this prompt, but this"
+                raise invalid(f"{problem} server keeps {limit} at most; give less.", "h2o")
         fitted = [self._fitted(body, prompt, params) for prompt in prompts]
         return body.builder(body, prompts, tokens), fitted, budget
 
     def _fitted(
         self, body: SampledRequest, prompt: Prompt, params: SamplingParams
     ) -> SamplingParams:
-        """The parameters with the prompt's stops, and as many new tokens as there is room for."""
+        """Return the parameters with the prompt's stops, and ``max_tokens`` within all limits."""
         context, length = self.engine.max_context, len(prompt.token_ids)
-        most, wanted = self.settings.max_new_tokens, params.max_tokens
+        limit, max_tokens = self.settings.max_new_tokens, params.max_tokens
         name = body.field_of("max_tokens")
         if not length:
             raise invalid("prompt has no tokens; give at least one.", "prompt")
-        if wanted is not None and wanted > most:
-            message = f"{name}={wanted} is more than this server writes; give {most} at most."
+        if max_tokens is not None and max_tokens > limit:
+            message = f"{name}={max_tokens} is more than this server writes; give {limit} at most."
             raise invalid(message, name)
-        room = most if context is None else context - length
-        if room < (1 if wanted is None else wanted):
-            asked = "at least 1" if wanted is None else wanted
+        room = limit if context is None else context - length
+        if room < (1 if max_tokens is None else max_tokens):
+            requested = "at least 1" if max_tokens is None else max_tokens
             raise invalid(
-                f"a prompt of {length} tokens and {name}={asked} are more than the model's"
+                f"a prompt of {length} tokens and {name}={requested} are more than the model's"
                 f" context of {context} tokens; shorten the prompt or ask for less.",
                 name if room > 0 else None,
                 code="context_length_exceeded",
             )
-        if wanted is None:
-            wanted = min(body.default_max_tokens or most, room, most)
-        return dataclasses.replace(params, max_tokens=wanted, stop=(*params.stop, *prompt.stops))
+        if max_tokens is None:
+            max_tokens = min(body.default_max_tokens or limit, room, limit)
+        return dataclasses.replace(
+            params, max_tokens=max_tokens, stop=(*params.stop, *prompt.stops)
+        )
 
     async def _generate(
-        self, asked: _Asked, stream: _EventStream, metrics: RequestMetrics
+        self, job: _Job, stream: _EventStream, metrics: RequestMetrics
     ) -> Response | None:
-        """Writes the events of a stream as they come; makes the response of a whole answer."""
-        builder, params, budget = asked
+        """Write the events of a stream as they come, or return the complete response."""
+        builder, params, budget = job
         body = builder.body
         pending = [*builder.opening()] if body.stream else []
 
-        async def one(number: int, own: SamplingParams) -> None:
+        async def generate_one(number: int, prompt_params: SamplingParams) -> None:
             prompt, every = builder.prompts[number].token_ids, body.h2o.kept_every
-            generate = self.engine.generate(prompt, own, budget=budget, kept_every=every)
+            generate = self.engine.generate(prompt, prompt_params, budget=budget, kept_every=every)
             async with aclosing(generate) as deltas:
                 async for delta in deltas:
-                    # Outputs are counted through all prompts.
-                    delta = dataclasses.replace(delta, index=number * own.n + delta.index)
+                    # Outputs are numbered across all prompts.
+                    delta = dataclasses.replace(delta, index=number * prompt_params.n + delta.index)
                     metrics.take(delta)
                     delta = builder.take(delta)
-                    # The events of one delta together.
+                    # One write for all events of a delta.
                     if body.stream and (chunks := [*pending, *builder.chunks(delta)]):
                         pending.clear()
                         await stream.write(_events(chunks))
 
         try:
             async with asyncio.TaskGroup() as group:
-                for number, own in enumerate(params):
-                    group.create_task(one(number, own))
+                for number, prompt_params in enumerate(params):
+                    group.create_task(generate_one(number, prompt_params))
         except ExceptionGroup as errors:
             first = errors.exceptions[0]
             raise body.refusal(first) if type(first) is ValueError else first from None
         if not body.stream:
-            return Response(_json(builder.whole()), media_type="application/json")
+            return Response(_json(builder.response()), media_type="application/json")
         done = b"data: [DONE]\n\n" if builder.says_done else b""
         await stream.write(_events([*pending, *builder.closing()]) + done)
         return None
 
 
 class _EventStream:
-    """Server-sent events; the answer begins with the first of them."""
+    """Server-sent events; the response starts with the first one."""
 
     _HEADERS = (
         (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -224,7 +232,7 @@ class _EventStream:
         self._send, self.has_begun, self._lock = send, False, asyncio.Lock()
 
     async def write(self, data: bytes, more_body: bool = True) -> None:
-        async with self._lock:  # several prompts have a task each
+        async with self._lock:  # each prompt has its own task
             if not self.has_begun:
                 self.has_begun = True
                 start = {"type": "http.response.start", "status": 200}
@@ -246,7 +254,7 @@ def _json(value: Any) -> bytes:
 
 
 async def while_connected(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Does some work, and drops it at once with `ClientDisconnect` if the client goes away."""
+    """Await ``work``; cancel it and raise `ClientDisconnect` if the client disconnects."""
 
     async def leave() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""Starts and ends the server: what can be refused is refused before the model is loaded."""
+"""Starts and stops the server; options are checked before the model is loaded."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _AFTER_DRAIN = 6.0
 
 
 def run_server(request: ServeRequest) -> int:
-    """Serves until a signal; returns the exit code."""
+    """Serve until a signal; return the exit code."""
     settings = request.server
-    # Held from now on, so that nothing else takes it while the model is loaded.
-    with open_port(settings.host, settings.port) as opened:
+    # Open the port first: no other process can take it while the model is loaded.
+    with open_port(settings.host, settings.port) as listening_socket:
         engine = AsyncLLM(request.model, config=request.engine_config(), **request.loading)
         listener = Listener(make_app(engine, settings), engine, settings)
-        with listener.capture_signals():  # whoever has read the address may end it
-            # Whoever connects before it listens waits.
-            announce(settings, opened.getsockname()[1], engine.describe())
-            listener.run(sockets=[opened])
+        with listener.capture_signals():  # clients may stop it once the address is printed
+            # Clients that connect before it listens wait.
+            announce(settings, listening_socket.getsockname()[1], engine.describe())
+            listener.run(sockets=[listening_socket])
     return 0
 
 
 def follow(request: ServeRequest) -> int:
-    """Holds a part of the model until the first of ``torchrun``'s processes lets go."""
-    # The first process gets the signal too, and finishes what runs, for which this one is needed.
+    """Run a shard of the model until the first of ``torchrun``'s processes ends."""
+    # The first process gets the signal too, and needs this one to finish running requests.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     engine = Engine(request.model, config=request.engine_config(), **request.loading)
@@ -48,27 +48,27 @@ def follow(request: ServeRequest) -> int:
 
 
 def announce(settings: ServerSettings, port: int, description: str) -> None:
-    """Says what is served to whom, and at last, on stdout, the address."""
+    """Print the model and its settings to stderr, and the address to stdout."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     write_remark(description)
     if not settings.is_local and settings.api_key is None:
         write_remark(
-            f"warning: whoever reaches {host} may use this server; set H2OKV_API_KEY to ask for a"
-            " key."
+            f"warning: anyone who reaches {host} may use this server; set H2OKV_API_KEY to require"
+            " a key."
         )
-    write_remark(f"model {settings.model_name!r}; Ctrl-C finishes what runs and ends")
+    write_remark(f"model {settings.model_name!r}; Ctrl-C finishes running requests and stops")
     write_remark(f"chat in a browser: http://{host}:{port}/")
     write_text(f"http://{host}:{port}/v1\n")
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Takes a port; who connects waits until something accepts."""
+    """Open a port; connections wait until the server accepts them."""
     if not 0 <= port < 2**16:
         raise ValueError(f"--port {port} is out of range; give 0 (any that is free) to 65535.")
     local = "give an address of this machine, such as 127.0.0.1 or 0.0.0.0."
     with refusing(f"--host {host!r} is not known", local, OSError):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, _, _, _, address = found[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, address = addresses[0]
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
         return socket.create_server(address, family=family, backlog=2048, dualstack_ipv6=both)
@@ -80,9 +80,9 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 class Listener(uvicorn.Server):
-    """A uvicorn server that stops the engine with it."""
+    """A uvicorn server that stops the engine when it shuts down."""
 
-    # Said here too, for lint runs where uvicorn is not installed.
+    # Declared here too, for lint without uvicorn.
     should_exit: bool
 
     def __init__(self, app: ASGIApp, engine: AsyncLLM, settings: ServerSettings) -> None:
@@ -92,12 +92,12 @@ class Listener(uvicorn.Server):
             loop="asyncio",
             ws="none",
             lifespan="off",
-            # Its own configuration would close the handlers of whatever else runs in this process.
+            # uvicorn's default would close the log handlers of other code in this process.
             log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,
-            # None of it is trusted: the server looks at no client's address.
+            # Not trusted: the server uses no client's address.
             proxy_headers=False,
             timeout_graceful_shutdown=int(settings.drain + _AFTER_DRAIN),
         )
@@ -105,13 +105,13 @@ class Listener(uvicorn.Server):
         self._engine, self._drain = engine, settings.drain
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts nothing more, finishes what runs, and stops the engine."""
+        """Refuse new connections, finish running requests, and stop the engine."""
         stopping = asyncio.create_task(self._engine.aclose(drain=self._drain))
         await super().shutdown(sockets)
         await stopping
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """Takes signals: the first ends the server in order, the second at once."""
+        """Handle signals: the first one shuts down gracefully, the second one at once."""
         if self.should_exit:
             write_remark("h2okv: stopped before all requests had finished.")
             os._exit(INTERRUPTED)

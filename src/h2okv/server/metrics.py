@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' form."""
+"""Metrics of the server, in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _PREFIX = "h2okv_"
 _WINDOW = 10
-"""Seconds that the present speed is taken over."""
+"""Seconds over which the present speed is averaged."""
 _SECONDS: Mapping[str, tuple[Any, ...]] = {
     "request": (
         (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600),
@@ -37,16 +37,16 @@ _SECONDS: Mapping[str, tuple[Any, ...]] = {
         (),
     ),
 }
-"""Histograms: their buckets, what they count, and labels."""
+"""Histograms: their buckets, help texts, and labels."""
 
 
 class Metrics(Collector):
-    """All that ``/metrics`` tells, in a registry of its own; asks the engine for its numbers."""
+    """All metrics, in a separate registry; reads the engine's counters when it is collected."""
 
     def __init__(self, engine: AsyncLLM) -> None:
-        self._engine, self._tokens = engine, Tally[int]()  # tokens by the second they were made in
+        self._engine, self._tokens = engine, Tally[int]()  # new tokens by second
         self._registry = registry = CollectorRegistry()
-        meaning, labels = "HTTP requests, by what became of them.", ("endpoint", "outcome")
+        meaning, labels = "HTTP requests, by outcome.", ("endpoint", "outcome")
         self.requests = Counter(f"{_PREFIX}requests", meaning, labels, registry=registry)
         self.seconds = {
             name: Histogram(
@@ -66,17 +66,17 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats()
-        for one in fields(stats):
-            kind = CounterMetricFamily if one.metadata["is_counter"] else GaugeMetricFamily
-            meaning, value = one.metadata["meaning"], getattr(stats, one.name)
-            yield kind(f"{_PREFIX}{one.name}", meaning, value=value)
+        for counter in fields(stats):
+            kind = CounterMetricFamily if counter.metadata["is_counter"] else GaugeMetricFamily
+            meaning, value = counter.metadata["meaning"], getattr(stats, counter.name)
+            yield kind(f"{_PREFIX}{counter.name}", meaning, value=value)
 
     def add_tokens(self, count: int) -> None:
         self._tokens[int(time.monotonic())] += count
         self.tokens_per_second()
 
     def tokens_per_second(self) -> float:
-        """The mean of the last ten seconds; forgets what was before."""
+        """Return the mean of the last ten seconds; forget earlier ones."""
         since = int(time.monotonic()) - _WINDOW
         for second in [second for second in self._tokens if second <= since]:
             del self._tokens[second]
@@ -88,28 +88,28 @@ class RequestMetrics:
 
     def __init__(self, metrics: Metrics, endpoint: str) -> None:
         self._metrics, self._endpoint = metrics, endpoint
-        self._begin = time.monotonic()
+        self._start_time = time.monotonic()
         self._num_prompt = self._num_new = 0
-        self.note = ""  # what became of it, for the log
-        # For each output: when its first token came, and how many came after that.
+        self.note = ""  # its outcome and counts, for the log
+        # For each output: the time of its first token, and the number of tokens after it.
         self._outputs: dict[int, tuple[float, int]] = {}
 
     def take(self, delta: OutputDelta) -> None:
-        now, new, seconds = time.monotonic(), len(delta.token_ids), self._metrics.seconds
-        self._num_new += new
-        self._metrics.add_tokens(new)
+        now, num_new, seconds = time.monotonic(), len(delta.token_ids), self._metrics.seconds
+        self._num_new += num_new
+        self._metrics.add_tokens(num_new)
         if delta.prompt is not None:  # the first of a prompt
             self._num_prompt += len(delta.prompt.token_ids)
-            if new:
-                seconds["time_to_first_token"].observe(now - self._begin)
+            if num_new:
+                seconds["time_to_first_token"].observe(now - self._start_time)
         first, later = self._outputs.get(delta.index, (now, -1))
-        self._outputs[delta.index] = first, later + new
-        if delta.finish_reason is not None and later + new > 0:
-            seconds["time_per_token"].observe((now - first) / (later + new))
+        self._outputs[delta.index] = first, later + num_new
+        if delta.finish_reason is not None and later + num_new > 0:
+            seconds["time_per_token"].observe((now - first) / (later + num_new))
 
     def close(self, outcome: str) -> None:
-        """Counts the request by what became of it."""
+        """Count the request by its outcome."""
         self.note = f" {outcome} {self._num_prompt} prompt tokens, {self._num_new} new"
         self._metrics.requests.labels(self._endpoint, outcome).inc()
-        seconds = time.monotonic() - self._begin
+        seconds = time.monotonic() - self._start_time
         self._metrics.seconds["request"].labels(self._endpoint).observe(seconds)

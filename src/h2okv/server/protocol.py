@@ -33,11 +33,11 @@ from h2okv.server.tokenization import off_the_loop
 
 _NAME = re.compile(r"(\w+)[\[=:]")
 
-Whole = Annotated[int, BeforeValidator(lambda value: _as_int(value))]
-"""A whole number; JSON does not tell 8.0 from 8."""
+Integer = Annotated[int, BeforeValidator(lambda value: _as_int(value))]
+"""An integer; JSON does not distinguish 8.0 from 8."""
 Stops = Annotated[list[str], Field(max_length=64)]
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
-TEXT_IS_SAID = BeforeValidator(
+TEXT_IS_MESSAGE = BeforeValidator(
     lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value
 )
 NULL_IS_EMPTY = BeforeValidator(lambda value: {} if value is None else value)
@@ -61,7 +61,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """What a stream says beside the text."""
+    """Options of a stream."""
 
     unsupported: ClassVar[Unsupported] = {
         "continuous_usage_stats": ("usage comes with the last chunk; leave it out", False)
@@ -71,7 +71,7 @@ class StreamOptions(Strict):
 
 
 class CacheChoice(Strict):
-    """The cache budget of one request, and whether to tell what it still holds."""
+    """The cache budget of one request, and the interval of reports of its kept tokens."""
 
     heavy: int | float | None = None
     recent: int | float | None = None
@@ -79,7 +79,7 @@ class CacheChoice(Strict):
     kept_every: Annotated[int, Field(ge=1)] | None = None  # new tokens between two reports
 
     def budget(self, standard: Budget) -> Budget | None:
-        """Return the server's budget with what is stated; ``None`` if nothing is."""
+        """Return the server's budget with the given fields replaced; ``None`` without any."""
         stated = self.model_dump(include={"heavy", "recent", "sink"}, exclude_none=True)
         try:
             return dataclasses.replace(standard, **stated) if stated else None
@@ -88,7 +88,7 @@ class CacheChoice(Strict):
 
 
 class SampledRequest(Strict):
-    """What chats and completions have in common; `null` is the same as leaving a field out."""
+    """Common fields of all requests for text; ``null`` means the same as a missing field."""
 
     unsupported: ClassVar[Unsupported] = UNSUPPORTED
     path: ClassVar[str]
@@ -98,23 +98,23 @@ class SampledRequest(Strict):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Whole | None = None
+    max_tokens: Integer | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: Whole | None = None
-    seed: Whole | None = None
+    n: Integer | None = None
+    seed: Integer | None = None
     stop: Annotated[Stops | None, ONE_OR_MORE] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    logprobs: Whole | None = None
-    # As vLLM's server takes them.
-    top_k: Whole | None = None
+    logprobs: Integer | None = None
+    # As in vLLM's server.
+    top_k: Integer | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[Whole], Field(max_length=1024)] | None = None
-    # This server's own.
+    stop_token_ids: Annotated[list[Integer], Field(max_length=1024)] | None = None
+    # Only of this server.
     h2o: Annotated[CacheChoice, NULL_IS_EMPTY] = CacheChoice()
 
     @model_validator(mode="after")
@@ -141,7 +141,7 @@ class SampledRequest(Strict):
         return {}
 
     def params(self, standard: Mapping[str, float]) -> SamplingParams:
-        """Return the sampling parameters; those that are left out are the standard."""
+        """Return the sampling parameters; missing ones are taken from ``standard``."""
         try:
             values = sampling_values(dict(self)) | self._parameters()
             stated = {name: value for name, value in values.items() if value is not None}
@@ -184,7 +184,7 @@ class Templated(Strict):
         return self
 
     def _check(self) -> None:
-        """Refuse what the messages need not be read for."""
+        """Raise an error that does not depend on the messages."""
 
     @property
     def conversation(self) -> Conversation:
@@ -193,15 +193,15 @@ class Templated(Strict):
 
 
 class ChatRequest(SampledRequest, Templated):
-    """A chat to be answered."""
+    """A request for the next message of a chat."""
 
     path: ClassVar[str] = "/v1/chat/completions"
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.ChatResponseBuilder
 
     messages: list[Any]
-    max_completion_tokens: Whole | None = None
+    max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
-    top_logprobs: Whole | None = None
+    top_logprobs: Integer | None = None
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
@@ -221,7 +221,7 @@ class ChatRequest(SampledRequest, Templated):
 
 
 class CompletionRequest(SampledRequest):
-    """A prompt or several, as text or as tokens, to be continued."""
+    """A request to continue one or several prompts, texts or tokens."""
 
     path: ClassVar[str] = "/v1/completions"
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.CompletionResponseBuilder
@@ -229,7 +229,7 @@ class CompletionRequest(SampledRequest):
 
     prompt: Any
     echo: bool | None = None
-    best_of: Whole | None = None
+    best_of: Integer | None = None
 
     @field_validator("prompt")
     @classmethod
@@ -248,8 +248,8 @@ class CompletionRequest(SampledRequest):
     def _best(self) -> Self:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise invalid(
-                f"best_of={short_repr(self.best_of)}: this server chooses among no outputs; leave"
-                " it out, or give as many as n.",
+                f"best_of={short_repr(self.best_of)}: this server does not rank outputs; leave it"
+                " out, or give the value of n.",
                 "best_of",
             )
         return self
@@ -263,12 +263,12 @@ class CompletionRequest(SampledRequest):
 
 
 def _are_tokens(value: Any) -> bool:
-    # bool is an int to isinstance, and no token.
+    # isinstance would accept a bool as an int.
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
 class ResponsesRequest(SampledRequest):
-    """A conversation to be answered, in the form of OpenAI's Responses API."""
+    """A request for the next message, in the format of OpenAI's Responses API."""
 
     path: ClassVar[str] = "/v1/responses"
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.ResponsesBuilder
@@ -280,9 +280,9 @@ class ResponsesRequest(SampledRequest):
         "top_logprobs": ("a response has no log-probabilities; leave it out", 0),
     }
 
-    input: Annotated[list[Any], TEXT_IS_SAID]
+    input: Annotated[list[Any], TEXT_IS_MESSAGE]
     instructions: str | None = None
-    max_output_tokens: Whole | None = None
+    max_output_tokens: Integer | None = None
     metadata: Any = None
     text: dict[str, Any] | None = None
     include: list[Any] | None = None
@@ -306,7 +306,7 @@ class ResponsesRequest(SampledRequest):
     @field_validator("text")
     @classmethod
     def _plain(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Refuse other forms than text; how long answers are is a hint only."""
+        """Raise an error for other formats than text; verbosity is only a hint."""
         if (value or {}).get("format") not in (None, {"type": "text"}):
             raise FieldError((), f"={short_repr(value)}: answers are plain text; leave it out")
         return value
@@ -314,7 +314,7 @@ class ResponsesRequest(SampledRequest):
     @field_validator("include")
     @classmethod
     def _included(cls, value: list[Any] | None) -> list[Any] | None:
-        """Refuse what an answer would hold; of searches and reasoning there is nothing to tell."""
+        """Raise an error for log-probabilities; searches and reasoning would be empty anyway."""
         if "message.output_text.logprobs" in (value or []):
             reason = "a response has no log-probabilities; leave it out"
             raise FieldError((), f"={short_repr(value)}: {reason}")
@@ -332,7 +332,7 @@ class ResponsesRequest(SampledRequest):
 
 
 class TokenizeRequest(Templated):
-    """A text or a chat of which the tokens are asked, as vLLM's server takes it."""
+    """A request for the tokens of a text or a chat, as in vLLM's server."""
 
     model: str | None = None
     prompt: str | None = None
@@ -345,14 +345,14 @@ class TokenizeRequest(Templated):
 
 
 class DetokenizeRequest(Strict):
-    """Tokens of which the text is asked."""
+    """A request for the text of tokens."""
 
     model: str | None = None
     tokens: list[int]
 
 
 async def read_limited(request: Request, limit: int) -> bytes:
-    """Read a body up to a limit, whether or not its length is stated before."""
+    """Read a body up to a limit, with or without a Content-Length header."""
     remedy = "send less, or start the server with a larger --max-body"
     message = f"the body has more than {limit} bytes; {remedy}."
     too_large = ApiError(413, message, code="body_too_large")
@@ -367,10 +367,10 @@ async def read_limited(request: Request, limit: int) -> bytes:
 
 
 async def read_body(request: Request, model: type[BaseModel], limit: int) -> tuple[Any, int]:
-    """Read and check a body; return its size too."""
+    """Read and validate a body; return it with its size in bytes."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
-        # A page elsewhere cannot send this type without asking first, which no answer allows.
+        # Pages of other sites cannot send this type without a preflight request, which fails.
         remedy = "send the header 'Content-Type: application/json'"
         message = f"Content-Type {kind!r} is not JSON; {remedy}."
         raise ApiError(415, message, code="unsupported_media_type")
@@ -390,7 +390,7 @@ def _parse(raw: bytes, model: type[BaseModel]) -> BaseModel:
 
 
 _CODES = {"json_invalid": "invalid_json", "missing": "missing_field"}
-"""Of errors of pydantic's; all others are of a value."""
+"""Error codes by pydantic's error types; all others are ``invalid_value``."""
 _MESSAGES = {
     "json_invalid": "the body is not JSON in UTF-8 ({error}); send one object.",
     "missing": "{field} is missing; give it.",
@@ -401,7 +401,7 @@ _MESSAGES = {
 
 
 def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
-    """Say what is wrong with a body in one sentence."""
+    """Translate a validation error of pydantic's into an error of one sentence."""
     context, path = problem.get("ctx", {}), problem["loc"]
     if isinstance(context.get("error"), FieldError):
         return _field_error(context["error"].within(*path))

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form, whole or as chunks of a stream, made while outputs come."""
+"""Responses in OpenAI's format, complete or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _FINGERPRINT = "h2okv"
 
 
 class ResponseBuilder(ABC):
-    """An answer, as objects for JSON: what OpenAI's own servers leave out is left out."""
+    """Builds a response, as objects for JSON, from deltas; omits the fields that OpenAI omits."""
 
-    # What the id begins with, and ``object`` of the whole answer and of a chunk.
+    # Prefix of the id, and ``object`` of the complete response and of a chunk.
     kinds: ClassVar[tuple[str, str, str]]
     says_done: ClassVar[bool] = True  # whether a stream ends with ``[DONE]``
 
@@ -30,12 +30,12 @@ class ResponseBuilder(ABC):
         # One for each choice, prompt by prompt.
         self.outputs = [Completion(index) for index in range(self.num_outputs * len(prompts))]
         self._tokens = tokens
-        # The plain form has a space between "Assistant:" and the answer, which is not its own.
+        # The plain form has a space between "Assistant:" and the answer.
         self._strips_start = prompts[0].strips_start
         self._read: dict[int, PromptRead] = {}
-        # For each output, how many tokens were told beside what is kept of them, and what makes
-        # text of their bytes.
-        self._told: dict[int, int] = defaultdict(int)
+        # For each output: the number of tokens whose texts were sent with the kept tokens, and the
+        # decoder of their bytes.
+        self._num_reported: dict[int, int] = defaultdict(int)
         self._decoders: dict[int, codecs.IncrementalDecoder] = defaultdict(
             lambda: codecs.getincrementaldecoder("utf-8")("replace")
         )
@@ -47,7 +47,7 @@ class ResponseBuilder(ABC):
         }
 
     def take(self, delta: OutputDelta) -> OutputDelta:
-        """Adds a delta to its output; returns it with the text that is told."""
+        """Add a delta to its output; return it with the text to be sent."""
         output = self.outputs[delta.index]
         if self._strips_start and not output.text:
             delta = replace(delta, text=delta.text.lstrip())
@@ -56,49 +56,51 @@ class ResponseBuilder(ABC):
         output.add(delta)
         return delta
 
-    def whole(self) -> dict[str, Any]:
-        """The answer to a finished request."""
-        # No end is told of an output for which no token was asked.
-        choices = [self._choice(own, own.finish_reason or "length") for own in self.outputs]
+    def response(self) -> dict[str, Any]:
+        """Return the complete response to a finished request."""
+        # Outputs of no tokens have no finish reason.
+        choices = [
+            self._choice(output, output.finish_reason or "length") for output in self.outputs
+        ]
         usage = self._usage()
         return {"object": self.kinds[1], "choices": choices, "usage": usage, **self._shared}
 
     def opening(self) -> Iterable[dict[str, Any]]:
-        """The chunks that come before any text."""
+        """Yield the chunks before any text."""
         return ()
 
     @abstractmethod
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
-        """The chunks of a delta that was taken already."""
+        """Yield the chunks of a delta, after `take`."""
 
     def closing(self) -> Iterable[dict[str, Any]]:
-        """The chunks that come after all text."""
+        """Yield the chunks after all text."""
         if self.body.wants_usage:
             chunk = {"object": self.kinds[2], "choices": [], "usage": self._usage()}
             yield {**chunk, **self._shared}
 
     def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
-        """An output as a choice of the whole answer."""
-        kept = self._kept(output.index, output.kept)
-        return {"index": output.index, "finish_reason": finish_reason, **kept}
+        """Return an output as a choice of the complete response."""
+        kept_field = self._kept_field(output.index, output.kept)
+        return {"index": output.index, "finish_reason": finish_reason, **kept_field}
 
     def _chunk(self, index: int, finish_reason: str | None, **choice: Any) -> dict[str, Any]:
         choice |= {"index": index, "finish_reason": finish_reason}
-        # With the counts asked for, all chunks have the field, and only the last one a value.
+        # With include_usage, all chunks have the field, and only the last one a value.
         usage = {"usage": None} if self.body.wants_usage else {}
         return {"object": self.kinds[2], "choices": [choice], **usage, **self._shared}
 
-    def _kept(self, index: int, kept: KeptTokens | None) -> dict[str, Any]:
-        """What the cache holds, with the texts of the tokens that were not told yet."""
-        if kept is None:
+    def _kept_field(self, index: int, kept_tokens: KeptTokens | None) -> dict[str, Any]:
+        """Return the tokens that the cache holds, with the texts that were not sent yet."""
+        if kept_tokens is None:
             return {}
-        before, self._told[index] = self._told[index], len(kept.counts)
+        before, self._num_reported[index] = self._num_reported[index], len(kept_tokens.counts)
         prompt, output = self.prompts[index // self.num_outputs], self.outputs[index]
-        tokens = [*prompt.token_ids, *output.token_ids][before : len(kept.counts)]
-        decode = self._decoders[index].decode  # a spread character is its last token's
-        told = {name: value for name, value in vars(kept).items() if name != "counts"}
-        told["tokens"] = [decode(self._tokens.data(token)) for token in tokens]
-        return {"h2o": {**told, "kept": kept.counts}}
+        tokens = [*prompt.token_ids, *output.token_ids][before : len(kept_tokens.counts)]
+        decode = self._decoders[index].decode  # a character of several tokens is the last one's
+        fields = {name: value for name, value in vars(kept_tokens).items() if name != "counts"}
+        fields["tokens"] = [decode(self._tokens.data(token)) for token in tokens]
+        return {"h2o": {**fields, "kept": kept_tokens.counts}}
 
     def _usage(self) -> dict[str, Any]:
         read = sum(len(prompt.token_ids) for prompt in self.prompts)
@@ -119,8 +121,8 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
         message = {"role": "assistant", "content": output.text}
-        told = {"message": message, "logprobs": self._logprobs(output.logprobs)}
-        return super()._choice(output, finish_reason) | told
+        fields = {"message": message, "logprobs": self._logprobs(output.logprobs)}
+        return super()._choice(output, finish_reason) | fields
 
     def opening(self) -> Iterable[dict[str, Any]]:
         for output in self.outputs:
@@ -128,47 +130,49 @@ class ChatResponseBuilder(ResponseBuilder):
             yield self._chunk(output.index, None, delta=delta, logprobs=None)
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
-        text, kept = delta.text, self._kept(delta.index, delta.kept)
+        text, kept_field = delta.text, self._kept_field(delta.index, delta.kept)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        if text or kept or logprobs:
-            yield self._chunk(delta.index, None, delta={"content": text}, logprobs=logprobs, **kept)
+        if text or kept_field or logprobs:
+            yield self._chunk(
+                delta.index, None, delta={"content": text}, logprobs=logprobs, **kept_field
+            )
         if delta.finish_reason is not None:
             yield self._chunk(delta.index, delta.finish_reason, delta={}, logprobs=None)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
-        def told(token: int, logprob: float) -> dict[str, Any]:
+        def fields(token: int, logprob: float) -> dict[str, Any]:
             data = list(self._tokens.data(token))
             return {"token": self._tokens.text(token), "bytes": data, "logprob": logprob}
 
         if not self.body.logprobs:
             return None
         content = [
-            {**told(one.token, one.logprob), "top_logprobs": [told(*other) for other in one.top]}
-            for one in logprobs
+            {**fields(new.token, new.logprob), "top_logprobs": [fields(*top) for top in new.top]}
+            for new in logprobs
         ]
         return {"content": content}
 
 
 Entry = tuple[int, TokenLogprob | None, int]
-"""A token, how likely it was if that is known, and its characters."""
+"""A token, its log-probability if known, and its number of characters."""
 
 
 class CompletionResponseBuilder(ResponseBuilder):
-    """Texts that go on from prompts, after these where they are to be echoed."""
+    """Completions of prompts, after the prompts themselves with ``echo``."""
 
     kinds = ("cmpl", "text_completion", "text_completion")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        # Where the next token of each choice's text begins.
+        # Offset of the next token in the text of each choice.
         self._offsets: dict[int, int] = defaultdict(int)
         self._echoed: set[int] = set()
 
     def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
         text, entries = self._echo(output.index // self.num_outputs)
         logprobs = self._logprobs(output.index, [*entries, *self._entries(output.logprobs)])
-        told = {"text": text + output.text, "logprobs": logprobs}
-        return super()._choice(output, finish_reason) | told
+        fields = {"text": text + output.text, "logprobs": logprobs}
+        return super()._choice(output, finish_reason) | fields
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
         number = delta.index // self.num_outputs
@@ -177,49 +181,51 @@ class CompletionResponseBuilder(ResponseBuilder):
             text, entries = self._echo(number)
             for index in range(number * self.num_outputs, (number + 1) * self.num_outputs):
                 yield self._chunk(index, None, text=text, logprobs=self._logprobs(index, entries))
-        more = self._kept(delta.index, delta.kept)
+        more = self._kept_field(delta.index, delta.kept)
         if delta.text or delta.logprobs or delta.finish_reason or more:
             more["logprobs"] = self._logprobs(delta.index, self._entries(delta.logprobs))
             yield self._chunk(delta.index, delta.finish_reason, text=delta.text, **more)
 
     def _entries(self, logprobs: Sequence[TokenLogprob]) -> list[Entry]:
-        return [(one.token, one, self._tokens.length(one.token)) for one in logprobs]
+        return [
+            (logprob.token, logprob, self._tokens.length(logprob.token)) for logprob in logprobs
+        ]
 
     def _echo(self, number: int) -> tuple[str, list[Entry]]:
-        """A prompt's text and tokens, the first of which has no probability."""
+        """Return a prompt's text and tokens, the first of which has no log-probability."""
         if not self.body.echo:
             return "", []
         prompt, read = self.prompts[number], self._read.get(number)
-        known = (read and read.logprobs) or [None] * len(prompt.token_ids)
+        logprobs = (read and read.logprobs) or [None] * len(prompt.token_ids)
         lengths = [self._tokens.length(token) for token in prompt.token_ids]
         if prompt.is_text:
-            # None of a special token that was put before the text.
+            # 0 characters of a special token that was prepended to the text.
             first = self._tokens.text(prompt.token_ids[0])
             forms = filter(prompt.text.startswith, (first, first.lstrip()))
             lengths[0] = len(next(forms, ""))
-        return prompt.text, list(zip(prompt.token_ids, known, lengths, strict=True))
+        return prompt.text, list(zip(prompt.token_ids, logprobs, lengths, strict=True))
 
     def _logprobs(self, index: int, entries: Sequence[Entry]) -> dict[str, list[Any]] | None:
-        """The parallel lists of OpenAI's older form, for the next tokens of a choice."""
+        """Return the parallel lists of OpenAI's legacy format, for the next tokens of a choice."""
         if self.body.logprobs is None:
             return None
         columns = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         table: dict[str, list[Any]] = {name: [] for name in columns}
-        for token, known, length in entries:
+        for token, result, length in entries:
             tops: dict[str, float] = {}
-            for one, logprob in (*known.top, (token, known.logprob)) if known else ():
-                # Where two tokens read the same, the likelier one is told.
-                tops.setdefault(self._tokens.text(one), logprob)
+            for top, logprob in (*result.top, (token, result.logprob)) if result else ():
+                # Of tokens with equal text, the more likely one counts.
+                tops.setdefault(self._tokens.text(top), logprob)
             table["tokens"].append(self._tokens.text(token))
-            table["token_logprobs"].append(known and known.logprob)
-            table["top_logprobs"].append(tops if known else None)
+            table["token_logprobs"].append(result and result.logprob)
+            table["top_logprobs"].append(tops if result else None)
             table["text_offset"].append(self._offsets[index])
             self._offsets[index] += length
         return table
 
 
 class ResponsesBuilder(ResponseBuilder):
-    """A response of OpenAI's Responses API, one message of text, or the events of one."""
+    """A response of OpenAI's Responses API: one message of text, or its events."""
 
     kinds = ("resp", "response", "response")
     says_done: ClassVar[bool] = False
@@ -235,7 +241,7 @@ class ResponsesBuilder(ResponseBuilder):
         reason = self.outputs[0].finish_reason
         return {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
 
-    def whole(self) -> dict[str, Any]:
+    def response(self) -> dict[str, Any]:
         body, is_over = self.body, self._status != "in_progress"
         is_cut = self._status == "incomplete"
         return {
@@ -259,33 +265,37 @@ class ResponsesBuilder(ResponseBuilder):
 
     def opening(self) -> Iterable[dict[str, Any]]:
         for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=self.whole() | {"status": "in_progress", "output": []})
+            yield self._event(
+                kind, response=self.response() | {"status": "in_progress", "output": []}
+            )
         item = self._message("in_progress", [])
         yield self._event("response.output_item.added", item=item, output_index=0)
-        yield self._part_event("response.content_part.added", part=self._part(""))
+        yield self._part_event("response.content_part.added", part=self._content_part(""))
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
-        text, kept = delta.text, self._kept(0, delta.kept)
-        if text or kept:
-            yield self._part_event("response.output_text.delta", delta=text, logprobs=[], **kept)
+        text, kept_field = delta.text, self._kept_field(0, delta.kept)
+        if text or kept_field:
+            yield self._part_event(
+                "response.output_text.delta", delta=text, logprobs=[], **kept_field
+            )
 
     def closing(self) -> Iterable[dict[str, Any]]:
         text = self.outputs[0].text
         yield self._part_event("response.output_text.done", text=text, logprobs=[])
-        yield self._part_event("response.content_part.done", part=self._part(text))
+        yield self._part_event("response.content_part.done", part=self._content_part(text))
         item = self._choice(self.outputs[0], self._status)
         yield self._event("response.output_item.done", item=item, output_index=0)
-        yield self._event(f"response.{self._status}", response=self.whole())
+        yield self._event(f"response.{self._status}", response=self.response())
 
     def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
-        message = self._message(finish_reason, [self._part(output.text)])
-        return message | (self._kept(0, output.kept) if not self.body.stream else {})
+        message = self._message(finish_reason, [self._content_part(output.text)])
+        return message | (self._kept_field(0, output.kept) if not self.body.stream else {})
 
     def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        own = {"id": self._item, "type": "message", "role": "assistant"}
-        return {**own, "status": status, "content": content}
+        head = {"id": self._item, "type": "message", "role": "assistant"}
+        return {**head, "status": status, "content": content}
 
-    def _part(self, text: str) -> dict[str, Any]:
+    def _content_part(self, text: str) -> dict[str, Any]:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def _part_event(self, kind: str, **more: Any) -> dict[str, Any]:
@@ -296,11 +306,11 @@ class ResponsesBuilder(ResponseBuilder):
         return {"type": kind, "sequence_number": self._num_events - 1, **more}
 
     def _usage(self) -> dict[str, Any]:
-        told = super()._usage()
+        usage = super()._usage()
         return {
-            "input_tokens": told["prompt_tokens"],
-            "input_tokens_details": told["prompt_tokens_details"],
-            "output_tokens": told["completion_tokens"],
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": usage["prompt_tokens_details"],
+            "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": told["total_tokens"],
+            "total_tokens": usage["total_tokens"],
         }

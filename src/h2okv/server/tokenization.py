@@ -1,4 +1,4 @@
-"""A request's prompt as tokens, and tokens as text."""
+"""Prompts of requests to tokens, and tokens to text."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from h2okv.server.errors import invalid
 
 Result = TypeVar("Result")
 
-_MUCH = 4096
-"""Characters, bytes or tokens from which on work would hold up the event loop."""
+_BLOCKING_SIZE = 4096
+"""Characters, bytes or tokens above which work would block the event loop."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""What byte-level tokenizers write for bytes."""
+"""Bytes by the characters that byte-level tokenizers write for them."""
 
 
 class Prompt(NamedTuple):
@@ -32,27 +32,27 @@ class Prompt(NamedTuple):
     token_ids: tuple[int, ...]
     text: str
     is_text: bool
-    stops: tuple[str, ...] = ()  # texts at which an answer ends beside those that a request names
-    strips_start: bool = False  # whether the answer begins behind a space that is not its own
+    stops: tuple[str, ...] = ()  # stop strings in addition to those of the request
+    strips_start: bool = False  # whether a space before the output belongs to the template
 
 
 class PromptReader:
-    """Tokenises prompts, and refuses what is too long."""
+    """Tokenizes prompts, and refuses those that are too long."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = UNLIMITED) -> None:
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
         longest = max(map(len, tokenizer.get_vocab()), default=1)
-        # What has more characters than this has too many tokens, whatever it says.
+        # Any text with more characters has too many tokens.
         self._max_characters = longest * max_tokens
-        tokenizer("a")  # the first use may set the tokenizer up, which is best done alone
+        tokenizer("a")  # the first call may initialize the tokenizer, which is not thread-safe
 
     def read(self, prompt: Conversation | Sequence[Any], *, special: bool = True) -> Prompt:
-        """Read a text, tokens, or a chat up to where the answer begins."""
+        """Tokenize a text, tokens, or a chat up to the start of the answer."""
         field, stops, strips_start = "prompt", tuple[str, ...](), False
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, Conversation):
-            # A template's text has its special tokens in it.
+            # The text of a template contains its special tokens.
             field, special = "messages", not self.tokenizer.chat_template
             stops = PLAIN_STOPS if special else ()
             strips_start = special and not prompt.continues
@@ -80,8 +80,8 @@ class PromptReader:
         text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return Prompt(token_ids, str(text), False)
 
-    def _check_length(self, length: int, most: int, unit: str, field: str) -> None:
-        if length > most:
+    def _check_length(self, length: int, limit: int, unit: str, field: str) -> None:
+        if length > limit:
             raise invalid(
                 f"{field} has {length} {unit}, but this server reads prompts of at most"
                 f" {self.max_tokens} tokens; send a shorter one.",
@@ -91,34 +91,34 @@ class PromptReader:
 
 
 class TokenText:
-    """The text of single tokens, even where one is only a part of a character."""
+    """Text of single tokens, even where a token is only a part of a character."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
         self._anchor_text = self._decode(self._anchor)
-        # A token's bytes in UTF-8; a part of a character may be all there is.
+        # UTF-8 bytes of a token, perhaps only a part of a character.
         self.data = lru_cache(maxsize=65536)(self._find_bytes)
 
     def text(self, token: int) -> str:
-        """A token's text; for a part of a character its bytes in hexadecimal."""
-        data = self.data(token)
+        """Return a token's text; for a part of a character its bytes in hexadecimal."""
+        token_bytes = self.data(token)
         try:
-            return data.decode("utf-8")
+            return token_bytes.decode("utf-8")
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
     def length(self, token: int) -> int:
-        """The number of characters that begin in a token."""
+        """Return the number of characters that begin in a token."""
         return sum(byte & 0xC0 != 0x80 for byte in self.data(token))
 
     def _find_bytes(self, token: int) -> bytes:
-        # Behind another token, for a decoder may drop the space at a text's start.
+        # Decode after another token: a decoder may drop the space at the start of a text.
         text = self._decode([*self._anchor, token])[len(self._anchor_text) :]
         if "\ufffd" in text:  # a part of a character
             piece = str(self._tokenizer.convert_ids_to_tokens(token))
-            if written := _BYTE.fullmatch(piece):
-                return bytes([int(written.group(1), 16)])
+            if match := _BYTE.fullmatch(piece):
+                return bytes([int(match.group(1), 16)])
             if all(letter in _LETTERS for letter in piece):
                 return bytes(_LETTERS[letter] for letter in piece)
         return text.encode("utf-8")
@@ -128,22 +128,25 @@ class TokenText:
 
 
 async def off_the_loop(size: int, work: Callable[[], Result]) -> Result:
-    """Does some work, in a thread if it is much, so that other clients do not wait for it."""
-    return await asyncio.to_thread(work) if size > _MUCH else work()
+    """Run ``work``, in a thread if its ``size`` is large, to keep the event loop responsive."""
+    return await asyncio.to_thread(work) if size > _BLOCKING_SIZE else work()
 
 
-# A token may reach from a text's end into what follows, so it is tried with different things.
-_FOLLOWING = ("a", "1", " a", "\n", ".")
+# A token may extend from the end of a text into its continuation, so several ones are tried.
+_CONTINUATIONS = ("a", "1", " a", "\n", ".")
 
 
 def shared_prefix(
     tokenizer: PreTrainedTokenizerBase, text: str, *, is_system: bool = False
 ) -> tuple[int, ...]:
-    """The tokens of all prompts that begin with a text, or chats with it as a system message."""
-    prompts: list[Any] = [text + end for end in _FOLLOWING]
+    """Return the common tokens of prompts that begin with a text, or with a system message."""
+    prompts: list[Any] = [text + continuation for continuation in _CONTINUATIONS]
     if is_system:
         system = {"role": "system", "content": text}
-        users = [{"role": "user", "content": end.strip() or "b"} for end in _FOLLOWING]
+        users = [
+            {"role": "user", "content": continuation.strip() or "b"}
+            for continuation in _CONTINUATIONS
+        ]
         prompts = [Conversation([system, user]) for user in users]
     reader = PromptReader(tokenizer)
     return tuple(os.path.commonprefix([reader.read(prompt).token_ids for prompt in prompts]))
