@@ -19,6 +19,7 @@ from h2okv.analysis import attention_stats
 from h2okv.analysis.ablation import dense_losses
 from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick, of_layers
 from h2okv.analysis.eviction_trace import GlobalPolicy, follow, split_budget
+from h2okv.integration.chat_template import encode
 from h2okv.policy import Policy
 from h2okv.records import Record, Row, atomic_write, check_settings, refusing, write_json
 
@@ -51,11 +52,11 @@ def make_sample(
     # A whole novel would take seconds. Tokens at a cut may differ from those of the whole text.
     size, enough = _CHARACTERS_A_TOKEN * max_tokens, max_tokens + _TOKENS_AT_A_CUT
     while True:
-        ids = tokenizer(text[:size], return_tensors="pt", verbose=False)["input_ids"]
-        if ids.shape[1] >= enough or size >= len(text):
+        ids = encode(tokenizer, text[:size])
+        if len(ids) >= enough or size >= len(text):
             break
         size *= 4
-    input_ids = ids[:, :max_tokens]
+    input_ids = torch.tensor([ids[:max_tokens]])
     length = input_ids.shape[1]
     if length < min_tokens:
         raise ValueError(

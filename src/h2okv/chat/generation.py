@@ -72,13 +72,13 @@ class Generating(StoppingCriteria):
         params: SamplingParams,
         room: int,  # the most tokens, fewer than `params` says where the context is full before
         write: Callable[[str], None],
-        ends: Sequence[int],  # tokens that end the text
+        ends: Iterable[int],  # tokens that end the text
         should_stop: Callable[[], bool] = lambda: False,  # asked after every forward
         strips_start: bool = False,  # the text shown begins without white space
     ) -> None:
         self._ids = torch.tensor([list(token_ids)])
         self._params, self._room = params, room
-        self._ends = list(ends)
+        self._ends = sorted(ends)
         self._should_stop = should_stop
         self._detokenizer = Detokenizer(tokenizer, token_ids)
         self._shown, self._write = StopText(params.stop, strips_start), write
@@ -92,7 +92,11 @@ class Generating(StoppingCriteria):
         """Takes the newest token, int `[1, T]`; tells whether the text ends with it."""
         self._times.append(time.perf_counter())
         self._bar.close()
-        self._show(self._detokenizer.add([int(input_ids[0, -1])]))
+        token = int(input_ids[0, -1])
+        if token in self._ends:  # no part of the text, even where the tokenizer writes it out
+            self._detokenizer.token_ids.append(token)
+        else:
+            self._show(self._detokenizer.add([token]))
         done = self._shown.stopped is not None or self._should_stop()
         return torch.full((1,), done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
 
@@ -196,14 +200,6 @@ def prefill_progress(
     return stack
 
 
-def end_tokens(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
-) -> list[int]:
-    """Lists the tokens that end a text: the model's own, and for an answer the tokenizer's."""
-    ends = {*eos_token_ids(model), None if tokenizer is None else tokenizer.eos_token_id}
-    return sorted(token for token in ends if token is not None)
-
-
 @dataclass(frozen=True)
 class Job:
     """What is to be generated, whatever cache it is done with."""
@@ -212,7 +208,7 @@ class Job:
     described: Described
     prompt_ids: Sequence[int]
     params: SamplingParams  # `seed` and `max_tokens` are set
-    is_chat: bool = False  # the tokenizer's end token ends an answer
+    is_chat: bool = False  # whether the prompt is in the chat template's form
     compiled: bool = False  # an H2O cache's steps go through torch.compile
     pins: Sequence[tuple[int, int]] = ()  # spans of the prompt that an H2O cache does not evict
 
@@ -231,10 +227,9 @@ def generate_once(
         cache.pin(job.pins)
     tokenizer, ids = job.described.tokenizer, job.prompt_ids
     room = job.described.room(len(ids), int(job.params.max_tokens or 0))
-    ends = end_tokens(job.model, tokenizer if job.is_chat else None)
     torch.manual_seed(int(job.params.seed or 0))
     with attention:
-        running = Generating(tokenizer, ids, job.params, room, write, ends)
+        running = Generating(tokenizer, ids, job.params, room, write, eos_token_ids(job.model))
         try:
             running.run(job.model, cache, show_progress, processors)
             return running.result(cache)

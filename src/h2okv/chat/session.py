@@ -13,8 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
-from h2okv.chat.generation import Generating, Generation, end_tokens
+from h2okv.chat.generation import Generating, Generation
 from h2okv.console import Interrupt
+from h2okv.engine.sampler import eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import (
     ChatTemplateError,
@@ -209,7 +210,7 @@ class Chat:
     ) -> None:
         self.model, self.described, self.params, self.pin = model, described, params, pin
         self._begin(cache, system, Transcript())
-        self._end_tokens = end_tokens(model, described.tokenizer)
+        self._end_tokens = eos_token_ids(model)
         torch.manual_seed(int(params.seed or 0))
 
     def _begin(self, cache: H2OCache, system: str, transcript: Transcript) -> None:

@@ -283,9 +283,11 @@ def layers(
         raise ValueError(f"--budget {budget} is no part of a text; give percent below 100")
     import torch
 
+    from h2okv.integration.chat_template import encode
+
     described = model.describe()
     most = min(tokens, described.context or tokens)
-    ids = described.tokenizer(wording, verbose=False)["input_ids"][:most]
+    ids = encode(described.tokenizer, wording)[:most]
     with atomic_write(out) as file:  # opened before the work, so that a bad place costs none
         loaded = model.load(described)
         found = h2okv.measure_layer_budgets(

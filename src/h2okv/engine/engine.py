@@ -31,6 +31,7 @@ from h2okv.engine.request import (
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
+from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import enable, input_device
 from h2okv.integration.layer_budgets import with_own_budgets
 from h2okv.integration.loading import Described, context_of, describe, load_weights
@@ -325,7 +326,7 @@ class Engine:
         remedy = "give a text, or tokens of this model."
         with refusing("the prompt cannot be read", remedy, TypeError):  # such as half a character
             if isinstance(prompt, str):
-                prompt = self.tokenizer(prompt, verbose=False)["input_ids"]
+                prompt = encode(self.tokenizer, prompt)
             tokens: Any = tuple(prompt)
         self._check_tokens("the prompt: token", tokens)
         return tuple(map(int, tokens))

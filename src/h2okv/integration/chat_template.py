@@ -99,6 +99,9 @@ def encode(
     if not isinstance(prompt, str):
         prompt, special = chat_text(tokenizer, prompt), not tokenizer.chat_template
     ids = list(tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
+    if special and ids[:2] == [tokenizer.bos_token_id] * 2:  # the text may bring its own
+        own = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = ids[1:] if len(own) < len(ids) else ids
     if vocab_size is not None:
         check_vocabulary(ids, vocab_size)
     return ids
@@ -129,6 +132,7 @@ def message_spans(
             raise ValueError(f"pin={name!r} finds no {name} message; leave it out, or give one.")
     text = chat_text(tokenizer, chat)
     encoded = tokenizer(text, add_special_tokens=not tokenizer.chat_template, verbose=False)
+    dropped = len(encoded["input_ids"]) - len(encode(tokenizer, chat))
     last, at, found = max(n for n, one in enumerate(messages) if one["role"] == "user"), 0, []
     for number, message in enumerate(messages):
         content, role = message["content"].strip(), message["role"]
@@ -137,6 +141,6 @@ def message_spans(
             raise ValueError("the chat template changes the messages, so that none can be pinned.")
         if content and (role in pin or (number == last and "last_user" in pin)):
             first, end = encoded.char_to_token(at), encoded.char_to_token(at + len(content) - 1)
-            found.append((first, end + 1))
+            found.append((first - dropped, end + 1 - dropped))
         at += len(content)
     return found

@@ -13,6 +13,7 @@ from transformers.distributed import DistributedConfig
 
 from h2okv.cache.validation import check_model
 from h2okv.integration.chat_template import encode
+from h2okv.integration.end_tokens import add_end_tokens
 from h2okv.integration.messages import Conversation
 from h2okv.integration.models import check_complete, default_dtype, resolve_model
 from h2okv.integration.packed_linear import check_weight_bits, pack_linear_layers
@@ -36,6 +37,10 @@ class Described:
     def room(self, read: int, wanted: int) -> int:
         """How many of the wanted tokens the context has room for behind those that were read."""
         return wanted if self.context is None else min(wanted, self.context - read)
+
+    def add_end_tokens(self, model: transformers.PreTrainedModel) -> None:
+        """Make the model stop at each token that ends a text or a turn. Mutates the model."""
+        add_end_tokens(model.generation_config, self.tokenizer, self.vocab_size)
 
     def encode(self, prompt: str | Conversation | Sequence[Mapping[str, Any]]) -> list[int]:
         """Encode a text, or messages, that leave room for an answer; at least one token."""
@@ -97,6 +102,7 @@ def load_weights(
     if model.generation_config is not None:
         # A checkpoint may ask for a cache of its own; here the command brings the cache.
         model.generation_config.cache_implementation = None
+    described.add_end_tokens(model)
     if not tensor_parallel:
         model.to(device)
         if packed:

@@ -222,6 +222,7 @@ def open_model(request: OffloadRequest, described: Described) -> tuple[MetaModel
         process.give_memory_back()
     dtype = request.dtype or default_dtype(described.name, request.device)
     meta, files = open_checkpoint(described.config, _checkpoint_folder(described), dtype)
+    described.add_end_tokens(meta.model)
     if request.weight_bits is not None:
         meta = pack_layers(meta, request.weight_bits, request.device)
         files.found = map_weights(meta, files)
