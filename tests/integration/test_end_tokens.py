@@ -10,6 +10,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 import h2okv
 from h2okv.cli.app import run
 from h2okv.integration.end_tokens import add_end_tokens, end_token_ids
+from h2okv.integration.loading import describe
+from h2okv.offload.offload_engine import OffloadRequest, open_model
 
 WORDS = ["<unk>", "hello", "world", "</s>", "<|endoftext|>", "<s>"]
 
@@ -102,13 +104,14 @@ def test_every_command_stops_there(folder, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["text"] == ""
     prompts, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"id": 1, "prompt": "hello"}\n{"id": 2, "prompt": "hello </s>"}\n')
-    for weights in ("device", "disk"):
-        files = ["--input", str(prompts), "--output", str(results), "--weights", weights]
-        assert run(["batch", *options, *files]) == 0
-        records = {line["id"]: line for line in map(json.loads, results.read_text().splitlines())}
-        assert [records[n]["finish_reason"] for n in (1, 2)] == ["eos", "eos"]
-        assert [records[n]["text"].strip() for n in (1, 2)] == ["world", ""]
-        results.unlink()
+    files = ["--input", str(prompts), "--output", str(results), "--weights", "device"]
+    assert run(["batch", *options, *files]) == 0
+    records = {line["id"]: line for line in map(json.loads, results.read_text().splitlines())}
+    assert [records[n]["finish_reason"] for n in (1, 2)] == ["eos", "eos"]
+    assert [records[n]["text"].strip() for n in (1, 2)] == ["world", ""]
+    request = OffloadRequest(model=folder, device=torch.device("cpu"))
+    streamed, _ = open_model(request, describe(folder))
+    assert streamed.model.generation_config.eos_token_id == [4, 6, 7]
     with h2okv.LLM(folder, heavy=8, recent=8) as llm:
         params = h2okv.SamplingParams(max_tokens=9, temperature=0.0)
         for prompt, text in (("hello", "world"), ("hello </s>", "")):
