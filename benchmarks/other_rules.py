@@ -13,37 +13,34 @@ import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from recall_quality import under_test, with_intervals
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from h2okv.cache.layer import CacheLayer
-from h2okv.config import CacheConfig
+from h2okv.config import CacheConfig, TokenBudget
 from h2okv.console import Progress
 from h2okv.evaluation.runner import Evaluation, Run, SampleFile
 from h2okv.evaluation.tasks.fidelity import Fidelity, Source
 from h2okv.integration.loading import describe
+from h2okv.policy import BlockView, Rule, Sees, register_policy
 from h2okv.records import write_csv
 
 # Queries that see fewer keys than this give each of them too much to be compared.
 FEW = 32
-original_expected = CacheLayer._expected
 
 
 class Prompt:
     """One layer's prompt: its ``[H, G, T, T]`` probabilities and values, and its heavy budget."""
 
-    def __init__(self, layer: Any, block: Any, keys: Tensor) -> None:
-        heads = keys.shape[1]
+    def __init__(self, block: BlockView, heavy: int) -> None:
+        heads = block.key.shape[1]
         self.query = block.query[0].unflatten(0, (heads, -1)).float() * block.scale
-        self.keys = keys[0].float()[:, None]
+        self.keys = block.key[0].float()[:, None]
         self.values = block.value[0].float()
-        self.layer = layer
+        self.module, self.heavy = block.module, heavy
         self.norms = self.values.abs().sum(-1)
-        self.heavy = int((layer.state.total - layer.state.recent - layer.state.sink).max())
 
     @cached_property
     def shares(self) -> Tensor:
@@ -57,7 +54,7 @@ class Prompt:
 
     def output_norms(self) -> Tensor:
         """Mean L1 norms of the values times each query head's part of the output projection."""
-        weight = self.layer.owner().o_proj.weight.float()
+        weight = self.module.o_proj.weight.float()
         heads, groups = self.query.shape[:2]
         by_head = weight.unflatten(1, (heads, groups, -1))
         mixed = torch.einsum("hnd,ohgd->hgno", self.values, by_head)
@@ -109,31 +106,39 @@ RULES: dict[str, Callable[[Prompt, Tensor], Tensor]] = {
 }
 
 
-def install(rule: str) -> None:
-    """Have prompts scored by a rule from now on."""
+def paper_rule(formula: str) -> type[Rule]:
+    """Make and register the rule that scores a prompt by a formula of `RULES`."""
 
-    def scored(
-        layer: Any, block: Any, sums: Tensor, keys: Tensor, entries: Tensor | None, limit: int
-    ) -> Tensor:
-        expected = original_expected(layer, block, sums, keys, entries, limit)
-        if layer.holds_entries:  # a block after the prompt, which decides nothing
-            return expected
-        prompt = Prompt(layer, block, keys)
-        # The frame multiplies the score of any rule by the norms of the values.
-        return (RULES[rule](prompt, expected[0]) / prompt.norms.clamp(min=1e-30))[None]
+    class PaperRule(Rule):
+        name = formula
+        sees = Sees.QUERIES
+        heavy = 0
 
-    CacheLayer._expected = scored
+        def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
+            self.heavy = budget.heavy
+            return budget
+
+        def score_block(self, block: BlockView) -> Tensor:
+            expected = block.attend_from_behind()
+            if (
+                block.query.shape[2] < block.key.shape[2]
+            ):  # a block after the prompt decides nothing
+                return expected
+            return RULES[formula](Prompt(block, self.heavy), expected[0])[None]
+
+    return register_policy(PaperRule)
 
 
 def evaluate(args: argparse.Namespace) -> None:
     """Score the prompts by each rule in turn, and write the table."""
     sources = [Source.read(path) for path in args.data]
-    config = CacheConfig.from_budget(args.budget, policy="best")
+    heavy = {"heavy_fraction": 0.75, "sink": 4}  # as `best`
     tested = under_test(describe(args.model), getattr(torch, args.dtype))
     args.out.mkdir(parents=True, exist_ok=True)
     results_by_rule = {}
     for rule in RULES:
-        install(rule)
+        paper_rule(rule)
+        config = CacheConfig.from_budget(args.budget, policy=rule, **heavy)
         task = Fidelity(
             sources=sources, texts=args.texts, raw=True, prompt_tokens=args.prompt_tokens,
             new_tokens=args.new_tokens, protocol="block",

@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 import pytest
 
 from h2okv import CacheConfig, H2OCache
+from h2okv.policy import Sees
 
 
 def test_fields_are_the_arguments_of_the_cache():
@@ -72,7 +73,7 @@ def test_best_says_what_it_is(make_llama):
     )
     cache = H2OCache(make_llama().config, 12, 4, policy="best")
     assert cache.cache_config == CacheConfig(policy="best", heavy=12, recent=4)
-    assert cache.policy.name == "h2o" and cache.scoring.looks_ahead
+    assert cache.rule.name == "h2o" and cache.rule.observes is Sees.QUERIES
 
 
 @pytest.mark.parametrize("given", [{"sink": 0}, {"scoring": "sum"}, {"sink": 0, "scoring": "sum"}])

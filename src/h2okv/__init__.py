@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from h2okv.cache import H2OCache
-    from h2okv.cache.validation import check_model
+    from h2okv.cache.support import check_model
     from h2okv.config import Budget, CacheConfig
     from h2okv.engine.llm import LLM, AsyncLLM
     from h2okv.engine.sampling_params import SamplingParams
     from h2okv.integration.enable import enable, prefill, recipe_path
     from h2okv.integration.layer_budgets import measure_layer_budgets
     from h2okv.ops.dispatch import use as use_ops
-    from h2okv.policy import Policy, policy_names, register_policy
+    from h2okv.policy import Policy, Rule, policy_names, register_policy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "CacheConfig",
     "H2OCache",
     "Policy",
+    "Rule",
     "SamplingParams",
     "check_model",
     "enable",
@@ -41,14 +42,14 @@ __all__ = [
 
 _PLACES = {
     "cache": ("H2OCache",),
-    "cache.validation": ("check_model",),
+    "cache.support": ("check_model",),
     "config": ("Budget", "CacheConfig"),
     "engine.llm": ("LLM", "AsyncLLM"),
     "engine.sampling_params": ("SamplingParams",),
     "integration.enable": ("enable", "prefill", "recipe_path"),
     "integration.layer_budgets": ("measure_layer_budgets",),
     "ops.dispatch": ("use_ops",),
-    "policy": ("Policy", "policy_names", "register_policy"),
+    "policy": ("Policy", "Rule", "policy_names", "register_policy"),
 }
 """Where each name is. It is imported when it is first asked for: torch and transformers take
 seconds, and neither `h2okv --help` nor a Budget needs them."""

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import h2okv.policy
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 HEADS, GROUPS, LENGTH, SIZE = 2, 3, 40, 8
 
@@ -26,10 +28,9 @@ def prompt(rules):
     query = torch.randn(1, HEADS * GROUPS, LENGTH, SIZE, generator=generator)
     key, value = torch.randn(2, 1, HEADS, LENGTH, SIZE, generator=generator)
     weight = torch.randn(24, HEADS * GROUPS * SIZE, generator=generator)
-    budget = SimpleNamespace(total=torch.tensor(20), recent=5, sink=4)
-    model = SimpleNamespace(o_proj=SimpleNamespace(weight=weight))
-    layer = SimpleNamespace(state=budget, owner=lambda: model)
-    return rules.Prompt(layer, SimpleNamespace(query=query, value=value, scale=0.5), key)
+    module = SimpleNamespace(o_proj=SimpleNamespace(weight=weight))
+    block = SimpleNamespace(query=query, key=key, value=value, scale=0.5, module=module)
+    return rules.Prompt(block, heavy=11)
 
 
 def softmax(prompt, head, group, row, left_out=None):
@@ -78,10 +79,24 @@ def test_a_mixture_of_two_scales(prompt):
 
 
 def test_a_value_is_as_large_as_what_it_adds_to_the_stream(prompt):
-    weight = prompt.layer.owner().o_proj.weight
+    weight = prompt.module.o_proj.weight
     added = []
     for head in range(GROUPS, 2 * GROUPS):  # those of KV head 1
         values = torch.zeros(LENGTH, HEADS * GROUPS, SIZE)
         values[:, head] = prompt.values[1]
         added.append((values.flatten(1) @ weight.T).abs().sum(-1))
     torch.testing.assert_close(prompt.output_norms()[1], torch.stack(added).mean(0))
+
+
+def test_a_formula_is_a_rule_of_a_cache(rules, make_llama, monkeypatch):
+    monkeypatch.setattr(h2okv.policy, "_RULES", dict(h2okv.policy._RULES))
+    rules.paper_rule("sum")
+    model = make_llama()
+    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(3))
+    caches = [h2okv.H2OCache(model.config, 8, 4, policy=name) for name in ("sum", "h2o")]
+    for cache in caches:
+        h2okv.prefill(model, ids, cache)
+        cache.check_integrity()
+    for layer in range(len(caches[0].layers)):
+        positions = [cache.kept_positions(layer).sort(-1).values for cache in caches]
+        assert torch.equal(*positions)

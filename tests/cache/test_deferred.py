@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import StaticCache
 
 import h2okv
-import h2okv.cache.slots as slots
+import h2okv.cache.deferred_steps as deferred_steps
 from h2okv.cache.layer import CacheLayer
 from h2okv.config import TokenBudget
 from h2okv.policy import Policy
@@ -58,14 +58,21 @@ def _same(cache, other):
     ],
 )
 @pytest.mark.parametrize("batch", [1, 2])
-def test_it_changes_nothing(make_llama, monkeypatch, options, batch):
+def test_deferred_steps_equal_steps_ended_layer_by_layer(make_llama, monkeypatch, options, batch):
     model = make_llama(layers=3)
     ids = torch.randint(3, 97, (batch, LENGTH + STEPS), generator=torch.Generator().manual_seed(1))
+    ended, end = [], deferred_steps.DeferredSteps._end_alike
+    monkeypatch.setattr(
+        deferred_steps.DeferredSteps,
+        "_end_alike",
+        lambda steps, *args: (ended.append(args), end(steps, *args)),
+    )
     together, logits = _read(model, ids, **options)
-    assert together.layers[0].rules is not None or options == {"policy": "random"}
-    monkeypatch.setattr(slots, "_MOST_DEFERRED", 0)
+    assert ended or options == {"policy": "random"}
+    monkeypatch.setattr(deferred_steps, "_LARGEST", 0)
+    count = len(ended)
     alone, expected = _read(model, ids, **options)
-    assert alone.layers[0].rules is None
+    assert len(ended) == count
     assert torch.equal(logits, expected)
     assert _same(together, alone)
     together.check_integrity()
@@ -122,7 +129,7 @@ def test_each_layer_does_what_it_does_alone(make_llama, monkeypatch, options, ch
     for index, args, expected in read:
         layer = alone[index].layers[index]
         if not layer.is_initialized:
-            layer.learn_rotation(together.layers[index].text_rotation)
+            layer.learn_rotation(together.layers[index].rotations.text)
             layer.lazy_initialization(*args[1:3])
         assert torch.equal(attend(layer, *args), expected)
     for index, cache in enumerate(alone):
@@ -130,23 +137,23 @@ def test_each_layer_does_what_it_does_alone(make_llama, monkeypatch, options, ch
         assert torch.equal(cache.scores(index), together.scores(index))
 
 
-def test_whoever_looks_in_the_midst_of_a_forward_sees_ended_steps(make_llama, monkeypatch):
+def test_a_copy_in_the_middle_of_a_forward_has_ended_steps(make_llama, monkeypatch):
     model = make_llama(layers=3)
     ids = torch.randint(3, 97, (1, LENGTH + STEPS), generator=torch.Generator().manual_seed(2))
     cache, _ = _read(model, ids[:, :-1])
     layer, seen = cache.layers[1], {}
 
     def look(*_):
-        assert layer.is_deferred
+        assert layer.deferred.is_pending
         seen["copy"] = pickle.loads(pickle.dumps(layer)).state.positions
         seen["state"] = layer.state.positions.clone()
-        assert not layer.is_deferred
+        assert not layer.deferred.is_pending
 
     hook = model.model.layers[1].register_forward_hook(look)
     with torch.no_grad():
         model(ids[:, -1:], past_key_values=cache)
     hook.remove()
-    monkeypatch.setattr(slots, "_MOST_DEFERRED", 0)
+    monkeypatch.setattr(deferred_steps, "_LARGEST", 0)
     alone, _ = _read(model, ids)
     assert _same(cache, alone)
     assert torch.equal(seen["state"], seen["copy"])

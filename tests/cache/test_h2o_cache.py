@@ -245,7 +245,7 @@ def test_a_cache_that_fills_while_decoding_is_known_to_be_full(model, positions)
     mask = torch.ones(1, 20, dtype=torch.long)
     read(model, cache, length=3)
     for step in range(3, 14):
-        assert [layer.is_full for layer in cache.layers] == [step > 10] * len(cache.layers)
+        assert [layer.slots.is_full for layer in cache.layers] == [step > 10] * len(cache.layers)
         padded = mask.clone()[:, : step + 1]
         if step == 5:
             padded[:, -1] = 0  # a step that adds nothing

@@ -96,7 +96,7 @@ def test_padded_sequences_have_budgets_of_their_own(make_llama, kept_sets):
     )
     assert kept_sets(cache) == kept_sets(simulated)
     torch.testing.assert_close(dropped[:, 15:], masked[:, 15:], atol=2e-4, rtol=1e-4)
-    assert bool((cache.layers[0].state.owner[1] == NO_HEAD).any())  # the longer one has more
+    assert bool((cache.layers[0].state.head_of_slot[1] == NO_HEAD).any())  # the longer one has more
     alone = h2okv.H2OCache(model.config, 0.2, 0.1, layer_budgets=FACTORS)
     own = run(model, alone, input_ids[1:, 15:], [25, *[1] * 12, 8])
     torch.testing.assert_close(dropped[1:, 15:], own, atol=2e-4, rtol=1e-4)
@@ -178,9 +178,9 @@ def test_slots_are_shared_by_budget():
         ((1.0, (1.0, 1.0), 1.0), {}, "layer_budgets has numbers and lists"),
         (((1.0, "much"),) * 3, {}, "are no factors"),
         (((1.0, 1.0),) * 2, {}, "layer_budgets has 2 factors, and the model 3 layers"),
-        (FACTORS, {"positions": "rolling"}, "positions='rolling' needs heads that hold alike"),
-        (FACTORS, {"policy": "snapkv"}, "policy='snapkv' needs heads that hold alike"),
-        (FACTORS, {"policy": "recent"}, "policy='recent' needs heads that hold alike"),
+        (FACTORS, {"positions": "rolling"}, "positions='rolling' needs heads with equal budgets"),
+        (FACTORS, {"policy": "snapkv"}, "policy='snapkv' needs heads with equal budgets"),
+        (FACTORS, {"policy": "recent"}, "policy='recent' needs heads with equal budgets"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make_llama, factors, options, message):
@@ -202,4 +202,6 @@ def test_slots_grow_with_the_text(make_llama, kept_sets, options):
     run(model, cache, input_ids[:, 20:], [1] * 230)
     assert small < 0.6 * cache.nbytes
     first = cache.layers[0]
-    assert first.is_full and first.state.num_slots == int(first.state.total.sum(dim=1).max()) + 2
+    assert (
+        first.slots.is_full and first.state.num_slots == int(first.state.total.sum(dim=1).max()) + 2
+    )

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis_examples import examples
 
 import h2okv
+from h2okv.policy import Sees
 from h2okv.policy.scoring import power
 
 SPANS = ((3, 6), (9, 11))
@@ -61,18 +62,19 @@ def missing(sets):
 def test_pins_stay_and_dropping_equals_masking(
     make_llama, kept_sets, policy, scoring, kv_heads, sink, pads, chunk, rolls, blocks, seed
 ):
-    made = h2okv.policy.get_policy(policy)
+    rule = h2okv.policy.get_rule(policy)
     model, blocks = make_llama(kv_heads=kv_heads, seed=seed), [30, *blocks, 1]
     input_ids = tokens(seed, len(pads), sum(blocks))
-    can_roll = not (made.prompt_only or made.uses_keys)
+    decides_once = rule.sees is Sees.WINDOW
+    can_roll = not (decides_once or rule.sees is Sees.KEYS)
     results = []
     for simulate in (False, True):
         cache = h2okv.H2OCache(
             model.config, 8, 3, sink,
             policy=policy,
-            scoring=scoring if made.uses_scores and not made.prompt_only else "sum",
+            scoring=scoring if rule.uses_scores and not decides_once else "sum",
             positions="rolling" if rolls and can_roll else "original",
-            prefill_chunk=None if made.prompt_only else chunk,
+            prefill_chunk=None if decides_once else chunk,
             simulate=simulate,
         )  # fmt: skip
         cache.pin(SPANS)

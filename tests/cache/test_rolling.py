@@ -326,7 +326,7 @@ def test_the_models_own_rounding_is_undone(make_llama):
     cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), place)
     factors = torch.stack([cos[..., :8], sin[..., :8]], dim=-1).float()
     key = torch.randn(1, 1, 9, 16)
-    undo = cache.layers[0].rotation.of_text(place)
+    undo = cache.layers[0].rotations.rolling.of_text(place)
     torch.testing.assert_close(rotate(rotate(key, factors), undo), key, atol=1e-5, rtol=1e-5)
 
 

@@ -8,7 +8,7 @@ from hypothesis_examples import examples
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import h2okv
-from h2okv.policy.scoring import SCORINGS
+from h2okv.config import SCORINGS
 
 DECAYED_NORM = "value_norm with decay"
 VARIANTS = [*SCORINGS[1:], DECAYED_NORM]
@@ -264,7 +264,9 @@ def test_saved_forked_and_selected_rows_go_on(make_llama, kept_sets, tmp_path, s
     run(model, cache, input_ids[:, :40], ones[:, :40], [30, *[1] * 10])
     cache.save(tmp_path / "c")
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
-    assert loaded.scoring == cache.scoring and loaded.nbytes == cache.nbytes
+    assert type(loaded.rule.scoring) is type(cache.rule.scoring)
+    assert loaded.rule.scoring.decay == cache.rule.scoring.decay
+    assert loaded.nbytes == cache.nbytes
     twin = cache.fork(2)
     twin.batch_select_indices(torch.tensor([3, 0]))  # the second row, then the first
 
@@ -296,9 +298,8 @@ def test_the_sum_needs_nothing_else(make_llama):
     cache = h2okv.H2OCache(model.config, 5, 5)
     run(model, cache, input_ids, torch.ones_like(input_ids), [40])
     layer = cache.layers[0]
-    assert layer.is_plain and layer.state.norms is None
-    assert layer._query_weights(None, 40) is None
-    assert layer._decayed(layer.state.scores, None, 1) is layer.state.scores
+    assert layer.rule.is_plain_sum and layer.state.value_weights is None
+    assert layer._decayed(layer.state.scores, 1) is layer.state.scores
 
 
 @pytest.mark.parametrize(
@@ -306,13 +307,28 @@ def test_the_sum_needs_nothing_else(make_llama):
     [
         ({"scoring": "means"}, "scoring 'means' is unknown; did you mean mean"),
         ({"scoring": "l2"}, "scoring 'l2' is unknown; choose from sum, mean, decay"),
-        ({"scoring": "decay", "decay": 0.0}, "decay=0.0 is out of range"),
-        ({"scoring": "decay", "decay": 1.01}, "decay=1.01 is out of range"),
-        ({"scoring": "decay", "decay": float("nan")}, "decay=nan is out of range"),
-        ({"scoring": "decay", "decay": True}, "decay=True is out of range"),
+        (
+            {"scoring": "decay", "decay": 0.0},
+            "decay must be a factor .* got 0.0",
+        ),
+        (
+            {"scoring": "decay", "decay": 1.01},
+            "decay must be a factor .* got 1.01",
+        ),
+        (
+            {"scoring": "decay", "decay": float("nan")},
+            "decay must be a factor .* got nan",
+        ),
+        (
+            {"scoring": "decay", "decay": True},
+            "decay must be a factor .* got True",
+        ),
         ({"decay": 0.9}, "decay=0.9 has no effect with scoring='sum'"),
         ({"scoring": "mean", "decay": 0.9}, "decay=0.9 has no effect with scoring='mean'"),
-        ({"scoring": "value_norm", "decay": 2.0}, "decay=2.0 is out of range"),
+        (
+            {"scoring": "value_norm", "decay": 2.0},
+            "decay must be a factor .* got 2.0",
+        ),
         ({"scoring": "mean", "policy": "recent"}, "no effect with policy='recent'"),
         ({"scoring": "decay", "policy": "random"}, "no effect with policy='random'"),
     ],

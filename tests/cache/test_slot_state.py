@@ -104,9 +104,9 @@ def test_taking_slots_in_their_order_changes_nothing(make_llama, kept_sets, dtyp
         if step == 10:
             for cache in (in_order, searched):
                 CHANGES[change](model, cache)
-        counts.append(in_order.layers[0].filled)
+        counts.append(in_order.layers[0].slots.filled)
         for layer in searched.layers:
-            layer.filled = None
+            layer.slots.filled = None
         own = tokens(1, batch=in_order.layers[0].batch_size, seed=step)
         made, expected = (model(own, past_key_values=c).logits for c in (in_order, searched))
         torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-4)
@@ -185,10 +185,11 @@ def test_a_move_asks_the_model_anew_how_it_rotates(make_llama):
     with torch.no_grad():
         model(tokens(30), past_key_values=cache)
     layer = cache.layers[0]
-    assert layer.rotation is not None and layer.rotary is not None
+    assert layer.rotations.rolling is not None and layer.rotations.tables is not None
     layer.move(torch.device("meta"))
-    assert layer.rotation is None and layer.rotary is None and layer.operations is None
-    assert not layer.knows_rotation
+    assert layer.rotations.rolling is None and layer.rotations.tables is None
+    assert layer.slots.operations is None
+    assert not layer.rotations.is_known
     held = [*layer.state.tensors().values(), layer.cumulative_length]
     assert {tensor.device.type for tensor in held} == {"meta"}
 
@@ -217,7 +218,7 @@ def test_sequences_are_selected_put_together_and_copied(bits):
     )
 
 
-def test_nobody_asks_a_layer_by_attribute_name():
+def test_no_getattr_on_layers():
     source = Path(h2okv.__file__).parent
     asked = re.compile(r"(?:getattr|hasattr|setattr)\((?:layer|upper|lower|own)\b")
     found = [

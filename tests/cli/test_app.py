@@ -14,7 +14,7 @@ from h2okv.cli.args import helps, memory
 from h2okv.cli.bench import RUNNERS, SHAPES
 from h2okv.cli.eval import COMPRESSIONS, EXPERIMENTS
 from h2okv.config import BEST, PER_QUERY, POLICIES, SCORED, SCORINGS
-from h2okv.policy import get_policy, scoring
+from h2okv.policy import Sees, get_rule, scoring_names
 
 _HEAVY = """
 import json, sys
@@ -47,9 +47,16 @@ def test_every_command_has_its_line_and_an_example(h2okv_command, name):
 def test_names_that_are_written_down_are_those_that_exist():
     assert (*h2okv.policy_names(dropping=True), BEST) == POLICIES
     assert h2okv.policy_names() == (*POLICIES[:-1], *PER_QUERY)
-    made = {name: get_policy(name) for name in POLICIES[1:-1]}
-    assert tuple(n for n, p in made.items() if p.uses_scores and not p.prompt_only) == SCORED
-    assert tuple(scoring.SCORINGS) == SCORINGS
+    rules = {name: get_rule(name) for name in POLICIES[1:-1]}
+    assert (
+        tuple(
+            name
+            for name, rule in rules.items()
+            if rule.uses_scores and rule.sees is not Sees.WINDOW
+        )
+        == SCORED
+    )
+    assert scoring_names() == SCORINGS
     from h2okv.analysis.measurements import MEASUREMENTS as measurements
     from h2okv.benchmarking.caches import RUNNERS as runners
     from h2okv.benchmarking.model import SHAPES as shapes

@@ -47,7 +47,7 @@ OPTIONS = {
     "amount that is not finite": (("--heavy", "nan"), ("--heavy 'nan'",)),
     "unknown policy": (("--policy", "h2"), ("policy 'h2'", "sink_recent")),
     "unknown scoring": (("--scoring", "means"), ("scoring 'means'", "mean")),
-    "decay above 1": (("--scoring", "decay", "--decay", "1.5"), ("decay=1.5", "0.995")),
+    "decay above 1": (("--scoring", "decay", "--decay", "1.5"), ("got 1.5", "0.995")),
     "decay without its scoring": (("--decay", "0.9"), ("decay=0.9", "scoring='decay'")),
     "scoring of no use": (
         ("--scoring", "mean", "--policy", "recent"),

@@ -240,7 +240,7 @@ def test_what_cannot_roll_keeps_its_positions_and_says_so_once(chat, monkeypatch
     # Some models tell only when they attend.
     class Unrollable(h2okv.H2OCache):
         def update(self, *args, **kwargs):
-            if self.rule.rolls:
+            if self.position_rule.rolls:
                 raise ValueError("positions='rolling': cannot find out how it turns its keys.")
             return super().update(*args, **kwargs)
 

@@ -24,7 +24,7 @@ def budget(amount, **options):
 @pytest.mark.parametrize("config", [CacheConfig("full"), budget(1.0), budget(None, policy="h2o")])
 def test_a_budget_of_100_percent_is_the_full_cache(config, subject):
     assert config.label == "full"
-    assert not make_cache(config, subject.config).policy.evicts
+    assert not make_cache(config, subject.config).rule.evicts
 
 
 def test_full_caches_have_one_identity_for_all_options(subject):
@@ -55,7 +55,7 @@ def test_rolling_positions_are_read_in_blocks(subject):
 
 def test_a_seed_reaches_the_cache(subject):
     config = CacheConfig("random", 4, 4)
-    assert make_cache(config, subject.config, 7).policy.seed == 7
+    assert make_cache(config, subject.config, 7).rule.seed == 7
 
 
 def test_weights_are_loaded_when_they_are_needed(subject):

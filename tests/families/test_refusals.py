@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 import h2okv
-from h2okv.cache.validation import REFUSED
+from h2okv.cache.support import REFUSED
 from h2okv.integration.attention import h2o_attention
 
 _SMALL = {

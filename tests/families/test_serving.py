@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.cache.validation import window_by_length
+from h2okv.cache.support import window_by_length
 
 LENGTHS = (40, 9, 26)
 NO_ROWS = {"llama4_text", "lfm2", "qwen3_next", "falcon_h1", "bamba", "granitemoehybrid", "jamba"}

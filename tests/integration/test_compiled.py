@@ -74,7 +74,7 @@ def test_a_cache_that_fills_costs_one_more_graph(make_llama, counter):
         trial = counter.frame_count
         cache = h2okv.H2OCache(model.config, heavy=20, recent=20)
         model.generate(prompt(), past_key_values=cache, max_new_tokens=40, do_sample=False)
-    assert all(layer.is_full for layer in cache.layers)
+    assert all(layer.slots.is_full for layer in cache.layers)
     assert counter.frame_count - trial == 2
 
 

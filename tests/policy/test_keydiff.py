@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.policy.keydiff import KeyDiffPolicy
+from h2okv.policy import Sees
+from h2okv.policy.keydiff import KeyDiff
 
 
 def kept_by_definition(keys, budget):
@@ -89,27 +90,18 @@ def test_no_scores_are_made_of_a_prompt(make_llama):
 
 
 def test_a_policy_without_its_ranking_says_so():
-    class Bare(h2okv.Policy):
+    class Bare(h2okv.Rule):
         name = "bare"
-        uses_keys = True
+        sees = Sees.KEYS
 
-    with pytest.raises(NotImplementedError, match="'bare' has uses_keys, so add key_priority"):
+    with pytest.raises(NotImplementedError, match="'bare' sees keys, so add key_priority"):
         Bare().key_priority(torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 2))
-
-
-def test_a_policy_looks_at_keys_or_at_scores(make_llama):
-    class Both(KeyDiffPolicy):
-        name = "both"
-        uses_scores = True
-
-    with pytest.raises(ValueError, match="set uses_scores = False"):
-        h2okv.H2OCache(make_llama().config, policy=Both())
 
 
 def test_an_empty_slot_has_no_say():
     keys = torch.randn(1, 1, 5, 8)
     positions = torch.tensor([[[0, 1, -1, 2, 3]]], dtype=torch.int32)
     taken = [0, 1, 3, 4]
-    ranks = KeyDiffPolicy().key_priority(keys, positions)[..., taken]
-    alone = KeyDiffPolicy().key_priority(keys[:, :, taken], positions[..., taken])
+    ranks = KeyDiff().key_priority(keys, positions)[..., taken]
+    alone = KeyDiff().key_priority(keys[:, :, taken], positions[..., taken])
     torch.testing.assert_close(ranks, alone)

@@ -8,8 +8,8 @@ from hypothesis_examples import examples
 
 import h2okv
 from h2okv.config import TokenBudget
-from h2okv.policy import get_policy
-from h2okv.policy.strided import FixedPolicy, power_of_two_from
+from h2okv.policy import get_rule
+from h2okv.policy.strided import Fixed, power_of_two_from
 
 NAMES = ["strided", "strided_heavy", "fixed", "fixed_heavy"]
 
@@ -48,16 +48,16 @@ def pattern_of(policy, newest, limit):
 @settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(newest=st.integers(0, 3000), limit=st.integers(0, 90))
 def test_the_strided_pattern(newest, limit):
-    assert pattern_of(get_policy("strided"), newest, limit) == strided(newest, limit)
+    assert pattern_of(get_rule("strided"), newest, limit) == strided(newest, limit)
 
 
 @settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(newest=st.integers(0, 3000), limit=st.integers(0, 90), cells=st.sampled_from([1, 3, 8]))
 def test_the_fixed_pattern(newest, limit, cells):
-    assert pattern_of(FixedPolicy(cells), newest, limit) == fixed(newest, limit, cells)
+    assert pattern_of(Fixed(cells), newest, limit) == fixed(newest, limit, cells)
 
 
-@pytest.mark.parametrize("policy", [get_policy("strided"), FixedPolicy(), FixedPolicy(3)])
+@pytest.mark.parametrize("policy", [get_rule("strided"), Fixed(), Fixed(3)])
 @pytest.mark.parametrize("limit", [1, 7, 20])
 def test_what_leaves_a_pattern_stays_out_and_there_is_always_room(policy, limit):
     before = None
@@ -85,7 +85,7 @@ def test_powers_of_two():
     ],
 )
 def test_how_the_budget_is_divided(name, parts):
-    assert get_policy(name).allocate_budget(TokenBudget(sink=2, heavy=5, recent=7)) == parts
+    assert get_rule(name).allocate_budget(TokenBudget(sink=2, heavy=5, recent=7)) == parts
 
 
 @torch.no_grad()
@@ -152,8 +152,8 @@ def test_saved_and_forked_caches_keep_their_pattern(make_llama, kept_sets, tmp_p
 
 @pytest.mark.parametrize("cells", [0, -1, 2.0, True])
 def test_cells_that_make_no_sense(cells):
-    with pytest.raises(ValueError, match="cells="):
-        FixedPolicy(cells)
+    with pytest.raises(ValueError, match="cells must be an int of 1 or more, got"):
+        Fixed(cells)
 
 
 def test_a_pattern_has_no_use_for_scores(make_llama):

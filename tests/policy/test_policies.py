@@ -5,7 +5,7 @@ import torch
 
 import h2okv
 from h2okv.config import TokenBudget
-from h2okv.policy import get_policy
+from h2okv.policy import Sees, get_rule
 
 
 class Oldest(h2okv.Policy):
@@ -32,7 +32,7 @@ def policy(request):
 
 
 def generate(model, policy, batch=1, length=40, **options):
-    options.setdefault("simulate", get_policy(policy).per_query)
+    options.setdefault("simulate", get_rule(policy).sees is Sees.EACH_QUERY)
     cache = h2okv.H2OCache(model.config, heavy=5, recent=5, policy=policy, **options)
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(2, 97, (batch, length), generator=generator)
@@ -63,11 +63,11 @@ def test_equals_the_simulation(make_llama, kept_sets, policy):
 
 def test_allocates_the_whole_budget(policy):
     budget = TokenBudget(sink=2, heavy=5, recent=7)
-    assert get_policy(policy).allocate_budget(budget).total == budget.total
+    assert get_rule(policy).allocate_budget(budget).total == budget.total
 
 
 def test_priority_is_elementwise_over_rows(policy):
-    policy = get_policy(policy)
+    policy = get_rule(policy)
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(3, 2, 9, generator=generator)
     positions = torch.randint(0, 50, (3, 2, 9), generator=generator, dtype=torch.int32)
@@ -95,7 +95,12 @@ def test_recent_keeps_the_newest(make_llama):
 
 @pytest.mark.parametrize("policy", POLICIES, ids=name_of)
 def test_sinks_stay_whatever_the_policy(make_llama, policy):
-    options = {"heavy": 4, "recent": 4, "sink": 3, "simulate": get_policy(policy).per_query}
+    options = {
+        "heavy": 4,
+        "recent": 4,
+        "sink": 3,
+        "simulate": get_rule(policy).sees is Sees.EACH_QUERY,
+    }
     for head in kept(make_llama(), policy, **options)[0]:
         assert head >= {0, 1, 2}
 
@@ -149,7 +154,7 @@ def test_random_depends_on_the_seed_and_on_nothing_else(make_llama):
 
 def test_random_is_uniform():
     """Each of 1,000 entries is among the lowest tenth about a tenth of the time."""
-    policy = get_policy("random")
+    policy = get_rule("random")
     positions = torch.arange(1000, dtype=torch.int32).view(1, 1, -1)
     draws = torch.stack(
         [
@@ -172,5 +177,5 @@ def test_a_registered_policy_has_a_name_of_its_own():
     class Impostor(Oldest):
         name = "h2o"
 
-    with pytest.raises(ValueError, match="'h2o' is taken by H2OPolicy"):
+    with pytest.raises(ValueError, match="'h2o' is taken by H2O"):
         h2okv.register_policy(Impostor)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.policy import get_policy
-from h2okv.policy.snapkv import SnapKVPolicy
+from h2okv.policy import get_rule
+from h2okv.policy.snapkv import SnapKV
 
 
 def tokens(length, seed=0, batch=1):
@@ -39,9 +39,7 @@ def test_the_published_selection(
     make_llama, kept_sets, first_layer, heavy, window, kernel, kv_heads, simulate
 ):
     model, ids = make_llama(layers=1, kv_heads=kv_heads), tokens(70)
-    cache = h2okv.H2OCache(
-        model.config, heavy, window, policy=SnapKVPolicy(kernel), simulate=simulate
-    )
+    cache = h2okv.H2OCache(model.config, heavy, window, policy=SnapKV(kernel), simulate=simulate)
     read(model, cache, ids)
     query, key = first_layer(model, ids)
     for head, own in enumerate(query.unflatten(0, (kv_heads, -1))):
@@ -73,11 +71,11 @@ def test_a_long_answer_is_the_same_by_masking(make_llama):
 
 def test_saved_forked_and_selected_caches_go_on(make_llama, kept_sets, tmp_path):
     model, ids = make_llama(), tokens(60, batch=2)
-    cache = h2okv.H2OCache(model.config, 8, 8, policy=SnapKVPolicy(3))
+    cache = h2okv.H2OCache(model.config, 8, 8, policy=SnapKV(3))
     read(model, cache, ids[:, :40], ids[:, 40:41], ids[:, 41:45])
     cache.save(tmp_path / "c")
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
-    assert loaded.policy.kernel == 3
+    assert loaded.rule.kernel == 3
     swapped = cache.fork(1)
     swapped.batch_select_indices(torch.tensor([1, 0]))
     steps = ids[:, 45:].split(1, dim=1)
@@ -103,7 +101,7 @@ def test_neighbours_are_positions_wherever_they_lie():
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(1, 1, 12, generator=generator)
     positions = torch.arange(12, dtype=torch.int32).view(1, 1, -1)
-    newest, policy = torch.tensor([[[11]]]), get_policy("snapkv")
+    newest, policy = torch.tensor([[[11]]]), get_rule("snapkv")
     in_order = policy.priority(scores, positions, newest, 0)
     shuffle = torch.randperm(12, generator=generator)
     anywhere = policy.priority(scores[..., shuffle], positions[..., shuffle], newest, 0)
@@ -114,8 +112,8 @@ def test_neighbours_are_positions_wherever_they_lie():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefill_chunk": 16}, "must come as one block; leave out prefill_chunk=16"),
-        ({"positions": "rolling"}, "keeps all that follows the prompt"),
+        ({"prefill_chunk": 16}, "needs it as one block; leave out prefill_chunk=16"),
+        ({"positions": "rolling"}, "keeps every token after the prompt"),
         ({"scoring": "decay"}, "counts the attention of its own window"),
     ],
 )
@@ -134,5 +132,5 @@ def test_half_a_prompt_is_refused(make_llama):
 
 @pytest.mark.parametrize("kernel", [0, 4, 2.0, True])
 def test_kernels_that_make_no_sense(kernel):
-    with pytest.raises(ValueError, match="kernel="):
-        SnapKVPolicy(kernel)
+    with pytest.raises(ValueError, match="kernel must be an odd int of 1 or more, got"):
+        SnapKV(kernel)

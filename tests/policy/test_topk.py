@@ -102,7 +102,9 @@ def test_room_for_all_is_full_attention(make_llama, policy):
 @pytest.mark.parametrize("policy", ["topk", "topk_heavy"])
 def test_it_cannot_drop_anything(make_llama, policy):
     config = make_llama().config
-    with pytest.raises(ValueError, match=f"policy='{policy}' chooses anew.*simulate=True"):
+    with pytest.raises(
+        ValueError, match=f"policy='{policy}' chooses for every query.*simulate=True"
+    ):
         h2okv.H2OCache(config, policy=policy)
     with pytest.raises(ValueError, match="evicts nothing"):
         h2okv.H2OCache(config, policy=policy, simulate=True, positions="rolling")

@@ -86,7 +86,7 @@ def test_the_setting_is_a_cache_config():
         ({"policy": "full"}, "leave the h2okv setting out for a full cache"),
         (SETTING | {"policy": "snapkv"}, "keeps more with every token"),
         (SETTING | {"policy": "keydiff"}, "ranks by keys"),
-        (SETTING | {"policy": "topk"}, "chooses anew for every query"),
+        (SETTING | {"policy": "topk"}, "chooses for every query"),
         (SETTING | {"policy": "recent", "scoring": "mean"}, "has no effect"),
         (SETTING | {"positions": "rolling"}, "use positions='original'"),
         (SETTING | {"kv_bits": 8}, "kv_bits=8"),

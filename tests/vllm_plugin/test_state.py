@@ -154,7 +154,7 @@ def test_model_rotation_equals_the_caches():
     cache = h2okv.H2OCache(MODEL, 5, 4, scoring="expected")
     with h2okv.enable(model), torch.inference_mode():
         model(torch.randint(9, (1, 20)), past_key_values=cache)
-    expected = cache.layers[LAYER].text_rotation
+    expected = cache.layers[LAYER].rotations.text
     rotation = model_rotation(MODEL, torch.float32, in_halves=True)
     assert (rotation.width, rotation.layout) == (expected.width, expected.layout)
     positions, end = torch.arange(20).unsqueeze(0), torch.tensor([[35]])

@@ -18,7 +18,7 @@ from transformers import (
 
 from h2okv.cache import H2OCache
 from h2okv.cache.layer import CacheLayer
-from h2okv.cache.validation import check_model
+from h2okv.cache.support import check_model
 from h2okv.integration.attention import h2o_mask, plain_attention
 from h2okv.integration.enable import input_device
 

@@ -15,7 +15,7 @@ from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.config import TokenBudget
 from h2okv.integration.enable import enable, input_device
-from h2okv.policy import Policy
+from h2okv.policy import Rule
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def split_budget(total: int) -> TokenBudget:
 def follow(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
-    policy: str | Policy,
+    policy: str | Rule,
     budget: TokenBudget,
     first: int | None = None,
     recorded: int = 0,
@@ -154,7 +154,7 @@ def durations(gone_at: np.ndarray, recent: int, first: int) -> np.ndarray:
     return (np.minimum(gone_at, length) - 1 - leaves)[..., candidates].clip(min=0)
 
 
-class GlobalPolicy(Policy):
+class GlobalPolicy(Rule):
     """Rank entries by the attention of the whole text, including the future (paper, section 3.3).
 
     ``scores`` is float ``[L, H, T]`` for ``layers`` in order, attention received from all queries.

@@ -20,7 +20,7 @@ from h2okv.analysis.ablation import dense_losses
 from h2okv.analysis.attention_stats import Tick, full_attention_layers, no_tick, of_layers
 from h2okv.analysis.eviction_trace import GlobalPolicy, follow, split_budget
 from h2okv.integration.chat_template import encode
-from h2okv.policy import Policy
+from h2okv.policy import Rule
 from h2okv.records import Record, Row, atomic_write, check_settings, refusing, write_json
 
 Tables = dict[str, list[Row]]
@@ -125,7 +125,7 @@ class Study:
 
     def _run(self, policy: str, share: float, tick: Tick = no_tick) -> dict[str, np.ndarray]:
         def compute() -> dict[str, np.ndarray]:
-            subject: str | Policy = policy
+            subject: str | Rule = policy
             if policy == GlobalPolicy.name:
                 subject = GlobalPolicy(self.accumulated().sum(axis=2), self.layers)
             budget = split_budget(self.tokens(share))

@@ -30,7 +30,7 @@ from h2okv.benchmarking.model import Footprint, ModelSource, speedup_limit
 from h2okv.benchmarking.results import interleaved, quartiles, ratios, triple
 from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
-from h2okv.cache.validation import context_window
+from h2okv.cache.support import context_window
 from h2okv.config import CacheConfig, Positions
 from h2okv.console import check_least
 from h2okv.engine.memory import available_bytes

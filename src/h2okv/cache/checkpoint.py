@@ -7,25 +7,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from h2okv.cache.layer import CacheLayer
-from h2okv.cache.slot_state import ordinary_tensors
-from h2okv.cache.validation import check_loaded, config_of, unwrap
+from h2okv.cache.base_layer import BaseLayer
+from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
+from h2okv.cache.support import config_of, unwrap
+from h2okv.cache.validation import check_loaded
 from h2okv.config import CacheConfig, TokenBudget
-from h2okv.policy import Policy, get_policy
+from h2okv.policy import Rule, get_rule
 from h2okv.records import atomic_write, refusing
-
-if TYPE_CHECKING:
-    from h2okv.cache.h2o_cache import H2OCache
-
 
 CONTRACT = 1  # counts up when older entries would be evicted by another rule
 FORMAT = 2  # counts up when the file is laid out differently; 1 had no number
@@ -37,10 +34,12 @@ _VOLATILE = (
     "id2label", "label2id", "problem_type", "initializer_range", "attention_dropout",
     "chunk_size_feed_forward",
 )  # fmt: skip
+# Fields of a state that have another name in files.
+_FILE_NAMES = {"value_weights": "norms", "head_of_slot": "owner"}
 _DTYPES = {"float32", "bfloat16", "float16", "float64"}
 
 
-def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
+def save_cache(cache: Any, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
     """Writes a cache to a safetensors file, at once or not at all."""
     cache.check_integrity()
     if cache.num_seen_tokens == 0:
@@ -57,10 +56,10 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
         "config": config_identity(cache.config),
         "cache_config": cache.cache_config.to_dict(),
         "simulate": cache.simulate,
-        "policy": {"name": cache.policy.name, "settings": vars(cache.policy)},
+        "policy": {"name": cache.cache_config.policy, "settings": _settings(cache.rule)},
         "layers": layers,
     }
-    problem = f"policy={cache.policy.name!r} or the notes hold something that is no JSON"
+    problem = f"policy={cache.rule.name!r} or the notes hold something that is no JSON"
     remedy = "keep plain numbers and texts in them, or this cache in memory."
     with refusing(problem, remedy, TypeError):
         metadata = {_KEY: json.dumps(head), _NOTES: json.dumps(dict(notes or {}))}
@@ -72,8 +71,11 @@ def save_cache(cache: H2OCache, path: str | Path, notes: Mapping[str, str] | Non
 
 def _layer_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """What a file must hold of a layer to go on from there: tensors, and values for the header."""
-    if isinstance(layer, CacheLayer):
-        tensors = layer.state.tensors() | {"cumulative_length": layer.cumulative_length}
+    if isinstance(layer, BaseLayer):
+        tensors = {
+            _FILE_NAMES.get(name, name): tensor for name, tensor in layer.state.tensors().items()
+        }
+        tensors["cumulative_length"] = layer.cumulative_length
         return tensors, {
             "budgets": [astuple(own) for own in layer.state.budgets],
             "weights": layer.weights(),
@@ -121,11 +123,11 @@ def read_notes(path: str | Path) -> dict[str, str]:
 
 
 def load_cache(
-    cache_class: type[H2OCache],
+    cache_class: Any,
     path: str | Path,
     model: PreTrainedModel | PreTrainedConfig | None,
-    policy: Policy | None,
-) -> H2OCache:
+    policy: Rule | None,
+) -> Any:
     """Reads what `save_cache` wrote; see `H2OCache.load`."""
     head = read_head(path)
     parts = {"config": dict, "cache_config": dict, "simulate": bool, "policy": dict, "layers": list}
@@ -148,7 +150,7 @@ def load_cache(
     offloaded = base is None or base.device.type == "meta"
     with _whole(path):
         _fill(cache, path, head["layers"], torch.device("cpu") if offloaded else base.device)
-    dtype = next(layer.dtype for layer in cache.layers if isinstance(layer, CacheLayer))
+    dtype = next(layer.dtype for layer in cache.layers if isinstance(layer, BaseLayer))
     if base is not None and base.dtype != dtype:
         raise ValueError(
             f"'{path}' was saved in {dtype} and the model is in {base.dtype}; load the model "
@@ -175,18 +177,23 @@ def _whole(path: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _saved_policy(path: str | Path, saved: dict[str, Any]) -> Policy:
+def _settings(rule: Rule) -> dict[str, Any]:
+    """Return the settings of a rule's own; its scoring is the cache config's."""
+    return {name: value for name, value in vars(rule).items() if name != "scoring"}
+
+
+def _saved_policy(path: str | Path, saved: dict[str, Any]) -> Rule:
     name, settings = saved.get("name"), saved.get("settings")
     with _whole(path):
         if not isinstance(name, str) or not isinstance(settings, dict):
             raise ValueError("its header does not name a policy")
-    fresh = get_policy(name)
+    fresh = get_rule(name)
     with _whole(path):
-        kinds = {key: type(value) for key, value in vars(fresh).items()}
+        kinds = {key: type(value) for key, value in _settings(fresh).items()}
         if kinds != {key: type(value) for key, value in settings.items()}:
             raise ValueError(f"policy={name!r} has no settings {settings}")
         try:
-            return get_policy(type(fresh)(**settings), settings.get("seed", 0))
+            return get_rule(type(fresh)(**settings), settings.get("seed", 0))
         except TypeError:  # settings that its constructor does not take
             vars(fresh).update(settings)
     return fresh
@@ -216,9 +223,7 @@ def check_same_model(path: str | Path, saved: dict[str, Any], config: PreTrained
             )
 
 
-def _fill(
-    cache: H2OCache, path: str | Path, told: list[dict[str, Any]], device: torch.device
-) -> None:
+def _fill(cache: Any, path: str | Path, told: list[dict[str, Any]], device: torch.device) -> None:
     held: list[dict[str, Tensor]] = [{} for _ in cache.layers]
     if len(told) != len(held):
         raise ValueError(f"it tells of {len(told)} layers, and the model has {len(held)}")
@@ -232,27 +237,29 @@ def _fill(
             odd = set(own["tensors"]) ^ tensors.keys()
             if odd:
                 raise ValueError(f"{min(odd)} is missing, or too much")
-            fill: Any = _fill_layer if isinstance(layer, CacheLayer) else _fill_foreign
+            fill: Any = _fill_layer if isinstance(layer, BaseLayer) else _fill_foreign
             fill(layer, tensors, own["values"])
         cache.check_integrity()
-    first = next(layer for layer in cache.layers if isinstance(layer, CacheLayer))
+    first = next(layer for layer in cache.layers if isinstance(layer, BaseLayer))
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, DynamicLayer) and not _follows(layer, first):
             raise ValueError(f"layer {index} holds other tokens than the layers that evict")
 
 
-def _follows(layer: DynamicLayer, first: CacheLayer) -> bool:
+def _follows(layer: DynamicLayer, first: BaseLayer) -> bool:
     """Tells whether a layer of transformers' own holds what one of ours has seen."""
     seen = length = int(first.get_seq_length())
-    window = getattr(layer, "sliding_window", None) or 0
-    if window > 1:
-        length = min(seen, window - 1)
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window > 1:
+        length = min(seen, layer.sliding_window - 1)
     shapes = {(own.shape[0], own.shape[2]) for own in (layer.keys, layer.values)}
     return layer.get_seq_length() == seen and shapes == {(first.batch_size, length)}
 
 
-def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     seen, dtype = tensors.pop("cumulative_length"), values["dtype"]
+    for name, file_name in _FILE_NAMES.items():
+        if file_name in tensors:
+            tensors[name] = tensors.pop(file_name)
     if dtype not in _DTYPES:
         raise ValueError(f"layer {layer.layer_idx} is in {dtype}, which is no dtype of a cache")
     batch, heads, num_slots = tensors["positions"].shape
@@ -263,14 +270,16 @@ def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str,
         )
         for size in values["sizes"]
     )
-    expected = layer.empty_state(key[:, :heads], value[:, :heads]).like(batch, num_slots)
+    storage = layer.storage if layer.drops else KVStorage()
+    empty = SlotState.empty(key[:, :heads], value[:, :heads], storage)
+    expected = empty.like(batch, num_slots)
     if by_head is not None:
         expected.total = expected.total.expand(-1, len(by_head), -1)
         if layer.drops:
             expected.free_slot = expected.free_slot.expand(-1, -1, len(by_head))
     optional = {
-        "slot_mask": torch.bool, "ranks": torch.int32, "norms": torch.float32,
-        "num_static": torch.int64, "owner": torch.uint8,
+        "slot_mask": torch.bool, "ranks": torch.int32, "value_weights": torch.float32,
+        "num_static": torch.int64, "head_of_slot": torch.uint8,
     }  # fmt: skip
     for name in optional.keys() & tensors.keys():
         per_slot = expected.sink if name == "num_static" else expected.positions

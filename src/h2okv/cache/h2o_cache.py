@@ -14,16 +14,16 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from h2okv.cache import validation
+from h2okv.cache import support, validation
+from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.checkpoint import load_cache, save_cache
-from h2okv.cache.layer import CacheLayer
+from h2okv.cache.deferred_steps import DeferredSteps
+from h2okv.cache.layer import CacheLayer, SlotLayer
 from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
-from h2okv.cache.slots import SlotLayer
 from h2okv.config import MEASURED, CacheConfig, LayerBudgets, Positions, resolve_policy
-from h2okv.policy import Policy, get_policy
-from h2okv.policy.scoring import get_scoring
+from h2okv.policy import Rule, Sees, get_rule
 
 
 class H2OCache(Cache):
@@ -46,12 +46,12 @@ class H2OCache(Cache):
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens; ``None``: none, or 4 with
             ``policy="best"``.
-        policy: a name of `h2okv.policy_names()`, ``"best"`` (see `CacheConfig`) or a `Policy`
+        policy: a name of `h2okv.policy_names()`, ``"best"`` (see `CacheConfig`) or a `Rule`
             object.
         scoring: what the attention that an entry receives counts for: ``"sum"`` (H2O),
             ``"mean"`` (by the number of queries that could attend to it), ``"decay"`` (A2SF,
             arXiv 2407.20485), ``"value_norm"`` (VATP, arXiv 2406.12335) or ``"expected"`` (what a
-            block's queries would give from behind its end); see `h2okv.policy.scoring.Scoring`.
+            block's queries would give from behind its end); see `h2okv.policy`.
             ``None``: ``"sum"``, or ``"expected"`` with ``policy="best"``.
         decay: the factor in (0, 1] by which every further query lowers what was received before,
             with ``scoring="decay"`` (0.995 by default) or ``"value_norm"`` (none by default).
@@ -88,7 +88,7 @@ class H2OCache(Cache):
         recent: int | float = 0.1,
         sink: int | None = None,
         *,
-        policy: str | Policy = "h2o",
+        policy: str | Rule = "h2o",
         scoring: str | None = None,
         decay: float | None = None,
         positions: Positions = "original",
@@ -100,17 +100,16 @@ class H2OCache(Cache):
         seed: int = 0,
         layer_budgets: LayerBudgets | None = None,
     ) -> None:
-        name = policy.name if isinstance(policy, Policy) else policy
+        name = policy.name if isinstance(policy, Rule) else policy
         name, sink, scoring = resolve_policy(name, sink, scoring)
-        self.policy = get_policy(policy if isinstance(policy, Policy) else name, seed)
-        self.scoring = get_scoring(scoring, decay)
+        self.rule = get_rule(policy if isinstance(policy, Rule) else name, seed, scoring, decay)
         self.cache_config = CacheConfig(
-            policy=self.policy.name,
+            policy=name if ":" in name else self.rule.name,
             heavy=heavy,
             recent=recent,
             sink=sink,
             scoring=scoring,
-            decay=self.scoring.decay,
+            decay=self.rule.scoring.decay,
             positions=positions,
             prefill_chunk=prefill_chunk,
             kv_bits=kv_bits,
@@ -121,11 +120,12 @@ class H2OCache(Cache):
         )
         self.budget = self.cache_config.budget
         self.simulate, self.prefill_chunk, self.kv_bits = simulate, prefill_chunk, kv_bits
-        self.config = config = validation.config_of(config)
-        validation.check_model(config)
-        validation.check_positions(config, positions, self.policy)
-        self.rule = PositionRule(positions, prefill_chunk, validation.context_window(config))
-        validation.check_policy(self.policy, self.rule, self.scoring, simulate)
+        self.config = config = support.config_of(config)
+        support.check_model(config)
+        window = support.context_window(config)
+        self.position_rule = PositionRule(positions, prefill_chunk, window)
+        support.check_positions(config, positions, self.rule)
+        support.check_rule(self.rule, self.position_rule, simulate)
         layer_class = MaskedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
@@ -141,12 +141,12 @@ class H2OCache(Cache):
                 " layers with H2O entries; give one for each."
             )
         if self.cache_config.is_by_head:
-            validation.check_by_head(self.cache_config, self.policy, config)
-        alike = self.policy, self.rule, self.scoring, kv_bits
+            support.check_by_head(self.cache_config, self.rule, config)
+        alike = self.rule, self.position_rule, kv_bits
         for number, index in enumerate(places):
             own = self.cache_config.layer_budget(number), *alike
             layers[index] = layer_class(index, *own, self.cache_config.head_budgets(number))
-        self._scored = [layer for layer in layers if isinstance(layer, CacheLayer)]
+        self._scored = [layer for layer in layers if isinstance(layer, BaseLayer)]
         kind = config.model_type
         if not self._scored:
             kinds = sorted({type(layer).__name__ for layer in layers})
@@ -160,12 +160,12 @@ class H2OCache(Cache):
                     "which H2O cannot evict the attention alone"
                 )
             raise ValueError(f"model type {kind!r} {problem}; use transformers' own cache.")
-        if self.rule.rewrites and len(self._scored) != len(layers):
+        if self.position_rule.rewrites and len(self._scored) != len(layers):
             raise ValueError(
                 f"positions={positions!r} would give the layers of model type {kind!r} that are "
                 "not full attention other positions too; use positions='original' for it."
             )
-        self._last_updated: CacheLayer | None = None
+        self._last_updated: BaseLayer | None = None
         self._expects_turn = False
         self._connect_layers()
         super().__init__(layers=layers)
@@ -188,11 +188,11 @@ class H2OCache(Cache):
 
     def __repr__(self) -> str:
         parts = f"heavy={self.budget.heavy}, recent={self.budget.recent}, sink={self.budget.sink}"
-        if not self.scoring.is_sum:
-            parts += f", scoring={self.scoring.name!r}"
+        if self.rule.scoring.name != "sum":
+            parts += f", scoring={self.rule.scoring.name!r}"
         if self.kv_bits is not None:
             parts += f", kv_bits={self.kv_bits}"
-        return f"H2OCache(policy={self.policy.name!r}, {parts}, layers={len(self.layers)})"
+        return f"H2OCache(policy={self.rule.name!r}, {parts}, layers={len(self.layers)})"
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -216,12 +216,13 @@ class H2OCache(Cache):
             self._last_updated.require_attention()
         layer = self.layers[layer_idx]
         if layer is self._scored[0]:
+            layer.end_steps()  # of a forward that did not reach the last layer
             if not torch.compiler.is_compiling():
-                validation.check_callers()
+                support.check_callers()
                 self._check_goes_on(key_states.shape[2])
-            for rotation in layer.known_rotations:
+            for rotation in layer.rotations.known:
                 rotation.begin_forward()
-        self._last_updated = layer if isinstance(layer, CacheLayer) else None
+        self._last_updated = layer if isinstance(layer, BaseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_goes_on(self, length: int) -> None:
@@ -232,10 +233,10 @@ class H2OCache(Cache):
                 "H2OCache: the last forward was interrupted, so that layers have seen different "
                 "numbers of tokens; call cache.reset() and read the prompt again."
             )
-        if length == 1 or first.num_forwards != 1 or first.expected_length is not None:
+        if length == 1 or first.num_forwards != 1 or first.prompt.expected_length is not None:
             return
         follows_at_once = length <= first.cumulative_length and not self._expects_turn
-        if self.policy.evicts and self.budget.is_relative and follows_at_once:
+        if self.rule.evicts and self.budget.is_relative and follows_at_once:
             warnings.warn(
                 f"{self!r}: fractions were taken of the first forward's "
                 f"{int(first.cumulative_length)} tokens, and {length} more follow it at once. If "
@@ -299,7 +300,7 @@ class H2OCache(Cache):
         cls,
         path: str | Path,
         model: PreTrainedModel | PreTrainedConfig | None = None,
-        policy: Policy | None = None,
+        policy: Rule | None = None,
     ) -> H2OCache:
         """Reads a cache that `save` wrote.
 
@@ -351,7 +352,7 @@ class H2OCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> H2OCache:
         """Copies the entries; the model's config and what was learned of it are shared."""
         twin = memo[id(self)] = self.__class__.__new__(self.__class__)
-        shared = (self.config, self.policy, self.rule, self.scoring)
+        shared = (self.config, self.rule, self.position_rule)
         memo.update({id(part): part for part in shared})
         with ordinary_tensors():
             for name, value in vars(self).items():
@@ -365,14 +366,16 @@ class H2OCache(Cache):
     def _connect_layers(self) -> None:
         """Lets layers share what is learned of a model, and end their steps together."""
         rotations: list[Rotation] = []
-        deferred: list[Any] = []
+        deferred = DeferredSteps()
         for layer in self._scored:
-            layer.known_rotations, layer.deferred = rotations, deferred
+            layer.rotations.known = rotations
+            if isinstance(layer, SlotLayer):
+                layer.deferred = deferred
         self._scored[-1].ends_forward = True
 
     def entries_for(self, length: int) -> int:
         """Entries of each layer and KV head that a prompt of so many tokens is evicted down to."""
-        return self.policy.allocate_budget(self.budget.resolve(length)).total
+        return self.rule.allocate_budget(self.budget.resolve(length)).total
 
     def layer_entries_for(self, length: int) -> tuple[float, ...]:
         """What `entries_for` says, for each layer with H2O entries by its own budget.
@@ -382,7 +385,7 @@ class H2OCache(Cache):
         found = []
         for layer in self._scored:
             budgets = [own.resolve(length) for own in layer.head_budgets or (layer.budget,)]
-            found.append(mean(self.policy.allocate_budget(own).total for own in budgets))
+            found.append(mean(self.rule.allocate_budget(own).total for own in budgets))
         return tuple(found)
 
     def slots_for(self, prompt: int, new: int) -> int:
@@ -390,7 +393,7 @@ class H2OCache(Cache):
 
         Where nothing is evicted, an upper bound for the prompt and the new tokens after it.
         """
-        if self.policy.is_bounded:
+        if self.rule.is_bounded:
             return self.entries_for(prompt) + 1
         return slots_for(prompt + new)
 
@@ -399,9 +402,9 @@ class H2OCache(Cache):
         return SlotBytes(
             num_heads,
             2 * KVStorage(self.kv_bits).head_bytes(head_size, dtype),
-            has_ranks=self.rule.rolls,
-            has_norms=self.scoring.uses_values,
-            has_static_mask=self._scored[0].has_static_mask,
+            has_ranks=self.position_rule.rolls,
+            has_norms=self.rule.weighs_values,
+            has_static_mask=self.rule.has_pattern,
             is_by_head=self.cache_config.is_by_head,
         )
 
@@ -411,19 +414,23 @@ class H2OCache(Cache):
         return [
             layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
             for layer in self.layers
-            if not isinstance(layer, CacheLayer)
+            if not isinstance(layer, BaseLayer)
         ]
 
     @property
     def needs_enabling(self) -> bool:
         """Whether the model must get other positions, which ``with h2okv.enable(model)`` does."""
-        return self.rule.rewrites
+        return self.position_rule.rewrites
 
     def place(self, position_ids: Tensor) -> Tensor:
         """Says where the model shall put tokens ``[B or 1, T]`` of the text; for `h2okv.enable`."""
         for layer in self._scored:
             layer.is_placed = True
-        return position_ids.clamp(max=self.rule.window - 1) if self.needs_enabling else position_ids
+        return (
+            position_ids.clamp(max=self.position_rule.window - 1)
+            if self.needs_enabling
+            else position_ids
+        )
 
     def expect(self, length: int | None) -> None:
         """Announces a prompt that comes in several forwards, for budgets in fractions.
@@ -432,8 +439,9 @@ class H2OCache(Cache):
         what was said, if nothing was read yet.
         """
         for layer in self._scored:
-            if not layer.holds_budgets and (layer.expected_length is None or length is None):
-                layer.expected_length = length
+            prompt = layer.prompt
+            if not layer.holds_budgets and (prompt.expected_length is None or length is None):
+                prompt.expected_length = length
 
     def pin(self, spans: Iterable[Sequence[int]], length: int | None = None) -> None:
         """Protects tokens of the prompt that is read next: they are never evicted.
@@ -451,12 +459,12 @@ class H2OCache(Cache):
                 that are outside the prompt or too large are refused when it is read.
         """
         pins = validation.parse_pins(spans)
-        if self.policy.per_query:
-            raise ValueError(f"policy={self.policy.name!r} evicts nothing; leave pins out.")
+        if self.rule.sees is Sees.EACH_QUERY:
+            raise ValueError(f"policy={self.rule.name!r} evicts nothing; leave pins out.")
         if pins and self.num_seen_tokens:
             raise ValueError("H2OCache has read its prompt already; pin before, or reset() first.")
         for layer in self._scored:
-            layer.pins = pins
+            layer.prompt.pins = pins
         if length is not None:
             validation.check_pins(self._scored[0], [length])
 
@@ -516,7 +524,7 @@ class H2OCache(Cache):
         return sum(layer.full_nbytes for layer in self._scored) + self._other_nbytes()
 
     def _other_nbytes(self) -> int:
-        others = (vars(layer) for layer in self.layers if not isinstance(layer, CacheLayer))
+        others = (vars(layer) for layer in self.layers if not isinstance(layer, BaseLayer))
         held = [own.get(name) for own in others for name in ("keys", "values")]
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
@@ -547,16 +555,18 @@ class H2OCache(Cache):
         Raises:
             ValueError: if the layer has no scores or nothing was read yet.
         """
-        return self._layer(layer_idx).eviction_scores()
+        layer: Any = self._layer(layer_idx)
+        scores: Tensor = layer.eviction_scores()
+        return scores
 
-    def _layer(self, layer_idx: int) -> CacheLayer:
+    def _layer(self, layer_idx: int) -> BaseLayer:
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
                 f"layer_idx={layer_idx} is out of range; the model has layers 0 to "
                 f"{len(self.layers) - 1}."
             )
         layer = self.layers[layer_idx]
-        if not isinstance(layer, CacheLayer):
+        if not isinstance(layer, BaseLayer):
             raise ValueError(
                 f"layer_idx={layer_idx} is not a full-attention layer and has no H2O entries; "
                 f"choose one of {[layer.layer_idx for layer in self._scored]}."

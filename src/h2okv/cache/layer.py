@@ -1,333 +1,51 @@
-"""One layer's contract: attend, score, evict."""
+"""The contract of one layer: place, attend, score, evict (docs/algorithm.md, the contract)."""
 
 from __future__ import annotations
 
-import copy
-import weakref
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
-from h2okv.cache.argument import CACHE
-from h2okv.cache.rope import PositionRule, Rotation
-from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
-from h2okv.cache.validation import check_match, check_prompt, check_window
-from h2okv.config import Budget, TokenBudget
+from h2okv.cache.base_layer import BaseLayer
+from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.deferred_steps import DeferredSteps
+from h2okv.cache.rope import PositionRule, ranks_of, rotate_to_ranks
+from h2okv.cache.slot_state import SlotState, is_cast, ordinary_tensors, slots_for
+from h2okv.cache.slots import SlotPlan
+from h2okv.cache.validation import check_finite, check_prompt, check_window
+from h2okv.config import Budget
 from h2okv.ops.attention import expected_attention
+from h2okv.ops.decode import StepRules, decode_step, keep_indices, protected_entries
+from h2okv.ops.dispatch import operations
+from h2okv.ops.reference import Visibility
 from h2okv.ops.rope import interleave_pairs, rotate
-from h2okv.policy import Policy
-from h2okv.policy.scoring import Scoring, power
-from h2okv.provenance import fingerprint
+from h2okv.policy import BlockView, Rule, Sees
 
-
-class Block(NamedTuple):
-    """New tokens of one layer, and how they are attended to."""
-
-    query: Tensor  # [B, HQ, T, D]
-    key: Tensor  # [B, H, T, D]
-    value: Tensor  # [B, H, T, Dv]
-    real: Tensor | None  # bool [B, T], False for padding; None if there is none
-    undo: Tensor | None  # fp32 [B or 1, 1, T, R / 2, 2], rotates back; None where keys stay rotated
-    places: Tensor | None  # int [B or 1, 1, T, 1], where the model put them; None if nobody asks
-    scale: float
-    softcap: float | None
-
-    def split(self, chunk: int) -> Iterator[tuple[tuple[Any, Any], Block]]:
-        """Parts of a block, each sequence cut as if it were alone, and their indices ``[B, T]``."""
-        batch, length, device = self.query.shape[0], self.query.shape[2], self.query.device
-        if self.real is None:
-            for start in range(0, length, chunk):
-                index = (slice(None), slice(start, start + chunk))
-                yield index, self._part(index, None)
-            return
-        # Real tokens first, in their order: shorter sequences get padding in the last parts.
-        columns = (~self.real).to(torch.uint8).argsort(dim=1, stable=True)
-        longest = int(self.real.sum(dim=1).max())
-        sequences = torch.arange(batch, device=device).unsqueeze(1)
-        for own in columns[:, :longest].split(chunk, dim=1):
-            real = self.real.gather(1, own)
-            yield (sequences, own), self._part((sequences, own), None if real.all() else real)
-
-    def _part(self, index: tuple[Any, Any], real: Tensor | None) -> Block:
-        """The columns of an index in ``[B, T, ...]``: a view if that is of slices."""
-
-        def take(states: Tensor) -> Tensor:
-            every = states.expand(self.query.shape[0], *states.shape[1:])
-            return every.transpose(1, 2)[index].transpose(1, 2)
-
-        query, key, value = take(self.query), take(self.key), take(self.value)
-        undo, places = (None if own is None else take(own) for own in (self.undo, self.places))
-        return Block(query, key, value, real, undo, places, self.scale, self.softcap)
-
-
-# How far behind a block's last token its queries are asked again (`Scoring`, ``expected``).
+# Tokens behind a block's last one at which its queries are re-evaluated (`Sees.QUERIES`).
 AHEAD = 16
-# Attribute on the key tensor by which the attention function finds the cache layer.
-LAYER_ATTRIBUTE = "_h2okv_layer"
-_NOT_PICKLED = ("owner", "rotation", "text_rotation", "rotary", "operations", "segments")
 
 
-class CacheLayer(CacheLayerMixin):
-    """One attention layer's cache with scores; subclasses hold the entries.
+class CacheLayer(BaseLayer):
+    """One attention layer's entries; subclasses say where entries are and what evicting means."""
 
-    The model calls `update` and then the attention function, which calls `attend` on the layer
-    that it finds on the key tensor. All the work happens in `attend`.
-    """
+    # Whether a block whose attention is not finite is refused. Of several ranks that hold parts of
+    # a model one alone must not stop in the middle.
+    checks_numbers = True
+    # Called with the operation and its arguments in place of a block's attention.
+    _shared_attention: Any = None
 
-    is_sliding = False
-    is_croppable = False
-    drops = True  # what is evicted, and stores the rest as `storage` says; else it masks
-    window: int | None = None  # the sliding window that the entries stand for
-    rotation: Rotation | None
-    text_rotation: Rotation | None
-    cumulative_length: Any  # transformers says int; its static layer holds a tensor too
-
-    def __init__(
-        self,
-        layer_idx: int,
-        budget: Budget,
-        policy: Policy,
-        rule: PositionRule,
-        scoring: Scoring = Scoring(),  # noqa: B008  # immutable
-        kv_bits: int | None = None,
-        head_budgets: Sequence[Budget] | None = None,
-    ) -> None:
-        # Not that of the base, whose keys and values are the state's here.
-        self.layer_idx, self.budget, self.policy = layer_idx, budget, policy
-        self.head_budgets = head_budgets  # of each KV head, where they differ
-        self.rule, self.scoring = rule, scoring
-        self.storage = KVStorage(kv_bits)
-        # Whether the policy keeps entries by a rule of its own: in all its caches or in none,
-        # whatever the prompts, so that caches can be joined.
-        self.has_static_mask = policy.allocate_budget(TokenBudget(0, 2, 2)).num_static > 0
-        # One list for all layers of a cache, so that they share what is the same.
-        self.known_rotations: list[Rotation] = []
-        # Likewise: layers whose step is not ended yet, which the last layer of the cache does.
-        self.deferred: list[Any] | None = None
-        self.ends_forward = False
-        # Tensors, not ints: a Python int that changes with every step would recompile every step.
-        self.cumulative_length = torch.zeros((), dtype=torch.int64)
-        self.awaits_attention = False
-        self.is_placed = False
-        self._forget()
-
-    def _forget(self) -> None:
-        vars(self).pop("_held", None)
-        self.is_initialized = self.is_deferred = False
-        self.is_cast = self.has_inner_padding = False
-        self.num_forwards = 0
-        self.expected_length: int | None = None
-        # Spans of the prompt that shall never be evicted, until they have been read.
-        self.pins: tuple[tuple[int, int], ...] = ()
-        self.owner: weakref.ref[torch.nn.Module] | None = None
-        self.expected_weights: str | None = None
-        self._forget_rotation()
-
-    @property
-    def state(self) -> SlotState:
-        """What is held; no slots before the first block."""
-        if self.is_deferred:
-            self.end_steps()
-        return self._held
-
-    @state.setter
-    def state(self, state: SlotState) -> None:
-        self._held, self.is_deferred = state, False
-
-    def end_steps(self) -> None:
-        """Ends the steps of all layers that have left that to the last one; mutates them."""
-
-    def _forget_rotation(self) -> None:
-        """Has the model asked anew, at its next forward, how it rotates this layer's keys."""
-        # The other one is for queries that are asked again, where keys stay rotated.
-        self.rotation = self.text_rotation = None
-        self.knows_rotation = not (self.rule.rolls or self.scoring.looks_ahead)
-
-    def learn_rotation(self, found: Rotation | None) -> None:
-        """Notes how the model rotates this layer's keys, if it does; mutates the layer."""
-        self.rotation, self.text_rotation = (found, None) if self.rule.rolls else (None, found)
-        self.knows_rotation = True
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: not what was learned of the model, whose weights are compared later."""
-        self.end_steps()
-        learned = dict.fromkeys(_NOT_PICKLED) | {"known_rotations": [], "deferred": None}
-        return {**vars(self), **learned, "expected_weights": self.weights()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles; ordinary tensors even under inference_mode, so that a step may write."""
-        vars(self).update(state)
-        self._forget_rotation()
-        with ordinary_tensors():
-            self.cumulative_length = self.cumulative_length.clone()
-            if self.is_initialized:
-                self.state = self.state.map(Tensor.clone)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> CacheLayer:
-        self.end_steps()
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        vars(twin).update({name: copy.deepcopy(held, memo) for name, held in vars(self).items()})
-        return twin
-
-    @property
-    def holds_entries(self) -> bool:
-        return self.is_initialized and self.state.num_slots > 0
-
-    @property
-    def holds_budgets(self) -> bool:
-        """Whether the prompt's length is known, and with it what each sequence keeps."""
-        return self.is_initialized and bool(self.state.budgets)
-
-    @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
-        """``[B, H, S, D]`` in the order of the slots, or their codes; ``None`` before a block."""
-        return self.state.stored("keys") if self.holds_entries else None
-
-    @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
-        return self.state.stored("values") if self.holds_entries else None
-
-    @property
-    def batch_size(self) -> int:
-        return self.state.batch_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.state.device
-
-    # --- transformers' side: batches, lengths, going back -----------------------------------------
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Notes shapes, dtype and device; the slots follow when the prompt's length is known."""
-        self.dtype, self.num_kv_heads = key_states.dtype, key_states.shape[1]
-        self.key_size, self.value_size = key_states.shape[-1], value_states.shape[-1]
-        self.state = self.empty_state(key_states, value_states)
-        with torch.inference_mode(False):
-            device = "cpu" if key_states.is_meta else key_states.device  # slots are counted by it
-            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
-        self.is_initialized = True
-
-    def empty_state(self, key: Tensor, value: Tensor) -> SlotState:
-        """A state without slots for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]``."""
-        return SlotState.empty(key, value, self.storage if self.drops else KVStorage())
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Passes new keys and values ``[B, H, T, D]`` on, the keys marked with this layer."""
-        self.require_attention()
-        # Autocast gives some models (OPT) keys in another dtype inside than outside.
-        self.is_cast = self.is_cast or is_cast(key_states.device)
-        if self.is_initialized:
-            if self.is_cast:
-                key_states = key_states.to(self.dtype)
-            check_match(self, key_states)
-            if key_states.device != self.device:  # after loading from a file
-                self.move(key_states.device)
-        else:
-            self.lazy_initialization(key_states, value_states)
-        if key_states.is_meta:  # whatever the attention, there is nothing but sizes
-            self._count_on_meta(key_states.shape[2])
-            return key_states, value_states
-        setattr(key_states, LAYER_ATTRIBUTE, self)
-        self.awaits_attention = True
-        return key_states, value_states
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Takes each sequence from another one, scores included (beam search); int64 ``[B]``."""
-        self.batch_select_indices(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        indices = torch.arange(self.batch_size, device=self.device)
-        self.batch_select_indices(indices.repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps sequences: those named, in that order (int64), or those marked (bool ``[B]``)."""
-        if not self.is_initialized:
-            return
-        indices = indices.to(self.device)
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
-        self.state = self.state.index_select(indices)
-
-    def move(self, device: torch.device) -> None:
-        with ordinary_tensors():
-            self.state = self.state.map(lambda tensor: tensor.to(device))
-            self.cumulative_length = self.cumulative_length.to(device)
-        # Its tables are on the device of before.
-        self._forget_rotation()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor]:  # type: ignore[override]
-        """Returns the block's own size and offset; kept entries need no mask from the model."""
-        if query_length == 0:
-            raise ValueError(
-                f"H2OCache has seen {self.get_seq_length()} tokens and got none after them; give "
-                "generate the whole text with more at its end, or generate(**cache.next_turn("
-                f"input_ids), {CACHE}=cache), or call cache.reset() to read another text."
-            )
-        return query_length, self.cumulative_length
-
-    def get_seq_length(self) -> Any:  # transformers says int; its static layer gives a tensor too
-        """Returns the tokens seen, padding included (not the tokens held)."""
-        if not self.is_initialized:
-            return 0
-        if torch.compiler.is_compiling():  # where a number that changes would be compiled anew
-            return self.cumulative_length.clone()
-        return int(self.cumulative_length)
-
-    def get_max_length(self) -> int:
-        return -1  # any number of tokens may pass
-
-    def reset(self) -> None:
-        self._forget()
-        self.awaits_attention = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(
-            "H2OCache cannot take tokens back (crop), because what it evicted for them is gone; "
-            "generate without assistant_model, prompt_lookup_num_tokens or other speculative modes."
-        )
-
-    def activate_past_recording(self) -> None:
-        self.crop(0)  # transformers asks for it before it generates tokens that it may take back
-
-    # --- the attention function's side ------------------------------------------------------------
-
-    def require_attention(self) -> None:
-        """Raises if keys were handed out and no H2O attention came back for them."""
-        if self.awaits_attention:
-            raise ValueError(
-                f"H2OCache: layer {self.layer_idx} got keys, but the model's attention is not "
-                "'h2o' (or an earlier forward was interrupted); call "
-                "model.set_attn_implementation('h2o') or use h2okv.enable(model), then "
-                "cache.reset()."
-            )
-
-    def claim(self, module: torch.nn.Module) -> None:
-        if self.owner is None:
-            expected, found = self.expected_weights, None
-            if expected is not None:
-                found = fingerprint(module)  # none of weights that are offloaded
-            if found not in (None, expected):
-                raise ValueError(
-                    f"H2OCache: the entries of layer {self.layer_idx} were saved with other "
-                    "weights; load the file with the model that wrote it, in the same dtype."
-                )
-            self.owner = weakref.ref(module)
-        elif self.owner() is not module:
-            raise ValueError(
-                f"H2OCache: the entries of layer {self.layer_idx} were written by another model; "
-                "call cache.reset() or make a new H2OCache."
-            )
-
-    def weights(self) -> str | None:
-        """Fingerprint of the module that wrote the entries."""
-        owner = None if self.owner is None else self.owner()
-        return self.expected_weights if owner is None else fingerprint(owner)
+    @contextmanager
+    def share_attention(self, attention: Any) -> Iterator[None]:
+        """Take a block's attention from `attention`, for caches that read the same block."""
+        self._shared_attention = attention
+        try:
+            yield
+        finally:
+            del self._shared_attention
 
     @torch.no_grad()
     def attend(
@@ -340,88 +58,106 @@ class CacheLayer(CacheLayerMixin):
         softcap: float | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Attends, scores and evicts, block by block of the contract; ``[B, HQ, T, Dv]``.
+        """Read new tokens: place, attend, score and evict, block by block of the contract.
 
-        Shapes as in `Block`. The positions ``[B or 1, T]`` are where the model put the tokens, one
-        after the other if ``None``. Mutates the layer. No gradient passes: what is evicted could
-        not be trained through.
+        No gradient passes: what has been evicted could not be trained through.
+
+        Args:
+            query: ``[B, HQ, T, D]``.
+            key: ``[B, H, T, D]``.
+            value: ``[B, H, T, Dv]``.
+            real: bool ``[B, T]``, False for padding; ``None`` if all tokens are real.
+            scale: factor on the logits.
+            softcap: as in `h2okv.ops.reference.attention_with_scores`.
+            position_ids: where the model put the tokens, ``[B or 1, T]``; one after the other if
+                ``None``.
+
+        Returns:
+            ``[B, HQ, T, Dv]``. Mutates the layer.
         """
         if is_cast(query.device):  # which would round logits and scores
             with torch.autocast(query.device.type, enabled=False):
                 return self.attend(query, key, value, real, scale, softcap, position_ids)
         self.awaits_attention = False
-        length, dtype = query.shape[2], value.dtype
+        dtype = value.dtype
         query, key, value = (states.to(self.dtype) for states in (query, key, value))
-        is_first = not self.state.budgets
-        if is_first:
-            counts = [self.expected_length or length] * self.batch_size
-            if real is not None and self.expected_length is None:
-                counts = real.sum(dim=1).tolist()
-            check_prompt(self, counts, length)
-            self._set_budgets(counts)
-        undo = places = None
-        if self.rule.rolls and (is_first or length > 1):  # a single token always finds room
-            try:
-                check_window(self, length)
-            except ValueError:
-                if is_first:  # the budget of a refused prompt must not be the next one's
-                    self.reset()
-                raise
-        if position_ids is None and (self.rotation or self.text_rotation) is not None:
-            position_ids = self._next_positions(real, length)
-        if self.rotation is not None:
-            # Of all tokens at once: some frequencies depend on the largest position of a forward.
-            undo = self.rotation.of_text(position_ids)
-        elif self.text_rotation is not None and length > 1:
-            places = position_ids[:, None, :, None]
-        block = Block(query, key, value, real, undo, places, scale, softcap)
-        chunk = self.rule.prefill_chunk
-        if chunk is None or length <= chunk:
-            output = self._attend_block(block)
+        self._begin(query.shape[2], real)
+        block = self._block(query, key, value, real, scale, softcap, position_ids)
+        chunk = self.position_rule.prefill_chunk
+        if chunk is None or block.length <= chunk:
+            output = self._read(block)
         else:
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
-            end = self.cumulative_length + length
-            for index, part in block.split(chunk):
-                output.transpose(1, 2)[index] = self._attend_block(part).transpose(1, 2)
+            end = self.cumulative_length + block.length
+            for index, chunk_block in block.split(chunk):
+                output.transpose(1, 2)[index] = self._read(chunk_block).transpose(1, 2)
             self.cumulative_length.copy_(end)  # with columns that are padding in every sequence
-            # The next layer begins with the first of these tokens, this one has seen the last.
+            # The next layer begins with the first of these tokens, this one has read the last.
             self.end_steps()
-        if self.pins and int(self.state.num_real_tokens.min()) >= self.pins[-1][1]:
-            self.pins = ()
-        # In a compiled step a number that changes would compile it anew each time.
+        pins = self.prompt.pins
+        if pins and int(self.state.num_real_tokens.min()) >= pins[-1][1]:
+            self.prompt.pins = ()
+        # In a compiled step a number that changes would compile it again each time.
         if not torch.compiler.is_compiling():
             self.num_forwards += 1
         return output.to(dtype)
 
+    def _begin(self, length: int, real: Tensor | None) -> None:
+        """Set the budgets by the prompt's length, and refuse what cannot be read; mutates."""
+        is_first = not self.state.budgets
+        expected = self.prompt.expected_length
+        if is_first:
+            counts = [expected or length] * self.batch_size
+            if real is not None and expected is None:
+                counts = real.sum(dim=1).tolist()
+            check_prompt(self, counts, length)
+            self._set_budgets(counts)
+        if self.position_rule.rolls and (is_first or length > 1):  # a single token finds room
+            try:
+                check_window(self, length)
+            except ValueError:
+                if is_first:  # the next prompt must not get the budget of a refused one
+                    self.reset()
+                raise
+
     def _set_budgets(self, counts: list[int]) -> None:
-        """Says what each sequence keeps, by the real tokens of its prompt; mutates the state."""
-        own, totals = self.head_budgets, None
-        if own is None:
-            budgets = [self.policy.allocate_budget(self.budget.resolve(n)) for n in counts]
+        """Note the budget of each sequence, by the real tokens of its prompt; mutates the state."""
+        allocate, totals = self.rule.allocate_budget, None
+        if self.head_budgets is None:
+            budgets = [allocate(self.budget.resolve(count)) for count in counts]
         else:
-            allocate = self.policy.allocate_budget
-            by_head = [[allocate(budget.resolve(n)) for budget in own] for n in counts]
+            by_head = [
+                [allocate(budget.resolve(count)) for budget in self.head_budgets]
+                for count in counts
+            ]
             budgets = [max(heads, key=lambda budget: budget.total) for heads in by_head]
             totals = [[budget.total for budget in heads] for heads in by_head]
-        self.state.set_budgets(budgets, self.has_static_mask, totals)
+        self.state.set_budgets(budgets, self.rule.has_pattern, totals)
 
-    def _attend_block(self, block: Block) -> Tensor:
-        if self.policy.prompt_only and self.holds_entries:  # which keeps what follows the prompt
-            length, real = block.query.shape[2], block.real
-            count = length if real is None else real.sum(dim=1).view(-1, 1, 1)
-            self.state.recent += count
-            self.state.total += count
-        if self.rotation is not None:
-            width, layout = self.rotation.width, self.rotation.layout
-            # Together: for a single token it is the number of operations that takes time.
-            both = torch.cat([block.query, block.key], dim=1)
-            both = rotate(interleave_pairs(both, width, layout), block.undo)
-            query, key = both.split([block.query.shape[1], block.key.shape[1]], dim=1)
-            block = block._replace(query=query, key=key.to(self.dtype))
-        return self._attend(block).to(self.dtype)
+    def _block(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        position_ids: Tensor | None,
+    ) -> Block:
+        """Put new tokens together with what says where the model placed them."""
+        undo = placed = None
+        length = query.shape[2]
+        if position_ids is None and self.rotations.needs_positions:
+            position_ids = self._next_positions(real, length)
+        if position_ids is not None and self.rotations.rolling is not None:
+            # Of all tokens at once: some frequencies depend on the largest position of a forward.
+            undo = self.rotations.rolling.of_text(position_ids)
+        elif position_ids is not None and self.rotations.text is not None and length > 1:
+            placed = position_ids[:, None, :, None]
+        return Block(query, key, value, real, undo, placed, scale, softcap)
 
     def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
-        """Positions of tokens that follow those seen, ``[1, T]``, for models that tell none."""
+        """Return the positions of tokens that follow those seen, ``[1, T]``."""
         if real is not None and not bool(real.all()):
             raise ValueError(
                 "positions='rolling' and scoring='expected': this model does not tell its attention"
@@ -429,172 +165,471 @@ class CacheLayer(CacheLayerMixin):
             )
         return (self.cumulative_length + torch.arange(length, device=self.device)).unsqueeze(0)
 
-    def _count_on_meta(self, length: int) -> None:
-        """Counts T more tokens of a model on the meta device; mutates the layer."""
-        raise ValueError("simulate=True needs numbers, which a model on the meta device has not.")
+    def _read(self, block: Block) -> Tensor:
+        if self.rule.sees is Sees.WINDOW and self.holds_entries:  # tokens after the prompt stay
+            count = block.counts()
+            count = count if isinstance(count, int) else count.view(-1, 1, 1)
+            self.state.recent += count
+            self.state.total += count
+        rolling = self.rotations.rolling
+        if rolling is not None:
+            # Together: for a single token it is the number of operations that takes time.
+            both = torch.cat([block.query, block.key], dim=1)
+            both = rotate(interleave_pairs(both, rolling.width, rolling.layout), block.undo)
+            query, key = both.split([block.query.shape[1], block.key.shape[1]], dim=1)
+            block = block._replace(query=query, key=key.to(self.dtype))
+        read = self._read_token if self._takes_step(block) else self._read_block
+        return read(block).to(self.dtype)
+
+    # --- a block: a prompt, a chunk of it, a later turn -------------------------------------------
+
+    def _read_block(self, block: Block) -> Tensor:
+        entries = self._place(block)
+        output, sums = self._attend(block, entries)
+        entries.scores = self._score(block, entries, sums, output)
+        self._evict(entries)
+        return output
 
     @abstractmethod
-    def _attend(self, block: Block) -> Tensor:
-        """The subclass's part of `attend`; rolling layers get queries and keys un-rotated."""
+    def _place(self, block: Block) -> BlockEntries:
+        """Put the block's tokens behind the cached entries."""
 
-    # --- policy and scoring; H2O's own sums (`is_plain`) need none of it -----------------------
+    @abstractmethod
+    def _attend(self, block: Block, entries: BlockEntries) -> tuple[Tensor, Tensor]:
+        """Return the output ``[B, HQ, T, Dv]`` and the entries' sums, fp32 ``[B, H, N]``."""
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is H2O's frame and no more: plain sums, nothing kept by a rule of its own."""
-        return self.scoring.is_sum and not self.has_static_mask and not self.policy.prompt_only
+    @abstractmethod
+    def _evict(self, entries: BlockEntries) -> None:
+        """Evict down to the budget; mutates the state."""
 
-    @property
-    def ranks_by_scores(self) -> bool:
-        """Whether a decode step may evict by the accumulated scores as they stand."""
-        if self.policy.prompt_only:  # which evicts nothing then
-            return True
-        return self._is_ranked_by_scores and self.scoring.is_incremental
+    def _score(self, block: Block, entries: BlockEntries, sums: Tensor, output: Tensor) -> Tensor:
+        """Return the scores after the block, fp32 ``[B, H, N]``, and count its tokens."""
+        rule, count = self.rule, block.counts()
+        by_keys = rule.observes is Sees.KEYS and block.length > 1
+        if block.length > 1 and not rule.is_plain_sum:
+            added = rule.score_block(self._view(block, entries, sums))
+            if rule.observes is Sees.QUERIES and not isinstance(count, int):
+                # A sequence's only token adds its probabilities, with or without padding.
+                added = torch.where((count > 1).view(-1, 1, 1), added, sums)
+            sums = added.to(sums.dtype)
+        if self.checks_numbers:
+            # The last query sees every key.
+            check_finite(self, output[:, :, -1] if by_keys else sums)
+        if by_keys:
+            sums = torch.zeros_like(sums)
+        self.state.num_real_tokens += count
+        self.cumulative_length += block.length
+        scores = entries.scores
+        if not self.prompt.is_partial:
+            scores = self._decayed(scores, count)
+        return scores + sums.to(torch.float32)
 
-    @property
-    def _is_ranked_by_scores(self) -> bool:
-        """Whether the policy's ranks are the scores of the scoring, and nothing else counts."""
-        by_scores = type(self.policy).priority is Policy.priority and self.policy.uses_scores
-        return by_scores and not self.has_static_mask and not self.policy.prompt_only
+    def _decayed(self, scores: Tensor, count: Tensor | int) -> Tensor:
+        """Return scores ``[B, H, N]`` after so many tokens of each sequence."""
+        if self.rule.scoring.factor is None:
+            return scores
+        if isinstance(count, int):
+            count = scores.new_full((self.batch_size,), count)
+        return self.rule.decayed(scores, count)
 
-    def newest(self) -> Tensor:
-        """Position of each sequence's newest token, int64 ``[B, 1, 1]``."""
-        return self.state.num_real_tokens.view(-1, 1, 1) - 1
+    def _view(self, block: Block, entries: BlockEntries, sums: Tensor) -> BlockView:
+        return BlockView(
+            entries.query, entries.attended_key, entries.attended_value, entries.is_entry,
+            block.real, block.scale, sums, self.layer_idx, self.module,
+            lambda: self._attend_from_behind(block, entries),
+        )  # fmt: skip
 
-    def eviction_scores(self) -> Tensor:
-        """The scores of what each head holds as the policy sees them, fp32 ``[B, H, S]``.
+    def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
+        """Re-evaluate a block's queries behind its end; fp32 ``[B, H, N]`` (`BlockView`)."""
+        query, keys, real = block.query, entries.attended_key, block.real
+        rotations, is_entry = self.rotations, entries.is_entry
+        if rotations.rolling is not None:
+            end = keys.new_tensor(keys.shape[2] - 1, dtype=torch.int64).view(1, 1, 1)
+            if is_entry is not None:
+                end = is_entry[:, :1].sum(dim=-1, keepdim=True) - 1
+            ranks = rotations.rolling.of_ranks(self._rank_limit(block.length) + AHEAD)
+            query = rotate(query, ranks[end + AHEAD])
+        elif rotations.text is not None:
+            assert block.position_ids is not None
+            position_ids = block.position_ids[:, 0, :, 0]
+            if real is not None:
+                position_ids = position_ids.expand_as(real)
+            last = position_ids if real is None else position_ids.masked_fill(~real, 0)
+            width, layout = rotations.text.width, rotations.text.layout
+            factors = rotations.text.moved(position_ids, last.amax(dim=1, keepdim=True) + AHEAD)
+            query = rotate(interleave_pairs(query, width, layout), factors)
+            keys = interleave_pairs(keys, width, layout)
+        return expected_attention(query, keys, is_entry, real, block.scale, block.softcap)
 
-        In the order of `SlotState.by_head`; 0 in an empty slot.
-        """
-        positions, scores, norms = self.state.by_head("positions", "scores", "norms")
-        scores = self.scoring.eviction_scores(scores, positions, self.newest(), norms)
-        return scores.masked_fill(positions < 0, 0.0)
+    @abstractmethod
+    def _rank_limit(self, length: int) -> int:
+        """Return the number of ranks, or more, that a block of so many tokens needs."""
 
-    def _query_weights(self, real: Tensor | None, length: int) -> Tensor | None:
-        """What each query of a block of T counts for in the scores, ``[B, T]``; `None`: one."""
-        if self.is_plain:
+    def _query_weights(self, block: Block) -> Tensor | None:
+        """Return what each query counts for in the sums, fp32 ``[B, T]``; ``None`` for one."""
+        if self.rule.is_plain_sum:
             return None
-        if real is None:
-            later = torch.arange(length - 1, -1, -1, device=self.device)
-            later = later.expand(self.batch_size, length)
+        if block.real is None:
+            later = torch.arange(block.length - 1, -1, -1, device=self.device)
+            later = later.expand(self.batch_size, block.length)
         else:
-            later = real.sum(dim=1, keepdim=True) - real.cumsum(dim=1)
-        if self.policy.prompt_only:
-            return (later < self.state.recent.flatten(1)).to(torch.float32)
-        return self.scoring.query_weights(later)
+            later = block.real.sum(dim=1, keepdim=True) - block.real.cumsum(dim=1)
+        return self.rule.query_weights(later, self.state.recent.flatten(1))
 
-    def _block_entries(self, length: int, real: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Scores so far and positions of a block's tokens, ``[B, H, T]``."""
-        seen = self.state.num_real_tokens.unsqueeze(1)
-        if real is None:
+    def _block_entries(self, block: Block) -> tuple[Tensor, Tensor]:
+        """Return scores so far and positions of a block's tokens, ``[B, H, T]``."""
+        seen, length = self.state.num_real_tokens.unsqueeze(1), block.length
+        if block.real is None:
             positions = seen + torch.arange(length, device=self.device)
         else:
-            positions = torch.where(real, seen + real.cumsum(dim=1) - 1, -1)
+            positions = torch.where(block.real, seen + block.real.cumsum(dim=1) - 1, -1)
         positions = positions.to(torch.int32).unsqueeze(1)
         positions = positions.expand(self.batch_size, self.num_kv_heads, length)
         scores = torch.zeros(positions.shape, dtype=torch.float32, device=self.device)
-        # An infinite score stays so whatever is added to it, and none is lower, so that no step
-        # needs to know of pins; and it goes wherever the entry goes.
-        for start, stop in self.pins:
+        # An infinite score stays infinite whatever is added, and none is lower: no step needs to
+        # know of pins, and the score moves with its entry.
+        for start, stop in self.prompt.pins:
             scores.masked_fill_((positions >= start) & (positions < stop), torch.inf)
         return scores, positions
 
-    def _expected(
-        self, block: Block, sums: Tensor, keys: Tensor, entries: Tensor | None, limit: int
-    ) -> Tensor:
-        """What a block adds to the scores if its queries are asked again behind all entries.
+    # --- ranks ------------------------------------------------------------------------------------
 
-        Instead of the sums ``[B, H, N]``, but for a sequence's single token. All ranks of the keys
-        ``[B, H, N, D]`` are below `limit`.
+    def newest(self) -> Tensor:
+        """Return the position of each sequence's newest token, int64 ``[B, 1, 1]``."""
+        return self.state.num_real_tokens.view(-1, 1, 1) - 1
+
+    def eviction_scores(self) -> Tensor:
+        """Return the scores of each head's entries as the rule ranks them, fp32 ``[B, H, S]``.
+
+        In the order of `SlotState.by_head`; 0 in an empty slot.
         """
-        query, real = block.query, block.real
-        if self.rotation is not None:
-            end = keys.new_tensor(keys.shape[2] - 1, dtype=torch.int64).view(1, 1, 1)
-            if entries is not None:
-                end = entries[:, :1].sum(dim=-1, keepdim=True) - 1
-            query = rotate(query, self.rotation.of_ranks(limit + AHEAD)[end + AHEAD])
-        elif self.text_rotation is not None:
-            places = block.places[:, 0, :, 0]
-            if real is not None:
-                places = places.expand_as(real)
-            last = places if real is None else places.masked_fill(~real, 0)
-            width, layout = self.text_rotation.width, self.text_rotation.layout
-            factors = self.text_rotation.moved(places, last.amax(dim=1, keepdim=True) + AHEAD)
-            query = rotate(interleave_pairs(query, width, layout), factors)
-            keys = interleave_pairs(keys, width, layout)
-        expected = expected_attention(query, keys, entries, real, block.scale, block.softcap)
-        if real is None:
-            return expected
-        return torch.where((real.sum(dim=1) > 1).view(-1, 1, 1), expected, sums)
+        positions, scores, weights = self.state.by_head("positions", "scores", "value_weights")
+        scores = self.rule.eviction_scores(scores, positions, self.newest(), weights)
+        return scores.masked_fill(positions < 0, 0.0)
 
-    def _decayed(self, scores: Tensor, real: Tensor | None, length: int) -> Tensor:
-        """What scores from before a block are worth after it, ``[B, H, N]``."""
-        factor = self.scoring.factor
-        if factor is None:
-            return scores
-        count = scores.new_full((self.batch_size,), length) if real is None else real.sum(dim=1)
-        return scores * power(factor, count).view(-1, 1, 1)
+    def _rank_block(self, entries: BlockEntries) -> Tensor:
+        """Rank a block's entries, fp32 ``[B, H, N]``, by numbers as they will be stored."""
+        weights = keys = None
+        if self.rule.weighs_values:
+            values = self.storage.as_held(entries.value, entries.past)
+            weights = self.rule.value_weights(values)
+        if self.rule.observes is Sees.KEYS:
+            keys = self.storage.as_held(entries.key, entries.past)
+        return self._rank(entries.scores, entries.positions, self.newest(), weights, keys)
 
-    def _ranking(
+    def _rank(
         self,
         scores: Tensor,
         positions: Tensor,
         newest: Tensor,
-        norms: Tensor | None = None,
+        weights: Tensor | None = None,
         keys: Tensor | None = None,
     ) -> Tensor:
-        """Ranks entries ``[B, H, N]`` as `Policy.priority` does; infinite where one is pinned.
+        """Rank entries ``[B, H, N]`` as `Rule.priority` does; infinite where one is pinned.
 
-        Norms ``[B, H, N]`` and keys ``[B, H, N, D]`` are those held, if they are not given.
+        Weights ``[B, H, N]`` and keys ``[B, H, N, D]`` are those of the state, if not given.
         """
-        if not self.scoring.is_sum:
-            norms = self.state.norms if norms is None else norms
-            scores = self.scoring.eviction_scores(scores, positions, newest, norms)
-        if self._is_ranked_by_scores:
+        rule = self.rule
+        weights = self.state.value_weights if weights is None else weights
+        scores = rule.eviction_scores(scores, positions, newest, weights)
+        if rule.ranks_by_scores:
             return scores
         pinned = scores.isinf()
         scores = scores.masked_fill(pinned, 0.0)
-        if self.policy.prompt_only:
-            # Of the window itself nothing is to be decided, so it has no say in its neighbours.
+        if rule.sees is Sees.WINDOW:
+            # The window's own entries stay, so they have no say in their neighbours.
             scores = scores.masked_fill(positions > newest - self.state.recent, 0.0)
-        if self.policy.uses_keys:
+        if rule.sees is Sees.KEYS:
             if keys is None:
                 keys = self.storage.read(self.state.keys, self.dtype)
-            ranks = self.policy.key_priority(keys, positions)
+            ranks = rule.key_priority(keys, positions)
         else:
-            ranks = self.policy.priority(scores, positions, newest, self.layer_idx)
+            ranks = rule.priority(scores, positions, newest, self.layer_idx)
         if self.state.num_static is not None:
-            marked = self.policy.static_mask(positions, newest, self.state.num_static)
+            marked = rule.static_mask(positions, newest, self.state.num_static)
             pinned = pinned if marked is None else pinned | marked
         return ranks.masked_fill(pinned, torch.inf)
 
-    def _norms_of(self, values: Tensor) -> Tensor | None:
-        """L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``; ``None`` if not asked for."""
-        if not self.scoring.uses_values:
-            return None
-        wide = torch.promote_types(values.dtype, torch.float32)  # a float64 is not narrowed before
-        norms = torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=wide).to(torch.float32)
-        return norms.clamp_(min=torch.finfo(torch.float32).tiny)  # infinity times zero is no score
+    # --- a single token ---------------------------------------------------------------------------
 
-    # --- sizes ------------------------------------------------------------------------------------
+    def _takes_step(self, block: Block) -> bool:
+        """Tell whether a block is a decode step."""
+        return False
+
+    def _read_token(self, block: Block) -> Tensor:
+        """Read one token of each sequence: place, attend, score and evict in one operation."""
+        raise AssertionError("only layers of slots take steps")
+
+
+class SlotLayer(CacheLayer):
+    """Keys, values, scores and positions in slots, of which one is always free.
+
+    The order of the slots means nothing. A decode step writes into the free slot, attends over
+    all slots, adds to the scores and finds the slot to free next; nothing is moved or sorted. How
+    many slots there are is up to the `SlotPlan`. When positions roll, keys are un-rotated, pairs
+    next to each other.
+    """
+
+    def __init__(
+        self,
+        layer_idx: int,
+        budget: Budget,
+        rule: Rule,
+        position_rule: PositionRule,
+        kv_bits: int | None = None,
+        head_budgets: Sequence[Budget] | None = None,
+    ) -> None:
+        self.deferred: DeferredSteps | None = None  # one for all layers of a cache
+        super().__init__(layer_idx, budget, rule, position_rule, kv_bits, head_budgets)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes held: keys, values, and what there is beside them."""
-        return self.state.nbytes if self.holds_entries else 0
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether all steps are alike, so that ``generate`` may compile or record them on a GPU."""
+        return self.rule.is_bounded and not self.position_rule.rewrites
+
+    def move(self, device: torch.device) -> None:
+        super().move(device)
+        self.slots.operations = self.slots.filled = None
+
+    def end_steps(self) -> None:
+        if self.deferred is not None:
+            self.deferred.end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"deferred": None}
+
+    def _count_on_meta(self, length: int) -> None:
+        state, slots = self.state, self.slots
+        if not state.budgets:
+            prompt = self.prompt.expected_length or length
+            self._set_budgets([prompt] * self.batch_size)
+            if self.head_budgets is not None:
+                for name in ("keys", "values", "scores", "positions"):
+                    setattr(state, name, getattr(state, name)[:, :1])
+                state.free_slot = state.free_slot.view(self.batch_size, 1, -1)
+                state.head_of_slot = state.positions.to(torch.uint8)
+            state.value_weights = state.scores.clone() if self.rule.weighs_values else None
+            state.ranks = state.positions.clone() if self.position_rule.rolls else None
+            budgets = [budget.resolve(prompt) for budget in self.head_budgets or (self.budget,)]
+            num_slots = sum(self.rule.allocate_budget(budget).total + 1 for budget in budgets)
+            slots.capacity = num_slots if self.rule.is_bounded else None
+            # Tokens that a rule which keeps everything after the prompt has evicted for good.
+            evicts_once = self.rule.sees is Sees.WINDOW
+            slots.num_evicted = max(0, length + 1 - num_slots) if evicts_once else 0
+        self.cumulative_length += length
+        self.num_forwards += 1
+        needed = int(self.cumulative_length) - slots.num_evicted
+        if state.num_slots <= needed and state.num_slots != slots.capacity:
+            # As on a GPU, where all slots of a budget are there from the first block on.
+            state.resize(slots.capacity or slots_for(needed))
+
+    # --- a block ----------------------------------------------------------------------------------
+
+    def _place(self, block: Block) -> BlockEntries:
+        state, past = self.state, self.state.num_slots
+        if state.head_of_slot is not None:
+            state.unshare()
+            past = state.num_slots
+        key, value = block.key, block.value
+        scores, positions = self._block_entries(block)
+        if past:
+            key = torch.cat([self.storage.read(state.keys, self.dtype), key], dim=2)
+            value = torch.cat([self.storage.read(state.values, self.dtype), value], dim=2)
+            scores = torch.cat([state.scores, scores], dim=2)
+            positions = torch.cat([state.positions, positions], dim=2)
+        attended_key, attended_value = (
+            self.storage.as_attended(states, past, block.real) for states in (key, value)
+        )
+        query = block.query
+        if self.rotations.rolling is not None:
+            query, attended_key = self._rotate_block(query, attended_key, positions, past)
+        is_entry = None if past == 0 and block.real is None else positions >= 0
+        return BlockEntries(
+            past, key, value, scores, positions, query, attended_key, attended_value, is_entry
+        )
+
+    def _rotate_block(
+        self, query: Tensor, key: Tensor, positions: Tensor, past: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate a block's queries and all keys ``[B, H, past + T, D]`` to their ranks."""
+        assert self.rotations.rolling is not None
+        is_entry = positions >= 0
+        num_cached = is_entry[..., :past].sum(dim=-1, keepdim=True)
+        ranks = num_cached + is_entry[..., past:].cumsum(dim=-1) - 1
+        # All heads of a sequence have the same number of entries.
+        query_ranks = ranks[:, :1]
+        if past:
+            ranks = torch.cat([self.state.ranks, ranks], dim=-1)
+        factors = self.rotations.rolling.of_ranks(self._rank_limit(query.shape[2]))
+        return rotate_to_ranks(query, query_ranks, factors), rotate_to_ranks(key, ranks, factors)
+
+    def _rank_limit(self, length: int) -> int:
+        if not self.holds_entries:
+            return length
+        if length == 1:
+            # Not by the budgets: the sequence of a larger one may have been taken out.
+            return max(self.slots.capacity or 0, self.state.num_slots)
+        return int(self.state.counts().max()) + length
+
+    def _attend(self, block: Block, entries: BlockEntries) -> tuple[Tensor, Tensor]:
+        self._choose_operations(block.query)
+        assert self.slots.operations is not None
+        attend: Callable[..., tuple[Tensor, Tensor]] = self.slots.operations.attend
+        visibility = Visibility(entries.past, entries.is_entry, block.real)
+        states = entries.query, entries.attended_key, entries.attended_value
+        arguments = *states, visibility, block.scale, block.softcap, self._query_weights(block)
+        if self._shared_attention is not None:
+            output, sums = self._shared_attention(attend, *arguments)
+            return output, sums
+        options = {} if self._needs_sums(block) else {"needs_sums": False}
+        return attend(*arguments, **options)
+
+    def _needs_sums(self, block: Block) -> bool:
+        if block.length == 1:
+            return True
+        if self.rule.observes is Sees.QUERIES:
+            # A padded sequence's only token adds its probabilities.
+            return block.real is not None
+        return self.rule.observes is not Sees.KEYS
+
+    def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
+        if self._shared_attention is None:
+            return super()._attend_from_behind(block, entries)
+        result: Tensor = self._shared_attention.once(
+            lambda: super(SlotLayer, self)._attend_from_behind(block, entries)
+        )
+        return result
+
+    def _choose_operations(self, query: Tensor) -> None:
+        """Choose the operations of all tokens until the next block; mutates the plan."""
+        groups, is_packed = query.shape[1] // self.num_kv_heads, self.storage.bits is not None
+        self.slots.operations = operations(
+            query.device, self.dtype, self.key_size, self.value_size, groups, is_packed
+        )
+
+    def _evict(self, entries: BlockEntries) -> None:
+        state, slots = self.state, self.slots
+        self.prompt.was_partial = self.prompt.is_partial
+        if self.prompt.is_partial:  # more of the block is to come: nothing is evicted yet
+            with ordinary_tensors():
+                state.keys, state.values = entries.key.clone(), entries.value.clone()
+                state.scores, state.positions = entries.scores.clone(), entries.positions.clone()
+            return
+        positions, total = entries.positions, state.total
+        limit = max(budget.total for budget in state.budgets)
+        slots.capacity = limit + 1 if self.rule.is_bounded else None
+        if not self.rule.is_bounded:
+            if not self.rule.evicts:
+                total = (positions >= 0).sum(dim=-1, keepdim=True)
+            limit = int(total.max())
+        protected = protected_entries(positions, self.newest(), state.sink, state.recent)
+        rank = self._rank_block(entries)
+        slots.store(state, entries, *keep_indices(rank, positions, protected, total, limit))
+        if self.rotations.rolling is not None:
+            with ordinary_tensors():
+                state.ranks = ranks_of(state.positions)
+                self.rotations.make_tables(self._rank_limit(1))
+        state.slot_mask = slots.slots_within_budget(state)
+        slots.refresh(state, self.dtype)
+        # CUDA graphs must be told that steps write where they read.
+        if self.device.type == "cuda" and not torch.compiler.is_compiling():
+            for tensor in (*state.tensors().values(), self.cumulative_length):
+                torch._dynamo.mark_static_address(tensor)
+
+    # --- a single token ---------------------------------------------------------------------------
+
+    def _takes_step(self, block: Block) -> bool:
+        if self.deferred is not None and self.deferred.waits_for(self):
+            self.deferred.end()
+        prompt = self.prompt
+        is_plain = not (prompt.was_partial or prompt.is_partial or prompt.pins)
+        return block.length == 1 and self.holds_entries and is_plain
+
+    def _read_token(self, block: Block) -> Tensor:
+        query, key, value, real, _, _, scale, softcap = block
+        state, slots, rotations = self.state, self.slots, self.rotations
+        # In a compiled step a count that changes would compile it again each time.
+        filled = None
+        if torch.compiler.is_compiling():
+            slots.make_static(state, self.dtype)
+        else:
+            slots.count_down(state, self.dtype)
+            filled = slots.filled
+        if filled is not None:  # after padding the slots may no longer be taken in their order
+            slots.filled = filled + 1 if real is None else None
+        if not self.rule.is_plain_sum:
+            self._prepare_step(block)
+        if rotations.rolling is not None and rotations.tables is None:
+            rotations.make_tables(self._rank_limit(1))
+        # A ranking by the scores alone is what a kernel can do.
+        rank = None if self.rule.ranks_by_sums or self.rule.sees is Sees.WINDOW else self._rank
+        sink = state.sink if slots.has_sinks else None
+        rules = StepRules(
+            scale, state.recent, sink, softcap, rotations.tables, rank, slots.is_full, filled
+        )
+        run = decode_step
+        # On a CPU inductor makes more of operations that it sees than of a package of its own.
+        is_compiled = torch.compiler.is_compiling() and not query.is_cuda
+        if not is_compiled and state.head_of_slot is None:
+            if slots.operations is None:
+                self._choose_operations(query)
+            assert slots.operations is not None
+            run = slots.operations.step
+        if self.deferred is not None and run is decode_step and real is None:
+            rules = rules._replace(deferred=self.deferred.takes(self, rules))
+        output = run(query, key, value, state, rules, real)
+        if self.deferred is not None and not torch.compiler.is_compiling():
+            self.deferred.add(self, rules)
+        self.cumulative_length += 1
+        return output
+
+    def _prepare_step(self, block: Block) -> None:
+        """Do what a scoring other than the sum needs before a step; mutates the state."""
+        state = self.state
+        if self.rule.scoring.factor is not None:
+            state.scores.copy_(self._decayed(state.scores, block.counts()))
+        if state.value_weights is not None:
+            weights = self.rule.value_weights(self.storage.round(block.value))
+            state.value_weights.scatter_(-1, state.free_slot, weights.view_as(state.free_slot))
+
+    def make_static(self) -> None:
+        """Make all slots that there may be, for steps of one shape; mutates the layer."""
+        self.slots.make_static(self.state, self.dtype)
+
+    def count_down(self) -> None:
+        """Count a step; mutates the layer."""
+        self.slots.count_down(self.state, self.dtype)
 
     @property
-    def full_nbytes(self) -> int:
-        """Bytes of the keys and values that a full cache would hold for the tokens seen."""
-        if not self.is_initialized:
-            return 0
-        seen = int(self.cumulative_length)
-        return self.batch_size * self.num_kv_heads * seen * self.entry_bytes
+    def is_ready(self) -> bool:
+        """Whether a decode step needs nothing that only a block learns."""
+        is_known = self.slots.operations is not None and self.module is not None
+        is_known &= self.rotations.rolling is None or self.rotations.tables is not None
+        return is_known and self.holds_entries and self.rule.is_bounded
 
-    @property
-    def entry_bytes(self) -> int:
-        """Bytes of an entry's key and value in the model's dtype, for one head."""
-        return int((self.key_size + self.value_size) * self.dtype.itemsize)
+    def join(self, other: SlotLayer) -> None:
+        """Put another layer's sequences behind these; mutates this layer, uses up the other."""
+        state, slots = self.state, self.slots
+        state.slot_mask = other.state.slot_mask = None
+        state.cat(other.state)
+        self.cumulative_length = torch.maximum(self.cumulative_length, other.cumulative_length)
+        if slots.capacity is not None and other.slots.capacity is not None:
+            slots.capacity = max(slots.capacity, other.slots.capacity, state.num_slots)
+            state.slot_mask = slots.slots_within_budget(state)
+        self.rotations.tables = None  # of the former number of slots
+        slots.refresh(state, self.dtype)
+        other.reset()
 
     def load_state(self, state: SlotState, seen: Tensor, weights: str | None) -> None:
-        self.state, self.cumulative_length, self.expected_weights = state, seen, weights
+        super().load_state(state, seen, weights)
+        slots = self.slots
+        if self.rule.is_bounded:
+            slots.capacity = max(*(budget.total + 1 for budget in state.budgets), state.num_slots)
+            if state.head_of_slot is not None:
+                slots.capacity = int((state.total + 1).sum(dim=1).max())
+            state.slot_mask = slots.slots_within_budget(state)
+        slots.refresh(state, self.dtype)

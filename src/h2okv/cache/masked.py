@@ -6,36 +6,37 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from h2okv.cache.layer import Block, CacheLayer
+from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import rotate_to_ranks
-from h2okv.cache.validation import check_finite
 from h2okv.ops.decode import protected_entries
 from h2okv.ops.reference import attention_with_scores
+from h2okv.policy import Sees
 
 
 def choose_by_query(
-    query: Tensor, key: Tensor, visible: Tensor, always: Tensor, most: Tensor, scale: float
+    query: Tensor, key: Tensor, visible: Tensor, always: Tensor, count: Tensor, scale: float
 ) -> Tensor:
-    """Which keys each query ``[B, HQ, T, D]`` attends to most, bool ``[B, HQ, T, N]``.
+    """Choose the keys that each query ``[B, HQ, T, D]`` attends to most, bool ``[B, HQ, T, N]``.
 
     Of the keys ``[B, H, N, D]`` in the order of the text, `visible` ``[B, H, T, N]`` is what
-    causality and padding leave, and `always` ``[B, H, N]`` is seen without being chosen. Of the
-    others each query head chooses so many, `most` ``[B, 1, 1]``; of equals the newer.
+    causality and padding leave, and `always` ``[B, H, N]`` is seen without being chosen. Each query
+    head chooses `count` ``[B, 1, 1]`` of the others; of equals the newer.
     """
     groups = query.shape[1] // key.shape[1]
-    seen, kept = (t.repeat_interleave(groups, dim=1) for t in (visible, always.unsqueeze(2)))
+    seen, chosen = (t.repeat_interleave(groups, dim=1) for t in (visible, always.unsqueeze(2)))
     # A soft cap would not change the order.
     logits = query.float() @ key.float().repeat_interleave(groups, dim=1).transpose(-1, -2) * scale
-    open_to_choice = seen & ~kept
+    open_to_choice = seen & ~chosen
     ranks = logits.masked_fill(~open_to_choice, -torch.inf)
     # Stable, from the newest on: among equals the newer comes first.
     order = ranks.flip(-1).argsort(dim=-1, descending=True, stable=True)
-    best = order.argsort(dim=-1).flip(-1) < most.unsqueeze(-1)
-    return (seen & kept) | (open_to_choice & best)
+    best = order.argsort(dim=-1).flip(-1) < count.unsqueeze(-1)
+    return (seen & chosen) | (open_to_choice & best)
 
 
 class MaskedLayer(CacheLayer):
-    """Keeps every token and marks which are still alive; slow, large, and easy to check.
+    """Keeps every token and marks which are still entries; slow, large, and easy to check.
 
     The state's slots are the N tokens seen, in their order, padding too unless it is all of a
     chunk; a position of -1 is padding or evicted. With ``kv_bits`` numbers are rounded as they
@@ -44,82 +45,94 @@ class MaskedLayer(CacheLayer):
 
     drops = False
 
-    def _attend(self, block: Block) -> Tensor:
-        query, key, value, real, _, _, scale, softcap = block
-        held, length, given = self.state, key.shape[2], real
-        past = held.num_slots
-        if real is None:
-            real = torch.ones(self.batch_size, length, dtype=torch.bool, device=self.device)
-        always = self._always_seen(length) if self.policy.per_query and past else None
-        scores, positions = self._block_entries(length, real)
-        whole = [torch.cat(both, dim=2) for both in zip(self._tensors(), (key, value), strict=True)]
-        held.keys, held.values = (self.storage.as_attended(states, past, given) for states in whole)
-        held.scores = torch.cat([held.scores, scores], dim=2)
-        held.positions = torch.cat([held.positions, positions], dim=2)
-        causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
-        visible = causal & (held.positions >= 0).unsqueeze(2) & real[:, None, :, None]
-        keys, values = self._tensors()
-        if self.rotation is not None:
-            query, keys = self._rotated(query, past)
-        weights = self._query_weights(given, length)
-        if always is not None:
-            visible = choose_by_query(query, keys, visible, always, held.num_static, scale)
-            groups = query.shape[1] // self.num_kv_heads
-            keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
-        output, sums = attention_with_scores(query, keys, values, visible, scale, softcap, weights)
-        sums = sums.unflatten(1, (self.num_kv_heads, -1)).sum(dim=2)
-        if self.scoring.looks_ahead and length > 1:
-            sums = self._expected(block, sums, keys, held.positions >= 0, keys.shape[2])
-        check_finite(self, sums)
-        if self.policy.uses_keys and length > 1:
-            sums = torch.zeros_like(sums)
-        held.scores = self._decayed(held.scores, given, length) + sums.to(torch.float32)
-        # The block's tokens have become entries.
-        held.keys, held.values = (self.storage.as_held(states, past) for states in whole)
-        held.norms = self._norms_of(self._tensors()[1])
-        held.num_real_tokens += real.sum(dim=1)
-        self.cumulative_length += length
-        if self.policy.evicts:
-            held.positions = torch.where(self._best(held.total), held.positions, -1)
-        return output
+    def _place(self, block: Block) -> BlockEntries:
+        state, past = self.state, self.state.num_slots
+        scores, positions = self._block_entries(block)
+        key = torch.cat([state.stored("keys"), block.key], dim=2)
+        value = torch.cat([state.stored("values"), block.value], dim=2)
+        # What each query sees besides its own choice, before the block's tokens are there.
+        self._always = None
+        if self.rule.sees is Sees.EACH_QUERY and past:
+            self._always = self._always_seen(block.length)
+        state.scores = torch.cat([state.scores, scores], dim=2)
+        state.positions = torch.cat([state.positions, positions], dim=2)
+        state.keys, state.values = key, value
+        attended_key, attended_value = (
+            self.storage.as_attended(states, past, block.real) for states in (key, value)
+        )
+        query = block.query
+        if self.rotations.rolling is not None:
+            query, attended_key = self._rotate(query, attended_key, past)
+        return BlockEntries(
+            past, key, value, state.scores, state.positions, query, attended_key, attended_value,
+            state.positions >= 0,
+        )  # fmt: skip
 
-    def _tensors(self) -> tuple[Tensor, Tensor]:
-        return self.state.stored("keys"), self.state.stored("values")  # never packed
-
-    def _rotated(self, query: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        assert self.rotation is not None
-        alive = self.state.positions >= 0
-        # Tokens are held in the order of the text, so those alive before count the rank.
-        ranks = alive.cumsum(dim=-1) - 1
-        length = query.shape[2]
-        limit = int(alive.sum(dim=-1).max())
-        if length == 1 and past:
-            limit = max(own.total for own in self.state.budgets) + 1
-        factors = self.rotation.of_ranks(limit)
-        keys = rotate_to_ranks(self._tensors()[0], ranks, factors)
+    def _rotate(self, query: Tensor, key: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        assert self.rotations.rolling is not None
+        is_entry = self.state.positions >= 0
+        # Tokens are in the order of the text, so the entries before count the rank.
+        ranks = is_entry.cumsum(dim=-1) - 1
+        limit = int(is_entry.sum(dim=-1).max())
+        if query.shape[2] == 1 and past:
+            limit = max(budget.total for budget in self.state.budgets) + 1
+        factors = self.rotations.rolling.of_ranks(limit)
+        keys = rotate_to_ranks(key, ranks, factors)
         return rotate_to_ranks(query, ranks[:, :1, past:], factors), keys
 
+    def _rank_limit(self, length: int) -> int:
+        return self.state.num_slots
+
+    def _attend(self, block: Block, entries: BlockEntries) -> tuple[Tensor, Tensor]:
+        length, past, assume_real = block.length, entries.past, block.real is None
+        causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
+        visible = causal & entries.is_entry.unsqueeze(2)
+        if not assume_real:
+            visible = visible & block.real[:, None, :, None]
+        query, keys, values = entries.query, entries.attended_key, entries.attended_value
+        if self._always is not None:
+            count = self.state.num_static
+            visible = choose_by_query(query, keys, visible, self._always, count, block.scale)
+            groups = query.shape[1] // self.num_kv_heads
+            keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
+        weights = self._query_weights(block)
+        output, sums = attention_with_scores(
+            query, keys, values, visible, block.scale, block.softcap, weights
+        )
+        return output, sums.unflatten(1, (self.num_kv_heads, -1)).sum(dim=2)
+
+    def _evict(self, entries: BlockEntries) -> None:
+        state = self.state
+        # The block's tokens have become entries.
+        state.keys, state.values = (
+            self.storage.as_held(states, entries.past) for states in (entries.key, entries.value)
+        )
+        state.scores = entries.scores
+        if self.rule.weighs_values:
+            state.value_weights = self.rule.value_weights(state.values)
+        if self.rule.evicts:
+            state.positions = torch.where(self._best(state.total), state.positions, -1)
+
     def _always_seen(self, length: int) -> Tensor:
-        """Marks what no query has to choose: sinks, heavy hitters, and the block of T tokens."""
+        """Mark what no query has to choose: sinks, heavy hitters, and the block of T tokens."""
         assert self.state.num_static is not None
         before = self._best(self.state.total - self.state.num_static)
         return torch.cat([before, before.new_ones(*before.shape[:2], length)], dim=-1)
 
     def _best(self, total: Tensor) -> Tensor:
-        """Marks so many entries (``[B, 1, 1]``), by a plain sort of everything alive."""
-        held, newest = self.state, self.newest()
-        held_keys = self._tensors()[0]
-        priority = self._ranking(held.scores, held.positions, newest, keys=held_keys)
-        protected = protected_entries(held.positions, newest, held.sink, held.recent)
-        # Last key first: the dead, then the unprotected, then by priority, then by age.
-        keys = (held.positions, priority, protected, held.positions >= 0)
+        """Mark the best `total` entries, ``[B, 1, 1]``, by a plain sort of all entries."""
+        state, newest = self.state, self.newest()
+        priority = self._rank(state.scores, state.positions, newest, keys=state.stored("keys"))
+        protected = protected_entries(state.positions, newest, state.sink, state.recent)
+        # Last key first: other tokens, then the unprotected, then by priority, then by age.
+        keys = (state.positions, priority, protected, state.positions >= 0)
         order = np.lexsort([key.cpu().numpy() for key in keys], axis=-1)
-        place = torch.from_numpy(order).argsort(dim=-1).to(self.device)
-        return (held.positions >= 0) & (place >= order.shape[-1] - total)
+        rank = torch.from_numpy(order).argsort(dim=-1).to(self.device)
+        return (state.positions >= 0) & (rank >= order.shape[-1] - total)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that dropping would hold for the entries alive (the mask itself saves none)."""
+        """Bytes that dropping would hold for the entries (the mask itself saves none)."""
         if not self.holds_entries:
             return 0
         sizes = (self.key_size, self.value_size)

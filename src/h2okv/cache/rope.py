@@ -13,7 +13,8 @@ from transformers.cache_utils import DynamicCache
 
 from h2okv.cache.argument import CACHE
 from h2okv.config import Positions, check_tokens
-from h2okv.ops.rope import Layout, interleave_pairs, inverse, multiply, rotate
+from h2okv.ops.decode import RotaryTables
+from h2okv.ops.rope import Layout, interleave_pairs, inverse, multiply, relative, rotate
 
 # Kinds of RoPE whose frequencies depend on the longest position.
 BY_LENGTH = ("dynamic", "longrope")
@@ -86,6 +87,47 @@ class Rotation:
         # The same operation as in transformers, so that the same angle comes out, rounding and all.
         angles = positions[..., None].float() * frequencies.to(positions.device, torch.float32)
         return torch.stack([angles.cos() * scaling, angles.sin() * scaling], dim=-1)
+
+
+class Rotations:
+    """How the model rotates the keys of one layer, and what follows from that.
+
+    Rolling layers keep keys un-rotated and rotate them to their ranks; a rule that re-evaluates
+    queries rotates these further.
+    """
+
+    def __init__(self, rolls: bool, looks_ahead: bool) -> None:
+        self.rolls, self.looks_ahead = rolls, looks_ahead
+        # One list for all layers of a cache: layers that rotate alike share one object.
+        self.known: list[Rotation] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the model; mutates."""
+        self.rolling: Rotation | None = None
+        self.text: Rotation | None = None
+        self.tables: RotaryTables | None = None
+        self.is_known = not (self.rolls or self.looks_ahead)
+
+    def learn(self, rotation: Rotation | None) -> None:
+        """Note how the model rotates; ``None`` if it does not. Mutates."""
+        self.rolling, self.text = (rotation, None) if self.rolls else (None, rotation)
+        self.is_known = True
+
+    def follow(self, other: Rotations) -> None:
+        """Note what another layer of the same module has learned; mutates."""
+        self.rolling, self.text, self.is_known = other.rolling, other.text, other.is_known
+
+    def make_tables(self, num_ranks: int) -> None:
+        """Make the tables that all decode steps share; mutates."""
+        assert self.rolling is not None
+        to_rank = self.rolling.of_ranks(num_ranks)
+        self.tables = RotaryTables(to_rank, relative(to_rank))
+
+    @property
+    def needs_positions(self) -> bool:
+        """Whether a forward must say where the model put its tokens."""
+        return (self.rolling or self.text) is not None
 
 
 def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:

@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from h2okv.cache.h2o_cache import H2OCache
+from h2okv.cache.layer import SlotLayer
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.slot_state import ordinary_tensors
-from h2okv.cache.slots import SlotLayer
 from h2okv.config import Budget, TokenBudget
-from h2okv.policy import get_policy
+from h2okv.policy import get_rule
 
 
 def is_window_layer(layer: Any, layer_idx: int, config: PreTrainedConfig) -> bool:
@@ -34,15 +34,15 @@ def window_slots(
 ) -> SlotLayer:
     """Makes slots of what a sliding layer holds of a sequence: a token's own and all before."""
     window, num_held = layer.sliding_window, min(seen, layer.keys.shape[2])
-    budget, policy = Budget(heavy=0, recent=window - 1), get_policy("recent")
-    made = SlotLayer(layer_idx, budget, policy, PositionRule())
-    made.window = made.capacity = window
+    budget, rule = Budget(heavy=0, recent=window - 1), get_rule("recent")
+    made = SlotLayer(layer_idx, budget, rule, PositionRule())
+    made.window = made.slots.capacity = window
     with ordinary_tensors():
         made.lazy_initialization(layer.keys, layer.values)
         made.cumulative_length += seen
         held: Any = made.state.like(1, window)
         made.state = held
-        held.set_budgets([policy.allocate_budget(budget.resolve(seen))], False)
+        held.set_budgets([rule.allocate_budget(budget.resolve(seen))], False)
         for slots, own in ((held.keys, layer.keys), (held.values, layer.values)):
             slots[:, :, :num_held] = own[sequence, :, own.shape[2] - num_held :]
         held.positions[..., :num_held] = torch.arange(seen - num_held, seen, device=held.device)
@@ -103,9 +103,10 @@ class SlotBookkeeping:
     def set_flags(self, layer: SlotLayer) -> None:
         """Tells a layer what its steps may leave out; mutates it."""
         left, is_even = max(map(max, self._room)), self.fills_all_slots
-        layer.is_full, layer.filled = is_even and left == 0, None
-        layer.steps_left = left if is_even and left else -1
-        layer.note_protected(self.budgets)
+        slots = layer.slots
+        slots.is_full, slots.filled = is_even and left == 0, None
+        slots.steps_left = left if is_even and left else -1
+        slots.protect(self.budgets)
 
 
 class SlotPool:
@@ -147,13 +148,13 @@ class SlotPool:
         self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
         self.num_heads = 0  # KV heads of all layers that evict by H2O
         for kind, layer in zip(self._kinds, self._layers, strict=True):
-            layer.capacity = self._books[kind].num_slots
-            layer.rotary = None  # of as many ranks as the cache that this one is like
-            self._states.append(layer.state.like(max_num_seqs, layer.capacity))
+            layer.slots.capacity = self._books[kind].num_slots
+            layer.rotations.tables = None  # of as many ranks as the cache that this one is like
+            self._states.append(layer.state.like(max_num_seqs, layer.slots.capacity))
             if layer.window is None:
                 self.num_heads += layer.num_kv_heads
             if layer.window is None and layer.head_budgets is None:
-                shape = (max_num_seqs, layer.num_kv_heads, layer.capacity)
+                shape = (max_num_seqs, layer.num_kv_heads, layer.slots.capacity)
                 with ordinary_tensors():
                     mask = torch.zeros(shape, dtype=torch.bool, device=layer.device)
                 self._masks[layer.device, layer.num_kv_heads, kind] = mask
@@ -205,8 +206,8 @@ class SlotPool:
             seen = int(layer.state.num_real_tokens[index])
         for own, (layer, index), state in zip(self._layers, layers, self._states, strict=True):
             state.copy_sequence(place, layer.state, index)
-            own.owner = layer.owner
-            own.rotation, own.knows_rotation = layer.rotation, layer.knows_rotation
+            own.writer = layer.writer
+            own.rotations.follow(layer.rotations)
         for (_, _, kind), mask in self._masks.items():
             total = self._books[kind].budgets[place].total
             mask[place] = torch.arange(mask.shape[2], device=mask.device) <= total
@@ -250,8 +251,8 @@ class SlotPool:
             books.set_flags(layer)
             if not books.fills_all_slots:
                 layer.state.slot_mask = self._masks[layer.device, layer.num_kv_heads, kind][:used]
-            if layer.rotation is not None and layer.rotary is None:
-                layer.make_rotary()
+            if layer.rotations.rolling is not None and layer.rotations.tables is None:
+                layer.rotations.make_tables(layer.slots.capacity)
 
 
 def _as_slots(cache: H2OCache, sequence: int) -> list[tuple[SlotLayer, int]]:
@@ -284,21 +285,21 @@ def check_poolable(cache: H2OCache) -> None:
             f"model type {cache.config.model_type!r} has layers ({', '.join(sorted(others))}) "
             "whose entries are not held in slots; use h2okv batch or generate for it."
         )
-    if not cache.policy.is_bounded:
+    if not cache.rule.is_bounded:
         raise ValueError(
-            f"policy={cache.policy.name!r} evicts nothing, so slots of a fixed number cannot hold "
+            f"policy={cache.rule.name!r} evicts nothing, so slots of a fixed number cannot hold "
             "it; use policy='h2o' with a budget as large as the longest text for a full cache."
         )
 
 
 def can_split_blocks(cache: H2OCache) -> bool:
     """Tells whether a block may come in several forwards without being another block."""
-    if cache.kv_bits is not None or cache.rule.rolls:
+    if cache.kv_bits is not None or cache.position_rule.rolls:
         return False
     return all(
         # A sliding window takes any block in parts by itself.
         is_window_layer(layer, index, cache.config)
-        or (isinstance(layer, SlotLayer) and layer.is_plain)
+        or (isinstance(layer, SlotLayer) and layer.rule.is_plain_sum)
         for index, layer in enumerate(cache.layers)
     )
 
@@ -307,4 +308,4 @@ def expect_partial_block(cache: H2OCache, is_partial: bool) -> None:
     """Says whether the next forward brings part of a block, after which nothing is evicted yet."""
     for layer in cache.layers:
         if isinstance(layer, SlotLayer):
-            layer.is_partial_block = is_partial
+            layer.prompt.is_partial = is_partial

@@ -16,7 +16,16 @@ from h2okv.ops.decode import NO_HEAD, Slots, compact, pick
 from h2okv.ops.quant import BITS, Entries, Packed, pack, packed_bytes, unpack
 
 # Fields ``[B, H, S, ...]``.
-PER_SLOT = ("keys", "values", "scores", "positions", "slot_mask", "ranks", "norms", "owner")
+PER_SLOT = (
+    "keys",
+    "values",
+    "scores",
+    "positions",
+    "slot_mask",
+    "ranks",
+    "value_weights",
+    "head_of_slot",
+)
 _COUNTED = {*PER_SLOT} - {"slot_mask"}
 MIN_GROWN_SLOTS = 64  # a budget of fewer slots is never worth growing into
 
@@ -159,8 +168,8 @@ class SlotState(Slots):
     total: Tensor = field(kw_only=True)  # K, likewise; [B, H, 1] where heads' budgets differ
     # Entries that a policy keeps by a rule of its own, likewise.
     num_static: Tensor | None = field(default=None, kw_only=True)
-    # L1 norms of the values, fp32 [B, H, S], for scorings that use them.
-    norms: Tensor | None = field(default=None, kw_only=True)
+    # Weights of the values, fp32 [B, H, S], of rules that multiply scores by them.
+    value_weights: Tensor | None = field(default=None, kw_only=True)
     budgets: list[TokenBudget] = field(default_factory=list, kw_only=True)
 
     @classmethod
@@ -183,7 +192,7 @@ class SlotState(Slots):
     def set_budgets(
         self,
         budgets: list[TokenBudget],
-        has_static_mask: bool,
+        has_pattern: bool,
         totals: list[list[int]] | None = None,
     ) -> None:
         """Notes each sequence's budget, and K of each head if they differ; mutates the state."""
@@ -192,7 +201,7 @@ class SlotState(Slots):
         with ordinary_tensors():
             counts = torch.tensor(parts, dtype=torch.int64, device=self.device).view(-1, 4, 1, 1)
             self.sink, self.recent, self.total, static = (part.clone() for part in counts.unbind(1))
-            self.num_static = static if has_static_mask else None
+            self.num_static = static if has_pattern else None
             if totals is not None:
                 self.total = self.total.new_tensor(totals).unsqueeze(-1)
 
@@ -208,9 +217,14 @@ class SlotState(Slots):
     def device(self) -> torch.device:
         return self.positions.device
 
+    def counts(self) -> Tensor:
+        """Return the entries of each sequence and head, int64 ``[B, H, 1]``."""
+        (positions,) = self.by_head("positions")
+        return (positions >= 0).sum(dim=-1, keepdim=True)
+
     @property
     def nbytes(self) -> int:
-        """Bytes of what there is of each slot: keys, values, scores, positions, ranks and norms."""
+        """Bytes of all slots: keys, values, scores, positions, ranks and weights."""
         return sum(t.nbytes for name, t in self.tensors().items() if _field(name) in _COUNTED)
 
     def by_head(self, *names: str) -> tuple[Any, ...]:
@@ -220,7 +234,7 @@ class SlotState(Slots):
         `None`.
         """
         fields = tuple(vars(self)[name] for name in names)
-        if self.owner is None:
+        if self.head_of_slot is None:
             return fields
         others = self.of_others()
         most = int((~others).sum(dim=-1).max())
@@ -242,13 +256,13 @@ class SlotState(Slots):
 
     def unshare(self) -> None:
         """Gives each head a row of its own, for a block that will `share` again; mutates."""
-        if self.owner is None:
+        if self.head_of_slot is None:
             return
-        names = [name for name in PER_SLOT if name != "owner"]
+        names = [name for name in PER_SLOT if name != "head_of_slot"]
         with ordinary_tensors():
             for name, own in zip(names, self.by_head(*names), strict=True):
                 setattr(self, name, own)
-            self.owner = None
+            self.head_of_slot = None
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by name; of packed entries ``keys.codes`` and ``keys.grid``."""
@@ -347,7 +361,7 @@ class SlotState(Slots):
 def empty_value(name: str, num_slots: int) -> int:
     """What stands in a slot that holds nothing."""
     # The rank of an empty slot is the last one.
-    return {"ranks": num_slots - 1, "positions": -1, "owner": NO_HEAD}.get(name, 0)
+    return {"ranks": num_slots - 1, "positions": -1, "head_of_slot": NO_HEAD}.get(name, 0)
 
 
 def _field(name: str) -> str:

@@ -271,7 +271,7 @@ class Chat:
     def _room(self, seen: int, new: int) -> int:
         """How many tokens an answer may have."""
         described, wanted = self.described, int(self.params.max_tokens or 0)
-        if self.cache.rule.positions != "original":
+        if self.cache.position_rule.positions != "original":
             return wanted
         room = described.room(seen + new, wanted)
         if room < 1:

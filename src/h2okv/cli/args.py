@@ -288,7 +288,7 @@ def _factors(option: str, given: str) -> LayerBudgets | Literal["auto"]:
 
 
 def make_cache(
-    policy: str = option("h2o", f"Eviction policy: {', '.join(POLICIES)}."),
+    policy: str = option("h2o", f"Eviction policy: {', '.join(POLICIES)}; or module:Class."),
     budget: str | None = option(None, _BUDGET.format("20%")),
     heavy: str | None = option(None, f"Instead of --budget, heavy hitters to keep: {_AMOUNT}."),
     recent: str | None = option(None, f"Instead of --budget, newest tokens to keep: {_AMOUNT}."),
@@ -350,7 +350,8 @@ def check_names(policy: str, scoring: str | None, simulated: bool) -> None:
         )
     known = (*POLICIES, *PER_QUERY) if simulated else POLICIES
     for name, value, names in (("policy", policy, known), ("scoring", scoring, SCORINGS)):
-        if value is not None and value not in names:
+        is_custom = name == "policy" and ":" in str(value)  # module:Class
+        if value is not None and value not in names and not is_custom:
             raise unknown_name(f"--{name}", value, names)
 
 
@@ -404,7 +405,7 @@ def cache_lists(
 
     known = (*POLICIES, *PER_QUERY) if changed.get("simulated") else POLICIES
     lists = {
-        "policy": option(policy, f"Policies, comma-separated: {', '.join(known)}."),
+        "policy": option(policy, f"Policies, comma-separated: {', '.join(known)} or module:Class."),
         "budget": option(None, _BUDGETS.format(budget)),
         "scoring": option(
             scoring, f"How attention is accumulated, comma-separated: {', '.join(SCORINGS)}."

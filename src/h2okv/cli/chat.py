@@ -111,7 +111,7 @@ def plan_cache(
     config: PreTrainedConfig, cache: CacheConfig, wanted: Any
 ) -> tuple[CacheConfig, str | None]:
     """Settles positions and chunk; gives a remark on positions that had to stay original."""
-    from h2okv.cache.validation import context_window
+    from h2okv.cache.support import context_window
 
     is_auto = wanted == "auto"
     chunk = cache.prefill_chunk
@@ -301,8 +301,8 @@ def greeting(session: Chat) -> str:
             manner = "a plain dialogue; it writes book-like English and is not an assistant"
     return (
         f"{name}, {dtype} on {session.model.device}: {manner}\n"
-        f"cache: {cache.policy.name}, sink {budget.sink} + heavy {budget.heavy} + recent"
-        f" {budget.recent} tokens, positions {cache.rule.positions}\n"
+        f"cache: {cache.rule.name}, sink {budget.sink} + heavy {budget.heavy} + recent"
+        f" {budget.recent} tokens, positions {cache.position_rule.positions}\n"
         "/help lists what can be typed beside a turn"
     )
 

@@ -48,7 +48,9 @@ class Files:
         if not self.resume and self.checkpoint is not None and self.checkpoint.exists():
             raise ValueError(f"'{self.checkpoint}' exists already; add --resume, or move it away")
         if self.resume and self.checkpoint is not None and not self.checkpoint.is_file():
-            missing = f"--checkpoint '{self.checkpoint}' does not exist, so there is nothing to resume"
+            missing = (
+                f"--checkpoint '{self.checkpoint}' does not exist, so there is nothing to resume"
+            )
             raise ValueError(f"{missing}; omit --resume")
 
 
@@ -82,7 +84,7 @@ def stream(
         what = "both --text and --input are" if text else "neither --text nor --input is"
         raise ValueError(f"{what} given; give one of them")
     wording = None if text is None else read_text_file(text)
-    from h2okv.cache.validation import context_window
+    from h2okv.cache.support import context_window
     from h2okv.evaluation.stream_data import ConversationSource, TextSource
     from h2okv.evaluation.streaming import Stream, StreamSettings
     from h2okv.integration.layer_budgets import with_own_budgets

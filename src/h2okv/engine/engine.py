@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.cache import H2OCache
 from h2okv.cache.slot_pool import check_poolable
-from h2okv.cache.validation import window_by_length
+from h2okv.cache.support import window_by_length
 from h2okv.config import MEASURED, Budget
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.memory import MemoryModel, available_bytes, data_bytes, give_memory_back
@@ -367,7 +367,7 @@ class Engine:
         window = window_by_length(self._model_config)
         if window is not None:
             context = min(context or window, window)
-        self.max_context = None if probe.rule.rolls else context
+        self.max_context = None if probe.position_rule.rolls else context
         requested = self.config.max_prompt_tokens
         if self.max_context is not None and requested is not None and requested > self.max_context:
             raise ValueError(

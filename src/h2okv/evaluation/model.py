@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LogitsProcessor,
@@ -21,14 +22,14 @@ from transformers import (
 import h2okv
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
-from h2okv.cache.validation import context_window
+from h2okv.cache.shared import SharedPrefill, shares_prompt
+from h2okv.cache.support import context_window
 from h2okv.config import CacheConfig
 from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.evaluation.shared_prefill import SharedPrefill, read_together, shares_prompt
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import input_device
-from h2okv.policy import get_policy
+from h2okv.policy import Sees, get_rule
 from h2okv.provenance import fingerprint
 
 _ROLLING_BLOCK = 512
@@ -47,7 +48,7 @@ def resolve_config(config: CacheConfig, model_config: PreTrainedConfig) -> Cache
 def make_cache(config: CacheConfig, model_config: PreTrainedConfig, seed: int = 0) -> H2OCache:
     """Make an empty cache; masked instead of evicting if each query chooses its own entries."""
     # An entry cannot be dropped while another query may still choose it.
-    simulate = get_policy(config.policy).per_query
+    simulate = get_rule(config.policy).sees is Sees.EACH_QUERY
     resolved = resolve_config(config, model_config).seeded(seed)
     return H2OCache.from_config(model_config, resolved, simulate=simulate)
 
@@ -178,7 +179,7 @@ def answer_question(
     first = last if query_aware else len(context)
     caches = [make_cache(config, model.config, seed) for config in configs]
     for cache in caches:
-        if not cache.policy.prompt_only:  # such a policy takes the first forward for the prompt
+        if cache.rule.sees is not Sees.WINDOW:  # such a rule takes the first forward for the prompt
             cache.expect(last + 1)
     answers = []
     with h2okv.enable(model.model):
@@ -276,3 +277,15 @@ def _answer(subject: ModelUnderTest, ids: list[int], params: SamplingParams) -> 
 
     # A stop string is followed by padding until the last sequence has ended.
     return Answer(text[: min(offsets)], bisect_left(range(len(ids)), True, key=has_stop))
+
+
+def read_together(model: PreTrainedModel, input_ids: Tensor, caches: Sequence[H2OCache]) -> None:
+    """Read a prompt ``[B, T]`` without padding onto empty caches, once for all that can share."""
+    sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
+    if len(sharing) > 1:
+        shared = SharedPrefill(sharing)
+        h2okv.prefill(model, input_ids, shared)
+        shared.split()
+    for cache in caches:
+        if not cache.num_seen_tokens:
+            h2okv.prefill(model, input_ids, cache)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
-from h2okv.cache.validation import context_window
+from h2okv.cache.support import context_window
 from h2okv.console import check_least
 from h2okv.engine.memory import resident_bytes
 from h2okv.engine.sampler import eos_token_ids
@@ -129,7 +129,7 @@ class Stream:
         self._end_ids = eos_token_ids(self.model)
         # Learned positions limit a stream unless the cache changes positions.
         config = self.model.config
-        ends = self.cache.rule.positions == "original" and has_learned_positions(config)
+        ends = self.cache.position_rule.positions == "original" and has_learned_positions(config)
         self._last_position = context_window(config) if ends else None
 
     @classmethod

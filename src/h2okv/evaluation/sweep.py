@@ -30,7 +30,7 @@ from h2okv.evaluation.tasks.generation import Diversity, Summarization
 from h2okv.evaluation.tasks.harness import HarnessTask
 from h2okv.evaluation.tasks.perplexity import Perplexity
 from h2okv.evaluation.tasks.recall import COMPRESSIONS, NeedleTask, Recall
-from h2okv.policy import get_policy
+from h2okv.policy import get_rule
 from h2okv.records import read_text_file, unknown_name
 
 EXPERIMENTS = Path(__file__).parent / "experiments"  # the bundled ones
@@ -132,7 +132,7 @@ class CacheEntry(Strict):
     kv_bits: int | None = None
 
     def configs(self, budgets: Sequence[Any] | None) -> list[CacheConfig]:
-        get_policy(CacheConfig(self.policy).policy)
+        get_rule(CacheConfig(self.policy).policy)
         amounts: Sequence[Any] = [FULL] if self.policy == FULL else self.budgets or budgets or ()
         if not amounts:
             raise ValueError(

@@ -11,7 +11,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
-from h2okv.cache.layer import LAYER_ATTRIBUTE, CacheLayer
+from h2okv.cache.base_layer import LAYER_ATTRIBUTE
+from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import find_rotation
 from h2okv.cache.slot_state import is_cast
 from h2okv.cache.validation import check_follows
@@ -249,16 +250,16 @@ def h2o_attention(
         real = attention_mask[:, 0, 0, :].expand(query.shape[0], -1)
     if not torch.compiler.is_compiling():
         layer.claim(module)
-        if not layer.rule.rewrites:
+        if not layer.position_rule.rewrites:
             check_follows(layer, options.get("position_ids"), real, query.shape[2])
         elif not layer.is_placed:
             raise ValueError(
-                f"positions={layer.rule.positions!r} changes the positions that this model gets; "
-                "run it inside `with h2okv.enable(model):`."
+                f"positions={layer.position_rule.positions!r} changes the positions that this "
+                "model gets; run it inside `with h2okv.enable(model):`."
             )
         layer.is_placed = False
-    if not layer.knows_rotation:
-        rotation = find_rotation(module, layer.layer_idx, key, layer.known_rotations)
+    if not layer.rotations.is_known:
+        rotation = find_rotation(module, layer.layer_idx, key, layer.rotations.known)
         layer.learn_rotation(rotation)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if real is not None and layer.ends_forward and not torch.compiler.is_compiling():

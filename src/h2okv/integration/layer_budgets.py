@@ -21,7 +21,7 @@ from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import prefill
 from h2okv.integration.loading import Described
 from h2okv.integration.names import cache_folder
-from h2okv.policy import get_policy
+from h2okv.policy import get_rule
 from h2okv.provenance import digest, fingerprint
 from h2okv.records import parse_json, write_json
 
@@ -77,8 +77,8 @@ def measure_layer_budgets(
         if not isinstance(layer, CacheLayer):
             continue
         held = layer.state
-        assert held.norms is not None
-        worth = torch.where(held.positions >= 0, held.scores.square() * held.norms, 0.0)[0]
+        assert held.value_weights is not None
+        worth = torch.where(held.positions >= 0, held.scores.square() * held.value_weights, 0.0)[0]
         # What the recent window would hold anyway competes for nothing.
         worth = worth.masked_fill(held.positions[0] >= length - even // 3, 0.0)
         worth = worth.sort(dim=-1, descending=True).values[:, :length].cpu()
@@ -123,7 +123,7 @@ def with_own_budgets(
         return config
     config = replace(config, layer_budgets=None)
     H2OCache.from_config(model.config, config)  # mistakes show before the work
-    if config.is_full or not get_policy(config.policy).uses_scores:
+    if config.is_full or not get_rule(config.policy).uses_scores:
         return config
     by_head = config.positions != "rolling"
     fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION

@@ -11,7 +11,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
-from h2okv.cache.validation import check_model
+from h2okv.cache.support import check_model
 from h2okv.integration.chat_template import encode
 from h2okv.integration.end_tokens import add_end_tokens
 from h2okv.integration.messages import Conversation

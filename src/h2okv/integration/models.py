@@ -25,7 +25,7 @@ import transformers
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from h2okv.cache.validation import check_model
+from h2okv.cache.support import check_model
 from h2okv.console import optional
 from h2okv.integration.names import (
     BUNDLED,

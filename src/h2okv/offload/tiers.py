@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from h2okv.cache import H2OCache
+from h2okv.cache.layer import SlotLayer
 from h2okv.cache.slot_state import ordinary_tensors
-from h2okv.cache.slots import SlotLayer
 from h2okv.offload.checkpoint import CheckpointFiles, bytes_of
 from h2okv.offload.meta_model import MetaModel, ParameterSlot, Part, Unit, block_bytes, parts_of
 from h2okv.records import refusing

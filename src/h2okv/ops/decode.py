@@ -37,7 +37,7 @@ def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
 
     Args:
         slots: ``[B, H, S, D]``, contiguous, packed or indexed; mutated. Slots that heads share
-            (`Slots.owner`) are ``[B, 1, S, D]``.
+            (`Slots.head_of_slot`) are ``[B, 1, S, D]``.
         free: int64 ``[B, H, 1]``, the slot to take; of shared slots ``[B, 1, H]``.
         entry: ``[B, H, 1, D]``.
     """
@@ -309,7 +309,7 @@ class Slots:
     Positions are -1 and ranks S - 1 in an empty slot. Where there are ranks, keys are un-rotated,
     pairs next to each other.
 
-    Heads that hold different numbers of entries share one row of slots: then there is an `owner`,
+    Heads with different numbers of entries share one row of slots: then there is a `head_of_slot`,
     the dimension H of per-slot tensors is 1, and the free slots are ``[B, 1, H]``.
     """
 
@@ -321,15 +321,19 @@ class Slots:
     num_real_tokens: Tensor  # int64 [B], those that went through, padding not counted
     slot_mask: Tensor | None = None  # bool [B, H, S], within each budget + 1; None if all are
     ranks: Tensor | None = None  # int32 [B, H, S], places in the cache when positions roll
-    owner: Tensor | None = None  # uint8 [B, 1, S], the KV head of a shared slot; `NO_HEAD`: of none
+    head_of_slot: Tensor | None = (
+        None  # uint8 [B, 1, S], the KV head of a shared slot; `NO_HEAD`: of none
+    )
 
     def of_others(self) -> Tensor:
         """Mark, for each head, the shared slots that are not its own; bool ``[B, H, S]``."""
-        assert self.owner is not None
-        count, device = self.free_slot.shape[-1], self.owner.device
+        assert self.head_of_slot is not None
+        count, device = self.free_slot.shape[-1], self.head_of_slot.device
         if device.type == "cpu" and not torch.compiler.is_compiling():
-            return self.owner != _numbers_of_heads(count)
-        return self.owner != torch.arange(count, dtype=torch.uint8, device=device).unsqueeze(-1)
+            return self.head_of_slot != _numbers_of_heads(count)
+        return self.head_of_slot != torch.arange(count, dtype=torch.uint8, device=device).unsqueeze(
+            -1
+        )
 
 
 class RotaryTables(NamedTuple):
@@ -390,7 +394,7 @@ def decode_step(
         write_position(slots, real)
     slots.scores.scatter_(-1, slots.free_slot, 0.0)
     hidden = None if full else slots.positions < 0
-    if slots.owner is not None:
+    if slots.head_of_slot is not None:
         others = slots.of_others()
         hidden = others if hidden is None else others | hidden
     output, sums = decode_with_scores(
@@ -483,7 +487,7 @@ def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
         if slots.slot_mask is not None:
             rank = rank.masked_fill(~slots.slot_mask, torch.inf)
     free, others = slots.free_slot, None
-    if slots.owner is not None:
+    if slots.head_of_slot is not None:
         others = slots.of_others()
         rank, free = rank.masked_fill(others, torch.inf), free.view(len(free), -1, 1)
     lowest = rank.amin(dim=-1, keepdim=True)
@@ -543,18 +547,18 @@ def share_slots(indices: Tensor, is_kept: Tensor, total: Tensor) -> tuple[Tensor
         total: entries that each head has room for, int64 ``[B, H, 1]``; no fewer than are kept.
 
     Returns:
-        ``(indices, kept, owner)``, each ``[B, 1, S]``: a head has as many slots as it has room for
-        and one, S are those of the sequence that has most; owner is uint8.
+        ``(indices, is_kept, head_of_slot)``, each ``[B, 1, S]``: a head has one slot more than its
+        room, S are those of the sequence that has most; head_of_slot is uint8.
     """
     ends = (total.squeeze(-1) + 1).cumsum(dim=-1)
     offsets = torch.arange(int(ends[:, -1].max()), device=indices.device)
     offsets = offsets.expand(len(ends), -1).contiguous()
-    owner = torch.searchsorted(ends, offsets, right=True)
-    is_unused = owner == total.shape[1]
-    heads = owner.masked_fill(is_unused, 0)
+    head_of_slot = torch.searchsorted(ends, offsets, right=True)
+    is_unused = head_of_slot == total.shape[1]
+    heads = head_of_slot.masked_fill(is_unused, 0)
     offsets = offsets - (ends - total.squeeze(-1) - 1).gather(-1, heads)
     is_beyond = is_unused | (offsets >= indices.shape[2])
     flat = heads * indices.shape[2] + offsets.masked_fill(is_beyond, 0)
     chosen, stays = (t.flatten(1).gather(-1, flat).unsqueeze(1) for t in (indices, is_kept))
-    owner = owner.masked_fill(is_unused, NO_HEAD).to(torch.uint8).unsqueeze(1)
-    return chosen, stays & ~is_beyond.unsqueeze(1), owner
+    head_of_slot = head_of_slot.masked_fill(is_unused, NO_HEAD).to(torch.uint8).unsqueeze(1)
+    return chosen, stays & ~is_beyond.unsqueeze(1), head_of_slot

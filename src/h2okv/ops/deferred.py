@@ -56,15 +56,17 @@ class Segments:
     """
 
     def __init__(self, layers: Sequence[Slots]) -> None:
-        self._owners = [own.owner for own in layers]
+        self._heads_of_slots = [own.head_of_slot for own in layers]
         self._shapes = [own.positions.shape for own in layers]
         numbers, starts = [], []
         count = end = 0
         for layer, (batch, rows, num_slots) in zip(layers, self._shapes, strict=True):
             heads = layer.free_slot.numel() // batch
             own = torch.arange(rows).view(-1, 1).expand(batch, rows, num_slots)
-            if layer.owner is not None:
-                own = layer.owner.long().masked_fill(layer.owner == NO_HEAD, -1 - count)
+            if layer.head_of_slot is not None:
+                own = layer.head_of_slot.long().masked_fill(
+                    layer.head_of_slot == NO_HEAD, -1 - count
+                )
             numbers.append((count + own).flatten(1))
             first = end + num_slots * torch.arange(rows)
             starts.append(first.repeat_interleave(heads // rows))
@@ -81,7 +83,8 @@ class Segments:
     def fits(self, layers: Sequence[Slots]) -> bool:
         """Whether they are those of these layers, as these are now."""
         return self._shapes == [own.positions.shape for own in layers] and all(
-            one.owner is other for one, other in zip(layers, self._owners, strict=True)
+            one.head_of_slot is other
+            for one, other in zip(layers, self._heads_of_slots, strict=True)
         )
 
     def least(self, values: Tensor, start: float) -> Tensor:

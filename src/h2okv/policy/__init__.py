@@ -1,54 +1,69 @@
-"""Which cache entries stay: one policy, one class, found by its name."""
+"""Which cache entries stay: one rule, one class, found by its name."""
 
 from __future__ import annotations
 
+import copy
+import importlib
+import os
+import sys
+
 from h2okv.config import BEST
-from h2okv.policy.base import Policy
-from h2okv.policy.baselines import FullPolicy, RandomPolicy, RecentPolicy, SinkRecentPolicy
-from h2okv.policy.h2o import H2OPolicy, HeavyPolicy, TopKHeavyPolicy, TopKPolicy
-from h2okv.policy.keydiff import KeyDiffPolicy
-from h2okv.policy.snapkv import SnapKVPolicy
-from h2okv.policy.strided import FixedHeavyPolicy, FixedPolicy, StridedHeavyPolicy, StridedPolicy
+from h2okv.policy.a2sf import Decay
+from h2okv.policy.baselines import Full, Random, Recent
+from h2okv.policy.expected import Expected
+from h2okv.policy.h2o import H2O, Heavy
+from h2okv.policy.keydiff import KeyDiff
+from h2okv.policy.rule import Rule
+from h2okv.policy.scoring import BlockView, Mean, Scoring, Sees
+from h2okv.policy.snapkv import SnapKV
+from h2okv.policy.streaming_llm import StreamingLLM
+from h2okv.policy.strided import Fixed, FixedHeavy, Strided, StridedHeavy
+from h2okv.policy.topk import TopK, TopKHeavy
+from h2okv.policy.tova import Last
+from h2okv.policy.vatp import ValueNorm
 from h2okv.records import unknown_name
 
-__all__ = ["Policy", "get_policy", "policy_names", "register_policy"]
+__all__ = [
+    "BlockView", "Policy", "Rule", "Scoring", "Sees", "get_rule", "get_scoring", "policy_names",
+    "register_policy", "scoring_names",
+]  # fmt: skip
 
-_POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy
-    for policy in (
-        FullPolicy,
-        RecentPolicy,
-        SinkRecentPolicy,
-        H2OPolicy,
-        HeavyPolicy,
-        RandomPolicy,
-        StridedPolicy,
-        StridedHeavyPolicy,
-        FixedPolicy,
-        FixedHeavyPolicy,
-        SnapKVPolicy,
-        KeyDiffPolicy,
-        TopKPolicy,
-        TopKHeavyPolicy,
+_RULES: dict[str, type[Rule]] = {
+    rule.name: rule
+    for rule in (
+        Full, Recent, StreamingLLM, H2O, Heavy, Random, Strided, StridedHeavy, Fixed, FixedHeavy,
+        SnapKV, KeyDiff, TopK, TopKHeavy,
     )
+}  # fmt: skip
+_SCORINGS: dict[str, type[Scoring]] = {
+    scoring.name: scoring for scoring in (Scoring, Mean, Decay, Last, ValueNorm, Expected)
 }
 _SEED_LIMIT = 1 << 32
 
+Policy = Rule  # the former name
+
 
 def policy_names(*, dropping: bool = False) -> tuple[str, ...]:
-    """Returns the names that ``H2OCache(policy=...)`` takes.
+    """Return the names that ``H2OCache(policy=...)`` takes.
 
     Args:
-        dropping: leave out those that need the whole cache and so ``simulate=True``.
+        dropping: leave out those that need the full cache and so ``simulate=True``.
     """
-    return tuple(name for name, policy in _POLICIES.items() if not (dropping and policy.per_query))
+    return tuple(
+        name for name, rule in _RULES.items() if not (dropping and rule.sees is Sees.EACH_QUERY)
+    )
 
 
-def register_policy(policy: type[Policy]) -> type[Policy]:
-    """Makes a policy known by its ``name``; usable as a class decorator.
+def scoring_names() -> tuple[str, ...]:
+    """Return the names that ``H2OCache(scoring=...)`` takes."""
+    return tuple(_SCORINGS)
+
+
+def register_policy(rule: type[Rule]) -> type[Rule]:
+    """Make a rule known by its ``name``; usable as a class decorator.
 
     Args:
-        policy: the class; its instances are made without arguments.
+        rule: the class; its instances are made without arguments.
 
     Returns:
         The class itself.
@@ -56,29 +71,81 @@ def register_policy(policy: type[Policy]) -> type[Policy]:
     Raises:
         ValueError: if the name belongs to another class already.
     """
-    known = _POLICIES.setdefault(policy.name, policy)
-    if known is not policy:
+    present = _RULES.setdefault(rule.name, rule)
+    if present is not rule:
         raise ValueError(
-            f"policy name {policy.name!r} is taken by {known.__name__}; choose another name."
+            f"policy name {rule.name!r} is taken by {present.__name__}; choose another name."
         )
-    return policy
+    return rule
 
 
-def get_policy(policy: str | Policy, seed: int = 0) -> Policy:
-    """Makes a policy from its name, or takes an object as it is; refuses a seed of no use."""
+def get_rule(
+    policy: str | Rule, seed: int = 0, scoring: str = "sum", decay: float | None = None
+) -> Rule:
+    """Make a rule from its name, or take a copy of an object, with its scoring.
+
+    Raises:
+        ValueError: if a name is unknown, or a seed or a decay is out of range or has no effect.
+    """
     if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= _SEED_LIMIT:
-        raise ValueError(f"seed={seed!r} is no seed; give an int below {_SEED_LIMIT} (2**32).")
-    if isinstance(policy, Policy):
-        made = policy
+        raise ValueError(f"seed must be an int below {_SEED_LIMIT} (2**32), got {seed!r}.")
+    if isinstance(policy, Rule):
+        rule = copy.copy(policy)
     else:
-        found = _POLICIES.get(policy)
-        if found is None:
-            raise unknown_name("policy", policy, (*_POLICIES, BEST))
-        made = RandomPolicy(seed) if found is RandomPolicy else found()
-    if seed and seed != getattr(made, "seed", 0):
+        kind = load_rule(policy) if ":" in policy else _RULES.get(policy)
+        if kind is None:
+            raise unknown_name("policy", policy, (*_RULES, BEST))
+        rule = Random(seed) if kind is Random else kind()
+    if seed and seed != getattr(rule, "seed", 0):
         shown = repr(policy) if isinstance(policy, str) else f"{type(policy).__name__}(...)"
         raise ValueError(
             f"seed={seed} has no effect with policy={shown}; leave it out, or give it with "
             "policy='random'."
         )
-    return made
+    # A rule object may bring a scoring of its own.
+    if (scoring, decay) != ("sum", None) or type(rule).scoring is Rule.scoring:
+        rule.scoring = get_scoring(scoring, decay)
+    return rule
+
+
+def load_rule(spec: str) -> type[Rule]:
+    """Import a rule named ``module:Class``, of the working directory or an installed package.
+
+    Raises:
+        ValueError: if there is no such module or class, or the class is not a `Rule`.
+    """
+    module_name, _, class_name = spec.partition(":")
+    remedy = "give module:Class of a file in this folder, such as my_rules:Oldest"
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        kind = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"policy {spec!r} cannot be imported ({error}); {remedy}.") from error
+    if not (isinstance(kind, type) and issubclass(kind, Rule)):
+        raise ValueError(f"policy {spec!r} must be a subclass of h2okv.Rule, got {kind!r}.")
+    return kind
+
+
+def get_scoring(name: str, decay: float | None = None) -> Scoring:
+    """Make a scoring from its name.
+
+    Raises:
+        ValueError: if the name is unknown, or a decay is out of range or has no effect.
+    """
+    kind = _SCORINGS.get(name)
+    if kind is None:
+        raise unknown_name("scoring", name, _SCORINGS)
+    if decay is None:
+        return kind()
+    if not kind.takes_decay:
+        raise ValueError(
+            f"decay={decay!r} has no effect with scoring={name!r}; add scoring='decay' or "
+            "'value_norm', or leave it out."
+        )
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
+        raise ValueError(
+            f"decay must be a factor above 0 and up to 1 such as {Decay.default_decay}, got "
+            f"{decay!r}."
+        )
+    return kind(float(decay))

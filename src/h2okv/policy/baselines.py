@@ -1,4 +1,4 @@
-"""What H2O is measured against: the full cache, windows of recent tokens, and chance."""
+"""Baselines of the H2O paper: the full cache, recent tokens, and chance."""
 
 from __future__ import annotations
 
@@ -6,49 +6,39 @@ import torch
 from torch import Tensor
 
 from h2okv.config import TokenBudget
-from h2okv.policy.base import Policy
+from h2okv.policy.rule import Rule
+from h2okv.policy.scoring import Sees
 
-# Of the splitmix64 finaliser, as signed 64-bit integers.
+# Constants of the splitmix64 finaliser, as signed 64-bit integers.
 _MIX_1, _MIX_2, _STEP = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C8864680B583EB
 
 
-class FullPolicy(Policy):
-    """Keeps every token: the baseline, with H2O's scores beside it."""
+class Full(Rule):
+    """Keeps every token and H2O's scores beside it."""
 
     name = "full"
     evicts = False
 
 
-class RecentPolicy(Policy):
+class Recent(Rule):
     """Keeps the newest tokens; "Local" in the H2O paper (arXiv 2306.14048, section 5)."""
 
     name = "recent"
-    uses_scores = False
+    sees = Sees.NOTHING
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         return TokenBudget(budget.sink, heavy=0, recent=budget.heavy + budget.recent)
 
 
-class SinkRecentPolicy(RecentPolicy):
-    """Keeps the first tokens and the newest ones (StreamingLLM, arXiv 2309.17453, section 3)."""
+class Random(Rule):
+    """Keeps the sinks and the recent window, and random entries in place of the heavy hitters.
 
-    name = "sink_recent"
-    default_sink = 4  # when the user gives no number; the StreamingLLM paper's choice
-
-    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
-        sink = min(budget.sink or self.default_sink, budget.total - 1)
-        return TokenBudget(sink=sink, heavy=0, recent=budget.total - sink)
-
-
-class RandomPolicy(Policy):
-    """Keeps the sinks and the recent window, and a random choice in place of the heavy hitters.
-
-    Every eviction draws anew. The draw is a hash of seed, layer, head, position and step, not a
+    Every eviction draws again. The draw is a hash of seed, layer, head, position and step, not a
     generator's state: a sequence loses the same entries alone, in a batch, and in the simulation.
     """
 
     name = "random"
-    uses_scores = False
+    sees = Sees.NOTHING
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
@@ -57,12 +47,12 @@ class RandomPolicy(Policy):
         heads = torch.arange(positions.shape[1], device=positions.device).view(1, -1, 1)
         key = _mix(heads + 1024 * layer_idx + 1048576 * self.seed)
         draw = _mix(_mix(key + newest) + positions.to(torch.int64))
-        # 24 bits: as many as fp32 holds exactly.
+        # fp32 holds 24 bits exactly.
         return ((draw >> 20) & 0xFFFFFF).to(torch.float32) / 16777216.0
 
 
 def _mix(value: Tensor) -> Tensor:
-    """Scrambles int64 values (the splitmix64 finaliser, with logical shifts)."""
+    """Scramble int64 values (the splitmix64 finaliser, with logical shifts)."""
     value = value + _STEP
     value = (value ^ _shift(value, 30)) * _MIX_1
     value = (value ^ _shift(value, 27)) * _MIX_2

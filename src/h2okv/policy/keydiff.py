@@ -1,31 +1,30 @@
-"""KeyDiff: which keys differ most from the others."""
+"""KeyDiff: the keys that differ most from the others (arXiv 2504.15364)."""
 
 from __future__ import annotations
 
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from h2okv.policy.base import Policy
+from h2okv.policy.rule import Rule
+from h2okv.policy.scoring import Sees
 
 
-class KeyDiffPolicy(Policy):
-    """Keeps the keys that point elsewhere than their mean (KeyDiff, arXiv 2504.15364, section 3).
+class KeyDiff(Rule):
+    """Keeps the keys that point away from their mean (KeyDiff, arXiv 2504.15364, section 3).
 
-    A key's rank is minus its cosine to the mean of the directions of all keys held. No attention is
-    looked at, so that a prompt is read by fused attention alone. The paper has no recent part; give
-    ``recent=0`` for that. Keys are taken as they are held: rotated to their places in the text. Two
-    keys differ equally from their mean, so that the older goes.
+    A key's rank is minus its cosine to the mean of the directions of all cached keys. It needs no
+    attention, so a prompt is read by fused attention alone. The paper has no recent part; give
+    ``recent=0`` for that. Keys are taken as they are cached: rotated to
+    their positions in the text. Two keys differ equally from their mean: the older is evicted.
     """
 
     name = "keydiff"
-    uses_scores = False
-    uses_keys = True
+    sees = Sees.KEYS
 
     def key_priority(self, keys: Tensor, positions: Tensor) -> Tensor:
         directions = normalize(keys.float(), dim=-1)
-        taken = (positions >= 0).unsqueeze(-1)
-        mean = (directions * taken).sum(dim=2, keepdim=True)
+        is_entry = (positions >= 0).unsqueeze(-1)
+        mean = (directions * is_entry).sum(dim=2, keepdim=True)
         ranks = -(directions * normalize(mean, dim=-1)).sum(dim=-1)
-        # Of two keys, rounding would decide what is a tie.
-        is_tie = taken.sum(dim=2) <= 2
-        return ranks.masked_fill(is_tie, 0.0)
+        # Rounding would decide the tie of two keys.
+        return ranks.masked_fill(is_entry.sum(dim=2) <= 2, 0.0)

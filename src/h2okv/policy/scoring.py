@@ -1,113 +1,158 @@
-"""What the attention that an entry receives counts for."""
+"""What the attention that an entry receives counts for; one class for each way of counting."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from h2okv.records import unknown_name
 
-SCORINGS = ("sum", "mean", "decay", "last", "value_norm", "expected")
-# Half of what a query gave is forgotten after 138 further ones.
-DEFAULT_DECAY = 0.995
-# Of ``last``: what earlier queries gave decides where the newest gave nothing at all.
-_FORGOTTEN = 1e-30
+class Sees(Enum):
+    """What the cache must provide of a block of tokens for a rule."""
+
+    NOTHING = "positions alone"
+    SUMS = "the attention that each entry receives"
+    WINDOW = "the attention of the prompt's last queries, once"
+    KEYS = "the entries' keys"
+    QUERIES = "the block's queries, keys and values"
+    EACH_QUERY = "the attention of each query, at every step"
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """How an entry's attention becomes its score; made by `get_scoring`.
+@dataclass
+class BlockView:
+    """A block of T tokens as a rule sees it: N entries, the block's own at the end.
 
-    With ``P[i, j]`` the probability that query i gives entry j, added up over the query heads of
-    the KV head's group, and n the newest query, entry j has the score
-
-    - ``sum``: ``sum_i P[i, j]`` (H2O, arXiv 2306.14048, Algorithm 1);
-    - ``mean``: ``sum_i P[i, j] / (number of queries i that could attend to j)``, which takes away
-      the head start of old entries (tried and found worse in H2O, appendix B.2; kvpress does it);
-    - ``decay``: ``sum_i decay ** (n - i) P[i, j]`` (A2SF, arXiv 2407.20485, section 3);
-    - ``last``: ``P[n, j]``, what the newest query gives (TOVA, arXiv 2401.06104, section 3.2; with
-      ``policy="heavy"`` it is TOVA, but that each KV head chooses for itself);
-    - ``value_norm``: ``sum_i P[i, j] * (L1 norm of value j)`` (VATP, arXiv 2406.12335, section 3).
-      The paper keeps the first tokens besides, whose values are small: ``sink=20`` in its H2O
-      runs. With a decay, the sum of ``decay`` in the place of the plain one;
-    - ``expected``: what a block's own queries would give if they were asked again from behind its
-      end, all of them seeing all entries: ``sqrt(sum_i P'[i, j]**2) * (L1 norm of value j)``. What
-      an entry has received depends on how many queries came after it, and how soon; this does not.
-      A single token adds ``P[i, j]``, as with ``value_norm``. Its kin are Expected Attention
-      (arXiv 2510.00636), which makes a Gaussian of the queries, and KVzip (arXiv 2505.23416),
-      which has the model read the text twice.
+    The matrix of the block's probabilities is never needed for `sums`; a rule that wants it calls
+    `probabilities`, in memory of T x N numbers.
     """
 
-    name: str = "sum"  # one of `SCORINGS`
-    decay: float | None = None  # the factor per query, in (0, 1]
+    query: Tensor
+    """``[B, HQ, T, D]``, rotated as the model does."""
+    key: Tensor
+    """``[B, H, N, D]``, likewise."""
+    value: Tensor
+    """``[B, H, N, Dv]``."""
+    entries: Tensor | None
+    """bool ``[B, H, N]``, keys that are entries; ``None`` if all are."""
+    real: Tensor | None
+    """bool ``[B, T]``, queries that are no padding; ``None`` if all are."""
+    scale: float
+    """Factor on the logits."""
+    sums: Tensor
+    """fp32 ``[B, H, N]``: the probabilities of each entry, added up over the queries and the heads
+    of a KV head's group. Zero where the rule ``sees`` the queries, but for a sequence's only
+    token."""
+    layer_idx: int
+    module: Any
+    """The attention module of the model, with its projections."""
+    attend_from_behind: Callable[[], Tensor]
+    """Re-evaluates the queries behind the block's end, each seeing all entries. Returns fp32
+    ``[B, H, N]``: for each entry the L2 norm of its probabilities over queries and heads."""
 
-    @property
-    def is_sum(self) -> bool:
-        return self.name == "sum"
+    def probabilities(self) -> Tensor:
+        """Return the causal probabilities, fp32 ``[B, H, G, T, N]``; zero for padding."""
+        heads, length, count = self.key.shape[1], self.query.shape[2], self.key.shape[2]
+        query = self.query.unflatten(1, (heads, -1)).float()
+        logits = query @ self.key.float().unsqueeze(2).transpose(-1, -2) * self.scale
+        visible = torch.ones(length, count, dtype=torch.bool, device=self.key.device)
+        visible = visible.tril(count - length)
+        if self.entries is not None:
+            visible = visible & self.entries[:, :, None, None, :]
+        shares = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1).nan_to_num(0.0)
+        return shares if self.real is None else shares * self.real[:, None, None, :, None]
 
-    @property
-    def is_incremental(self) -> bool:
-        """Whether the accumulated numbers are the scores, as they stand."""
-        return self.name in ("sum", "decay", "last")
+
+class Scoring:
+    """H2O's sum, and the frame of the others (arXiv 2306.14048, Algorithm 1).
+
+    With ``P[i, j]`` the probability that query i gives entry j, added up over the query heads of
+    the KV head's group, entry j has the score ``sum_i P[i, j]``. A single token always adds
+    ``P[i, j]``; a block adds what `score_block` returns.
+    """
+
+    name: ClassVar[str] = "sum"
+    sees: ClassVar[Sees] = Sees.SUMS
+    default_decay: ClassVar[float | None] = None
+    """The decay where a user gives none."""
+    takes_decay: ClassVar[bool] = False
+    """Whether a user may give a decay."""
+
+    def __init__(self, decay: float | None = None) -> None:
+        """Make a scoring.
+
+        Args:
+            decay: factor in (0, 1] by which each further query lowers what came before it.
+        """
+        self.decay = self.default_decay if decay is None else decay
 
     @property
     def factor(self) -> float | None:
-        """What a query counts for with each later one; ``None``: as much as they do."""
-        return _FORGOTTEN if self.name == "last" else self.decay
-
-    @property
-    def uses_values(self) -> bool:
-        return self.name in ("value_norm", "expected")
-
-    @property
-    def looks_ahead(self) -> bool:
-        """Whether a block's queries are asked again from behind its end."""
-        return self.name == "expected"
+        """Factor of a query's attention with each later query; ``None`` for one."""
+        return self.decay
 
     def query_weights(self, later: Tensor) -> Tensor | None:
-        """What each query counts for after so many ``later`` real ones, ``[B, T]``; else one."""
+        """Return the weight of each query, fp32 ``[B, T]``, given the real ones after it."""
         return None if self.factor is None else power(self.factor, later)
 
-    def eviction_scores(
-        self, scores: Tensor, positions: Tensor, newest: Tensor, norms: Tensor | None
-    ) -> Tensor:
-        """Turns what has been accumulated, fp32 ``[B, H, N]``, into the scores that a policy sees.
+    def decayed(self, scores: Tensor, count: Tensor) -> Tensor:
+        """Return scores ``[B, H, N]`` after ``count`` ``[B]`` further queries."""
+        return scores if self.factor is None else scores * power(self.factor, count).view(-1, 1, 1)
 
-        Meaningless where a position is -1. ``newest`` is int64 ``[B, 1, 1]``.
+    def score_block(self, block: BlockView) -> Tensor:
+        """Return what a block adds to the scores of its N entries, fp32 ``[B, H, N]``."""
+        return block.sums
+
+    def value_weights(self, values: Tensor) -> Tensor | None:
+        """Return a positive weight for each of the values ``[B, H, N, Dv]``.
+
+        It is kept with the entry, fp32 ``[B, H, N]``, and multiplies its score.
         """
-        if self.name == "mean":
-            # What is held has been seen by its own query and by every one since, whatever the
-            # blocks; positions do not count padding, so neither does the difference.
-            return scores / (newest.to(positions.dtype) - positions + 1)
-        if self.uses_values:
-            assert norms is not None
-            return scores * norms
-        return scores
+        return None
+
+    def eviction_scores(
+        self, scores: Tensor, positions: Tensor, newest: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        """Turn accumulated numbers, fp32 ``[B, H, N]``, into the scores that a rule ranks.
+
+        Args:
+            scores: accumulated numbers.
+            positions: int32 ``[B, H, N]``; the result is meaningless where it is -1.
+            newest: position of the newest token, int64 ``[B, 1, 1]``.
+            weights: those of `value_weights`.
+        """
+        return scores if weights is None else scores * weights
 
 
-def get_scoring(name: str, decay: float | None = None) -> Scoring:
-    """Makes a scoring from what a user gives; refuses a decay that is out of range or of no use."""
-    if name not in SCORINGS:
-        raise unknown_name("scoring", name, SCORINGS)
-    if decay is None:
-        return Scoring(name, DEFAULT_DECAY if name == "decay" else None)
-    if name not in ("decay", "value_norm"):
-        raise ValueError(
-            f"decay={decay!r} has no effect with scoring={name!r}; add scoring='decay' or "
-            "'value_norm', or leave it out."
-        )
-    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 < decay <= 1:
-        raise ValueError(
-            f"decay={decay!r} is out of range; give a factor above 0 and up to 1 such as "
-            f"{DEFAULT_DECAY}."
-        )
-    return Scoring(name, float(decay))
+class Mean(Scoring):
+    """Attention per query that could give some: ``sum_i P[i, j] / (n - j + 1)``, n the newest.
+
+    It takes the head start from old entries; tried and found worse in H2O (arXiv 2306.14048,
+    appendix B.2); kvpress averages so.
+    """
+
+    name = "mean"
+
+    def eviction_scores(
+        self, scores: Tensor, positions: Tensor, newest: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        # An entry has been seen by its own query and by each one since, whatever the blocks;
+        # positions do not count padding, and neither does their difference.
+        return scores / (newest.to(positions.dtype) - positions + 1)
 
 
 def power(decay: float, exponent: Tensor) -> Tensor:
-    """``decay ** exponent`` in fp32; never 0, which would make infinite scores (pins) no number."""
+    """Return ``decay ** exponent`` in fp32, never 0, which would turn infinite scores into NaN."""
     power = torch.exp(exponent.to(torch.float32) * math.log(decay))
     return power.clamp_(min=torch.finfo(torch.float32).tiny)
+
+
+def value_norms(values: Tensor) -> Tensor:
+    """Return the L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``, never 0."""
+    wide = torch.promote_types(values.dtype, torch.float32)  # float64 is not narrowed before
+    norms = torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=wide).to(torch.float32)
+    return norms.clamp_(min=torch.finfo(torch.float32).tiny)  # inf (a pin) times 0 would be NaN

@@ -1,4 +1,4 @@
-"""SnapKV: what the end of the prompt looks at."""
+"""SnapKV: the entries that the end of the prompt attends to (arXiv 2404.14469)."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from h2okv.config import TokenBudget
-from h2okv.policy.base import Policy
+from h2okv.policy.rule import Rule
+from h2okv.policy.scoring import Sees
 
 
-class SnapKVPolicy(Policy):
-    """Keeps what the prompt's last queries attend to (SnapKV, arXiv 2404.14469, section 4).
+class SnapKV(Rule):
+    """Keeps the entries that the prompt's last queries attend to (arXiv 2404.14469, section 4).
 
     The attention of the observation window, the last ``recent`` queries of the prompt, is summed
     for each entry before it and averaged over neighbouring positions; the ``heavy`` highest stay,
-    with the window. That is done once: all that comes after the prompt is kept.
+    with the window. That is done once: every token after the prompt is kept.
 
-    What differs from the published code: the query heads of a KV head's group choose together, as
-    everywhere here, where the code repeats keys and values for each query head; and padding never
-    counts. ``kernel`` positions are averaged over, an odd number; 1 for none.
+    Unlike the published code, the query heads of a KV head's group choose together (the code
+    repeats keys and values for each query head), and padding never counts. ``kernel`` is the odd
+    number of positions averaged over; 1 for none.
     """
 
     name = "snapkv"
-    prompt_only = True
+    sees = Sees.WINDOW
 
     def __init__(self, kernel: int = 5) -> None:
         if isinstance(kernel, bool) or not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:
-            raise ValueError(f"kernel={kernel!r} has no middle; give an odd int of 1 or more.")
+            raise ValueError(f"kernel must be an odd int of 1 or more, got {kernel!r}.")
         self.kernel = kernel
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:

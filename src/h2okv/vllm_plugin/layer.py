@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 
 from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
+from h2okv.policy import Sees
 from h2okv.vllm_plugin.settings import UNQUANTISED, parse, summary
 from h2okv.vllm_plugin.state import StateLayer, block_bytes, model_rotation, state_spec
 
@@ -110,7 +111,7 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
         parent = model.get_submodule(path)
         setattr(parent, child, replacements[name])
         state = replacements[name].state
-        if state.scoring.looks_ahead:
+        if state.rule.observes is Sees.QUERIES:
             rotary: Any = parent.rotary_emb
             rotation = rotation or model_rotation(config, model_config.dtype, rotary.is_neox_style)
             state.rotates = rotation

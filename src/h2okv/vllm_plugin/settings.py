@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from h2okv.cache.rope import PositionRule
-from h2okv.cache.validation import check_policy
+from h2okv.cache.support import check_rule
 from h2okv.config import CacheConfig
-from h2okv.policy import get_policy
-from h2okv.policy.scoring import get_scoring
+from h2okv.policy import Sees, get_rule
 
 KEY = "h2okv"
 """The key of the settings in vLLM's ``additional_config``."""
@@ -55,11 +54,10 @@ def parse(additional_config: Any) -> CacheConfig | None:
 
 
 def _check_cache(config: CacheConfig) -> None:
-    policy = get_policy(config.policy, config.seed)
-    scoring = get_scoring(config.scoring, config.decay)
+    rule = get_rule(config.policy, config.seed, config.scoring, config.decay)
     chunk: Any = config.prefill_chunk
-    check_policy(policy, PositionRule(config.positions, chunk), scoring, simulate=False)
-    if not policy.is_bounded:
+    check_rule(rule, PositionRule(config.positions, chunk), simulate=False)
+    if not rule.is_bounded:
         raise ValueError(
             f"h2okv: policy={config.policy!r} keeps more with every token, and a request's block "
             "has one size; use policy='h2o', or leave the h2okv setting out for a full cache."
@@ -69,7 +67,7 @@ def _check_cache(config: CacheConfig) -> None:
             f"h2okv: positions={config.positions!r} needs keys that vLLM has not rotated yet; use "
             "positions='original'."
         )
-    if policy.uses_keys:
+    if rule.sees is Sees.KEYS:
         raise ValueError(
             f"h2okv: policy={config.policy!r} ranks by keys, and inside vLLM only scores are at "
             "hand; use policy='h2o'."

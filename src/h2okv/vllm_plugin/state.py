@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig
 
-from h2okv.cache.layer import Block
+from h2okv.cache.block import Block
+from h2okv.cache.layer import SlotLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import SlotState, empty_value
-from h2okv.cache.slots import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.ops.indexed import Indexed
 from h2okv.ops.rope import Layout
-from h2okv.policy import get_policy
-from h2okv.policy.scoring import get_scoring
+from h2okv.policy import Rule, get_rule
 
 Spec = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each tensor of a request's block in one layer, by its name."""
@@ -28,9 +27,13 @@ def state_spec(config: CacheConfig, num_kv_heads: int, size: int, dtype: torch.d
     slots = (num_kv_heads, config.budget.resolve(0).total + 1)
     # Four-byte dtypes come first: each tensor is aligned to its element size.
     spec: Spec = {"scores": (slots, torch.float32), "positions": (slots, torch.int32)}
-    if get_scoring(config.scoring, config.decay).uses_values:
-        spec["norms"] = (slots, torch.float32)
+    if _rule(config).weighs_values:
+        spec["value_weights"] = (slots, torch.float32)
     return spec | {"keys": ((*slots, size), dtype), "values": ((*slots, size), dtype)}
+
+
+def _rule(config: CacheConfig) -> Rule:
+    return get_rule(config.policy, config.seed, config.scoring, config.decay)
 
 
 def block_bytes(spec: Spec) -> int:
@@ -63,10 +66,9 @@ class StateLayer(SlotLayer):
     def __init__(
         self, config: CacheConfig, layer_idx: int, scale: float, softcap: float | None = None
     ) -> None:
-        policy = get_policy(config.policy, config.seed)
-        scoring = get_scoring(config.scoring, config.decay)
-        super().__init__(layer_idx, config.budget, policy, PositionRule(), scoring)
-        self.tokens = policy.allocate_budget(config.budget.resolve(0))
+        rule = _rule(config)
+        super().__init__(layer_idx, config.budget, rule, PositionRule())
+        self.tokens = rule.allocate_budget(config.budget.resolve(0))
         self.scale, self.softcap = scale, softcap  # of the logits
         self.rotates: Rotation | None = None  # of the model; for scorings that look ahead
         self.blocks: Mapping[str, Tensor] = {}  # the tensors of `state_spec`, each [N, ...]
@@ -129,10 +131,12 @@ class StateLayer(SlotLayer):
         small = {name: tensor[index] for name, tensor in blocks.items() if tensor.dim() == 3}
         keys, values = (Indexed(blocks[name], index) for name in ("keys", "values"))
         self.state = self._state(keys, values, small, seen)
-        self.is_full = bool((seen >= self.tokens.total).all())
-        self.has_sinks = self.tokens.sink > 0
-        self.steps_left, self.filled = -1, None
-        output = self._decode(Block(query, key, value, None, None, None, self.scale, self.softcap))
+        slots = self.slots
+        slots.is_full = bool((seen >= self.tokens.total).all())
+        slots.has_sinks = self.tokens.sink > 0
+        slots.steps_left, slots.filled = -1, None
+        token = Block(query, key, value, None, None, None, self.scale, self.softcap)
+        output = self._read_token(token)
         for name in small:
             blocks[name][index] = getattr(self.state, name)
         return output
@@ -151,6 +155,6 @@ class StateLayer(SlotLayer):
             keys, values, small["scores"], positions,
             (positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True), seen.clone(),
             sink=same(budget.sink), recent=same(budget.recent), total=same(budget.total),
-            num_static=same(budget.num_static) if self.has_static_mask else None,
-            norms=small.get("norms"), budgets=[budget] * len(seen),
+            num_static=same(budget.num_static) if self.rule.has_pattern else None,
+            value_weights=small.get("value_weights"), budgets=[budget] * len(seen),
         )  # fmt: skip

@@ -28,7 +28,7 @@ from h2okv.analysis.study import make_sample, token_pieces
 from h2okv.config import CacheConfig
 from h2okv.integration.enable import input_device
 from h2okv.integration.loading import Described
-from h2okv.policy import get_policy
+from h2okv.policy import get_rule
 
 RECORDED = 48  # steps whose scores are sent; the page interpolates between them
 _ARROWS = 3  # from a token to its strongest queries
@@ -166,7 +166,7 @@ class Reading:
             tick=tick,
             block=block,
         )
-        resolved = get_policy(config.policy).allocate_budget(tokens)
+        resolved = get_rule(config.policy).allocate_budget(tokens)
         return {
             "policy": config.policy,
             "budget": budget,

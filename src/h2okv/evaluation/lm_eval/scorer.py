@@ -19,15 +19,14 @@ from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import PositionRule
-from h2okv.cache.validation import check_model
+from h2okv.cache.shared import SharedPrefill
+from h2okv.cache.support import check_model
 from h2okv.config import CacheConfig
 from h2okv.evaluation.lm_eval.settings import SETTINGS
 from h2okv.evaluation.model import left_padded, make_cache
-from h2okv.evaluation.shared_prefill import SharedPrefill
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.integration.enable import enable, input_device
-from h2okv.policy import get_policy
-from h2okv.policy.scoring import get_scoring
+from h2okv.policy import get_rule
 from h2okv.provenance import fingerprint
 
 Protocol = Literal["prompt", "whole"]
@@ -61,8 +60,7 @@ def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
     protocol = settings.pop("protocol", None)
     config = CacheConfig.from_dict(settings)
     # Refuse what the cache would refuse before a model's weights are loaded.
-    get_policy(config.policy, config.seed)
-    get_scoring(config.scoring, config.decay)
+    get_rule(config.policy, config.seed, config.scoring, config.decay)
     rule: Any = PositionRule
     rule(config.positions, config.prefill_chunk)
     if protocol is None:  # blocks of one token are the paper's

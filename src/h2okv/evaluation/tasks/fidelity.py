@@ -15,11 +15,11 @@ import torch
 
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
+from h2okv.cache.shared import SharedPrefill
 from h2okv.config import CacheConfig
 from h2okv.console import check_least
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.evaluation.model import ModelUnderTest, make_cache
-from h2okv.evaluation.shared_prefill import SharedPrefill
 from h2okv.evaluation.stream_data import Conversation, read_conversations
 from h2okv.evaluation.task import CacheResults, Configs, Result, Score, Task
 from h2okv.integration.enable import enable, input_device

@@ -14,12 +14,12 @@ from unittest.mock import patch
 
 from tqdm import tqdm
 
+from h2okv.cache.shared import shares_prompt
 from h2okv.config import CacheConfig
 from h2okv.console import check_least, optional
 from h2okv.evaluation.lm_eval.scorer import Scorer
 from h2okv.evaluation.lm_eval.settings import FILES, PREFIX, TASKS, data_folder
 from h2okv.evaluation.model import ModelUnderTest, resolve_config
-from h2okv.evaluation.shared_prefill import shares_prompt
 from h2okv.evaluation.task import CacheResults, Configs, Result, Score, Task
 from h2okv.provenance import digest
 from h2okv.records import unknown_name

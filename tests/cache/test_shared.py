@@ -6,11 +6,10 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import h2okv
 from h2okv import policy_names
-from h2okv.config import CacheConfig
-from h2okv.evaluation.model import make_cache
-from h2okv.evaluation.shared_prefill import SharedPrefill, read_together
-from h2okv.policy import get_policy
-from h2okv.policy.scoring import SCORINGS
+from h2okv.cache.shared import SharedPrefill
+from h2okv.config import SCORINGS, CacheConfig
+from h2okv.evaluation.model import make_cache, read_together
+from h2okv.policy import Sees, get_rule
 
 LENGTH, STEPS = 70, 8
 BUDGETS = (0.5, 0.1, 9, 200)
@@ -20,8 +19,8 @@ def settings():
     """Return every policy, every scoring that matters for it, budgets, sinks and bits."""
     configs = [CacheConfig("full"), CacheConfig("full", kv_bits=8)]
     for name in policy_names():
-        policy = get_policy(name)
-        counts = policy.uses_scores and not policy.prompt_only
+        rule = get_rule(name)
+        counts = rule.uses_scores and rule.sees is not Sees.WINDOW
         for scoring in SCORINGS if counts else ("sum",):
             for budget in BUDGETS:
                 if name != "full":

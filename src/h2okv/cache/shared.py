@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-import h2okv
-from h2okv.cache import H2OCache
-from h2okv.cache.layer import LAYER_ATTRIBUTE, Block, CacheLayer
+from h2okv.cache.base_layer import LAYER_ATTRIBUTE, BaseLayer
+from h2okv.cache.h2o_cache import H2OCache
+from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import Rotation
-from h2okv.cache.slots import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.ops.reference import Visibility
+from h2okv.policy import Sees
 
 Attended = tuple[Tensor, Tensor]
 
@@ -71,20 +70,21 @@ class _Attention:
         return self._once
 
 
-class SharedLayer(CacheLayer):
+class SharedLayer(BaseLayer):
     """One layer of several caches: all read the first block, then each decodes its sequences."""
 
     def __init__(self, layers: Sequence[CacheLayer]) -> None:
         first = layers[0]
-        scorings = (layer.scoring for layer in layers if layer.scoring.looks_ahead)
-        scoring = next(scorings, first.scoring)
-        super().__init__(first.layer_idx, first.budget, first.policy, first.rule, scoring)
+        rules = (layer.rule for layer in layers if layer.rule.observes is Sees.QUERIES)
+        super().__init__(
+            first.layer_idx, first.budget, next(rules, first.rule), first.position_rule
+        )
         self.layers = list(layers)
 
     def learn_rotation(self, rotation: Rotation | None) -> None:
         super().learn_rotation(rotation)
         for layer in self.layers:
-            if not layer.knows_rotation:
+            if not layer.rotations.is_known:
                 layer.learn_rotation(rotation)
 
     def update(
@@ -113,41 +113,36 @@ class SharedLayer(CacheLayer):
         softcap: float | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
+        """Read the prompt for all caches, or the tokens of each cache's sequences.
+
+        Arguments and result as for `CacheLayer.attend`.
+        """
         self.awaits_attention = False
         self.cumulative_length += query.shape[2]
-        self.position_ids = position_ids
-        output = self._attend(Block(query, key, value, real, None, None, scale, softcap))
         self.num_forwards += 1
-        return output
-
-    def _attend(self, block: Block) -> Tensor:
-        """Read the prompt for all caches, or a step of each cache's sequences."""
-        if self.num_forwards == 0:
-            return self._read_prompt(block)
-        count, real = len(self.layers), block.real
-        states = [x.chunk(count) for x in (block.query, block.key, block.value)]
+        options = scale, softcap
+        if self.num_forwards == 1:
+            return self._read_prompt(query, key, value, real, *options, position_ids)
+        count = len(self.layers)
+        states = [tensor.chunk(count) for tensor in (query, key, value)]
         masks = [None] * count if real is None else real.chunk(count)
-        outputs = []
-        for layer, query, key, value, mask in zip(self.layers, *states, masks, strict=True):
-            output = layer.attend(
-                query, *layer.update(key, value), mask, block.scale, block.softcap
-            )
-            outputs.append(output)
+        outputs = [
+            layer.attend(query, *layer.update(key, value), mask, *options)
+            for layer, query, key, value, mask in zip(self.layers, *states, masks, strict=True)
+        ]
         return torch.cat(outputs)
 
-    def _read_prompt(self, block: Block) -> Tensor:
-        """Let every cache read the prompt with its budget and scoring."""
-        query, real, options = block.query, block.real, (block.scale, block.softcap)
-        shared, outputs = _Attention(), []
+    def _read_prompt(
+        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, *options: Any
+    ) -> Tensor:
+        """Let every cache read the prompt with its budget and its rule."""
+        attention, outputs = _Attention(), []
         for layer in self.layers:
-            if isinstance(layer, SlotLayer):
-                layer.shared = shared
-            if real is None and layer.expected_length is None:
-                layer.expected_length = query.shape[2]  # the prompt ends here
-            states = layer.update(block.key, block.value)
-            outputs.append(layer.attend(query, *states, real, *options, self.position_ids))
-            if isinstance(layer, SlotLayer):
-                layer.shared = None
+            if real is None and layer.prompt.expected_length is None:
+                layer.prompt.expected_length = query.shape[2]  # the prompt ends here
+            with layer.share_attention(attention):
+                states = layer.update(key, value)
+                outputs.append(layer.attend(query, *states, real, *options))
         return outputs[0]
 
 
@@ -170,10 +165,10 @@ class SharedPrefill(H2OCache):
                 )
         self.caches = list(caches)
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, CacheLayer):
+            if isinstance(layer, BaseLayer):
                 layers: list[Any] = [cache.layers[index] for cache in self.caches]
                 self.layers[index] = SharedLayer(layers)
-        self._scored = [layer for layer in self.layers if isinstance(layer, CacheLayer)]
+        self._scored = [layer for layer in self.layers if isinstance(layer, BaseLayer)]
 
     def split(self) -> None:
         """End the prompt; then the caches are independent."""
@@ -181,21 +176,9 @@ class SharedPrefill(H2OCache):
         # All sequences of the first cache, then of the next one.
         order: Any = torch.arange(scored.batch_size, device=scored.device).repeat(len(self.caches))
         for index, layer in enumerate(self.layers):
-            if isinstance(layer, CacheLayer):
+            if isinstance(layer, BaseLayer):
                 continue
             # A sliding-window layer, for example, is the same for all caches.
             for cache in self.caches:
                 cache.layers[index] = copy.deepcopy(layer)
             layer.reorder_cache(order)
-
-
-def read_together(model: PreTrainedModel, input_ids: Tensor, caches: Sequence[H2OCache]) -> None:
-    """Read a prompt ``[B, T]`` without padding onto empty caches, once for all that can share."""
-    sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
-    if len(sharing) > 1:
-        shared = SharedPrefill(sharing)
-        h2okv.prefill(model, input_ids, shared)
-        shared.split()
-    for cache in caches:
-        if not cache.num_seen_tokens:
-            h2okv.prefill(model, input_ids, cache)

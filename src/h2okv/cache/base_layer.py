@@ -1,0 +1,328 @@
+"""A layer as transformers sees it: batches, lengths, whose keys it holds."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from h2okv.cache.argument import CACHE
+from h2okv.cache.rope import PositionRule, Rotation, Rotations
+from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
+from h2okv.cache.validation import check_match
+from h2okv.config import Budget
+from h2okv.policy import Rule, Sees
+from h2okv.provenance import fingerprint
+
+# Attribute on the key tensor by which the attention function finds the cache layer.
+LAYER_ATTRIBUTE = "_h2okv_layer"
+
+
+@dataclass
+class Prompt:
+    """What is known of the prompt before it has been read."""
+
+    expected_length: int | None = None  # real tokens, if they were announced
+    pins: tuple[tuple[int, int], ...] = ()  # spans that must not be evicted, until they are read
+    is_partial: bool = False  # whether the next forward brings a part of a block
+    was_partial: bool = False  # whether the last one did
+
+
+@dataclass
+class Writer:
+    """The attention module whose keys a layer holds, and the weights of one that wrote a file."""
+
+    module: weakref.ref[torch.nn.Module] | None = None
+    weights: str | None = None
+
+
+class BaseLayer(CacheLayerMixin):
+    """One attention layer's state, and all that transformers asks of it.
+
+    The model calls `update` and then the attention function, which calls `attend` on the layer
+    that it finds on the key tensor. All the work happens there (`h2okv.cache.layer.CacheLayer`).
+    """
+
+    is_sliding = False
+    is_croppable = False
+    drops = True  # evicts for real and stores entries as `storage` says; else it masks
+    ends_forward = False  # the last layer of its cache
+    window: int | None = None  # the sliding window that the entries stand for
+    cumulative_length: Any  # transformers says int; its static layer holds a tensor too
+
+    def __init__(
+        self,
+        layer_idx: int,
+        budget: Budget,
+        rule: Rule,
+        position_rule: PositionRule,
+        kv_bits: int | None = None,
+        head_budgets: Sequence[Budget] | None = None,
+    ) -> None:
+        # Not the base's constructor: keys and values are the state's here.
+        self.layer_idx, self.budget, self.rule = layer_idx, budget, rule
+        self.head_budgets = head_budgets  # of each KV head, where they differ
+        self.position_rule = position_rule
+        self.storage = KVStorage(kv_bits)
+        self.rotations = Rotations(position_rule.rolls, rule.observes is Sees.QUERIES)
+        # Tensors, not ints: a Python int that changes with every step would recompile every step.
+        self.cumulative_length = torch.zeros((), dtype=torch.int64)
+        self.awaits_attention = False
+        self.is_placed = False
+        self._forget()
+
+    def _forget(self) -> None:
+        vars(self).pop("state", None)
+        self.is_cast = self.has_inner_padding = False
+        self.num_forwards = 0
+        self.prompt = Prompt()
+        self.writer = Writer()
+        self._forget_rotation()
+
+    state: SlotState
+    """The entries; no slots before the first block."""
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether shapes, dtype and device are known."""
+        return "state" in vars(self)
+
+    def _forget_rotation(self) -> None:
+        """Have the model asked again, at its next forward, how it rotates this layer's keys."""
+        self.rotations.forget()
+
+    def learn_rotation(self, rotation: Rotation | None) -> None:
+        """Note how the model rotates this layer's keys, if it does; mutates the layer."""
+        self.rotations.learn(rotation)
+
+    def end_steps(self) -> None:
+        """End the decode steps that layers have left to the last one; mutates them."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled, without what was learned of the model.
+
+        The model's weights are compared when it goes on.
+        """
+        self.end_steps()
+        return {
+            **vars(self),
+            "rotations": Rotations(self.rotations.rolls, self.rotations.looks_ahead),
+            "writer": Writer(weights=self.weights()),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle, into ordinary tensors even under inference_mode, so that a step may write."""
+        vars(self).update(state)
+        with ordinary_tensors():
+            self.cumulative_length = self.cumulative_length.clone()
+            if self.is_initialized:
+                self.state = self.state.map(Tensor.clone)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BaseLayer:
+        self.end_steps()
+        duplicate = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in vars(self).items():
+            vars(duplicate)[name] = copy.deepcopy(value, memo)
+        return duplicate
+
+    @property
+    def holds_entries(self) -> bool:
+        """Whether a block has been read."""
+        return self.is_initialized and self.state.num_slots > 0
+
+    @property
+    def holds_budgets(self) -> bool:
+        """Whether the prompt's length is known, and with it what each sequence keeps."""
+        return self.is_initialized and bool(self.state.budgets)
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """``[B, H, S, D]`` in the order of the slots, or their codes; ``None`` before a block."""
+        return self.state.stored("keys") if self.holds_entries else None
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """``[B, H, S, Dv]`` like `keys`."""
+        return self.state.stored("values") if self.holds_entries else None
+
+    @property
+    def batch_size(self) -> int:
+        """B, the sequences."""
+        return self.state.batch_size
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the entries."""
+        return self.state.device
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Note shapes, dtype and device; the slots follow when the prompt's length is known."""
+        self.dtype, self.num_kv_heads = key_states.dtype, key_states.shape[1]
+        self.key_size, self.value_size = key_states.shape[-1], value_states.shape[-1]
+        self.state = SlotState.empty(
+            key_states, value_states, self.storage if self.drops else KVStorage()
+        )
+        with torch.inference_mode(False):
+            device = "cpu" if key_states.is_meta else key_states.device  # slots are counted by it
+            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Pass new keys and values ``[B, H, T, D]`` on, the keys marked with this layer."""
+        self.require_attention()
+        # Autocast gives some models (OPT) keys in another dtype inside than outside.
+        self.is_cast = self.is_cast or is_cast(key_states.device)
+        if self.is_initialized:
+            if self.is_cast:
+                key_states = key_states.to(self.dtype)
+            check_match(self, key_states)
+            if key_states.device != self.device:  # after loading from a file
+                self.move(key_states.device)
+        else:
+            self.lazy_initialization(key_states, value_states)
+        if key_states.is_meta:  # there is nothing but sizes, whatever the attention
+            self._count_on_meta(key_states.shape[2])
+            return key_states, value_states
+        setattr(key_states, LAYER_ATTRIBUTE, self)
+        self.awaits_attention = True
+        return key_states, value_states
+
+    def _count_on_meta(self, length: int) -> None:
+        """Count T more tokens of a model on the meta device; mutates the layer."""
+        raise ValueError("simulate=True needs numbers, which a model on the meta device has not.")
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Take each sequence from another one, scores included (beam search); int64 ``[B]``."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence; mutates the layer."""
+        indices = torch.arange(self.batch_size, device=self.device)
+        self.batch_select_indices(indices.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences of int64 indices, in that order, or those that bool ``[B]`` marks."""
+        if not self.is_initialized:
+            return
+        indices = indices.to(self.device)
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.state = self.state.index_select(indices)
+
+    def move(self, device: torch.device) -> None:
+        """Move the state to a device; mutates the layer."""
+        with ordinary_tensors():
+            self.state = self.state.map(lambda tensor: tensor.to(device))
+            self.cumulative_length = self.cumulative_length.to(device)
+        # Rotations have tables on the former device.
+        self._forget_rotation()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor]:  # type: ignore[override]
+        """Return the block's own size and offset; cached entries need no mask from the model."""
+        if query_length == 0:
+            raise ValueError(
+                f"H2OCache has seen {self.get_seq_length()} tokens and got none after them; give "
+                "generate the whole text with more at its end, or generate(**cache.next_turn("
+                f"input_ids), {CACHE}=cache), or call cache.reset() to read another text."
+            )
+        return query_length, self.cumulative_length
+
+    def get_seq_length(self) -> Any:  # transformers says int; its static layer gives a tensor too
+        """Return the tokens seen, padding included (not the tokens cached)."""
+        if not self.is_initialized:
+            return 0
+        if torch.compiler.is_compiling():  # a number that changes would be compiled again
+            return self.cumulative_length.clone()
+        return int(self.cumulative_length)
+
+    def get_max_length(self) -> int:
+        """Return -1: any number of tokens may pass."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything; mutates the layer."""
+        self._forget()
+        self.awaits_attention = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to take tokens back."""
+        raise ValueError(
+            "H2OCache cannot take tokens back (crop), because what it evicted for them is gone; "
+            "generate without assistant_model, prompt_lookup_num_tokens or other speculative modes."
+        )
+
+    def activate_past_recording(self) -> None:
+        """Refuse: transformers calls it before it generates tokens that it may take back."""
+        self.crop(0)
+
+    # --- the attention function's side ------------------------------------------------------------
+
+    def require_attention(self) -> None:
+        """Raise if keys were handed out and no H2O attention came back for them."""
+        if self.awaits_attention:
+            raise ValueError(
+                f"H2OCache: layer {self.layer_idx} got keys, but the model's attention is not "
+                "'h2o' (or an earlier forward was interrupted); call "
+                "model.set_attn_implementation('h2o') or use h2okv.enable(model), then "
+                "cache.reset()."
+            )
+
+    def claim(self, module: torch.nn.Module) -> None:
+        """Note which attention module writes the entries; refuse another one."""
+        writer = self.writer
+        if writer.module is None:
+            # Weights that are offloaded have no fingerprint.
+            actual = None if writer.weights is None else fingerprint(module)
+            if actual not in (None, writer.weights):
+                raise ValueError(
+                    f"H2OCache: the entries of layer {self.layer_idx} were saved with other "
+                    "weights; load the file with the model that wrote it, in the same dtype."
+                )
+            writer.module = weakref.ref(module)
+        elif writer.module() is not module:
+            raise ValueError(
+                f"H2OCache: the entries of layer {self.layer_idx} were written by another model; "
+                "call cache.reset() or make a new H2OCache."
+            )
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The attention module that writes the entries, while it exists."""
+        return None if self.writer.module is None else self.writer.module()
+
+    def weights(self) -> str | None:
+        """Return the fingerprint of the module that wrote the entries."""
+        module = self.module
+        return self.writer.weights if module is None else fingerprint(module)
+
+    def load_state(self, state: SlotState, seen: Tensor, weights: str | None) -> None:
+        """Take over a state from a file; mutates the layer."""
+        self.state, self.cumulative_length = state, seen
+        self.writer = Writer(weights=weights)
+
+    # --- sizes ------------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the entries: keys, values, scores, positions."""
+        return self.state.nbytes if self.holds_entries else 0
+
+    @property
+    def full_nbytes(self) -> int:
+        """Bytes of the keys and values that a full cache would hold for the tokens seen."""
+        if not self.is_initialized:
+            return 0
+        seen = int(self.cumulative_length)
+        return self.batch_size * self.num_kv_heads * seen * self.entry_bytes
+
+    @property
+    def entry_bytes(self) -> int:
+        """Bytes of an entry's key and value in the model's dtype, for one head."""
+        return int((self.key_size + self.value_size) * self.dtype.itemsize)

@@ -1,0 +1,231 @@
+"""Which models and options are supported."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from h2okv.cache.rope import BY_LENGTH, PositionRule
+from h2okv.config import CacheConfig
+from h2okv.policy import Rule, Sees
+
+_REASONS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
+REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}
+"""Model types that are known not to work, with the reason."""
+_OWN_ATTENTION, _INDEXER = REFUSED["gptj"], REFUSED["minimax_m3_vl_text"]
+
+
+def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
+    """Refuses a model, or a config, that H2O cannot serve exactly.
+
+    Args:
+        model: a loaded model or its config.
+
+    Raises:
+        ValueError: naming the model type and the reason.
+    """
+    config = config_of(model)
+    text_config = config.get_text_config(decoder=True)
+    reason = _refusal(config, text_config)
+    if reason is not None:
+        raise ValueError(
+            f"model type {text_config.model_type!r} is not supported: {reason}; "
+            "use transformers' own cache for it, or a model of docs/support-table.md."
+        )
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The model inside what `torch.compile` or PEFT has made of it."""
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        _check_adapters(inner)
+        if "_orig_mod" in getattr(inner, "_modules", {}):
+            inner = inner._orig_mod
+        elif hasattr(inner, "get_base_model"):
+            inner = inner.get_base_model()
+        else:
+            raise ValueError(
+                f"model={type(model).__name__} is no model of transformers; give a "
+                "PreTrainedModel, or one that torch.compile or PEFT made of it."
+            )
+    return inner
+
+
+def check_callers() -> None:
+    """Refuse a forward that comes through prompt learning, however the cache was made.
+
+    The model itself does not know the wrapper whose tokens it gets, so the callers are asked.
+    """
+    frame = sys._getframe() if "peft" in sys.modules else None
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("peft."):
+            _check_adapters(frame.f_locals.get("self"))
+        frame = frame.f_back
+
+
+def _check_adapters(model: Any) -> None:
+    """Refuse PEFT's prompt learning: prefix tuning, prompt tuning, p-tuning."""
+    adapters = getattr(model, "active_peft_config", None)
+    is_prompt_learning = getattr(adapters, "is_prompt_learning", False)
+    if is_prompt_learning and not getattr(model, "_adapters_disabled", False):
+        kind = str(getattr(adapters.peft_type, "value", adapters.peft_type))
+        raise ValueError(
+            f"prompt learning (PEFT's {kind}) puts tokens or keys of its own before the text, and "
+            "with some versions of transformers again at every step; an H2OCache would evict text "
+            "for them. Use transformers' own cache for this model, or LoRA or IA3."
+        )
+
+
+def config_of(model: Any) -> PreTrainedConfig:
+    """The config itself, or that of a model."""
+    return model if isinstance(model, PreTrainedConfig) else unwrap(model).config
+
+
+def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | None:
+    """The reason why a model cannot be served; ``None`` if nothing speaks against it."""
+    if getattr(config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder model, and H2O is defined for decoder-only models"
+    for candidate in (text_config, config):
+        if candidate.model_type in REFUSED:
+            return REFUSED[candidate.model_type]
+    if not getattr(text_config, "is_causal", True):
+        return "its config says is_causal=False, and H2O is defined for causal attention"
+    if getattr(text_config, "kv_lora_rank", None):
+        return (
+            "it caches one compressed latent for all heads (MLA), so that a head cannot drop a "
+            "token that another one keeps"
+        )
+    sharing = getattr(text_config, "kv_sharing_modes", None) or ()
+    if getattr(text_config, "num_kv_shared_layers", 0) or any(sharing):
+        return (
+            "some of its layers attend to the keys of another layer, which evicts by its own scores"
+        )
+    if "indexed_attention" in (getattr(text_config, "layer_types", None) or ()):
+        return _INDEXER
+    for candidate in (config, text_config):
+        # Remote-code models are not in the mapping; nothing is known about them in advance.
+        if type(candidate) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(candidate)]
+            if not model_class._can_set_attn_implementation():
+                return _OWN_ATTENTION
+    return None
+
+
+def context_window(config: PreTrainedConfig) -> int | None:
+    """The positions that a model was trained on; ``None`` without a limit."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def window_by_length(config: PreTrainedConfig) -> int | None:
+    """Tells up to which length of the batch's longest text a model rotates its tokens alike."""
+    # Dynamic scaling and LongRoPE take other frequencies beyond it, for all rows of the batch.
+    text_config = config.get_text_config(decoder=True)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    lengths = [
+        part.get("original_max_position_embeddings")
+        or getattr(text_config, "original_max_position_embeddings", None)
+        or context_window(config)
+        for part in kinds
+        if part.get("rope_type") in BY_LENGTH
+    ]
+    return min((length for length in lengths if length), default=None)
+
+
+def check_positions(config: PreTrainedConfig, positions: str, rule: Rule) -> None:
+    """Refuses a way of placing entries that the model or the policy has not."""
+    text_config = config.get_text_config(decoder=True)
+    rotary = bool(getattr(text_config, "rope_parameters", None))
+    kind = text_config.model_type
+    if positions == "rolling" and not rotary:
+        raise ValueError(
+            f"positions='rolling': model type {kind!r} has no rotary positions (RoPE). Learned "
+            "positions are part of what a key was made from and cannot be moved afterwards; use "
+            "positions='clamped', or 'original' within the context window."
+        )
+    if positions == "rolling" and not rule.evicts:
+        raise ValueError(
+            f"positions='rolling': policy={rule.name!r} evicts nothing, so that ranks are the "
+            "places in the text; use positions='original'."
+        )
+    if positions == "clamped" and (rotary or context_window(config) is None):
+        raise ValueError(
+            f"positions='clamped': model type {kind!r} has no learned positions to stop at; use "
+            "positions='rolling' for rotary positions, or 'original'."
+        )
+
+
+# Options that a rule rules out by what it sees, with the reason.
+_EXCLUDES = {
+    (
+        Sees.WINDOW,
+        "prefill_chunk",
+    ): "decides once, at the end of the prompt, and needs it as one block",
+    (Sees.WINDOW, "rolling"): "keeps every token after the prompt, so ranks would leave the context"
+    " window too",
+    (Sees.KEYS, "rolling"): "compares keys, and where positions roll those of equal tokens differ"
+    " by rounding alone",
+}
+
+
+def check_rule(rule: Rule, position_rule: PositionRule, simulate: bool) -> None:
+    """Refuse options that contradict what a rule declares, and scorings that it ignores.
+
+    Raises:
+        ValueError: naming the policy, the option, the reason and a remedy.
+    """
+    name = f"policy={rule.name!r}"
+    if rule.sees is Sees.EACH_QUERY and not simulate:
+        raise ValueError(
+            f"{name} chooses for every query among all tokens, so nothing can be dropped; in "
+            "Python add simulate=True, which keeps the full cache and masks it."
+        )
+    given = {
+        "prefill_chunk": position_rule.prefill_chunk is not None,
+        "rolling": position_rule.rolls,
+    }
+    shown = {
+        "prefill_chunk": f"leave out prefill_chunk={position_rule.prefill_chunk}",
+        "rolling": "use positions='original'",
+    }
+    for (sees, option), reason in _EXCLUDES.items():
+        if rule.sees is sees and given[option]:
+            raise ValueError(f"{name} {reason}; {shown[option]}, or use policy='h2o'.")
+    if rule.scoring.name != "sum" and (rule.sees is Sees.WINDOW or not rule.uses_scores):
+        reason = "does not look at scores"
+        if rule.sees is Sees.WINDOW:
+            reason = "counts the attention of its own window of queries"
+        raise ValueError(
+            f"scoring={rule.scoring.name!r} has no effect with {name}, which {reason}; leave it "
+            "out, or use policy='h2o'."
+        )
+
+
+def check_by_head(cache: CacheConfig, rule: Rule, config: PreTrainedConfig) -> None:
+    """Refuses budgets that differ by head where heads must hold alike, or of another model."""
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    counts = sorted(
+        {len(factors) for factors in cache.layer_budgets or () if isinstance(factors, Sequence)}
+    )
+    if counts != [heads]:
+        raise ValueError(
+            f"layer_budgets has lists of {' and '.join(map(str, counts))} factors, and layers of"
+            f" this model have {heads} KV heads; give one for each."
+        )
+    excluded = {
+        f"policy={cache.policy!r}": not (rule.ranks_by_scores and rule.is_bounded),
+        f"positions={cache.positions!r}": cache.positions == "rolling",
+    }  # fmt: skip
+    for name, is_given in excluded.items():
+        if is_given:
+            raise ValueError(
+                f"{name} needs heads with equal budgets, and layer_budgets has a factor for each;"
+                " give one factor for each layer."
+            )

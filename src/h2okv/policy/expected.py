@@ -1,0 +1,26 @@
+"""Expected attention: a block's queries re-evaluated behind its end."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from h2okv.policy.scoring import BlockView, Scoring, Sees, value_norms
+
+
+class Expected(Scoring):
+    """``sqrt(sum_i P'[i, j] ** 2) * (L1 norm of value j)``, P' of queries behind the block's end.
+
+    Every query sees all entries there, whichever came first. The attention that an entry has
+    received depends on the number of queries that came after it, and how soon; this does not. A
+    single token adds ``P[i, j]``, as in `ValueNorm`. Related: Expected Attention (arXiv 2510.00636)
+    models the queries by a Gaussian, KVzip (arXiv 2505.23416) has the model read the text twice.
+    """
+
+    name = "expected"
+    sees = Sees.QUERIES
+
+    def score_block(self, block: BlockView) -> Tensor:
+        return block.attend_from_behind()
+
+    def value_weights(self, values: Tensor) -> Tensor:
+        return value_norms(values)

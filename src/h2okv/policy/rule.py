@@ -1,0 +1,177 @@
+"""The extension point: what every eviction rule says."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from h2okv.config import TokenBudget
+from h2okv.policy.scoring import BlockView, Scoring, Sees
+
+
+class Rule:
+    """Decides which entries of a layer's cache are evicted first.
+
+    The frame (``cache/layer.py``) protects the sinks and the recent window, evicts down to the
+    budget and breaks ties (the older entry goes first). A rule says how the budget is divided
+    (`allocate_budget`), what it sees of a block of tokens (`sees`) and how that becomes a score
+    (`score_block`), and how the entries outside the protected windows are ranked (`priority`). Most
+    override a single method.
+    """
+
+    name: ClassVar[str]
+    """Name in ``H2OCache(policy=...)``."""
+    sees: ClassVar[Sees] = Sees.SUMS
+    """What the cache provides of each block. `Sees.WINDOW` decides once, when the prompt has been
+    read; `Sees.EACH_QUERY` keeps all entries and lets each query see ``sink + heavy + num_static``
+    of those before its block, ``num_static`` of them by its own attention."""
+    evicts: ClassVar[bool] = True
+    """False for a rule that keeps every entry and so has no budget."""
+    scoring: Scoring = Scoring()
+    """What attention counts for, by ``H2OCache(scoring=...)``, where a rule ``sees`` the sums."""
+
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
+        """Divide the user's budget; the total must not change.
+
+        Args:
+            budget: the parts that the user gave, in tokens.
+
+        Returns:
+            The parts that the frame works with.
+        """
+        return budget
+
+    def score_block(self, block: BlockView) -> Tensor:
+        """Return what a block adds to the scores of its entries.
+
+        A single token adds its probabilities, whatever this returns.
+
+        Args:
+            block: the block and what `sees` declares of it.
+
+        Returns:
+            fp32 ``[B, H, N]``, finite and not negative.
+        """
+        return self.scoring.score_block(block)
+
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
+        """Rank the entries outside the protected windows; the lowest is evicted first.
+
+        Unless overridden, by the accumulated score (H2O); a rule that sees nothing ranks all
+        alike, and the older goes first. It must depend on nothing but its arguments, elementwise
+        over B and H, so that a sequence gets the same ranks alone and in a batch.
+
+        Args:
+            scores: accumulated attention as the cache's `Scoring` counts it, fp32 ``[B, H, N]``.
+            positions: original positions, int32 ``[B, H, N]``; -1 marks an empty slot, whose
+                priority is ignored.
+            newest: position of the newest token of each sequence, int64 ``[B, 1, 1]``.
+            layer_idx: the layer's index.
+
+        Returns:
+            fp32 ``[B, H, N]``, finite.
+        """
+        return scores if self.uses_scores else torch.zeros_like(scores)
+
+    def key_priority(self, keys: Tensor, positions: Tensor) -> Tensor:
+        """Rank entries by their keys, in place of `priority`; only of a rule that sees keys.
+
+        Args:
+            keys: the entries' keys, ``[B, H, N, D]``; anything finite in an empty slot.
+            positions: as for `priority`.
+
+        Returns:
+            fp32 ``[B, H, N]``, finite.
+        """
+        raise NotImplementedError(f"policy {self.name!r} sees keys, so add key_priority")
+
+    def static_mask(self, positions: Tensor, newest: Tensor, limit: Tensor) -> Tensor | None:
+        """Mark the positions that are kept for their place; only if a budget has ``num_static``.
+
+        What leaves the pattern as the text grows must never come back into it, since it may have
+        been evicted by then.
+
+        Args:
+            positions: int32 ``[B, H, N]``; the mark means nothing where it is -1.
+            newest: position of the newest token, int64 ``[B, 1, 1]``.
+            limit: ``num_static`` of each sequence's budget, int64 ``[B, 1, 1]``: the largest number
+                of marked positions up to the newest.
+
+        Returns:
+            bool ``[B, H, N]``; ``None`` for a rule without a pattern.
+        """
+        return None
+
+    # --- what follows from the declarations -------------------------------------------------------
+
+    @property
+    def observes(self) -> Sees:
+        """What the cache must provide of a block."""
+        return self.scoring.sees if self.sees is Sees.SUMS else self.sees
+
+    @property
+    def uses_scores(self) -> bool:
+        """Whether the attention that entries receive changes what is kept."""
+        return self.sees not in (Sees.NOTHING, Sees.KEYS)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a layer never holds more than its budget."""
+        return self.evicts and self.sees is not Sees.WINDOW
+
+    @property
+    def has_pattern(self) -> bool:
+        """Whether a part of the budget is for a static pattern, or for each query's own choice."""
+        return self.allocate_budget(TokenBudget(0, 2, 2)).num_static > 0
+
+    @property
+    def is_plain_sum(self) -> bool:
+        """Whether scores are H2O's sums and nothing else counts."""
+        by_sums = type(self).score_block is Rule.score_block and type(self.scoring) is Scoring
+        return by_sums and not self.has_pattern and self.sees is not Sees.WINDOW
+
+    @property
+    def weighs_values(self) -> bool:
+        """Whether entries carry weights of their values (`Scoring.value_weights`)."""
+        return type(self.scoring).value_weights is not Scoring.value_weights
+
+    @property
+    def ranks_by_sums(self) -> bool:
+        """Whether ranks are the accumulated numbers as they stand, as kernels take them."""
+        is_plain = type(self.scoring).eviction_scores is Scoring.eviction_scores
+        return self.ranks_by_scores and is_plain and not self.weighs_values
+
+    def query_weights(self, later: Tensor, recent: Tensor) -> Tensor | None:
+        """Return what each query counts for, fp32 ``[B, T]``; ``None`` for one.
+
+        Args:
+            later: number of real queries after each, int64 ``[B, T]``.
+            recent: each sequence's recent tokens, int64 ``[B, 1]``.
+        """
+        if self.sees is Sees.WINDOW:
+            return (later < recent).to(torch.float32)
+        return self.scoring.query_weights(later)
+
+    def decayed(self, scores: Tensor, count: Tensor) -> Tensor:
+        """Return scores ``[B, H, N]`` after ``count`` ``[B]`` further queries."""
+        return self.scoring.decayed(scores, count)
+
+    def value_weights(self, values: Tensor) -> Tensor:
+        """Return the weights of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``."""
+        weights = self.scoring.value_weights(values)
+        assert weights is not None, "weighs_values says whether there are any"
+        return weights
+
+    def eviction_scores(
+        self, scores: Tensor, positions: Tensor, newest: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        """Return the scores that are ranked, as `Scoring.eviction_scores`."""
+        return self.scoring.eviction_scores(scores, positions, newest, weights)
+
+    @property
+    def ranks_by_scores(self) -> bool:
+        """Whether ranks are the scores alone."""
+        by_scores = type(self).priority is Rule.priority and self.uses_scores
+        return by_scores and not self.has_pattern and self.sees is not Sees.WINDOW

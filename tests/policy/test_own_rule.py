@@ -1,0 +1,87 @@
+"""A rule of a paper that is not in the package, in one class: what an extension needs."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import h2okv
+from h2okv.policy import Sees
+
+
+class SmallKeys(h2okv.Rule):
+    """Keeps the keys with the smallest L2 norm (arXiv 2406.11430, section 3)."""
+
+    name = "small_keys"
+    sees = Sees.KEYS
+
+    def key_priority(self, keys, positions):
+        return -keys.float().norm(dim=-1)
+
+
+class Largest(h2okv.Rule):
+    """Scores an entry by the largest probability that a query gives it, heads added up."""
+
+    name = "largest"
+    sees = Sees.QUERIES
+
+    def score_block(self, block):
+        return block.probabilities().amax(dim=-2).sum(dim=2)
+
+
+@pytest.mark.parametrize("rule", [SmallKeys(), Largest()], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_dropping_equals_masking(make_llama, kept_sets, rule, chunk):
+    model = make_llama()
+    ids = torch.randint(2, 97, (2, 40), generator=torch.Generator().manual_seed(8))
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 12, "min_new_tokens": 12}
+    tokens, caches = [], []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(
+            model.config, 6, 4, policy=rule, prefill_chunk=chunk, simulate=simulate
+        )
+        tokens.append(model.generate(ids, past_key_values=cache, do_sample=False, **options))
+        caches.append(cache)
+    assert torch.equal(*tokens)
+    assert kept_sets(caches[0]) == kept_sets(caches[1])
+    caches[0].check_integrity()
+
+
+def test_a_block_without_padding_has_the_probabilities_of_the_sums(make_llama):
+    """`BlockView.probabilities` against the sums that the cache makes by tiles."""
+
+    class Sums(h2okv.Rule):
+        name = "sums"
+        sees = Sees.QUERIES
+
+        def score_block(self, block):
+            return block.probabilities().sum(dim=(2, 3))
+
+    model = make_llama()
+    ids = torch.randint(2, 97, (1, 30), generator=torch.Generator().manual_seed(9))
+    caches = [h2okv.H2OCache(model.config, 6, 4, policy=policy) for policy in ("h2o", Sums())]
+    for cache in caches:
+        h2okv.prefill(model, ids, cache)
+    torch.testing.assert_close(caches[0].scores(1), caches[1].scores(1))
+
+
+def test_a_command_takes_a_rule_by_module_and_class(tmp_path):
+    (tmp_path / "my_rules.py").write_text(
+        "import h2okv\n\n\nclass Oldest(h2okv.Rule):\n    name = 'oldest'\n\n"
+        "    def priority(self, scores, positions, newest, layer_idx):\n"
+        "        return -positions.float()\n",
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "h2okv", "generate", "--model", "bundled", "--raw"]
+    command += ["--budget", "16", "--max-new-tokens", "4", "Once upon a time there was", "--policy"]
+    run = subprocess.run(
+        [*command, "my_rules:Oldest"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    run = subprocess.run(
+        [*command, "my_rules:Newest"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2 and "my_rules:Oldest" in run.stderr
