@@ -1,4 +1,4 @@
-"""Tiny models behind the serving engine, and what each prompt gives alone."""
+"""Fixtures of the engine's tests: tiny models, and the tokens of a prompt generated alone."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def make_prompts():
-    """Random token lists of the given lengths."""
+    """Return random token lists of the given lengths."""
 
     def make(lengths, seed=1):
         generator = torch.Generator().manual_seed(seed)
@@ -31,45 +31,45 @@ def make_prompts():
 
 @pytest.fixture(scope="session")
 def alone():
-    """The new tokens of a prompt by transformers' own generate."""
+    """Generate the new tokens of one prompt with transformers' ``generate``."""
 
     def generate(model, prompt, new, cache=None, **options):
         if cache is None:
             cache = h2okv.H2OCache(model.config, **({"heavy": 0.2, "recent": 0.2} | options))
         ids = torch.tensor([prompt])
         with h2okv.enable(model):
-            made = model.generate(
+            generated = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 past_key_values=cache,
                 max_new_tokens=new,
                 do_sample=False,
             )
-        return made[0, len(prompt) :].tolist()
+        return generated[0, len(prompt) :].tolist()
 
     return generate
 
 
 @pytest.fixture
 def make_llm(tokenizer):
-    """An engine on a loaded model, closed at the end of the test."""
-    made = []
+    """Create an engine on a loaded model, closed at the end of the test."""
+    llms = []
 
     def make(model, **settings):
         llm = h2okv.LLM(
             model, tokenizer, **({"heavy": 0.2, "recent": 0.2, "max_num_seqs": 3} | settings)
         )
-        made.append(llm)
+        llms.append(llm)
         return llm
 
     yield make
-    for llm in made:
+    for llm in llms:
         llm.close()
 
 
 @pytest.fixture(scope="session")
 def greedy():
-    """Parameters of so many likeliest tokens."""
+    """Return parameters of greedy decoding for a number of new tokens."""
 
     def make(new, **options):
         return h2okv.SamplingParams(max_tokens=new, temperature=0, ignore_eos=True, **options)

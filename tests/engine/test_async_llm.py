@@ -23,21 +23,23 @@ async def tokens_of(llm, prompt, params):
     return [token async for piece in llm.generate(prompt, params) for token in piece.token_ids]
 
 
-def test_tasks_get_what_generate_gives(make_llama, make_async, make_prompts, alone, greedy):
+def test_concurrent_tasks_equal_generate(make_llama, make_async, make_prompts, alone, greedy):
     model = make_llama()
     prompts = make_prompts([20, 3, 44, 31, 9, 60])
     llm = make_async(model)
 
     async def main():
-        made = await asyncio.gather(*(tokens_of(llm, own, greedy(12)) for own in prompts))
+        generated = await asyncio.gather(
+            *(tokens_of(llm, prompt, greedy(12)) for prompt in prompts)
+        )
         await llm.aclose()
-        return made
+        return generated
 
-    made = asyncio.run(main())
-    assert made == [alone(model, own, 12) for own in prompts]
+    generated = asyncio.run(main())
+    assert generated == [alone(model, prompt, 12) for prompt in prompts]
 
 
-def test_a_task_that_goes_away_frees_its_row(make_llama, make_async, make_prompts, greedy):
+def test_cancelled_task_frees_its_slots(make_llama, make_async, make_prompts, greedy):
     prompts = make_prompts([20, 20])
     llm = make_async(make_llama(), max_num_seqs=1)
 
@@ -52,8 +54,8 @@ def test_a_task_that_goes_away_frees_its_row(make_llama, make_async, make_prompt
         while llm.stats().running == 0 or llm.stats().aborted == 0:
             await asyncio.sleep(0.001)
         task.cancel()
-        made = await tokens_of(llm, prompts[1], greedy(5))
-        assert len(made) == 5
+        generated = await tokens_of(llm, prompts[1], greedy(5))
+        assert len(generated) == 5
         stats = llm.stats()
         await llm.aclose()
         return stats
@@ -62,7 +64,7 @@ def test_a_task_that_goes_away_frees_its_row(make_llama, make_async, make_prompt
     assert (stats.aborted, stats.finished) == (2, 1)
 
 
-def test_a_shutdown_finishes_what_runs_and_refuses_the_rest(
+def test_shutdown_finishes_running_requests_and_refuses_new_ones(
     make_llama, make_async, make_prompts, greedy
 ):
     prompts = make_prompts([20, 20])
@@ -83,7 +85,9 @@ def test_a_shutdown_finishes_what_runs_and_refuses_the_rest(
     asyncio.run(main())
 
 
-def test_a_shutdown_does_not_wait_for_ever(make_llama, make_async, make_prompts, greedy):
+def test_shutdown_aborts_requests_after_the_drain_time(
+    make_llama, make_async, make_prompts, greedy
+):
     (prompt,) = make_prompts([20])
     llm = make_async(make_llama())
 
@@ -91,16 +95,16 @@ def test_a_shutdown_does_not_wait_for_ever(make_llama, make_async, make_prompts,
         task = asyncio.create_task(tokens_of(llm, prompt, greedy(480)))
         while llm.stats().running == 0:
             await asyncio.sleep(0.001)
-        begun = time.monotonic()
+        start_time = time.monotonic()
         await llm.aclose(drain=0.01)
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - start_time < 5
         with pytest.raises(EngineStoppedError):
             await task
 
     asyncio.run(main())
 
 
-def test_refusals_reach_the_task(make_llama, make_async, greedy):
+def test_invalid_requests_raise_in_the_task(make_llama, make_async, greedy):
     llm = make_async(make_llama())
 
     async def main():

@@ -50,34 +50,34 @@ class TestByteLevel:
     @example("über naïve 漢字 🤖🏽‍🚀 é")
     @example("\ufffd broken \ufffd")
     @given(text=st.text(st.characters(exclude_categories=["Cs"]), min_size=1))
-    def test_pieces_make_the_text_and_never_half_a_character(self, tokenizer, text):
+    def test_pieces_join_to_the_text_without_partial_characters(self, tokenizer, text):
         ids = tokenizer(text)["input_ids"]
         pieces = stream(tokenizer, tokenizer("a cat")["input_ids"], ids)
         assert "".join(pieces) == text
         if "\ufffd" not in text:
             assert not any("\ufffd" in piece for piece in pieces)
 
-    def test_a_word_is_shown_at_once(self, tokenizer):
+    def test_complete_words_are_emitted_at_once(self, tokenizer):
         ids = tokenizer("mat and log")["input_ids"]
         assert stream(tokenizer, [5], ids) == [tokenizer.decode([token]) for token in ids]
 
-    def test_an_unfinished_character_is_shown_at_the_end(self, tokenizer):
+    def test_incomplete_character_is_emitted_at_the_end(self, tokenizer):
         half = tokenizer("é")["input_ids"][:1]
         assert stream(tokenizer, [5], half) == ["\ufffd"]
 
-    def test_bytes_that_are_no_text_do_not_hold_up_the_rest(self, tokenizer):
+    def test_invalid_bytes_do_not_delay_later_text(self, tokenizer):
         broken = [tokenizer("é")["input_ids"][0], *tokenizer("cat")["input_ids"]]
         assert "".join(stream(tokenizer, [5], broken)) == "\ufffdcat"
 
-    def test_special_tokens_are_not_shown(self, tokenizer):
+    def test_special_tokens_are_skipped(self, tokenizer):
         ids = [*tokenizer("cat")["input_ids"], tokenizer.eos_token_id]
         assert "".join(stream(tokenizer, [5], ids)) == "cat"
 
-    def test_nothing_generated(self, tokenizer):
+    def test_no_tokens_give_no_text(self, tokenizer):
         assert stream(tokenizer, [5], []) == []
 
 
-def test_spaces_stay_with_a_decoder_that_drops_the_first():
+def test_spaces_with_a_decoder_that_drops_the_leading_one():
     text = "the cat sat on the mat and the dog sat on the log"
     tokenizer = metaspace_tokenizer([text] * 4)
     ids = tokenizer(text)["input_ids"]

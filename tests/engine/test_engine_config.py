@@ -12,7 +12,7 @@ from h2okv.engine.config import EngineConfig
 PACKAGE = Path(h2okv.__file__).parent
 
 
-def test_options_reach_the_config_that_they_belong_to():
+def test_options_reach_the_config_that_declares_them():
     config = EngineConfig.from_options(heavy=5, kv_bits=8, max_num_seqs=3)
     assert config == EngineConfig(cache=CacheConfig(heavy=5, kv_bits=8), max_num_seqs=3)
     changed = EngineConfig.from_options(config, recent=7)
@@ -34,42 +34,45 @@ def test_options_reach_the_config_that_they_belong_to():
     ],
     ids=str,
 )
-def test_what_makes_no_sense_is_refused(options, message):
+def test_invalid_options_raise(options, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig.from_options(**options)
 
 
-def test_conversations_are_answered_by_the_chat_template(make_llm, tokenizer, greedy):
+def test_chat_applies_the_chat_template(make_llm, tokenizer, greedy):
     llm = make_llm("bundled", max_prompt_tokens=100)
     talk = [{"role": "user", "content": "Who are you?"}]
     longer = [*talk, {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Oh"}]
-    one, two = llm.chat([talk, longer], greedy(4))
-    assert tokenizer.decode(one.prompt.token_ids).endswith("User: Who are you?\n\nAssistant:")
-    assert llm.chat(talk, greedy(4)) == [one]
-    assert two.prompt.token_ids[: len(one.prompt.token_ids)] == one.prompt.token_ids
-    assert len(two.completions[0].token_ids) == 4
+    first, second = llm.chat([talk, longer], greedy(4))
+    assert tokenizer.decode(first.prompt.token_ids).endswith("User: Who are you?\n\nAssistant:")
+    assert llm.chat(talk, greedy(4)) == [first]
+    assert second.prompt.token_ids[: len(first.prompt.token_ids)] == first.prompt.token_ids
+    assert len(second.completions[0].token_ids) == 4
 
 
-def test_an_answer_is_continued(make_llm, tokenizer, greedy):
+def test_final_assistant_message_is_continued(make_llm, tokenizer, greedy):
     llm = make_llm("bundled", max_prompt_tokens=100)
     question = {"role": "user", "content": "Once upon"}
     talk = [question, {"role": "assistant", "content": "A time"}]
     text = "User: Once upon\n\nAssistant: A time"
-    (whole,) = llm.generate(text, greedy(4))
+    (continued,) = llm.generate(text, greedy(4))
     for switches in ({}, {"continue_final_message": True}):
-        assert llm.chat(talk, greedy(4), **switches) == [whole]
+        assert llm.chat(talk, greedy(4), **switches) == [continued]
     (other,) = llm.generate(f"{text}\n\nAssistant:", greedy(4))
     assert llm.chat(talk, greedy(4), add_generation_prompt=True) == [other]
-    parts = [{"role": "developer", "content": [{"type": "text", "text": "Be kind."}]}, question]
+    with_parts = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]},
+        question,
+    ]
     system = {"role": "system", "content": "Be kind."}
-    assert llm.chat(parts, greedy(4)) == llm.chat([system, question], greedy(4))
+    assert llm.chat(with_parts, greedy(4)) == llm.chat([system, question], greedy(4))
     for messages, words in (([[]], "messages is empty"), ([{"role": "tool"}], "tools are not")):
         with pytest.raises(ValueError, match=words):
             llm.chat(messages)
 
 
 @pytest.mark.parametrize("folder", ["engine", "offload"])
-def test_no_layer_is_asked_by_attribute_names(folder):
+def test_no_getattr_on_layers_caches_or_pools(folder):
     asking = [
         f"{path.name}:{node.lineno}"
         for path in (PACKAGE / folder).glob("*.py")

@@ -1,4 +1,4 @@
-"""Whatever shares the block, a request gets what its own generate gives."""
+"""Each request equals its own ``generate``, whatever other sequences are in the batch."""
 
 import pytest
 import torch
@@ -58,9 +58,9 @@ def test_every_request_equals_generate(make_llama, make_llm, make_prompts, alone
     ]
     for chunk in (7, 512):
         llm = make_llm(model, max_prefill_tokens=chunk, max_prompt_tokens=64, **options)
-        made = token_ids(llm.generate(prompts, [greedy(new) for new in NEWS]))
+        generated = token_ids(llm.generate(prompts, [greedy(new) for new in NEWS]))
         llm.close()
-        assert made == expected, f"max_prefill_tokens={chunk}"
+        assert generated == expected, f"max_prefill_tokens={chunk}"
         stats = llm.stats()
         assert (stats.finished, stats.running, stats.waiting) == (len(prompts), 0, 0)
         assert stats.new_tokens == sum(NEWS)
@@ -68,57 +68,57 @@ def test_every_request_equals_generate(make_llama, make_llm, make_prompts, alone
 
 
 @pytest.mark.parametrize("options", [{}, {"heavy": 6, "recent": 3}, {"policy": "best"}], ids=str)
-def test_a_single_head_has_a_budget_of_its_own(
+def test_budgets_by_head_of_a_single_kv_head(
     make_llama, make_llm, make_prompts, alone, greedy, options
 ):
     model = make_llama(kv_heads=1)
     options = {"layer_budgets": ((0.5,), (1.5,)), **options}
     prompts = make_prompts(LENGTHS)
     llm = make_llm(model, max_prompt_tokens=64, **options)
-    made = token_ids(llm.generate(prompts, [greedy(new) for new in NEWS]))
+    generated = token_ids(llm.generate(prompts, [greedy(new) for new in NEWS]))
     llm.close()
     pairs = zip(prompts, NEWS, strict=True)
-    assert made == [alone(model, prompt, new, **options) for prompt, new in pairs]
+    assert generated == [alone(model, prompt, new, **options) for prompt, new in pairs]
 
 
 @pytest.mark.parametrize("factors", [None, (0.5, 1.5), ((0.5, 1.5), (0.5, 1.5))], ids=str)
-def test_a_prompt_in_several_forwards_is_evicted_from_token_by_token(
+def test_prefill_in_chunks_of_one_token_over_several_forwards(
     make_llama, make_llm, make_prompts, alone, greedy, kept_sets, factors
 ):
-    """Each layer is full at another token; `generate` goes on from a prompt read by hand."""
+    """Fill each layer at another token; `generate` continues from a manual prefill."""
     model = make_llama()
     options = {"heavy": 4, "recent": 2, "prefill_chunk": 1, "layer_budgets": factors}
     prompts = make_prompts([40, 33, 40, 50, 9, 40])
     llm = make_llm(model, max_num_seqs=6, max_prefill_tokens=16, max_prompt_tokens=64, **options)
-    made = token_ids(llm.generate(prompts, greedy(16)))
+    generated = token_ids(llm.generate(prompts, greedy(16)))
     llm.close()
-    for prompt, tokens in zip(prompts, made, strict=True):
-        cache, in_parts = (h2okv.H2OCache(model.config, **options) for _ in range(2))
+    for prompt, tokens in zip(prompts, generated, strict=True):
+        cache, in_chunks = (h2okv.H2OCache(model.config, **options) for _ in range(2))
         with torch.no_grad(), h2okv.enable(model):
-            for part in torch.tensor([prompt[:-1]]).split(1, dim=1):
-                model(part, past_key_values=cache)
-            for part in torch.tensor([prompt[:-1]]).split(16, dim=1):
-                model(part, past_key_values=in_parts)
-        in_parts.check_integrity()
-        assert kept_sets(in_parts) == kept_sets(cache)
+            for chunk in torch.tensor([prompt[:-1]]).split(1, dim=1):
+                model(chunk, past_key_values=cache)
+            for chunk in torch.tensor([prompt[:-1]]).split(16, dim=1):
+                model(chunk, past_key_values=in_chunks)
+        in_chunks.check_integrity()
+        assert kept_sets(in_chunks) == kept_sets(cache)
         assert tokens == alone(model, prompt, 16, cache=cache)
 
 
-def test_a_budget_of_its_own(make_llama, make_llm, make_prompts, alone, greedy):
+def test_request_with_a_different_budget(make_llama, make_llm, make_prompts, alone, greedy):
     model = make_llama()
     prompts = make_prompts([40, 33, 50])
     llm = make_llm(model, heavy=10, recent=10)
     small = llm.engine.request(prompts[0], greedy(20), lambda event: None, h2okv.Budget(3, 2, 1))
     scheduler = llm.engine.scheduler
     scheduler.submit(small)
-    made = token_ids(llm.generate(prompts[1:], greedy(30)))
+    generated = token_ids(llm.generate(prompts[1:], greedy(30)))
     llm.close()
     assert small.is_over
     assert small.outputs[0].tokens == alone(model, prompts[0], 20, heavy=3, recent=2, sink=1)
-    assert made == [alone(model, own, 30, heavy=10, recent=10) for own in prompts[1:]]
+    assert generated == [alone(model, prompt, 30, heavy=10, recent=10) for prompt in prompts[1:]]
 
 
-def test_a_model_has_its_own_budgets_measured(
+def test_layer_budgets_auto_measures_the_model(
     make_llama, make_llm, make_prompts, alone, greedy, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -128,45 +128,47 @@ def test_a_model_has_its_own_budgets_measured(
     llm = make_llm(model, layer_budgets="auto", **best)
     factors = llm.engine.config.cache.layer_budgets
     prompts = make_prompts([40, 33])
-    made = token_ids(llm.generate(prompts, greedy(20)))
+    generated = token_ids(llm.generate(prompts, greedy(20)))
     llm.close()
     assert len(list((tmp_path / "h2okv" / "layer-budgets").iterdir())) == 1
     assert isinstance(factors[0], tuple)
-    assert made == [alone(model, own, 20, layer_budgets=factors, **best) for own in prompts]
+    assert generated == [
+        alone(model, prompt, 20, layer_budgets=factors, **best) for prompt in prompts
+    ]
     with pytest.raises(ValueError, match="'auto' is for commands"):
         h2okv.H2OCache(model.config, layer_budgets="auto")
 
 
 @pytest.mark.parametrize("options", [{}, {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))}], ids=str)
 @pytest.mark.parametrize("max_prefill_tokens", [5, 512])
-def test_a_saved_prefix_goes_on_as_its_cache_would(
+def test_saved_prefix_equals_continuing_from_its_cache(
     make_llama, make_llm, make_prompts, alone, greedy, max_prefill_tokens, options
 ):
     model = make_llama()
-    prefix, other, *rests = make_prompts([30, 12, 1, 9, 20])
+    prefix, other, *suffixes = make_prompts([30, 12, 1, 9, 20])
     prefixes = [prefix, prefix + other]
     llm = make_llm(model, prefixes=prefixes, max_prefill_tokens=max_prefill_tokens, **options)
-    prompts = [prefix + rest for rest in rests]
-    prompts += [prefix + other + rests[0], prefix, rests[2]]
+    prompts = [prefix + suffix for suffix in suffixes]
+    prompts += [prefix + other + suffixes[0], prefix, suffixes[2]]
     outputs = llm.generate(prompts, greedy(15))
     llm.close()
-    assert [own.prompt.num_reused for own in outputs] == [30, 30, 30, 42, 0, 0]
+    assert [output.prompt.num_reused for output in outputs] == [30, 30, 30, 42, 0, 0]
 
-    def after(read, prompt):
+    def after(text, prompt):
         cache = h2okv.H2OCache(model.config, 0.2, 0.2, **options)
         with h2okv.enable(model):
-            h2okv.prefill(model, torch.tensor([read]), cache)
+            h2okv.prefill(model, torch.tensor([text]), cache)
         return alone(model, prompt, 15, cache=cache)
 
-    expected = [after(prefix, own) for own in prompts[:3]]
+    expected = [after(prefix, prompt) for prompt in prompts[:3]]
     expected += [after(prefix + other, prompts[3])]
-    expected += [alone(model, own, 15, **options) for own in prompts[4:]]
+    expected += [alone(model, prompt, 15, **options) for prompt in prompts[4:]]
     assert token_ids(outputs) == expected
     assert llm.stats().reused_tokens == 30 * 3 + 42
 
 
-def test_sequences_come_and_go_without_a_trace(make_llama, kept_sets):
-    """What a request with broken numbers leaves behind does not reach the next one."""
+def test_nan_of_a_released_sequence_does_not_reach_the_next_one(make_llama, kept_sets):
+    """Admit a sequence into slots that a sequence with NaN values has left."""
     model = make_llama()
     ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -187,9 +189,9 @@ def test_sequences_come_and_go_without_a_trace(make_llama, kept_sets):
         for step in range(6):
             position = torch.tensor([[30 + step]])
             token = ids[1:, 30 + step : 31 + step]
-            made = model(token, position_ids=position, past_key_values=block.cache).logits
+            generated = model(token, position_ids=position, past_key_values=block.cache).logits
             expected = model(token, position_ids=position, past_key_values=fine).logits
-            torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(generated, expected, atol=1e-5, rtol=1e-5)
             block.count_step()
     assert kept_sets(block.cache) == kept_sets(fine)
     block.cache.check_integrity()
@@ -199,26 +201,26 @@ def test_sequences_come_and_go_without_a_trace(make_llama, kept_sets):
     assert block.full_bytes == block.full_bytes_of(36)
 
 
-def test_what_does_not_fit_slots_is_refused(make_llama, make_llm):
+def test_caches_that_cannot_be_pooled_raise(make_llama, make_llm):
     with pytest.raises(ValueError, match="evicts nothing"):
         make_llm(make_llama(), policy="full")
     with pytest.raises(ValueError, match="not held in slots; use h2okv batch"):
         make_llm(chunked_model())
 
 
-def test_sliding_layers_hold_their_window_in_slots(make_llm, make_prompts, alone, greedy):
+def test_sliding_window_layers_are_pooled(make_llm, make_prompts, alone, greedy):
     model = sliding_model()
     prompts = make_prompts([40, 3, 8, 7, 9, 25])
     llm = make_llm(model, max_prefill_tokens=11, heavy=5, recent=4)
-    made = token_ids(llm.generate(prompts, greedy(20)))
+    generated = token_ids(llm.generate(prompts, greedy(20)))
     reserved = llm.stats().reserved_bytes
     assert reserved == 3 * llm.engine.memory.sequence
     llm.close()
-    assert made == [alone(model, own, 20, heavy=5, recent=4) for own in prompts]
+    assert generated == [alone(model, prompt, 20, heavy=5, recent=4) for prompt in prompts]
 
 
 @pytest.mark.parametrize("factors", [(0.5, 1.5), ((0.5,), (1.5,))], ids=str)
-def test_a_window_as_wide_as_a_layers_number_is_no_budget(
+def test_sliding_window_equal_to_a_layer_index_is_not_a_budget(
     make_llm, make_prompts, alone, greedy, factors
 ):
     layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -226,9 +228,9 @@ def test_a_window_as_wide_as_a_layers_number_is_no_budget(
     options = {"heavy": 5, "recent": 4, "layer_budgets": factors}
     prompts = make_prompts([40, 3, 8, 25])
     llm = make_llm(model, **options)
-    made = token_ids(llm.generate(prompts, greedy(12)))
+    generated = token_ids(llm.generate(prompts, greedy(12)))
     llm.close()
-    assert made == [alone(model, own, 12, **options) for own in prompts]
+    assert generated == [alone(model, prompt, 12, **options) for prompt in prompts]
 
 
 def sliding_model(layers=("sliding_attention", "full_attention", "sliding_attention"), window=8):

@@ -1,4 +1,4 @@
-"""The memory model says what is allocated, to the byte."""
+"""The memory model equals the allocated bytes."""
 
 from itertools import product
 
@@ -25,7 +25,7 @@ BATCH, LENGTH = 3, 40
 
 
 def held_bytes(layer):
-    return sum(own.nbytes for own in layer.state.tensors().values())
+    return sum(tensor.nbytes for tensor in layer.state.tensors().values())
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def held_bytes(layer):
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_pool_takes_what_was_counted(make_llama, options, dtype):
+def test_pool_bytes_equal_the_memory_model(make_llama, options, dtype):
     model = make_llama().to(dtype)
     cache = h2okv.H2OCache(model.config, 1, 1, **options)
     budgets = (37, 21) if "layer_budgets" in options else (37, 37)
@@ -51,7 +51,7 @@ def test_a_pool_takes_what_was_counted(make_llama, options, dtype):
 
 @pytest.mark.parametrize("budget", [(0.2, 0.3), (5, 9)], ids=str)
 @pytest.mark.parametrize("options", [*OPTIONS, {"policy": "strided_heavy"}], ids=str)
-def test_a_cache_takes_what_was_counted(make_llama, options, budget):
+def test_cache_bytes_equal_the_memory_model(make_llama, options, budget):
     model = make_llama()
     cache = h2okv.H2OCache(model.config, *budget, **options)
     memory = MemoryModel(model.config, cache, model.dtype)
@@ -60,9 +60,9 @@ def test_a_cache_takes_what_was_counted(make_llama, options, budget):
     with torch.no_grad(), h2okv.enable(model):
         model(ids, past_key_values=cache)
     for layer in cache.layers:
-        held = held_bytes(layer)
-        assert held == BATCH * memory.slots.total(slots)
-        # Budgets of a batch may differ, which takes a mark for each slot.
+        layer_bytes = held_bytes(layer)
+        assert layer_bytes == BATCH * memory.slots.total(slots)
+        # Budgets of a batch may differ, which takes one byte of mask for each slot.
         marks = slots * memory.num_kv_heads
         assert memory.layer_bytes(slots) == memory.slots.total(slots) + marks
     assert memory.sequence_bytes(slots, LENGTH + 10) == memory.num_slot_layers * memory.layer_bytes(
@@ -71,7 +71,7 @@ def test_a_cache_takes_what_was_counted(make_llama, options, budget):
 
 
 @pytest.mark.parametrize("lengths", [(40, 23, 9), (40, 40, 40)], ids=str)
-def test_padding_and_growth_are_within_what_was_counted(make_llama, lengths):
+def test_padding_and_growth_stay_within_the_memory_model(make_llama, lengths):
     model = make_llama()
     for options in ({}, {"policy": "full"}, {"positions": "rolling", "scoring": "value_norm"}):
         cache = h2okv.H2OCache(model.config, 0.2, 0.2, **options)
@@ -84,11 +84,11 @@ def test_padding_and_growth_are_within_what_was_counted(make_llama, lengths):
             )  # fmt: skip
         counted = BATCH * memory.layer_bytes(cache.slots_for(LENGTH, 120))
         for layer in cache.layers:
-            held = held_bytes(layer)
-            assert 0.4 * counted < held <= counted
+            layer_bytes = held_bytes(layer)
+            assert 0.4 * counted < layer_bytes <= counted
 
 
-def test_sequences_fill_the_memory_and_no_more(make_llama):
+def test_number_of_sequences_that_fit_into_memory(make_llama):
     model = make_llama()
     cache = h2okv.H2OCache(model.config)
     sizes = MemoryModel(model.config, cache, model.dtype).serving((37, 37), 100, 50)
@@ -97,12 +97,12 @@ def test_sequences_fill_the_memory_and_no_more(make_llama):
     assert sizes.num_seqs(sizes.least + 9 * (sizes.sequence + sizes.step)) == 10
 
 
-def test_memory_without_room_for_a_sequence_is_refused_with_what_would_do(make_llama, make_llm):
+def test_too_little_memory_raises_with_the_minimum(make_llama, make_llm):
     with pytest.raises(ValueError, match=r"no room for a single sequence; give \d+ MiB"):
         make_llm(make_llama(), max_num_seqs=None, memory=1 << 20)
 
 
-def test_the_memory_decides_the_number_of_sequences(make_llama, make_llm):
+def test_number_of_sequences_by_free_memory(make_llama, make_llm):
     model = make_llama()
     llm = make_llm(model, max_num_seqs=None)
     assert llm.engine.max_num_seqs == 64
@@ -111,17 +111,17 @@ def test_the_memory_decides_the_number_of_sequences(make_llama, make_llm):
     assert "times as much" in description
 
 
-def test_only_a_promise_makes_the_libraries_give_memory_back(make_llama, make_llm, monkeypatch):
+def test_unused_memory_is_returned_only_with_a_memory_limit(make_llama, make_llm, monkeypatch):
     calls = []
     monkeypatch.setattr("h2okv.engine.engine.give_memory_back", lambda: calls.append(1))
     make_llm(make_llama(), max_num_seqs=None)
-    assert not calls  # which takes as long again for a prompt
+    assert not calls  # it would double the time of a prompt
     if data_bytes() is not None:
         make_llm(make_llama(), max_num_seqs=None, memory=data_bytes() + (128 << 20))
         assert calls == [1]
 
 
-def test_memory_of_this_process():
+def test_resident_memory_of_the_process():
     resident = resident_bytes()
     if resident is None:
         pytest.skip("this system has no /proc")
@@ -129,16 +129,16 @@ def test_memory_of_this_process():
     assert available_bytes(torch.device("cpu")) > 0
 
 
-def test_layers_with_budgets_of_their_own_are_counted_and_refused_one_by_one(make_llama, make_llm):
-    """Entries of 8 x 0.5, 8 x 1.5 and 8 x 1, each with 4 recent ones."""
+def test_budgets_by_layer_are_counted_and_checked_by_layer(make_llama, make_llm):
+    """Check capacities of 8 x 0.5, 8 x 1.5 and 8 x 1 entries, each with 4 recent ones."""
     model = make_llama(layers=3)
     llm = make_llm(model, heavy=8, recent=4, layer_budgets=(0.5, 1.5, 1.0))
     llm.generate([[5] * 40], h2okv.SamplingParams(max_tokens=6))
     pool, stats = llm.engine.runner.pool, llm.stats()
     assert [layer.capacity - 1 for layer in pool.cache.layers] == [8, 16, 12]
     assert stats.reserved_bytes == llm.engine.max_num_seqs * llm.engine.memory.sequence
-    # The last token is not read any more, so that 45 are seen.
+    # The last token is not fed back, so 45 are seen.
     assert stats.evictions == (3 * 45 - 8 - 16 - 12) * pool.num_heads // 3
-    # No more in all, but more of it in the layer whose part is largest.
+    # The same total, but more than the slots of the layer with the largest factor.
     with pytest.raises(ValueError, match="budget of 17 entries is larger than the 16"):
         llm.generate([[5] * 40], budget=h2okv.Budget(heavy=10, recent=2))

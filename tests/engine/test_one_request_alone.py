@@ -54,7 +54,9 @@ WISHES = st.builds(
 
 @pytest.fixture(scope="module")
 def prompts(make_prompts):
-    return [[token for token in own if token != MARK] for own in make_prompts([20, 31, 26, 24])]
+    return [
+        [token for token in prompt if token != MARK] for prompt in make_prompts([20, 31, 26, 24])
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -62,52 +64,54 @@ def llm(make_llama, tokenizer):
     # One end token, so that there is something to ignore.
     model = make_llama()
     model.generation_config.eos_token_id = 96
-    with h2okv.LLM(model, tokenizer, heavy=0.2, recent=0.2, max_num_seqs=8) as made:
-        yield made
+    with h2okv.LLM(model, tokenizer, heavy=0.2, recent=0.2, max_num_seqs=8) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def expected(llm, prompts):
-    """The tokens of the others, each by itself."""
-    together = zip(prompts, OTHERS, strict=False)
-    return [llm.generate([own], params)[0].completions[0].token_ids for own, params in together]
+    """Return the tokens of the other requests, each generated alone."""
+    pairs = zip(prompts, OTHERS, strict=False)
+    return [llm.generate([prompt], params)[0].completions[0].token_ids for prompt, params in pairs]
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(wishes=st.lists(WISHES, min_size=1, max_size=3))
-def test_any_parameters_beside_others(llm, prompts, expected, wishes):
+def test_any_parameters_leave_other_requests_unchanged(llm, prompts, expected, wishes):
     scheduler, events = llm.engine.scheduler, []
     others = [
-        llm.engine.request(own, params, lambda event: None)
-        for own, params in zip(prompts, OTHERS, strict=False)
+        llm.engine.request(prompt, params, lambda event: None)
+        for prompt, params in zip(prompts, OTHERS, strict=False)
     ]
     scheduler.waiting.append(others[0])
-    for wish in wishes:
-        told = []
+    for options in wishes:
+        request_events = []
         try:
-            params = h2okv.SamplingParams(**wish)
-            # Without an end of its own it would go on to the end of the context.
+            params = h2okv.SamplingParams(**options)
+            # Without max_tokens it would continue to the end of the context.
             if params.max_tokens is None:
                 continue
-            scheduler.waiting.append(llm.engine.request(prompts[3], params, told.append))
+            scheduler.waiting.append(llm.engine.request(prompts[3], params, request_events.append))
         except ValueError as error:
-            assert str(error).startswith(tuple(wish)), error
+            assert str(error).startswith(tuple(options)), error
             continue
-        events.append(told)
-    for own in others[1:]:
-        scheduler.waiting.append(own)
+        events.append(request_events)
+    for request in others[1:]:
+        scheduler.waiting.append(request)
     while scheduler.has_work:
         llm.engine.step()
-    assert [own.outputs[0].tokens for own in others] == expected
-    assert all(own[-1] is None or isinstance(own[-1], RequestFailedError) for own in events)
+    assert [request.outputs[0].tokens for request in others] == expected
+    assert all(
+        received[-1] is None or isinstance(received[-1], RequestFailedError) for received in events
+    )
     assert llm.stats().running == 0
 
 
 def broken_sampler(monkeypatch):
-    def make(model, params, *rest):
+    def make(model, params, *args):
         if params is MARKED:
             raise TypeError("nothing to sample with")
-        return Sampler(model, params, *rest)
+        return Sampler(model, params, *args)
 
     monkeypatch.setattr(core, "Sampler", make)
 
@@ -123,7 +127,7 @@ def broken_processor(monkeypatch):
     monkeypatch.setattr(Sampler, "process", broken)
 
 
-def weights_that_are_no_numbers(monkeypatch):
+def non_finite_weights(monkeypatch):
     process = Sampler.process
 
     def broken(sampler, logits, text):
@@ -136,10 +140,10 @@ def weights_that_are_no_numbers(monkeypatch):
 def broken_text(monkeypatch):
     take = Output.append
 
-    def broken(output, *rest):
+    def broken(output, *args):
         if output.request.params is MARKED and len(output.tokens) == 2:
             raise UnicodeError("half a character")
-        return take(output, *rest)
+        return take(output, *args)
 
     monkeypatch.setattr(Output, "append", broken)
 
@@ -160,39 +164,43 @@ def no_memory_for_the_prompt(monkeypatch):
     [
         broken_sampler,
         broken_processor,
-        weights_that_are_no_numbers,
+        non_finite_weights,
         broken_text,
         no_memory_for_the_prompt,
     ],
 )
-def test_a_fault_of_one_request(make_llama, tokenizer, prompts, expected, monkeypatch, fault):
+def test_error_in_one_request_leaves_the_others_unchanged(
+    make_llama, tokenizer, prompts, expected, monkeypatch, fault
+):
     model = make_llama()
     model.generation_config.eos_token_id = 96
     served = h2okv.AsyncLLM(model, tokenizer, heavy=0.2, recent=0.2, max_num_seqs=4)
     fault(monkeypatch)
 
     async def tokens(prompt, params):
-        return [own async for piece in served.generate(prompt, params) for own in piece.token_ids]
+        return [
+            token async for piece in served.generate(prompt, params) for token in piece.token_ids
+        ]
 
     async def main():
-        asked = list(zip(prompts, OTHERS, strict=False))
-        asked.insert(1, ([*prompts[3], MARK, 5], MARKED))
-        got = await asyncio.gather(*(tokens(*own) for own in asked), return_exceptions=True)
+        calls = list(zip(prompts, OTHERS, strict=False))
+        calls.insert(1, ([*prompts[3], MARK, 5], MARKED))
+        results = await asyncio.gather(*(tokens(*call) for call in calls), return_exceptions=True)
         assert served.is_healthy
         afterwards = await tokens(prompts[0], OTHERS[0])
         await served.aclose()
-        return got, afterwards
+        return results, afterwards
 
-    (first, failed, *rest), afterwards = asyncio.run(main())
+    (first, failed, *later), afterwards = asyncio.run(main())
     stats = served.stats()
     assert isinstance(failed, RequestFailedError)
-    assert [first, *rest] == expected and afterwards == expected[0]
+    assert [first, *later] == expected and afterwards == expected[0]
     assert (stats.failed, stats.finished, stats.running) == (1, 4, 0)
 
 
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.5}], ids=str)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_sequence_without_weights_leaves_the_others_theirs(make_llama, value, options):
+def test_sequence_with_invalid_logits_leaves_the_others_unchanged(make_llama, value, options):
     model, generator = make_llama(), torch.Generator().manual_seed(0)
     logits = torch.randn(3, 97, generator=generator)
     logits[1, 40:] = value

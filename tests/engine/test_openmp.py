@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# In a process of its own: here, threads of other tests come and go.
+# In a separate process: here, threads of other tests start and end.
 SCRIPT = """
 import os
 import torch
@@ -27,7 +27,7 @@ print(threads() - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted on Linux")
-def test_workers_end_and_come_back():
+def test_openmp_workers_end_and_restart():
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
         capture_output=True,

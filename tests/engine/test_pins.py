@@ -1,4 +1,4 @@
-"""Pinned spans of a request's prompt: as in its own ``generate``, whatever runs beside it."""
+"""Pinned spans of a request's prompt: as in its own ``generate``, for any batch."""
 
 import pytest
 
@@ -13,9 +13,7 @@ def model(make_llama):
 
 
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk": 7}, {"scoring": "decay"}], ids=str)
-def test_a_request_with_pins_equals_its_own_generate(
-    make_llm, make_prompts, alone, greedy, model, options
-):
+def test_request_with_pins_equals_generate(make_llm, make_prompts, alone, greedy, model, options):
     prompts = make_prompts([40, 33, 60])
     pins = [SPANS, (), [(0, 9)]]
     expected = []
@@ -25,10 +23,10 @@ def test_a_request_with_pins_equals_its_own_generate(
         expected.append(alone(model, prompt, 20, cache))
     llm = make_llm(model, heavy=0.3, recent=0.1, max_prompt_tokens=64, **options)
     outputs = llm.generate(prompts, greedy(20), pins=pins)
-    assert [own.completions[0].token_ids for own in outputs] == expected
+    assert [output.completions[0].token_ids for output in outputs] == expected
 
 
-def test_what_cannot_be_pinned_is_refused_at_once(make_llm, make_prompts, greedy, model):
+def test_invalid_pins_raise_before_generation(make_llm, make_prompts, greedy, model):
     llm, prompts = make_llm(model, max_prompt_tokens=64), make_prompts([40])
     for spans, message in (
         ([(30, 41)], "ends after the prompt of 40 tokens"),
@@ -43,9 +41,7 @@ def test_what_cannot_be_pinned_is_refused_at_once(make_llm, make_prompts, greedy
     [[[(0, 4)]], [(), (), ()], [], [(0, 4), ()], [[4], ()], (3, 5), 5, "ab", [["ab"], ()]],
     ids=str,
 )
-def test_pins_that_are_no_list_of_spans_for_each_prompt_are_refused(
-    make_llm, make_prompts, greedy, model, pins
-):
+def test_pins_must_be_a_list_of_spans_for_each_prompt(make_llm, make_prompts, greedy, model, pins):
     llm, prompts = make_llm(model, max_prompt_tokens=64), make_prompts([40, 40])
     with pytest.raises(ValueError, match=r"pins? .*give (\(start, stop\)|\[)") as error:
         llm.generate(prompts, greedy(4), pins=pins)
@@ -60,14 +56,16 @@ def test_messages_are_pinned_by_role(make_llm, tokenizer, greedy):
         {"role": "assistant", "content": "A cat."},
         {"role": "user", "content": "Who?"},
     ]
-    asked = []
+    pins = []
     request = llm.engine.request
-    llm.engine.request = lambda *args, **own: asked.append(own["pins"]) or request(*args, **own)
+    llm.engine.request = lambda *args, **options: (
+        pins.append(options["pins"]) or request(*args, **options)
+    )
     (output,) = llm.chat(talk, greedy(4), pin=("system", "last_user"))
-    shown = [tokenizer.decode(output.prompt.token_ids[start:stop]) for start, stop in asked[0]]
+    shown = [tokenizer.decode(output.prompt.token_ids[start:stop]) for start, stop in pins[0]]
     assert [text.strip() for text in shown] == ["Be a cat.", "Who?"]
     llm.chat(talk, greedy(4), pin=["user"])
-    assert len(asked[1]) == 2
+    assert len(pins[1]) == 2
     for pin, message in (
         ("tool", "pin 'tool' is unknown; choose from system, user, last_user"),
         ("system", "pin='system' finds no system message"),

@@ -1,4 +1,4 @@
-"""A model in two parts, on two processes, gives what the whole model gives."""
+"""Tensor parallelism on two processes gives the tokens of a single process."""
 
 import json
 import subprocess
@@ -13,14 +13,14 @@ from h2okv.engine.model_runner import check_divides
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = Path(__file__).with_name("generate_in_parts.py")
+SCRIPT = Path(__file__).with_name("tensor_parallel_worker.py")
 
 
-def torchrun(asked):
+def torchrun(request):
     return subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            str(SCRIPT), json.dumps(asked),
+            str(SCRIPT), json.dumps(request),
         ],
         capture_output=True,
         text=True,
@@ -28,7 +28,7 @@ def torchrun(asked):
     )  # fmt: skip
 
 
-def test_two_ranks_generate_what_one_does(make_prompts, alone, tokenizer, tmp_path, monkeypatch):
+def test_two_ranks_equal_one_rank(make_prompts, alone, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -55,13 +55,13 @@ def test_two_ranks_generate_what_one_does(make_prompts, alone, tokenizer, tmp_pa
             "model": str(tmp_path / "model"),
             "settings": settings,
             "calls": [prompts, prompts[:1]],
-            "output": str(tmp_path / "made.json"),
+            "output": str(tmp_path / "result.json"),
         }
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = json.loads((tmp_path / "made.json").read_text())
-    expected = [alone(model, own, 12) for own in prompts]
-    assert told == {"made": [expected, expected[:1]], "heads": 1, "max_num_seqs": 3}
+    result = json.loads((tmp_path / "result.json").read_text())
+    expected = [alone(model, prompt, 12) for prompt in prompts]
+    assert result == {"token_ids": [expected, expected[:1]], "heads": 1, "max_num_seqs": 3}
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_two_ranks_generate_what_one_does(make_prompts, alone, tokenizer, tmp_pa
         (OPTConfig(), 2, "'opt' has no plan for tensor parallelism"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(monkeypatch, config, count, message):
+def test_models_that_cannot_be_divided_raise(monkeypatch, config, count, message):
     monkeypatch.setenv("WORLD_SIZE", str(count))
     with pytest.raises(ValueError, match=message):
         check_divides(config)
 
 
-def test_parts_need_torchrun(monkeypatch):
+def test_tensor_parallelism_needs_torchrun(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(ValueError, match="torchrun --nproc-per-node"):
         check_divides(LlamaConfig())

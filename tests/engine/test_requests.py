@@ -1,4 +1,4 @@
-"""What requests may ask for, and what goes wrong with one of them alone."""
+"""Parameters of requests, and errors that affect a single one."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def submit(llm, prompt, params, budget=None):
     return request, events
 
 
-def test_several_outputs_share_one_reading(make_llama, make_llm, make_prompts):
+def test_several_outputs_share_one_prefill(make_llama, make_llm, make_prompts):
     model = make_llama()
     (prompt,) = make_prompts([30])
     params = h2okv.SamplingParams(max_tokens=12, n=3, seed=5)
@@ -33,16 +33,16 @@ def test_several_outputs_share_one_reading(make_llama, make_llm, make_prompts):
         llm.generate([prompt], h2okv.SamplingParams(max_tokens=12, seed=5 + index))[0]
         for index in range(3)
     ]
-    texts = [own.token_ids for own in together.completions]
-    assert texts == [own.completions[0].token_ids for own in apart]
-    assert len({tuple(own) for own in texts}) == 3
+    texts = [completion.token_ids for completion in together.completions]
+    assert texts == [output.completions[0].token_ids for output in apart]
+    assert len({tuple(tokens) for tokens in texts}) == 3
     assert llm.stats().prompt_tokens == 4 * 30
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"top_p": 0.7}, {"top_k": 5}, {"min_p": 0.1}, {"temperature": 0.4}], ids=str
 )
-def test_drawn_tokens_are_those_of_generate(make_llama, make_llm, make_prompts, options):
+def test_sampled_tokens_equal_generate(make_llama, make_llm, make_prompts, options):
     model = make_llama()
     prompts = make_prompts([20, 30, 25])
     llm = make_llm(model)
@@ -50,7 +50,7 @@ def test_drawn_tokens_are_those_of_generate(make_llama, make_llm, make_prompts, 
         h2okv.SamplingParams(max_tokens=15, ignore_eos=True, seed=seed, **options)
         for seed in range(3)
     ]
-    made = [own.completions[0].token_ids for own in llm.generate(prompts, params)]
+    generated = [output.completions[0].token_ids for output in llm.generate(prompts, params)]
     llm.close()
     with h2okv.enable(model):
         for seed, prompt in enumerate(prompts):
@@ -65,15 +65,15 @@ def test_drawn_tokens_are_those_of_generate(make_llama, make_llm, make_prompts, 
                 do_sample=True,
                 **settings,
             )
-            assert made[seed] == expected[0, len(prompt) :].tolist()
+            assert generated[seed] == expected[0, len(prompt) :].tolist()
 
 
-def test_penalties_and_bias_change_what_is_likeliest(make_llama, make_llm, make_prompts, greedy):
+def test_penalties_and_logit_bias(make_llama, make_llm, make_prompts, greedy):
     (prompt,) = make_prompts([20])
     llm = make_llm(make_llama())
     plain, biased, never_twice, penalised = (
-        own.completions[0].token_ids
-        for own in llm.generate(
+        output.completions[0].token_ids
+        for output in llm.generate(
             [prompt] * 4,
             [
                 greedy(10),
@@ -91,7 +91,7 @@ def test_penalties_and_bias_change_what_is_likeliest(make_llama, make_llm, make_
     assert len(set(penalised)) == len(penalised)
 
 
-def test_logprobs_are_those_of_the_model(make_llama, make_llm, make_prompts, greedy):
+def test_logprobs_equal_the_model(make_llama, make_llm, make_prompts, greedy):
     model = make_llama()
     (prompt,) = make_prompts([20])
     llm = make_llm(model, max_prefill_tokens=6, heavy=1.0, recent=0.0)
@@ -100,20 +100,22 @@ def test_logprobs_are_those_of_the_model(make_llama, make_llm, make_prompts, gre
     llm.close()
     with torch.no_grad():
         expected = torch.log_softmax(model(torch.tensor([prompt])).logits[0], dim=-1)
-    told = output.prompt.logprobs
-    assert told[0] is None
-    for place, own in enumerate(told[1:], start=1):
-        assert own.token == prompt[place]
-        assert own.logprob == pytest.approx(float(expected[place - 1, prompt[place]]), abs=1e-4)
-        values, indices = expected[place - 1].topk(2)
-        assert [token for token, _ in own.top] == indices.tolist()
-        assert [value for _, value in own.top] == pytest.approx(values.tolist(), abs=1e-4)
+    logprobs = output.prompt.logprobs
+    assert logprobs[0] is None
+    for position, logprob in enumerate(logprobs[1:], start=1):
+        assert logprob.token == prompt[position]
+        assert logprob.logprob == pytest.approx(
+            float(expected[position - 1, prompt[position]]), abs=1e-4
+        )
+        values, indices = expected[position - 1].topk(2)
+        assert [token for token, _ in logprob.top] == indices.tolist()
+        assert [value for _, value in logprob.top] == pytest.approx(values.tolist(), abs=1e-4)
     (new,) = output.completions[0].logprobs
     assert new.logprob == pytest.approx(float(expected[-1].max()), abs=1e-4)
     assert len(new.top) == 3
 
 
-def test_reading_alone_takes_no_slots(make_llama, make_llm, make_prompts, greedy):
+def test_max_tokens_zero_takes_no_slots(make_llama, make_llm, make_prompts, greedy):
     (prompt,) = make_prompts([20])
     llm = make_llm(make_llama(), max_num_seqs=1)
     (output,) = llm.generate([prompt], greedy(0, prompt_logprobs=0))
@@ -126,22 +128,25 @@ def test_stop_texts_and_tokens(make_llama, make_llm, make_prompts, greedy, token
     (prompt,) = make_prompts([20])
     llm = make_llm(make_llama())
     (plain,) = llm.generate([prompt], greedy(20))
-    whole = plain.completions[0]
-    assert whole.finish_reason == "length"
-    stop = whole.text[8:10]
+    unstopped = plain.completions[0]
+    assert unstopped.finish_reason == "length"
+    stop = unstopped.text[8:10]
     (stopped,) = llm.generate([prompt], greedy(20, stop=(stop,)))
-    assert stopped.text == whole.text[: whole.text.find(stop)]
+    assert stopped.text == unstopped.text[: unstopped.text.find(stop)]
     assert (stopped.completions[0].finish_reason, stopped.completions[0].stop_reason) == (
         "stop",
         stop,
     )
-    token = whole.token_ids[3]
+    token = unstopped.token_ids[3]
     (ended,) = llm.generate([prompt], greedy(20, stop_token_ids=(token,)))
-    assert ended.completions[0].token_ids == whole.token_ids[: whole.token_ids.index(token) + 1]
+    assert (
+        ended.completions[0].token_ids
+        == unstopped.token_ids[: unstopped.token_ids.index(token) + 1]
+    )
     assert ended.completions[0].stop_reason == token
 
 
-def test_the_end_token_ends_a_text_unless_it_is_ignored(make_llama, make_llm, make_prompts, greedy):
+def test_eos_token_ends_a_text_unless_ignored(make_llama, make_llm, make_prompts, greedy):
     model = make_llama()
     (prompt,) = make_prompts([20])
     llm = make_llm(model)
@@ -151,14 +156,14 @@ def test_the_end_token_ends_a_text_unless_it_is_ignored(make_llama, make_llm, ma
     llm = make_llm(model)
     params = h2okv.SamplingParams(max_tokens=20, temperature=0)
     ended, ignored = (
-        own.completions[0] for own in llm.generate([prompt] * 2, [params, greedy(20)])
+        output.completions[0] for output in llm.generate([prompt] * 2, [params, greedy(20)])
     )
     assert ended.finish_reason == "stop"
     assert len(ended.token_ids) <= 6
     assert len(ignored.token_ids) == 20
 
 
-def test_a_text_ends_where_the_context_does(make_llama, make_llm, make_prompts):
+def test_text_ends_at_the_context_limit(make_llama, make_llm, make_prompts):
     (prompt,) = make_prompts([500])
     llm = make_llm(make_llama())
     (output,) = llm.generate([prompt], h2okv.SamplingParams(temperature=0))
@@ -182,7 +187,9 @@ def test_a_text_ends_where_the_context_does(make_llama, make_llm, make_prompts):
         ([5], {}, h2okv.Budget(300, 1), ValueError, "budget of 301 entries is larger than the 204"),
     ],
 )
-def test_refused_before_anything_runs(make_llama, make_llm, prompt, params, budget, error, message):
+def test_invalid_requests_raise_before_submission(
+    make_llama, make_llm, prompt, params, budget, error, message
+):
     llm = make_llm(make_llama())
     with pytest.raises(error, match=message):
         submit(llm, prompt, h2okv.SamplingParams(**params), budget)
@@ -203,34 +210,34 @@ def test_refused_before_anything_runs(make_llama, make_llm, prompt, params, budg
         ("logit_bias", {"5": 3}), ("logit_bias", {-1: 3}), ("logit_bias", {5: "3"}),
         ("logit_bias", {10**5000: 3}), ("logit_bias", [5]), ("ignore_eos", "yes"),
     ],
-    ids=lambda own: own if isinstance(own, str) else type(own).__name__,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )  # fmt: skip
-def test_parameters_out_of_range(field, value):
+def test_sampling_parameters_out_of_range_raise(field, value):
     with pytest.raises(ValueError, match=field):
         h2okv.SamplingParams(**{field: value})
 
 
-def test_whole_numbers_and_lists_are_taken_for_what_is_meant(make_llama, make_llm, make_prompts):
+def test_integers_and_lists_are_converted(make_llama, make_llm, make_prompts):
     params = h2okv.SamplingParams(
         max_tokens=4, temperature=2, top_p=1, min_p=0, repetition_penalty=2, presence_penalty=1,
         logit_bias={5: 3}, stop=["a text"], stop_token_ids=[7],
     )  # fmt: skip
     assert (params.stop, params.stop_token_ids) == (("a text",), (7,))
     numbers = (params.temperature, params.top_p, params.repetition_penalty, params.logit_bias[5])
-    assert all(type(own) is float for own in numbers)
+    assert all(type(number) is float for number in numbers)
     assert dataclasses.replace(params) == params
     (output,) = make_llm(make_llama()).generate(make_prompts([20]), params)
     assert output.completions[0].token_ids
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-38, 9e-6])
-def test_hardly_any_temperature_is_greedy(temperature):
+def test_tiny_temperature_is_greedy(temperature):
     params = h2okv.SamplingParams(temperature=temperature)
     assert params.is_greedy and params.temperature == 0
     assert not h2okv.SamplingParams(temperature=1e-5).is_greedy
 
 
-def test_more_than_may_wait_are_refused_with_a_time(make_llama, make_llm, make_prompts, greedy):
+def test_full_queue_raises_with_retry_after(make_llama, make_llm, make_prompts, greedy):
     prompts = make_prompts([10] * 5)
     llm = make_llm(make_llama(), max_num_seqs=1, max_waiting=2)
     submit(llm, prompts[0], greedy(5))
@@ -246,12 +253,12 @@ def test_more_than_may_wait_are_refused_with_a_time(make_llama, make_llm, make_p
     assert llm.stats().finished == 4
 
 
-def test_an_abort_frees_the_slots_within_a_step(make_llama, make_llm, make_prompts, greedy):
+def test_abort_frees_slots_within_a_step(make_llama, make_llm, make_prompts, greedy):
     prompts = make_prompts([10, 20, 200, 15])
     model = make_llama()
     llm = make_llm(model, max_prefill_tokens=50, max_prefill_time_fraction=0.99)
     first, _ = submit(llm, prompts[0], greedy(50))
-    second, kept = submit(llm, prompts[1], greedy(50))
+    second, events = submit(llm, prompts[1], greedy(50))
     while llm.stats().running < 2:
         llm.engine.step()
     third, _ = submit(llm, prompts[2], greedy(50))
@@ -259,44 +266,40 @@ def test_an_abort_frees_the_slots_within_a_step(make_llama, make_llm, make_promp
     llm.engine.abort(waiting)
     while not 0 < third.num_prefilled < 200:
         llm.engine.step()
-    before = len(kept)
+    before = len(events)
     llm.engine.abort(third)
     llm.engine.abort(first)
     llm.engine.step()
     assert llm.stats().running == 1
-    assert len(kept) == before + 1
+    assert len(events) == before + 1
     run(llm)
     assert llm.stats().aborted == 3
-    assert sum(len(own.token_ids) for own in kept if isinstance(own, OutputDelta)) == 50
+    assert sum(len(event.token_ids) for event in events if isinstance(event, OutputDelta)) == 50
 
 
-def test_numbers_that_are_none_hurt_only_their_own_request(
-    make_llama, make_llm, make_prompts, greedy, alone
-):
-    """A token whose embedding is broken: as a prompt it fails, and as a new token too."""
+def test_nan_fails_only_its_own_request(make_llama, make_llm, make_prompts, greedy, alone):
+    """Break the embedding of a token: it fails in a prompt, and as a new token."""
     model = make_llama()
     prompts = make_prompts([20, 30, 25])
-    expected = [alone(model, own, 12) for own in prompts]
+    expected = [alone(model, prompt, 12) for prompt in prompts]
     poison = 2  # in none of the prompts
     with torch.no_grad():
         model.get_input_embeddings().weight[poison] = torch.nan
-    assert all(poison not in own for own in [*prompts, *expected])
+    assert all(poison not in tokens for tokens in [*prompts, *expected])
     llm = make_llm(model)
-    good = [submit(llm, own, greedy(12))[0] for own in prompts[:2]]
+    good = [submit(llm, prompt, greedy(12))[0] for prompt in prompts[:2]]
     _, in_prompt = submit(llm, [*prompts[2], poison, 5], greedy(12))
     _, while_decoding = submit(llm, prompts[2], greedy(12, logit_bias={poison: 100.0}))
     last = submit(llm, prompts[2], greedy(12))[0]
     run(llm)
-    assert [own.outputs[0].tokens for own in [*good, last]] == expected
+    assert [request.outputs[0].tokens for request in [*good, last]] == expected
     for events in (in_prompt, while_decoding):
         assert isinstance(events[-1], RequestFailedError)
     assert llm.stats().failed == 2
     assert llm.stats().finished == 3
 
 
-def test_a_failed_prompt_leaves_the_others_their_outputs(
-    make_llama, make_llm, make_prompts, greedy
-):
+def test_failed_prompt_leaves_other_outputs_available(make_llama, make_llm, make_prompts, greedy):
     model = make_llama()
     prompts = make_prompts([20, 30, 25, 22])
     llm = make_llm(model)
@@ -309,28 +312,26 @@ def test_a_failed_prompt_leaves_the_others_their_outputs(
     assert llm.generate(prompts[:1], greedy(12)) == expected[:1]
 
 
-def test_short_prompts_are_read_together(make_llama, make_llm, make_prompts, greedy, alone):
+def test_short_prompts_are_prefilled_together(make_llama, make_llm, make_prompts, greedy, alone):
     model = make_llama()
     prompts = make_prompts([20, 3, 17, 20, 30, 9])
     llm = make_llm(model, max_num_seqs=4, max_prefill_tokens=60)
     read = []
     execute = llm.engine._execute
     llm.engine._execute = lambda step: read.append(len(step.prefill)) or execute(step)
-    events = [submit(llm, own, greedy(8))[1] for own in prompts[:5]]
+    events = [submit(llm, prompt, greedy(8))[1] for prompt in prompts[:5]]
     own_budget = submit(llm, prompts[5], greedy(8), h2okv.Budget(3, 2))[1]
     run(llm)
-    made = [[t for e in own if e is not None for t in e.token_ids] for own in events]
-    assert made == [alone(model, own, 8) for own in prompts[:5]]
+    generated = [[t for e in received if e is not None for t in e.token_ids] for received in events]
+    assert generated == [alone(model, prompt, 8) for prompt in prompts[:5]]
     assert len([e for e in own_budget if e is not None]) == 8
-    # 3 x 20 fill a piece; then one of 20 and the only free row; the last two have no row before.
+    # 3 x 20 fill a chunk; then one of 20 for the only free row; the last two wait for a row.
     assert [count for count in read if count] == [3, 1, 1, 1]
     evicted = sum(length - max(2 * int(0.2 * length), 2) for length in (20, 3, 17, 20, 30))
     assert llm.stats().evictions >= evicted * 4
 
 
-def test_an_error_in_a_step_leaves_an_engine_that_works(
-    make_llama, make_llm, make_prompts, greedy, alone
-):
+def test_engine_works_after_an_error_in_a_step(make_llama, make_llm, make_prompts, greedy, alone):
     model = make_llama()
     prompts = make_prompts([20, 30])
     llm = make_llm(model)
@@ -352,7 +353,7 @@ def test_an_error_in_a_step_leaves_an_engine_that_works(
     assert output.completions[0].token_ids == alone(model, prompts[1], 12)
 
 
-def test_ctrl_c_in_the_middle_of_a_step_leaves_an_engine_that_works(
+def test_engine_works_after_ctrl_c_in_a_step(
     make_llama, make_llm, make_prompts, greedy, alone, monkeypatch
 ):
     model = make_llama()
@@ -374,20 +375,20 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_an_engine_that_works(
     assert llm.stats().running == 0
     llm.close()
     monkeypatch.undo()
-    made = [own.completions[0].token_ids for own in outputs]
-    assert made == [alone(model, own, 12) for own in prompts]
+    generated = [output.completions[0].token_ids for output in outputs]
+    assert generated == [alone(model, prompt, 12) for prompt in prompts]
 
 
-def test_characters_of_several_tokens_come_whole(make_llama, make_llm, tokenizer):
-    """Pieces put together are the text, and none holds half a character."""
-    wanted = tokenizer("déjà vu, “naïve” 你好", add_special_tokens=False)["input_ids"]
+def test_characters_of_several_tokens_are_not_split(make_llama, make_llm, tokenizer):
+    """Check that the pieces join to the text, and that none ends within a character."""
+    token_ids = tokenizer("déjà vu, “naïve” 你好", add_special_tokens=False)["input_ids"]
     model = make_llama()
     llm = make_llm(model)
-    params = h2okv.SamplingParams(max_tokens=len(wanted))
+    params = h2okv.SamplingParams(max_tokens=len(token_ids))
     request = llm.engine.request([5, 6], params, lambda event: None)
     sampler = Sampler(model, params, request.prompt, 0)
     output = Output(request, 0, sampler, tokenizer)
-    pieces = [output.append(token, frozenset(), ()) for token in wanted]
-    assert "".join(own.text for own in pieces) == tokenizer.decode(wanted)
-    assert not any("\ufffd" in own.text for own in pieces)
+    pieces = [output.append(token, frozenset(), ()) for token in token_ids]
+    assert "".join(piece.text for piece in pieces) == tokenizer.decode(token_ids)
+    assert not any("\ufffd" in piece.text for piece in pieces)
     assert pieces[-1].finish_reason == "length"

@@ -16,17 +16,17 @@ def draws(count, temperature=1.0, top_p=1.0):
     return sampling(None, LOGITS.expand(count, -1)).argmax(dim=-1)
 
 
-def test_draws_are_distributed_as_the_logits_say():
+def test_samples_follow_the_distribution_of_the_logits():
     shares = torch.bincount(draws(20_000, temperature=0.7), minlength=5) / 20_000
     assert torch.allclose(shares, (LOGITS / 0.7).softmax(dim=0), atol=0.012)
 
 
-def test_top_p_leaves_the_unlikely_out():
+def test_top_p_excludes_unlikely_tokens():
     # The two likeliest hold 0.79 of the probability, the next one brings it to 0.91.
     assert set(draws(3_000, top_p=0.85).tolist()) == {1, 2, 4}
 
 
-def test_a_sequence_draws_the_same_beside_others():
+def test_samples_of_a_sequence_do_not_depend_on_the_batch():
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
     together = SeededSampling([SamplingParams(seed=seed) for seed in (5, 6, 7)])
     alone = SeededSampling([SamplingParams(seed=6)])

@@ -13,11 +13,11 @@ def stream(pieces, stops=("\nUser:",)):
 
 
 @given(st.lists(st.sampled_from(["\n", "User", ":", "Us", "e", "r", " cat", "\nUser:"])))
-def test_however_it_is_cut_the_text_ends_before_the_stop_string(pieces):
-    whole = "".join(pieces)
+def test_text_ends_before_the_stop_string_however_it_is_split(pieces):
+    joined = "".join(pieces)
     text, written = stream(pieces)
-    assert text.text == whole.partition("\nUser:")[0].lstrip()
-    assert text.stopped == ("\nUser:" if "\nUser:" in whole else None)
+    assert text.text == joined.partition("\nUser:")[0].lstrip()
+    assert text.stopped == ("\nUser:" if "\nUser:" in joined else None)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_first_of_several_stop_strings_ends_the_text():
     assert text.stopped == "two"
 
 
-def test_space_at_the_start_stays_where_it_is_wanted():
+def test_leading_space_stays_without_strips_start():
     text = StopText((), strips_start=False)
     assert text.add(" a") + text.end() == " a"
 

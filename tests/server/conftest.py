@@ -1,4 +1,4 @@
-"""An engine that makes no tensors, and servers in threads and processes."""
+"""A fake engine without tensors, and servers in threads and processes."""
 
 import asyncio
 import dataclasses
@@ -34,9 +34,9 @@ class FakeEngine:
     Attributes:
         pause: Seconds before each token.
         running: Requests under way.
-        asked: What came in: prompt, parameters and budget of each request.
+        requests: Prompt, parameters and budget of each request received.
         failing: Raised instead of the token with this number.
-        ending: Why outputs end.
+        ending: Finish reason of outputs.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FakeEngine:
         self.running = 0
         self.retry_after = 2.5
         self.ending = "length"
-        self.asked = []
+        self.requests = []
         self.failing: dict[int, Exception] = {}
         self.counts = dict.fromkeys(("new_tokens", "finished", "failed", "aborted"), 0)
 
@@ -58,39 +58,42 @@ class FakeEngine:
             raise EngineStoppedError("the engine is shutting down.")
         if self.running >= self.max_num_seqs + self.max_waiting:
             raise QueueFullError(self.max_waiting, self.retry_after)
-        self.asked.append((tuple(prompt), params, budget))
+        self.requests.append((tuple(prompt), params, budget))
         self.running += 1
-        ended, num_new = "aborted", 0
+        outcome, num_new = "aborted", 0
         try:
             async for piece in self._pieces(tuple(prompt), params):
                 is_due = kept_every and (piece.finish_reason or (num_new - 1) % kept_every == 0)
                 if is_due and num_new:
-                    kept = self._kept(len(prompt) + num_new)
-                    piece = dataclasses.replace(piece, kept=kept)
+                    kept_tokens = self._kept_tokens(len(prompt) + num_new)
+                    piece = dataclasses.replace(piece, kept=kept_tokens)
                 num_new += 1
                 yield piece
-            ended = "finished"
+            outcome = "finished"
         except RequestFailedError:
-            ended = "failed"
+            outcome = "failed"
             raise
         finally:
             self.running -= 1
-            self.counts[ended] += 1
+            self.counts[outcome] += 1
 
-    def _kept(self, seen):
-        """Of four heads, the first token is held by all, the last ones too, others by fewer."""
+    def _kept_tokens(self, seen):
+        """Return counts of four heads: all hold the first and last tokens, fewer hold others."""
         counts = tuple(4 if at < 1 or at > seen - 8 else at % 4 for at in range(seen))
         return KeptTokens(counts, 4, 600 * sum(counts), 2400 * seen)
 
     async def _pieces(self, prompt, params):
-        def told(token, want):
+        def token_logprob(token, want):
             top = tuple((token + k, -1.0 - k) for k in range(want))
             return TokenLogprob(token, -1.0, top)
 
-        known = None
+        prompt_logprobs = None
         if params.prompt_logprobs is not None:
-            known = (None, *(told(token, params.prompt_logprobs) for token in prompt[1:]))
-        read = PromptRead(prompt, 1, known)
+            prompt_logprobs = (
+                None,
+                *(token_logprob(token, params.prompt_logprobs) for token in prompt[1:]),
+            )
+        read = PromptRead(prompt, 1, prompt_logprobs)
         for step in range(max(1, params.max_tokens)):
             await asyncio.sleep(self.pause)
             if step in self.failing:
@@ -100,7 +103,7 @@ class FakeEngine:
                 tokens = (prompt[(step + 1) % len(prompt)],) if params.max_tokens else ()
                 logprobs = ()
                 if params.logprobs is not None:
-                    logprobs = tuple(told(token, params.logprobs) for token in tokens)
+                    logprobs = tuple(token_logprob(token, params.logprobs) for token in tokens)
                 self.counts["new_tokens"] += len(tokens)
                 yield OutputDelta(
                     index,
@@ -112,11 +115,11 @@ class FakeEngine:
                 )
 
     def stats(self):
-        zeros = dict.fromkeys((one.name for one in dataclasses.fields(EngineStats)), 0)
+        zeros = dict.fromkeys((entry.name for entry in dataclasses.fields(EngineStats)), 0)
         decoding = min(self.running, self.max_num_seqs)
-        own = {"max_num_seqs": self.max_num_seqs, "running": decoding}
-        own["waiting"] = self.running - decoding
-        return EngineStats(**{**zeros, **own, **self.counts})
+        counts = {"max_num_seqs": self.max_num_seqs, "running": decoding}
+        counts["waiting"] = self.running - decoding
+        return EngineStats(**{**zeros, **counts, **self.counts})
 
     async def aclose(self, drain=30.0):
         self.is_healthy = False
@@ -151,7 +154,7 @@ def bundled_tokenizer():
 
 @pytest.fixture(scope="session")
 def start():
-    """Starts a server in a thread; it must be stopped."""
+    """Return a function that starts a server in a thread; the caller must stop it."""
 
     def begin(engine, port=0, drain=5.0, **options) -> Served:
         settings = ServerSettings(**{"model_name": MODEL, "drain": drain, **options})
@@ -183,7 +186,7 @@ def fake(make_fake):
 
 @pytest.fixture(scope="session")
 def shared_server(start, make_fake):
-    """For tests that change nothing of it."""
+    """Start a server for tests that do not change its state."""
     served = start(make_fake(), max_new_tokens=64)
     yield served
     served.stop()
@@ -191,13 +194,13 @@ def shared_server(start, make_fake):
 
 @pytest.fixture
 def calm(shared_server):
-    shared_server.engine.asked.clear()
+    shared_server.engine.requests.clear()
     return shared_server
 
 
 @pytest.fixture
 def serve(start):
-    """Starts servers that end with the test."""
+    """Return a function that starts servers which stop at the end of the test."""
     running = []
 
     def begin(engine, **options) -> Served:

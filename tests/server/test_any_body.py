@@ -62,7 +62,7 @@ def served(start, make_llama, bundled_tokenizer):
 def ask(served):
     """Sends bodies at the same time; gives the status and the text of each answer."""
 
-    def one(body):
+    def send(body):
         connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
         head = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json.dumps(body), head)
@@ -72,12 +72,12 @@ def ask(served):
         return got
 
     with ThreadPoolExecutor(8) as threads:
-        yield lambda *bodies: list(threads.map(one, bodies))
+        yield lambda *bodies: list(threads.map(send, bodies))
 
 
 @settings(max_examples=examples(40), deadline=None)
 @given(bodies=st.lists(BODIES, min_size=1, max_size=3))
-def test_any_body_beside_another_request(served, ask, bodies):
+def test_any_body_leaves_other_requests_unchanged(served, ask, bodies):
     (alone,) = ask(OTHER)
     first, *answers, last = ask(OTHER, *bodies, OTHER)
     texts = [json.loads(text)["choices"][0]["text"] for _, text in (alone, first, last)]

@@ -43,12 +43,12 @@ def ask(client, prompt, **options):
     )
 
 
-def test_two_hundred_clients_at_once_get_what_each_gets_alone(served, openings):
+def test_two_hundred_concurrent_clients_equal_single_requests(served, openings):
     client = served.client()
     alone = [ask(client, prompt).choices[0].text for prompt in openings]
     assert len(set(alone)) > 20
 
-    async def one(others, number):
+    async def complete(others, number):
         prompt = openings[number % len(openings)]
         if number % 2:
             return (await ask(others, prompt)).choices[0].text
@@ -57,7 +57,7 @@ def test_two_hundred_clients_at_once_get_what_each_gets_alone(served, openings):
 
     async def all_of_them():
         async with served.client(openai.AsyncOpenAI, timeout=600) as others:
-            return await asyncio.gather(*(one(others, number) for number in range(200)))
+            return await asyncio.gather(*(complete(others, number) for number in range(200)))
 
     texts = asyncio.run(all_of_them())
     assert texts == [alone[number % len(openings)] for number in range(200)]
@@ -66,7 +66,7 @@ def test_two_hundred_clients_at_once_get_what_each_gets_alone(served, openings):
     assert stats.finished >= 225
 
 
-def test_the_same_seed_draws_the_same_texts(served):
+def test_equal_seeds_give_equal_texts(served):
     client = served.client()
     options = dict(max_tokens=16, temperature=1.0, n=2, seed=5)
     first, again = (ask(client, "She opened the", **options) for _ in range(2))
@@ -75,27 +75,27 @@ def test_the_same_seed_draws_the_same_texts(served):
     assert [c.text for c in ask(client, "She opened the", **options | {"seed": 6}).choices] != texts
 
 
-def test_a_stop_text_ends_an_output_and_is_not_in_it(served):
+def test_stop_text_ends_the_output_and_is_excluded(served):
     client = served.client()
-    whole = ask(client, "It was a bright morning, and the", max_tokens=30).choices[0].text
-    stop = whole[8:11]
+    unstopped = ask(client, "It was a bright morning, and the", max_tokens=30).choices[0].text
+    stop = unstopped[8:11]
     choice = ask(client, "It was a bright morning, and the", max_tokens=30, stop=stop).choices[0]
-    assert choice.text == whole[: whole.index(stop)] and choice.finish_reason == "stop"
+    assert choice.text == unstopped[: unstopped.index(stop)] and choice.finish_reason == "stop"
     stream = ask(client, "It was a bright morning, and the", max_tokens=30, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == choice.text
 
 
-def test_log_probabilities_go_with_the_greedy_text(served):
+def test_logprobs_of_a_greedy_completion(served):
     choice = ask(served.client(), "The king said to the", logprobs=2).choices[0]
-    told = choice.logprobs
-    assert "".join(told.tokens) == choice.text
+    logprobs = choice.logprobs
+    assert "".join(logprobs.tokens) == choice.text
     for token, logprob, top in zip(
-        told.tokens, told.token_logprobs, told.top_logprobs, strict=True
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
     ):
         assert top[token] == logprob == max(top.values()) < 0
 
 
-def test_a_budget_of_ones_own(served, openings):
+def test_budget_of_one_request(served, openings):
     client = served.client()
     standard, same, small = (
         ask(client, openings[-1], max_tokens=40, extra_body=body).choices[0].text
@@ -110,7 +110,7 @@ def test_a_budget_of_ones_own(served, openings):
         ask(client, openings[-1], extra_body={"h2o": {"heavy": 90}})
 
 
-def test_a_client_that_goes_away_frees_its_row(served):
+def test_disconnected_client_frees_its_sequence(served):
     client, before = served.client(), served.engine.stats().aborted
     stream = ask(client, "Once", max_tokens=1500, stream=True, extra_body={"ignore_eos": True})
     pieces = iter(stream)
@@ -126,7 +126,7 @@ def test_a_client_that_goes_away_frees_its_row(served):
     assert served.engine.stats().aborted == before + 1
 
 
-def test_what_runs_after_the_drain_is_told_so(start):
+def test_requests_after_the_drain_time_get_an_error(start):
     engine = h2okv.AsyncLLM("bundled", max_num_seqs=1, heavy=8, recent=8, max_prompt_tokens=64)
     served = start(engine, model_name="bundled", drain=0.1)
     stream = iter(ask(served.client(), "Once", max_tokens=1900, stream=True,
@@ -141,7 +141,7 @@ def test_what_runs_after_the_drain_is_told_so(start):
     stopping.join(30)
 
 
-def test_a_request_that_is_refused_hurts_nobody(served, openings):
+def test_refused_requests_leave_others_unchanged(served, openings):
     expected = ask(served.client(), openings[3]).choices[0].text
 
     async def all_of_them():
@@ -157,10 +157,10 @@ def test_a_request_that_is_refused_hurts_nobody(served, openings):
 
     *bad, a, b, c, d = asyncio.run(all_of_them())
     assert all(isinstance(error, openai.BadRequestError) for error in bad), bad
-    assert [one.choices[0].text for one in (a, b, c, d)] == [expected] * 4
+    assert [answer.choices[0].text for answer in (a, b, c, d)] == [expected] * 4
 
 
-def test_a_chat(served):
+def test_chat_with_the_bundled_model(served):
     answer = served.client().chat.completions.create(
         model="bundled", messages=[{"role": "user", "content": "Where is the boat?"}],
         max_tokens=40, temperature=0,
@@ -174,11 +174,11 @@ def own_loglikelihood():
     """Log-likelihood of some tokens after others, and whether they are the likeliest."""
     model = AutoModelForCausalLM.from_pretrained(bundled_model_path()).float().eval()
 
-    def measure(context, rest):
+    def measure(context, ending):
         with torch.no_grad():
-            logits = model(torch.tensor([[*context, *rest]])).logits[0, len(context) - 1 : -1]
-        target = torch.tensor(rest)
-        logprobs = logits.log_softmax(-1)[torch.arange(len(rest)), target]
+            logits = model(torch.tensor([[*context, *ending]])).logits[0, len(context) - 1 : -1]
+        target = torch.tensor(ending)
+        logprobs = logits.log_softmax(-1)[torch.arange(len(ending)), target]
         return logprobs.sum().item(), bool((logits.argmax(-1) == target).all())
 
     return measure
@@ -189,7 +189,7 @@ ENDINGS = (" ship was near the shore.", " purple of of seven", " sea was calm, a
 
 
 @pytest.mark.parametrize("concurrent", [1, 4])
-def test_lm_evals_local_completions(served, own_loglikelihood, concurrent):
+def test_lm_eval_loglikelihoods_equal_the_model(served, own_loglikelihood, concurrent):
     path = str(bundled_model_path())
     harness = LocalCompletionsAPI(
         model="bundled", base_url=f"{served.address}/v1/completions", tokenizer=path,
@@ -198,18 +198,18 @@ def test_lm_evals_local_completions(served, own_loglikelihood, concurrent):
     )  # fmt: skip
     requests = []
     for ending in ENDINGS:
-        context, rest = harness._encode_pair(CONTEXT, ending)
-        requests.append(((CONTEXT, ending), context, rest))
+        context, target = harness._encode_pair(CONTEXT, ending)
+        requests.append(((CONTEXT, ending), context, target))
     assert len(requests[0][1]) > 2 * ROW  # what is scored is not evicted before
-    found = harness._loglikelihood_tokens(requests)
-    expected = [own_loglikelihood(context, rest) for _, context, rest in requests]
-    for (logprob, is_greedy), (own, greedy) in zip(found, expected, strict=True):
-        assert logprob == pytest.approx(own, abs=2e-3)
+    results = harness._loglikelihood_tokens(requests)
+    expected = [own_loglikelihood(context, target) for _, context, target in requests]
+    for (logprob, is_greedy), (expected_logprob, greedy) in zip(results, expected, strict=True):
+        assert logprob == pytest.approx(expected_logprob, abs=2e-3)
         assert is_greedy == greedy
-    assert found[1][0] < found[0][0]
+    assert results[1][0] < results[0][0]
 
 
-def test_lm_evals_greedy_answers(served):
+def test_lm_eval_greedy_generation(served):
     path = str(bundled_model_path())
     harness = LocalCompletionsAPI(
         model="bundled", base_url=f"{served.address}/v1/completions", tokenizer=path,
@@ -218,5 +218,5 @@ def test_lm_evals_greedy_answers(served):
     answer = harness.model_call(
         [CONTEXT], generate=True, gen_kwargs={"max_gen_toks": 8, "until": ["\n\n"]}
     )
-    own = ask(served.client(), CONTEXT, max_tokens=8, stop="\n\n")
-    assert harness.parse_generations(answer) == [own.choices[0].text]
+    completion = ask(served.client(), CONTEXT, max_tokens=8, stop="\n\n")
+    assert harness.parse_generations(answer) == [completion.choices[0].text]

@@ -30,7 +30,7 @@ def fake(calm):
 
 @pytest.fixture
 def templated(make_fake, bundled_tokenizer):
-    """An engine whose tokenizer has a chat template."""
+    """Return an engine whose tokenizer has a chat template."""
     fake = make_fake()
     fake.tokenizer = copy.deepcopy(bundled_tokenizer)
     fake.tokenizer.chat_template = CHATML
@@ -38,11 +38,11 @@ def templated(make_fake, bundled_tokenizer):
 
 
 def read_by(fake):
-    tokens, params, _ = fake.asked[-1]
+    tokens, params, _ = fake.requests[-1]
     return list(tokens), params
 
 
-def test_a_chat_in_the_plain_form(served, fake, bundled_tokenizer):
+def test_chat_without_template(served, fake, bundled_tokenizer):
     answer = served.client().chat.completions.create(model="fake", messages=CHAT, max_tokens=8)
     tokens, params = read_by(fake)
     assert tokens == bundled_tokenizer(PLAIN)["input_ids"]
@@ -56,7 +56,7 @@ def test_a_chat_in_the_plain_form(served, fake, bundled_tokenizer):
     assert answer.object == "chat.completion" and answer.usage.completion_tokens == 8
 
 
-def test_a_chat_in_the_models_own_form(templated, serve):
+def test_chat_with_template(templated, serve):
     client = serve(templated).client()
     client.chat.completions.create(model="fake", messages=CHAT, max_tokens=2, stop="!")
     tokens, params = read_by(templated)
@@ -65,9 +65,9 @@ def test_a_chat_in_the_models_own_form(templated, serve):
     assert tokens == expected and params.stop == ("!",)
 
 
-def test_a_stream_says_who_speaks_and_then_the_text(served):
+def test_stream_starts_with_the_role(served):
     client = served.client()
-    whole = client.chat.completions.create(model="fake", messages=CHAT, max_tokens=8, n=2)
+    complete = client.chat.completions.create(model="fake", messages=CHAT, max_tokens=8, n=2)
     stream = client.chat.completions.create(
         model="fake", messages=CHAT, max_tokens=8, n=2, stream=True,
         stream_options={"include_usage": True},
@@ -77,29 +77,29 @@ def test_a_stream_says_who_speaks_and_then_the_text(served):
     texts = ["", ""]
     for chunk in chunks:
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    assert texts == [choice.message.content for choice in whole.choices]
-    assert end.usage == whole.usage
+    assert texts == [choice.message.content for choice in complete.choices]
+    assert end.usage == complete.usage
     assert sum(chunk.choices[0].finish_reason == "length" for chunk in chunks) == 2
 
 
-def test_log_probabilities_of_an_answer(served, bundled_tokenizer):
+def test_logprobs_of_a_chat(served, bundled_tokenizer):
     client = served.client()
     options = dict(model="fake", messages=CHAT, max_tokens=4, logprobs=True, top_logprobs=2)
-    told = client.chat.completions.create(**options).choices[0].logprobs.content
-    assert len(told) == 4
-    assert all(bytes(one.bytes).decode() == one.token for one in told)
-    assert all(len(one.top_logprobs) == 2 and one.logprob == -1 for one in told)
-    assert "".join(one.token for one in told).strip() == bundled_tokenizer.decode(
+    content = client.chat.completions.create(**options).choices[0].logprobs.content
+    assert len(content) == 4
+    assert all(bytes(entry.bytes).decode() == entry.token for entry in content)
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob == -1 for entry in content)
+    assert "".join(entry.token for entry in content).strip() == bundled_tokenizer.decode(
         bundled_tokenizer(PLAIN)["input_ids"][1:5]
     )
     streamed = []
     for chunk in client.chat.completions.create(**options, stream=True):
         if chunk.choices[0].logprobs is not None:
             streamed += chunk.choices[0].logprobs.content
-    assert streamed == told
+    assert streamed == content
 
 
-def test_without_a_number_an_answer_may_be_as_long_as_the_server_writes(serve, make_fake):
+def test_max_tokens_defaults_to_the_servers_limit(serve, make_fake):
     client = serve(make_fake(), max_new_tokens=12).client()
     answer = client.chat.completions.create(model="fake", messages=CHAT)
     assert answer.usage.completion_tokens == 12
@@ -107,7 +107,7 @@ def test_without_a_number_an_answer_may_be_as_long_as_the_server_writes(serve, m
     assert answer.usage.completion_tokens == 3
 
 
-def test_an_answer_can_be_sent_back(served, fake):
+def test_response_message_can_be_sent_back(served, fake):
     client = served.client()
     answer = client.chat.completions.create(model="fake", messages=CHAT[:2], max_tokens=3)
     back = [*CHAT[:2], answer.choices[0].message, {"role": "user", "content": "Go on."}]
@@ -116,7 +116,7 @@ def test_an_answer_can_be_sent_back(served, fake):
         model="fake", messages=[message if isinstance(message, dict) else message.model_dump()
                                 for message in back], max_tokens=3,
     )  # fmt: skip
-    assert fake.asked[1][0] == fake.asked[2][0] != fake.asked[0][0]
+    assert fake.requests[1][0] == fake.requests[2][0] != fake.requests[0][0]
 
 
 def test_a_developer_message_is_a_system_message(served, fake):
@@ -124,11 +124,11 @@ def test_a_developer_message_is_a_system_message(served, fake):
     for role in ("system", "developer"):
         messages = [{"role": role, "content": "Be kind."}, *CHAT[1:2]]
         client.chat.completions.create(model="fake", messages=messages, max_tokens=1)
-    assert fake.asked[0][0] == fake.asked[1][0]
+    assert fake.requests[0][0] == fake.requests[1][0]
 
 
 @pytest.mark.parametrize("template", [None, CHATML], ids=["plain", "template"])
-def test_a_prefix_is_what_all_chats_begin_with(bundled_tokenizer, template):
+def test_shared_prefix_of_chats(bundled_tokenizer, template):
     tokenizer = copy.deepcopy(bundled_tokenizer)
     tokenizer.chat_template = template
     shared = shared_prefix(tokenizer, "You answer in one word.", is_system=True)
@@ -140,7 +140,7 @@ def test_a_prefix_is_what_all_chats_begin_with(bundled_tokenizer, template):
     assert len(shared) > 5
 
 
-def test_a_prefix_of_texts_stops_where_a_word_could_go_on(bundled_tokenizer):
+def test_shared_prefix_of_texts_stops_before_an_open_word(bundled_tokenizer):
     shared = shared_prefix(bundled_tokenizer, "The story of a king")
     for end in ("", "dom", " went", "."):
         tokens = bundled_tokenizer("The story of a king" + end)["input_ids"]
@@ -148,21 +148,23 @@ def test_a_prefix_of_texts_stops_where_a_word_could_go_on(bundled_tokenizer):
     assert bundled_tokenizer.decode(shared, skip_special_tokens=True).startswith("The story of a")
 
 
-def test_a_stream_tells_what_the_cache_holds_where_it_is_asked(served, fake, bundled_tokenizer):
+def test_stream_with_kept_tokens(served, fake, bundled_tokenizer):
     options = dict(model="fake", messages=CHAT, max_tokens=7)
     create = served.client().chat.completions.create
     stream = list(create(**options, stream=True, extra_body={"h2o": {"kept_every": 3}}))
-    told = [chunk.choices[0].h2o for chunk in stream if hasattr(chunk.choices[0], "h2o")]
-    assert fake.asked[-1][2] is None  # no budget of its own
-    prompt = fake.asked[-1][0]
-    assert [len(one["kept"]) for one in told] == [len(prompt) + step for step in (1, 4, 6)]
-    assert told[-1]["num_heads"] == 4 and told[-1]["full_bytes"] > told[-1]["cache_bytes"] > 0
+    reports = [chunk.choices[0].h2o for chunk in stream if hasattr(chunk.choices[0], "h2o")]
+    assert fake.requests[-1][2] is None  # no budget of its own
+    prompt = fake.requests[-1][0]
+    assert [len(report["kept"]) for report in reports] == [len(prompt) + step for step in (1, 4, 6)]
+    assert (
+        reports[-1]["num_heads"] == 4 and reports[-1]["full_bytes"] > reports[-1]["cache_bytes"] > 0
+    )
     # Only new tokens are told again.
-    tokens = [text for one in told for text in one["tokens"]]
-    assert len(tokens) == len(told[-1]["kept"])
+    tokens = [text for report in reports for text in report["tokens"]]
+    assert len(tokens) == len(reports[-1]["kept"])
     assert "".join(tokens[1 : len(prompt)]).strip() == PLAIN
-    whole = create(**options, extra_body={"h2o": {"kept_every": 3}}).choices[0].h2o
-    assert whole["kept"] == told[-1]["kept"] and whole["tokens"] == tokens
+    complete = create(**options, extra_body={"h2o": {"kept_every": 3}}).choices[0].h2o
+    assert complete["kept"] == reports[-1]["kept"] and complete["tokens"] == tokens
     assert not hasattr(create(**options).choices[0], "h2o")
     text = served.client().completions.create(
         model="fake", prompt="Grüße 🙂🙂", max_tokens=2, extra_body={"h2o": {"kept_every": 1}}

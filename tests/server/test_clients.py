@@ -55,13 +55,13 @@ def send(served, path, body):
         {"messages": [{**USER, "tool_calls": None, "reasoning_content": None, "mood": None}]},
     ],
 )  # fmt: skip
-def test_hints_change_nothing(served, fake, change):
+def test_client_hints_change_nothing(served, fake, change):
     for path, body in (("/chat/completions", CHAT), ("/completions", TEXT)):
         if path == "/completions":
             change = {name: value for name, value in change.items() if name != "messages"}
         send(served, path, body)
         send(served, path, {**body, **change})
-    read = [(tokens, params.max_tokens) for tokens, params, _ in fake.asked]
+    read = [(tokens, params.max_tokens) for tokens, params, _ in fake.requests]
     assert read[0] == read[1] and read[2] == read[3]
 
 
@@ -75,10 +75,10 @@ def test_hints_change_nothing(served, fake, change):
         {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}, USER]},
     ],
 )
-def test_hints_change_no_response(served, fake, change):
+def test_client_hints_change_no_response(served, fake, change):
     send(served, "/responses", RESPONSE)
     send(served, "/responses", {**RESPONSE, **change})
-    assert fake.asked[0][0] == fake.asked[1][0]
+    assert fake.requests[0][0] == fake.requests[1][0]
 
 
 @pytest.mark.parametrize(
@@ -104,16 +104,16 @@ def test_hints_change_no_response(served, fake, change):
         ("/completions", {"logit_bias": {"5": 101}}, "logit_bias"),
     ],
 )  # fmt: skip
-def test_what_would_change_the_answer_is_refused_by_its_name(served, fake, path, change, param):
+def test_unsupported_fields_are_refused_by_name(served, fake, path, change, param):
     body = {"/completions": TEXT, "/responses": RESPONSE}.get(path, CHAT)
     with pytest.raises(openai.BadRequestError) as caught:
         send(served, path, {**body, **change})
     assert caught.value.body["param"] == param
     assert caught.value.body["message"].startswith(param)
-    assert fake.asked == []
+    assert fake.requests == []
 
 
-def test_the_engines_refusal_has_the_fields_name(serve, make_llama, bundled_tokenizer):
+def test_engine_error_names_the_field(serve, make_llama, bundled_tokenizer):
     engine = h2okv.AsyncLLM(make_llama(), bundled_tokenizer, heavy=8, recent=8, max_num_seqs=1)
     client = serve(engine).client()
     bodies = {"logit_bias": {"logit_bias": {"99999999": 5}}, "n": {"n": 3}}
@@ -124,7 +124,7 @@ def test_the_engines_refusal_has_the_fields_name(serve, make_llama, bundled_toke
 
 
 @pytest.mark.parametrize("switch", [None, "continue_final_message", "add_generation_prompt"])
-def test_an_answer_is_continued(served, fake, switch):
+def test_final_assistant_message_is_continued(served, fake, switch):
     begun = {"role": "assistant", "content": "I am the"}
     more = {} if switch is None else {"extra_body": {switch: True}}
     answer = served.client().chat.completions.create(
@@ -132,18 +132,18 @@ def test_an_answer_is_continued(served, fake, switch):
     )
     end = "\n\nAssistant:" if switch == "add_generation_prompt" else ""
     text = f"User: Who are you?\n\nAssistant: I am the{end}"
-    assert list(fake.asked[-1][0]) == fake.tokenizer(text)["input_ids"]
+    assert list(fake.requests[-1][0]) == fake.tokenizer(text)["input_ids"]
     assert answer.choices[0].message.role == "assistant"
     response = {"input": [USER, begun], **({} if switch is None else {switch: True})}
     send(served, "/responses", {**RESPONSE, **response})
-    assert fake.asked[-1][0] == fake.asked[-2][0]
+    assert fake.requests[-1][0] == fake.requests[-2][0]
     root = openai.OpenAI(base_url=served.address, api_key="none")
     body = {"messages": [USER, begun], **({} if switch is None else {switch: True})}
     tokens = root.post("/tokenize", body=body, cast_to=object)["tokens"]
-    assert tuple(tokens) == fake.asked[-1][0]
+    assert tuple(tokens) == fake.requests[-1][0]
 
 
-def test_the_space_in_a_continued_answer_stays(bundled_tokenizer):
+def test_leading_space_of_a_continued_message_stays(bundled_tokenizer):
     from h2okv.integration.messages import Conversation
 
     reader = PromptReader(bundled_tokenizer)
@@ -153,7 +153,7 @@ def test_the_space_in_a_continued_answer_stays(bundled_tokenizer):
     assert reader.read(Conversation([USER, begun])).stops
 
 
-def test_the_length_that_clients_are_told_can_be_sent(serve, make_fake):
+def test_prompt_of_max_model_len_is_accepted(serve, make_fake):
     fake = make_fake()
     fake.max_context, fake.max_prompt_tokens = 4096, 512
     served = serve(fake)
@@ -180,12 +180,12 @@ PATHS = ["/", "/health", "/metrics", "/stats", "/v1/models", "/v1/models/fake"]
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_head_is_get_without_a_body(served, path):
+def test_head_equals_get_without_a_body(served, path):
     assert ask(served, path, "HEAD") == (200, b"")
     assert ask(served, path, "GET")[0] == 200
 
 
-def test_bodies_with_a_mark_or_compressed(served):
+def test_body_with_bom_or_compression(served):
     data, kind = json.dumps(TEXT).encode(), {"Content_Type": "application/json"}
     assert ask(served, "/v1/completions", data=codecs.BOM_UTF8 + data, **kind)[0] == 200
     for encoding in ("gzip", "br"):

@@ -56,7 +56,7 @@ def port_of(address):
     return int(address.removesuffix("/v1").rsplit(":", 1)[1])
 
 
-def test_sigterm_finishes_what_runs_and_a_restart_takes_the_port_at_once(server):
+def test_sigterm_drains_and_frees_the_port_for_a_restart(server):
     process, address = server("--port", "0")
     expected = ask(address, max_tokens=200, extra_body={"ignore_eos": True}).choices[0].text
     stream = iter(ask(address, max_tokens=200, stream=True, extra_body={"ignore_eos": True}))
@@ -71,7 +71,7 @@ def test_sigterm_finishes_what_runs_and_a_restart_takes_the_port_at_once(server)
     assert again == address and ask(again).usage.completion_tokens == 8
 
 
-def test_a_key_prefixes_limits_and_a_second_signal(server, tmp_path):
+def test_api_key_prefixes_limits_and_second_signal(server, tmp_path):
     (tmp_path / "system.txt").write_text("You are a captain, and speak of ships only.\n")
     beginning = "The story of a captain who sailed to the north, and of his ship"
     (tmp_path / "prefix.txt").write_text(beginning)
@@ -175,36 +175,36 @@ def no_weights(monkeypatch):
     ],
     ids=str,
 )  # fmt: skip
-def test_refused_before_the_weights_are_loaded(command, no_weights, options):
+def test_options_are_checked_before_the_weights_are_loaded(command, no_weights, options):
     code, err = command("--port", 0, *options)
     assert code == 2 and err.startswith("h2okv: ")
 
 
 def test_fractions_of_short_prompts_are_raised(command, monkeypatch):
-    asked = []
+    requests = []
     monkeypatch.setattr(
-        "h2okv.server.launch.run_server", lambda request: asked.append(request) or 0
+        "h2okv.server.launch.run_server", lambda request: requests.append(request) or 0
     )
     assert command("--port", 0)[0] == 0
-    assert asked[0].engine.cache.min_tokens == asked[0].server.budget.min_tokens == 64
+    assert requests[0].engine.cache.min_tokens == requests[0].server.budget.min_tokens == 64
 
 
-def test_a_taken_port_is_one_sentence(command, no_weights):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_port_in_use_is_one_sentence(command, no_weights):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         code, err = command("--port", port)
     assert code == 2 and f"--port {port} of 127.0.0.1 cannot be opened" in err
 
 
-def test_an_empty_key_is_no_key(command, monkeypatch):
+def test_empty_api_key_is_refused(command, monkeypatch):
     monkeypatch.setenv("H2OKV_API_KEY", " ")
     code, err = command("--port", 0)
     assert code == 2 and "the API key is empty" in err
 
 
-def test_the_port_is_held_while_the_model_is_loaded(command, monkeypatch):
+def test_port_is_reserved_while_the_model_is_loaded(command, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -219,7 +219,7 @@ def test_the_port_is_held_while_the_model_is_loaded(command, monkeypatch):
     open_port("127.0.0.1", port).close()
 
 
-def test_what_is_not_installed_is_named():
+def test_missing_package_is_named():
     script = (
         "import sys\n"
         "for name in ('uvicorn', 'fastapi', 'starlette'): sys.modules[name] = None\n"
@@ -227,19 +227,19 @@ def test_what_is_not_installed_is_named():
         "sys.exit(run(['serve', '--port', '0']))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    wanted = "fastapi is not installed, which a server needs; pip install 'h2okv[serve]'"
-    assert done.returncode == 2 and wanted in done.stderr, done.stderr
+    message = "fastapi is not installed, which a server needs; pip install 'h2okv[serve]'"
+    assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
-def test_a_signal_as_soon_as_the_address_is_told_ends_it_in_order(command, monkeypatch):
-    def announce(*told):
+def test_signal_after_the_address_stops_gracefully(command, monkeypatch):
+    def announce(*args):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("h2okv.server.launch.announce", announce)
     assert command("--port", 0, "--max-num-seqs", 1, "--max-prompt-tokens", 64) == (0, "")
 
 
-def test_a_warning_where_everybody_may_ask(command, monkeypatch):
+def test_warning_for_a_public_host_without_api_key(command, monkeypatch):
     def announce_only(listener, sockets):
         sockets[0].close()
         asyncio.run(listener._engine.aclose(0))

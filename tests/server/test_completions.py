@@ -25,7 +25,7 @@ def ids(bundled_tokenizer):
 
 @pytest.fixture
 def text_after(bundled_tokenizer, ids):
-    """What the fake engine writes after the prompt."""
+    """Return a function of the text that the fake engine writes after the prompt."""
 
     def after(tokens: int) -> str:
         repeated = (ids * 10)[1 : 1 + tokens]
@@ -34,7 +34,7 @@ def text_after(bundled_tokenizer, ids):
     return after
 
 
-def test_a_text_is_continued_and_counted(served, ids, text_after):
+def test_completion_and_its_usage(served, ids, text_after):
     answer = served.client().completions.create(model="fake", prompt=PROMPT, max_tokens=5)
     assert answer.object == "text_completion" and answer.id.startswith("cmpl-")
     assert [choice.text for choice in answer.choices] == [text_after(5)]
@@ -45,12 +45,12 @@ def test_a_text_is_continued_and_counted(served, ids, text_after):
     assert answer.usage.prompt_tokens_details.cached_tokens == 1
 
 
-def test_sixteen_tokens_unless_asked_as_openai_does(served, fake):
+def test_max_tokens_defaults_to_sixteen(served, fake):
     served.client().completions.create(model="fake", prompt=PROMPT)
-    assert fake.asked[0][1].max_tokens == 16
+    assert fake.requests[0][1].max_tokens == 16
 
 
-def test_a_stream_is_the_same_text_and_ends_with_the_counts(served, ids, text_after):
+def test_streamed_text_equals_completion_and_ends_with_usage(served, ids, text_after):
     stream = served.client().completions.create(
         model="fake", prompt=PROMPT, max_tokens=5, stream=True,
         stream_options={"include_usage": True},
@@ -63,7 +63,7 @@ def test_a_stream_is_the_same_text_and_ends_with_the_counts(served, ids, text_af
     assert last.usage.prompt_tokens == len(ids)
 
 
-def test_a_stream_without_counts_ends_with_its_text(served):
+def test_stream_without_usage_ends_with_its_text(served):
     stream = served.client().completions.create(
         model="fake", prompt=PROMPT, max_tokens=2, stream=True
     )
@@ -71,20 +71,20 @@ def test_a_stream_without_counts_ends_with_its_text(served):
     assert len(chunks) == 2 and "usage" not in chunks[-1].model_fields_set
 
 
-def test_the_asynchronous_client(served, text_after):
+def test_asynchronous_client(served, text_after):
     async def ask():
         async with served.client(openai.AsyncOpenAI) as client:
-            whole = await client.completions.create(model="fake", prompt=PROMPT, max_tokens=4)
+            complete = await client.completions.create(model="fake", prompt=PROMPT, max_tokens=4)
             stream = await client.completions.create(
                 model="fake", prompt=PROMPT, max_tokens=4, stream=True
             )
-            return whole.choices[0].text, [chunk.choices[0].text async for chunk in stream]
+            return complete.choices[0].text, [chunk.choices[0].text async for chunk in stream]
 
-    whole, pieces = asyncio.run(ask())
-    assert whole == "".join(pieces) == text_after(4)
+    complete, pieces = asyncio.run(ask())
+    assert complete == "".join(pieces) == text_after(4)
 
 
-def test_all_four_kinds_of_prompts(served, fake, ids, bundled_tokenizer):
+def test_all_four_types_of_prompts(served, fake, ids, bundled_tokenizer):
     client = served.client()
     other = bundled_tokenizer("A second prompt")["input_ids"]
     for prompt, read in (
@@ -93,16 +93,19 @@ def test_all_four_kinds_of_prompts(served, fake, ids, bundled_tokenizer):
         (other, [other]),
         ([other, ids[1:]], [other, ids[1:]]),
     ):
-        fake.asked.clear()
+        fake.requests.clear()
         answer = client.completions.create(model="fake", prompt=prompt, max_tokens=2)
-        assert sorted(list(tokens) for tokens, _, _ in fake.asked) == sorted(read)
-        expected = ["".join(map(bundled_tokenizer.decode, ([t] for t in own[1:3]))) for own in read]
+        assert sorted(list(tokens) for tokens, _, _ in fake.requests) == sorted(read)
+        expected = [
+            "".join(map(bundled_tokenizer.decode, ([t] for t in prompt_ids[1:3])))
+            for prompt_ids in read
+        ]
         assert [choice.text for choice in answer.choices] == expected
         assert [choice.index for choice in answer.choices] == list(range(len(read)))
         assert answer.usage.prompt_tokens == sum(map(len, read))
 
 
-def test_several_prompts_with_several_outputs_in_one_stream(served, bundled_tokenizer):
+def test_several_prompts_and_outputs_in_one_stream(served, bundled_tokenizer):
     stream = served.client().completions.create(
         model="fake", prompt=[PROMPT, "the other text"], n=2, max_tokens=3, stream=True
     )
@@ -116,26 +119,26 @@ def test_several_prompts_with_several_outputs_in_one_stream(served, bundled_toke
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-def test_echo_with_logprobs_tells_of_every_token(served, ids, text_after, streams):
+def test_echo_with_logprobs_of_every_token(served, ids, text_after, streams):
     answer = served.client().completions.create(
         model="fake", prompt=PROMPT, max_tokens=1, echo=True, logprobs=2, stream=streams
     )
-    parts = [chunk.choices[0] for chunk in answer] if streams else [answer.choices[0]]
-    text = "".join(part.text for part in parts)
+    choices = [chunk.choices[0] for chunk in answer] if streams else [answer.choices[0]]
+    text = "".join(choice.text for choice in choices)
     assert text == PROMPT + text_after(1)
-    told = {
-        name: sum((getattr(part.logprobs, name) for part in parts), [])
+    columns = {
+        name: sum((getattr(choice.logprobs, name) for choice in choices), [])
         for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     }
-    assert {len(column) for column in told.values()} == {len(ids) + 1}
-    assert told["token_logprobs"] == [None] + [-1.0] * len(ids)
-    assert told["top_logprobs"][0] is None and len(told["top_logprobs"][1]) == 2
-    assert told["tokens"][0] == "<|bos|>" and "".join(told["tokens"][1:]) == text
-    for token, offset in zip(told["tokens"][1:], told["text_offset"][1:], strict=True):
+    assert {len(column) for column in columns.values()} == {len(ids) + 1}
+    assert columns["token_logprobs"] == [None] + [-1.0] * len(ids)
+    assert columns["top_logprobs"][0] is None and len(columns["top_logprobs"][1]) == 2
+    assert columns["tokens"][0] == "<|bos|>" and "".join(columns["tokens"][1:]) == text
+    for token, offset in zip(columns["tokens"][1:], columns["text_offset"][1:], strict=True):
         assert text[offset : offset + len(token)] == token
 
 
-def test_echo_of_tokens_alone(served, ids, bundled_tokenizer):
+def test_echo_of_a_prompt_of_tokens(served, ids, bundled_tokenizer):
     answer = served.client().completions.create(
         model="fake", prompt=ids, max_tokens=0, echo=True, logprobs=0
     )
@@ -145,14 +148,14 @@ def test_echo_of_tokens_alone(served, ids, bundled_tokenizer):
     assert answer.choices[0].logprobs.top_logprobs[1] == {"It": -1.0}
 
 
-def test_parts_of_characters_are_told_as_bytes(served, bundled_tokenizer):
+def test_partial_characters_are_returned_as_bytes(served, bundled_tokenizer):
     ids = bundled_tokenizer("a 雪", add_special_tokens=False)["input_ids"]
     answer = served.client().completions.create(
         model="fake", prompt=ids, max_tokens=0, echo=True, logprobs=0
     )
     tokens = answer.choices[0].logprobs.tokens
-    parts = [token.removeprefix("bytes:") for token in tokens if token.startswith("bytes:")]
-    assert "".join(parts).endswith("\\xe9\\x9b\\xaa") and len(parts) > 1
+    byte_texts = [token.removeprefix("bytes:") for token in tokens if token.startswith("bytes:")]
+    assert "".join(byte_texts).endswith("\\xe9\\x9b\\xaa") and len(byte_texts) > 1
 
 
 def test_parameters_reach_the_engine(served, fake):
@@ -165,7 +168,7 @@ def test_parameters_reach_the_engine(served, fake):
             "stop_token_ids": [3, 4], "h2o": {"heavy": 30, "sink": 2},
         },
     )  # fmt: skip
-    _, params, budget = fake.asked[0]
+    _, params, budget = fake.requests[0]
     assert (params.max_tokens, params.n, params.seed, params.logprobs) == (3, 2, 7, 3)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 0, 0.1)
     assert params.stop == ("END", "\n\n") and params.stop_token_ids == (3, 4) and params.ignore_eos
@@ -174,12 +177,12 @@ def test_parameters_reach_the_engine(served, fake):
     assert budget == Budget(30, 0.1, 2)
 
 
-def test_null_is_the_same_as_nothing(served, fake):
+def test_null_equals_a_missing_field(served, fake):
     names = ("max_tokens", "temperature", "stop", "n", "seed", "logprobs", "suffix", "stream",
              "stream_options", "logit_bias", "echo", "best_of", "user", "h2o", "top_k")  # fmt: skip
     body = {"model": "fake", "prompt": PROMPT, **dict.fromkeys(names)}
     served.client().post("/completions", body=body, cast_to=object)
-    assert fake.asked[0][1].temperature == 1.0 and fake.asked[0][2] is None
+    assert fake.requests[0][1].temperature == 1.0 and fake.requests[0][2] is None
 
 
 def test_models(served):
@@ -190,13 +193,13 @@ def test_models(served):
         client.models.retrieve("gpt")
 
 
-def test_the_models_own_sampling_holds_where_a_request_says_nothing(served, fake, monkeypatch):
-    own = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
-    monkeypatch.setattr(fake, "model_sampling", own)
+def test_sampling_defaults_come_from_the_model(served, fake, monkeypatch):
+    sampling = {"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1}
+    monkeypatch.setattr(fake, "model_sampling", sampling)
     create = served.client().completions.create
     create(model="fake", prompt="a b", max_tokens=1)
-    params = fake.asked[-1][1]
-    assert {name: getattr(params, name) for name in own} == own
+    params = fake.requests[-1][1]
+    assert {name: getattr(params, name) for name in sampling} == sampling
     create(model="fake", prompt="a b", max_tokens=1, temperature=0, top_p=0.5)
-    params = fake.asked[-1][1]
+    params = fake.requests[-1][1]
     assert (params.temperature, params.top_p, params.repetition_penalty) == (0, 0.5, 1.1)

@@ -42,7 +42,7 @@ def send(served, body, path="/v1/completions"):
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("prompt", [PROMPT, [PROMPT, "a b"]], ids=["one prompt", "two"])
-def test_a_client_that_goes_away_frees_its_slots(serve, slow, streams, prompt):
+def test_disconnected_client_frees_its_slots(serve, slow, streams, prompt):
     served = serve(slow)
     connection = send(served, {**LONG, "stream": streams, "prompt": prompt})
     wait_until(lambda: slow.running == (1 if prompt is PROMPT else 2))
@@ -54,7 +54,7 @@ def test_a_client_that_goes_away_frees_its_slots(serve, slow, streams, prompt):
     assert slow.counts["finished"] == 0
 
 
-def test_a_client_that_goes_away_while_it_waits_for_its_first_token(serve, fake):
+def test_client_disconnects_before_the_first_token(serve, fake):
     fake.pause = 60
     served = serve(fake)
     connection = send(served, {**LONG, "stream": True})
@@ -63,7 +63,7 @@ def test_a_client_that_goes_away_while_it_waits_for_its_first_token(serve, fake)
     wait_until(lambda: fake.running == 0, 1.0)
 
 
-def test_breaking_off_a_stream_with_the_official_client(serve, slow):
+def test_closing_a_stream_of_the_openai_client(serve, slow):
     served = serve(slow)
     client = served.client()
     for number, _ in enumerate(client.completions.create(**LONG, stream=True)):
@@ -73,7 +73,7 @@ def test_breaking_off_a_stream_with_the_official_client(serve, slow):
     wait_until(lambda: slow.running == 0, 1.0)
 
 
-def test_a_full_queue_is_429_with_a_time_to_wait(serve, slow):
+def test_full_queue_is_429_with_retry_after(serve, slow):
     slow.max_num_seqs, slow.max_waiting = 2, 2
     served = serve(slow)
     connections = [send(served, LONG) for _ in range(4)]
@@ -91,7 +91,7 @@ def test_a_full_queue_is_429_with_a_time_to_wait(serve, slow):
     assert served.client().completions.create(**{**LONG, "max_tokens": 3}).usage
 
 
-def test_one_prompt_that_finds_no_room_takes_its_others_along(serve, slow):
+def test_full_queue_refuses_all_prompts_of_a_request(serve, slow):
     slow.max_num_seqs, slow.max_waiting = 1, 1
     served = serve(slow)
     with pytest.raises(openai.RateLimitError):
@@ -99,7 +99,7 @@ def test_one_prompt_that_finds_no_room_takes_its_others_along(serve, slow):
     wait_until(lambda: slow.running == 0, 1.0)
 
 
-def test_clients_of_openai_try_again_after_429(serve, slow):
+def test_openai_client_retries_after_429(serve, slow):
     slow.max_num_seqs, slow.max_waiting, slow.pause, slow.retry_after = 1, 0, 0.1, 0.5
     served = serve(slow)
     connection = send(served, {**LONG, "max_tokens": 3})
@@ -109,7 +109,7 @@ def test_clients_of_openai_try_again_after_429(serve, slow):
     connection.close()
 
 
-def test_too_late_is_504(serve, fake):
+def test_timeout_is_504(serve, fake):
     fake.pause = 60
     served = serve(fake, timeout=0.2)
     for streams in (False, True):
@@ -120,7 +120,7 @@ def test_too_late_is_504(serve, fake):
         assert fake.running == 0
 
 
-def test_a_stream_that_has_begun_tells_of_an_error_in_an_event(serve, slow):
+def test_error_of_a_started_stream_is_an_event(serve, slow):
     served = serve(slow, timeout=0.3)
     stream = served.client().completions.create(**LONG, stream=True)
     texts = []
@@ -131,7 +131,7 @@ def test_a_stream_that_has_begun_tells_of_an_error_in_an_event(serve, slow):
     assert slow.running == 0
 
 
-def test_a_body_that_never_ends_is_too_late_as_well(serve, fake):
+def test_unfinished_body_times_out(serve, fake):
     served = serve(fake, timeout=0.2)
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(
@@ -145,17 +145,17 @@ def test_a_body_that_never_ends_is_too_late_as_well(serve, fake):
 
 @pytest.mark.parametrize("at", [0, 3], ids=["at once", "on the way"])
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-def test_a_failure_is_its_own_requests(serve, slow, at, streams):
+def test_failed_request_leaves_others_unchanged(serve, slow, at, streams):
     served = serve(slow)
     client = served.client()
 
     async def neighbours():
         async with served.client(openai.AsyncOpenAI) as others:
-            asked = [
+            completions = [
                 others.completions.create(model="fake", prompt=PROMPT, max_tokens=30)
                 for _ in range(2)
             ]
-            running = [asyncio.create_task(one) for one in asked]
+            running = [asyncio.create_task(completion) for completion in completions]
             while slow.running < 2:
                 await asyncio.sleep(0.005)
             await asyncio.to_thread(fail)
@@ -181,7 +181,7 @@ def test_a_failure_is_its_own_requests(serve, slow, at, streams):
 
 @pytest.fixture
 def log(caplog, monkeypatch):
-    """What the server logs, whatever other packages' set-up has done to loggers before."""
+    """Capture the server's log, even if other packages have disabled its logger."""
     monkeypatch.setattr(LOG, "disabled", False)
     monkeypatch.setattr(LOG, "propagate", False)
     caplog.set_level(logging.ERROR, LOG.name)
@@ -190,7 +190,7 @@ def log(caplog, monkeypatch):
     LOG.removeHandler(caplog.handler)
 
 
-def test_an_error_of_the_servers_own_tells_nothing_of_its_inside(serve, fake, log):
+def test_internal_error_reveals_no_details(serve, fake, log):
     fake.failing[0] = KeyError("/a/secret/path")
     with pytest.raises(openai.InternalServerError) as caught:
         serve(fake).client().completions.create(**LONG)
@@ -199,7 +199,7 @@ def test_an_error_of_the_servers_own_tells_nothing_of_its_inside(serve, fake, lo
     assert "/a/secret/path" in log.text
 
 
-def test_a_stopped_engine_is_503(served, fake):
+def test_stopped_engine_is_503(served, fake):
     fake.is_healthy = False
     for streams in (False, True):
         with pytest.raises(openai.InternalServerError) as caught:
@@ -207,7 +207,7 @@ def test_a_stopped_engine_is_503(served, fake):
         assert caught.value.status_code == 503 and caught.value.body["code"] == "engine_stopped"
 
 
-def test_stopping_finishes_what_runs(start, slow):
+def test_shutdown_finishes_running_requests(start, slow):
     served = start(slow)
     connection = send(served, {**LONG, "max_tokens": 20})
     wait_until(lambda: slow.running == 1)

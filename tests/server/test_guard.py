@@ -26,25 +26,25 @@ def locked(serve, fake):
     return serve(fake, api_key="a-long-secret")
 
 
-def test_the_right_key_opens(locked):
+def test_correct_api_key_is_accepted(locked):
     assert locked.client().completions.create(**BODY).usage.completion_tokens == 2
 
 
 @pytest.mark.parametrize("key", ["wrong", "a-long-secre", "a-long-secrets"])
-def test_a_wrong_key_does_not(locked, fake, key):
+def test_wrong_api_key_is_refused(locked, fake, key):
     with pytest.raises(openai.AuthenticationError, match="missing or wrong") as caught:
         locked.client(api_key=key).completions.create(**BODY)
     assert caught.value.body["code"] == "invalid_api_key"
-    assert fake.asked == []
+    assert fake.requests == []
 
 
-def test_a_key_that_is_no_ascii(locked):
+def test_api_key_outside_ascii(locked):
     connection = http.client.HTTPConnection("127.0.0.1", locked.port, timeout=10)
     connection.request("GET", "/v1/models", headers={"Authorization": "Bearer \xff\xfe"})
     assert connection.getresponse().status == 401
 
 
-def test_what_is_open_and_what_needs_the_key(locked):
+def test_paths_with_and_without_api_key(locked):
     for path in ("/health", "/"):
         assert get(locked, path)[0] == 200
     for path in ("/metrics", "/stats", "/v1/models", "/nowhere"):
@@ -57,7 +57,7 @@ def test_what_is_open_and_what_needs_the_key(locked):
     assert get(locked, "/v1/models", Host="a/health?")[0] == 401  # no path of the client's making
 
 
-def test_other_names_are_refused_where_only_this_machine_may_ask(serve, fake):
+def test_foreign_host_names_are_refused_on_loopback(serve, fake):
     served = serve(fake)
     assert get(served, "/v1/models")[0] == 200
     assert get(served, "/v1/models", Host=f"localhost:{served.port}")[0] == 200
@@ -86,13 +86,13 @@ def test_a_body_above_the_limit_is_not_read(tight, fake):
     assert error["code"] == "body_too_large" and "more than 1000 bytes" in error["message"]
 
 
-def test_a_client_that_sends_50_mb_learns_why_not(tight, fake):
+def test_client_reads_the_413_after_sending_50_mb(tight, fake):
     for body in ({**BODY, "prompt": "a" * (50 << 20)}, {**BODY, "prompt": "a" * 2000}):
         with pytest.raises(openai.APIStatusError) as caught:
             tight.client().completions.create(**body)
         assert caught.value.status_code == 413
     assert tight.client().completions.create(**BODY).usage.completion_tokens == 2
-    assert len(fake.asked) == 1
+    assert len(fake.requests) == 1
 
 
 def test_a_body_below_the_limit_is_read(serve, fake):
@@ -101,7 +101,7 @@ def test_a_body_below_the_limit_is_read(serve, fake):
         served.client().completions.create(**{**BODY, "prompt": "a" * 8_000_000})
 
 
-def test_a_body_without_a_length_is_cut_at_the_limit(tight, fake):
+def test_chunked_body_above_the_limit_is_refused(tight, fake):
     sent = 0
 
     def endless():
@@ -119,20 +119,20 @@ def test_a_body_without_a_length_is_cut_at_the_limit(tight, fake):
     with contextlib.suppress(ConnectionResetError):
         assert connection.getresponse().status == 413
     connection.close()
-    assert fake.asked == []
+    assert fake.requests == []
     assert tight.client().completions.create(**BODY).usage.completion_tokens == 2
 
 
-def test_a_short_body_without_a_length(tight):
+def test_short_chunked_body(tight):
     connection = http.client.HTTPConnection("127.0.0.1", tight.port, timeout=10)
     headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked"}
-    parts = iter([json.dumps(BODY).encode()])
-    connection.request("POST", "/v1/completions", parts, headers, encode_chunked=True)
+    chunks = iter([json.dumps(BODY).encode()])
+    connection.request("POST", "/v1/completions", chunks, headers, encode_chunked=True)
     assert connection.getresponse().status == 200
     connection.close()
 
 
-def test_pages_of_named_sites_may_ask_where_cors_says_so(serve, fake):
+def test_cors_origins(serve, fake):
     served = serve(fake, cors_origins=("https://chat.example",), api_key="a-key")
     asking = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     asking["Access-Control-Request-Headers"] = "authorization, content-type, x-stainless-os"
@@ -156,7 +156,7 @@ def test_pages_of_named_sites_may_ask_where_cors_says_so(serve, fake):
     assert get(serve(fake), "/health", Origin="http://a")[2]["Access-Control-Allow-Origin"] is None
 
 
-def test_a_log_has_a_line_for_each_request_and_no_text(serve, fake, capfd):
+def test_log_has_one_line_per_request_without_text(serve, fake, capfd):
     served = serve(fake, log_requests=True, api_key="a-key")
     client = served.client()
     client.completions.create(**BODY)
@@ -168,8 +168,10 @@ def test_a_log_has_a_line_for_each_request_and_no_text(serve, fake, capfd):
     while len(lines) < 4 and time.monotonic() < deadline:  # written after the answer is sent
         lines += capfd.readouterr().err.splitlines()
     day = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 127.0.0.1 "
-    asked = day + r"POST /v1/completions 200 \d+\.\d\d s ok [1-9]\d* prompt tokens, 2 new"
-    assert [bool(re.fullmatch(asked, line)) for line in lines] == [True, True, False, False], lines
+    pattern = day + r"POST /v1/completions 200 \d+\.\d\d s ok [1-9]\d* prompt tokens, 2 new"
+    assert [bool(re.fullmatch(pattern, line)) for line in lines] == [True, True, False, False], (
+        lines
+    )
     assert re.fullmatch(day + r"POST /v1/completions 400 .* s refused 0 prompt.*", lines[2])
     assert re.fullmatch(day + r"GET /v1/models%0Aforged 401 \d+\.\d\d s", lines[3])
     assert "once upon" not in "".join(lines)

@@ -18,7 +18,7 @@ HELD = """(() => {
 })()"""
 
 
-def test_a_conversation_with_its_history(browser, page, fake):
+def test_conversation_is_sent_with_its_history(browser, page, fake):
     page()
     assert browser.run("document.activeElement.id") == "prompt"
     fill(browser, "system", "Be brief.")
@@ -26,10 +26,10 @@ def test_a_conversation_with_its_history(browser, page, fake):
     say(browser, "a bright <b>day</b>")
     browser.wait(IDLE)
     assert text(browser, ".user .said") == "a bright <b>day</b>"
-    assert fake.asked[-1][1].temperature == 0 and fake.asked[-1][1].max_tokens == 12
+    assert fake.requests[-1][1].temperature == 0 and fake.requests[-1][1].max_tokens == 12
     say(browser, "and a night")
     browser.wait(f"{IDLE} && document.querySelectorAll('.assistant').length === 2")
-    read = fake.tokenizer.decode(list(fake.asked[-1][0]), skip_special_tokens=True)
+    read = fake.tokenizer.decode(list(fake.requests[-1][0]), skip_special_tokens=True)
     first = answers(browser)[0]
     assert read.startswith("Be brief.") and "day</b>\n\nAssistant: " in read
     assert first.split()[0] in read and read.index("and a night") > read.index("bright")
@@ -53,21 +53,25 @@ def test_a_conversation_with_its_history(browser, page, fake):
     assert browser.complaints() == []
 
 
-def test_colours_and_numbers_of_what_the_cache_holds(browser, page, fake):
+def test_colors_and_counts_of_kept_tokens(browser, page, fake):
     page()
     say(browser, "one two three four five six seven eight")
     browser.wait(IDLE)
     assert "KV memory" in text(browser, ".assistant .note")
     assert "a full cache would be" in text(browser, ".assistant .note")
-    held = browser.run(HELD)
-    assert set(held) == {f"kept-{level}" for level in range(5)}
+    spans = browser.run(HELD)
+    assert set(spans) == {f"kept-{level}" for level in range(5)}
     message = "one two three four five six seven eight"
-    assert all("".join(own) for own in held.values())
-    assert all(part in message + answers(browser)[0] for own in held.values() for part in own)
+    assert all("".join(texts) for texts in spans.values())
+    assert all(
+        span_text in message + answers(browser)[0]
+        for texts in spans.values()
+        for span_text in texts
+    )
     legend = text(browser, "#levels")
     totals = list(map(int, re.findall(r"\d+", legend)))
     assert legend.startswith("all ") and text(browser, "#heads") == "4"
-    assert sum(totals) == len(fake.asked[-1][0]) + 11  # the newest is not in the cache yet
+    assert sum(totals) == len(fake.requests[-1][0]) + 11  # the newest is not in the cache yet
     colour = "getComputedStyle(document.querySelector('.said'), '::highlight(kept-4)')"
     light = browser.run(f"{colour}.backgroundColor")
     browser.dark(True)
@@ -85,7 +89,7 @@ def test_colours_and_numbers_of_what_the_cache_holds(browser, page, fake):
     assert browser.complaints() == []
 
 
-def test_stop_ends_a_request_and_keeps_what_came(browser, page, fake):
+def test_stop_button_ends_the_request_and_keeps_the_text(browser, page, fake):
     fake.pause = 0.02
     page()
     fill(browser, "max_tokens", "1000")
@@ -103,10 +107,10 @@ def test_stop_ends_a_request_and_keeps_what_came(browser, page, fake):
     browser.wait("!document.getElementById('stop').hidden")
     click(browser, "#stop")
     browser.wait(IDLE)
-    assert len(fake.asked) == 2
+    assert len(fake.requests) == 2
 
 
-def test_errors_a_key_and_a_budget(browser, page, fake):
+def test_errors_api_key_and_budget_in_the_page(browser, page, fake):
     page(api_key="a-key")
     browser.wait("document.getElementById('said').textContent.includes('API key is missing')")
     fill(browser, "key", "a-key")
@@ -125,7 +129,7 @@ def test_errors_a_key_and_a_budget(browser, page, fake):
     say(browser, "hello again")
     browser.wait(f"{IDLE} && document.querySelector('.assistant')")
     assert text(browser, "#said") == ""
-    assert (fake.asked[-1][2].heavy, fake.asked[-1][2].recent) == (10, 11)
+    assert (fake.requests[-1][2].heavy, fake.requests[-1][2].recent) == (10, 11)
 
 
 def test_settings_show_the_server_and_close_with_escape(browser, page):

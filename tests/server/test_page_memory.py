@@ -44,7 +44,7 @@ def open_chat(browser, title):
     button(browser, title)
 
 
-def test_tabs_keep_each_others_chats(browser, page, tabs):
+def test_tabs_keep_chats_of_other_tabs(browser, page, tabs):
     served = page()
     second = tabs.open(served.address)
     ask(browser, "from the second tab")
@@ -58,7 +58,7 @@ def test_tabs_keep_each_others_chats(browser, page, tabs):
     assert questions(browser) == ["from the second tab"] and answers(browser)[0]
 
 
-def test_one_chat_continued_in_two_tabs_has_the_turns_of_both(browser, page, tabs, fake):
+def test_chat_continued_in_two_tabs_has_both_turns(browser, page, tabs, fake):
     page()
     ask(browser, "begun")
     address = browser.run("location.href")
@@ -85,7 +85,7 @@ def test_one_chat_continued_in_two_tabs_has_the_turns_of_both(browser, page, tab
     fake.pause = 0
     fill(browser, "max_tokens", "12")
     ask(browser, "after both")
-    read = fake.tokenizer.decode(list(fake.asked[-1][0]))
+    read = fake.tokenizer.decode(list(fake.requests[-1][0]))
     assert "first tab" in read and "second tab" in read
 
 
@@ -107,7 +107,7 @@ def test_a_chat_deleted_in_one_tab_stays_deleted(browser, page, tabs, fake):
     assert titles(browser) == ["half a thought"]
 
 
-def test_deleting_the_chat_in_view_leaves_the_box(browser, page):
+def test_deleting_the_open_chat_keeps_the_draft(browser, page):
     page()
     ask(browser, "to be deleted")
     type_in(browser, "not sent")
@@ -122,7 +122,7 @@ def test_deleting_the_chat_in_view_leaves_the_box(browser, page):
     assert typed(browser) == "" and titles(browser) == []
 
 
-def test_deletion_ends_an_answer_in_another_tab(browser, page, tabs, fake):
+def test_deletion_stops_the_answer_in_another_tab(browser, page, tabs, fake):
     page()
     ask(browser, "to be deleted")
     fill(browser, "max_tokens", "1000")
@@ -159,7 +159,7 @@ def test_settings_of_two_tabs_are_both_kept(browser, page, tabs):
 
 
 @pytest.mark.parametrize("end", ["reload", "close"])
-def test_an_answer_that_came_in_part_is_kept(browser, page, tabs, fake, end):
+def test_partial_answer_is_saved(browser, page, tabs, fake, end):
     served = page()
     fill(browser, "max_tokens", "1000")
     second = tabs.open(served.address)
@@ -184,17 +184,17 @@ def test_an_answer_that_came_in_part_is_kept(browser, page, tabs, fake, end):
         reload(browser)
 
 
-def test_a_question_without_an_answer_yet_survives_a_reload(browser, page, fake):
+def test_unanswered_question_survives_a_reload(browser, page, fake):
     fake.pause = 60
     page()
     say(browser, "never answered")
-    browser.wait("true" if fake.asked else BUSY)
+    browser.wait("true" if fake.requests else BUSY)
     reload(browser)
     assert questions(browser) == ["never answered"]
     assert "Cut short" in text(browser, ".assistant .note")
 
 
-def test_asking_again_in_vain_keeps_the_earlier_answer(browser, page, fake):
+def test_failed_retry_keeps_the_earlier_answer(browser, page, fake):
     page()
     ask(browser, "one")
     answer = answers(browser)
@@ -207,7 +207,7 @@ def test_asking_again_in_vain_keeps_the_earlier_answer(browser, page, fake):
     assert answers(browser) == answer
 
 
-def test_drafts_are_kept_for_each_chat_and_tab(browser, page, tabs):
+def test_drafts_are_saved_by_chat_and_tab(browser, page, tabs):
     served = page()
     type_in(browser, "not sent")
     reload(browser)
@@ -250,7 +250,7 @@ def test_a_sent_question_leaves_no_draft(browser, page):
     assert titles(browser) == ["sent"]
 
 
-def test_an_edit_loses_neither_the_chat_nor_a_draft(browser, page):
+def test_edit_keeps_the_chat_and_the_draft(browser, page):
     page()
     ask(browser, "first")
     ask(browser, "second")
@@ -271,7 +271,7 @@ def test_an_edit_loses_neither_the_chat_nor_a_draft(browser, page):
     assert titles(browser) == ["first", "first"]
 
 
-def test_a_failed_question_does_not_push_out_what_is_in_the_box(browser, page, fake):
+def test_failed_question_keeps_the_newer_draft(browser, page, fake):
     page()
     ask(browser, "fine")
     fake.failing, fake.pause = {0: RequestFailedError("out of luck")}, 0.5
@@ -288,7 +288,7 @@ def test_a_failed_question_does_not_push_out_what_is_in_the_box(browser, page, f
     assert questions(browser) == ["fine", "fails"]
 
 
-def test_a_full_storage_says_so_and_offers_a_way_out(browser, page, tmp_path):
+def test_full_storage_is_reported_with_a_remedy(browser, page, tmp_path):
     page()
     ask(browser, "an old one")
     button(browser, "New chat")
@@ -325,7 +325,7 @@ def test_a_full_storage_says_so_and_offers_a_way_out(browser, page, tmp_path):
     assert len(titles(browser)) == 1 and browser.complaints() == []
 
 
-def test_a_browser_that_keeps_nothing_is_named(browser, page):
+def test_browser_without_storage_is_reported(browser, page):
     served = page()
     source = """for (const name of ["localStorage", "sessionStorage"]) {
       const get = () => { throw new DOMException("no", "SecurityError"); };
@@ -343,7 +343,7 @@ def test_a_browser_that_keeps_nothing_is_named(browser, page):
         browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=blocked)
 
 
-def test_what_an_earlier_page_kept_is_there(browser, page):
+def test_chats_of_an_earlier_version_are_read(browser, page):
     served = page()
     chats = [
         {"id": 1764000000000 - n, "messages": [
@@ -367,7 +367,7 @@ def test_what_an_earlier_page_kept_is_there(browser, page):
     assert browser.run("localStorage.getItem('h2okv-chats')") is None
 
 
-def test_records_of_another_form_do_no_harm(browser, page):
+def test_invalid_records_are_ignored(browser, page):
     page()
     ask(browser, "good")
     broken = [
@@ -395,7 +395,7 @@ def test_records_of_another_form_do_no_harm(browser, page):
     assert browser.complaints() == []
 
 
-def test_going_back_in_mid_answer_keeps_it_where_it_belongs(browser, page, fake):
+def test_browser_back_during_an_answer_keeps_it_in_its_chat(browser, page, fake):
     page()
     ask(browser, "first chat")
     button(browser, "New chat")
@@ -414,7 +414,7 @@ def test_going_back_in_mid_answer_keeps_it_where_it_belongs(browser, page, fake)
     assert titles(browser) == ["second chat", "first chat"]
 
 
-def test_an_answer_asked_again_in_another_tab_is_there_once(browser, page, tabs, fake):
+def test_answer_retried_in_another_tab_is_not_duplicated(browser, page, tabs, fake):
     page()
     fill(browser, "max_tokens", "1000")
     second = tabs.open(browser.run("location.href"))

@@ -45,7 +45,7 @@ STREAMS = [
 ]  # fmt: skip
 
 
-def test_events_are_read_however_they_are_cut(browser, page):
+def test_events_are_read_however_they_are_split(browser, page):
     page()
     for source, events in STREAMS:
         data = list(source.encode())
@@ -84,7 +84,7 @@ CUT = "Cut short. The stream ended before the answer did."
         ([BEGIN, b'data: {"error": "bad"}\n\n', DONE], "Cut short. bad"),
     ],
 )
-def test_an_answer_is_whole_or_shown_as_cut(browser, page, stream, note):
+def test_incomplete_answer_is_marked(browser, page, stream, note):
     served = page()
     with proxied(browser, served) as proxy:
         browser.wait("stats")
@@ -110,7 +110,7 @@ def test_an_answer_is_whole_or_shown_as_cut(browser, page, stream, note):
         ([b'data: {"error": {}}\n\n'], "The server reports an error."),
     ],
 )
-def test_no_answer_gives_the_question_back_with_the_reason(browser, page, stream, words):
+def test_failed_request_restores_the_question_with_the_error(browser, page, stream, words):
     served = page()
     with proxied(browser, served) as proxy:
         browser.wait("stats")
@@ -123,7 +123,7 @@ def test_no_answer_gives_the_question_back_with_the_reason(browser, page, stream
 
 
 @pytest.mark.parametrize("key", ["a key", "schlüssel €"])
-def test_a_key_is_asked_for_where_it_is_missing(browser, page, key):
+def test_missing_api_key_is_requested(browser, page, key):
     page(api_key=key)
     browser.wait("document.getElementById('key').checkVisibility()")
     assert "API key is missing" in text(browser, "#said")
@@ -151,7 +151,7 @@ def test_a_key_is_asked_for_where_it_is_missing(browser, page, key):
 
 
 @pytest.mark.parametrize("at", ["", "/"])
-def test_below_a_path_with_its_slash_or_without(browser, page, fake, at):
+def test_page_below_a_path_with_or_without_slash(browser, page, fake, at):
     served = page()
     with proxied(browser, served, "/llm", at):
         browser.wait("stats")
@@ -177,7 +177,7 @@ def test_below_a_path_with_its_slash_or_without(browser, page, fake, at):
         ((401, b"<html>"), "The API key is missing"),
     ],
 )
-def test_a_server_without_numbers_is_named_in_words(browser, page, status, words):
+def test_server_without_stats_is_reported(browser, page, status, words):
     served = page()
     with proxied(browser, served) as proxy:
         for question in ("hello", " again"):
@@ -203,7 +203,7 @@ def test_a_server_without_numbers_is_named_in_words(browser, page, status, words
         assert typed(browser) == "hello again and again" and browser.run("stats.model") == "fake"
 
 
-def test_a_server_that_has_gone_is_named_and_found_again(browser, page, fake, start):
+def test_lost_server_is_reported_and_reconnected(browser, page, fake, start):
     served = page()
     ask(browser, "first")
     served.stop()
@@ -223,7 +223,7 @@ def test_a_server_that_has_gone_is_named_and_found_again(browser, page, fake, st
         another.stop()
 
 
-def test_another_model_of_the_same_server_is_asked(browser, page, fake, start):
+def test_changed_model_of_the_server_is_used(browser, page, fake, start):
     served = page()
     served.stop()
     fake.is_healthy = True

@@ -29,7 +29,7 @@ def numbers(served):
     }
 
 
-def test_metrics_count_what_happened(served, fake):
+def test_metrics_count_requests_and_tokens(served, fake):
     before = numbers(served)
     assert before["h2okv_max_num_seqs",] == 4 and before["h2okv_running",] == 0
     client = served.client()
@@ -50,7 +50,7 @@ def test_metrics_count_what_happened(served, fake):
     assert ("h2okv_evictions_total",) in after
 
 
-def test_servers_in_one_process_count_for_themselves(served, serve, fake):
+def test_servers_in_one_process_have_separate_metrics(served, serve, fake):
     other = serve(type(fake)(fake.tokenizer))
     other.client().completions.create(model="fake", prompt="a b c", max_tokens=5)
     assert ("h2okv_requests_total", "/v1/completions", "ok") not in numbers(served)
@@ -64,7 +64,7 @@ def test_health_and_stats(served, fake):
     assert status(served, "/health") == 503
 
 
-def test_the_page_asks_for_nothing_from_elsewhere(served):
+def test_page_loads_nothing_from_other_sites(served):
     text, headers = get(served, "/")
     policy = headers["Content-Security-Policy"]
     nonce = re.search(r"script-src 'nonce-([\w-]+)'", policy).group(1)
@@ -76,7 +76,7 @@ def test_the_page_asks_for_nothing_from_elsewhere(served):
     assert again != policy
 
 
-def test_a_recorded_page_is_served_where_one_is_given(serve, fake):
+def test_recorded_page_is_served(serve, fake):
     served = serve(fake, view_page="<!doctype html><p>recorded")
     text, headers = get(served, "/view")
     assert text == "<!doctype html><p>recorded"
@@ -84,6 +84,6 @@ def test_a_recorded_page_is_served_where_one_is_given(serve, fake):
     assert 'id="view" href="view"' in get(served, "/")[0]
 
 
-def test_without_one_there_is_no_link(served):
+def test_no_link_without_a_recorded_page(served):
     assert 'id="view" hidden' in get(served, "/")[0]
     assert status(served, "/view") == 404

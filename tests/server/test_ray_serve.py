@@ -73,17 +73,17 @@ def client(address):
 
 @pytest.fixture(scope="module")
 def expected():
-    """What one engine gives, by number of tokens."""
+    """Return the text of a single engine, by number of tokens."""
     from h2okv.engine.llm import AsyncLLM
 
     async def texts():
         engine = AsyncLLM("bundled", max_num_seqs=SEQS, max_prompt_tokens=256, min_tokens=64)
-        found = {}
+        results = {}
         for count in (20, TOKENS):
             params = SamplingParams(max_tokens=count, temperature=0)
-            found[count] = "".join([p.text async for p in engine.generate(PROMPT, params)])
+            results[count] = "".join([p.text async for p in engine.generate(PROMPT, params)])
         await engine.aclose(drain=0)
-        return found
+        return results
 
     return asyncio.run(texts())
 
@@ -112,15 +112,17 @@ def numbers(address):
     return get(address, "/stats").json()
 
 
-def wait_for(address, **wanted):
-    """Waits until the numbers, which replicas tell once in a second, are these."""
+def wait_for(address, **expected_stats):
+    """Wait until the stats, which replicas report once a second, have these values."""
     until = time.monotonic() + 60
-    while (stats := {name: numbers(address).get(name) for name in wanted}) != wanted:
+    while (
+        stats := {name: numbers(address).get(name) for name in expected_stats}
+    ) != expected_stats:
         assert time.monotonic() < until, stats
         time.sleep(0.1)
 
 
-def test_answers_are_those_of_one_engine(address, client, expected):
+def test_responses_equal_a_single_engine(address, client, expected):
     assert ask(client, 20) == (expected[20], None)
     assert ask(client, 20, stream=True) == (expected[20], None)
     assert [model.id for model in client.models.list()] == ["books"]
@@ -131,7 +133,7 @@ def test_answers_are_those_of_one_engine(address, client, expected):
     assert get(address, "/health").json() == {"status": "ok", "replicas": 2}
 
 
-def test_what_is_wrong_is_refused_in_front(address, client):
+def test_invalid_requests_are_refused_by_the_router(address, client):
     with (
         openai.OpenAI(base_url=f"{address}/v1", api_key="wrong", max_retries=0) as stranger,
         pytest.raises(openai.AuthenticationError),
@@ -141,69 +143,69 @@ def test_what_is_wrong_is_refused_in_front(address, client):
         client.completions.create(model="other", prompt="x")
 
 
-def test_a_full_queue_and_a_client_that_goes_away(address, client):
-    begun = [
+def test_full_queue_and_disconnected_clients(address, client):
+    streams = [
         client.completions.create(
             model="books", prompt=PROMPT, max_tokens=1500, temperature=0, stream=True
         )
         for _ in range(2 * SEQS)
     ]
-    for stream in begun:
+    for stream in streams:
         next(iter(stream))
     wait_for(address, running=2 * SEQS)
     with ThreadPoolExecutor(WAITING + 4) as pool:
         waiting = [pool.submit(ask, client, 20) for _ in range(WAITING + 4)]
         refused = []
         while len(refused) < 4:
-            refused = [one for one in waiting if one.done()]
+            refused = [future for future in waiting if future.done()]
             time.sleep(0.05)
-        for one in refused:
-            error = one.exception()
+        for future in refused:
+            error = future.exception()
             assert isinstance(error, openai.RateLimitError)
             assert int(error.response.headers["retry-after"]) >= 1
         # Their slots go to those that wait.
-        for stream in begun:
+        for stream in streams:
             stream.close()
-        assert sum(one.exception() is None for one in waiting) == WAITING
+        assert sum(future.exception() is None for future in waiting) == WAITING
     wait_for(address, running=0, aborted=2 * SEQS)
 
 
 def replicas(server):
     """Processes with a copy of the model."""
-    found = []
+    processes = []
     for process in psutil.Process(server.pid).children(recursive=True):
         try:
-            if any("ServeReplica:h2okv:model" in part for part in process.cmdline()):
-                found.append(process)
+            if any("ServeReplica:h2okv:model" in argument for argument in process.cmdline()):
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
 def names(address):
-    """Of the replicas that have told their numbers lately."""
+    """Return the names of the replicas that have reported their stats lately."""
     return set(re.findall(r'h2okv_max_num_seqs{replica="(\w+)"}', get(address, "/metrics").text))
 
 
 @pytest.fixture(scope="module")
 def before(address):
-    """The names of the replicas that the server began with."""
+    """Return the names of the replicas that the server started with."""
     return names(address)
 
 
-def test_a_replica_is_killed_in_the_middle(server, address, before, client, expected):
+def test_killed_replica(server, address, before, client, expected):
     with ThreadPoolExecutor(12) as pool:
         streams = [pool.submit(ask, client, TOKENS, stream=True) for _ in range(4)]
-        wholes = [pool.submit(ask, client, TOKENS) for _ in range(8)]
+        complete = [pool.submit(ask, client, TOKENS) for _ in range(8)]
         wait_for(address, running=2 * SEQS)
         victim, other = replicas(server)
         victim.kill()
-        answers = [one.result() for one in wholes]
-        streamed = [one.result() for one in streams]
+        answers = [future.result() for future in complete]
+        streamed = [future.result() for future in streams]
     assert answers == [(expected[TOKENS], None)] * 8
     broken = [(text, error) for text, error in streamed if error is not None]
     for text, error in broken:
-        # It had begun, so the client keeps what it got and learns that there is no more.
+        # The stream had begun: the client keeps its text and gets an error.
         assert error.code == "replica_lost"
         assert expected[TOKENS].startswith(text) and text
     assert [text for text, error in streamed if error is None] == [expected[TOKENS]] * (
@@ -215,7 +217,7 @@ def test_a_replica_is_killed_in_the_middle(server, address, before, client, expe
     assert other.is_running()
 
 
-def test_another_replica_takes_its_place(address, before, client, expected):
+def test_killed_replica_is_replaced(address, before, client, expected):
     until = time.monotonic() + 60
     while len(before | names(address)) < 3 or len(names(address)) != 2:
         assert time.monotonic() < until

@@ -85,7 +85,7 @@ def test_a_bad_completion_names_field_and_remedy(served, fake, change, param, wo
     assert words in error.body["message"]
     if param is not None:
         assert error.body["param"] == param
-    assert fake.asked == []
+    assert fake.requests == []
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,10 @@ def test_a_bad_chat_names_field_and_remedy(served, fake, change, param, words):
     assert error.status_code == 400 and words in error.body["message"]
     if param is not None:
         assert error.body["param"] == param
-    assert fake.asked == []
+    assert fake.requests == []
 
 
-def test_what_changes_nothing_is_taken(served):
+def test_fields_without_effect_are_accepted(served):
     further = {
         "tools": [], "tool_choice": "none", "parallel_tool_calls": False, "store": True,
         "metadata": {"a": "b"}, "user": "me", "service_tier": "auto", "modalities": ["text"],
@@ -134,7 +134,7 @@ def test_what_changes_nothing_is_taken(served):
     served.client().post("/chat/completions", body={**CHAT, **further}, cast_to=object)
 
 
-def test_a_template_that_does_not_take_the_chat(serve, make_fake, bundled_tokenizer):
+def test_template_error_names_messages(serve, make_fake, bundled_tokenizer):
     fake = make_fake()
     fake.tokenizer = copy.deepcopy(bundled_tokenizer)
     fake.tokenizer.chat_template = "{{ raise_exception('users must not be silent') }}"
@@ -144,14 +144,14 @@ def test_a_template_that_does_not_take_the_chat(serve, make_fake, bundled_tokeni
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_prompt_without_tokens(serve, make_fake, bundled_tokenizer, streams):
+def test_prompt_without_tokens_is_refused(serve, make_fake, bundled_tokenizer, streams):
     fake = make_fake()
     fake.tokenizer = copy.deepcopy(bundled_tokenizer)
     fake.tokenizer.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A $B")  # no BOS
     error = refusal(serve(fake), "/completions", {**BODY, "prompt": ["a", ""], "stream": streams})
     assert error.status_code == 400 and error.body["param"] == "prompt"
     assert error.body["message"] == "prompt has no tokens; give at least one."
-    assert fake.asked == []
+    assert fake.requests == []
 
 
 @pytest.mark.parametrize(
@@ -164,26 +164,26 @@ def test_a_prompt_without_tokens(serve, make_fake, bundled_tokenizer, streams):
     ],
     ids=["text", "very long text", "tokens", "with its output"],
 )
-def test_what_does_not_fit_has_openais_code(served, change, words):
+def test_too_long_requests_have_openai_code(served, change, words):
     error = refusal(served, "/completions", {**BODY, **change})
     assert error.status_code == 400 and error.body["code"] == "context_length_exceeded"
     assert words in error.body["message"]
 
 
-def test_a_standard_output_is_as_long_as_there_is_room(served, fake):
+def test_default_max_tokens_fits_the_context(served, fake):
     body = {"model": "fake", "prompt": [7] * 2040}
     served.client().post("/completions", body=body, cast_to=object)
-    assert fake.asked[0][1].max_tokens == 8
+    assert fake.requests[0][1].max_tokens == 8
 
 
-def test_an_unknown_model(served):
+def test_unknown_model_is_404(served):
     error = refusal(served, "/completions", {**BODY, "model": "gpt-4"})
     assert error.status_code == 404 and error.body["code"] == "model_not_found"
     error = refusal(served, "/chat/completions", {**CHAT, "model": "gpt-4"})
     assert error.status_code == 404 and error.body["param"] == "model"
 
 
-def test_a_streamed_request_is_refused_like_any_other(served):
+def test_invalid_streamed_request_is_refused(served):
     error = refusal(served, "/completions", {**BODY, "stream": True, "temperature": -1})
     assert error.status_code == 400
 
@@ -203,31 +203,31 @@ def post(served, data, content_type="application/json", path="/v1/completions"):
      b"[" * 100_000],
     ids=["nothing", "words", "half", "not UTF-8", "zero", "half a character", "deep"],
 )  # fmt: skip
-def test_a_body_that_is_no_json(served, data):
+def test_body_must_be_json(served, data):
     code, error = post(served, data)
     assert code == 400 and error["code"] == "invalid_json"
     assert error["message"].startswith("the body is not JSON in UTF-8 (")
 
 
 @pytest.mark.parametrize("data", [b"[]", b"5", b'"text"', b"null"])
-def test_a_body_that_is_no_object(served, data):
+def test_body_must_be_an_object(served, data):
     code, error = post(served, data)
     assert code == 400 and "not a JSON object" in error["message"]
 
 
-def test_numbers_that_json_does_not_have(served):
+def test_nan_in_json_is_refused(served):
     data = b'{"model": "fake", "prompt": "a", "temperature": NaN}'
     assert post(served, data)[0] == 400
 
 
-def test_another_content_type(served):
+def test_content_type_must_be_json(served):
     data = json.dumps(BODY).encode()
     code, error = post(served, data, "application/x-www-form-urlencoded")
     assert code == 415 and "send the header 'Content-Type: application/json'" in error["message"]
     assert post(served, data, "text/plain")[0] == 415
 
 
-def test_no_such_path_and_no_such_method(served):
+def test_unknown_path_and_method(served):
     assert post(served, b"{}", path="/v1/embeddings")[0] == 404
     code, error = post(served, b"{}", path="/v1/models")
     assert code == 405 and "/v1/chat/completions" in error["message"]

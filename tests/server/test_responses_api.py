@@ -15,26 +15,35 @@ def fake(calm):
 
 
 def read(fake):
-    return fake.tokenizer.decode(list(fake.asked[-1][0]), skip_special_tokens=True)
+    return fake.tokenizer.decode(list(fake.requests[-1][0]), skip_special_tokens=True)
 
 
-def test_a_whole_response(served, fake):
+def test_complete_response(served, fake):
     create = served.client().responses.create
-    made = create(
+    response = create(
         model="fake", instructions="Be brief.", input="Who are you?", max_output_tokens=5,
         temperature=0, metadata={"a": "b"},
     )  # fmt: skip
     assert read(fake) == "Be brief.\n\nUser: Who are you?\n\nAssistant:"
-    assert fake.asked[-1][1].max_tokens == 5 and fake.asked[-1][1].temperature == 0
-    assert made.status == "incomplete" and made.incomplete_details.reason == "max_output_tokens"
-    assert made.output_text and made.output_text == made.output_text.lstrip()
-    assert (made.usage.input_tokens, made.usage.output_tokens) == (len(fake.asked[-1][0]), 5)
-    assert made.metadata == {"a": "b"} and made.error is None
+    assert fake.requests[-1][1].max_tokens == 5 and fake.requests[-1][1].temperature == 0
+    assert (
+        response.status == "incomplete"
+        and response.incomplete_details.reason == "max_output_tokens"
+    )
+    assert response.output_text and response.output_text == response.output_text.lstrip()
+    assert (response.usage.input_tokens, response.usage.output_tokens) == (
+        len(fake.requests[-1][0]),
+        5,
+    )
+    assert response.metadata == {"a": "b"} and response.error is None
     # What it said can be sent back.
-    again = [*[{"role": "user", "content": "Hello"}], *made.output]
+    again = [*[{"role": "user", "content": "Hello"}], *response.output]
     again.append({"role": "user", "content": [{"type": "input_text", "text": "And?"}]})
     create(model="fake", input=again, max_output_tokens=1)
-    assert read(fake) == f"User: Hello\n\nAssistant: {made.output_text}\n\nUser: And?\n\nAssistant:"
+    assert (
+        read(fake)
+        == f"User: Hello\n\nAssistant: {response.output_text}\n\nUser: And?\n\nAssistant:"
+    )
 
 
 @pytest.mark.parametrize(("ending", "status"), [("length", "incomplete"), ("stop", "completed")])
@@ -54,23 +63,23 @@ def test_a_streamed_response(served, fake, monkeypatch, ending, status):
         f"response.{status}",
     ]  # fmt: skip
     text = "".join(event.delta for event in events[4:-4])
-    made = events[-1].response
-    assert text == events[-4].text == made.output_text
+    response = events[-1].response
+    assert text == events[-4].text == response.output_text
     assert text == served.client().responses.create(**options).output_text
-    assert made.id == events[0].response.id and events[0].response.status == "in_progress"
-    assert made.output[0].id == events[2].item.id == events[5].item_id
+    assert response.id == events[0].response.id and events[0].response.status == "in_progress"
+    assert response.output[0].id == events[2].item.id == events[5].item_id
     if status == "completed":  # the client's own bookkeeping takes no other
         with served.client().responses.stream(**options) as stream:
             assert stream.get_final_response().output_text == text
 
 
-def test_a_response_tells_what_the_cache_holds(served):
-    create, asked = served.client().responses.create, {"h2o": {"kept_every": 2}}
-    options = dict(model="fake", input="Who are you?", max_output_tokens=5, extra_body=asked)
-    told = [event.h2o for event in create(**options, stream=True) if hasattr(event, "h2o")]
-    whole = create(**options).output[0].h2o
-    assert len(told) == 3 and whole["kept"] == told[-1]["kept"]
-    assert sum((one["tokens"] for one in told), []) == whole["tokens"]
+def test_response_with_kept_tokens(served):
+    create, h2o = served.client().responses.create, {"h2o": {"kept_every": 2}}
+    options = dict(model="fake", input="Who are you?", max_output_tokens=5, extra_body=h2o)
+    reports = [event.h2o for event in create(**options, stream=True) if hasattr(event, "h2o")]
+    complete = create(**options).output[0].h2o
+    assert len(reports) == 3 and complete["kept"] == reports[-1]["kept"]
+    assert sum((report["tokens"] for report in reports), []) == complete["tokens"]
 
 
 @pytest.mark.parametrize(
@@ -91,15 +100,15 @@ def test_a_response_tells_what_the_cache_holds(served):
         ({"response_format": {"type": "json_object"}}, "response_format", "answers are plain text"),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_refused_by_name(served, fake, change, param, words):
+def test_unsupported_fields_raise_with_their_names(served, fake, change, param, words):
     body = {"model": "fake", "input": "hello", **change}
     with pytest.raises(openai.BadRequestError) as caught:
         served.client().post("/responses", body=body, cast_to=object)
     assert caught.value.body["param"] == param and words in caught.value.body["message"]
-    assert fake.asked == []
+    assert fake.requests == []
 
 
-def test_an_error_in_the_middle_of_a_stream(served, fake):
+def test_error_in_the_middle_of_a_stream(served, fake):
     fake.failing[3] = RuntimeError("no")
     try:
         stream = served.client().responses.create(model="fake", input="a b c", stream=True)
@@ -114,12 +123,12 @@ def ask(served, path, **body):
     return root.post(path, body=body, cast_to=object)
 
 
-def test_tokens_of_texts_and_chats_and_back(served, fake):
+def test_tokenize_and_detokenize(served, fake):
     tokenizer, text = fake.tokenizer, "Grüße from the sea 🙂"
     expected = tokenizer(text)["input_ids"]
-    told = ask(served, "/tokenize", model="fake", prompt=text, return_token_strs=True)
-    assert told["tokens"] == expected and told["count"] == len(expected)
-    assert told["max_model_len"] == 2048 and len(told["token_strs"]) == len(expected)
+    result = ask(served, "/tokenize", model="fake", prompt=text, return_token_strs=True)
+    assert result["tokens"] == expected and result["count"] == len(expected)
+    assert result["max_model_len"] == 2048 and len(result["token_strs"]) == len(expected)
     plain = ask(served, "/tokenize", prompt=text, add_special_tokens=False)
     assert plain["tokens"] == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert plain["token_strs"] is None
@@ -127,7 +136,7 @@ def test_tokens_of_texts_and_chats_and_back(served, fake):
     assert ask(served, "/detokenize", tokens=[]) == {"prompt": ""}
     chat = [{"role": "user", "content": "Who are you?"}]
     served.client().chat.completions.create(model="fake", messages=chat, max_tokens=1)
-    assert tuple(ask(served, "/tokenize", messages=chat)["tokens"]) == fake.asked[-1][0]
+    assert tuple(ask(served, "/tokenize", messages=chat)["tokens"]) == fake.requests[-1][0]
     # Longer than any prompt may be: it is why one asks.
     assert ask(served, "/tokenize", prompt="a b " * 5000)["count"] > 2048
 
@@ -143,7 +152,7 @@ def test_tokens_of_texts_and_chats_and_back(served, fake):
         ("/detokenize", {"tokens": "a"}, "tokens='a' does not fit"),
     ],
 )
-def test_tokens_that_cannot_be_told(served, path, body, words):
+def test_invalid_tokenize_requests_raise(served, path, body, words):
     with pytest.raises(openai.APIStatusError, match=words) as caught:
         ask(served, path, **body)
     assert caught.value.status_code in (400, 404)

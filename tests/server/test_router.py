@@ -16,7 +16,7 @@ def _no_pauses(monkeypatch):
     monkeypatch.setattr("h2okv.cluster.router._PAUSE", 0.0)
 
 
-async def whole(scope, receive, send):
+async def complete(scope, receive, send):
     body = (await receive())["body"]
     await JSONResponse({"path": scope["path"], "body": body.decode()})(scope, receive, send)
 
@@ -44,12 +44,12 @@ class Replicas:
 
     def __init__(self, *plan):
         self.plan = list(plan)
-        self.asked = 0
+        self.num_requests = 0
         self.closed = 0
 
     async def ask(self, scope, body):
-        app, lives = self.plan[min(self.asked, len(self.plan) - 1)]
-        self.asked += 1
+        app, lives = self.plan[min(self.num_requests, len(self.plan) - 1)]
+        self.num_requests += 1
         count = 0
         try:
             async for messages in messages_of(app, scope, body):
@@ -79,21 +79,21 @@ def call():
     return send
 
 
-def test_an_answer_comes_through_as_it_is(call):
-    answer, router = call(Replicas((whole, None)))
+def test_response_passes_through_unchanged(call):
+    answer, router = call(Replicas((complete, None)))
     assert answer.json() == {"path": "/v1/completions", "body": "hello"}
     assert (router.retried, router.broken) == (0, 0)
 
 
-def test_a_stream_comes_through_as_it_is(call):
+def test_stream_passes_through_unchanged(call):
     answer, _ = call(Replicas((streamed, None)))
     assert answer.text == "data: 0\n\ndata: 1\n\ndata: 2\n\ndata: 3\n\n"
     assert answer.headers["content-type"].startswith("text/event-stream")
 
 
 @pytest.mark.parametrize("lives", [0, 1])
-@pytest.mark.parametrize("app", [whole, streamed])
-def test_what_has_not_begun_is_asked_of_another_replica(call, app, lives):
+@pytest.mark.parametrize("app", [complete, streamed])
+def test_unstarted_response_is_retried_on_another_replica(call, app, lives):
     expected, _ = call(Replicas((app, None)))
     replicas = Replicas((app, lives), (app, lives), (app, None))
     answer, router = call(replicas)
@@ -102,24 +102,24 @@ def test_what_has_not_begun_is_asked_of_another_replica(call, app, lives):
     assert replicas.closed == 3
 
 
-def test_a_stream_that_has_begun_ends_with_an_error(call):
+def test_started_stream_ends_with_an_error(call):
     replicas = Replicas((streamed, 3), (streamed, None))
     answer, router = call(replicas)
     *events, last = answer.text.removesuffix("\n\n").split("\n\n")
     assert events == ["data: 0", "data: 1"]
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == "replica_lost"
-    assert replicas.asked == 1
+    assert replicas.num_requests == 1
     assert (router.retried, router.broken) == (0, 1)
 
 
-def test_a_replica_that_has_stopped_is_left(call):
-    answer, router = call(Replicas((stopped, None), (whole, None)))
+def test_stopped_replica_is_skipped(call):
+    answer, router = call(Replicas((stopped, None), (complete, None)))
     assert answer.status_code == 200
     assert router.retried == 1
 
 
-def test_all_replicas_are_lost(call):
-    answer, router = call(Replicas((whole, 0)))
+def test_loss_of_all_replicas(call):
+    answer, router = call(Replicas((complete, 0)))
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "replica_lost"
     assert answer.headers["retry-after"] == "5"
@@ -127,7 +127,7 @@ def test_all_replicas_are_lost(call):
     assert (answer.status_code, answer.json()) == (503, {"error": "stopped"})
 
 
-def test_no_room(call):
+def test_full_queues_of_all_replicas(call):
     class Full:
         async def ask(self, scope, body):
             raise QueueFullError(7, 3.2)
@@ -151,7 +151,7 @@ def test_a_request_that_takes_too_long(call, monkeypatch):
     assert replicas.closed == 1
 
 
-def test_a_client_that_goes_away_ends_the_work():
+def test_disconnected_client_cancels_the_request():
     ended = []
 
     async def endless(scope, receive, send):
@@ -167,7 +167,7 @@ def test_a_client_that_goes_away_ends_the_work():
         return incoming.pop(0)
 
     async def send(message):
-        raise AssertionError("nobody is there")
+        raise AssertionError("no client is connected")
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
 
