@@ -327,6 +327,20 @@ class CacheConfig:
                 raise unknown_name("cache option", name, known)
         return cls(**values)
 
+    def with_options(self, **options: Any) -> CacheConfig:
+        """Return a config with fields replaced.
+
+        A new policy brings its sinks and its scoring, unless they are given or differ from the
+        former policy's.
+        """
+        if "policy" in options:
+            _, sink, scoring = resolve_policy(self.policy)
+            defaults = {"sink": sink, "scoring": scoring}
+            options = {
+                name: None for name, value in defaults.items() if getattr(self, name) == value
+            } | options
+        return replace(self, **options)
+
     def seeded(self, seed: int) -> CacheConfig:
         """The same with a seed, if the policy draws at all."""
         return replace(self, seed=seed) if self.policy == "random" else self

@@ -82,3 +82,12 @@ def test_no_getattr_on_layers_caches_or_pools(folder):
         and any(word in ast.unparse(node.args[0]) for word in ("layer", "cache", "pool"))
     ]
     assert asking == []
+
+
+def test_best_as_an_option_brings_its_sinks_and_scoring():
+    cache = EngineConfig.from_options(policy="best", heavy=6).cache
+    assert (cache.policy, cache.sink, cache.scoring) == ("h2o", 4, "expected")
+    cache = EngineConfig.from_options(policy="best", sink=0, scoring="sum").cache
+    assert (cache.sink, cache.scoring) == (0, "sum")
+    config = EngineConfig.from_options(sink=7)
+    assert EngineConfig.from_options(config, policy="best").cache.sink == 7

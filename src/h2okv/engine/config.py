@@ -80,4 +80,4 @@ class EngineConfig:
         config = replace(
             config, **{name: options.pop(name) for name in own_names if name in options}
         )
-        return replace(config, cache=replace(config.cache, **options))
+        return replace(config, cache=config.cache.with_options(**options))
