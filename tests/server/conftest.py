@@ -33,6 +33,7 @@ class FakeEngine:
 
     Attributes:
         pause: Seconds before each token.
+        is_held: Whether the next token waits until this is false again.
         running: Requests under way.
         requests: Prompt, parameters and budget of each request received.
         failing: Raised instead of the token with this number.
@@ -45,7 +46,7 @@ class FakeEngine:
         self.tokenizer, self.pause = tokenizer, pause
         self.max_num_seqs, self.max_waiting = max_num_seqs, max_waiting
         self.max_context, self.max_prompt_tokens, self.max_budget = 2048, 2048, 400
-        self.is_healthy, self.model_sampling = True, {}
+        self.is_healthy, self.is_held, self.model_sampling = True, False, {}
         self.running = 0
         self.retry_after = 2.5
         self.ending = "length"
@@ -96,6 +97,8 @@ class FakeEngine:
         read = PromptRead(prompt, 1, prompt_logprobs)
         for step in range(max(1, params.max_tokens)):
             await asyncio.sleep(self.pause)
+            while self.is_held:
+                await asyncio.sleep(0.01)
             if step in self.failing:
                 raise self.failing[step]
             is_last = step + 1 >= params.max_tokens

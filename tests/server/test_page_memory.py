@@ -274,15 +274,17 @@ def test_edit_keeps_the_chat_and_the_draft(browser, page):
 def test_failed_question_keeps_the_newer_draft(browser, page, fake):
     page()
     ask(browser, "fine")
-    fake.failing, fake.pause = {0: RequestFailedError("out of luck")}, 0.5
+    fake.failing, fake.is_held = {0: RequestFailedError("out of luck")}, True
     say(browser, "fails")
+    browser.wait(f"{BUSY} && !document.getElementById('prompt').value")
     type_in(browser, "the next")
+    fake.is_held = False
     browser.wait(f"{IDLE} && document.getElementById('said').textContent")
     assert typed(browser) == "the next" and questions(browser) == ["fine", "fails"]
     assert "No answer." in browser.run("[...document.querySelectorAll('.note')].at(-1).textContent")
     reload(browser)
     assert typed(browser) == "the next" and questions(browser) == ["fine", "fails"]
-    fake.failing, fake.pause = {}, 0
+    fake.failing = {}
     button(browser, "Try again")
     browser.wait(f"{IDLE} && document.querySelectorAll('.assistant .said')[1].textContent")
     assert questions(browser) == ["fine", "fails"]
