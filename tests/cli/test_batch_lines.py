@@ -103,8 +103,11 @@ def test_stop_strings_of_a_line_and_of_the_job(run, llm):
 def test_unknown_fields_are_refused_before_the_model_is_looked_at(h2okv_command, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "a"}\n{"prompt": "b", "extra": 1}\n')
+    model = tmp_path / "no-model"  # a folder that can be a model's, until it is looked at
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
     files = ("--input", source, "--output", tmp_path / "out.jsonl")
-    outcome = h2okv_command("batch", "--model", tmp_path / "no-model", *files)
+    outcome = h2okv_command("batch", "--model", model, *files)
     assert outcome.code == 2 and "line 2 of " in outcome.err
     assert "extra is not known; leave it out" in outcome.err
     assert not (tmp_path / "out.jsonl").exists()
