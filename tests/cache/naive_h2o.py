@@ -1,0 +1,317 @@
+"""H2O from docs/algorithm.md, quantized.md and policies.md, in loops, float64 and NumPy alone.
+
+Nothing of h2okv or transformers is imported: the model is a Llama written down once more, a
+sequence is a list of entries for each layer and KV head, and the matrix of probabilities is made.
+"""
+
+import copy
+import math
+
+import numpy as np
+
+# How far behind a block's end `expected` asks its queries again.
+AHEAD = 16
+# Relative differences of scores, and differences of codes, that fp32 may decide either way.
+CLOSE_SCORES, CLOSE_CODES = 5e-5, 5e-5
+
+
+class NearTieError(Exception):
+    """Two orders, or codes, are right within what fp32 can tell."""
+
+
+class Entry:
+    """A token in the cache of one KV head."""
+
+    def __init__(self, position, key, value):
+        self.position, self.key, self.value = position, key, value
+        self.received = self.observed = 0.0
+        self.is_pinned = False
+
+
+class Sequence:
+    """What one text has left in the cache: entries by layer and head, oldest first."""
+
+    def __init__(self, layers, heads):
+        self.entries = [[[] for _ in range(heads)] for _ in range(layers)]
+        self.num_seen = 0
+        self.prompt_length = None
+
+    def fork(self):
+        return copy.deepcopy(self)
+
+
+class NaiveH2O:
+    """A Llama whose attention keeps what the contract says."""
+
+    def __init__(self, weights, sizes, options):
+        self.weights, self.sizes, self.options = weights, sizes, options
+        size = sizes["head_dim"]
+        self.frequencies = sizes["theta"] ** (-np.arange(0, size, 2) / size)
+
+    def begin(self):
+        return Sequence(self.sizes["layers"], self.sizes["kv_heads"])
+
+    def read(self, sequence, tokens):
+        """Logits ``[T, V]`` of a block of tokens; mutates the sequence."""
+        weights, sizes = self.weights, self.sizes
+        if not tokens:
+            return np.zeros((0, sizes["vocabulary"]))
+        if sequence.prompt_length is None:
+            sequence.prompt_length = len(tokens)
+        hidden = weights["model.embed_tokens.weight"][tokens]
+        for layer in range(sizes["layers"]):
+            name = f"model.layers.{layer}."
+
+            def linear(states, letter, name=name):
+                return states @ weights[f"{name}{letter}.weight"].T
+
+            normed = self._norm(hidden, f"{name}input_layernorm.weight")
+            query, key, value = (
+                linear(normed, f"self_attn.{letter}_proj").reshape(
+                    len(tokens), -1, sizes["head_dim"]
+                )
+                for letter in "qkv"
+            )
+            hidden = hidden + linear(
+                self._attend(sequence, layer, query, key, value), "self_attn.o_proj"
+            )
+            normed = self._norm(hidden, f"{name}post_attention_layernorm.weight")
+            gate = linear(normed, "mlp.gate_proj")
+            gate = gate / (1 + np.exp(-gate))
+            hidden = hidden + linear(gate * linear(normed, "mlp.up_proj"), "mlp.down_proj")
+        sequence.num_seen += len(tokens)
+        return self._norm(hidden, "model.norm.weight") @ weights["lm_head.weight"].T
+
+    def _norm(self, hidden, name):
+        scale = np.sqrt((hidden**2).mean(axis=-1, keepdims=True) + self.sizes["eps"])
+        return hidden / scale * self.weights[name]
+
+    def _rotated(self, vector, position):
+        angles = position * self.frequencies
+        first, second = np.split(vector, 2)
+        return np.concatenate([
+            first * np.cos(angles) - second * np.sin(angles),
+            second * np.cos(angles) + first * np.sin(angles),
+        ])  # fmt: skip
+
+    def _attend(self, sequence, layer, query, key, value):
+        """Return ``[T, HQ * D]`` of un-rotated queries, keys and values ``[T, heads, D]``."""
+        length, heads = len(query), key.shape[1]
+        groups = query.shape[1] // heads
+        output = np.zeros_like(query)
+        chunk = self.options["prefill_chunk"] or length
+        for head in range(heads):
+            for start in range(0, length, chunk):
+                tokens, heads_of_group = (
+                    slice(start, start + chunk),
+                    slice(head * groups, (head + 1) * groups),
+                )
+                output[tokens, heads_of_group] = self._block(
+                    sequence, layer, head, sequence.num_seen + start,
+                    query[tokens, heads_of_group], key[tokens, head], value[tokens, head],
+                )  # fmt: skip
+        return output.reshape(length, -1)
+
+    def _block(self, sequence, layer, head, start, query, key, value):
+        """Read one block of one KV head: attend, score, evict; ``[T, G, D]``."""
+        options = self.options
+        rolls, bits = options["positions"] == "rolling", options["kv_bits"]
+        cached, length = sequence.entries[layer][head], len(key)
+        added = []
+        for token in range(length):
+            position = start + token
+            stored_key = key[token] if rolls else self._rotated(key[token], position)
+            entry = Entry(position, stored_key, value[token])
+            entry.is_pinned = position < sequence.prompt_length and any(
+                first <= position < stop for first, stop in options["pins"]
+            )
+            added.append(entry)
+        # A text's first token comes as a block; a single one behind it is an entry at once.
+        is_step = length == 1 and bool(cached)
+        if bits and is_step:
+            self._round(added[0])
+        entries = cached + added
+        output = np.zeros((length, query.shape[1], value.shape[-1]))
+        probabilities = np.zeros((query.shape[1], length, len(entries)))
+        again = np.zeros_like(probabilities)
+        keys = np.array(
+            [self._rotated(e.key, rank) if rolls else e.key for rank, e in enumerate(entries)]
+        )
+        values = np.array([e.value for e in entries])
+        for group in range(query.shape[1]):
+            for token in range(length):
+                rank_of_query = len(cached) + token if rolls else start + token
+                visible = len(cached) + token + 1
+                rotated_query = self._rotated(query[token, group], rank_of_query)
+                weights = _softmax(keys[:visible], rotated_query)
+                probabilities[group, token, :visible] = weights
+                output[token, group] = weights @ values[:visible]
+                if options["scoring"] != "expected":
+                    continue
+                last = len(entries) - 1 if rolls else start + length - 1
+                rotated_query = self._rotated(query[token, group], last + AHEAD)
+                again[group, token] = _softmax(keys, rotated_query)
+        self._score(entries, probabilities, again, length)
+        if options["policy"] == "snapkv" and not cached:
+            _, _, recent, _ = self.budget(sequence, layer, head)
+            seen = probabilities[:, -recent:].sum(axis=(0, 1))
+            seen[-recent:] = 0.0  # the window is not to be decided
+            pooled = np.convolve(seen, np.full(5, 0.2))[2:-2]
+            for entry, rank in zip(entries, pooled, strict=True):
+                entry.observed = rank
+        if bits and not is_step:
+            for entry in added:
+                self._round(entry)
+        sequence.entries[layer][head] = self._evict(sequence, layer, head, entries)
+        return output
+
+    def _score(self, entries, probabilities, again, length):
+        scoring = self.options["scoring"]
+        decay = self.options["decay"] or {"decay": 0.995}.get(scoring, 1.0)
+        for number, entry in enumerate(entries):
+            received = probabilities[:, :, number]
+            if scoring == "last":
+                entry.received = received[:, -1].sum()
+                continue
+            entry.received *= decay**length
+            if scoring == "expected" and length > 1:
+                entry.received += math.sqrt((again[:, :, number] ** 2).sum())
+                continue
+            for token in range(length):
+                entry.received += received[:, token].sum() * decay ** (length - 1 - token)
+
+    def score(self, entry, newest):
+        if entry.is_pinned:
+            return math.inf
+        scoring = self.options["scoring"]
+        if scoring == "mean":
+            return entry.received / (newest - entry.position + 1)
+        if scoring in ("value_norm", "expected"):
+            return entry.received * np.abs(entry.value).sum()
+        return entry.received
+
+    def budget(self, sequence, layer, head):
+        """Sinks, heavy hitters, recent tokens and a pattern's tokens."""
+        options, length = self.options, sequence.prompt_length
+        factor = 1.0 if options["layer_budgets"] is None else options["layer_budgets"][layer]
+        factor = factor[head] if isinstance(factor, list) else factor
+
+        def tokens(part):
+            if isinstance(part, float) and part:
+                return max(1, options["min_tokens"], math.floor(part * length + 1e-6))
+            return int(part)
+
+        heavy = options["heavy"] * factor
+        heavy = tokens(heavy if isinstance(options["heavy"], float) else round(heavy))
+        sink, recent = options["sink"], tokens(options["recent"])
+        whole = heavy + recent
+        if options["policy"] == "heavy":
+            return sink, whole, 0, 0
+        if options["policy"] == "recent":
+            return sink, 0, whole, 0
+        if options["policy"] == "sink_recent":
+            total, sink = sink + whole, sink or 4
+            sink = min(sink, total - 1)
+            return sink, 0, total - sink, 0
+        if options["policy"] == "snapkv":
+            return sink, whole - max(recent, 1), max(recent, 1), 0
+        if options["policy"] in ("strided", "fixed"):
+            return sink, 0, whole - whole // 2, whole // 2
+        if options["policy"] in ("strided_heavy", "fixed_heavy"):
+            return sink, heavy, recent - recent // 2, recent // 2
+        return sink, heavy, recent, 0
+
+    def _evict(self, sequence, layer, head, entries):
+        sink, heavy, recent, pattern = self.budget(sequence, layer, head)
+        surplus = len(entries) - (sink + heavy + recent + pattern)
+        if self.options["policy"] == "snapkv" and sequence.num_seen:
+            return entries
+        if self.options["policy"] == "full" or surplus <= 0:
+            return entries
+        newest = entries[-1].position
+        ranks = self._ranks(entries, newest, pattern)
+        order = sorted(
+            (ranks[e.position], e.position)
+            for e in entries
+            if e.position >= sink and e.position <= newest - recent
+        )
+        if len(order) > surplus:
+            (below, _), (above, _) = order[surplus - 1 : surplus + 1]
+            if below != above and above - below < CLOSE_SCORES * max(abs(below), abs(above)):
+                raise NearTieError
+        gone = {position for _, position in order[:surplus]}
+        return [e for e in entries if e.position not in gone]
+
+    def _ranks(self, entries, newest, pattern):
+        policy = self.options["policy"]
+        if policy == "keydiff":
+            directions = [e.key / np.linalg.norm(e.key) for e in entries]
+            mean = sum(directions)
+            # Two keys are equally far from their mean.
+            ranks = [-(own @ mean) / np.linalg.norm(mean) for own in directions]
+            ranks = ranks if len(entries) > 2 else [0.0] * len(entries)
+        elif policy == "snapkv":
+            ranks = [entry.observed for entry in entries]
+        elif policy in ("recent", "sink_recent", "strided", "fixed"):
+            ranks = [0.0] * len(entries)
+        else:
+            ranks = [self.score(entry, newest) for entry in entries]
+        found = {e.position: rank for e, rank in zip(entries, ranks, strict=True)}
+        for entry in entries:
+            if entry.is_pinned or (pattern and self._is_in_pattern(entry, newest, pattern)):
+                found[entry.position] = math.inf
+        return found
+
+    def _is_in_pattern(self, entry, newest, pattern):
+        """Whether the smallest power of two that fits has this position."""
+        cells = min(8, pattern) if self.options["policy"].startswith("fixed") else 1
+        stride = 1
+        if cells == 1 and self.options["policy"].startswith("strided"):
+            while newest // stride + 1 > pattern:
+                stride *= 2
+            return entry.position % stride == 0
+        while (newest // cells + 1) // stride > pattern // cells:
+            stride *= 2
+        return (entry.position // cells + 1) % stride == 0
+
+    def _round(self, entry):
+        entry.key, entry.value = (
+            _rounded(states, self.options["kv_bits"]) for states in (entry.key, entry.value)
+        )
+
+    def kept(self, sequence, layer, head):
+        """Scores by position."""
+        newest = sequence.num_seen - 1
+        return {e.position: self.score(e, newest) for e in sequence.entries[layer][head]}
+
+
+def _softmax(keys, query):
+    logits = keys @ query / math.sqrt(len(query))
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()
+
+
+def _rounded(numbers, bits):
+    """Numbers as their groups' grids have them (docs/quantized.md)."""
+    size = max(group for group in range(1, 65) if len(numbers) % group == 0)
+    levels = 2**bits - 1
+    result = []
+    for group in numbers.reshape(-1, size):
+        low = _to_bf16(group.min(), math.floor)
+        scale = _to_bf16((group.max() - low) / levels, math.ceil)
+        codes = (group - low) / scale
+        if np.any(np.abs(codes - np.floor(codes) - 0.5) < CLOSE_CODES):
+            raise NearTieError
+        result.append(low + np.clip(np.floor(codes + 0.5), 0, levels) * scale)
+    return np.concatenate(result)
+
+
+def _to_bf16(number, direction):
+    """The next number of eight significant bits below, or above."""
+    if number == 0:
+        return 0.0
+    unit = 2.0 ** (math.floor(math.log2(abs(number))) - 7)
+    steps = number / unit
+    if 0 < abs(steps - round(steps)) < CLOSE_CODES:
+        raise NearTieError
+    return direction(steps) * unit

@@ -1,0 +1,178 @@
+"""The cache against the contract in loops (`naive_h2o.py`), by random pairs of options.
+
+Slots and the masking oracle share a front door, so that what is wrong there is wrong in both. Here
+a whole model is computed twice, from its weights alone.
+"""
+
+import math
+
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from hypothesis_examples import examples
+from naive_h2o import NaiveH2O, NearTieError
+
+import h2okv
+
+HEADS = 4
+DEFAULTS = {
+    "heavy": 6, "recent": 4, "sink": 0, "policy": "h2o", "scoring": "sum", "decay": None,
+    "positions": "original", "prefill_chunk": None, "min_tokens": 0, "kv_bits": None,
+    "layer_budgets": None, "simulate": False, "pins": (),
+}  # fmt: skip
+WITHOUT_SCORES = ("recent", "sink_recent", "strided", "fixed", "keydiff", "snapkv")
+BUDGETS = [(2, 1), (9, 0), (0, 5), (1, 8), (0.2, 0.1), (0.3, 0.3), (0.5, 4), (5, 0.25), (40, 40)]
+CHOICES = {
+    "budget": st.sampled_from(BUDGETS),
+    "sink": st.integers(1, 5),
+    "policy": st.sampled_from([
+        "heavy", "recent", "sink_recent", "full", "keydiff", "strided", "strided_heavy", "fixed",
+        "fixed_heavy", "snapkv",
+    ]),
+    "scoring": st.sampled_from([
+        ("mean", None), ("decay", None), ("decay", 0.7), ("last", None), ("value_norm", None),
+        ("value_norm", 0.9), ("expected", None),
+    ]),
+    "positions": st.just("rolling"),
+    "prefill_chunk": st.sampled_from([1, 2, 5, 16]),
+    "min_tokens": st.just(3),
+    "kv_bits": st.sampled_from([8, 4]),
+    "by_layer": st.sampled_from([(0.5, 1.5), (1.25, 0.75), (0.0, 2.0)]),
+    # Of one layer's heads, which the other layer has the other way round.
+    "by_head": st.sampled_from([(0.5, 1.5, 1.0, 1.0), (1.5, 0.5, 0.0, 2.0), (0.25, 1.75, 1, 1)]),
+    "simulate": st.just(True),
+    "pins": st.sampled_from([((3, 5),), ((1, 2), (6, 8))]),
+}  # fmt: skip
+
+
+@st.composite
+def settings_of_caches(draw):
+    """Options of which a few are not as usual, without what is refused in words."""
+    names = draw(st.lists(st.sampled_from(sorted(CHOICES)), max_size=3, unique=True))
+    drawn = {name: draw(CHOICES[name]) for name in names}
+    options = DEFAULTS | {name: value for name, value in drawn.items() if name in DEFAULTS}
+    options["heavy"], options["recent"] = drawn.get("budget", (6, 4))
+    options["scoring"], options["decay"] = drawn.get("scoring", ("sum", None))
+    policy = options["policy"]
+    if policy in WITHOUT_SCORES:
+        options["scoring"], options["decay"] = "sum", None
+    if policy not in ("h2o", "heavy") or options["heavy"] < 4:
+        options["pins"] = ()
+    if policy in ("full", "keydiff", "snapkv"):
+        options["positions"] = "original"
+    if policy == "snapkv":
+        options["prefill_chunk"] = None
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    # Of a second layer's keys rounding would decide more codes than could be compared.
+    layers = 1 if options["kv_bits"] else 2
+    may_have_none = options["recent"] == 0 or "min_tokens" in drawn  # which raises no part of 0
+    factors = list(drawn.get("by_head", ())[:kv_heads])
+    if factors and policy in ("h2o", "heavy") and options["positions"] == "original":
+        options["layer_budgets"] = [factors, factors[::-1]][:layers]
+        if kv_heads == 1:
+            options["layer_budgets"] = [[0.5], [1.5]] if layers == 2 else [[1.0]]
+    elif "by_layer" in drawn and layers == 2:
+        options["layer_budgets"] = list(drawn["by_layer"])
+    if may_have_none and 0.0 in _flat(options["layer_budgets"]):
+        options["layer_budgets"] = None
+    if options["layer_budgets"] is not None:
+        options["pins"] = ()
+    return options, kv_heads, layers
+
+
+def _flat(factors):
+    return [] if factors is None else list(torch.tensor(factors).flatten().tolist())
+
+
+blocks = st.tuples(st.just("read"), st.sampled_from([1, 1, 1, 2, 5, 9]))
+others = st.sampled_from([("fork", 2), ("reverse", 0), ("keep first", 0), ("save", 0)])
+
+
+@settings(max_examples=examples(600), deadline=None, derandomize=True)
+@given(
+    setting=settings_of_caches(),
+    pads=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    prompt=st.one_of(st.integers(12, 26), st.integers(1, 11)),
+    events=st.lists(st.one_of(blocks, blocks, others), min_size=1, max_size=7),
+    holes=st.sampled_from([0.0, 0.0, 0.4]),
+    seed=st.integers(0, 10**6),
+)
+def test_the_cache_does_what_the_contract_says(
+    make_llama, tmp_path_factory, setting, pads, prompt, events, holes, seed
+):
+    options, kv_heads, layers = setting
+    pads = [min(pad, prompt - 1) for pad in pads]
+    if prompt - max(pads) < 8:
+        options["pins"] = ()
+    model = make_llama(heads=HEADS, kv_heads=kv_heads, layers=layers, seed=seed % 7, sharpness=4.0)
+    model = model.double()
+    naive = NaiveH2O(
+        {name: tensor.numpy() for name, tensor in model.state_dict().items()},
+        {
+            "layers": layers, "kv_heads": kv_heads, "head_dim": 16, "theta": 10_000.0,
+            "eps": model.config.rms_norm_eps, "vocabulary": 97,
+        },
+        options,
+    )  # fmt: skip
+    given_options = {name: value for name, value in options.items() if name != "pins"}
+    cache = h2okv.H2OCache(model.config, **given_options)
+    cache.pin(options["pins"])
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [naive.begin() for _ in pads]
+    mask = torch.ones(len(pads), 0, dtype=torch.long)
+    for kind, size in [("read", prompt), *events]:
+        if kind == "read":
+            ids = torch.randint(2, 97, (len(sequences), size), generator=generator)
+            real = torch.rand(ids.shape, generator=generator) >= holes
+            if not mask.shape[1]:
+                real = torch.arange(size) >= torch.tensor(pads).unsqueeze(1)
+            mask = torch.cat([mask, real.long()], dim=1)
+            try:
+                expected = [
+                    naive.read(sequence, row[columns].tolist())
+                    for sequence, row, columns in zip(sequences, ids, real, strict=True)
+                ]
+            except NearTieError:
+                event("near tie")
+                return
+            position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -size:]
+            with torch.no_grad():
+                logits = model(
+                    ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache
+                ).logits
+            for row, row_logits in enumerate(expected):
+                torch.testing.assert_close(
+                    logits[row, real[row]], torch.from_numpy(row_logits), atol=2e-4, rtol=1e-3
+                )
+        elif kind == "fork" and len(sequences) <= 2:
+            cache = cache.fork(size)
+            sequences = [sequence.fork() for sequence in sequences for _ in range(size)]
+            mask = mask.repeat_interleave(size, dim=0)
+        elif kind == "reverse":
+            cache.reorder_cache(torch.arange(len(sequences)).flip(0))
+            sequences, mask = sequences[::-1], mask.flip(0)
+        elif kind == "keep first":
+            cache.batch_select_indices(torch.tensor([0]))
+            sequences, mask = sequences[:1], mask[:1]
+        elif kind == "save":
+            path = tmp_path_factory.mktemp("saved") / "cache"
+            cache.save(path)
+            cache = h2okv.H2OCache.load(path, model)
+        cache.check_integrity()
+        check_entries(cache, naive, sequences, options, layers)
+
+
+def check_entries(cache, naive, sequences, options, layers):
+    """Positions and scores of all layers, sequences and heads."""
+    for layer in range(layers):
+        positions, scores = cache.kept_positions(layer), cache.scores(layer)
+        for row, sequence in enumerate(sequences):
+            for head, numbers in enumerate(positions[row].tolist()):
+                entries = dict(zip(numbers, scores[row, head].tolist(), strict=True))
+                entries.pop(-1, None)
+                expected = naive.kept(sequence, layer, head)
+                assert entries.keys() == expected.keys(), (layer, row, head)
+                if options["policy"] in WITHOUT_SCORES:
+                    continue
+                for position, score in expected.items():
+                    assert math.isclose(entries[position], score, rel_tol=2e-3, abs_tol=2e-4)
