@@ -15,7 +15,7 @@ if __name__ == "__main__":
 from family_table import FAMILIES, Family  # noqa: E402
 from transformers import PreTrainedConfig  # noqa: E402
 
-from h2okv.cache import validation as support  # noqa: E402
+from h2okv.cache import support  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "support-table.md"
 README = ROOT / "README.md"
