@@ -1,7 +1,7 @@
 """Products with weights in bf16, int8 and int4 on the CPU, as of `h2okv batch --weight-bits`.
 
 One linear layer of 4096 outputs and 1536 inputs, for numbers of rows from one sequence's step to a
-prompt; it needs pip install 'h2okv[quant]'. Correctness comes first: a product that is too far
+prompt; it needs the extra `quant`. Correctness comes first: a product that is too far
 from that in bf16 ends the run without a figure.
 """
 

@@ -1,9 +1,12 @@
 import io
+import re
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from h2okv.console import Progress, format_bytes, format_table
+from h2okv.console import Progress, format_bytes, format_table, optional
 
 
 class Terminal(io.StringIO):
@@ -80,3 +83,23 @@ def test_table_aligns_and_never_wraps():
 )
 def test_format_bytes(count, expected):
     assert format_bytes(count) == expected
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_missing_package_is_installed_from_the_clone():
+    """The package is on no index, so that its name would fetch nothing, or a stranger's."""
+    with pytest.raises(ValueError, match=r"in the clone of h2okv: pip install '\.\[plot\]'$"):
+        optional("no_such_package", "a picture", "plot")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("src/h2okv/**/*.py")]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert "install 'h2okv[" not in text and "install h2okv" not in text, page
+        for name in re.findall(r"pip install '\.\[([\w,]+)\]'", text):
+            assert set(name.split(",")) <= set(extras), page
+        if "from openai import" in text:
+            assert "pip install openai" in text, page

@@ -29,6 +29,11 @@ def check_least(least: int = 1, /, **counts: int | None) -> None:
             raise ValueError(f"--{option} {count} is too few; give {least} or more")
 
 
+def install_hint(extra: str) -> str:
+    """Say how an extra is installed; the package is on no index, so its name finds nothing."""
+    return f"in the clone of h2okv: pip install '.[{extra}]'"
+
+
 def optional(module: str, what: str, extra: str = "eval") -> Any:
     """Imports a module that an extra brings; without it, says how it is installed."""
     try:
@@ -36,7 +41,7 @@ def optional(module: str, what: str, extra: str = "eval") -> Any:
     except ImportError as error:
         package = module.partition(".")[0]
         raise ValueError(
-            f"{package} is not installed, which {what} needs; pip install 'h2okv[{extra}]'"
+            f"{package} is not installed, which {what} needs; {install_hint(extra)}"
         ) from error
 
 

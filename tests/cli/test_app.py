@@ -10,9 +10,10 @@ import pytest
 import h2okv
 from h2okv.cli.analyze import MEASUREMENTS
 from h2okv.cli.app import COMMANDS
-from h2okv.cli.args import helps, memory
+from h2okv.cli.args import helps
 from h2okv.cli.bench import RUNNERS, SHAPES
 from h2okv.cli.eval import COMPRESSIONS, EXPERIMENTS
+from h2okv.cli.readers import memory
 from h2okv.config import BEST, PER_QUERY, POLICIES, SCORED, SCORINGS
 from h2okv.policy import Sees, get_rule, scoring_names
 

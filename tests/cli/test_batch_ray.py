@@ -20,7 +20,7 @@ STEPS = 40
 @pytest.fixture(scope="module")
 def ray_here():
     """A cluster of this machine alone, with more processors than it has: the models are tiny."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'h2okv[ray]'")
+    ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     ray.init(
         address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR",
         log_to_driver=False, object_store_memory=100 << 20,
@@ -164,4 +164,4 @@ def test_without_ray(job, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "out.jsonl").touch()
     outcome, _ = job("--ray", output="out.jsonl", code=2)
-    assert "pip install 'h2okv[ray]'" in outcome.err
+    assert "pip install '.[ray]'" in outcome.err

@@ -201,7 +201,7 @@ def test_another_files_columns_are_left_alone(h2okv_command, tmp_path):
 def test_a_plot_without_matplotlib_names_the_extra(h2okv_command, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = h2okv_command(*TINY, "--plot", "bench.png")
-    assert done.code == 2 and "pip install 'h2okv[plot]'" in done.err
+    assert done.code == 2 and "pip install '.[plot]'" in done.err
 
 
 def test_the_parts_of_the_budget_are_options_of_their_own(h2okv_command, tmp_path):

@@ -27,11 +27,11 @@ def chat(h2okv_command, monkeypatch, chat_folder):
 
 
 def statuses(outcome):
-    return [line for line in outcome.err.splitlines() if " tokens seen | " in line]
+    return [line for line in outcome.err.splitlines() if " tokens seen, " in line]
 
 
 def remarks(outcome):
-    return [line for line in outcome.err.splitlines() if " tokens seen | " not in line]
+    return [line for line in outcome.err.splitlines() if " tokens seen, " not in line]
 
 
 def test_lines_and_blocks_of_a_pipe_are_turns(chat):
@@ -49,7 +49,7 @@ def test_the_status_line_says_what_an_answer_took(chat):
     seen = [int(line.split()[0].replace(",", "")) for line in statuses(outcome)]
     assert seen == sorted(set(seen))
     last = statuses(outcome)[-1]
-    assert "| 32 held | cache " in last
+    assert "tokens seen, 32 kept | KV cache " in last and ", a full one " in last
     assert " tokens/s | first after " in last
     assert last.endswith("cut at --max-new-tokens 12")
 
@@ -59,7 +59,7 @@ def test_a_chat_goes_on_beyond_the_context_window(chat):
     assert outcome.code == 0
     assert len(statuses(outcome)) == 13
     assert int(statuses(outcome)[-1].split()[0]) > 256
-    assert " | 32 held | " in statuses(outcome)[-1]
+    assert " tokens seen, 32 kept | " in statuses(outcome)[-1]
 
 
 def test_with_original_positions_the_context_is_the_end_and_the_chat_is_still_there(chat):

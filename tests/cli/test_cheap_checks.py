@@ -13,6 +13,8 @@ CACHE = {
     "--kv-bits 3": "--kv-bits 3 is not known; give 8 or 4",
     "--budget much": "--budget 'much' is not an amount",
     "--budget 20% --heavy 64": "--budget 20% goes without --heavy and --recent",
+    "--budget 20 % hello": "'20 %' of --budget is two arguments; leave out the space",
+    "--heavy=10 % hello": "'10 %' of --heavy is two arguments",
     "--heavy 64 --heavy-fraction 0.5": "--heavy-fraction 0.5 goes without",
     f"--layer-budgets {MISSING}": f"--layer-budgets '{MISSING}' cannot be read",
 }
@@ -53,6 +55,7 @@ COMMANDS = {
         f"--view-page {MISSING}": f"--view-page '{MISSING}' cannot be read",
         "--max-prefill-tokens 0": "max_prefill_tokens=0",
         "--timeout 0": "timeout=0.0",
+        "--memory 8 GiB": "'8 GiB' of --memory is two arguments",
         "--memory much": "--memory 'much' is not an amount of memory",
     },
     "batch --input in.jsonl --output out.jsonl": BOTH | TOPK | SAMPLING | {

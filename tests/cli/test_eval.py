@@ -184,7 +184,7 @@ def test_fidelity_compares_all_caches_and_recommends_one(
         (("--policy", "h3o"), "policy 'h3o' is unknown; did you mean h2o?"),
         (("--scoring", "sun,decay"), "scoring 'sun' is unknown; did you mean sum?"),
         (("--scoring", "sum", "--decay", 0.9), "decay=0.9 has no effect with scoring='sum'"),
-        (("--texts", 50), "give a longer text, smaller numbers, or fewer --texts"),
+        (("--texts", 50), "give a longer text, or smaller numbers, or --texts "),
         (("--plot", "f.txt"), "'f.txt' is not a picture's name"),
     ],
 )

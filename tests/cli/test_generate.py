@@ -21,6 +21,8 @@ RUN_FIELDS = {
     "kv_bytes_full": int,
     "num_seen_tokens": int,
     "num_cached_tokens": int,
+    "mean_cached_tokens": float,
+    "smaller_from": int,
 }
 SETTINGS_FIELDS = {
     "model": str,
@@ -112,6 +114,29 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(generate):
     assert outcome.err.endswith("tokens seen, 32 kept\n")
 
 
+def test_a_cache_that_does_not_save_yet_says_from_when_on(generate):
+    """At the count that is named it takes less than a full cache, and just before it does not."""
+    run = json.loads(generate("--budget", 128, "--max-new-tokens", 2, "--json", text="a cat").out)
+    first = run["smaller_from"]
+    assert 128 < first < 160 and run["kv_bytes"] >= run["kv_bytes_full"]
+    outcome = generate("--budget", 128, "--max-new-tokens", 2, text="a cat")
+    assert f"(nothing evicted yet; saves memory from {first} tokens on)" in outcome.err
+    each = run["kv_bytes_full"] / run["num_seen_tokens"]
+    later = json.loads(
+        generate("--budget", 128, "--max-new-tokens", first - run["prompt_tokens"] + 1, "--json",
+                 text="a cat").out
+    )  # fmt: skip
+    assert later["num_seen_tokens"] == first
+    assert each * (first - 1) <= later["kv_bytes"] < later["kv_bytes_full"]
+
+
+def test_by_head_the_mean_and_the_largest_are_told(generate, tmp_path):
+    heads = tmp_path / "heads.json"
+    heads.write_text("[[0.5, 1.5], [1.0, 1.0]]")
+    outcome = generate("--heavy", 64, "--recent", 16, "--layer-budgets", heads, text="a cat " * 60)
+    assert "80 kept by a head on average, 112 by the largest" in outcome.err
+
+
 def test_json_is_one_object_with_these_fields(generate, prompt):
     parts = ("--heavy", "16", "--recent", "95%")
     outcome = generate(*parts, "--json", "--max-new-tokens", 9, text=prompt * 2)
@@ -140,7 +165,8 @@ def test_a_budget_beyond_the_length_gives_what_transformers_gives(generate, mode
 def test_compare_full_in_json(generate):
     result = json.loads(generate(*BUDGET, "--json", "--compare", "full").out)
     full, agreement = result["full"], result["agreement"]
-    assert {name: type(value) for name, value in full.items()} == RUN_FIELDS
+    fields = RUN_FIELDS | {"smaller_from": type(None)}  # than itself it never is
+    assert {name: type(value) for name, value in full.items()} == fields
     assert full["kv_bytes"] == full["kv_bytes_full"] == result["kv_bytes_full"]
     assert full["num_cached_tokens"] == full["num_seen_tokens"] == result["num_seen_tokens"]
     assert result["num_cached_tokens"] == 32
@@ -392,6 +418,41 @@ def test_pinned_messages_stay(generate, chat_folder):
     ):
         outcome = generate(*options, *more, **chat)
         assert outcome.code == 2 and message in outcome.err
+
+
+STORED_MODES = {
+    "several sequences": {"do_sample": False, "num_return_sequences": 3, "num_beams": 3},
+    "samples": {"do_sample": True, "temperature": 1.0, "top_k": 1, "num_return_sequences": 3},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "beams in groups": {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    "contrastive": {"penalty_alpha": 0.6, "top_k": 4},
+    "dola": {"dola_layers": "low"},
+    "early exit": {"assistant_early_exit": 1},
+    "static cache": {"cache_implementation": "static", "max_length": 20},
+    "no cache": {"use_cache": False, "token_healing": True},
+    "outputs": {"return_dict_in_generate": True, "output_scores": True, "output_attentions": True},
+}
+
+
+@pytest.mark.parametrize("stored", STORED_MODES.values(), ids=STORED_MODES.keys())
+def test_a_stored_mode_of_generation_changes_nothing(generate, save_model, stored):
+    model = save_model()
+    (model / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, **stored}))
+    options = (*BUDGET, "--max-new-tokens", 16, "--json")
+    plain, found = (json.loads(generate(*options, **m).out) for m in ({}, {"model": model}))
+    for name in ("token_ids", "kv_bytes", "kv_bytes_full", "num_seen_tokens"):
+        assert found[name] == plain[name], name
+
+
+def test_stored_stop_strings_end_the_text_unless_others_are_given(generate, save_model):
+    model, options = save_model(), (*BUDGET, "--max-new-tokens", 24, "--json")
+    free = json.loads(generate(*options).out)["text"]
+    stops = {"bos_token_id": 0, "stop_strings": [free[4:7]]}
+    (model / "generation_config.json").write_text(json.dumps(stops))
+    found = json.loads(generate(*options, model=model).out)
+    assert (found["text"], found["finish_reason"]) == (free[: free.index(free[4:7])], "stop")
+    other = json.loads(generate(*options, "--stop", "no such text", model=model).out)
+    assert (other["text"], other["finish_reason"]) == (free, "length")
 
 
 def test_the_models_own_sampling_is_the_default(generate, save_model):

@@ -121,7 +121,7 @@ def test_options_unknown_to_the_harness_are_its_own_error(run, data, capsys):
 def test_without_the_harness_the_extra_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval._cli", None)
     outcome = run()
-    assert outcome.code == 2 and "pip install 'h2okv[eval]'" in outcome.err
+    assert outcome.code == 2 and "pip install '.[eval]'" in outcome.err
 
 
 def test_help_has_an_example(h2okv_command):

@@ -20,6 +20,8 @@ def make_generation(**values):
         "kv_bytes_full": 2048,
         "num_seen_tokens": 400,
         "num_cached_tokens": 80,
+        "mean_cached_tokens": 80.0,
+        "smaller_from": 110,
     }
     return Generation(**(defaults | values))
 
@@ -51,9 +53,35 @@ def test_a_table_of_three_caches_fits_a_terminal_and_counts_from_one():
 
 def test_summary_line():
     assert summary_line(make_generation()) == (
-        "3 tokens (length) | first after 0.250 s | 12.3 tokens/s | KV 512 B of 2.0 KiB (25 %)"
-        " | 400 tokens seen, 80 kept"
+        "3 tokens (length) | first after 0.250 s | 12.3 tokens/s"
+        " | KV cache 512 B, a full one 2.0 KiB (25 %) | 400 tokens seen, 80 kept"
     )
+
+
+@pytest.mark.parametrize(
+    ("values", "memory", "kept"),
+    [
+        (
+            {"kv_bytes": 2100, "num_cached_tokens": 400, "mean_cached_tokens": 400.0},
+            "KV cache 2.1 KiB (nothing evicted yet; saves memory from 110 tokens on)",
+            "400 tokens seen, all kept",
+        ),
+        (
+            {"kv_bytes": 2100},
+            "KV cache 2.1 KiB (saves memory from 110 tokens on)",
+            "400 tokens seen, 80 kept",
+        ),
+        (
+            {"num_cached_tokens": 290},
+            "KV cache 512 B, a full one 2.0 KiB (25 %)",
+            "400 tokens seen, 80 kept by a head on average, 290 by the largest",
+        ),
+        ({"kv_bytes": 2100, "smaller_from": None}, "KV cache 2.1 KiB", "400 tokens seen, 80 kept"),
+    ],
+)
+def test_memory_is_compared_once_it_is_saved(values, memory, kept):
+    run = make_generation(**values)
+    assert (run.memory_text, run.kept_text) == (memory, kept)
 
 
 def test_summary_line_of_nothing():

@@ -251,7 +251,7 @@ def test_the_extra_for_pictures_is_named_before_the_run(stream, book, tmp_path, 
     rows = tmp_path / "rows.csv"
     outcome = stream("--text", book, "--csv", rows, "--plot", tmp_path / "rows.png")
     assert outcome.code == 2
-    assert "pip install 'h2okv[plot]'" in outcome.err
+    assert "pip install '.[plot]'" in outcome.err
     assert not rows.exists()
 
 

@@ -313,7 +313,7 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
 def test_says_what_to_install(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ValueError, match=r"pip install 'h2okv\[gguf\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[gguf\]'"):
         converted(path)
 
 

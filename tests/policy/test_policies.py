@@ -1,9 +1,13 @@
 """The matrix that every policy passes, one added by a user too."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import h2okv
+from h2okv import config
 from h2okv.config import TokenBudget
 from h2okv.policy import Sees, get_rule
 
@@ -179,3 +183,17 @@ def test_a_registered_policy_has_a_name_of_its_own():
 
     with pytest.raises(ValueError, match="'h2o' is taken by H2O"):
         h2okv.register_policy(Impostor)
+
+
+def test_pages_and_messages_list_every_policy():
+    names = {*config.POLICIES, *config.PER_QUERY}
+    root = Path(__file__).parents[2]
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    listed = readme.partition("- **Policies**: ")[2].partition("- **Scores**")[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == names
+    table = (root / "docs" / "policies.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    rows = "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+    assert set(re.findall(r"`(\w+)`", rows)) == names
+    with pytest.raises(ValueError, match="policy 'h20' is unknown") as refused:
+        get_policy("h20")
+    assert names <= set(re.findall(r"\w+", str(refused.value).partition("choose from")[2]))

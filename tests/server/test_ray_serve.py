@@ -26,7 +26,7 @@ KEY = "a key of some length"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """`h2okv serve --ray` on a cluster of this machine alone; ended as an operator ends it."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'h2okv[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     command = (
         "serve", "--ray", "--replicas", "2", "--max-num-seqs", SEQS, "--max-prompt-tokens", "256",
         "--max-waiting", WAITING, "--name", "books", "--port", "0", "--drain", "5",

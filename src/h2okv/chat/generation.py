@@ -24,8 +24,10 @@ from transformers.cache_utils import Cache
 
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
+from h2okv.cache.layer import CacheLayer
+from h2okv.cache.slots import SlotLayer
 from h2okv.config import CacheConfig
-from h2okv.console import Progress, discard, write_text
+from h2okv.console import Progress, discard, format_bytes, write_text
 from h2okv.engine.detokenizer import Detokenizer, StopText
 from h2okv.engine.sampler import RefuseNaN, eos_token_ids, generation_kwargs
 from h2okv.engine.sampling_params import SamplingParams
@@ -51,11 +53,41 @@ class Generation:
     kv_bytes: int  # held at the end, scores and positions included
     kv_bytes_full: int  # keys and values of a full cache
     num_seen_tokens: int
-    num_cached_tokens: int  # for each head
+    num_cached_tokens: int  # by the head that holds most
+    mean_cached_tokens: float  # of all heads
+    smaller_from: int | None  # tokens from which on the cache takes less than a full one
 
     @property
     def interrupted(self) -> bool:
         return self.finish_reason == "interrupted"
+
+    @property
+    def kept_text(self) -> str:
+        """How many tokens the cache keeps, for people."""
+        seen, mean, most = self.num_seen_tokens, self.mean_cached_tokens, self.num_cached_tokens
+        if mean >= seen:
+            return f"{seen:,} tokens seen, all kept"
+        heads = "" if round(mean) == most else f" by a head on average, {most:,} by the largest"
+        return f"{seen:,} tokens seen, {mean:,.0f} kept{heads}"
+
+    @property
+    def memory_text(self) -> str:
+        """What the cache takes, and beside it a full one as soon as that would take more."""
+        size, full = format_bytes(self.kv_bytes), format_bytes(self.kv_bytes_full)
+        if self.kv_bytes < self.kv_bytes_full:
+            return f"KV cache {size}, a full one {full} ({self.share_text})"
+        if self.smaller_from is None:
+            return f"KV cache {size}"
+        nothing = "nothing evicted yet; " if self.mean_cached_tokens >= self.num_seen_tokens else ""
+        return f"KV cache {size} ({nothing}saves memory from {self.smaller_from:,} tokens on)"
+
+    @property
+    def share_text(self) -> str:
+        """The cache's part of a full one, for people."""
+        if not self.kv_bytes_full:
+            return "-"
+        percent = 100 * self.kv_bytes / self.kv_bytes_full
+        return f"{percent:.1f} %" if percent < 10 else f"{percent:.0f} %"
 
 
 class Generating(StoppingCriteria):
@@ -129,6 +161,10 @@ class Generating(StoppingCriteria):
                 return
             rest = self._ids[:, before:].to(input_device(model))
             read = int(cache.get_seq_length()) + rest.shape[1]
+            # Stop texts are those of `params`, which may replace what the model's authors stored.
+            config: Any = model.generation_config
+            stack.callback(setattr, config, "stop_strings", config.stop_strings)
+            config.stop_strings = None
             generate(
                 input_ids=rest,
                 attention_mask=rest.new_ones(1, read),
@@ -152,9 +188,11 @@ class Generating(StoppingCriteria):
         if isinstance(cache, H2OCache):
             held, full = cache.nbytes, cache.full_nbytes
             seen, cached = cache.num_seen_tokens, cache.num_cached_tokens
+            mean, smaller_from = mean_cached_tokens(cache), saves_from(cache)
         else:
             held = full = _nbytes(cache)
-            seen = cached = int(cache.get_seq_length())
+            seen = cached = mean = int(cache.get_seq_length())
+            smaller_from = None
         return Generation(
             shown=self._shown.text,
             text=self._text,
@@ -166,6 +204,8 @@ class Generating(StoppingCriteria):
             kv_bytes_full=int(full),
             num_seen_tokens=int(seen),
             num_cached_tokens=int(cached),
+            mean_cached_tokens=float(mean),
+            smaller_from=smaller_from,
         )
 
     def _finish_reason(self) -> str:
@@ -177,6 +217,31 @@ class Generating(StoppingCriteria):
         if len(tokens) < self._room:
             return "interrupted"
         return "length" if self._room == self._params.max_tokens else "context"
+
+
+def mean_cached_tokens(cache: H2OCache) -> float:
+    """Count what a head of a cache holds on average."""
+    scored = [index for index, layer in enumerate(cache.layers) if isinstance(layer, CacheLayer)]
+    counts = [(cache.kept_positions(index) >= 0).sum(dim=-1) for index in scored]
+    heads = torch.cat([count.flatten() for count in counts])
+    return float(heads.double().mean())
+
+
+def saves_from(cache: H2OCache) -> int | None:
+    """Count the tokens from which on a cache takes less than a full one.
+
+    Returns:
+        The count, by the slots that its budget comes to; ``None`` where nothing bounds them.
+    """
+    layers = [layer for layer in cache.layers if isinstance(layer, SlotLayer)]
+    if not layers or not all(layer.holds_entries and layer.capacity for layer in layers):
+        return None
+    limit = 0.0
+    for layer in layers:
+        slots = layer.state.num_slots
+        limit += layer.nbytes / slots * max(slots, layer.capacity or 0)
+    each = sum(layer.full_nbytes for layer in layers) / cache.num_seen_tokens
+    return math.floor(limit / each) + 1
 
 
 def _nbytes(cache: Cache) -> int:

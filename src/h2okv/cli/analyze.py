@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import h2okv
-from h2okv.cli import args
+from h2okv.cli import args, readers
 from h2okv.cli.args import TEXT, ModelOptions, Typed, option
 from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, Progress, check_least, write_remark, write_text
@@ -30,7 +30,7 @@ MEASUREMENTS = (
 
 def _measurements(option: str, text: str) -> tuple[str, ...]:
     """Reads names of measurements."""
-    found = args.names(option, text)
+    found = readers.names(option, text)
     for name in found:
         if name not in MEASUREMENTS:
             raise unknown_name(f"{option}: measurement", name, MEASUREMENTS)
@@ -58,7 +58,7 @@ def analyze(
 ) -> int:
     if only and quick:
         raise ValueError("--only and --quick both choose measurements; give one of them")
-    wording = args.text_or_sample(text)
+    wording = readers.text_or_sample(text)
     from h2okv.analysis import measurements, study
     from h2okv.analysis.ablation import find_neurons
     from h2okv.analysis.report import REPORT_FILE, write_report
@@ -110,15 +110,15 @@ def view(
     caches: list[CacheConfig] = args.cache_lists("20%", **_UNSEEN),
     model: ModelOptions = args.model_options(),
     text: Path | None = TEXT,
-    export: Path | None = option(None, "Write one HTML file and end.", read=args.writable),
-    port: int = option(8765, "The port on this machine; 0 for any.", read=args.port),
+    export: Path | None = option(None, "Write one HTML file and end.", read=readers.writable),
+    port: int = option(8765, "The port on this machine; 0 for any.", read=readers.port),
     layer: int = option(0, "The layer to begin with."),
     head: int = option(0, "The KV head to begin with."),
     tokens: int = option(2048, "Most tokens of a text; the rest is cut."),
     new_tokens: int = option(0, "Tokens that the model adds with the full cache."),
     open_browser: bool = option(True, "Open the page in the browser.", "--open/--no-open"),
 ) -> int:
-    wording = args.text_or_sample(text)
+    wording = readers.text_or_sample(text)
     from h2okv.analysis.attention_stats import check_layer
     from h2okv.analysis.viewer.reading import LEAST_TOKENS, Reader, check_new_tokens
     from h2okv.analysis.viewer.server import PageServer

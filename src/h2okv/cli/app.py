@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -88,6 +89,7 @@ def main() -> None:
 def run(args: Sequence[str]) -> int:
     _quieten_libraries()
     try:
+        _check_spaces(args)
         code = _app(args=list(args) or ["--help"], prog_name="h2okv", standalone_mode=False)
     except typer.TyperException as error:
         return _fail(_usage(error))
@@ -105,6 +107,25 @@ def run(args: Sequence[str]) -> int:
             " --dtype bfloat16"
         )
     return code if isinstance(code, int) else 0
+
+
+_UNITS = {
+    **dict.fromkeys(("--budget", "--heavy", "--recent"), r"%[\d.,%]*"),
+    **dict.fromkeys(("--memory", "--gpu-memory", "--max-body"), r"(?i:[KMGT]i?B)"),
+}
+
+
+def _check_spaces(args: Sequence[str]) -> None:
+    """Refuses an amount whose unit a space has made an argument of its own."""
+    words = [word for arg in args for word in arg.split("=", 1)]
+    for option, number, unit in zip(words, words[1:], words[2:], strict=False):
+        if option not in _UNITS or not re.fullmatch(_UNITS[option], unit):
+            continue
+        if re.fullmatch(r"[\d.,%]*\d", number):
+            raise ValueError(
+                f"'{number} {unit}' of {option} is two arguments; leave out the space, as in"
+                f" {option} {number}{unit}"
+            )
 
 
 def _quieten_libraries() -> None:

@@ -6,8 +6,6 @@ import copy
 import functools
 import inspect
 import itertools
-import math
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +17,7 @@ import typer
 from typer.models import OptionInfo, ParameterInfo
 
 import h2okv
-from h2okv.assets import sample_prompt
+from h2okv.cli import readers
 from h2okv.config import (
     BEST,
     LEAST_ENTRIES,
@@ -34,8 +32,7 @@ from h2okv.config import (
 )
 from h2okv.console import check_least
 from h2okv.integration.names import check_name
-from h2okv.plots import check_plot
-from h2okv.records import parse_json, read_text_file, refusing, unknown_name
+from h2okv.records import parse_json, refusing, unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -53,9 +50,6 @@ Made = TypeVar("Made", bound="DataclassInstance")
 
 BUNDLED = "bundled"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-_DEVICES = re.compile(r"auto|(cpu|cuda|hpu|mps|mtia|npu|xla|xpu)(:\d+)?")
-_UNITS = {"": 1, "b": 1, **{u: 1000**n for n, u in enumerate(("kb", "mb", "gb", "tb"), 1)}}
-_UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
 
 
 @functools.cache
@@ -92,109 +86,6 @@ def option(
     return typer.Option(default, *names, help=help, callback=called)
 
 
-def choice(option: str, text: str, words: Sequence[str]) -> str:
-    """Reads one of a few words."""
-    if text not in words:
-        raise ValueError(f"{option} {text!r} is not known; choose from {', '.join(words)}")
-    return text
-
-
-def bits(option: str, number: int, known: Sequence[int] = (8, 4)) -> int:
-    """Reads a number of bits."""
-    if number not in known:
-        raise ValueError(
-            f"{option} {number} is not known; give {' or '.join(map(str, known))}, or leave it out"
-        )
-    return number
-
-
-def least(option: str, number: int, least: int = 1) -> int:
-    check_least(least, **{option[2:]: number})
-    return number
-
-
-def names(option: str, text: str) -> tuple[str, ...]:
-    """Reads a comma-separated list."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def numbers(option: str, text: str, kind: type = int, such: str = "2048,8192") -> tuple[Any, ...]:
-    """Reads a comma-separated list of numbers."""
-    try:
-        return tuple(map(kind, names(option, text)))
-    except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
-        raise ValueError(
-            f"{option} {text!r} is not a list of {what}; give one such as {such}"
-        ) from None
-
-
-def memory(option: str, text: str) -> int:
-    """Reads an amount of memory."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def torch_dtype(name: str) -> torch.dtype | None:
-    """The data type of a name; None for auto, which is the checkpoint's own."""
-    if name == "auto":
-        return None
-    import torch
-
-    return getattr(torch, name)
-
-
-def device(option: str, text: str) -> str:
-    """Reads a device as far as it is written right; whether it is here, only torch can tell."""
-    if not _DEVICES.fullmatch(text):
-        which = "choose auto, cpu or a GPU that torch can see, such as cuda:0"
-        raise ValueError(f"{option} {text!r} is not known; {which}")
-    return text
-
-
-def port(option: str, number: int) -> int:
-    """Reads a port."""
-    if not 0 <= number <= 65535:
-        raise ValueError(f"{option} {number} is out of range; give 0 (any that is free) to 65535")
-    return number
-
-
-def readable(option: str, path: Path) -> Path:
-    """Refuses a file that cannot be read; its content is looked at when it is read."""
-    place = path.expanduser()
-    if place.is_dir():
-        reason = "it is a folder"
-    elif not place.exists():
-        reason = "there is no such file"
-    elif not os.access(place, os.R_OK):
-        reason = "permission denied"
-    else:
-        return place
-    raise ValueError(f"{option} '{path}' cannot be read ({reason}); give a file that is there")
-
-
-def writable(option: str, path: Path) -> Path:
-    """Refuses a file that could not be written when the work is done."""
-    if path.is_dir():
-        reason = "it is a folder"
-    elif not path.parent.is_dir():
-        reason = "it is in no folder that exists"
-    elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        reason = "permission denied"
-    else:
-        return path
-    raise ValueError(f"{option} '{path}' cannot be written ({reason}); choose another file")
-
-
-def picture(option: str, path: Path) -> Path:
-    """Refuses one that could not be drawn, too."""
-    writable(option, path)
-    check_plot(path)
-    return path
-
-
 def build(kind: type[Made], given: dict[str, Any], **more: Any) -> Made:
     """Makes a dataclass of those of a command's values that have the name of a field."""
     known = {field.name for field in fields(kind) if field.init}
@@ -204,11 +95,11 @@ def build(kind: type[Made], given: dict[str, Any], **more: Any) -> Made:
 MODEL_HELP = "A folder, a GGUF file, a Hub id, bundled or smollm2."
 DEVICE_HELP = "auto, cpu, cuda, cuda:1 ..."
 JSON = option(False, "Print one JSON object.", "--json")
-TEXT = option(None, "A text file; by default the opening of a novel.", read=readable)
+TEXT = option(None, "A text file; by default the opening of a novel.", read=readers.readable)
 RAW = option(False, "Continue the text: no chat template, if there is one.", "--raw")
 _PIN_HELP = "Messages that are never evicted: system, user, last_user (comma-separated)."
-PIN = option("", _PIN_HELP, read=names)
-ROWS = option(None, "Append the rows to this file.", read=writable)
+PIN = option("", _PIN_HELP, read=readers.names)
+ROWS = option(None, "Append the rows to this file.", read=readers.writable)
 MEMORY_HELP = "Memory limit of the process (what is free), such as 4GiB; on a GPU that of the GPU."
 COMPILE = option(
     False, "Compile decode steps with torch.compile: slow to start, then faster.", "--compile"
@@ -217,7 +108,7 @@ WEIGHT_BITS = option(
     None,
     "4: steps of few sequences read weights of 4 bits (x86 CPUs, bfloat16).",
     "--weight-bits",
-    read=bits,
+    read=readers.bits,
     known=(4,),
 )
 
@@ -284,7 +175,7 @@ def _factors(option: str, given: str) -> LayerBudgets | Literal["auto"]:
     path = Path(given)
     problem = f"{option} '{path}' is no JSON list of numbers"
     with refusing(problem, "give a file of h2okv eval layers", ValueError, TypeError):
-        return checked_factors(parse_json(read_text(option, path)))
+        return checked_factors(parse_json(readers.read_text(option, path)))
 
 
 def make_cache(
@@ -307,8 +198,10 @@ def make_cache(
     positions: str = option(
         "original", "original, rolling (past the context window), clamped (OPT)."
     ),
-    prefill_chunk: int | None = option(None, CHUNK_HELP, read=least),
-    kv_bits: int | None = option(None, "Quantize keys and values to 8 or 4 bits.", read=bits),
+    prefill_chunk: int | None = option(None, CHUNK_HELP, read=readers.least),
+    kv_bits: int | None = option(
+        None, "Quantize keys and values to 8 or 4 bits.", read=readers.bits
+    ),
     layer_budgets: Typed = option(
         None,
         "Divide heavy hitters among the heads: auto (measured once for a model and kept), or a"
@@ -326,16 +219,16 @@ def make_cache(
     }  # fmt: skip
     if heavy is None and recent is None:
         return CacheConfig.from_budget(
-            parse_budget(usual if budget is None else budget), heavy_fraction, **rest
+            readers.parse_budget(usual if budget is None else budget), heavy_fraction, **rest
         )
     for name, value in (("--budget", budget), ("--heavy-fraction", heavy_fraction)):
         if value is not None:
             parts = "--heavy and --recent, which say how large each part is"
             raise ValueError(f"{name} {value} goes without {parts}; leave one out")
-    half = CacheConfig.from_budget(parse_budget("20%" if "," in usual else usual))
+    half = CacheConfig.from_budget(readers.parse_budget("20%" if "," in usual else usual))
     return CacheConfig(
-        heavy=half.heavy if heavy is None else parse_amount("heavy", heavy),
-        recent=half.recent if recent is None else parse_amount("recent", recent),
+        heavy=half.heavy if heavy is None else readers.parse_amount("heavy", heavy),
+        recent=half.recent if recent is None else readers.parse_amount("recent", recent),
         **rest,
     )
 
@@ -386,10 +279,12 @@ def cache_lists(
         parts = values["heavy"] is not None or values["recent"] is not None
         if given is None and not parts:
             given = budget
-        policies = names("policy", values.pop("policy"))
+        policies = readers.names("policy", values.pop("policy"))
         scoring = values.pop("scoring")
-        scorings = () if scoring is None else names("scoring", scoring)
-        budgets = (None,) if given is None else (given,) if parts else names("budget", given)
+        scorings = () if scoring is None else readers.names("scoring", scoring)
+        budgets = (
+            (None,) if given is None else (given,) if parts else readers.names("budget", given)
+        )
         lists = {"policy": policies, "scoring": scoring is None or scorings, "budget": budgets}
         for name, found in lists.items():
             if not found:
@@ -440,8 +335,8 @@ def parse_cache(policy: str, budget: str, sink: int = 0) -> CacheConfig:
     """Reads what `budget_text` writes."""
     heavy, plus, recent = budget.partition("+")
     if not plus:
-        return CacheConfig.from_budget(parse_budget(budget), policy=policy, sink=sink)
-    parts = parse_amount("heavy", heavy), parse_amount("recent", recent)
+        return CacheConfig.from_budget(readers.parse_budget(budget), policy=policy, sink=sink)
+    parts = readers.parse_amount("heavy", heavy), readers.parse_amount("recent", recent)
     return CacheConfig(policy, *parts, sink=sink)
 
 
@@ -469,10 +364,10 @@ class ModelOptions:
         "auto",
         f"Data type of the weights: {', '.join(DTYPES)}.",
         "--dtype",
-        read=choice,
+        read=readers.choice,
         words=DTYPES,
     )
-    device_name: str = option("auto", DEVICE_HELP, "--device", read=device)
+    device_name: str = option("auto", DEVICE_HELP, "--device", read=readers.device)
     is_here: bool = True  # not if other machines load it
 
     def __post_init__(self) -> None:
@@ -481,7 +376,7 @@ class ModelOptions:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        return torch_dtype(self.dtype_name)
+        return readers.torch_dtype(self.dtype_name)
 
     @property
     def device(self) -> torch.device:
@@ -529,7 +424,7 @@ def _own(neutral: int, help: str) -> Any:
 class SamplingOptions:
     """Sampling as far as the user said it; the fields are a command's options."""
 
-    max_new_tokens: int | None = option(128, _MOST, read=least)
+    max_new_tokens: int | None = option(128, _MOST, read=readers.least)
     temperature: float | None = _own(0, "0 is greedy decoding; higher is more random")
     top_p: float | None = _own(1, "Nucleus sampling: most likely tokens of this total probability")
     top_k: int | None = _own(0, "Sample among this many of the most likely tokens; 0 for all")
@@ -573,7 +468,7 @@ class SamplingOptions:
 
 def sampling_options(max_new_tokens: int | None = 128) -> Any:
     """With None a task says how long its answers are, and the model's authors nothing."""
-    changed: dict[str, Any] = {"max_new_tokens": option(max_new_tokens, _MOST, read=least)}
+    changed: dict[str, Any] = {"max_new_tokens": option(max_new_tokens, _MOST, read=readers.least)}
     if max_new_tokens is None:
         changed = {"max_new_tokens": None, "seed": None}
         for part in fields(SamplingOptions)[1:-1]:
@@ -585,39 +480,6 @@ def sampling_options(max_new_tokens: int | None = 128) -> Any:
 
 def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def parse_amount(name: str, text: str) -> int | float:
-    """Reads a part of the budget: tokens as `64`, a fraction of the prompt as `10%` or `0.1`."""
-    with suppress(ValueError):
-        return int(text)
-    with suppress(ValueError):
-        percent = text.strip().endswith("%")
-        fraction = float(text.strip().removesuffix("%")) / (100 if percent else 1)
-        if math.isfinite(fraction):
-            return fraction
-    raise ValueError(
-        f"--{name} {text!r} is not an amount; give tokens (--{name} 64) or a fraction of the"
-        f" prompt (--{name} 10% or --{name} 0.1)"
-    )
-
-
-def parse_budget(text: str) -> int | float | None:
-    """Reads a budget: `512`, `20%`, `0.2`, or `full`, which is None."""
-    return None if text.strip() == "full" else parse_amount("budget", text.strip())
-
-
-def text_or_sample(path: Path | None) -> str:
-    """Reads --text; without it the opening of a novel."""
-    return sample_prompt() if path is None else read_text("--text", path)
-
-
-def read_text(option: str, path: Path) -> str:
-    """Reads a text file that an option names, without the last line's end."""
-    try:
-        return read_text_file(path).rstrip("\r\n")
-    except ValueError as error:
-        raise ValueError(f"{option} {error}") from error
 
 
 def check_copies(option: str, copies: int | None, ray: bool, device: str) -> None:

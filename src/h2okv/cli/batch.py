@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from h2okv.cli import args
-from h2okv.cli.args import JSON, RAW, ModelOptions, SamplingOptions, Typed, least, option
+from h2okv.cli import args, readers
+from h2okv.cli.args import JSON, RAW, ModelOptions, SamplingOptions, Typed, option
+from h2okv.cli.readers import least
 from h2okv.config import MEASURED, CacheConfig
 from h2okv.console import (
     INTERRUPTED,
@@ -43,7 +44,7 @@ class OffloadOptions:
     batch_size: Typed = option(
         "auto", "Sequences that run together: a number, or auto.", "--batch", read=_batch_size
     )
-    memory: Typed = option(None, args.MEMORY_HELP, read=args.memory)
+    memory: Typed = option(None, args.MEMORY_HELP, read=readers.memory)
     weight_placement: Typed = option(
         "auto",
         "Place of weights: auto, device, cpu, disk, or device=40,disk=60.",
@@ -57,7 +58,7 @@ class OffloadOptions:
         read=_placement,
     )
     weight_bits: int | None = option(
-        None, "Quantize linear layers to 8 or 4 bits (CPUs, bfloat16).", read=args.bits
+        None, "Quantize linear layers to 8 or 4 bits (CPUs, bfloat16).", read=readers.bits
     )
 
 
@@ -69,8 +70,10 @@ def batch(
     model: ModelOptions = args.model_options(),
     sampling: SamplingOptions = args.sampling_options(),
     offload: OffloadOptions = _OFFLOAD,
-    input: Path = option(..., "The prompts, a JSONL file.", read=args.readable),
-    output: Path = option(..., "The results, a JSONL file; made or continued.", read=args.writable),
+    input: Path = option(..., "The prompts, a JSONL file.", read=readers.readable),
+    output: Path = option(
+        ..., "The results, a JSONL file; made or continued.", read=readers.writable
+    ),
     cache_folder: Path | None = option(None, "Folder for a cache in a file (that of the output)."),
     converted: Path | None = option(None, "Folder for rewritten checkpoints (the user's cache)."),
     keep_pages: bool = option(False, "Let streamed weights stay in free memory.", "--keep-pages"),

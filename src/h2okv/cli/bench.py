@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from h2okv.cli import args
-from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, least, numbers, option
+from h2okv.cli import args, readers
+from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, option
+from h2okv.cli.readers import least, numbers
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
@@ -50,21 +51,21 @@ def _shape(option: str, text: str) -> str:
 
 def _runners(option: str, text: str) -> tuple[str, ...]:
     """Reads names of caches."""
-    found = args.names(option, text)
+    found = readers.names(option, text)
     for name in found:
-        args.choice(option, name, RUNNERS)
+        readers.choice(option, name, RUNNERS)
     return found
 
 
 def _kv_bits(option: str, text: str) -> tuple[int, ...]:
-    return tuple(args.bits(option, number) for number in numbers(option, text))
+    return tuple(readers.bits(option, number) for number in numbers(option, text))
 
 
 def _dtypes(option: str, text: str) -> list[str]:
-    wanted = args.names(option, text)
+    wanted = readers.names(option, text)
     if "auto" in wanted and len(wanted) > 1:
         raise ValueError(f"{option} {text!r} mixes auto with others; give auto alone, or others")
-    return [args.choice(option, part, args.DTYPES) for part in wanted]
+    return [readers.choice(option, part, args.DTYPES) for part in wanted]
 
 
 @bench_app.callback(invoke_without_command=True)
@@ -91,7 +92,7 @@ def bench(
         read=_runners,
     ),
     positions: Typed = option(
-        "original", "original or rolling.", read=args.choice, words=POSITIONS
+        "original", "original or rolling.", read=readers.choice, words=POSITIONS
     ),
     kv_bits: Typed = option(
         "", "8, 4 or 8,4: h2o once more with quantized keys and values.", read=_kv_bits
@@ -102,7 +103,7 @@ def bench(
         "--dtype",
         read=_dtypes,
     ),
-    device: str = option("auto", args.DEVICE_HELP, read=args.device),
+    device: str = option("auto", args.DEVICE_HELP, read=readers.device),
     rounds: int = option(5, "Rounds; in each, every cache is measured once."),
     steps: int = option(8, "Decode steps of one measurement."),
     prefill_chunk: int | None = option(None, "Prefill in blocks of this many tokens."),
@@ -110,12 +111,14 @@ def bench(
     peak: bool = option(True, "Measure peak memory; on a CPU in child processes."),
     compiled: bool = option(False, "Compile the decode steps of static and h2o.", "--compile"),
     max_batch: bool = option(False, "Find the largest batch in --memory instead.", "--max-batch"),
-    memory: Typed = option(None, "For --max-batch, such as 8GiB.", read=args.memory),
+    memory: Typed = option(None, "For --max-batch, such as 8GiB.", read=readers.memory),
     max_run_batch: int = option(
         256, "Largest batch that is run to verify --max-batch.", read=least
     ),
     csv: Path | None = ROWS,
-    plot: Path | None = option(None, "Plot decode steps: .png, .svg or .pdf.", read=args.picture),
+    plot: Path | None = option(
+        None, "Plot decode steps: .png, .svg or .pdf.", read=readers.picture
+    ),
     as_json: bool = JSON,
 ) -> int:
     if ctx.invoked_subcommand is not None:
@@ -135,7 +138,7 @@ def bench(
     place = parse_device(device)
     usual = torch.float32 if place.type == "cpu" else torch.bfloat16
     lists = {"configs": tuple(caches), "caches": runners}
-    lists["dtypes"] = tuple(args.torch_dtype(name) or usual for name in dtypes)
+    lists["dtypes"] = tuple(readers.torch_dtype(name) or usual for name in dtypes)
     settings = args.build(comparison.Settings, locals(), **lists)
     if compiled:
         check_compiler(place)
@@ -259,11 +262,11 @@ def bench_serve(
         "",
         "With --model, others under the same load: transformers (transformers serve with"
         " continuous batching), sequential (the same, without).",
-        read=args.names,
+        read=readers.names,
     ),
     served_name: str | None = option(None, "The model's name in requests (the server's first)."),
     serve_options: str = option("", 'With --model, for h2okv serve, such as "--budget 512".'),
-    device: str = option("auto", "With --model: auto, cpu, cuda ...", read=args.device),
+    device: str = option("auto", "With --model: auto, cpu, cuda ...", read=readers.device),
     clients: Typed = option(
         "", "Closed loops: clients, comma-separated (8 without --rate).", read=numbers
     ),
@@ -276,7 +279,7 @@ def bench_serve(
     ),
     requests: int | None = option(None, "Requests in each loop (4 per client, 30 s of a rate)."),
     prompts: Path | None = option(
-        None, "JSONL with turns (MT-Bench), prompt, question or text.", read=args.readable
+        None, "JSONL with turns (MT-Bench), prompt, question or text.", read=readers.readable
     ),
     context: Typed = option(
         "", "Stretch prompts to this many tokens, such as 2048:4096.", read=_context

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h2okv
-from h2okv.cli import args
+from h2okv.cli import args, readers
 from h2okv.cli.args import (
     BUNDLED,
     COMPILE,
@@ -28,7 +28,6 @@ from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import (
     INTERRUPTED,
     OutputClosedError,
-    format_bytes,
     write_remark,
     write_text,
 )
@@ -51,7 +50,7 @@ _CHUNK = 512  # enough tokens to read fast, few enough to hear Ctrl-C soon
 
 def saved_chat(option: str, path: Path) -> Path:
     """Refuses a file that is none of /save, as far as its first bytes tell."""
-    place = args.readable(option, path)
+    place = readers.readable(option, path)
     with place.open("rb") as file:
         start = file.read(9)
     if start[8:] != b"{":  # a safetensors file: the length of a JSON header, and the header
@@ -66,7 +65,7 @@ def chat(
     positions: Typed = option(
         "auto",
         "auto (rolling where possible), original, rolling or clamped.",
-        read=args.choice,
+        read=readers.choice,
         words=("auto", *POSITIONS),
     ),
     system: str = option("", "System message, before the first turn."),
@@ -361,7 +360,6 @@ def _answer(session: Chat, message: str) -> None:
 def status_line(session: Chat, answer: Generation) -> str:
     """Puts what an answer took in one line."""
     cache = session.cache
-    held, full = format_bytes(cache.nbytes), format_bytes(cache.full_nbytes)
     first, speed = answer.time_to_first_token, answer.tokens_per_second
     waiting = len(session.transcript.token_ids) - cache.num_seen_tokens - len(answer.token_ids)
     rest = f", {waiting:,} tokens of the turn are read with the next one" if waiting > 0 else ""
@@ -371,8 +369,7 @@ def status_line(session: Chat, answer: Generation) -> str:
         "interrupted": f" | stopped{rest}",
     }
     return (
-        f"{cache.num_seen_tokens:,} tokens seen | {cache.num_cached_tokens:,} held"
-        f" | cache {held} reserved, full cache {full}"
+        f"{answer.kept_text} | {answer.memory_text}"
         f" | {'-' if speed is None else f'{speed:.1f}'} tokens/s"
         f" | {'no token' if first is None else f'first after {first:.2f} s'}"
         f"{endings.get(answer.finish_reason, '')}"

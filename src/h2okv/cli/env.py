@@ -8,7 +8,8 @@ from typing import Any
 
 import typer
 
-from h2okv.cli.args import JSON, ModelOptions, group, model_options, option, readable, subcommand
+from h2okv.cli.args import JSON, ModelOptions, group, model_options, option, subcommand
+from h2okv.cli.readers import readable
 from h2okv.console import format_bytes, format_table, write_json, write_text
 from h2okv.integration.names import BUNDLED, PACKAGED, check_pullable
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import h2okv
-from h2okv.cli import args
-from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, choice, option
+from h2okv.cli import args, readers
+from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, option
+from h2okv.cli.readers import choice
 from h2okv.config import MEASURED, POSITIONS, CacheConfig
-from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
+from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
 
@@ -31,7 +32,7 @@ NEEDLE = "The city of {name} is {answer}."
 QUESTION = "\nThe city of {name} is"
 
 _CSV_HELP = "The table; samples go beside it as they come, to NAME.samples.jsonl."
-CSV = option(..., _CSV_HELP, read=args.writable)
+CSV = option(..., _CSV_HELP, read=readers.writable)
 LIMIT = option(None, "Use the first samples only.")
 TOO_LONG = option(
     "refuse",
@@ -107,26 +108,28 @@ def _compression(default: str) -> Any:
 def needle(
     trial: Trial = trial_options("20%,50%,full"),
     text: Path | None = option(
-        None, "The haystack; by default the opening of a novel.", read=args.readable
+        None, "The haystack; by default the opening of a novel.", read=readers.readable
     ),
-    plot: Path | None = option(None, "Plot the heat map: .png, .svg or .pdf.", read=args.picture),
+    plot: Path | None = option(
+        None, "Plot the heat map: .png, .svg or .pdf.", read=readers.picture
+    ),
     compression: Typed = _compression("query-agnostic"),
-    lengths: Typed = option("512,1024,1536", "Tokens of the whole prompt.", read=args.numbers),
+    lengths: Typed = option("512,1024,1536", "Tokens of the whole prompt.", read=readers.numbers),
     depths: Typed = option(
         "0,0.25,0.5,0.75,1",
         "Fractions of the text before the needle.",
-        read=args.numbers,
+        read=readers.numbers,
         kind=float,
         such="0,1",
     ),
-    tries: int = option(4, "Needles for each length and depth.", read=args.least),
+    tries: int = option(4, "Needles for each length and depth.", read=readers.least),
     needle: str = option(NEEDLE, "What is hidden."),
     question: str = option(QUESTION, "What the prompt ends in."),
     answer: str | None = option(None, "The answer in --needle (drawn)."),
-    max_new_tokens: int = option(16, "Most tokens of an answer.", read=args.least),
+    max_new_tokens: int = option(16, "Most tokens of an answer.", read=readers.least),
 ) -> int:
     name = "needle" if text is None else f"needle in {text.stem}"
-    haystack = args.text_or_sample(text)
+    haystack = readers.text_or_sample(text)
     from h2okv.evaluation.plots import plot_needles
     from h2okv.evaluation.tasks.recall import NeedleTask
 
@@ -145,11 +148,11 @@ def needle(
 def perplexity(
     trial: Trial = trial_options("10%,20%,50%,full", prefill_chunk=option(64, args.CHUNK_HELP)),
     text: Path | None = TEXT,
-    length: int = option(1024, "Tokens of a window.", read=args.least),
-    windows: int | None = option(None, "Use the first windows only.", read=args.least),
-    every: int = option(128, "Tokens of a range of positions.", read=args.least),
+    length: int = option(1024, "Tokens of a window.", read=readers.least),
+    windows: int | None = option(None, "Use the first windows only.", read=readers.least),
+    every: int = option(128, "Tokens of a range of positions.", read=readers.least),
 ) -> int:
-    name, wording = "sample_prompt" if text is None else text.stem, args.text_or_sample(text)
+    name, wording = "sample_prompt" if text is None else text.stem, readers.text_or_sample(text)
     from h2okv.evaluation.tasks.perplexity import Perplexity
 
     task = Perplexity(name, wording, length, windows, every)
@@ -173,7 +176,7 @@ def fidelity(
         "50%,25%,10%,5%",
         "h2o,sink_recent,snapkv",
         "sum,decay",
-        csv=option(Path("fidelity.csv"), _CSV_HELP, read=args.writable),
+        csv=option(Path("fidelity.csv"), _CSV_HELP, read=readers.writable),
         positions="original",
         prefill_chunk=None,
     ),
@@ -181,14 +184,14 @@ def fidelity(
         None,
         "A text, or JSONL with prompt (and answer, context), messages or turns; may be repeated."
         " By default the opening of a novel.",
-        read=args.readable,
+        read=readers.readable,
     ),
-    prompt_tokens: int = option(512, "Tokens of a text read at once.", read=args.least),
+    prompt_tokens: int = option(512, "Tokens of a text read at once.", read=readers.least),
     new_tokens: int = option(
-        32, "Tokens compared after them; the most of an answer.", read=args.least
+        32, "Tokens compared after them; the most of an answer.", read=readers.least
     ),
     texts: int | None = option(
-        None, "Texts or prompts of each file (8, or all of fewer).", read=args.least
+        None, "Texts or prompts of each file (8, or all of fewer).", read=readers.least
     ),
     protocol: Typed = option(
         "decode",
@@ -198,7 +201,7 @@ def fidelity(
     ),
     raw: bool = option(False, "Prompts without the chat template.", "--raw"),
     plot: Path | None = option(
-        None, "Plot quality against bytes: .png, .svg or .pdf.", read=args.picture
+        None, "Plot quality against bytes: .png, .svg or .pdf.", read=readers.picture
     ),
     recommend: float | None = option(
         None,
@@ -211,7 +214,7 @@ def fidelity(
     from h2okv.evaluation.tasks.fidelity import ALL, Fidelity, Source
 
     sources = [Source.read(path) for path in data or ()]
-    sources = sources or [Source("sample_prompt", args.text_or_sample(None))]
+    sources = sources or [Source("sample_prompt", readers.text_or_sample(None))]
     task = args.build(Fidelity, locals())
     code, details = trial.run([task], detailed=True, shown=False)
     found = []
@@ -271,14 +274,14 @@ def _recommendation(rows: Sequence[dict[str, Any]], least: float) -> tuple[str |
 def layers(
     model: ModelOptions = args.model_options(),
     out: Path = option(
-        Path("layers.json"), "The file that --layer-budgets reads.", read=args.writable
+        Path("layers.json"), "The file that --layer-budgets reads.", read=readers.writable
     ),
     text: Path | None = TEXT,
-    tokens: int = option(1024, "Tokens of the text that are read.", read=args.least, least=2),
+    tokens: int = option(1024, "Tokens of the text that are read.", read=readers.least, least=2),
     by_head: bool = option(False, "Divide them among the heads of each layer too.", "--by-head"),
     budget: str = option("20%", "Budget to divide, of which three quarters are heavy hitters."),
 ) -> None:
-    whole, wording = args.parse_budget(budget), args.text_or_sample(text)
+    whole, wording = readers.parse_budget(budget), readers.text_or_sample(text)
     if not isinstance(whole, float) or whole >= 1:
         raise ValueError(f"--budget {budget} is no part of a text; give percent below 100")
     import torch
@@ -303,7 +306,7 @@ def layers(
 @args.subcommand(eval_app, "recall")
 def recall(
     trial: Trial = trial_options("20%,50%,full"),
-    input: Path = option(..., "RULER's JSONL: input and outputs.", read=args.readable),
+    input: Path = option(..., "RULER's JSONL: input and outputs.", read=readers.readable),
     compression: Typed = _compression("both"),
     max_new_tokens: int = option(128, "Most tokens of an answer."),
     limit: int | None = LIMIT,
@@ -323,10 +326,10 @@ def summarize(
         ...,
         "JSONL with article and summary_gt (the llama recipe's) or context and answers"
         " (LongBench); with --references one article on each line.",
-        read=args.readable,
+        read=readers.readable,
     ),
     references: Path | None = option(
-        None, "JSONL with refs, one line for each article.", read=args.readable
+        None, "JSONL with refs, one line for each article.", read=readers.readable
     ),
     template: str | None = option(None, "A prompt with {article} in it, for articles without one."),
     max_new_tokens: int | None = option(None, "Most tokens of a summary (the file's, or 64-512)."),
@@ -355,7 +358,7 @@ def _experiment(name: str) -> str:
     path = Path(name).expanduser()
     if name not in own and path.suffix not in (".yaml", ".yml") and not path.is_file():
         raise unknown_name("experiment", name, sorted(own))
-    return name if name in own else str(args.readable("experiment", path))
+    return name if name in own else str(readers.readable("experiment", path))
 
 
 @args.subcommand(eval_app, "sweep")
@@ -366,7 +369,7 @@ def sweep(
     ),
     out: Path = option(..., "The folder that the results go to."),
     data: Path | None = option(None, "The folder with the tasks' data files.", read=_folder),
-    only: Typed = option(None, "Run only these tasks, comma-separated.", read=args.names),
+    only: Typed = option(None, "Run only these tasks, comma-separated.", read=readers.names),
     limit: int | None = LIMIT,
     batch_size: int | None = option(None, "Prompts at a time (the experiment's)."),
     positions: Typed = option(
@@ -465,7 +468,7 @@ def _write(plan: Experiment, evaluation: Evaluation, out: Path, as_json: bool) -
     if importlib.util.find_spec("matplotlib") is not None:
         plot_sweep(out / "results.png", lines, plan.title)
     else:
-        write_remark("no picture without matplotlib; pip install 'h2okv[plot]'")
+        write_remark(f"no picture without matplotlib; {install_hint('plot')}")
     if as_json:
         write_json({"csv": str(table), "rows": told})
     else:

@@ -14,7 +14,7 @@ import typer
 
 import h2okv
 from h2okv.assets import sample_article, sample_prompt
-from h2okv.cli import args
+from h2okv.cli import args, readers
 from h2okv.cli.args import (
     COMPILE,
     JSON,
@@ -56,7 +56,7 @@ def generate(
     model: ModelOptions = args.model_options(),
     sampling: SamplingOptions = args.sampling_options(),
     prompt: str | None = typer.Argument(None, help="The prompt; - or nothing reads it from stdin."),
-    file: Path | None = option(None, "Read the prompt from a text file.", read=args.readable),
+    file: Path | None = option(None, "Read the prompt from a text file.", read=readers.readable),
     raw: bool = RAW,
     system: str = option("", "System message, for a chat template."),
     pin: Typed = PIN,
@@ -103,7 +103,7 @@ def generate(
 
 def demo(
     model: ModelOptions = args.model_options(),
-    max_new_tokens: int = option(128, "Tokens to generate.", read=args.least),
+    max_new_tokens: int = option(128, "Tokens to generate.", read=readers.least),
 ) -> int:
     from h2okv.chat.generation import Job, generate_and_compare
 
@@ -149,7 +149,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     if argument not in (None, "-") and file is not None:
         raise ValueError("the prompt is given twice, as an argument and by --file; leave one out")
     if file is not None:
-        return args.read_text("--file", file)
+        return readers.read_text("--file", file)
     if argument is None and sys.stdin.isatty():
         raise ValueError("there is no prompt; give it as an argument, by --file, or on stdin")
     if argument in (None, "-"):
@@ -180,15 +180,10 @@ def report(found: Comparison, note: str | None = None) -> None:
 
 
 def summary_line(run: Generation) -> str:
-    held, full = format_bytes(run.kv_bytes), format_bytes(run.kv_bytes_full)
-    memory = f"{held} of {full} ({_fraction(run)})"
-    if run.kv_bytes > run.kv_bytes_full:  # slots are reserved at once, a full cache grows
-        memory = f"{held} reserved, full cache {full}"
     return (
         f"{len(run.token_ids)} tokens ({run.finish_reason})"
         f" | first after {_known(run.time_to_first_token, '.3f', ' s')}"
-        f" | {_known(run.tokens_per_second, '.1f')} tokens/s | KV {memory}"
-        f" | {run.num_seen_tokens} tokens seen, {run.num_cached_tokens} kept"
+        f" | {_known(run.tokens_per_second, '.1f')} tokens/s | {run.memory_text} | {run.kept_text}"
     )
 
 
@@ -218,10 +213,14 @@ def _column(run: Generation, agreement: Agreement | None, full: int) -> dict[str
         "time to first token": _known(run.time_to_first_token, ".3f", " s"),
         "tokens per second": _known(run.tokens_per_second, ".1f"),
         "KV cache held": format_bytes(run.kv_bytes),
-        "of a full one": _fraction(run),
+        "of a full one": run.share_text,
         "tokens seen": str(run.num_seen_tokens),
-        "tokens kept": str(run.num_cached_tokens),
+        "tokens kept": f"{run.mean_cached_tokens:.0f}",
     }
+    if round(run.mean_cached_tokens) != run.num_cached_tokens:
+        cells["tokens kept by the largest head"] = str(run.num_cached_tokens)
+    if run.smaller_from is not None and run.kv_bytes >= run.kv_bytes_full:
+        cells["saves memory from"] = f"{run.smaller_from} tokens on"
     if agreement is not None:
         first, same = agreement.first_difference, agreement.same_next_token
         cells["tokens that agree"] = f"{agreement.equal} of {agreement.compared}"
@@ -257,7 +256,3 @@ def _told(job: Job, cache: CacheConfig, found: Comparison) -> dict[str, Any]:
 
 def _known(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"
-
-
-def _fraction(run: Generation) -> str:
-    return f"{100 * run.kv_bytes / run.kv_bytes_full:.0f} %" if run.kv_bytes_full else "-"

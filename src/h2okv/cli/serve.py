@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from h2okv.cli import args
-from h2okv.cli.args import MEMORY_HELP, WEIGHT_BITS, ModelOptions, Typed, least, option
+from h2okv.cli import args, readers
+from h2okv.cli.args import MEMORY_HELP, WEIGHT_BITS, ModelOptions, Typed, option
+from h2okv.cli.readers import least
 from h2okv.config import CacheConfig
 from h2okv.console import optional
 from h2okv.integration.names import check_name
@@ -19,11 +20,11 @@ def serve(
     model: ModelOptions = args.model_options(is_here=False),
     called: str | None = option(None, "What clients call the model (its own name).", "--name"),
     host: str = option("127.0.0.1", "The address to listen at."),
-    port: int = option(8000, "The port; 0 for any that is free.", read=args.port),
+    port: int = option(8000, "The port; 0 for any that is free.", read=readers.port),
     max_num_seqs: int | None = option(
         None, "Sequences that run together (what fits, up to 64).", read=least
     ),
-    memory: Typed = option(None, MEMORY_HELP, "--memory", "--gpu-memory", read=args.memory),
+    memory: Typed = option(None, MEMORY_HELP, "--memory", "--gpu-memory", read=readers.memory),
     max_prompt_tokens: int | None = option(
         None, "Longest prompt in tokens (the context, up to 8192).", read=least
     ),
@@ -34,22 +35,22 @@ def serve(
     ),
     max_new_tokens: int = option(4096, "Most new tokens that a request may ask for."),
     max_choices: int = option(128, "Most outputs of a request: prompts times n."),
-    max_body: Typed = option("8MiB", "Largest request body.", read=args.memory),
+    max_body: Typed = option("8MiB", "Largest request body.", read=readers.memory),
     timeout: float = option(600.0, "Seconds that a request may take, waiting included."),
     drain: float = option(30.0, "Seconds for running requests to finish at shutdown."),
     weight_bits: int | None = WEIGHT_BITS,
     prefix: list[Path] | None = option(
-        None, "File with a prefix of many prompts; may be repeated.", read=args.readable
+        None, "File with a prefix of many prompts; may be repeated.", read=readers.readable
     ),
     system: list[Path] | None = option(
-        None, "File with a system message; may be repeated.", read=args.readable
+        None, "File with a system message; may be repeated.", read=readers.readable
     ),
     cors_origin: list[str] | None = option(
         None, "Site whose pages may ask (https://example.org; * for all); may be repeated."
     ),
     log_requests: bool = option(False, "A line on stderr for each request.", "--log-requests"),
     view_page: Path | None = option(
-        None, "A page of `h2okv view --export`, served at /view.", read=args.readable
+        None, "A page of `h2okv view --export`, served at /view.", read=readers.readable
     ),
     ray: bool = option(False, "Serve copies on the Ray cluster of RAY_ADDRESS, or here.", "--ray"),
     tensor_parallel: bool = option(
@@ -77,15 +78,15 @@ def serve(
         budget=cache.budget,
         api_key=os.environ.get(KEY_VARIABLE),
         cors_origins=tuple(cors_origin or ()),
-        view_page=None if view_page is None else args.read_text("--view-page", view_page),
+        view_page=None if view_page is None else readers.read_text("--view-page", view_page),
     )
     request = config.ServeRequest(
         model=model.name,
         server=server,
         engine=engine,
         # Without the line end that editors put last, which no client sends.
-        prefixes=tuple(args.read_text("--prefix", path) for path in prefix or ()),
-        systems=tuple(args.read_text("--system", path) for path in system or ()),
+        prefixes=tuple(readers.read_text("--prefix", path) for path in prefix or ()),
+        systems=tuple(readers.read_text("--system", path) for path in system or ()),
     )
     # On a cluster each copy takes what its machine has.
     request.loading.update({"dtype": model.dtype} | ({} if ray else {"device": model.device}))

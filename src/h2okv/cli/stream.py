@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import h2okv
-from h2okv.cli import args
+from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, ModelOptions, Typed, option
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import (
@@ -34,12 +34,12 @@ _NO_WINDOW = 8192  # stands for the context window of a model without one
 class Files:
     """What a stream leaves behind; the fields are the command's options."""
 
-    csv: Path | None = option(None, "Write the rows to this file.", read=args.writable)
-    plot: Path | None = option(None, "Plot them: .png, .svg or .pdf.", read=args.picture)
+    csv: Path | None = option(None, "Write the rows to this file.", read=readers.writable)
+    plot: Path | None = option(None, "Plot them: .png, .svg or .pdf.", read=readers.picture)
     checkpoint: Path | None = option(
-        None, "Save the cache and the place here, to be resumed.", read=args.writable
+        None, "Save the cache and the place here, to be resumed.", read=readers.writable
     )
-    save_every: int = option(10_000, "Tokens between two checkpoints.", read=args.least)
+    save_every: int = option(10_000, "Tokens between two checkpoints.", read=readers.least)
     resume: bool = option(False, "Continue from --checkpoint; --tokens may be larger.", "--resume")
 
     def __post_init__(self) -> None:
@@ -48,10 +48,8 @@ class Files:
         if not self.resume and self.checkpoint is not None and self.checkpoint.exists():
             raise ValueError(f"'{self.checkpoint}' exists already; add --resume, or move it away")
         if self.resume and self.checkpoint is not None and not self.checkpoint.is_file():
-            missing = (
-                f"--checkpoint '{self.checkpoint}' does not exist, so there is nothing to resume"
-            )
-            raise ValueError(f"{missing}; omit --resume")
+            missing = f"--checkpoint '{self.checkpoint}' does not exist"
+            raise ValueError(f"{missing}, so there is nothing to resume; omit --resume")
 
 
 _FILES: Any = args.Bundle(Files)
@@ -61,22 +59,22 @@ def stream(
     cache: CacheConfig = args.cache_options("25%", positions="original", prefill_chunk=None),
     model: ModelOptions = args.model_options(),
     files: Files = _FILES,
-    text: Path | None = option(None, "A text to read and score.", read=args.readable),
+    text: Path | None = option(None, "A text to read and score.", read=readers.readable),
     input: Path | None = option(
-        None, 'JSONL of conversations: {"turns": ..} or {"messages": ..}.', read=args.readable
+        None, 'JSONL of conversations: {"turns": ..} or {"messages": ..}.', read=readers.readable
     ),
     tokens: int | None = option(None, "Stop after this many tokens (at the end)."),
     positions: Typed = option(
         "auto",
         f"auto (rolling, full: original), {', '.join(POSITIONS)}.",
-        read=args.choice,
+        read=readers.choice,
         words=("auto", *POSITIONS),
     ),
     prefill_chunk: int = option(
-        64, "Tokens of text read at once; 1 is the paper's Algorithm 1.", read=args.least
+        64, "Tokens of text read at once; 1 is the paper's Algorithm 1.", read=readers.least
     ),
-    max_new_tokens: int = option(128, "Most tokens of an answer.", read=args.least),
-    every: int = option(1000, "Tokens between two rows.", read=args.least),
+    max_new_tokens: int = option(128, "Most tokens of an answer.", read=readers.least),
+    every: int = option(1000, "Tokens between two rows.", read=readers.least),
     seed: int = option(0, "Random seed, for --policy random."),
     as_json: bool = JSON,
 ) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -262,7 +263,8 @@ class Engine:
             f"beside weights and slots at most {memory.prefill / _MIB:.0f} MiB "
             f"for prefill and {num_seqs * memory.step / _MIB:.0f} MiB for a decode step",
             f"a full cache of {longest:,} tokens would take {full / _MIB:.2f} MiB for each user, "
-            f"{full * num_seqs / pool.nbytes:.1f} times as much",
+            f"{full * num_seqs / pool.nbytes:.1f} times as much; slots save memory from "
+            f"{math.floor(pool.nbytes / num_seqs / pool.full_bytes_of(1)) + 1:,} tokens on",
         ]
         least = self.config.cache.min_tokens
         if least and self.config.cache.budget.is_relative:

@@ -39,13 +39,14 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     return frozenset(int(token) for token in listed if token is not None)
 
 
-def model_sampling(config: GenerationConfig | None) -> dict[str, float]:
+def model_sampling(config: GenerationConfig | None) -> dict[str, Any]:
     """Return the sampling settings of a model's authors, by fields of `SamplingParams`."""
     if config is None:
         return {}
     names = ("repetition_penalty", *_WARPERS) if config.do_sample else ("repetition_penalty",)
     standard = {"temperature": 1.0} if config.do_sample else {}
     values = {name: getattr(config, name, None) for name in names}
+    values["stop"] = config.stop_strings
     return standard | {name: value for name, value in values.items() if value is not None}
 
 

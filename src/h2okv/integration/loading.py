@@ -99,9 +99,7 @@ def load_weights(
     model, info = _read(described.name, "weights", load)
     check_complete(described.name, sorted(info["missing_keys"]))
     _check_finite(described.name, model)
-    if model.generation_config is not None:
-        # A checkpoint may ask for a cache of its own; here the command brings the cache.
-        model.generation_config.cache_implementation = None
+    drop_stored_modes(model)
     described.add_end_tokens(model)
     if not tensor_parallel:
         model.to(device)
@@ -109,6 +107,27 @@ def load_weights(
             pack_linear_layers(model, weight_bits)
     model.eval()
     return model
+
+
+# What a checkpoint's generation config may say that is not about which token comes next.
+_STORED_MODES = (
+    "cache_implementation", "cache_config", "max_cache_len", "use_cache", "prefill_chunk_size",
+    "compile_config", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty",
+    "early_stopping", "num_return_sequences", "constraints", "force_words_ids", "penalty_alpha",
+    "dola_layers", "use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit",
+    "speculation_type", "token_healing", "max_time", "output_attentions", "output_hidden_states",
+    "output_scores", "output_logits", "return_dict_in_generate", "low_memory",
+)  # fmt: skip
+
+
+def drop_stored_modes(model: transformers.PreTrainedModel) -> None:
+    """Leave caches, numbers of sequences, search modes and outputs to the command.
+
+    What a checkpoint says of the next token (penalties, bans, temperature) stays as it is.
+    """
+    for name in _STORED_MODES:
+        if getattr(model.generation_config, name, None) is not None:
+            setattr(model.generation_config, name, None)
 
 
 def _check_finite(name: str, model: torch.nn.Module) -> None:

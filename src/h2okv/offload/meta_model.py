@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from h2okv.console import optional
+from h2okv.integration.loading import drop_stored_modes
 
 _ALIGNMENT = 64
 _GROUPS = (64, 32)  # of int4: numbers that share a scale and a zero, the first that divides a row
@@ -124,7 +125,7 @@ def make_meta_model(config: PreTrainedConfig, dtype: torch.dtype, source: str) -
     # Without such a file what from_config made of the model's config holds, as in from_pretrained.
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(source)
-    model.generation_config.cache_implementation = None
+    drop_stored_modes(model)
     return split_model(model.eval())
 
 

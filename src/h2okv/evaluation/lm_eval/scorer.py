@@ -26,6 +26,7 @@ from h2okv.evaluation.lm_eval.settings import SETTINGS
 from h2okv.evaluation.model import left_padded, make_cache
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.integration.enable import enable, input_device
+from h2okv.integration.loading import drop_stored_modes
 from h2okv.policy import get_rule
 from h2okv.provenance import fingerprint
 
@@ -243,8 +244,7 @@ def prepare_model(model: PreTrainedModel) -> None:
     """Give a supported model H2O attention, and drop its checkpoint's cache implementation."""
     check_model(model)
     model.set_attn_implementation(ATTENTION_NAME)
-    if model.generation_config is not None:
-        model.generation_config.cache_implementation = None
+    drop_stored_modes(model)
 
 
 def batches(lengths: Sequence[int], size: int) -> Iterator[list[int]]:

@@ -145,10 +145,11 @@ class Fidelity(Task):
         starts = list(range(0, len(ids) - length + len(bos) + 1, length))
         num_texts = self.texts or min(DEFAULT_TEXTS, len(starts))
         if len(starts) < max(num_texts, 1):
+            fewer = f", or --texts {len(starts)} or fewer" if starts else ""
             raise ValueError(
                 f"{source.name!r} has {len(ids)} tokens for this model, enough for {len(starts)}"
                 f" texts of {length} (--prompt-tokens, --new-tokens and one to start from); give a"
-                " longer text, smaller numbers, or fewer --texts"
+                f" longer text, or smaller numbers{fewer}"
             )
         random.Random(0).shuffle(starts)
         windows = ([*bos, *ids[start : start + length - len(bos)]] for start in starts[:num_texts])

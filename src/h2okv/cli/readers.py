@@ -1,0 +1,159 @@
+"""Readers of options' values: each refuses what cannot be meant, by the option's name."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from h2okv.assets import sample_prompt
+from h2okv.console import check_least
+from h2okv.plots import check_plot
+from h2okv.records import read_text_file
+
+if TYPE_CHECKING:
+    import torch
+
+_DEVICES = re.compile(r"auto|(cpu|cuda|hpu|mps|mtia|npu|xla|xpu)(:\d+)?")
+_UNITS = {"": 1, "b": 1, **{u: 1000**n for n, u in enumerate(("kb", "mb", "gb", "tb"), 1)}}
+_UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
+
+
+def choice(option: str, text: str, words: Sequence[str]) -> str:
+    """Reads one of a few words."""
+    if text not in words:
+        raise ValueError(f"{option} {text!r} is not known; choose from {', '.join(words)}")
+    return text
+
+
+def bits(option: str, number: int, known: Sequence[int] = (8, 4)) -> int:
+    """Reads a number of bits."""
+    if number not in known:
+        raise ValueError(
+            f"{option} {number} is not known; give {' or '.join(map(str, known))}, or leave it out"
+        )
+    return number
+
+
+def least(option: str, number: int, least: int = 1) -> int:
+    check_least(least, **{option[2:]: number})
+    return number
+
+
+def names(option: str, text: str) -> tuple[str, ...]:
+    """Reads a comma-separated list."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def numbers(option: str, text: str, kind: type = int, such: str = "2048,8192") -> tuple[Any, ...]:
+    """Reads a comma-separated list of numbers."""
+    try:
+        return tuple(map(kind, names(option, text)))
+    except ValueError:
+        what = "whole numbers" if kind is int else "numbers"
+        raise ValueError(
+            f"{option} {text!r} is not a list of {what}; give one such as {such}"
+        ) from None
+
+
+def memory(option: str, text: str) -> int:
+    """Reads an amount of memory."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
+    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
+        raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def torch_dtype(name: str) -> torch.dtype | None:
+    """The data type of a name; None for auto, which is the checkpoint's own."""
+    if name == "auto":
+        return None
+    import torch
+
+    return getattr(torch, name)
+
+
+def device(option: str, text: str) -> str:
+    """Reads a device as far as it is written right; whether it is here, only torch can tell."""
+    if not _DEVICES.fullmatch(text):
+        which = "choose auto, cpu or a GPU that torch can see, such as cuda:0"
+        raise ValueError(f"{option} {text!r} is not known; {which}")
+    return text
+
+
+def port(option: str, number: int) -> int:
+    """Reads a port."""
+    if not 0 <= number <= 65535:
+        raise ValueError(f"{option} {number} is out of range; give 0 (any that is free) to 65535")
+    return number
+
+
+def readable(option: str, path: Path) -> Path:
+    """Refuses a file that cannot be read; its content is looked at when it is read."""
+    place = path.expanduser()
+    if place.is_dir():
+        reason = "it is a folder"
+    elif not place.exists():
+        reason = "there is no such file"
+    elif not os.access(place, os.R_OK):
+        reason = "permission denied"
+    else:
+        return place
+    raise ValueError(f"{option} '{path}' cannot be read ({reason}); give a file that is there")
+
+
+def writable(option: str, path: Path) -> Path:
+    """Refuses a file that could not be written when the work is done."""
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not path.parent.is_dir():
+        reason = "it is in no folder that exists"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        reason = "permission denied"
+    else:
+        return path
+    raise ValueError(f"{option} '{path}' cannot be written ({reason}); choose another file")
+
+
+def picture(option: str, path: Path) -> Path:
+    """Refuses one that could not be drawn, too."""
+    writable(option, path)
+    check_plot(path)
+    return path
+
+
+def parse_amount(name: str, text: str) -> int | float:
+    """Reads a part of the budget: tokens as `64`, a fraction of the prompt as `10%` or `0.1`."""
+    with suppress(ValueError):
+        return int(text)
+    with suppress(ValueError):
+        percent = text.strip().endswith("%")
+        fraction = float(text.strip().removesuffix("%")) / (100 if percent else 1)
+        if math.isfinite(fraction):
+            return fraction
+    raise ValueError(
+        f"--{name} {text!r} is not an amount; give tokens (--{name} 64) or a fraction of the"
+        f" prompt (--{name} 10% or --{name} 0.1)"
+    )
+
+
+def parse_budget(text: str) -> int | float | None:
+    """Reads a budget: `512`, `20%`, `0.2`, or `full`, which is None."""
+    return None if text.strip() == "full" else parse_amount("budget", text.strip())
+
+
+def text_or_sample(path: Path | None) -> str:
+    """Reads --text; without it the opening of a novel."""
+    return sample_prompt() if path is None else read_text("--text", path)
+
+
+def read_text(option: str, path: Path) -> str:
+    """Reads a text file that an option names, without the last line's end."""
+    try:
+        return read_text_file(path).rstrip("\r\n")
+    except ValueError as error:
+        raise ValueError(f"{option} {error}") from error
