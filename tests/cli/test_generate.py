@@ -430,6 +430,8 @@ STORED_MODES = {
     "early exit": {"assistant_early_exit": 1},
     "static cache": {"cache_implementation": "static", "max_length": 20},
     "no cache": {"use_cache": False, "token_healing": True},
+    "guidance": {"guidance_scale": 1.5},
+    "forced end": {"forced_eos_token_id": 5},
     "outputs": {"return_dict_in_generate": True, "output_scores": True, "output_attentions": True},
 }
 
@@ -442,6 +444,15 @@ def test_a_stored_mode_of_generation_changes_nothing(generate, save_model, store
     plain, found = (json.loads(generate(*options, **m).out) for m in ({}, {"model": model}))
     for name in ("token_ids", "kv_bytes", "kv_bytes_full", "num_seen_tokens"):
         assert found[name] == plain[name], name
+
+
+def test_a_config_without_named_outputs_changes_nothing(generate, save_model):
+    model, options = save_model(), (*BUDGET, "--max-new-tokens", 4, "--json")
+    config = json.loads((model / "config.json").read_text())
+    config |= {"return_dict": False, "output_hidden_states": True}
+    (model / "config.json").write_text(json.dumps(config))
+    texts = [json.loads(generate(*options, **m).out)["text"] for m in ({}, {"model": model})]
+    assert texts[0] == texts[1]
 
 
 def test_stored_stop_strings_end_the_text_unless_others_are_given(generate, save_model):

@@ -115,7 +115,8 @@ _STORED_MODES = (
     "compile_config", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty",
     "early_stopping", "num_return_sequences", "constraints", "force_words_ids", "penalty_alpha",
     "dola_layers", "use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit",
-    "speculation_type", "token_healing", "max_time", "output_attentions", "output_hidden_states",
+    "speculation_type", "token_healing", "max_time", "guidance_scale", "forced_eos_token_id",
+    "output_attentions", "output_hidden_states",
     "output_scores", "output_logits", "return_dict_in_generate", "low_memory",
 )  # fmt: skip
 
@@ -128,6 +129,9 @@ def drop_stored_modes(model: transformers.PreTrainedModel) -> None:
     for name in _STORED_MODES:
         if getattr(model.generation_config, name, None) is not None:
             setattr(model.generation_config, name, None)
+    # `generate` reads a forward's outputs by name, whatever the model's config says.
+    model.config.return_dict = True
+    model.config.output_hidden_states = False
 
 
 def _check_finite(name: str, model: torch.nn.Module) -> None:
