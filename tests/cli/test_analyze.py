@@ -135,7 +135,7 @@ def test_a_missing_extra_is_named_before_anything_is_done(
     out = tmp_path / "report"
     done = h2okv_command("analyze", "--model", model_folder, "--text", text_file, "--out", out)
     assert done.code == 2
-    assert f"{name} is not installed" in done.err and "h2okv[analysis]" in done.err
+    assert f"{name} is not installed" in done.err and "'.[analysis]'" in done.err
     assert not out.exists()
 
 

@@ -195,5 +195,5 @@ def test_pages_and_messages_list_every_policy():
     rows = "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"`(\w+)`", rows)) == names
     with pytest.raises(ValueError, match="policy 'h20' is unknown") as refused:
-        get_policy("h20")
+        get_rule("h20")
     assert names <= set(re.findall(r"\w+", str(refused.value).partition("choose from")[2]))
