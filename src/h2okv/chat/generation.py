@@ -24,8 +24,7 @@ from transformers.cache_utils import Cache
 
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
-from h2okv.cache.layer import CacheLayer
-from h2okv.cache.layer import SlotLayer
+from h2okv.cache.layer import CacheLayer, SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.console import Progress, discard, format_bytes, write_text
 from h2okv.engine.detokenizer import Detokenizer, StopText
@@ -234,12 +233,12 @@ def saves_from(cache: H2OCache) -> int | None:
         The count, by the slots that its budget comes to; ``None`` where nothing bounds them.
     """
     layers = [layer for layer in cache.layers if isinstance(layer, SlotLayer)]
-    if not layers or not all(layer.holds_entries and layer.capacity for layer in layers):
+    if not layers or not all(layer.holds_entries and layer.slots.capacity for layer in layers):
         return None
     limit = 0.0
     for layer in layers:
         slots = layer.state.num_slots
-        limit += layer.nbytes / slots * max(slots, layer.capacity or 0)
+        limit += layer.nbytes / slots * max(slots, layer.slots.capacity or 0)
     each = sum(layer.full_nbytes for layer in layers) / cache.num_seen_tokens
     return math.floor(limit / each) + 1
 
