@@ -14,6 +14,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet $(PIP_ARGS) -c constraints.txt
 PINS := pyproject.toml constraints.txt
+# Folders whose names, docstrings and messages use the field's words.
+CHECKED := analysis benchmarking cluster engine evaluation policy server vllm_plugin
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -74,6 +76,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_words.py $(CHECKED:%=src/h2okv/%)
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
