@@ -11,6 +11,7 @@ import torch
 import h2okv
 from h2okv.chat.session import Chat
 from h2okv.config import CacheConfig
+from h2okv.engine.sampler import eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.loading import describe, load_weights
 
@@ -275,6 +276,7 @@ def test_a_turn_beyond_the_context_changes_nothing(load):
 def test_an_answer_ends_with_the_context(load):
     partner = load()
     partner = partner._replace(params=greedy(1000))
+    partner.model.generation_config.suppress_tokens = sorted(eos_token_ids(partner.model))
     chat = Chat(*partner, make_cache(partner, positions="original"))
     answer = chat.say("the cat?", ignore)
     assert answer.finish_reason == "context"

@@ -135,7 +135,7 @@ def test_budgets_by_layer_are_counted_and_checked_by_layer(make_llama, make_llm)
     llm = make_llm(model, heavy=8, recent=4, layer_budgets=(0.5, 1.5, 1.0))
     llm.generate([[5] * 40], h2okv.SamplingParams(max_tokens=6))
     pool, stats = llm.engine.runner.pool, llm.stats()
-    assert [layer.capacity - 1 for layer in pool.cache.layers] == [8, 16, 12]
+    assert [layer.slots.capacity - 1 for layer in pool.cache.layers] == [8, 16, 12]
     assert stats.reserved_bytes == llm.engine.max_num_seqs * llm.engine.memory.sequence
     # The last token is not fed back, so 45 are seen.
     assert stats.evictions == (3 * 45 - 8 - 16 - 12) * pool.num_heads // 3

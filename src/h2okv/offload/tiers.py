@@ -269,6 +269,7 @@ class CacheStore:
         layer: Any = cache.layers[layer_idx]
         if not isinstance(layer, SlotLayer) or not layer.holds_entries:
             return
+        layer.end_steps()  # which may wait for the last layer
         entries = layer.state.entry_tensors()
         parts = [(tensor.shape, tensor.dtype) for tensor in entries.values()]
         num_tokens = int(layer.cumulative_length)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from h2okv.analysis.attention_stats import of_layers
@@ -46,10 +45,10 @@ globalThis.text = (id) => document.getElementById(id).textContent;
 class LetterTokenizer:
     """A token for each character."""
 
-    pad_token_id, eos_token_id = 0, None
+    pad_token_id, eos_token_id, bos_token_id = 0, None, None
 
     def __call__(self, text, **_):
-        return {"input_ids": torch.tensor([[2 + ord(letter) % 90 for letter in text]])}
+        return {"input_ids": [2 + ord(letter) % 90 for letter in text]}
 
     def decode(self, ids, **_):
         return "".join(chr(32 + (int(i) + 56) % 90) for i in ids)

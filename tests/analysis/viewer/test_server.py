@@ -16,12 +16,10 @@ from h2okv.cli.args import parse_cache
 class LetterTokenizer:
     """A token for each character."""
 
-    pad_token_id, eos_token_id = 0, None
+    pad_token_id, eos_token_id, bos_token_id = 0, None, None
 
     def __call__(self, text, **_):
-        import torch
-
-        return {"input_ids": torch.tensor([[2 + ord(letter) % 90 for letter in text]])}
+        return {"input_ids": [2 + ord(letter) % 90 for letter in text]}
 
     def decode(self, ids, **_):
         return "".join(chr(32 + int(i) % 90) for i in ids)
