@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import sys
 from types import SimpleNamespace
@@ -17,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
 from h2okv.cli.app import run
-from h2okv.integration import models as conversion
-from h2okv.integration.models import RECORD, converted
+from h2okv.integration import gguf as conversion
+from h2okv.integration import gguf_reader, gguf_weights
+from h2okv.integration.gguf import RECORD, converted
 from h2okv.integration.names import PACKAGED, SMOLLM2, cache_folder, find_gguf
 
 TEXT = "the cat sat on the mat and the dog sat on the log, "
@@ -60,9 +62,13 @@ def add_tokenizer(writer):
     writer.add_chat_template(TEMPLATE)
 
 
-def write_gguf(path, kind=Kind.F32, architecture="llama", without=()):
-    """A tiny random Llama with tied embeddings."""
-    writer = gguf.GGUFWriter(path, architecture)
+def write_gguf(path, kind=Kind.F32, architecture="llama", without=(), split=0, **metadata):
+    """A tiny random Llama with tied embeddings; `split`: with so many tensors in each file."""
+    path.parent.mkdir(exist_ok=True)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
+    for key, value in metadata.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_uint32
+        add(f"tokenizer.ggml.{key}", value)
     writer.add_context_length(256)
     writer.add_embedding_length(WIDTH)
     writer.add_block_count(LAYERS)
@@ -132,6 +138,123 @@ def test_writes_what_transformers_reads(tmp_path, kind, dtype):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
+def test_by_parts_gives_the_same(tmp_path, monkeypatch):
+    """Tables by rows, several files, a vocabulary that is not read for the config."""
+    path = write_gguf(tmp_path / "tiny.gguf", Kind.Q8_0)
+    monkeypatch.setattr(gguf_weights, "_ROWS_AT_ONCE", 2000)
+    monkeypatch.setattr(gguf_weights, "_FILE_BYTES", 30000)
+    monkeypatch.setattr(gguf_reader, "_LONG", 16)
+    undo, rows = gguf.dequantize, []
+
+    def dequantize(data, kind):
+        rows.append(len(data))
+        return undo(data, kind)
+
+    monkeypatch.setattr(gguf, "dequantize", dequantize)
+    folder = converted(path)
+    monkeypatch.undo()
+    assert max(rows) <= WIDTH < VOCABULARY
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(file.stat().st_size < 60000 for file in files)  # one tensor may be larger
+    given = {"dtype": torch.bfloat16, "output_loading_info": True}
+    model, info = AutoModelForCausalLM.from_pretrained(folder, **given)
+    assert not any(info.values())
+    own, _ = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, **given)
+    weights = own.state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    ignored = {"_name_or_path", "architectures", "quantization_config"}
+    told, known = model.config.to_dict(), own.config.to_dict()
+    assert {name for name in known if known[name] != told.get(name)} <= ignored
+
+
+def test_every_end_in_the_metadata(tmp_path):
+    more = {"eom_token_id": 7, "fim_pad_token_id": 8, "fim_sep_token_id": VOCABULARY}
+    folder = converted(write_gguf(tmp_path / "tiny.gguf", **more))
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [
+        1,
+        3,
+        7,
+        8,
+    ]
+
+
+def test_split_into_several(tmp_path, cache, monkeypatch, capsys):
+    whole = converted(write_gguf(tmp_path / "whole" / "tiny.gguf"))
+    (folder := tmp_path / "split").mkdir()
+    write_gguf(folder / "tiny.gguf", split=7)
+    parts = sorted(folder.iterdir())
+    assert len(parts) == 3
+    assert find_gguf(str(folder)) == parts[0]
+    joined = {converted(find_gguf(str(part))) for part in parts}
+    (joined,) = joined
+    assert {entry.name for entry in cache.iterdir()} == {whole.name, joined.name}
+    for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
+        assert (joined / name).read_bytes() == (whole / name).read_bytes()
+    monkeypatch.setattr(conversion.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
+    shutil.rmtree(joined)
+    with pytest.raises(ValueError, match="make room there"):
+        converted(parts[0])
+    parts[1].rename(tmp_path / "other.gguf")
+    for what in (folder, parts[0], parts[2]):
+        assert run(["generate", "--model", str(what), "a"]) == 2
+        told = capsys.readouterr().err
+        assert "one of 3 parts" in told
+        assert "'tiny-00002-of-00003.gguf' is not beside it" in told
+    with pytest.raises(ValueError, match="is part 2 of 3 of a model.*-00001-of-00003.gguf"):
+        converted(tmp_path / "other.gguf")
+
+
+def test_says_what_it_does(tmp_path, capsys):
+    path = write_gguf(tmp_path / "tiny.gguf", Kind.Q4_1)
+    folder = converted(path)
+    told = capsys.readouterr().err
+    assert f"converting '{path}' (" in told
+    assert f"of bfloat16 weights to '{folder}'" in told
+    assert "converted in " in told
+    converted(path)
+    assert not capsys.readouterr().err
+
+
+def test_what_an_earlier_version_wrote(tmp_path):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    folder = converted(path)
+    record = json.loads((folder / RECORD).read_text())
+    del record["version"]
+    (folder / RECORD).write_text(json.dumps(record))
+    (folder / "old").touch()
+    assert converted(path) == folder
+    assert not (folder / "old").exists()
+    assert json.loads((folder / RECORD).read_text()) == record | {"version": 2}
+
+
+@pytest.mark.parametrize(
+    ("split", "pieces"),
+    [
+        ("gpt-2", ["a", "Ġ", "Ġ12", "Ġdon", "'t", "Ċ", "Ċ", "b"]),
+        ("smollm", ["a", "ĠĠ", "1", "2", "Ġdon", "'t", "Ċ", "Ċ", "b"]),
+        ("qwen2", ["a", "Ġ", "Ġ", "1", "2", "Ġdon", "'t", "ĊĊ", "b"]),
+        ("stablelm2", ["a", "Ġ", "Ġ", "1", "2", "Ġdon", "'t", "ĊĊ", "b"]),
+        ("glm4", ["a", "Ġ", "Ġ", "12", "Ġdon", "'t", "ĊĊ", "b"]),
+    ],
+)
+def test_splits_text_as_the_file_says(tmp_path, split, pieces):
+    folder = converted(write_gguf(tmp_path / "tiny.gguf", pre=split))
+    pre_tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer.pre_tokenizer
+    text = "a  12 don't\n\nb"
+    assert [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)] == pieces
+
+
+def test_a_way_to_split_that_is_not_known(tmp_path, cache, capsys):
+    path = write_gguf(tmp_path / "tiny.gguf", pre="foo-bpe")
+    with pytest.raises(ValueError, match="tokenizer.ggml.pre is 'foo-bpe'.*get the model as"):
+        converted(path)
+    assert not cache.exists()
+    capsys.readouterr()
+    converted(write_gguf(path))
+    assert "does not say how its tokenizer splits text" in capsys.readouterr().err
+
+
 def test_converts_once(tmp_path, cache, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf")
     folder = converted(path)
@@ -195,7 +318,7 @@ def test_removes_what_a_killed_process_left(tmp_path, cache, monkeypatch):
         folder.mkdir(parents=True)
     later = left.stat().st_mtime + 90000
     monkeypatch.setattr(conversion.time, "time", lambda: later)
-    conversion.os.utime(young, (later, later))
+    os.utime(young, (later, later))
     converted(write_gguf(tmp_path / "tiny.gguf"))
     assert not left.exists()
     assert young.exists()

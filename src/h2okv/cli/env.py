@@ -78,11 +78,11 @@ def pull(
 @subcommand(models_app, "list")
 def list_models(as_json: bool = JSON) -> None:
     from h2okv.assets import bundled_model_path
-    from h2okv.integration import models
+    from h2okv.integration import gguf
 
     places: list[tuple[str, Path | None]] = [(BUNDLED, bundled_model_path())]
     places += [(name, package.find()) for name, package in PACKAGED.items()]
-    converted = models.converted_folders()
+    converted = gguf.converted_folders()
     places += [(record.get("file", folder.name), folder) for folder, record in converted]
     told: list[dict[str, Any]] = []
     for name, place in places:

@@ -9,12 +9,14 @@ import contextlib
 import difflib
 import importlib.util
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from h2okv.assets import bundled_model_path
 from h2okv.records import first_line, parse_json, refusing, unknown_name
 
+_PART = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})([.]gguf)", re.IGNORECASE)
 BUNDLED = "bundled"
 SMOLLM2 = "smollm2"
 
@@ -70,16 +72,39 @@ def find_gguf(name: str) -> Path | None:
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.is_file():
             raise ValueError(f"--model {name!r} does not exist; give the path of a GGUF file")
-        return path
+        return gguf_parts(path)[0]
     if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
+    if files and (parts := gguf_parts(files[0]))[1:] and files == parts:
+        return files[0]
     if len(files) > 1:
         raise ValueError(
             f"--model {name!r} holds {len(files)} GGUF files; give one of them, such as"
             f" '{files[0]}'"
         )
-    return files[0] if files else None
+    return gguf_parts(files[0])[0] if files else None
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """List the files of a model that is split into several; of any other the one file.
+
+    Raises:
+        ValueError: If one of them is not beside the others.
+    """
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count, end = match.groups()
+    numbers = range(1, int(count) + 1)
+    parts = [path.with_name(f"{stem}-{number:05}-of-{count}{end}") for number in numbers]
+    missing = next((part for part in parts if not part.is_file()), None)
+    if missing is not None:
+        raise ValueError(
+            f"--model '{path}' is one of {int(count)} parts of a model, and '{missing.name}' is not"
+            " beside it; get all parts into one folder"
+        )
+    return parts or [path]
 
 
 def find_model(name: str) -> str | Path:
@@ -103,7 +128,8 @@ def check_name(name: str) -> None:
     """Refuses a name that no model can be loaded by; asks the Hub for one that is nowhere here."""
     found = find_model(name)
     if isinstance(found, Path):
-        check_gguf(found)
+        for part in gguf_parts(found):
+            check_gguf(part)
     elif not Path(found).is_dir():
         _ask_hub(found)
 

@@ -107,31 +107,32 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
     owners = Counter(
         id(parameter) for module in model.modules() for parameter in module._parameters.values()
     )
-    packed = 0
-    for module in model.modules():
+    chosen = [
+        module
+        for module in model.modules()
         # Not a subclass, whose forward may be another.
-        if type(module) is nn.Linear and owners[id(module.weight)] == 1 and _fits(module.weight):
-            module.__class__ = PackedLinear
-            weight = module.weight.detach()
-            if weight_bits is not None and not (weight.shape[1] % _GROUP or len(weight) % _OUTPUTS):
-                module.__class__ = Int4Linear
-                module.codes, module.scales, weight = _to_int4(weight)
-            packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-            module.weight = nn.Parameter(packed_weight, requires_grad=False)
-            packed += 1
-            if packed % _LAYERS_BETWEEN == 0:
-                _give_back()
-    if packed:
-        for parameter in model.parameters():
-            if not parameter.is_mkldnn:  # it alone would keep the checkpoint's file in memory
-                parameter.data = parameter.data.clone()
-        _give_back()
+        if type(module) is nn.Linear and owners[id(module.weight)] == 1 and _fits(module.weight)
+    ]
+    weights = {id(module.weight) for module in chosen}
+    for parameter in model.parameters() if chosen else ():
+        if id(parameter) not in weights:  # it alone would keep the checkpoint's file in memory
+            parameter.data = parameter.data.clone()
+    for number, module in enumerate(chosen, 1):
+        module.__class__ = PackedLinear
+        weight = module.weight.detach()
+        if weight_bits is not None and not (weight.shape[1] % _GROUP or len(weight) % _OUTPUTS):
+            module.__class__ = Int4Linear
+            module.codes, module.scales, weight = _to_int4(weight)
+        packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        module.weight = nn.Parameter(packed_weight, requires_grad=False)
+        if number % _LAYERS_BETWEEN == 0 or number == len(chosen):
+            _give_back()
     if weight_bits is not None and not any(type(own) is Int4Linear for own in model.modules()):
         raise ValueError(
             f"{type(model).__name__} has no linear layers whose weights could have {weight_bits}"
             " bits; leave out --weight-bits"
         )
-    return packed
+    return len(chosen)
 
 
 def _to_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

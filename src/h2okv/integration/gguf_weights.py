@@ -1,0 +1,160 @@
+"""Weights of a GGUF file become a safetensors file, a tensor at a time.
+
+Names and layouts are those of transformers' own reader, which holds all of them several times.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from h2okv.console import Progress
+
+_ROWS_AT_ONCE = 4 << 20  # numbers of a table
+_TABLES = ("token_embd.weight", "output.weight")  # the largest tensors; no layout changes them
+# Whoever loads a file keeps all of it in memory until its last tensor is copied.
+_FILE_BYTES = 128 << 20
+_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+class _Checkpoint:
+    """Safetensors files of tensors whose shapes are known before their numbers."""
+
+    def __init__(
+        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    ) -> None:
+        self.shapes, self.dtype = shapes, dtype
+        self.missing = dict.fromkeys(shapes)
+        files: list[list[str]] = []
+        room = 0
+        for name in shapes:
+            if not files or self._nbytes(name) > room:
+                files.append([])
+                room = _FILE_BYTES
+            files[-1].append(name)
+            room -= self._nbytes(name)
+        self._places: dict[str, tuple[Path, int]] = {}
+        for number, names in enumerate(files, 1):
+            part = f"-{number:05}-of-{len(files):05}" if len(files) > 1 else ""
+            self._begin(folder / f"model{part}.safetensors", names)
+        if len(files) > 1:
+            index = {
+                "metadata": {"total_size": sum(map(self._nbytes, shapes))},
+                "weight_map": {name: path.name for name, (path, _) in self._places.items()},
+            }
+            text = json.dumps(index, indent=2)
+            (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+    def _nbytes(self, name: str) -> int:
+        return math.prod(self.shapes[name]) * self.dtype.itemsize
+
+    def _begin(self, path: Path, names: Sequence[str]) -> None:
+        """Write a file without its numbers."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            start, end = end, end + self._nbytes(name)
+            kind, shape = _NAMES[self.dtype], self.shapes[name]
+            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        for name in names:
+            self._places[name] = path, 8 + len(text) + header[name]["data_offsets"][0]
+        with path.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+
+    def write(self, name: str, values: np.ndarray, first_row: int = 0) -> None:
+        """Write float32 rows of a tensor, or all of it, rounded to the file's dtype."""
+        shape = self.shapes[name]
+        if values.shape[1:] != shape[1:] or first_row + len(values) > shape[0]:
+            raise ValueError(f"{name} has the shape {[*values.shape]} and not {[*shape]}")
+        own = np.ascontiguousarray(values)
+        tensor = torch.from_numpy(own if own.flags.writeable else own.copy()).to(self.dtype)
+        path, start = self._places[name]
+        with path.open("r+b") as file:
+            file.seek(start + first_row * math.prod(shape[1:]) * self.dtype.itemsize)
+            file.write(tensor.view(torch.uint8).numpy().data)
+        if first_row + len(values) == shape[0]:
+            self.missing.pop(name, None)
+
+
+def write_weights(
+    reader: Any, architecture: str, config: PreTrainedConfig, dtype: torch.dtype, folder: Path
+) -> tuple[transformers.PreTrainedModel, list[str]]:
+    """Write a model's weights, as transformers would read them in `dtype`.
+
+    Args:
+        reader: The ``gguf.GGUFReader`` of the file.
+        architecture: What the file calls its architecture.
+        config: The model's.
+        dtype: Of the weights in the new file.
+        folder: Gets the files of the weights; no config.
+
+    Returns:
+        The model on the meta device, and the parameters that the file lacks.
+    """
+    import gguf
+    from transformers import modeling_gguf_pytorch_utils as layouts
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    make = layouts.TENSOR_PROCESSORS.get(architecture, layouts.TensorProcessor)
+    processor = make(config=config.to_dict())
+    names = layouts.get_gguf_hf_weights_map(model, processor)
+    shapes = {name: tuple(own.shape) for name, own in model.named_parameters()}  # tied ones once
+    shapes |= {
+        name: tuple(own.shape) for name, own in model.named_buffers() if name in names.values()
+    }
+    read: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}  # experts of a layer, put together
+    checkpoint = _Checkpoint(folder, shapes, dtype)
+    size = sum(int(own.n_bytes) for own in reader.tensors)
+    with Progress("converting", size, "bytes") as progress:
+
+        def write(name: str, values: np.ndarray) -> None:
+            if name in shapes:  # a tied weight is there by another name
+                checkpoint.write(name, values)
+
+        def write_joined() -> None:
+            for name, tensor in read["tensors"].items():
+                write(name, tensor.numpy())
+            read["tensors"].clear()
+
+        block = ""
+        for tensor in sorted(reader.tensors, key=lambda own: _block(own.name)):
+            if _block(tensor.name) != block:
+                write_joined()
+                block = _block(tensor.name)
+            kind, data, name = tensor.tensor_type, tensor.data, names.get(tensor.name)
+            if tensor.name in _TABLES and name in shapes:
+                rows = max(1, _ROWS_AT_ONCE // data.shape[-1])
+                for start in range(0, len(data), rows):
+                    part = data[start : start + rows]
+                    checkpoint.write(name, gguf.dequantize(part, kind), start)
+                    progress.advance(part.nbytes)
+                continue
+            result = processor.process(
+                weights=gguf.dequantize(data, kind),
+                name=tensor.name,
+                tensor_key_mapping=names,
+                parsed_parameters=read,
+            )
+            if result.name in names:
+                write(names[result.name], result.weights)
+            progress.advance(tensor.n_bytes)
+        write_joined()
+    parameters = dict(model.named_parameters())
+    return model, [name for name in checkpoint.missing if name in parameters]
+
+
+def _block(name: str) -> str:
+    """The layer's part of a tensor's name; empty for what stands outside the layers."""
+    return ".".join(name.split(".")[:2]) if name.startswith("blk.") else ""
