@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -465,3 +466,28 @@ def test_smollm2_is_as_transformers_reads_it_and_answers():
     assert "Paris" in text
     assert text.endswith("<|im_end|>")  # the template's end of a turn ends the text
     assert folder.joinpath(RECORD).is_file()
+
+
+_PEAK = """
+import sys, torch
+from pathlib import Path
+from h2okv.integration import gguf, loading
+if sys.argv[1] == "convert":
+    gguf.converted(Path(sys.argv[2]))
+else:
+    described = loading.describe(sys.argv[2])
+    model = loading.load_weights(described, torch.bfloat16, torch.device("cpu"), packed=True)
+key = "VmHWM:" if sys.argv[1] == "convert" else "VmRSS:"  # the most until now; now
+print(Path("/proc/self/status").read_text().partition(key)[2].split()[0])
+"""
+
+
+@pytest.mark.slow  # two processes of their own
+@pytest.mark.skipif(REAL is None or sys.platform != "linux", reason="needs SmolLM2, and /proc")
+def test_converting_needs_little_more_than_the_model():
+    def kib(what):
+        command = [sys.executable, "-c", _PEAK, what, str(REAL)]
+        return int(subprocess.run(command, check=True, capture_output=True).stdout)
+
+    peak = kib("convert")
+    assert peak <= 1.3 * kib("load")
