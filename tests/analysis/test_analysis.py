@@ -3,7 +3,6 @@ import shutil
 
 import numpy as np
 import pytest
-import torch
 
 from h2okv.analysis import measurements as module
 from h2okv.analysis.ablation import activation_frequency
@@ -193,7 +192,7 @@ class WordTokenizer(SpacelessTokenizer):
 
     def __call__(self, text, **_):
         self.longest = max(self.longest, len(text))
-        return {"input_ids": torch.tensor([[len(word) for word in text.split()]])}
+        return {"input_ids": [len(word) for word in text.split()]}
 
     def decode(self, tokens, **_):
         return " ".join(map(str, tokens))

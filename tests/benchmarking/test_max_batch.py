@@ -117,6 +117,7 @@ def test_a_batch_too_large_for_a_gpu_is_a_run_that_failed(source, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr("h2okv.benchmarking.caches._run", run_out)
+    monkeypatch.setattr("h2okv.benchmarking.caches.input_device", lambda model: model.device)
     for name in ("empty_cache", "reset_peak_memory_stats", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
     run = PeakRun(source, torch.float32, torch.device("cuda"), 1, CacheSpec("dynamic"), CONTEXT, 1)

@@ -99,7 +99,8 @@ def encode(
     if not isinstance(prompt, str):
         prompt, special = chat_text(tokenizer, prompt), not tokenizer.chat_template
     ids = list(tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
-    if special and ids[:2] == [tokenizer.bos_token_id] * 2:  # the text may bring its own
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if special and ids[:2] == [bos] * 2:  # the text may bring its own
         own = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         ids = ids[1:] if len(own) < len(ids) else ids
     if vocab_size is not None:
