@@ -25,7 +25,7 @@ from h2okv.cache.support import check_model
 from h2okv.console import format_bytes, optional, write_remark
 from h2okv.integration.end_tokens import add_end_tokens
 from h2okv.integration.gguf_reader import lean_transformers, open_lean
-from h2okv.integration.gguf_tokenizer import check_split, correct_split, metadata_ends
+from h2okv.integration.gguf_tokenizer import check_split, correct_tokenizer, metadata_ends
 from h2okv.integration.gguf_weights import write_weights
 from h2okv.integration.names import cache_folder, check_gguf, gguf_parts
 from h2okv.records import first_line, parse_json, refusing
@@ -263,7 +263,7 @@ def _convert(path: Path, whole: Path, reader: Any, dtype: torch.dtype, made: Pat
         config = load(AutoConfig)
         check_model(config)
         tokenizer = load(AutoTokenizer)
-    correct_split(tokenizer, fields)
+    correct_tokenizer(tokenizer, fields)
     architecture = fields["general.architecture"]
     if _has_layout(architecture):
         model, missing = _attempt(

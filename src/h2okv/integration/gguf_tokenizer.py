@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import transformers
 from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
-
-try:
-    from transformers.integrations.gguf import gguf_tokenizer_mapping
-
-    _KNOWN: Mapping[str, str] = gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS
-except ImportError:  # earlier releases choose by architecture
-    _KNOWN = dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "qwen2"), "")
 
 # By `tokenizer.ggml.pre`, whose names and expressions llama.cpp has. What transformers does for
 # names that it does not know is right for these only.
@@ -27,8 +20,20 @@ _DIGITS = frozenset(
     ["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"]
 )
 """As GPT-2, but each digit alone."""
-_SAME = {"stablelm2": "qwen2", "hunyuan": "qwen2", "solar-open": "qwen2", "grok-2": "qwen2"}
-_SAME |= {"glm4": "llama-bpe", "chatglm-bpe": "llama-bpe"}
+_THREE_DIGITS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_EXPRESSIONS = dict.fromkeys(
+    ["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
+     "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"],
+    _THREE_DIGITS,
+)  # fmt: skip
+_EXPRESSIONS |= dict.fromkeys(
+    ["qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan",
+     "solar-open", "grok-2"],
+    _THREE_DIGITS.replace(r"\p{N}{1,3}", r"\p{N}"),
+)  # fmt: skip
 _METADATA_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
@@ -46,7 +51,7 @@ def check_split(fields: Mapping[str, Any]) -> str | None:
     split = fields.get("tokenizer.ggml.pre") or "default"
     if split == "default":
         return "does not say how its tokenizer splits text (tokenizer.ggml.pre); taking GPT-2's way"
-    if split in _GPT2 | _DIGITS or split in _KNOWN or _KNOWN.get(_SAME.get(split, "")):
+    if split in _GPT2 | _DIGITS | {*_EXPRESSIONS, *_known_to_transformers()}:
         return None
     raise ValueError(
         f"splits text in a way that transformers {transformers.__version__} does not know"
@@ -55,15 +60,29 @@ def check_split(fields: Mapping[str, Any]) -> str | None:
     )
 
 
-def correct_split(tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any]) -> None:
-    """Make a tokenizer that transformers read split text as its model's does. Mutates it."""
+def _known_to_transformers() -> Collection[str]:
+    """Return the names that this release of transformers knows; earlier ones know none."""
+    try:
+        from transformers.integrations.gguf import gguf_tokenizer_mapping
+    except ImportError:
+        return ()
+    known: Collection[str] = getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", ())
+    return known
+
+
+def correct_tokenizer(tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any]) -> None:
+    """Make a tokenizer that transformers read do what the file says. Mutates it."""
+    for name in ("bos", "eos"):  # which early releases mistake for each other
+        token = fields.get(f"tokenizer.ggml.{name}_token_id")
+        if token is not None and token != getattr(tokenizer, f"{name}_token_id"):
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
     if fields.get("tokenizer.ggml.model") != "gpt2":
         return
     split = fields.get("tokenizer.ggml.pre")
     if split in _DIGITS:
         first, rest = r"\p{N}", pre_tokenizers.ByteLevel(add_prefix_space=False)
-    elif split in _SAME:
-        first = _KNOWN[_SAME[split]]
+    elif split in _EXPRESSIONS:
+        first = _EXPRESSIONS[split]
         rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     else:
         return
