@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, StaticCache
 
 import h2okv
+import h2okv.cache.layer as cache_layer
 from h2okv.policy import get_rule
 
 SMALL = {"heavy": 5, "recent": 4}
@@ -278,6 +279,32 @@ def test_a_text_that_adds_nothing_is_refused(model):
     for length in (1, 10):
         with pytest.raises(ValueError, match=r"seen 22 tokens and got none.*cache\.reset"):
             model.generate(tokens(length, seed=1), **options)
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_an_interruption_within_a_layer_is_noticed(make_llama, monkeypatch, chunk):
+    """Of a single layer, whose counts of forwards tell nothing."""
+    model = make_llama(layers=1)
+    ids = torch.randint(2, 97, (1, 30), generator=torch.Generator().manual_seed(4))
+    cache = h2okv.H2OCache(model.config, 4, 4, prefill_chunk=chunk)
+    h2okv.prefill(model, ids, cache)
+    calls, keep = [], cache_layer.keep_indices
+
+    def interrupted(*args):
+        calls.append(args)
+        if len(calls) == (1 if chunk is None else 2):
+            raise KeyboardInterrupt
+        return keep(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_layer, "keep_indices", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            h2okv.prefill(model, ids, cache)
+    with pytest.raises(ValueError, match=r"interrupted.*cache\.reset"):
+        h2okv.prefill(model, ids, cache)
+    cache.reset()
+    h2okv.prefill(model, ids, cache)
+    cache.check_integrity()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import h2okv
+from h2okv.config import TokenBudget
 from h2okv.ops.decode import NO_HEAD, share_slots
 
 FACTORS = ((0.25, 1.75), (1.5, 0.5), (0.0, 2.0))
@@ -43,6 +44,16 @@ def both(model, parts, input_ids, blocks, mask=None, **options):
         found.append((run(model, cache, input_ids, blocks, mask), cache))
         cache.check_integrity()
     return found
+
+
+class WideWindow(h2okv.Rule):
+    """Protects a larger window where the budget is larger, so heads differ in it."""
+
+    name = "wide"
+
+    def allocate_budget(self, budget):
+        recent = (budget.heavy + budget.recent) // 2
+        return TokenBudget(budget.sink, budget.heavy + budget.recent - recent, recent)
 
 
 @pytest.mark.parametrize("parts", [(8, 4), (0.2, 0.1), (0.5, 4), (30, 20)])
@@ -179,6 +190,7 @@ def test_slots_are_shared_by_budget():
         (((1.0, "much"),) * 3, {}, "are no factors"),
         (((1.0, 1.0),) * 2, {}, "layer_budgets has 2 factors, and the model 3 layers"),
         (FACTORS, {"positions": "rolling"}, "positions='rolling' needs heads with equal budgets"),
+        (FACTORS, {"policy": WideWindow()}, "policy='wide' needs heads with equal budgets"),
         (FACTORS, {"policy": "snapkv"}, "policy='snapkv' needs heads with equal budgets"),
         (FACTORS, {"policy": "recent"}, "policy='recent' needs heads with equal budgets"),
     ],

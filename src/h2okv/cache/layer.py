@@ -83,6 +83,7 @@ class CacheLayer(BaseLayer):
         query, key, value = (states.to(self.dtype) for states in (query, key, value))
         self._begin(query.shape[2], real)
         block = self._block(query, key, value, real, scale, softcap, position_ids)
+        self.awaits_attention = True  # an error or Ctrl-C from here on leaves half a forward
         chunk = self.position_rule.prefill_chunk
         if chunk is None or block.length <= chunk:
             output = self._read(block)
@@ -97,6 +98,7 @@ class CacheLayer(BaseLayer):
         pins = self.prompt.pins
         if pins and int(self.state.num_real_tokens.min()) >= pins[-1][1]:
             self.prompt.pins = ()
+        self.awaits_attention = False
         # In a compiled step a number that changes would compile it again each time.
         if not torch.compiler.is_compiling():
             self.num_forwards += 1

@@ -219,8 +219,16 @@ def check_by_head(cache: CacheConfig, rule: Rule, config: PreTrainedConfig) -> N
             f"layer_budgets has lists of {' and '.join(map(str, counts))} factors, and layers of"
             f" this model have {heads} KV heads; give one for each."
         )
+    # Heads of a layer share what is protected, so no factor may change it.
+    by_layer = [cache.head_budgets(index) or () for index in range(len(cache.layer_budgets or ()))]
+    protected = {
+        (budget.sink, budget.recent, budget.num_static)
+        for budgets in by_layer
+        for budget in (rule.allocate_budget(head.resolve(1000)) for head in budgets)
+    }
+    by_scores = rule.ranks_by_scores and rule.is_bounded
     excluded = {
-        f"policy={cache.policy!r}": not (rule.ranks_by_scores and rule.is_bounded),
+        f"policy={cache.policy!r}": not by_scores or len(protected) > 1,
         f"positions={cache.positions!r}": cache.positions == "rolling",
     }  # fmt: skip
     for name, is_given in excluded.items():
