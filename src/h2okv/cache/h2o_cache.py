@@ -484,8 +484,8 @@ class H2OCache(Cache):
         if len(layers) < len(self.layers) or not all(layer.is_ready for layer in layers):
             return False
         for layer in layers:
-            layer.count_down()
-            layer.make_static()
+            layer.slots.count_down(layer.state, layer.dtype)
+            layer.slots.make_static(layer.state, layer.dtype)
         return True
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:

@@ -14,7 +14,7 @@ from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.deferred_steps import DeferredSteps
 from h2okv.cache.rope import PositionRule, ranks_of, rotate_to_ranks
-from h2okv.cache.slot_state import SlotState, is_cast, ordinary_tensors, slots_for
+from h2okv.cache.slot_state import SlotState, is_cast, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
 from h2okv.cache.validation import check_finite, check_prompt, check_window
 from h2okv.config import Budget
@@ -244,23 +244,14 @@ class CacheLayer(BaseLayer):
     def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
         """Re-evaluate a block's queries behind its end; fp32 ``[B, H, N]`` (`BlockView`)."""
         query, keys, real = block.query, entries.attended_key, block.real
-        rotations, is_entry = self.rotations, entries.is_entry
+        is_entry, rotations = entries.is_entry, self.rotations
         if rotations.rolling is not None:
-            end = keys.new_tensor(keys.shape[2] - 1, dtype=torch.int64).view(1, 1, 1)
-            if is_entry is not None:
-                end = is_entry[:, :1].sum(dim=-1, keepdim=True) - 1
-            ranks = rotations.rolling.of_ranks(self._rank_limit(block.length) + AHEAD)
-            query = rotate(query, ranks[end + AHEAD])
+            num_ranks = self._rank_limit(block.length) + AHEAD
+            query = rotations.rolled_behind(query, keys, is_entry, num_ranks, AHEAD)
         elif rotations.text is not None:
             assert block.position_ids is not None
             position_ids = block.position_ids[:, 0, :, 0]
-            if real is not None:
-                position_ids = position_ids.expand_as(real)
-            last = position_ids if real is None else position_ids.masked_fill(~real, 0)
-            width, layout = rotations.text.width, rotations.text.layout
-            factors = rotations.text.moved(position_ids, last.amax(dim=1, keepdim=True) + AHEAD)
-            query = rotate(interleave_pairs(query, width, layout), factors)
-            keys = interleave_pairs(keys, width, layout)
+            query, keys = rotations.moved_behind(query, keys, real, position_ids, AHEAD)
         return expected_attention(query, keys, is_entry, real, block.scale, block.softcap)
 
     @abstractmethod
@@ -405,29 +396,14 @@ class SlotLayer(CacheLayer):
         return super().__getstate__() | {"deferred": None}
 
     def _count_on_meta(self, length: int) -> None:
-        state, slots = self.state, self.slots
-        if not state.budgets:
+        if not self.state.budgets:
             prompt = self.prompt.expected_length or length
             self._set_budgets([prompt] * self.batch_size)
-            if self.head_budgets is not None:
-                for name in ("keys", "values", "scores", "positions"):
-                    setattr(state, name, getattr(state, name)[:, :1])
-                state.free_slot = state.free_slot.view(self.batch_size, 1, -1)
-                state.head_of_slot = state.positions.to(torch.uint8)
-            state.value_weights = state.scores.clone() if self.rule.weighs_values else None
-            state.ranks = state.positions.clone() if self.position_rule.rolls else None
             budgets = [budget.resolve(prompt) for budget in self.head_budgets or (self.budget,)]
-            num_slots = sum(self.rule.allocate_budget(budget).total + 1 for budget in budgets)
-            slots.capacity = num_slots if self.rule.is_bounded else None
-            # Tokens that a rule which keeps everything after the prompt has evicted for good.
-            evicts_once = self.rule.sees is Sees.WINDOW
-            slots.num_evicted = max(0, length + 1 - num_slots) if evicts_once else 0
+            self.slots.begin_on_meta(self.state, budgets, length, self.position_rule.rolls)
         self.cumulative_length += length
         self.num_forwards += 1
-        needed = int(self.cumulative_length) - slots.num_evicted
-        if state.num_slots <= needed and state.num_slots != slots.capacity:
-            # As on a GPU, where all slots of a budget are there from the first block on.
-            state.resize(slots.capacity or slots_for(needed))
+        self.slots.grow_on_meta(self.state, int(self.cumulative_length))
 
     # --- a block ----------------------------------------------------------------------------------
 
@@ -597,14 +573,6 @@ class SlotLayer(CacheLayer):
         if state.value_weights is not None:
             weights = self.rule.value_weights(self.storage.round(block.value))
             state.value_weights.scatter_(-1, state.free_slot, weights.view_as(state.free_slot))
-
-    def make_static(self) -> None:
-        """Make all slots that there may be, for steps of one shape; mutates the layer."""
-        self.slots.make_static(self.state, self.dtype)
-
-    def count_down(self) -> None:
-        """Count a step; mutates the layer."""
-        self.slots.count_down(self.state, self.dtype)
 
     @property
     def is_ready(self) -> bool:

@@ -124,6 +124,32 @@ class Rotations:
         to_rank = self.rolling.of_ranks(num_ranks)
         self.tables = RotaryTables(to_rank, relative(to_rank))
 
+    def rolled_behind(
+        self, query: Tensor, keys: Tensor, is_entry: Tensor | None, num_ranks: int, ahead: int
+    ) -> Tensor:
+        """Rotate un-rotated queries to one rank, `ahead` of that of the last key."""
+        assert self.rolling is not None
+        end = keys.new_tensor(keys.shape[2] - 1, dtype=torch.int64).view(1, 1, 1)
+        if is_entry is not None:
+            end = is_entry[:, :1].sum(dim=-1, keepdim=True) - 1
+        return rotate(query, self.rolling.of_ranks(num_ranks)[end + ahead])
+
+    def moved_behind(
+        self, query: Tensor, keys: Tensor, real: Tensor | None, position_ids: Tensor, ahead: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate queries from their positions ``[B or 1, T]`` to one `ahead` of the last.
+
+        Returns them and the keys, pairs next to each other in both.
+        """
+        assert self.text is not None
+        if real is not None:
+            position_ids = position_ids.expand_as(real)
+        last = position_ids if real is None else position_ids.masked_fill(~real, 0)
+        width, layout = self.text.width, self.text.layout
+        factors = self.text.moved(position_ids, last.amax(dim=1, keepdim=True) + ahead)
+        query = rotate(interleave_pairs(query, width, layout), factors)
+        return query, interleave_pairs(keys, width, layout)
+
     @property
     def needs_positions(self) -> bool:
         """Whether a forward must say where the model put its tokens."""

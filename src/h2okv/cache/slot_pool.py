@@ -194,7 +194,7 @@ class SlotPool:
         layers, place = _as_slots(source, sequence), len(self._num_seen)
         for layer, _ in layers:
             if layer.head_budgets is not None:  # whose slots cannot be added one by one
-                layer.make_static()
+                layer.slots.make_static(layer.state, layer.dtype)
         assert place < self.max_num_seqs, "the scheduler counts them"
         for kind, books in self._books.items():
             layer, index = layers[kind]

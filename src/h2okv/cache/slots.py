@@ -18,7 +18,7 @@ from h2okv.cache.slot_state import (
 from h2okv.config import TokenBudget
 from h2okv.ops.decode import pick, share_slots
 from h2okv.ops.dispatch import Operations
-from h2okv.policy import Rule
+from h2okv.policy import Rule, Sees
 
 pad = torch.nn.functional.pad
 
@@ -113,6 +113,31 @@ class SlotPlan:
             is_empty = (state.positions < 0) & ~state.of_others()
             free = is_empty.to(torch.uint8).argmax(dim=-1)
             state.free_slot = free.unsqueeze(1)
+
+    # --- sizes on the meta device: all slots of a budget from the first block on ------------------
+
+    def begin_on_meta(
+        self, state: SlotState, budgets: Sequence[TokenBudget], length: int, rolls: bool
+    ) -> None:
+        """Give a state the fields that slots will have, for a first block of T tokens; mutates."""
+        if self.is_by_head:
+            for name in ("keys", "values", "scores", "positions"):
+                setattr(state, name, getattr(state, name)[:, :1])
+            state.free_slot = state.free_slot.view(state.batch_size, 1, -1)
+            state.head_of_slot = state.positions.to(torch.uint8)
+        state.value_weights = state.scores.clone() if self.rule.weighs_values else None
+        state.ranks = state.positions.clone() if rolls else None
+        num_slots = sum(self.rule.allocate_budget(budget).total + 1 for budget in budgets)
+        self.capacity = num_slots if self.rule.is_bounded else None
+        # A rule that keeps everything after the prompt evicts once.
+        evicts_once = self.rule.sees is Sees.WINDOW
+        self.num_evicted = max(0, length + 1 - num_slots) if evicts_once else 0
+
+    def grow_on_meta(self, state: SlotState, seen: int) -> None:
+        """Add the slots that the tokens seen need; mutates the state."""
+        needed = seen - self.num_evicted
+        if state.num_slots <= needed and state.num_slots != self.capacity:
+            state.resize(self.capacity or slots_for(needed))
 
     # --- what steps may leave out -----------------------------------------------------------------
 
