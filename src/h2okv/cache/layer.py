@@ -32,9 +32,7 @@ AHEAD = 16
 class CacheLayer(BaseLayer):
     """One attention layer's entries; subclasses say where entries are and what evicting means."""
 
-    # Whether a block whose attention is not finite is refused. Of several ranks that hold parts of
-    # a model one alone must not stop in the middle.
-    checks_numbers = True
+    checks_numbers = True  # refuses attention that is not finite; one rank alone must not stop
     # Called with the operation and its arguments in place of a block's attention.
     _shared_attention: Any = None
 
@@ -93,8 +91,7 @@ class CacheLayer(BaseLayer):
             for index, chunk_block in block.split(chunk):
                 output.transpose(1, 2)[index] = self._read(chunk_block).transpose(1, 2)
             self.cumulative_length.copy_(end)  # with columns that are padding in every sequence
-            # The next layer begins with the first of these tokens, this one has read the last.
-            self.end_steps()
+            self.end_steps()  # the next layer begins with the first of these tokens
         pins = self.prompt.pins
         if pins and int(self.state.num_real_tokens.min()) >= pins[-1][1]:
             self.prompt.pins = ()
@@ -530,13 +527,11 @@ class SlotLayer(CacheLayer):
     def _read_token(self, block: Block) -> Tensor:
         query, key, value, real, _, _, scale, softcap = block
         state, slots, rotations = self.state, self.slots, self.rotations
-        # In a compiled step a count that changes would compile it again each time.
-        filled = None
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # a count that changes would compile the step again
             slots.make_static(state, self.dtype)
         else:
             slots.count_down(state, self.dtype)
-            filled = slots.filled
+        filled = None if torch.compiler.is_compiling() else slots.filled
         if filled is not None:  # after padding the slots may no longer be taken in their order
             slots.filled = filled + 1 if real is None else None
         if not self.rule.is_plain_sum:
