@@ -26,6 +26,7 @@ NAMES = frozenset(
     somebody whoever whatever way ways kin twin theirs
     """.split()  # noqa: SIM905
 )
+VERBS = frozenset(("place", "_place"))  # as names of functions
 # First words of a function's docstring that are no verbs.
 NOT_VERBS = frozenset(
     """
@@ -61,7 +62,8 @@ def bindings(tree: ast.AST) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr, node.lineno
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ExceptHandler):
-            yield node.name or "", node.lineno
+            if node.name not in VERBS:
+                yield node.name or "", node.lineno
         elif isinstance(node, ast.alias) and node.asname:
             yield node.asname, node.lineno
 

@@ -139,10 +139,10 @@ def test_saved_forked_selected_and_reset(make_llama, kept_sets, tmp_path):
 @pytest.mark.parametrize(
     ("spans", "options", "message"),
     [
-        ([(4, 2)], {}, r"pin \(4, 2\) is no span of tokens; give \(start, stop\)"),
-        ([(-1, 2)], {}, r"pin \(-1, 2\) is no span"),
-        ([(1, 2, 3)], {}, "is no span"),
-        ([(0.5, 2)], {}, "is no span"),
+        ([(4, 2)], {}, r"pin \(4, 2\) must be \(start, stop\) of tokens"),
+        ([(-1, 2)], {}, r"pin \(-1, 2\) must be"),
+        ([(1, 2, 3)], {}, "must be .start, stop. of tokens"),
+        ([(0.5, 2)], {}, "must be .start, stop. of tokens"),
         ([(5, 9), (0, 6)], {}, r"pins \(0, 6\) and \(5, 9\) overlap"),
         ([(10, 31)], {}, r"pin \(10, 31\) ends after the prompt of 30 tokens; shorten it"),
         ([(10, 20)], {}, "10 tokens are pinned and policy='h2o' keeps 6 heavy"),

@@ -151,7 +151,7 @@ def test_a_compiled_model_is_unwrapped(model):
 
 @pytest.mark.parametrize("call", [h2okv.H2OCache, h2okv.check_model])
 def test_what_is_no_model_is_refused(call):
-    with pytest.raises(ValueError, match="model=Linear is no model of transformers"):
+    with pytest.raises(ValueError, match="model=Linear is not a model of transformers"):
         call(torch.nn.Linear(2, 2))
 
 

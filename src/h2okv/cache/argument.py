@@ -14,6 +14,6 @@ CACHE = "cache" if _IS_RENAMED else "past_key_values"
 
 
 def cache_in(arguments: Mapping[str, Any]) -> Any:
-    """The cache among a forward's keyword arguments, by either name; ``None`` if there is none."""
-    given = arguments.get("cache")
-    return arguments.get("past_key_values") if given is None else given
+    """Return the cache among a forward's keyword arguments, by either name, or ``None``."""
+    cache = arguments.get("cache")
+    return arguments.get("past_key_values") if cache is None else cache

@@ -94,7 +94,7 @@ class BaseLayer(CacheLayerMixin):
         return "state" in vars(self)
 
     def _forget_rotation(self) -> None:
-        """Have the model asked again, at its next forward, how it rotates this layer's keys."""
+        """Forget how the model rotates this layer's keys, until its next forward."""
         self.rotations.forget()
 
     def learn_rotation(self, rotation: Rotation | None) -> None:

@@ -40,16 +40,16 @@ _DTYPES = {"float32", "bfloat16", "float16", "float64"}
 
 
 def save_cache(cache: Any, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
-    """Writes a cache to a safetensors file, at once or not at all."""
+    """Write a cache to a safetensors file, at once or not at all."""
     cache.check_integrity()
     if cache.num_seen_tokens == 0:
         raise ValueError("the cache is empty, so there is nothing to save; read a text first.")
     tensors: dict[str, Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
-        held, values = _layer_state(layer)
-        tensors |= {f"{index}.{name}": t.detach().contiguous() for name, t in held.items()}
-        layers.append({"tensors": sorted(held), "values": values})
+        state, header = _layer_state(layer)
+        tensors |= {f"{index}.{name}": t.detach().contiguous() for name, t in state.items()}
+        layers.append({"tensors": sorted(state), "values": header})
     head = {
         "format": FORMAT,
         "contract": CONTRACT,
@@ -70,55 +70,55 @@ def save_cache(cache: Any, path: str | Path, notes: Mapping[str, str] | None = N
 
 
 def _layer_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What a file must hold of a layer to go on from there: tensors, and values for the header."""
+    """Return what a file stores of a layer: tensors, and values for the header."""
     if isinstance(layer, BaseLayer):
         tensors = {
             _FILE_NAMES.get(name, name): tensor for name, tensor in layer.state.tensors().items()
         }
         tensors["cumulative_length"] = layer.cumulative_length
         return tensors, {
-            "budgets": [astuple(own) for own in layer.state.budgets],
+            "budgets": [astuple(budget) for budget in layer.state.budgets],
             "weights": layer.weights(),
             # What packed entries do not tell.
             "dtype": str(layer.dtype).removeprefix("torch."),
             "sizes": [layer.key_size, layer.value_size],
         }
     # Of transformers' own; linear attention has dicts by a number, whose parts are ``name.number``.
-    parts: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for name, value in vars(layer).items():
         if isinstance(value, dict):
-            parts |= {f"{name}.{index}": own for index, own in value.items()}
+            attributes |= {f"{name}.{index}": entry for index, entry in value.items()}
         else:
-            parts[name] = value
-    tensors = {name: value for name, value in parts.items() if isinstance(value, Tensor)}
-    rest = {}
-    for name, value in parts.items():
+            attributes[name] = value
+    tensors = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
+    scalars = {}
+    for name, value in attributes.items():
         if value is None or isinstance(value, bool | int | float | str):
-            rest[name] = value
+            scalars[name] = value
         elif not isinstance(value, Tensor | torch.dtype | torch.device):
             raise ValueError(
                 f"a {type(layer).__name__} with {name} of type {type(value).__name__} cannot be "
                 "saved; this model's cache can only be kept in memory."
             )
-    return tensors, rest
+    return tensors, scalars
 
 
 def read_head(path: str | Path) -> dict[str, Any]:
-    """Reads what a file says about its cache, without the tensors."""
+    """Read what a file says about its cache, without the tensors."""
     head = _json_of(path, _KEY)
-    known = {"format": (FORMAT, "file format"), "contract": (CONTRACT, "eviction contract")}
-    for name, (own, what) in known.items():
+    versions = {"format": (FORMAT, "file format"), "contract": (CONTRACT, "eviction contract")}
+    for name, (supported, subject) in versions.items():
         version = head.get(name, 1)
-        if version != own:
+        if version != supported:
             raise ValueError(
-                f"'{path}' was saved under version {version} of the {what} and this h2okv has "
-                f"version {own}; read the text again with this version."
+                f"'{path}' was saved under version {version} of the {subject} and this h2okv has "
+                f"version {supported}; read the text again with this version."
             )
     return head
 
 
 def read_notes(path: str | Path) -> dict[str, str]:
-    """The notes that were saved with a cache."""
+    """Return the notes that were saved with a cache."""
     return _json_of(path, _NOTES)
 
 
@@ -128,11 +128,11 @@ def load_cache(
     model: PreTrainedModel | PreTrainedConfig | None,
     policy: Rule | None,
 ) -> Any:
-    """Reads what `save_cache` wrote; see `H2OCache.load`."""
+    """Read what `save_cache` wrote; see `H2OCache.load`."""
     head = read_head(path)
-    parts = {"config": dict, "cache_config": dict, "simulate": bool, "policy": dict, "layers": list}
-    with _whole(path):
-        for name, kind in parts.items():
+    kinds = {"config": dict, "cache_config": dict, "simulate": bool, "policy": dict, "layers": list}
+    with _naming_damage(path):
+        for name, kind in kinds.items():
             if type(head.get(name)) is not kind:
                 raise ValueError(f"its header has no {name}")
         if model is None:
@@ -142,13 +142,13 @@ def load_cache(
         check_same_model(path, head["config"], config)
     if policy is None:
         policy = _saved_policy(path, head["policy"])
-    with _whole(path):
+    with _naming_damage(path):
         options = CacheConfig.from_dict(head["cache_config"]).to_dict() | {"policy": policy}
         cache = cache_class(config, simulate=head["simulate"], **options)
     base = None if model is None or isinstance(model, PreTrainedConfig) else unwrap(model)
     # An offloaded model has no device of its own; the cache follows the keys when they come.
     offloaded = base is None or base.device.type == "meta"
-    with _whole(path):
+    with _naming_damage(path):
         _fill(cache, path, head["layers"], torch.device("cpu") if offloaded else base.device)
     dtype = next(layer.dtype for layer in cache.layers if isinstance(layer, BaseLayer))
     if base is not None and base.dtype != dtype:
@@ -160,7 +160,7 @@ def load_cache(
 
 
 @contextmanager
-def _whole(path: str | Path) -> Iterator[None]:
+def _naming_damage(path: str | Path) -> Iterator[None]:
     """Whatever goes wrong with what is in the file says that it is damaged."""
     try:
         yield
@@ -170,7 +170,7 @@ def _whole(path: str | Path) -> Iterator[None]:
         raise ValueError(
             f"'{path}' does not exist; give a file that a cache was saved to."
         ) from error
-    except Exception as error:  # whatever a library makes of values that nobody gave it
+    except Exception as error:  # of any type that a library raises for damaged values
         raise ValueError(
             f"'{path}' is no whole saved cache, or damaged; save it again or give another file "
             f"({error})."
@@ -184,11 +184,11 @@ def _settings(rule: Rule) -> dict[str, Any]:
 
 def _saved_policy(path: str | Path, saved: dict[str, Any]) -> Rule:
     name, settings = saved.get("name"), saved.get("settings")
-    with _whole(path):
+    with _naming_damage(path):
         if not isinstance(name, str) or not isinstance(settings, dict):
             raise ValueError("its header does not name a policy")
     fresh = get_rule(name)
-    with _whole(path):
+    with _naming_damage(path):
         kinds = {key: type(value) for key, value in _settings(fresh).items()}
         if kinds != {key: type(value) for key, value in settings.items()}:
             raise ValueError(f"policy={name!r} has no settings {settings}")
@@ -200,7 +200,7 @@ def _saved_policy(path: str | Path, saved: dict[str, Any]) -> Rule:
 
 
 def config_identity(config: PreTrainedConfig) -> dict[str, Any]:
-    """The parts of a model's config that its keys depend on, as JSON values."""
+    """Return the fields of a model's config that its keys depend on, as JSON values."""
     values = json.loads(config.get_text_config(decoder=True).to_json_string(use_diff=False))
     return {
         name: value
@@ -213,32 +213,34 @@ def config_identity(config: PreTrainedConfig) -> dict[str, Any]:
 
 def check_same_model(path: str | Path, saved: dict[str, Any], config: PreTrainedConfig) -> None:
     """Refuses a file that another model's cache was saved to."""
-    own = config_identity(config)
+    identity = config_identity(config)
     # Names that only one side knows come and go with versions of transformers.
-    for name in ("model_type", *sorted(own.keys() & saved.keys())):
-        if saved.get(name) != own.get(name):
+    for name in ("model_type", *sorted(identity.keys() & saved.keys())):
+        if saved.get(name) != identity.get(name):
             raise ValueError(
                 f"'{path}' was saved with another model: its {name} is {saved.get(name)!r} and "
-                f"this model's is {own.get(name)!r}; load it with the model that wrote it."
+                f"this model's is {identity.get(name)!r}; load it with the model that wrote it."
             )
 
 
-def _fill(cache: Any, path: str | Path, told: list[dict[str, Any]], device: torch.device) -> None:
-    held: list[dict[str, Tensor]] = [{} for _ in cache.layers]
-    if len(told) != len(held):
-        raise ValueError(f"it tells of {len(told)} layers, and the model has {len(held)}")
+def _fill(
+    cache: Any, path: str | Path, headers: list[dict[str, Any]], device: torch.device
+) -> None:
+    states: list[dict[str, Tensor]] = [{} for _ in cache.layers]
+    if len(headers) != len(states):
+        raise ValueError(f"it tells of {len(headers)} layers, and the model has {len(states)}")
     with ordinary_tensors(), safe_open(str(path), framework="pt", device=str(device)) as file:
         for name in file.keys():  # noqa: SIM118  # safe_open is no mapping
-            index, _, part = name.partition(".")
-            if not index.isdecimal() or int(index) >= len(held):
+            index, _, field = name.partition(".")
+            if not index.isdecimal() or int(index) >= len(states):
                 raise ValueError(f"{name} belongs to no layer")
-            held[int(index)][part] = file.get_tensor(name)
-        for layer, tensors, own in zip(cache.layers, held, told, strict=True):
-            odd = set(own["tensors"]) ^ tensors.keys()
+            states[int(index)][field] = file.get_tensor(name)
+        for layer, tensors, header in zip(cache.layers, states, headers, strict=True):
+            odd = set(header["tensors"]) ^ tensors.keys()
             if odd:
                 raise ValueError(f"{min(odd)} is missing, or too much")
             fill: Any = _fill_layer if isinstance(layer, BaseLayer) else _fill_foreign
-            fill(layer, tensors, own["values"])
+            fill(layer, tensors, header["values"])
         cache.check_integrity()
     first = next(layer for layer in cache.layers if isinstance(layer, BaseLayer))
     for index, layer in enumerate(cache.layers):
@@ -251,7 +253,7 @@ def _follows(layer: DynamicLayer, first: BaseLayer) -> bool:
     seen = length = int(first.get_seq_length())
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window > 1:
         length = min(seen, layer.sliding_window - 1)
-    shapes = {(own.shape[0], own.shape[2]) for own in (layer.keys, layer.values)}
+    shapes = {(tensor.shape[0], tensor.shape[2]) for tensor in (layer.keys, layer.values)}
     return layer.get_seq_length() == seen and shapes == {(first.batch_size, length)}
 
 
@@ -288,7 +290,7 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
     if shapes != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:
         raise ValueError(f"the tensors of layer {layer.layer_idx} do not fit each other")
     expected.set_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
-    expected.budgets = [TokenBudget(*parts) for parts in values["budgets"]]
+    expected.budgets = [TokenBudget(*amounts) for amounts in values["budgets"]]
     check_loaded(layer, expected, seen)
     weights = values["weights"]
     if weights is not None and not isinstance(weights, str):
@@ -298,14 +300,14 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
 
 
 def _json_of(path: str | Path, key: str) -> dict[str, Any]:
-    """An entry of the header, which is an object of JSON."""
-    with _whole(path), safe_open(str(path), framework="pt") as file:
+    """Return an entry of the header, which is a JSON object."""
+    with _naming_damage(path), safe_open(str(path), framework="pt") as file:
         metadata = file.metadata() or {}
     if _KEY not in metadata:
         raise ValueError(
             f"'{path}' holds tensors but no H2OCache; give a file that a cache was saved to."
         )
-    with _whole(path):
+    with _naming_damage(path):
         values = json.loads(metadata.get(key, ""))
         if not isinstance(values, dict):
             raise ValueError("its header is no JSON object")
@@ -313,18 +315,22 @@ def _json_of(path: str | Path, key: str) -> dict[str, Any]:
 
 
 def _fill_foreign(layer: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Takes what `_layer_state` gave of a layer of transformers' own."""
+    """Take what `_layer_state` gave of a layer of transformers' own."""
     fresh = vars(layer)
     for name, value in {**values, **tensors}.items():
-        whole, _, index = name.partition(".")
-        parts: Any = fresh.get(whole)
-        is_dict = isinstance(parts, dict)
-        if whole not in fresh or is_dict != bool(index) or (is_dict and int(index) not in parts):
+        attribute, _, index = name.partition(".")
+        attributes: Any = fresh.get(attribute)
+        is_dict = isinstance(attributes, dict)
+        if (
+            attribute not in fresh
+            or is_dict != bool(index)
+            or (is_dict and int(index) not in attributes)
+        ):
             raise ValueError(f"a {type(layer).__name__} has no {name}")
         if is_dict:
-            parts[int(index)] = value
+            attributes[int(index)] = value
         else:
-            fresh[whole] = value
+            fresh[attribute] = value
     for tensor in tensors.values():
         if tensor.is_floating_point():
             layer.dtype, layer.device = tensor.dtype, tensor.device

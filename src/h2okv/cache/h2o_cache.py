@@ -68,8 +68,8 @@ class H2OCache(Cache):
         max_tokens: upper limit of each layer's budget in tokens; a larger budget is an error.
         min_tokens: entries that a fraction of a short prompt is raised to, heavy and recent each;
             20 % of a question of 40 tokens is no cache to answer with.
-        kv_bits: 8 or 4 keeps keys and values in so many bits, by groups of up to 64 numbers with
-            a scale and a low of their own; ``None``: in the model's dtype. What a block reads of
+        kv_bits: 8 or 4 bits for each number of keys and values, by groups of up to 64 with a scale
+            and a low of their own; ``None``: in the model's dtype. What a block reads of
             itself is in full precision; it is rounded once, when it becomes an entry.
         seed: for policies that draw at random.
         layer_budgets: a factor on ``heavy`` for each layer with H2O entries, or a list of one for
@@ -129,23 +129,26 @@ class H2OCache(Cache):
         layer_class = MaskedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
-        places = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        full_layers = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         if layer_budgets == MEASURED:
             raise ValueError(
                 "layer_budgets='auto' is for commands, which measure the model; give what"
                 " h2okv.measure_layer_budgets(model, input_ids, by_head=True) returns."
             )
-        if layer_budgets is not None and len(self.cache_config.layer_budgets or ()) != len(places):
+        if layer_budgets is not None and len(self.cache_config.layer_budgets or ()) != len(
+            full_layers
+        ):
             raise ValueError(
-                f"layer_budgets has {len(layer_budgets)} factors, and the model {len(places)}"
+                f"layer_budgets has {len(layer_budgets)} factors, and the model {len(full_layers)}"
                 " layers with H2O entries; give one for each."
             )
         if self.cache_config.is_by_head:
             support.check_by_head(self.cache_config, self.rule, config)
         alike = self.rule, self.position_rule, kv_bits
-        for number, index in enumerate(places):
-            own = self.cache_config.layer_budget(number), *alike
-            layers[index] = layer_class(index, *own, self.cache_config.head_budgets(number))
+        for number, index in enumerate(full_layers):
+            budget = self.cache_config.layer_budget(number)
+            head_budgets = self.cache_config.head_budgets(number)
+            layers[index] = layer_class(index, budget, *alike, head_budgets)
         self._scored = [layer for layer in layers if isinstance(layer, BaseLayer)]
         kind = config.model_type
         if not self._scored:
@@ -174,7 +177,7 @@ class H2OCache(Cache):
     def from_config(
         cls, config: PreTrainedConfig, cache_config: CacheConfig, *, simulate: bool = False
     ) -> H2OCache:
-        """Makes the empty cache that a `CacheConfig` describes.
+        """Make the empty cache that a `CacheConfig` describes.
 
         Args:
             config: the model's config.
@@ -187,17 +190,17 @@ class H2OCache(Cache):
         return cls(config, simulate=simulate, **cache_config.to_dict())
 
     def __repr__(self) -> str:
-        parts = f"heavy={self.budget.heavy}, recent={self.budget.recent}, sink={self.budget.sink}"
+        options = f"heavy={self.budget.heavy}, recent={self.budget.recent}, sink={self.budget.sink}"
         if self.rule.scoring.name != "sum":
-            parts += f", scoring={self.rule.scoring.name!r}"
+            options += f", scoring={self.rule.scoring.name!r}"
         if self.kv_bits is not None:
-            parts += f", kv_bits={self.kv_bits}"
-        return f"H2OCache(policy={self.rule.name!r}, {parts}, layers={len(self.layers)})"
+            options += f", kv_bits={self.kv_bits}"
+        return f"H2OCache(policy={self.rule.name!r}, {options}, layers={len(self.layers)})"
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Takes a layer's new keys and values; called by the model.
+        """Take a layer's new keys and values; called by the model.
 
         Args:
             key_states: ``[B, H, T, D]``.
@@ -220,7 +223,7 @@ class H2OCache(Cache):
             if not torch.compiler.is_compiling():
                 support.check_callers()
                 self._check_goes_on(key_states.shape[2])
-            for rotation in layer.rotations.known:
+            for rotation in layer.rotations.found_rotations:
                 rotation.begin_forward()
         self._last_updated = layer if isinstance(layer, BaseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -246,7 +249,7 @@ class H2OCache(Cache):
             )
 
     def next_turn(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """Makes the inputs of a further turn out of its own tokens alone.
+        """Make the inputs of a further turn out of its own tokens alone.
 
         For example (``past_key_values=cache`` before transformers 5.24)::
 
@@ -283,7 +286,7 @@ class H2OCache(Cache):
         return {"input_ids": input_ids, "attention_mask": mask}
 
     def save(self, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
-        """Writes the cache to a safetensors file, at once or not at all.
+        """Write the cache to a safetensors file, at once or not at all.
 
         Args:
             path: the file; an older one is replaced.
@@ -302,7 +305,7 @@ class H2OCache(Cache):
         model: PreTrainedModel | PreTrainedConfig | None = None,
         policy: Rule | None = None,
     ) -> H2OCache:
-        """Reads a cache that `save` wrote.
+        """Read a cache that `save` wrote.
 
         The layers' weights are compared when a model first goes on from it, its config already
         here if ``model`` is given.
@@ -322,7 +325,7 @@ class H2OCache(Cache):
         return load_cache(cls, path, model, policy)
 
     def fork(self, copies: int) -> H2OCache:
-        """Makes an independent cache in which every sequence is there several times.
+        """Make an independent cache in which every sequence is there several times.
 
         Args:
             copies: of each sequence, next to each other; for a batch of prompts that shares what
@@ -333,13 +336,13 @@ class H2OCache(Cache):
         """
         if isinstance(copies, bool) or not isinstance(copies, int) or copies < 1:
             raise ValueError(f"copies={copies!r} makes no batch; give an int of 1 or more.")
-        twin = copy.deepcopy(self)
+        duplicate = copy.deepcopy(self)
         if copies > 1 and self.num_seen_tokens:
             indices: Any = torch.arange(self._scored[0].batch_size).repeat_interleave(copies)
-            for layer in twin.layers:
+            for layer in duplicate.layers:
                 # Unlike batch_repeat_interleave, every kind of layer has it.
                 layer.reorder_cache(indices.to(self._scored[0].device))
-        return twin
+        return duplicate
 
     def reset(self) -> None:
         """Forgets everything; the next forward is a prompt, of a batch of any size."""
@@ -350,14 +353,14 @@ class H2OCache(Cache):
                 self.layers[index] = layer
 
     def __deepcopy__(self, memo: dict[int, Any]) -> H2OCache:
-        """Copies the entries; the model's config and what was learned of it are shared."""
-        twin = memo[id(self)] = self.__class__.__new__(self.__class__)
+        """Copy the entries; the model's config and what was learned of it are shared."""
+        duplicate = memo[id(self)] = self.__class__.__new__(self.__class__)
         shared = (self.config, self.rule, self.position_rule)
-        memo.update({id(part): part for part in shared})
+        memo.update({id(item): item for item in shared})
         with ordinary_tensors():
             for name, value in vars(self).items():
-                setattr(twin, name, copy.deepcopy(value, memo))
-        return twin
+                setattr(duplicate, name, copy.deepcopy(value, memo))
+        return duplicate
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -368,25 +371,25 @@ class H2OCache(Cache):
         rotations: list[Rotation] = []
         deferred = DeferredSteps()
         for layer in self._scored:
-            layer.rotations.known = rotations
+            layer.rotations.found_rotations = rotations
             if isinstance(layer, SlotLayer):
                 layer.deferred = deferred
         self._scored[-1].ends_forward = True
 
     def entries_for(self, length: int) -> int:
-        """Entries of each layer and KV head that a prompt of so many tokens is evicted down to."""
+        """Return the entries of each layer and KV head after a prompt of this length."""
         return self.rule.allocate_budget(self.budget.resolve(length)).total
 
     def layer_entries_for(self, length: int) -> tuple[float, ...]:
-        """What `entries_for` says, for each layer with H2O entries by its own budget.
+        """Return `entries_for` of each layer with H2O entries, by the layer's budget.
 
         The mean over its heads, where these have budgets of their own.
         """
-        found = []
+        entries = []
         for layer in self._scored:
-            budgets = [own.resolve(length) for own in layer.head_budgets or (layer.budget,)]
-            found.append(mean(self.rule.allocate_budget(own).total for own in budgets))
-        return tuple(found)
+            budgets = [budget.resolve(length) for budget in layer.head_budgets or (layer.budget,)]
+            entries.append(mean(self.rule.allocate_budget(budget).total for budget in budgets))
+        return tuple(entries)
 
     def slots_for(self, prompt: int, new: int) -> int:
         """Slots of a sequence in each layer, at most: the budget and the free slot.
@@ -398,7 +401,7 @@ class H2OCache(Cache):
         return slots_for(prompt + new)
 
     def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:
-        """What slots of so many KV heads would take, before anything is allocated."""
+        """Return the bytes that slots of these KV heads take, before anything is allocated."""
         return SlotBytes(
             num_heads,
             2 * KVStorage(self.kv_bits).head_bytes(head_size, dtype),
@@ -455,7 +458,7 @@ class H2OCache(Cache):
             length: tokens of that prompt, if they are known, to be refused now and not then.
 
         Raises:
-            ValueError: if a span is none or overlaps another, or the cache holds something. Spans
+            ValueError: if a span is invalid or overlaps another, or the cache has entries. Spans
                 that are outside the prompt or too large are refused when it is read.
         """
         pins = validation.parse_pins(spans)
@@ -469,7 +472,7 @@ class H2OCache(Cache):
             validation.check_pins(self._scored[0], [length])
 
     def allow_non_finite(self) -> None:
-        """Reads blocks whatever comes of them; one rank alone must not stop in the middle."""
+        """Read blocks whatever comes of them; one rank alone must not stop in the middle."""
         for layer in self.layers:
             if isinstance(layer, SlotLayer):
                 layer.checks_numbers = False
@@ -489,7 +492,7 @@ class H2OCache(Cache):
         return True
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Returns `get_max_length`, for code that knows the name of before transformers 5.16."""
+        """Return `get_max_length`, for code that knows the name of before transformers 5.16."""
         return int(self.get_max_length(layer_idx))
 
     @property
@@ -510,8 +513,8 @@ class H2OCache(Cache):
     @property
     def num_cached_tokens(self) -> int:
         """Entries held for one KV head, of the sequence that holds most. Waits for the device."""
-        held = [layer.state.by_head("positions") for layer in self._scored if layer.holds_entries]
-        return max((int((own >= 0).sum(dim=-1).max()) for (own,) in held), default=0)
+        counts = [layer.state.counts() for layer in self._scored if layer.holds_entries]
+        return max((int(count.max()) for count in counts), default=0)
 
     @property
     def nbytes(self) -> int:
@@ -525,11 +528,11 @@ class H2OCache(Cache):
 
     def _other_nbytes(self) -> int:
         others = (vars(layer) for layer in self.layers if not isinstance(layer, BaseLayer))
-        held = [own.get(name) for own in others for name in ("keys", "values")]
-        return sum(tensor.nbytes for tensor in held if tensor is not None)
+        tensors = [attributes.get(name) for attributes in others for name in ("keys", "values")]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def kept_positions(self, layer_idx: int) -> Tensor:
-        """Returns which tokens a layer holds.
+        """Return which tokens a layer holds.
 
         Args:
             layer_idx: the layer's index.
@@ -544,7 +547,7 @@ class H2OCache(Cache):
         return self._layer(layer_idx).state.by_head("positions")[0].clone()
 
     def scores(self, layer_idx: int) -> Tensor:
-        """Returns the scores of what a layer holds: the attention received, as `scoring` counts it.
+        """Return the scores of what a layer holds: the attention received, as `scoring` counts it.
 
         Args:
             layer_idx: the layer's index.
@@ -576,7 +579,7 @@ class H2OCache(Cache):
         return layer
 
     def check_integrity(self) -> None:
-        """Checks what must hold between any two forwards; for tests and after an interruption.
+        """Check what must hold between any two forwards; for tests and after an interruption.
 
         Raises:
             ValueError: if a layer breaks the contract, naming the layer and what it breaks.
@@ -587,11 +590,11 @@ class H2OCache(Cache):
                 f"layers have seen different numbers of tokens ({sorted(lengths)}): a forward was "
                 "interrupted; call cache.reset() and read the prompt again."
             )
-        held = [layer for layer in self._scored if layer.holds_entries]
-        if len({tuple(layer.state.num_real_tokens.tolist()) for layer in held}) > 1:
+        filled_layers = [layer for layer in self._scored if layer.holds_entries]
+        if len({tuple(layer.state.num_real_tokens.tolist()) for layer in filled_layers}) > 1:
             raise ValueError(
                 "layers have seen different numbers of real tokens; call cache.reset() and read "
                 "the prompt again."
             )
-        for layer in held:
+        for layer in filled_layers:
             validation.check_integrity(layer)

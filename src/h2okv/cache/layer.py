@@ -224,7 +224,7 @@ class CacheLayer(BaseLayer):
         return scores + sums.to(torch.float32)
 
     def _decayed(self, scores: Tensor, count: Tensor | int) -> Tensor:
-        """Return scores ``[B, H, N]`` after so many tokens of each sequence."""
+        """Return scores ``[B, H, N]`` after `count` further tokens of each sequence."""
         if self.rule.scoring.factor is None:
             return scores
         if isinstance(count, int):
@@ -253,7 +253,7 @@ class CacheLayer(BaseLayer):
 
     @abstractmethod
     def _rank_limit(self, length: int) -> int:
-        """Return the number of ranks, or more, that a block of so many tokens needs."""
+        """Return an upper bound of the ranks that a block of T tokens needs."""
 
     def _query_weights(self, block: Block) -> Tensor | None:
         """Return what each query counts for in the sums, fp32 ``[B, T]``; ``None`` for one."""

@@ -49,7 +49,7 @@ class Rotation:
         return last[1]
 
     def moved(self, position_ids: Tensor, end: Tensor) -> Tensor:
-        """Likewise factors from those rotations to that at the position ``[B or 1, 1]``."""
+        """Return factors that move rotations from these positions to ``[B or 1, 1]``."""
         there = self._factors(self.rotary, end.to(self.device)).unsqueeze(1)
         return multiply(self.of_text(position_ids), there)
 
@@ -76,8 +76,8 @@ class Rotation:
     def _frequencies(self, rotary: Any) -> tuple[Tensor, float]:
         """Frequencies ``[R / 2]``, and the scale of the cosines (YaRN)."""
         prefix = f"{self.layer_type}_" if self.layer_type else ""
-        own = f"{prefix}attention_scaling"
-        scaling = getattr(rotary, own if hasattr(rotary, own) else "attention_scaling")
+        attribute = f"{prefix}attention_scaling"
+        scaling = getattr(rotary, attribute if hasattr(rotary, attribute) else "attention_scaling")
         return getattr(rotary, f"{prefix}inv_freq"), scaling
 
     def _factors(self, rotary: Any, positions: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class Rotations:
     def __init__(self, rolls: bool, looks_ahead: bool) -> None:
         self.rolls, self.looks_ahead = rolls, looks_ahead
         # One list for all layers of a cache: layers that rotate alike share one object.
-        self.known: list[Rotation] = []
+        self.found_rotations: list[Rotation] = []
         self.forget()
 
     def forget(self) -> None:
@@ -166,8 +166,8 @@ def ranks_of(positions: Tensor) -> Tensor:
     size = positions.shape[-1]
     order = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions).argsort(dim=-1)
     ranks = torch.empty_like(positions, dtype=torch.int32)
-    places = torch.arange(size, dtype=torch.int32, device=positions.device)
-    ranks.scatter_(-1, order, places.expand_as(ranks))
+    slot_ranks = torch.arange(size, dtype=torch.int32, device=positions.device)
+    ranks.scatter_(-1, order, slot_ranks.expand_as(ranks))
     return ranks.masked_fill_(positions < 0, size - 1)
 
 
@@ -207,12 +207,12 @@ class _KeyTaker(DynamicCache):
     """Takes the keys that an attention module hands to its cache."""
 
     def update(self, key_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.taken = key_states.float()
+        self.keys = key_states.float()
         raise _KeysTakenError
 
 
 def find_rotation(
-    module: torch.nn.Module, layer_idx: int, key: Tensor, known: list[Rotation]
+    module: torch.nn.Module, layer_idx: int, key: Tensor, rotations: list[Rotation]
 ) -> Rotation | None:
     """Learns how an attention module rotates its keys, and checks it on two tokens.
 
@@ -243,20 +243,20 @@ def find_rotation(
     if (rotated - plain).norm() <= 1e-6 * rotated.norm():
         return None
     # Some families hold complex numbers, which are never rounded to the model's dtype.
-    held = torch.float32 if torch.is_tensor(embeddings) else dtype
+    table_dtype = torch.float32 if torch.is_tensor(embeddings) else dtype
     ids = torch.tensor([_PROBED], device=device)
     layer_type = options.get("layer_type")
     for layout in get_args(Layout):
-        trial = Rotation(fresh, layer_type, layout, held, device)
+        trial = Rotation(fresh, layer_type, layout, table_dtype, device)
         start, back = (
-            rotate(interleave_pairs(keys, trial.width, layout), trial.of_text(places))
-            for keys, places in ((plain, torch.zeros_like(ids)), (rotated, ids))
+            rotate(interleave_pairs(keys, trial.width, layout), trial.of_text(position_ids))
+            for keys, position_ids in ((plain, torch.zeros_like(ids)), (rotated, ids))
         )
         if (back - start).norm() <= _CLOSE * start.norm():
-            rotation = Rotation(rotary, layer_type, layout, held, device)
-            if rotation not in known:
-                known.append(rotation)
-            return known[known.index(rotation)]
+            rotation = Rotation(rotary, layer_type, layout, table_dtype, device)
+            if rotation not in rotations:
+                rotations.append(rotation)
+            return rotations[rotations.index(rotation)]
     raise _unknown(module)
 
 
@@ -269,14 +269,14 @@ def _keys(module: torch.nn.Module, hidden: Tensor, embeddings: Any) -> Tensor:
         with torch.no_grad():
             module(**arguments)
     except _KeysTakenError:
-        return taker.taken
+        return taker.keys
     except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
         raise _unknown(module) from error
     raise _unknown(module)
 
 
 def _running_rotary(module: torch.nn.Module) -> Any:
-    """The rotary embeddings of the model whose forward, up the stack, runs an attention module."""
+    """Return the rotary embeddings of the model whose forward, up the stack, runs a module."""
     family = type(module).__module__
     # Not this very frame: its locals would hold the frame itself, a cycle with all that the callers
     # hold, hidden states and logits among it.

@@ -32,23 +32,23 @@ def is_window_layer(layer: Any, layer_idx: int, config: PreTrainedConfig) -> boo
 def window_slots(
     layer: DynamicSlidingWindowLayer, layer_idx: int, sequence: int, seen: int
 ) -> SlotLayer:
-    """Makes slots of what a sliding layer holds of a sequence: a token's own and all before."""
+    """Make slots of what a sliding layer holds of a sequence: a token's own and all before."""
     window, num_held = layer.sliding_window, min(seen, layer.keys.shape[2])
     budget, rule = Budget(heavy=0, recent=window - 1), get_rule("recent")
-    made = SlotLayer(layer_idx, budget, rule, PositionRule())
-    made.window = made.slots.capacity = window
+    slot_layer = SlotLayer(layer_idx, budget, rule, PositionRule())
+    slot_layer.window = slot_layer.slots.capacity = window
     with ordinary_tensors():
-        made.lazy_initialization(layer.keys, layer.values)
-        made.cumulative_length += seen
-        held: Any = made.state.like(1, window)
-        made.state = held
-        held.set_budgets([rule.allocate_budget(budget.resolve(seen))], False)
-        for slots, own in ((held.keys, layer.keys), (held.values, layer.values)):
-            slots[:, :, :num_held] = own[sequence, :, own.shape[2] - num_held :]
-        held.positions[..., :num_held] = torch.arange(seen - num_held, seen, device=held.device)
-        held.free_slot.fill_(min(num_held, window - 1))
-        held.num_real_tokens.fill_(seen)
-    return made
+        slot_layer.lazy_initialization(layer.keys, layer.values)
+        slot_layer.cumulative_length += seen
+        state: Any = slot_layer.state.like(1, window)
+        slot_layer.state = state
+        state.set_budgets([rule.allocate_budget(budget.resolve(seen))], False)
+        for slots, tensor in ((state.keys, layer.keys), (state.values, layer.values)):
+            slots[:, :, :num_held] = tensor[sequence, :, tensor.shape[2] - num_held :]
+        state.positions[..., :num_held] = torch.arange(seen - num_held, seen, device=state.device)
+        state.free_slot.fill_(min(num_held, window - 1))
+        state.num_real_tokens.fill_(seen)
+    return slot_layer
 
 
 class SlotBookkeeping:
@@ -70,23 +70,23 @@ class SlotBookkeeping:
         """Slots of the largest sequence's row."""
         return round((self._sharing_heads or 1) * (self.capacity + 1))
 
-    def admit(self, budget: TokenBudget, totals: list[int], held: list[int]) -> None:
-        """Notes a sequence that comes with so many entries; both lists are by head."""
+    def admit(self, budget: TokenBudget, totals: list[int], counts: list[int]) -> None:
+        """Note a sequence with its entries; both lists are by head."""
         assert sum(totals) + len(totals) <= self.num_slots, "the engine refuses larger ones"
         self.budgets.append(budget)
         self._totals.append(totals)
-        self._room.append([total - own for total, own in zip(totals, held, strict=True)])
+        self._room.append([total - count for total, count in zip(totals, counts, strict=True)])
 
-    def release(self, place: int) -> None:
+    def release(self, index: int) -> None:
         lists: tuple[list[Any], ...] = (self.budgets, self._totals, self._room)
-        for own in lists:
-            own[place] = own[-1]
-            del own[-1]
+        for values in lists:
+            values[index] = values[-1]
+            del values[-1]
 
     def count_step(self) -> int:
-        """Returns how many heads of all sequences were full before it."""
-        full = sum(own.count(0) for own in self._room)
-        self._room = [[max(room - 1, 0) for room in own] for own in self._room]
+        """Return how many heads of all sequences were full before it."""
+        full = sum(rooms.count(0) for rooms in self._room)
+        self._room = [[max(room - 1, 0) for room in rooms] for rooms in self._room]
         return full
 
     @property
@@ -98,7 +98,7 @@ class SlotBookkeeping:
         """Whether no slot mask is needed: shared slots have owners, others are all in budget."""
         if self._sharing_heads is not None:
             return True
-        return all(own.total == self.capacity for own in self.budgets)
+        return all(budget.total == self.capacity for budget in self.budgets)
 
     def set_flags(self, layer: SlotLayer) -> None:
         """Tells a layer what its steps may leave out; mutates it."""
@@ -110,7 +110,7 @@ class SlotBookkeeping:
 
 
 class SlotPool:
-    """Slots for so many sequences: in a layer the same number for each.
+    """Slots for `max_num_seqs` sequences; in a layer the same number for each.
 
     ``capacities`` are the most entries of a sequence, for each layer that evicts by H2O; the mean
     of its heads where these hold different numbers.
@@ -128,20 +128,22 @@ class SlotPool:
         layers[:] = [layer for layer, _ in _as_slots(self.cache, 0)]
         self._layers: list[SlotLayer] = layers
         # Layers with one window share their books, and so do those of H2O, unless each has a budget
-        # of its own; a kind is named by its first layer.
+        # of its pooled; a kind is named by its first layer.
         has_own = like.cache_config.layer_budgets is not None
         kinds: dict[Any, int] = {}
         self._kinds = [
-            kinds.setdefault((own.window, has_own and own.window is None and index), index)
-            for index, own in enumerate(self._layers)
+            kinds.setdefault((pooled.window, has_own and pooled.window is None and index), index)
+            for index, pooled in enumerate(self._layers)
         ]
         sizes = iter(capacities)
-        most = [next(sizes) if own.window is None else own.window - 1 for own in self._layers]
+        largest = [
+            next(sizes) if pooled.window is None else pooled.window - 1 for pooled in self._layers
+        ]
         self._books = {}
         for index in kinds.values():
             heads = self._layers[index].head_budgets
             sharing_heads = None if heads is None else len(heads)
-            self._books[index] = SlotBookkeeping(most[index], sharing_heads)
+            self._books[index] = SlotBookkeeping(largest[index], sharing_heads)
         self._num_seen: list[int] = []
         self._states = []
         # Slots within each sequence's budget, bool [B, H, S], for layers of one kind.
@@ -170,7 +172,7 @@ class SlotPool:
         return int(total)
 
     def _tensors(self) -> list[Tensor]:
-        states = [tensor for own in self._states for tensor in own.tensors().values()]
+        states = [tensor for state in self._states for tensor in state.tensors().values()]
         return [*states, *self._masks.values()]
 
     @property
@@ -181,8 +183,8 @@ class SlotPool:
     def full_bytes_of(self, length: int) -> int:
         total = 0
         for layer in self._layers:
-            held = length if layer.window is None else min(length, layer.window - 1)
-            total += held * layer.num_kv_heads * layer.entry_bytes
+            count = length if layer.window is None else min(length, layer.window - 1)
+            total += count * layer.num_kv_heads * layer.entry_bytes
         return total
 
     @property
@@ -190,53 +192,55 @@ class SlotPool:
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def admit(self, source: H2OCache, sequence: int = 0) -> int:
-        """Copies a sequence of a cache into free slots; returns its place."""
-        layers, place = _as_slots(source, sequence), len(self._num_seen)
+        """Copy a sequence of a cache into free slots; returns its place."""
+        layers, row = _as_slots(source, sequence), len(self._num_seen)
         for layer, _ in layers:
             if layer.head_budgets is not None:  # whose slots cannot be added one by one
                 layer.slots.make_static(layer.state, layer.dtype)
-        assert place < self.max_num_seqs, "the scheduler counts them"
+        assert row < self.max_num_seqs, "the scheduler counts them"
         for kind, books in self._books.items():
             layer, index = layers[kind]
             state = layer.state
             totals = state.total[index, :, 0].tolist()
             (positions,) = state.by_head("positions")
-            held = (positions[index, : len(totals)] >= 0).sum(dim=-1).tolist()
-            books.admit(state.budgets[index], totals, held)
+            counts = (positions[index, : len(totals)] >= 0).sum(dim=-1).tolist()
+            books.admit(state.budgets[index], totals, counts)
             seen = int(layer.state.num_real_tokens[index])
-        for own, (layer, index), state in zip(self._layers, layers, self._states, strict=True):
-            state.copy_sequence(place, layer.state, index)
-            own.writer = layer.writer
-            own.rotations.follow(layer.rotations)
+        for pool_layer, (layer, index), state in zip(
+            self._layers, layers, self._states, strict=True
+        ):
+            state.copy_sequence(row, layer.state, index)
+            pool_layer.writer = layer.writer
+            pool_layer.rotations.follow(layer.rotations)
         for (_, _, kind), mask in self._masks.items():
-            total = self._books[kind].budgets[place].total
-            mask[place] = torch.arange(mask.shape[2], device=mask.device) <= total
+            total = self._books[kind].budgets[row].total
+            mask[row] = torch.arange(mask.shape[2], device=mask.device) <= total
         self._num_seen.append(seen)
         self._show()
-        return place
+        return row
 
-    def release(self, place: int) -> int | None:
+    def release(self, index: int) -> int | None:
         """Frees a sequence's slots; the last one in use takes its place, which is returned."""
         last = len(self._num_seen) - 1
-        if place != last:
+        if index != last:
             for tensor in self._tensors():
-                tensor[place].copy_(tensor[last])
+                tensor[index].copy_(tensor[last])
         for books in self._books.values():
-            books.release(place)
-        self._num_seen[place] = self._num_seen[last]
+            books.release(index)
+        self._num_seen[index] = self._num_seen[last]
         self._num_seen.pop()
         self._show()
-        return None if place == last else last
+        return None if index == last else last
 
     def count_step(self) -> int:
-        """Notes that a decode step has run; returns the entries that it evicted."""
+        """Note that a decode step has run; returns the entries that it evicted."""
         full = {kind: books.count_step() for kind, books in self._books.items()}
         self._num_seen = [seen + 1 for seen in self._num_seen]
         layers = zip(self._kinds, self._layers, strict=True)
         return sum(
-            full[kind] * (1 if own.head_budgets else own.num_kv_heads)
-            for kind, own in layers
-            if own.window is None
+            full[kind] * (1 if layer.head_budgets else layer.num_kv_heads)
+            for kind, layer in layers
+            if layer.window is None
         )
 
     def _show(self) -> None:
@@ -256,9 +260,11 @@ class SlotPool:
 
 
 def _as_slots(cache: H2OCache, sequence: int) -> list[tuple[SlotLayer, int]]:
-    """A cache's layers, and where each has a sequence: alone in those with a sliding window."""
+    """Return a cache's layers as slots, each with the row of a sequence."""
     layers: list[Any] = cache.layers
-    lengths = next(own for own in layers if isinstance(own, SlotLayer)).state.num_real_tokens
+    lengths = next(
+        candidate for candidate in layers if isinstance(candidate, SlotLayer)
+    ).state.num_real_tokens
     return [
         (window_slots(layer, index, sequence, int(lengths[sequence])), 0)
         if isinstance(layer, DynamicSlidingWindowLayer)
@@ -269,7 +275,11 @@ def _as_slots(cache: H2OCache, sequence: int) -> list[tuple[SlotLayer, int]]:
 
 def num_entries(cache: H2OCache) -> int:
     """Entries of all sequences, layers and KV heads; waits for the device."""
-    layers = (own for own in cache.layers if isinstance(own, SlotLayer) and own.holds_entries)
+    layers = (
+        candidate
+        for candidate in cache.layers
+        if isinstance(candidate, SlotLayer) and candidate.holds_entries
+    )
     return sum(int((layer.state.positions >= 0).sum()) for layer in layers)
 
 

@@ -32,7 +32,7 @@ MIN_GROWN_SLOTS = 64  # a budget of fewer slots is never worth growing into
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """New tensors are ordinary even under inference_mode, so that a later step may write."""
+    """Make new tensors ordinary even under inference_mode: a later step may write to them."""
     if torch.compiler.is_compiling():
         yield
         return
@@ -63,7 +63,7 @@ class KVStorage:
     """Keys and values as they are held: in the model's dtype, or packed into few bits.
 
     A number is rounded once, when its token becomes an entry. A block attends to itself in full
-    precision, and to what is held as it unpacks; a single token is an entry from its own step on.
+    precision, and to cached entries as they unpack; a single token is an entry at its own step.
     """
 
     bits: int | None = None
@@ -71,7 +71,7 @@ class KVStorage:
     def __post_init__(self) -> None:
         if self.bits is not None and (type(self.bits) is not int or self.bits not in BITS):
             raise ValueError(
-                f"kv_bits={self.bits!r} is no format of keys and values; give 8 or 4, or leave it "
+                f"kv_bits must be 8 or 4, got {self.bits!r}; leave it "
                 "out to keep them in the model's dtype."
             )
 
@@ -95,7 +95,7 @@ class KVStorage:
         return torch.cat([states[:, :, :past], self.round(states[:, :, past:])], dim=2)
 
     def as_attended(self, states: Tensor, past: int, real: Tensor | None) -> Tensor:
-        """The same as the block attends to them: its own in full precision.
+        """Return the same as the block attends to them: its own in full precision.
 
         But where the block of a sequence is a single token, which is an entry from its own step on,
         whatever the batch brings beside it.
@@ -111,26 +111,28 @@ class KVStorage:
     def compact(
         self,
         states: Tensor,
-        held: Entries,
+        cached: Entries,
         indices: Tensor,
         num_slots: int,
         heads: Tensor | None = None,
     ) -> Entries:
-        """Fills S new slots with the K entries that stay; what was held keeps its codes.
+        """Fill S new slots with the K entries that stay; what was held keeps its codes.
 
         Of the states ``[B, H, N, D]`` the first P are those held, as `held` has them; `indices` is
         int64 ``[B, H, K]``, of the heads of their rows or of `heads`.
         """
         # Only what stays is packed.
-        made = self.store(compact(states, indices, num_slots, heads))
-        past, count = held.shape[2], indices.shape[2]
-        if isinstance(made, Packed) and isinstance(held, Packed) and past:
+        stored = self.store(compact(states, indices, num_slots, heads))
+        past, count = cached.shape[2], indices.shape[2]
+        if isinstance(stored, Packed) and isinstance(cached, Packed) and past:
             old = (indices < past).unsqueeze(-1)
-            places = indices.clamp(max=past - 1)
-            for new, before in ((made.codes, held.codes), (made.grid, held.grid)):
-                own = new[:, :, :count]
-                own.copy_(torch.where(old, compact(before, places, count, heads), own))
-        return made
+            cached_indices = indices.clamp(max=past - 1)
+            for new, before in ((stored.codes, cached.codes), (stored.grid, cached.grid)):
+                filled = new[:, :, :count]
+                filled.copy_(
+                    torch.where(old, compact(before, cached_indices, count, heads), filled)
+                )
+        return stored
 
     def head_bytes(self, size: int, dtype: torch.dtype) -> int:
         """Bytes of one head's key, or value, of an entry."""
@@ -149,7 +151,7 @@ class SlotBytes:
     is_by_head: bool = False  # whose slots, of one row, have owners; their mean is what counts
 
     def total(self, slots: float) -> float:
-        """Bytes of so many slots, with what there is once for each sequence."""
+        """Return the bytes of a number of slots, with what each sequence has once."""
         # Score (fp32) and position (int32); rank (int32) and norm (fp32) where they are needed.
         metadata = 4 + 4 + 4 * self.has_ranks + 4 * self.has_norms
         # The free slot of each head; tokens seen and the parts of the budget, all int64.
@@ -174,7 +176,7 @@ class SlotState(Slots):
 
     @classmethod
     def empty(cls, key: Tensor, value: Tensor, storage: KVStorage) -> SlotState:
-        """No slots yet, for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]`` like these."""
+        """Make a state without slots, for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]``."""
         batch, heads = key.shape[:2]
         with ordinary_tensors():
             keys, values = (
@@ -195,12 +197,16 @@ class SlotState(Slots):
         has_pattern: bool,
         totals: list[list[int]] | None = None,
     ) -> None:
-        """Notes each sequence's budget, and K of each head if they differ; mutates the state."""
+        """Note each sequence's budget, and K of each head if they differ; mutates the state."""
         self.budgets = budgets
-        parts = [(own.sink, own.recent, own.total, own.num_static) for own in budgets]
+        amounts = [
+            (budget.sink, budget.recent, budget.total, budget.num_static) for budget in budgets
+        ]
         with ordinary_tensors():
-            counts = torch.tensor(parts, dtype=torch.int64, device=self.device).view(-1, 4, 1, 1)
-            self.sink, self.recent, self.total, static = (part.clone() for part in counts.unbind(1))
+            counts = torch.tensor(amounts, dtype=torch.int64, device=self.device).view(-1, 4, 1, 1)
+            self.sink, self.recent, self.total, static = (
+                amount.clone() for amount in counts.unbind(1)
+            )
             self.num_static = static if has_pattern else None
             if totals is not None:
                 self.total = self.total.new_tensor(totals).unsqueeze(-1)
@@ -237,88 +243,93 @@ class SlotState(Slots):
         if self.head_of_slot is None:
             return fields
         others = self.of_others()
-        most = int((~others).sum(dim=-1).max())
-        index = others.to(torch.uint8).argsort(dim=-1, stable=True)[..., :most]
+        num_slots = int((~others).sum(dim=-1).max())
+        index = others.to(torch.uint8).argsort(dim=-1, stable=True)[..., :num_slots]
         missing = others.gather(-1, index)
         row = torch.zeros_like(index)
 
         def of_heads(name: str, tensor: Tensor) -> Tensor:
-            own = pick(tensor, index, row)
-            beyond = missing.view(*missing.shape, *[1] * (own.dim() - 3))
-            return own.masked_fill_(beyond, empty_value(name, most))
+            picked = pick(tensor, index, row)
+            beyond = missing.view(*missing.shape, *[1] * (picked.dim() - 3))
+            return picked.masked_fill_(beyond, empty_value(name, num_slots))
 
-        def of_field(name: str, own: Any) -> Any:
-            if isinstance(own, Packed):
-                return own._replace(codes=of_heads(name, own.codes), grid=of_heads(name, own.grid))
-            return None if own is None else of_heads(name, own)
+        def of_field(name: str, value: Any) -> Any:
+            if isinstance(value, Packed):
+                codes, grid = of_heads(name, value.codes), of_heads(name, value.grid)
+                return value._replace(codes=codes, grid=grid)
+            return None if value is None else of_heads(name, value)
 
         return tuple(map(of_field, names, fields))
 
     def unshare(self) -> None:
-        """Gives each head a row of its own, for a block that will `share` again; mutates."""
+        """Give each head a row of its own, for a block that will `share` again; mutates."""
         if self.head_of_slot is None:
             return
         names = [name for name in PER_SLOT if name != "head_of_slot"]
         with ordinary_tensors():
-            for name, own in zip(names, self.by_head(*names), strict=True):
-                setattr(self, name, own)
+            for name, value in zip(names, self.by_head(*names), strict=True):
+                setattr(self, name, value)
             self.head_of_slot = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by name; of packed entries ``keys.codes`` and ``keys.grid``."""
-        found: dict[str, Tensor] = {}
-        for name, held in vars(self).items():
-            if isinstance(held, Packed):
-                found[f"{name}.codes"], found[f"{name}.grid"] = held.codes, held.grid
-            elif torch.is_tensor(held):
-                found[name] = held
-        return found
+        """Return all tensors by name; of packed entries ``keys.codes`` and ``keys.grid``."""
+        tensors: dict[str, Tensor] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Packed):
+                tensors[f"{name}.codes"], tensors[f"{name}.grid"] = value.codes, value.grid
+            elif torch.is_tensor(value):
+                tensors[name] = value
+        return tensors
 
     def stored(self, name: str) -> Tensor:
-        """A field's numbers; of packed entries their codes."""
-        held = vars(self)[name]
-        codes: Tensor = held.codes if isinstance(held, Packed) else held
+        """Return a field's numbers; of packed entries their codes."""
+        value = vars(self)[name]
+        codes: Tensor = value.codes if isinstance(value, Packed) else value
         return codes
 
     def entry_tensors(self) -> dict[str, Tensor]:
-        """The large ones: keys and values, whatever they are stored as."""
+        """Return the tensors of keys and values, in the form in which they are stored."""
         return {n: t for n, t in self.tensors().items() if _field(n) in ("keys", "values")}
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Puts tensors in the place of others, by the names of `tensors`; mutates the state."""
+        """Put tensors in the place of others, by the names of `tensors`; mutates the state."""
         for name, tensor in tensors.items():
-            whole, _, part = name.partition(".")
-            held = vars(self)[whole]
-            setattr(self, whole, held._replace(**{part: tensor}) if part else tensor)
+            field_name, _, attribute = name.partition(".")
+            value = vars(self)[field_name]
+            setattr(
+                self, field_name, value._replace(**{attribute: tensor}) if attribute else tensor
+            )
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SlotState:
-        """The state with every tensor changed, for the same sequences."""
-        made = copy.copy(self)
-        made.set_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
-        return made
+        """Return the state with every tensor changed, for the same sequences."""
+        changed = copy.copy(self)
+        changed.set_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
+        return changed
 
     def index_select(self, indices: Tensor) -> SlotState:
-        """The named sequences, int64 ``[B']``, in this order; may repeat."""
+        """Return the sequences of indices, int64 ``[B']``, in this order; may repeat."""
         with ordinary_tensors():
-            made = self.map(lambda tensor: tensor.index_select(0, indices))
-        made.budgets = [self.budgets[index] for index in indices.tolist()] if self.budgets else []
-        return made
+            selected = self.map(lambda tensor: tensor.index_select(0, indices))
+        selected.budgets = (
+            [self.budgets[index] for index in indices.tolist()] if self.budgets else []
+        )
+        return selected
 
     def like(self, num_sequences: int, num_slots: int) -> SlotState:
         """Empty slots of the same kind, for other numbers of sequences and slots; no slot mask."""
-        made = copy.copy(self)
-        made.slot_mask = None
+        empty = copy.copy(self)
+        empty.slot_mask = None
         with ordinary_tensors():
-            for name, tensor in made.tensors().items():
+            for name, tensor in empty.tensors().items():
                 shape = [num_sequences, *tensor.shape[1:]]
                 if _field(name) in PER_SLOT:
                     shape[2] = num_slots
-                made.set_tensors({name: tensor.new_full(shape, empty_value(name, num_slots))})
-        made.budgets = []
-        return made
+                empty.set_tensors({name: tensor.new_full(shape, empty_value(name, num_slots))})
+        empty.budgets = []
+        return empty
 
     def resize(self, num_slots: int) -> None:
-        """Adds empty slots; mutates the state, one tensor after the other."""
+        """Add empty slots; mutates the state, one tensor after the other."""
         with ordinary_tensors():
             for name, tensor in self.tensors().items():
                 if _field(name) in PER_SLOT:
@@ -329,7 +340,7 @@ class SlotState(Slots):
                 self.ranks.masked_fill_(self.positions < 0, num_slots - 1)
 
     def cat(self, other: SlotState) -> None:
-        """Puts another's sequences behind these, tensor by tensor; uses up the other."""
+        """Put another's sequences behind these, tensor by tensor; uses up the other."""
         num_slots = max(self.num_slots, other.num_slots)
         for state in (self, other):
             if state.num_slots < num_slots:
@@ -342,24 +353,24 @@ class SlotState(Slots):
             other.set_tensors({name: joined[:0]})
         self.budgets = self.budgets + other.budgets
 
-    def copy_sequence(self, place: int, source: SlotState, sequence: int) -> None:
-        """Copies one of another state's sequences to a place here, whose other slots it empties."""
+    def copy_sequence(self, row: int, source: SlotState, sequence: int) -> None:
+        """Copy one of another state's sequences to a place here, whose other slots it empties."""
         num_held, num_slots = source.num_slots, self.num_slots
-        theirs = source.tensors()
+        sources = source.tensors()
         for name, tensor in self.tensors().items():
-            target, held = tensor[place], theirs[name][sequence]
+            target, values = tensor[row], sources[name][sequence]
             if _field(name) not in PER_SLOT:
-                target.copy_(held)
+                target.copy_(values)
                 continue
-            target[:, :num_held] = held
+            target[:, :num_held] = values
             # What a request before has left there may not even be a number.
             target[:, num_held:] = empty_value(name, num_slots)
             if name == "ranks":
-                target.masked_fill_(self.positions[place] < 0, num_slots - 1)
+                target.masked_fill_(self.positions[row] < 0, num_slots - 1)
 
 
 def empty_value(name: str, num_slots: int) -> int:
-    """What stands in a slot that holds nothing."""
+    """Return the value of a field in an empty slot."""
     # The rank of an empty slot is the last one.
     return {"ranks": num_slots - 1, "positions": -1, "head_of_slot": NO_HEAD}.get(name, 0)
 

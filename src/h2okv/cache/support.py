@@ -41,7 +41,7 @@ def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
 
 
 def unwrap(model: Any) -> PreTrainedModel:
-    """The model inside what `torch.compile` or PEFT has made of it."""
+    """Return the model inside a wrapper of `torch.compile` or PEFT."""
     inner = model
     while not isinstance(inner, PreTrainedModel):
         _check_adapters(inner)
@@ -51,7 +51,7 @@ def unwrap(model: Any) -> PreTrainedModel:
             inner = inner.get_base_model()
         else:
             raise ValueError(
-                f"model={type(model).__name__} is no model of transformers; give a "
+                f"model={type(model).__name__} is not a model of transformers; give a "
                 "PreTrainedModel, or one that torch.compile or PEFT made of it."
             )
     return inner
@@ -83,12 +83,12 @@ def _check_adapters(model: Any) -> None:
 
 
 def config_of(model: Any) -> PreTrainedConfig:
-    """The config itself, or that of a model."""
+    """Return the config itself, or that of a model."""
     return model if isinstance(model, PreTrainedConfig) else unwrap(model).config
 
 
 def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | None:
-    """The reason why a model cannot be served; ``None`` if nothing speaks against it."""
+    """Return the reason why a model cannot be served, or ``None``."""
     if getattr(config, "is_encoder_decoder", False):
         return "it is an encoder-decoder model, and H2O is defined for decoder-only models"
     for candidate in (text_config, config):
@@ -118,7 +118,7 @@ def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | N
 
 
 def context_window(config: PreTrainedConfig) -> int | None:
-    """The positions that a model was trained on; ``None`` without a limit."""
+    """Return the positions that a model was trained on; ``None`` without a limit."""
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
@@ -127,13 +127,13 @@ def window_by_length(config: PreTrainedConfig) -> int | None:
     # Dynamic scaling and LongRoPE take other frequencies beyond it, for all rows of the batch.
     text_config = config.get_text_config(decoder=True)
     rope = getattr(text_config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    kinds = [rope, *(rope_kind for rope_kind in rope.values() if isinstance(rope_kind, dict))]
     lengths = [
-        part.get("original_max_position_embeddings")
+        rope_kind.get("original_max_position_embeddings")
         or getattr(text_config, "original_max_position_embeddings", None)
         or context_window(config)
-        for part in kinds
-        if part.get("rope_type") in BY_LENGTH
+        for rope_kind in kinds
+        if rope_kind.get("rope_type") in BY_LENGTH
     ]
     return min((length for length in lengths if length), default=None)
 
@@ -186,7 +186,7 @@ def check_rule(rule: Rule, position_rule: PositionRule, simulate: bool) -> None:
             f"{name} chooses for every query among all tokens, so nothing can be dropped; in "
             "Python add simulate=True, which keeps the full cache and masks it."
         )
-    given = {
+    is_given = {
         "prefill_chunk": position_rule.prefill_chunk is not None,
         "rolling": position_rule.rolls,
     }
@@ -195,7 +195,7 @@ def check_rule(rule: Rule, position_rule: PositionRule, simulate: bool) -> None:
         "rolling": "use positions='original'",
     }
     for (sees, option), reason in _EXCLUDES.items():
-        if rule.sees is sees and given[option]:
+        if rule.sees is sees and is_given[option]:
             raise ValueError(f"{name} {reason}; {shown[option]}, or use policy='h2o'.")
     if rule.scoring.name != "sum" and (rule.sees is Sees.WINDOW or not rule.uses_scores):
         reason = "does not look at scores"

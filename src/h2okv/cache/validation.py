@@ -20,7 +20,7 @@ from h2okv.policy import Sees
 
 
 def check_prompt(layer: Any, lengths: Sequence[int], block: int) -> None:
-    """Refuses a first block, for prompts of so many real tokens, that cannot be read as asked."""
+    """Refuse a first block that cannot be read, for prompts of these real tokens."""
     if 0 in lengths:
         raise ValueError(
             f"sequence {lengths.index(0)} of the batch is all padding; give every sequence a "
@@ -36,28 +36,28 @@ def check_prompt(layer: Any, lengths: Sequence[int], block: int) -> None:
 
 def parse_pins(spans: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     """Spans of tokens in their order, without those that are empty."""
-    found = []
+    pins = []
     if isinstance(spans, str) or not isinstance(spans, Iterable):
         raise ValueError(f"pins must be a list of (start, stop), got {spans!r}; give [(0, 4)].")
     for span in spans:
         ends = tuple(span) if isinstance(span, Sequence) else ()
-        whole = [place for place in ends if isinstance(place, int) and not isinstance(place, bool)]
-        if len(ends) != 2 or len(whole) != 2 or not 0 <= whole[0] <= whole[1]:
+        numbers = [end for end in ends if isinstance(end, int) and not isinstance(end, bool)]
+        if len(ends) != 2 or len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
             shown = ends or span
             raise ValueError(
-                f"pin {shown!r} is no span of tokens; give (start, stop) with 0 <= start <= stop,"
+                f"pin {shown!r} must be (start, stop) of tokens with 0 <= start <= stop,"
                 " as in [(0, 4)]."
             )
-        found += [(ends[0], ends[1])] if ends[0] < ends[1] else []
-    found.sort()
-    for before, after in pairwise(found):
+        pins += [(ends[0], ends[1])] if ends[0] < ends[1] else []
+    pins.sort()
+    for before, after in pairwise(pins):
         if after[0] < before[1]:
             raise ValueError(f"pins {before} and {after} overlap; give spans that do not.")
-    return tuple(found)
+    return tuple(pins)
 
 
 def check_pins(layer: Any, lengths: Sequence[int]) -> None:
-    """Refuses pins that are outside a prompt of so many tokens, or that heavy has no room for."""
+    """Refuse pins outside prompts of these lengths, or more than heavy has room for."""
     if not layer.prompt.pins or not layer.rule.evicts:
         return
     for length in lengths:
@@ -90,11 +90,11 @@ def check_match(layer: Any, key_states: Tensor) -> None:
             f"H2OCache holds a batch of {layer.batch_size} and got a batch of {batch}; "
             "call cache.reset() or make a new H2OCache."
         )
-    held = (layer.num_kv_heads, layer.key_size, layer.dtype)
-    if (heads, size, key_states.dtype) != held:
+    expected = (layer.num_kv_heads, layer.key_size, layer.dtype)
+    if (heads, size, key_states.dtype) != expected:
         raise ValueError(
             f"H2OCache holds layer {layer.layer_idx} of another model: (KV heads, head size, "
-            f"dtype) = {held} and got {(heads, size, key_states.dtype)}; "
+            f"dtype) = {expected} and got {(heads, size, key_states.dtype)}; "
             "call cache.reset() or make a new H2OCache."
         )
 
@@ -104,7 +104,7 @@ def check_follows(
 ) -> None:
     """Refuses a later block that does not go on where the last one ended.
 
-    ``generate(use_cache=False)`` reads the whole text anew at every step, which would count
+    ``generate(use_cache=False)`` reads the whole text again at every step, which would count
     every token again. Reads the device, so it asks only for blocks of more than one token.
     """
     if position_ids is None or position_ids.dim() != 2 or length == 1 or not layer.holds_budgets:
@@ -138,13 +138,13 @@ def check_window(layer: Any, length: int) -> None:
             f"the model's window of {window}; lower heavy, recent or sink."
         )
     block = length if chunk is None else min(length, chunk)
-    held = int((layer.state.positions >= 0).sum(dim=-1).max()) if layer.holds_entries else 0
+    num_cached = int((layer.state.positions >= 0).sum(dim=-1).max()) if layer.holds_entries else 0
     # What is there when the last block comes.
-    held = min(budget, held + length - block)
-    if held + block > window:
+    num_cached = min(budget, num_cached + length - block)
+    if num_cached + block > window:
         raise ValueError(
-            f"positions='rolling' cannot place a block of {block} tokens after {held} entries in "
-            f"the model's window of {window}; give H2OCache(prefill_chunk={window - budget}) or "
+            f"positions='rolling' cannot place a block of {block} tokens after {num_cached} "
+            f"entries in the model's window of {window}; give H2OCache(prefill_chunk={window - budget}) or "
             "less."
         )
 
@@ -160,31 +160,31 @@ def check_finite(layer: Any, sums: Tensor) -> None:
 
 
 def check_integrity(layer: Any) -> None:
-    """Checks a layer that holds entries against the contract."""
+    """Check a layer that holds entries against the contract."""
     layer.require_attention()
-    held, newest = layer.state, layer.newest()
-    positions, scores = held.by_head("positions", "scores")
-    taken = positions >= 0
-    counts = taken.sum(dim=-1, keepdim=True)
+    state, newest = layer.state, layer.newest()
+    positions, scores = state.by_head("positions", "scores")
+    is_entry = positions >= 0
+    counts = is_entry.sum(dim=-1, keepdim=True)
     expected = newest + 1
     if layer.rule.evicts:
-        expected = torch.minimum(expected, held.total)
+        expected = torch.minimum(expected, state.total)
     ordered = positions.sort(dim=-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
-    protected = protected_entries(positions, newest, held.sink, held.recent) & taken
-    due = torch.minimum(newest + 1, held.sink + held.recent)
+    protected = protected_entries(positions, newest, state.sink, state.recent) & is_entry
+    due = torch.minimum(newest + 1, state.sink + state.recent)
     problems = {
         "holds another number of entries than the budget": counts != expected,
         "holds a token twice": twice,
         "holds a token that it has not seen": positions > newest,
         "lost a sink or a recent token": protected.sum(dim=-1, keepdim=True) < due,
-        "has a score that is negative or not a number": taken & ~(scores >= 0),
+        "has a score that is negative or not a number": is_entry & ~(scores >= 0),
     }
-    if held.ranks is not None:
-        is_misplaced = taken & (held.ranks != ranks_of(positions))
+    if state.ranks is not None:
+        is_misplaced = is_entry & (state.ranks != ranks_of(positions))
         problems["holds an entry at another place than its rank"] = is_misplaced
-    for problem, found in problems.items():
-        if bool(found.any()):
+    for problem, is_wrong in problems.items():
+        if bool(is_wrong.any()):
             raise ValueError(f"layer {layer.layer_idx} {problem}; call cache.reset().")
 
 
@@ -195,7 +195,7 @@ def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
         raise ValueError(f"{name} does not tell how many tokens it has seen")
     if state.batch_size == 0 or state.num_slots == 0 or len(state.budgets) != state.batch_size:
         raise ValueError(f"{name} holds {state.batch_size} sequences, which are not those it tells")
-    for part, tensor, is_wanted in (
+    for field, tensor, is_wanted in (
         ("norms", state.value_weights, layer.rule.weighs_values),
         ("num_static", state.num_static, layer.rule.has_pattern),
         # A layer may have no rotary positions though the model has.
@@ -208,48 +208,59 @@ def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
         ("owner", state.head_of_slot, layer.head_budgets is not None and layer.drops),
     ):
         if is_wanted != (tensor is not None):
-            raise ValueError(f"{name} has {part}, or has none, against its options")
-    for own in state.budgets:
-        parts = astuple(own)
-        if any(type(part) is not int or not 0 <= part < 1 << 60 for part in parts) or not own.total:
-            raise ValueError(f"{name} has the budget {parts}, which is none")
-        budgets = layer.head_budgets or (layer.budget,)
-        wanted = [layer.rule.allocate_budget(budget.resolve(1)) for budget in budgets]
-        if not layer.budget.is_relative and own != max(wanted, key=lambda one: one.total):
-            raise ValueError(f"{name} has the budget {parts}, not its options'")
-    told = copy.copy(state)
-    told.set_budgets(state.budgets, layer.rule.has_pattern)
+            raise ValueError(f"{name} has {field}, or has none, against its options")
+    for budget in state.budgets:
+        amounts = astuple(budget)
+        if (
+            any(type(amount) is not int or not 0 <= amount < 1 << 60 for amount in amounts)
+            or not budget.total
+        ):
+            raise ValueError(f"{name} has an invalid budget {amounts}")
+        options = layer.head_budgets or (layer.budget,)
+        possible = [layer.rule.allocate_budget(option.resolve(1)) for option in options]
+        if not layer.budget.is_relative and budget != max(
+            possible, key=lambda option: option.total
+        ):
+            raise ValueError(f"{name} has the budget {amounts}, not its options'")
+    expected = copy.copy(state)
+    expected.set_budgets(state.budgets, layer.rule.has_pattern)
     # The largest of a layer's heads; what the others keep, only the file knows.
     total = state.total.amax(dim=1, keepdim=True)
     # Where whatever follows the prompt is kept, the budget has grown with it.
-    grown = total - told.total if layer.rule.sees is Sees.WINDOW else torch.zeros_like(told.total)
-    differs = (state.sink != told.sink) | (state.recent != told.recent + grown) | (grown < 0)
-    differs |= total != told.total + grown
+    grown = (
+        total - expected.total
+        if layer.rule.sees is Sees.WINDOW
+        else torch.zeros_like(expected.total)
+    )
+    differs = (
+        (state.sink != expected.sink) | (state.recent != expected.recent + grown) | (grown < 0)
+    )
+    differs |= total != expected.total + grown
     if state.num_static is not None:
-        differs |= state.num_static != told.num_static
+        differs |= state.num_static != expected.num_static
     numbers = [tensor for tensor in state.entry_tensors().values() if tensor.is_floating_point()]
     numbers += [] if state.value_weights is None else [state.value_weights]
     real, free, last = state.num_real_tokens, state.free_slot, state.num_slots - 1
     problems = {
         "contradicts its budgets": differs,
         "has seen another number of tokens": (real < 1) | (real > seen) | (seen >= 1 << 30),
-        "has positions that are none": state.positions < -1,
+        "has invalid positions": state.positions < -1,
         "holds numbers that are not finite": torch.stack([~n.isfinite().all() for n in numbers]),
         # Those that are pinned are infinite.
-        "holds scores that are none": ~(state.scores >= 0),
+        "holds NaN or negative scores": ~(state.scores >= 0),
     }
     if layer.drops:
         is_taken = (state.positions >= 0).gather(-1, free.clamp(0, last))
-        problems["has a free slot that is none"] = (free < 0) | (free > last) | is_taken
+        problems["has an invalid free slot"] = (free < 0) | (free > last) | is_taken
         if state.head_of_slot is not None:
             of_head = ~state.of_others()
             is_free = of_head.gather(-1, free.clamp(0, last).view(*of_head.shape[:2], 1))
             counts = of_head.sum(dim=-1, keepdim=True)
-            problems["has shared slots that are no head's"] = ~is_free | (counts > state.total + 1)
+            problems["has shared slots of an invalid head"] = ~is_free | (counts > state.total + 1)
     else:
         problems["holds more tokens than it has seen"] = seen < state.num_slots
     if state.ranks is not None:
         problems["has ranks beyond its slots"] = (state.ranks < 0) | (state.ranks > last)
-    for problem, found in problems.items():
-        if bool(found.any()):
+    for problem, is_wrong in problems.items():
+        if bool(is_wrong.any()):
             raise ValueError(f"{name} {problem}")

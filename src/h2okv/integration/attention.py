@@ -259,7 +259,7 @@ def h2o_attention(
             )
         layer.is_placed = False
     if not layer.rotations.is_known:
-        rotation = find_rotation(module, layer.layer_idx, key, layer.rotations.known)
+        rotation = find_rotation(module, layer.layer_idx, key, layer.rotations.found_rotations)
         layer.learn_rotation(rotation)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if real is not None and layer.ends_forward and not torch.compiler.is_compiling():

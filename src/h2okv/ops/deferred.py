@@ -35,18 +35,20 @@ def evict_together(layers: Sequence[Slots], rules: StepRules) -> None:
     """
 
     def joined(name: str) -> Tensor:
-        return torch.cat([getattr(own, name) for own in layers])
+        return torch.cat([getattr(state, name) for state in layers])
 
-    parts = [joined(name) for name in ("scores", *_MOVED)]
-    whole = Slots(layers[0].keys, layers[0].values, *parts)
-    write_position(whole, None)
-    whole.num_real_tokens.add_(1)
+    joined_tensors = [joined(name) for name in ("scores", *_MOVED)]
+    joined_slots = Slots(layers[0].keys, layers[0].values, *joined_tensors)
+    write_position(joined_slots, None)
+    joined_slots.num_real_tokens.add_(1)
     copies = (len(layers), 1, 1)
     sink = None if rules.sink is None else rules.sink.repeat(copies)
-    evict_one(whole, rules._replace(recent=rules.recent.repeat(copies), sink=sink), full=True)
+    evict_one(
+        joined_slots, rules._replace(recent=rules.recent.repeat(copies), sink=sink), full=True
+    )
     for name in _MOVED:
-        own = [getattr(each, name) for each in layers]
-        torch._foreach_copy_(own, list(getattr(whole, name).split(len(own[0]))))
+        fields = [getattr(state, name) for state in layers]
+        torch._foreach_copy_(fields, list(getattr(joined_slots, name).split(len(fields[0]))))
 
 
 class Segments:
@@ -56,24 +58,24 @@ class Segments:
     """
 
     def __init__(self, layers: Sequence[Slots]) -> None:
-        self._heads_of_slots = [own.head_of_slot for own in layers]
-        self._shapes = [own.positions.shape for own in layers]
+        self._heads_of_slots = [slots.head_of_slot for slots in layers]
+        self._shapes = [slots.positions.shape for slots in layers]
         numbers, starts = [], []
         count = end = 0
         for layer, (batch, rows, num_slots) in zip(layers, self._shapes, strict=True):
             heads = layer.free_slot.numel() // batch
-            own = torch.arange(rows).view(-1, 1).expand(batch, rows, num_slots)
+            heads_of_layer = torch.arange(rows).view(-1, 1).expand(batch, rows, num_slots)
             if layer.head_of_slot is not None:
-                own = layer.head_of_slot.long().masked_fill(
+                heads_of_layer = layer.head_of_slot.long().masked_fill(
                     layer.head_of_slot == NO_HEAD, -1 - count
                 )
-            numbers.append((count + own).flatten(1))
+            numbers.append((count + heads_of_layer).flatten(1))
             first = end + num_slots * torch.arange(rows)
             starts.append(first.repeat_interleave(heads // rows))
             count, end = count + heads, end + rows * num_slots
         of_slots = torch.cat(numbers, dim=1)
         self.has_spare = bool((of_slots < 0).any())
-        self.count = count  # of heads; what is nobody's comes behind them
+        self.count = count  # of heads; unused slots come behind them
         of_slots.masked_fill_(of_slots < 0, count)
         if bool((of_slots == of_slots[:1]).all()):  # of sequences that are alike, one is kept
             of_slots = of_slots[:1].clone().expand_as(of_slots)
@@ -81,24 +83,24 @@ class Segments:
         self.starts = torch.cat(starts)  # of each head's row of slots
 
     def fits(self, layers: Sequence[Slots]) -> bool:
-        """Whether they are those of these layers, as these are now."""
-        return self._shapes == [own.positions.shape for own in layers] and all(
-            one.head_of_slot is other
-            for one, other in zip(layers, self._heads_of_slots, strict=True)
+        """Tell whether the segments are those of these layers as they are now."""
+        return self._shapes == [slots.positions.shape for slots in layers] and all(
+            layer.head_of_slot is other
+            for layer, other in zip(layers, self._heads_of_slots, strict=True)
         )
 
     def least(self, values: Tensor, start: float) -> Tensor:
-        """The least of each head's values ``[B, S]``; ``[B, count + 1]``."""
-        found = values.new_full((len(values), self.count + 1), start)
-        return found.scatter_reduce_(1, self.of_slots, values, "amin")
+        """Return the least of each head's values ``[B, S]``, ``[B, count + 1]``."""
+        minima = values.new_full((len(values), self.count + 1), start)
+        return minima.scatter_reduce_(1, self.of_slots, values, "amin")
 
     def spread(self, values: Tensor) -> Tensor:
-        """The value of each slot's head; ``[B, S]`` of ``[B, count + 1]``."""
+        """Return the value of each slot's head, ``[B, S]`` of ``[B, count + 1]``."""
         return values.gather(1, self.of_slots)
 
 
 def evict_segments(layers: Sequence[Slots], rules: StepRules, segments: Segments) -> None:
-    """As `evict_together` for layers, or heads, that hold different numbers of entries.
+    """End steps like `evict_together`, for layers or heads with different numbers of entries.
 
     Args:
         layers: what each holds, full; mutated likewise.
@@ -107,7 +109,7 @@ def evict_segments(layers: Sequence[Slots], rules: StepRules, segments: Segments
     """
 
     def joined(name: str) -> Tensor:
-        return torch.cat([getattr(own, name).flatten(1) for own in layers], dim=1)
+        return torch.cat([getattr(slots, name).flatten(1) for slots in layers], dim=1)
 
     batch = len(layers[0].positions)
     newest = layers[0].num_real_tokens.view(-1, 1, 1)  # the position of the new token
@@ -116,10 +118,10 @@ def evict_segments(layers: Sequence[Slots], rules: StepRules, segments: Segments
         positions.scatter_(1, free, int(newest))
     else:
         positions.scatter_(1, free, newest[:, 0].to(positions.dtype).expand_as(free))
-    rank, places = joined("scores"), positions.unsqueeze(1)
+    rank, position_row = joined("scores"), positions.unsqueeze(1)
     if rules.priority is not None:
-        rank = rules.priority(rank.unsqueeze(1), places, newest).squeeze(1)
-    protected = protected_entries(places, newest, rules.sink, rules.recent).squeeze(1)
+        rank = rules.priority(rank.unsqueeze(1), position_row, newest).squeeze(1)
+    protected = protected_entries(position_row, newest, rules.sink, rules.recent).squeeze(1)
     rank = rank.masked_fill(protected, torch.inf)
     lowest = segments.spread(segments.least(rank, torch.inf))
     age = torch.add(positions, rank > lowest, alpha=BEHIND_ALL)
@@ -129,8 +131,8 @@ def evict_segments(layers: Sequence[Slots], rules: StepRules, segments: Segments
     # Slots of a head stand together, and no two of its entries have one position.
     chosen = (age == segments.spread(oldest)).nonzero()[:, 1].view(batch, -1)
     positions.scatter_(1, chosen, -1)
-    for name, whole in (("positions", positions), ("free_slot", chosen - segments.starts)):
-        own = [getattr(each, name) for each in layers]
-        parts = whole.split([each.numel() // batch for each in own], dim=1)
-        torch._foreach_copy_([each.flatten(1) for each in own], list(parts))
-    torch._foreach_add_([own.num_real_tokens for own in layers], 1)
+    for name, values in (("positions", positions), ("free_slot", chosen - segments.starts)):
+        fields = [getattr(slots, name) for slots in layers]
+        shares = values.split([field.numel() // batch for field in fields], dim=1)
+        torch._foreach_copy_([field.flatten(1) for field in fields], list(shares))
+    torch._foreach_add_([slots.num_real_tokens for slots in layers], 1)
