@@ -144,8 +144,8 @@ def check_window(layer: Any, length: int) -> None:
     if num_cached + block > window:
         raise ValueError(
             f"positions='rolling' cannot place a block of {block} tokens after {num_cached} "
-            f"entries in the model's window of {window}; give H2OCache(prefill_chunk={window - budget}) or "
-            "less."
+            f"entries in the model's window of {window}; give "
+            f"H2OCache(prefill_chunk={window - budget}) or less."
         )
 
 
