@@ -43,7 +43,7 @@ def test_invalid_pins_raise_before_generation(make_llm, make_prompts, greedy, mo
 )
 def test_pins_must_be_a_list_of_spans_for_each_prompt(make_llm, make_prompts, greedy, model, pins):
     llm, prompts = make_llm(model, max_prompt_tokens=64), make_prompts([40, 40])
-    with pytest.raises(ValueError, match=r"pins? .*give (\(start, stop\)|\[)") as error:
+    with pytest.raises(ValueError, match=r"pins? .*(give|must be) (\(start, stop\)|\[)") as error:
         llm.generate(prompts, greedy(4), pins=pins)
     assert "zip" not in str(error.value)
 
