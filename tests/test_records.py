@@ -100,7 +100,7 @@ def test_a_failed_write_leaves_the_file_as_before(path, monkeypatch):
         (b"some notes of mine", "line 1 of .* is not a result of a test"),
         (b"some notes\nof mine\n", "line 1 of .* is not JSON"),
         (b'{"name": "a"}\n', "line 1 of .* has no field id"),
-        (b'{"id": "a"}\n', "which says what made them, cannot be read"),
+        (b'{"id": "a"}\n', "in the same folder, cannot be read"),
     ],
 )
 def test_a_file_of_somebody_else_is_left_alone(path, content, words):
@@ -138,7 +138,7 @@ def test_half_a_surrogate_pair_is_written_as_something_readable(path):
 
 def test_a_place_that_is_not_there(tmp_path):
     for make in (Results, lambda path: CsvFile(path, ["a"]), lambda path: write_csv(path, [])):
-        with pytest.raises(ValueError, match="cannot be written .* choose another place"):
+        with pytest.raises(ValueError, match="cannot be written .* choose another path"):
             make(tmp_path / "nowhere" / "out")
 
 
@@ -188,7 +188,7 @@ def test_tables_come_back(tmp_path):
         {"a": 1, "b": None, "word": "7", "c": 0.333333},
         {"a": 2, "b": None, "word": "x,\n", "c": None},
     ]
-    with pytest.raises(ValueError, match=r"its first line is not a,b\)"):
+    with pytest.raises(ValueError, match=r"its first line must be a,b\)"):
         read_csv(path, columns=["a", "b"])
 
 

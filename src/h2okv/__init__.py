@@ -40,7 +40,7 @@ __all__ = [
     "use_ops",
 ]
 
-_PLACES = {
+_MODULES = {
     "cache": ("H2OCache",),
     "cache.support": ("check_model",),
     "config": ("Budget", "CacheConfig"),
@@ -51,16 +51,16 @@ _PLACES = {
     "ops.dispatch": ("use_ops",),
     "policy": ("Policy", "Rule", "policy_names", "register_policy"),
 }
-"""Where each name is. It is imported when it is first asked for: torch and transformers take
-seconds, and neither `h2okv --help` nor a Budget needs them."""
+"""The module of each name, imported on first use: torch and transformers take seconds, and neither
+`h2okv --help` nor a Budget needs them."""
 
-_MODELS = "transformers.modeling_utils"
+_MODELING_UTILS = "transformers.modeling_utils"
 
 
 def __getattr__(name: str) -> Any:
-    for place, names in _PLACES.items():
+    for module_name, names in _MODULES.items():
         if name in names:
-            module = importlib.import_module(f"h2okv.{place}")
+            module = importlib.import_module(f"h2okv.{module_name}")
             value = getattr(module, "use" if name == "use_ops" else name)
             globals()[name] = value
             return value
@@ -72,12 +72,12 @@ def __dir__() -> list[str]:
 
 
 class _RegisterWithTransformers:
-    """Makes `import h2okv` alone register the attention "h2o", without importing transformers."""
+    """Registers the attention "h2o" when transformers is imported, without importing it."""
 
     def find_spec(
         self, name: str, path: Any = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _MODELS:
+        if name != _MODELING_UTILS:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
@@ -94,23 +94,23 @@ class _RegisterWithTransformers:
 
 
 def _register(models: ModuleType) -> None:
-    """Registers functions that bring the real ones, which replace them.
+    """Register functions that import the real ones, which replace them.
 
-    What they import may itself still be in the middle of its own import now.
+    Their module cannot be imported here: it may be in the middle of its import.
     """
     from transformers.masking_utils import AttentionMaskInterface
 
-    models.AttentionInterface.register("h2o", partial(_bring, "h2o_attention"))
-    AttentionMaskInterface.register("h2o", partial(_bring, "h2o_mask"))
+    models.AttentionInterface.register("h2o", partial(_call_attention, "h2o_attention"))
+    AttentionMaskInterface.register("h2o", partial(_call_attention, "h2o_mask"))
 
 
-def _bring(name: str, *args: Any, **options: Any) -> Any:
+def _call_attention(name: str, *args: Any, **options: Any) -> Any:
     from h2okv.integration import attention
 
     return getattr(attention, name)(*args, **options)
 
 
-if _MODELS in sys.modules:
-    _register(sys.modules[_MODELS])
+if _MODELING_UTILS in sys.modules:
+    _register(sys.modules[_MODELING_UTILS])
 else:
     sys.meta_path.insert(0, _RegisterWithTransformers())

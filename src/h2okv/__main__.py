@@ -1,4 +1,4 @@
-"""Runs the command line as `python -m h2okv`."""
+"""Run the command line as `python -m h2okv`."""
 
 from h2okv.cli import main
 

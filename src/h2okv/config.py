@@ -1,4 +1,4 @@
-"""Which cache: policy, budget, scores, positions. Pure data, the same everywhere."""
+"""The options of a cache: policy, budget, scores, positions. Pure data, without torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
 # 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
 _ROUNDING_SLACK = 1e-6
 
-# H2O with what loses least of all that was measured (docs/quality.md). Configs and labels name each
-# part of it, so that a text can be made again when a later version knows better.
+# H2O with the options that measured best (docs/quality.md). Configs and labels name each of them:
+# a text stays reproducible when a later version chooses others.
 BEST = "best"
 _BEST_SINK, _BEST_SCORING = 4, "expected"
 _BEST_HEAVY_FRACTION = 0.75
@@ -28,21 +28,21 @@ POLICIES = (
     "full", "recent", "sink_recent", "h2o", "heavy", "random", "strided", "strided_heavy",
     "fixed", "fixed_heavy", "snapkv", "keydiff", BEST,
 )  # fmt: skip
-"""Policies that drop entries; written down, for the registry imports torch."""
+"""Policies that drop entries; listed here because the registry imports torch."""
 PER_QUERY = ("topk", "topk_heavy")
-"""Those that choose anew for every query from a cache that keeps everything."""
+"""Policies that choose entries again for every query, from a cache that keeps all of them."""
 SCORED = ("h2o", "heavy", "strided_heavy", "fixed_heavy")
-"""Those of `POLICIES` that look at accumulated attention; `BEST` brings its own."""
+"""The members of `POLICIES` that use accumulated attention; `BEST` sets its own scoring."""
 SCORINGS = ("sum", "mean", "decay", "last", "value_norm", "expected")
 
 LEAST_ENTRIES = 64
-"""What commands that write text raise a fraction of a short prompt to, heavy and recent each."""
+"""Minimum number of entries, heavy and recent each, of commands that write text."""
 
 
 def resolve_policy(
     policy: str, sink: int | None = None, scoring: str | None = None
 ) -> tuple[str, int, str]:
-    """The policy that a name stands for, with sinks and scoring; its own where they are `None`."""
+    """Return policy, sinks and scoring of a name; `None` stands for the policy's default."""
     is_best = policy == BEST
     return (
         "h2o" if is_best else policy,
@@ -53,36 +53,36 @@ def resolve_policy(
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """A budget in tokens: what one sequence keeps for each layer and KV head."""
+    """A budget in tokens, for one sequence in each layer and KV head."""
 
     sink: int  # first positions that are never evicted
     heavy: int  # entries kept for their score
     recent: int  # newest positions that are never evicted, the current token among them
-    # Entries that a policy keeps by a rule of its own: a static pattern of positions, or, in a
-    # cache that keeps everything, anew for each query.
+    # Entries that a policy keeps by another rule: a static pattern of positions, or, in a cache
+    # that keeps everything, a choice for each query.
     num_static: int = 0
 
     @property
     def total(self) -> int:
-        """The number of entries kept, ``K`` in the contract."""
+        """Number of entries, ``K`` in the contract."""
         return self.sink + self.heavy + self.recent + self.num_static
 
 
 @dataclass(frozen=True)
 class Budget:
-    """A cache budget as the user gives it: tokens, or fractions of the prompt.
+    """A cache budget as the user writes it: tokens, or fractions of the prompt.
 
     Args:
         heavy: heavy hitters to keep; an ``int`` counts tokens, a ``float`` in (0, 1] is a fraction
             of the prompt length (``heavy_ratio`` in the H2O paper, arXiv 2306.14048).
         recent: newest tokens to keep, given like ``heavy``.
-        sink: first tokens to keep whatever their score, in tokens.
+        sink: first tokens to keep regardless of their score, in tokens.
         max_tokens: upper limit for ``sink + heavy + recent`` in tokens, or ``None``.
-        min_tokens: what a fraction of a short prompt is raised to, for each part that is one.
+        min_tokens: lower limit, in tokens, for each of ``heavy`` and ``recent`` that is a fraction.
 
     Raises:
-        ValueError: if a part is negative, a fraction is above 1, everything is zero, or the sum is
-            above 1 (fractions) or ``max_tokens`` (tokens).
+        ValueError: if a value is negative, a fraction is above 1, all are zero, or the sum is above
+            1 (fractions) or ``max_tokens`` (tokens).
     """
 
     heavy: int | float = 0.1
@@ -93,45 +93,47 @@ class Budget:
 
     def __post_init__(self) -> None:
         for name in ("heavy", "recent"):
-            _check_part(name, getattr(self, name))
+            _check_share(name, getattr(self, name))
         check_tokens("sink", self.sink, 0)
         check_tokens("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
             check_tokens("max_tokens", self.max_tokens, 1)
         if self.heavy == 0 and self.recent == 0:
-            parts = f"heavy={self.heavy!r} and recent={self.recent!r}"
-            raise ValueError(f"{parts} keep nothing; give at least one of them a value above 0.")
-        fractions = sum(part for part in (self.heavy, self.recent) if isinstance(part, float))
+            raise ValueError(
+                f"heavy={self.heavy!r} and recent={self.recent!r} keep nothing; give at least one"
+                " of them a value above 0."
+            )
+        fractions = sum(share for share in (self.heavy, self.recent) if isinstance(share, float))
         if fractions > 1 + _ROUNDING_SLACK:
             raise ValueError(
                 f"heavy={self.heavy!r} and recent={self.recent!r} add up to {fractions:g} of the "
                 "prompt; fractions must add up to at most 1."
             )
         if not self.is_relative:
-            self.resolve(0)  # whose sum is known already
+            self.resolve(0)  # checks the sum, which no prompt changes
 
     @property
     def is_relative(self) -> bool:
-        """Whether a part is a fraction of the prompt."""
+        """Whether heavy or recent is a fraction of the prompt."""
         return isinstance(self.heavy, float) or isinstance(self.recent, float)
 
     def resolve(self, prompt_length: int) -> TokenBudget:
-        """Turns fractions into tokens for a prompt.
+        """Turn fractions into tokens for a prompt.
 
         Args:
-            prompt_length: real tokens of the prompt, padding not counted.
+            prompt_length: tokens of the prompt without padding.
 
         Returns:
-            The budget in tokens. A fraction above 0 keeps at least ``min_tokens``, and one.
+            The budget in tokens. A fraction above 0 keeps at least ``max(1, min_tokens)``.
 
         Raises:
             ValueError: if the sum is above ``max_tokens``.
         """
 
-        def to_tokens(part: int | float) -> int:
-            if not isinstance(part, float) or part == 0:
-                return int(part)
-            return max(1, self.min_tokens, int(part * prompt_length + _ROUNDING_SLACK))
+        def to_tokens(share: int | float) -> int:
+            if not isinstance(share, float) or share == 0:
+                return int(share)
+            return max(1, self.min_tokens, int(share * prompt_length + _ROUNDING_SLACK))
 
         tokens = TokenBudget(self.sink, to_tokens(self.heavy), to_tokens(self.recent))
         if self.max_tokens is not None and tokens.total > self.max_tokens:
@@ -143,54 +145,62 @@ class Budget:
         return tokens
 
 
-def _number(given: Any) -> float:
-    if isinstance(given, bool | str | bytes):
+def _number(value: Any) -> float:
+    if isinstance(value, bool | str | bytes):
         raise TypeError
-    return float(given)
+    return float(value)
 
 
-def checked_factors(given: LayerBudgets) -> LayerBudgets:
-    """Factors on heavy as tuples, of one kind and of mean 1."""
+def checked_factors(budgets: LayerBudgets) -> LayerBudgets:
+    """Return factors on heavy as tuples.
+
+    Raises:
+        ValueError: if they are not numbers, mix layers with heads, or have a mean other than 1.
+    """
     try:
         factors = tuple(
-            tuple(map(_number, own)) if isinstance(own, list | tuple) else _number(own)
-            for own in given
+            tuple(map(_number, layer)) if isinstance(layer, list | tuple) else _number(layer)
+            for layer in budgets
         )
     except (TypeError, ValueError, OverflowError):
         raise ValueError(
-            f"layer_budgets={given!r} are no factors; give a number for each layer, or a list of"
-            " one for each of its KV heads."
+            "layer_budgets must be a number for each layer, or a list of one for each of its KV"
+            f" heads, got {budgets!r}; h2okv.measure_layer_budgets returns such factors."
         ) from None
-    if len({isinstance(own, tuple) for own in factors}) > 1:
-        raise ValueError("layer_budgets has numbers and lists; give one or the other for all.")
-    flat = [one for own in factors for one in (own if isinstance(own, tuple) else (own,))]
+    if len({isinstance(layer, tuple) for layer in factors}) > 1:
+        raise ValueError(
+            "layer_budgets must be numbers only or lists only, got both; give one kind for all."
+        )
+    flat = [
+        factor for layer in factors for factor in (layer if isinstance(layer, tuple) else (layer,))
+    ]
     mean = sum(flat) / max(1, len(flat))
     if min(flat, default=-1) < 0 or not abs(mean - 1) <= 0.01:
         raise ValueError(
-            f"layer_budgets of mean {mean:g} would change the whole budget, or one of them is"
-            " negative; give factors of mean 1, as h2okv.measure_layer_budgets does."
+            f"layer_budgets must be non-negative with mean 1, got mean {mean:g} and least"
+            f" {min(flat, default=0):g}; h2okv.measure_layer_budgets returns such factors."
         )
     return factors
 
 
-def _limit_factors(factors: Sequence[float], most: float) -> list[float]:
-    """Lowers factors to `most`; what they lose goes to the others in proportion to theirs."""
-    limited, whole = list(factors), sum(factors)
-    while max(limited) > most:
-        is_most = [factor >= most for factor in limited]
-        if all(is_most):  # their mean is not quite 1
-            return [most] * len(limited)
-        rest = whole - most * sum(is_most)
-        below = sum(factor for factor in limited if factor < most)
-        even = rest / is_most.count(False)
+def _limit_factors(factors: Sequence[float], limit: float) -> list[float]:
+    """Lower factors to `limit`; the excess goes to the others in proportion to theirs."""
+    limited, total = list(factors), sum(factors)
+    while max(limited) > limit:
+        at_limit = [factor >= limit for factor in limited]
+        if all(at_limit):  # their mean is not quite 1
+            return [limit] * len(limited)
+        left_over = total - limit * sum(at_limit)
+        below = sum(factor for factor in limited if factor < limit)
+        even = left_over / at_limit.count(False)
         limited = [
-            min(factor, most) if at_most else factor * rest / below if below else even
-            for factor, at_most in zip(limited, is_most, strict=True)
+            min(factor, limit) if is_limited else factor * left_over / below if below else even
+            for factor, is_limited in zip(limited, at_limit, strict=True)
         ]
     return limited
 
 
-def _check_part(name: str, value: int | float) -> None:
+def _check_share(name: str, value: int | float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         problem = "is not a budget; give an int (tokens) or a float (fraction)"
     elif isinstance(value, float) and not 0.0 <= value <= 1.0:
@@ -203,7 +213,7 @@ def _check_part(name: str, value: int | float) -> None:
 
 
 def check_tokens(name: str, value: int, least: int) -> None:
-    """Refuses what is not a whole number, or too small."""
+    """Raise ValueError unless `value` is an int of `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(
             f"{name}={value!r} is not a number of tokens; give an int of {least} or more."
@@ -212,41 +222,42 @@ def check_tokens(name: str, value: int, least: int) -> None:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """Everything that tells one cache from another; `H2OCache.from_config` makes the cache.
+    """All options of a cache; `H2OCache.from_config` builds the cache.
 
     The fields are the arguments of `H2OCache`, where each is explained. Command line, engine,
     server, evaluation and saved files all carry this one object.
 
     Attributes:
         policy: a name of `h2okv.policy_names()`; ``"full"`` keeps everything. ``"best"`` becomes
-            ``"h2o"`` with ``scoring="expected"`` and ``sink=4``, where they are not given.
+            ``"h2o"`` with ``scoring="expected"`` and ``sink=4`` as defaults.
         heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
         recent: newest tokens to keep, given like ``heavy``.
-        sink: first tokens to keep whatever their score, in tokens; left out: none, or 4 with
+        sink: first tokens to keep regardless of their score, in tokens; default 0, or 4 with
             ``policy="best"``.
         scoring: ``"sum"``, ``"mean"``, ``"decay"``, ``"last"``, ``"value_norm"`` or
-            ``"expected"``; left out: ``"sum"``, or ``"expected"`` with ``policy="best"``.
+            ``"expected"``; default ``"sum"``, or ``"expected"`` with ``policy="best"``.
         decay: the factor per later query, with ``scoring="decay"`` or ``"value_norm"``; ``None``
             for the default.
         positions: ``"original"``, ``"rolling"`` or ``"clamped"``.
-        prefill_chunk: the most tokens between two evictions; ``None``: a prompt is one block.
+        prefill_chunk: maximum number of tokens between two evictions; ``None``: a prompt is one
+            block.
         kv_bits: 8 or 4; ``None`` keeps keys and values in the model's dtype.
         max_tokens: upper limit of the budget in tokens.
-        min_tokens: entries that a fraction of a short prompt is raised to, heavy and recent each.
-        seed: for policies that draw at random.
+        min_tokens: lower limit, in tokens, for each of heavy and recent that is a fraction.
+        seed: seed of policies that draw at random.
         layer_budgets: a factor on heavy for each layer with H2O entries, or a list of one for each
-            of its KV heads, of mean 1; ``None``: all are alike. What would lift a fraction beyond
-            the prompt goes to the others. ``"auto"`` stands for the model's own, until a command
-            has measured them; no cache can be made of it.
+            of its KV heads, of mean 1; ``None``: all are equal. The excess of a fraction above the
+            prompt goes to the others. ``"auto"`` stands for factors that a command still has to
+            measure on the model; a cache refuses it.
 
     Raises:
-        ValueError: if the budget or the positions make no sense.
+        ValueError: if the budget, the positions or the layer budgets are invalid.
     """
 
     policy: str = "h2o"
     heavy: int | float = 0.1
     recent: int | float = 0.1
-    # Filled in when a config is made: whoever reads them gets no `None`.
+    # `__post_init__` replaces the defaults: readers never see `None`.
     sink: int = None  # type: ignore[assignment]
     scoring: str = None  # type: ignore[assignment]
     decay: float | None = None
@@ -275,25 +286,27 @@ class CacheConfig:
     def from_budget(
         cls, budget: int | float | None, heavy_fraction: float | None = None, **options: Any
     ) -> CacheConfig:
-        """Divides one budget between heavy hitters and recent tokens.
+        """Build a config that divides one budget between heavy hitters and recent tokens.
 
         Args:
             budget: tokens (int), a fraction of the prompt (float), or ``None`` to keep everything.
-            heavy_fraction: how much of the budget is for heavy hitters, 0 to 1; ``None`` for 0.5,
-                or 0.75 with ``policy="best"``.
+            heavy_fraction: fraction of the budget for heavy hitters, 0 to 1; ``None`` for 0.5, or
+                0.75 with ``policy="best"``.
             **options: the other fields.
 
         Returns:
             The config; the sink tokens come on top of ``budget``.
 
         Raises:
-            ValueError: if the budget or the fraction is out of range, or parts of the budget are
-                among the other fields.
+            ValueError: if the budget or the fraction is out of range, or ``options`` has ``heavy``
+                or ``recent``.
         """
-        parts = [f"{name}={options[name]!r}" for name in ("heavy", "recent") if name in options]
-        if parts:
+        duplicates = [
+            f"{name}={options[name]!r}" for name in ("heavy", "recent") if name in options
+        ]
+        if duplicates:
             raise ValueError(
-                f"budget={budget!r} goes without {' and '.join(parts)}, its parts; leave one out"
+                f"budget={budget!r} goes without {' and '.join(duplicates)}; leave one of them out"
             )
         if heavy_fraction is None:
             heavy_fraction = _BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5
@@ -316,22 +329,22 @@ class CacheConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CacheConfig:
-        """Makes a config of named values, as `to_dict` gives them.
+        """Build a config from named values, as `to_dict` returns them.
 
         Raises:
-            ValueError: if a name is unknown, or a value makes no sense.
+            ValueError: if a name is unknown, or a value is invalid.
         """
-        known = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls)]
         for name in values:
-            if name not in known:
-                raise unknown_name("cache option", name, known)
+            if name not in names:
+                raise unknown_name("cache option", name, names)
         return cls(**values)
 
     def with_options(self, **options: Any) -> CacheConfig:
         """Return a config with fields replaced.
 
-        A new policy brings its sinks and its scoring, unless they are given or differ from the
-        former policy's.
+        A new policy also sets its default sinks and scoring, unless they are among ``options`` or
+        differ from the former policy's defaults.
         """
         if "policy" in options:
             _, sink, scoring = resolve_policy(self.policy)
@@ -342,11 +355,11 @@ class CacheConfig:
         return replace(self, **options)
 
     def seeded(self, seed: int) -> CacheConfig:
-        """The same with a seed, if the policy draws at all."""
+        """Return the config with a seed, if its policy draws at random."""
         return replace(self, seed=seed) if self.policy == "random" else self
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields by name, ready for JSON."""
+        """Return all fields by name, ready for JSON."""
         return asdict(self)
 
     @property
@@ -356,23 +369,23 @@ class CacheConfig:
 
     @property
     def budget(self) -> Budget:
-        """The budget alone."""
+        """The budget without the other options."""
         return Budget(self.heavy, self.recent, self.sink, self.max_tokens, self.min_tokens)
 
     @property
     def is_by_head(self) -> bool:
-        """Whether the heads of a layer have budgets of their own."""
+        """Whether the heads of a layer have separate budgets."""
         return not self.is_full and isinstance((self.layer_budgets or (None,))[0], tuple)
 
     def layer_budget(self, index: int) -> Budget:
-        """The budget of a layer, counted among those with H2O entries; of heads, the least one."""
+        """Return the budget of a layer with H2O entries; by head, the smallest of the layer."""
         factor = self._factor(index)
         if factor is None:
             return self.budget
         return self._scaled(min(factor) if isinstance(factor, Sequence) else factor)
 
     def head_budgets(self, index: int) -> tuple[Budget, ...] | None:
-        """The budgets of a layer's KV heads; ``None`` if they are alike."""
+        """Return the budgets of a layer's KV heads; ``None`` if they are equal."""
         factors = self._factor(index)
         if not isinstance(factors, Sequence):
             return None
@@ -383,27 +396,31 @@ class CacheConfig:
 
     @cached_property
     def _factors(self) -> LayerBudgets | None:
-        """The factors on heavy, of which none lifts a fraction beyond the prompt."""
-        given = self.layer_budgets
-        if self.is_full or given is None or isinstance(given, str):
+        """The factors on heavy, limited so that no fraction exceeds the prompt."""
+        budgets = self.layer_budgets
+        if self.is_full or budgets is None or isinstance(budgets, str):
             return None
         if not isinstance(self.heavy, float) or not self.heavy:
-            return given
-        flat = [one for own in given for one in (own if isinstance(own, Sequence) else (own,))]
-        limited = iter(_limit_factors(flat, self._most_heavy / self.heavy))
+            return budgets
+        flat = [
+            factor
+            for layer in budgets
+            for factor in (layer if isinstance(layer, Sequence) else (layer,))
+        ]
+        limited = iter(_limit_factors(flat, self._heavy_limit / self.heavy))
         return tuple(
-            tuple(islice(limited, len(own))) if isinstance(own, Sequence) else next(limited)
-            for own in given
+            tuple(islice(limited, len(layer))) if isinstance(layer, Sequence) else next(limited)
+            for layer in budgets
         )
 
     @property
-    def _most_heavy(self) -> float:
-        """What the recent part leaves of the prompt, as a fraction."""
+    def _heavy_limit(self) -> float:
+        """Largest fraction of the prompt that recent leaves for heavy hitters."""
         return 1.0 - self.recent if isinstance(self.recent, float) else 1.0
 
     def _scaled(self, factor: float) -> Budget:
         heavy = self.heavy * factor
-        heavy = round(heavy) if isinstance(self.heavy, int) else min(heavy, self._most_heavy)
+        heavy = round(heavy) if isinstance(self.heavy, int) else min(heavy, self._heavy_limit)
         if heavy == 0 == self.recent:
             raise ValueError(
                 f"layer_budgets: a factor of {factor:g} on heavy={self.heavy!r} keeps nothing of a"
@@ -414,65 +431,65 @@ class CacheConfig:
             return Budget(heavy, self.recent, self.sink, self.max_tokens, self.min_tokens)
 
     def entries(self, length: int) -> int:
-        """Entries that a prompt of so many tokens is evicted down to, per layer and KV head."""
+        """Return the entries left of a prompt of `length` tokens, per layer and KV head."""
         return length if self.is_full else self.budget.resolve(length).total
 
-    def past_window(self, held: int, block: int, window: int | None) -> str | None:
-        """Why so many entries and a block cannot roll in a context window; ``None`` if they can."""
-        if self.positions != "rolling" or window is None or held + block <= window:
+    def past_window(self, entries: int, block: int, window: int | None) -> str | None:
+        """Return why entries and a block cannot roll in a context window; ``None`` if they can."""
+        if self.positions != "rolling" or window is None or entries + block <= window:
             return None
-        room = f" (to {window - held} at most)" if held < window else ""
+        room = f" (to {window - entries} at most)" if entries < window else ""
         return (
-            f"a budget of {held} entries and --prefill-chunk {block} are more than the context"
+            f"a budget of {entries} entries and --prefill-chunk {block} are more than the context"
             f" window of {window}; lower --budget, --sink or --prefill-chunk{room}"
         )
 
     @property
     def budget_label(self) -> str:
-        """The budget in few characters: ``full``, ``20%`` or ``512``."""
+        """The budget in a few characters: ``full``, ``20%`` or ``512``."""
         if self.is_full:
             return "full"
-        parts = (self.heavy, self.recent)
-        if all(isinstance(part, float) or part == 0 for part in parts):
-            return f"{100 * sum(parts):g}%"
-        if all(isinstance(part, int) for part in parts):
-            return str(sum(parts))
+        shares = (self.heavy, self.recent)
+        if all(isinstance(share, float) or share == 0 for share in shares):
+            return f"{100 * sum(shares):g}%"
+        if all(isinstance(share, int) for share in shares):
+            return str(sum(shares))
         return f"{self.heavy}+{self.recent}"
 
     @property
     def policy_label(self) -> str:
-        """The policy, with whatever is not its default."""
-        parts = [self.policy]
+        """The policy, with the options that differ from its defaults."""
+        labels = [self.policy]
         if not self.is_full:
-            whole = self.heavy + self.recent
+            total = self.heavy + self.recent
             # An odd number of tokens cannot be halved.
             uneven = abs(self.heavy - self.recent) > (1 if isinstance(self.heavy, int) else 0)
             if uneven and type(self.heavy) is type(self.recent):
-                parts.append(f"heavy {100 * self.heavy / whole:.3g}%")
+                labels.append(f"heavy {100 * self.heavy / total:.3g}%")
             if self.sink:
-                parts.append(f"sink {self.sink}")
+                labels.append(f"sink {self.sink}")
             if self.scoring != "sum":
                 decay = "" if self.decay is None else f" {self.decay:g}"
-                parts.append(f"{self.scoring}{decay}")
+                labels.append(f"{self.scoring}{decay}")
             if self.positions != "original":
-                parts.append(self.positions)
+                labels.append(self.positions)
             if self.layer_budgets is not None:
-                parts.append("by head" if self.is_by_head else "by layer")
+                labels.append("by head" if self.is_by_head else "by layer")
         if self.kv_bits is not None:
-            parts.append(f"{self.kv_bits} bits")
-        return ", ".join(parts)
+            labels.append(f"{self.kv_bits} bits")
+        return ", ".join(labels)
 
     @property
     def label(self) -> str:
-        """What tables and progress bars call it."""
+        """Name in tables and progress bars."""
         return self.policy_label if self.is_full else f"{self.policy_label}, {self.budget_label}"
 
     def identity(self) -> dict[str, Any]:
-        """All that a result depends on; what does not matter to a full cache is left out."""
+        """Return the fields that a result depends on; for a full cache only those that apply."""
         values = self.to_dict()
         if self.is_full:
             return {name: values[name] for name in ("policy", "prefill_chunk", "kv_bits")}
-        for name in ("min_tokens", "layer_budgets"):  # as before there were such things
+        for name in ("min_tokens", "layer_budgets"):  # absent from files of earlier versions
             if not values[name]:
                 del values[name]
         return values

@@ -1,4 +1,4 @@
-"""What the package tells a person at a terminal, and Ctrl-C."""
+"""Output for a person at a terminal, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-OUTPUT_CLOSED = 141  # as shells say of a command that SIGPIPE ended
+OUTPUT_CLOSED = 141  # what shells report of a command that SIGPIPE ended
 
 
 def check_least(least: int = 1, /, **counts: int | None) -> None:
-    """Refuses numbers that are too small, each given by the name of its option."""
+    """Raise ValueError for a number below `least`; the keywords are the names of options."""
     for name, count in counts.items():
         if count is not None and count < least:
             option = name.replace("_", "-")
@@ -30,51 +30,51 @@ def check_least(least: int = 1, /, **counts: int | None) -> None:
 
 
 def install_hint(extra: str) -> str:
-    """Say how an extra is installed; the package is on no index, so its name finds nothing."""
+    """Return how to install an extra; the package is on no index, so pip does not know its name."""
     return f"in the clone of h2okv: pip install '.[{extra}]'"
 
 
-def optional(module: str, what: str, extra: str = "eval") -> Any:
-    """Imports a module that an extra brings; without it, says how it is installed."""
+def optional(module: str, feature: str, extra: str = "eval") -> Any:
+    """Import a module of an extra; raise ValueError with the command that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise ValueError(
-            f"{package} is not installed, which {what} needs; {install_hint(extra)}"
+            f"{package} is not installed, which {feature} needs; {install_hint(extra)}"
         ) from error
 
 
 class OutputClosedError(ValueError):
-    """Whoever read stdout has gone away."""
+    """The reader of stdout has closed it."""
 
 
 def write_text(text: str) -> None:
-    """Writes text to stdout at once."""
+    """Write text to stdout and flush it."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError as error:
-        lost = "the output was closed by its reader, so the rest of the text is lost"
-        raise OutputClosedError(f"{lost}; write to a file, or let it be read to the end") from error
+        problem = "the output was closed by its reader, so the remaining text is lost"
+        raise OutputClosedError(f"{problem}; write to a file, or read it to the end") from error
 
 
 def write_json(values: object) -> None:
-    """Writes one JSON object as a line."""
+    """Write one JSON object as a line."""
     write_text(json.dumps(values, allow_nan=False) + "\n")
 
 
 def write_remark(line: str) -> None:
-    """Writes a line to stderr, so that piped output stays only text."""
+    """Write a line to stderr, which keeps piped output free of it."""
     print(line, file=sys.stderr)
 
 
 def discard(text: str) -> None:
-    """Writes nothing."""
+    """Write nothing."""
 
 
 def format_bytes(count: int) -> str:
-    """Writes a number of bytes for people, in powers of 1024."""
+    """Format a number of bytes for people, in powers of 1024."""
     power = min(4, max(count.bit_length() - 1, 0) // 10)
     unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{count / 1024**power:.{min(power, 1)}f} {unit}"
@@ -83,7 +83,7 @@ def format_bytes(count: int) -> str:
 def format_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], left: Iterable[str] = ()
 ) -> str:
-    """Lays out a table as text; a heading may have several lines."""
+    """Format a table as text; a heading may have several lines."""
     upwards = (reversed(heading.split("\n")) for heading in headings)
     header = [*zip_longest(*upwards, fillvalue="")][::-1]
     lines: list[Sequence[str]] = [*header, *rows]
@@ -99,7 +99,7 @@ def format_table(
 
 
 class Progress:
-    """A progress bar on stderr; drawn only where stderr is a terminal, and gone at the end."""
+    """A progress bar on stderr, drawn only on a terminal and removed at the end."""
 
     def __init__(
         self, description: str, total: float | None = None, unit: str = "", *, shown: bool = True
@@ -119,18 +119,18 @@ class Progress:
         self.close()
 
     def close(self) -> None:
-        """Removes the bar; a second call does nothing."""
+        """Remove the bar; a second call does nothing."""
         if self.is_drawn:
             self._bar.stop()
         self.is_drawn = False
 
     def advance(self, n: float = 1, note: str = "") -> None:
-        """Counts what was done now; a note is shown behind the count until the next one."""
+        """Advance by `n`; a note stays after the count until the next one replaces it."""
         if self.is_drawn:
             self.update(self._bar.tasks[0].completed + n, note=note)
 
     def update(self, done: float, note: str = "") -> None:
-        """Says how much is done in all; a note that is given replaces the last."""
+        """Set the total done; a non-empty note replaces the last."""
         if self.is_drawn:
             task = self._bar.tasks[0]
             count, note = self._count(done, task.total), note or task.fields["note"]
@@ -158,20 +158,20 @@ def _make_bar() -> Any:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-        # Text goes above the bar if both share the terminal, else where stdout goes.
+        # Text goes above the bar only if both share the terminal.
         redirect_stdout=sys.stdout.isatty(),
     )
 
 
 class Interrupt:
-    """Notes the first Ctrl-C and lets the second one strike.
+    """Defers the first Ctrl-C; the second one raises.
 
     A `KeyboardInterrupt` in the middle of a forward would leave layers that have seen the token
-    and layers that have not. So the first Ctrl-C only sets `requested`, which is looked at
+    and layers that have not. So the first Ctrl-C only sets `requested`, which the caller checks
     between two forwards; the second one, for a forward that takes too long, raises.
 
-    Inside the ``with`` block SIGINT belongs to this object, except in another thread than the main
-    one, and where whoever started the process had it ignore Ctrl-C.
+    Inside the ``with`` block this object handles SIGINT, except outside the main thread and in a
+    process that was started with Ctrl-C ignored.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -190,7 +190,7 @@ class Interrupt:
             self._exit.callback(hook.remove)
         before: Any = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
-        # None: its handler was not set from Python and could not be given back.
+        # None: the handler was not set from Python and could not be restored.
         if is_main and before not in (signal.SIG_IGN, None):
             self._exit.callback(signal.signal, signal.SIGINT, before)
             signal.signal(signal.SIGINT, self._note)
@@ -200,7 +200,7 @@ class Interrupt:
         self._exit.close()
 
     def settle(self) -> None:
-        """Says that no forward will follow: what is left to do is short and must not be cut."""
+        """Announce that no forward will follow, so that a second Ctrl-C no longer raises."""
         self._may_force = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, commit, machine, digests."""
+"""Provenance of a result: versions, commit, machine, digests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-_SAMPLE = 4096  # numbers read of each parameter; another training changes all of them
+_SAMPLE = 4096  # elements of each parameter; training changes all of them, so a sample will do
 
 
 def versions() -> dict[str, str]:
-    """Tells which code runs."""
+    """Return the versions of the package, its libraries and the commit."""
     return {
         "h2okv": importlib.metadata.version("h2okv"),
         "torch": torch.__version__,
@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str:
-    """Names the commit that the package runs from."""
+    """Return the short commit of the source, with "+" for local changes; "" outside a repository."""
     package = Path(__file__).parent
     if not (package.parent.parent / ".git").exists():
         return ""
@@ -36,8 +36,8 @@ def commit() -> str:
     def git(*args: str) -> str:
         with suppress(OSError, subprocess.SubprocessError):
             command = ["git", "-C", str(package), *args]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-            return done.stdout.strip()
+            process = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            return process.stdout.strip()
         return ""
 
     name = git("rev-parse", "--short", "HEAD")
@@ -45,7 +45,7 @@ def commit() -> str:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Describes the machine and the software."""
+    """Return date, versions, machine and device by name."""
     code = versions()
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -70,14 +70,14 @@ def _processor() -> str:
 
 
 def fingerprint(module: torch.nn.Module) -> str | None:
-    """Sums up a module's weights."""
+    """Return a digest of a module's weights; ``None`` if one of them is on the meta device."""
     digest = hashlib.sha256()
     for name, parameter in sorted(module.named_parameters()):
         if parameter.device.type == "meta":
             return None
         # Packed linear layers have the same weights in another layout.
-        whole = parameter.to_dense() if parameter.is_mkldnn else parameter
-        flat = whole.detach().reshape(-1)
+        dense = parameter.to_dense() if parameter.is_mkldnn else parameter
+        flat = dense.detach().reshape(-1)
         sample = flat[:: max(1, len(flat) // _SAMPLE)].contiguous().cpu()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())
@@ -85,6 +85,6 @@ def fingerprint(module: torch.nn.Module) -> str | None:
 
 
 def digest(content: str | bytes) -> str:
-    """A short name of a content, so that results are resumed on the same one only."""
+    """Return a short hash of a content, which tells whether results may resume on it."""
     data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
     return hashlib.sha256(data).hexdigest()[:16]

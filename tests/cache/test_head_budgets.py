@@ -186,8 +186,8 @@ def test_slots_are_shared_by_budget():
     ("factors", "options", "message"),
     [
         (((1.0,),) * 3, {}, "lists of 1 factors, and layers of this model have 2 KV heads"),
-        ((1.0, (1.0, 1.0), 1.0), {}, "layer_budgets has numbers and lists"),
-        (((1.0, "much"),) * 3, {}, "are no factors"),
+        ((1.0, (1.0, 1.0), 1.0), {}, "must be numbers only or lists only, got both"),
+        (((1.0, "much"),) * 3, {}, "layer_budgets must be a number for each layer, or a list"),
         (((1.0, 1.0),) * 2, {}, "layer_budgets has 2 factors, and the model 3 layers"),
         (FACTORS, {"positions": "rolling"}, "positions='rolling' needs heads with equal budgets"),
         (FACTORS, {"policy": WideWindow()}, "policy='wide' needs heads with equal budgets"),

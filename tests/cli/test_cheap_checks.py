@@ -84,7 +84,7 @@ COMMANDS = {
     "eval fidelity": BOTH | {
         f"--data {MISSING}": f"--data '{MISSING}' cannot be read",
         "--protocol none": "--protocol 'none' is not known",
-        "--plot curve.txt": "is not a picture's name",
+        "--plot curve.txt": "is not the name of a figure",
     },
     "eval layers": MODEL | TEXT | {
         "--budget full": "--budget full is no part of a text",

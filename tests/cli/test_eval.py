@@ -185,7 +185,7 @@ def test_fidelity_compares_all_caches_and_recommends_one(
         (("--scoring", "sun,decay"), "scoring 'sun' is unknown; did you mean sum?"),
         (("--scoring", "sum", "--decay", 0.9), "decay=0.9 has no effect with scoring='sum'"),
         (("--texts", 50), "give a longer text, or smaller numbers, or --texts "),
-        (("--plot", "f.txt"), "'f.txt' is not a picture's name"),
+        (("--plot", "f.txt"), "'f.txt' is not the name of a figure"),
     ],
 )
 def test_fidelity_refuses_before_any_work(

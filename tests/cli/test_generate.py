@@ -345,7 +345,7 @@ def test_layers_get_what_was_measured(generate, h2okv_command, model_folder, tmp
     assert told["layer_budgets"] == factors
     for content, message in (
         ("no", "is no JSON list"),
-        ("{}", "would change the whole budget"),
+        ("{}", "layer_budgets must be non-negative with mean 1"),
         ('["much"]', "is no JSON list"),
         ("[1, 1, 1]", "has 3 factors"),
     ):

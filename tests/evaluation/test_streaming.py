@@ -320,7 +320,7 @@ def test_an_existing_file_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="exists already; add --resume"):
         StreamFile(path)
     path.write_text("name,age\nAnn,7\n")
-    with pytest.raises(ValueError, match="its first line is not position,nll"):
+    with pytest.raises(ValueError, match="its first line must be position,nll"):
         StreamFile(path, ROWS)
     assert path.read_text() == "name,age\nAnn,7\n"
 

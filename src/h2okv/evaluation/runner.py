@@ -51,7 +51,9 @@ class SampleFile(ResultFile):
     def take(self, record: Record) -> None:
         fields = record.fields
         if tuple(fields) not in (("versions",), ("run", "identity"), ("run", "sample", "result")):
-            raise ValueError(f"{record.place} is not a result of {self.kind}; choose another file")
+            raise ValueError(
+                f"{record.location} is not a result of {self.kind}; choose another file"
+            )
         for name, value in fields.items():
             if not isinstance(value, {"run": str, "sample": int}.get(name, dict)):
                 record.refuse(name, f"is {value!r}; correct or remove the line")

@@ -34,20 +34,20 @@ def _conversation(line: Record) -> Conversation:
     fields = [name for name in ("turns", "messages") if name in line.fields]
     if len(fields) != 1:
         problem = "both turns and messages" if fields else "neither turns nor messages"
-        raise ValueError(f"{line.place} has {problem}; give one of these fields")
+        raise ValueError(f"{line.location} has {problem}; give one of these fields")
     name = fields[0]
     entries = line.fields[name]
     if not isinstance(entries, list) or not entries:
-        raise ValueError(f"{line.place}: {name} must be a list with at least one entry; add one")
+        raise ValueError(f"{line.location}: {name} must be a list with at least one entry; add one")
     messages: list[Message] = []
     for number, entry in enumerate(entries):
-        location = f"{line.place}: {name}[{number}]"
+        location = f"{line.location}: {name}[{number}]"
         if name == "turns":
             messages.append(Message("user", check_text(entry, location)))
         else:
             messages.append(_message(entry, location, messages[-1].role if messages else None))
     if all(message.role == "system" for message in messages):
-        raise ValueError(f"{line.place}: messages must have a message of the user; add one")
+        raise ValueError(f"{line.location}: messages must have a message of the user; add one")
     return tuple(messages)
 
 

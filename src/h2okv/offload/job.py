@@ -404,7 +404,9 @@ class Job(ResultFile):
         elif "custom_id" in fields and str(fields.get("id")).startswith(_REQUEST_ID):
             prompt_id, name = fields["custom_id"], fields["id"].removeprefix(_REQUEST_ID)
         else:
-            raise ValueError(f"{record.place} is not a result of {self.kind}; choose another file")
+            raise ValueError(
+                f"{record.location} is not a result of {self.kind}; choose another file"
+            )
         self.finished[json.dumps(prompt_id)] = name
         self.num_errors += fields.get("error") is not None
 

@@ -157,7 +157,7 @@ def piqa(**_: Any) -> Splits:
     remaining = iter(labels)
 
     def convert(record: Record) -> Document:
-        labelled = Record({"label": next(remaining)}, f"{path}, of {record.place}")
+        labelled = Record({"label": next(remaining)}, f"{path}, of {record.location}")
         return {
             "goal": record.text("goal"),
             "choices": [record.text("sol1"), record.text("sol2")],

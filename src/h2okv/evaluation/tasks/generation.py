@@ -40,17 +40,19 @@ def _article(line: Record, template: str | None) -> TextPrompt:
     if "article" in line.fields:  # a complete prompt
         if template is not None:
             raise ValueError(
-                f"{line.place}: field article is a whole prompt already; leave out --template"
+                f"{line.location}: field article is a whole prompt already; leave out --template"
             )
         stops = line.texts("stop") if line.fields.get("stop") is not None else ()
         max_new_tokens = line.number("max_tokens", _TOKENS)
         return TextPrompt(
-            line.text("article"), max_new_tokens, stops, line.place, line.texts("summary_gt")
+            line.text("article"), max_new_tokens, stops, line.location, line.texts("summary_gt")
         )
     if "context" in line.fields:
         text = (template or SEVERAL_DOCUMENTS).replace(_FIELD, line.text("context").strip())
-        return TextPrompt(text, _TOKENS_OF_DOCUMENTS, (), line.place, line.texts("answers"))
-    raise ValueError(f"{line.place} has neither field article nor field context; give {_EXPECTED}")
+        return TextPrompt(text, _TOKENS_OF_DOCUMENTS, (), line.location, line.texts("answers"))
+    raise ValueError(
+        f"{line.location} has neither field article nor field context; give {_EXPECTED}"
+    )
 
 
 def _pairs(path: Path, references: Path, template: str) -> list[TextPrompt]:

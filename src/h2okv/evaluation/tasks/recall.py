@@ -82,8 +82,8 @@ def read_ruler(path: Path) -> list[Question]:
     for line in read_jsonl(path, "an object with input and outputs"):
         context, end, question = line.text("input").rpartition("\n")
         if not context.strip() or not question.strip():
-            raise ValueError(f"{line.place}: field input has no last line; give RULER's form")
-        questions.append(Question(context, end + question, line.texts("outputs"), line.place))
+            raise ValueError(f"{line.location}: field input has no last line; give RULER's form")
+        questions.append(Question(context, end + question, line.texts("outputs"), line.location))
     return questions
 
 
