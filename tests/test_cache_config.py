@@ -6,17 +6,58 @@ from dataclasses import fields, replace
 import pytest
 
 from h2okv import CacheConfig, H2OCache
+from h2okv.cli.args import cache_flags, make_cache
+from h2okv.evaluation.sweep import CacheEntry
 from h2okv.policy import Sees
 
 
 def test_fields_are_the_arguments_of_the_cache():
-    arguments = inspect.signature(H2OCache.__init__).parameters
+    arguments = inspect.signature(H2OCache).parameters
     wanted = {
         name: parameter.default
         for name, parameter in arguments.items()
-        if name not in ("self", "config", "simulate")
+        if name not in ("config", "simulate")
     }
     assert {own.name: own.default for own in fields(CacheConfig)} == wanted
+
+
+def test_every_field_reaches_the_cache_the_command_and_the_experiment_file(make_llama):
+    """The names and values are written down here, so that a new field is met by this test."""
+    values = {
+        "policy": "h2o", "heavy": 7, "recent": 6, "sink": 1, "scoring": "decay", "decay": 0.9,
+        "positions": "rolling", "prefill_chunk": 7, "kv_bits": 8, "max_tokens": 20, "min_tokens": 2,
+        "seed": 0, "layer_budgets": None,
+    }  # fmt: skip
+    assert set(values) == {field.name for field in fields(CacheConfig)}
+    config = CacheConfig(**values)
+    assert H2OCache(make_llama().config, **values).cache_config == config
+    no_option = ("max_tokens", "min_tokens", "seed")
+    options = {name: value for name, value in values.items() if name not in no_option}
+    defaults = {
+        name: getattr(option.default, "default", option.default)
+        for name, option in inspect.signature(make_cache).parameters.items()
+    }
+    made = make_cache(**(defaults | options | {"heavy": "7", "recent": "6"}))
+    assert made == replace(config, max_tokens=None, min_tokens=0, seed=0)
+    sizes = {"heavy": 5, "recent": 5}
+    entry = {name: options[name] for name in options if name not in (*sizes, "layer_budgets")}
+    (written,) = CacheEntry(**entry, budgets=[10]).configs(None)
+    assert written == replace(made, **sizes)
+    flags = cache_flags(made).split()
+    assert flags[::2] == [
+        "--policy", "--heavy", "--recent", "--sink", "--scoring", "--decay", "--positions",
+        "--prefill-chunk", "--kv-bits",
+    ]  # fmt: skip
+
+
+def test_a_later_field_leaves_records_of_before_as_they_are():
+    """An existing result would be computed again if its record had a new name."""
+    written = CacheConfig(heavy=3).identity()
+    assert list(written) == [
+        "policy", "heavy", "recent", "sink", "scoring", "decay", "positions", "prefill_chunk",
+        "kv_bits", "max_tokens", "seed",
+    ]  # fmt: skip
+    assert CacheConfig(heavy=3, min_tokens=2).identity() == written | {"min_tokens": 2}
 
 
 def test_a_dict_comes_back():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
@@ -220,12 +220,16 @@ def check_tokens(name: str, value: int, least: int) -> None:
         )
 
 
+# Of a field that files of earlier versions lack: at its default it is not written to results.
+LATER = {"is_later": True}
+
+
 @dataclass(frozen=True)
 class CacheConfig:
     """All options of a cache; `H2OCache.from_config` builds the cache.
 
-    The fields are the arguments of `H2OCache`, where each is explained. Command line, engine,
-    server, evaluation and saved files all carry this one object.
+    The fields are the arguments of `H2OCache`. Command line, engine, server, evaluation and saved
+    files all carry this one object, and take their lists of options from its fields.
 
     Attributes:
         policy: a name of `h2okv.policy_names()`; ``"full"`` keeps everything. ``"best"`` becomes
@@ -234,21 +238,33 @@ class CacheConfig:
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep regardless of their score, in tokens; default 0, or 4 with
             ``policy="best"``.
-        scoring: ``"sum"``, ``"mean"``, ``"decay"``, ``"last"``, ``"value_norm"`` or
-            ``"expected"``; default ``"sum"``, or ``"expected"`` with ``policy="best"``.
-        decay: the factor per later query, with ``scoring="decay"`` or ``"value_norm"``; ``None``
-            for the default.
-        positions: ``"original"``, ``"rolling"`` or ``"clamped"``.
-        prefill_chunk: maximum number of tokens between two evictions; ``None``: a prompt is one
-            block.
-        kv_bits: 8 or 4; ``None`` keeps keys and values in the model's dtype.
-        max_tokens: upper limit of the budget in tokens.
+        scoring: how received attention counts: ``"sum"`` (H2O), ``"mean"`` (divided by the number
+            of queries that could attend to the entry), ``"decay"`` (A2SF, arXiv 2407.20485),
+            ``"last"`` (the newest query alone), ``"value_norm"`` (VATP, arXiv 2406.12335) or
+            ``"expected"`` (what a block's queries would give from behind its end); see
+            `h2okv.policy`. Default ``"sum"``, or ``"expected"`` with ``policy="best"``.
+        decay: the factor in (0, 1] by which every further query lowers the attention received
+            before, with ``scoring="decay"`` (default 0.995) or ``"value_norm"`` (default: none).
+        positions: ``"original"``: every token keeps its position in the text. ``"rolling"``: every
+            entry sits at its rank in the cache and the new tokens after them, so that a model with
+            rotary positions reads and writes past its context window (H2O, section 5.3 and
+            arXiv 2309.17453, section 3.2). ``"clamped"``: learned positions (OPT) stop at the
+            last one, inside ``with h2okv.enable(model)``.
+        prefill_chunk: maximum number of tokens in a block. A longer input is read as several
+            blocks, with eviction after each, so that at most ``K + prefill_chunk`` entries are
+            attended to; 1 is Algorithm 1 of the paper from the first token on. ``None``: a prompt
+            is one block.
+        kv_bits: 8 or 4 bits for each number of keys and values, by groups of up to 64 with a scale
+            and a low each; ``None``: the model's dtype. What a block reads of itself is in full
+            precision; it is rounded once, when it becomes an entry.
+        max_tokens: upper limit of each layer's budget in tokens; a larger budget is an error.
         min_tokens: lower limit, in tokens, for each of heavy and recent that is a fraction.
         seed: seed of policies that draw at random.
         layer_budgets: a factor on heavy for each layer with H2O entries, or a list of one for each
-            of its KV heads, of mean 1; ``None``: all are equal. The excess of a fraction above the
-            prompt goes to the others. ``"auto"`` stands for factors that a command still has to
-            measure on the model; a cache refuses it.
+            of its KV heads, of mean 1; `h2okv.measure_layer_budgets` measures a model's.
+            ``None``: all are equal. The excess of a fraction above the prompt goes to the others.
+            ``"auto"`` stands for factors that a command still has to measure on the model; a cache
+            refuses it.
 
     Raises:
         ValueError: if the budget, the positions or the layer budgets are invalid.
@@ -265,9 +281,9 @@ class CacheConfig:
     prefill_chunk: int | None = None
     kv_bits: int | None = None
     max_tokens: int | None = None
-    min_tokens: int = 0
+    min_tokens: int = field(default=0, metadata=LATER)
     seed: int = 0
-    layer_budgets: LayerBudgets | Literal["auto"] | None = None
+    layer_budgets: LayerBudgets | Literal["auto"] | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         resolved = resolve_policy(self.policy, self.sink, self.scoring)
@@ -361,6 +377,12 @@ class CacheConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, ready for JSON."""
         return asdict(self)
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the fields by name, as results of every version have them."""
+        later = {field.name: field.default for field in fields(self) if field.metadata}
+        values = self.to_dict()
+        return {n: v for n, v in values.items() if n not in later or v != later[n]}
 
     @property
     def is_full(self) -> bool:
@@ -486,10 +508,7 @@ class CacheConfig:
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that a result depends on; for a full cache only those that apply."""
-        values = self.to_dict()
+        values = self.to_record()
         if self.is_full:
             return {name: values[name] for name in ("policy", "prefill_chunk", "kv_bits")}
-        for name in ("min_tokens", "layer_budgets"):  # absent from files of earlier versions
-            if not values[name]:
-                del values[name]
         return values

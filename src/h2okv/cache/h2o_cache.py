@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,7 +24,7 @@ from h2okv.cache.layer import CacheLayer, SlotLayer
 from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
-from h2okv.config import MEASURED, CacheConfig, LayerBudgets, Positions, resolve_policy
+from h2okv.config import MEASURED, CacheConfig
 from h2okv.policy import Rule, Sees, get_rule
 
 
@@ -48,34 +50,10 @@ class H2OCache(Cache):
             ``policy="best"``.
         policy: a name of `h2okv.policy_names()`, ``"best"`` (see `CacheConfig`) or a `Rule`
             object.
-        scoring: what the attention that an entry receives counts for: ``"sum"`` (H2O),
-            ``"mean"`` (by the number of queries that could attend to it), ``"decay"`` (A2SF,
-            arXiv 2407.20485), ``"value_norm"`` (VATP, arXiv 2406.12335) or ``"expected"`` (what a
-            block's queries would give from behind its end); see `h2okv.policy`.
-            ``None``: ``"sum"``, or ``"expected"`` with ``policy="best"``.
-        decay: the factor in (0, 1] by which every further query lowers what was received before,
-            with ``scoring="decay"`` (0.995 by default) or ``"value_norm"`` (none by default).
-        positions: ``"original"``: every token keeps its place in the text. ``"rolling"``: every
-            entry sits at its rank in the cache and the new tokens after them, so that a model with
-            rotary positions reads and writes past its context window (H2O, section 5.3 and
-            arXiv 2309.17453, section 3.2). ``"clamped"``: learned positions (OPT) stop at the
-            last one, inside ``with h2okv.enable(model)``.
-        prefill_chunk: the most tokens of a block. A longer input is read as several blocks, with
-            eviction after each, so that at most ``K + prefill_chunk`` entries are attended to; 1 is
-            Algorithm 1 of the paper from the first token on. ``None``: a prompt is one block.
         simulate: keep everything and mask instead of dropping; slow, for tests and analysis, and
             the one way for policies ``topk`` and ``topk_heavy``.
-        max_tokens: upper limit of each layer's budget in tokens; a larger budget is an error.
-        min_tokens: entries that a fraction of a short prompt is raised to, heavy and recent each;
-            20 % of a question of 40 tokens is no cache to answer with.
-        kv_bits: 8 or 4 bits for each number of keys and values, by groups of up to 64 with a scale
-            and a low of their own; ``None``: in the model's dtype. What a block reads of
-            itself is in full precision; it is rounded once, when it becomes an entry.
-        seed: for policies that draw at random.
-        layer_budgets: a factor on ``heavy`` for each layer with H2O entries, or a list of one for
-            each of its KV heads, of mean 1, so that the whole is the same: what would lift a
-            fraction beyond the prompt goes to the others. `h2okv.measure_layer_budgets` finds a
-            model's. ``None``: all alike.
+        **options: the other fields of `CacheConfig`, which explains them: ``scoring``, ``decay``,
+            ``positions``, ``prefill_chunk``, ``kv_bits``, ...
 
     Raises:
         ValueError: if the budget or the policy makes no sense, or the model is not supported.
@@ -89,41 +67,24 @@ class H2OCache(Cache):
         sink: int | None = None,
         *,
         policy: str | Rule = "h2o",
-        scoring: str | None = None,
-        decay: float | None = None,
-        positions: Positions = "original",
-        prefill_chunk: int | None = None,
         simulate: bool = False,
-        max_tokens: int | None = None,
-        min_tokens: int = 0,
-        kv_bits: int | None = None,
-        seed: int = 0,
-        layer_budgets: LayerBudgets | None = None,
+        **options: Any,
     ) -> None:
         name = policy.name if isinstance(policy, Rule) else policy
-        name, sink, scoring = resolve_policy(name, sink, scoring)
-        self.rule = get_rule(policy if isinstance(policy, Rule) else name, seed, scoring, decay)
-        self.cache_config = CacheConfig(
-            policy=name if ":" in name else self.rule.name,
-            heavy=heavy,
-            recent=recent,
-            sink=sink,
-            scoring=scoring,
-            decay=self.rule.scoring.decay,
-            positions=positions,
-            prefill_chunk=prefill_chunk,
-            kv_bits=kv_bits,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            seed=seed,
-            layer_budgets=layer_budgets,
-        )
-        self.budget = self.cache_config.budget
-        self.simulate, self.prefill_chunk, self.kv_bits = simulate, prefill_chunk, kv_bits
+        options |= {"heavy": heavy, "recent": recent, "sink": sink}
+        cache = CacheConfig(name, **options)
+        rule = policy if isinstance(policy, Rule) else cache.policy
+        self.rule = get_rule(rule, cache.seed, cache.scoring, cache.decay)
+        name = cache.policy if ":" in cache.policy else self.rule.name
+        self.cache_config = cache = replace(cache, policy=name, decay=self.rule.scoring.decay)
+        self.budget = cache.budget
+        self.simulate = simulate
+        self.prefill_chunk, self.kv_bits = cache.prefill_chunk, cache.kv_bits
+        positions, layer_budgets = cache.positions, cache.layer_budgets
         self.config = config = support.config_of(config)
         support.check_model(config)
         window = support.context_window(config)
-        self.position_rule = PositionRule(positions, prefill_chunk, window)
+        self.position_rule = PositionRule(positions, cache.prefill_chunk, window)
         support.check_positions(config, positions, self.rule)
         support.check_rule(self.rule, self.position_rule, simulate)
         layer_class = MaskedLayer if simulate else SlotLayer
@@ -135,19 +96,16 @@ class H2OCache(Cache):
                 "layer_budgets='auto' is for commands, which measure the model; give what"
                 " h2okv.measure_layer_budgets(model, input_ids, by_head=True) returns."
             )
-        if layer_budgets is not None and len(self.cache_config.layer_budgets or ()) != len(
-            full_layers
-        ):
+        if layer_budgets is not None and len(layer_budgets) != len(full_layers):
             raise ValueError(
                 f"layer_budgets has {len(layer_budgets)} factors, and the model {len(full_layers)}"
                 " layers with H2O entries; give one for each."
             )
-        if self.cache_config.is_by_head:
-            support.check_by_head(self.cache_config, self.rule, config)
-        alike = self.rule, self.position_rule, kv_bits
+        if cache.is_by_head:
+            support.check_by_head(cache, self.rule, config)
+        alike = self.rule, self.position_rule, cache.kv_bits
         for number, index in enumerate(full_layers):
-            budget = self.cache_config.layer_budget(number)
-            head_budgets = self.cache_config.head_budgets(number)
+            budget, head_budgets = cache.layer_budget(number), cache.head_budgets(number)
             layers[index] = layer_class(index, budget, *alike, head_budgets)
         self._scored = [layer for layer in layers if isinstance(layer, BaseLayer)]
         kind = config.model_type
@@ -598,3 +556,15 @@ class H2OCache(Cache):
             )
         for layer in filled_layers:
             validation.check_integrity(layer)
+
+
+def _signature() -> inspect.Signature:
+    """Return the signature of `H2OCache`, with the fields of `CacheConfig` by name."""
+    init = inspect.signature(H2OCache.__init__)
+    parameters = {name: p for name, p in init.parameters.items() if name != "options"}
+    for name, parameter in inspect.signature(CacheConfig).parameters.items():
+        parameters.setdefault(name, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    return init.replace(parameters=list(parameters.values()))
+
+
+H2OCache.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import webbrowser
 from contextlib import suppress
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,10 +100,10 @@ def analyze(
 # What the page offers; others are named with --policy.
 _OFFERED = ("full", "recent", "sink_recent", "h2o", "heavy", "random")
 _SHORT_PROMPT = 6000  # characters of the built-in text, so that the page is there soon
+_SHOWN = ("policy", "heavy", "recent", "sink")
 _UNSEEN: dict[str, Any] = {
-    "scoring": None, "decay": None, "positions": "original", "prefill_chunk": None,
-    "kv_bits": None, "layer_budgets": None,
-}  # fmt: skip
+    field.name: field.default for field in fields(CacheConfig) if field.name not in _SHOWN
+}
 """What the page does not show: it follows the scores of H2O, a token at a time."""
 
 

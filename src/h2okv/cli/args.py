@@ -7,7 +7,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -212,11 +212,9 @@ def make_cache(
     simulated: bool = False,  # policies that need the whole cache are known too
 ) -> CacheConfig:
     """Makes a config; --heavy and --recent stand for --budget, a missing one for its half."""
+    values = locals()
     check_names(policy, scoring, simulated)
-    rest: dict[str, Any] = {
-        "policy": policy, "sink": sink, "scoring": scoring, "decay": decay, "positions": positions,
-        "prefill_chunk": prefill_chunk, "kv_bits": kv_bits, "layer_budgets": layer_budgets,
-    }  # fmt: skip
+    rest = {name: values[name] for name in cache_fields(values) if name not in _PARTS}
     if heavy is None and recent is None:
         return CacheConfig.from_budget(
             readers.parse_budget(usual if budget is None else budget), heavy_fraction, **rest
@@ -231,6 +229,15 @@ def make_cache(
         recent=half.recent if recent is None else readers.parse_amount("recent", recent),
         **rest,
     )
+
+
+_PARTS = ("heavy", "recent")
+
+
+def cache_fields(among: Iterable[str] | None = None) -> list[str]:
+    """Return the names of the fields of `CacheConfig`, or of those that are options."""
+    options = inspect.signature(make_cache).parameters if among is None else among
+    return [field.name for field in fields(CacheConfig) if field.name in options]
 
 
 def check_names(policy: str, scoring: str | None, simulated: bool) -> None:
@@ -347,8 +354,9 @@ def cache_flags(config: CacheConfig) -> str:
     heavy, plus, recent = budget_text(config).partition("+")
     budget = f"--heavy {heavy} --recent {recent}" if plus else f"--budget {heavy}"
     flags = [f"--policy {config.policy}", budget]
-    for name in ("sink", "scoring", "decay", "positions", "prefill_chunk", "kv_bits"):
-        if getattr(config, name) != getattr(CacheConfig(), name):
+    for name in cache_fields():
+        is_separate = name in ("policy", *_PARTS, "layer_budgets")
+        if not is_separate and getattr(config, name) != getattr(CacheConfig(), name):
             flags.append(f"{flag(name)} {getattr(config, name)}")
     if config.layer_budgets is not None:
         flags.append("--layer-budgets FILE")

@@ -110,12 +110,8 @@ def stream(
         source = ConversationSource(input, tokenizer, vocab_size)
     loaded = model.load(described)
     cache = with_own_budgets(cache, loaded, described)
-    identity: dict[str, Any] = {
-        "policy": cache.policy, "heavy": cache.heavy, "recent": cache.recent, "sink": cache.sink,
-        "positions": cache.positions, "seed": seed,
-        "scoring": None if cache.scoring == "sum" else cache.scoring, "decay": cache.decay,
-        "kv_bits": cache.kv_bits,
-    }  # fmt: skip
+    scoring = None if cache.scoring == "sum" else cache.scoring
+    identity = {**cache.to_record(), "seed": seed, "scoring": scoring}
     if files.resume and files.checkpoint is not None:
         running = Stream.resume(loaded, files.checkpoint, source, settings, identity)
     else:

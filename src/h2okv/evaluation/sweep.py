@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -17,11 +17,12 @@ from pydantic import (
     StrictInt,
     TypeAdapter,
     ValidationError,
+    create_model,
     model_validator,
 )
 
 from h2okv.assets import sample_prompt
-from h2okv.config import CacheConfig, Positions
+from h2okv.config import CacheConfig
 from h2okv.console import optional
 from h2okv.evaluation.lines import FULL, Line, results_table
 from h2okv.evaluation.lm_eval.settings import data_file
@@ -118,18 +119,12 @@ class Strict(BaseModel):
 Amounts = Annotated[list[StrictInt | StrictFloat | Literal["full"]], Field(min_length=1)]
 
 
-class CacheEntry(Strict):
+class BudgetEntry(Strict):
     """One policy with its budgets; by default those of the experiment."""
 
     policy: str = "h2o"
     budgets: Amounts | None = None
     heavy_fraction: float | None = None
-    sink: int | None = None
-    scoring: str | None = None
-    decay: float | None = None
-    positions: Positions = "original"
-    prefill_chunk: int | None = None
-    kv_bits: int | None = None
 
     def configs(self, budgets: Sequence[Any] | None) -> list[CacheConfig]:
         get_rule(CacheConfig(self.policy).policy)
@@ -141,6 +136,16 @@ class CacheEntry(Strict):
             )
         options = self.model_dump(exclude={"budgets"})
         return [CacheConfig.from_budget(None if a == FULL else a, **options) for a in amounts]
+
+
+# Fields that an entry sets otherwise: by its budgets, by the seeds, by a file of factors.
+_SET_ELSEWHERE = ("policy", "heavy", "recent", "max_tokens", "min_tokens", "seed", "layer_budgets")
+_OPTIONS: dict[str, Any] = {
+    field.name: (hint if field.default is not None else hint | None, field.default)
+    for field, hint in zip(fields(CacheConfig), get_type_hints(CacheConfig).values(), strict=True)
+    if field.name not in _SET_ELSEWHERE
+}
+CacheEntry: Any = create_model("CacheEntry", __base__=BudgetEntry, **_OPTIONS)
 
 
 class Published(Strict):

@@ -17,8 +17,7 @@ def generate(model: Any, past_key_values: Any = None, cache: Any = None, **kwarg
         past_key_values: an ``H2OCache`` to go on with (mutated); a new one if ``None``.
         cache: the same, as transformers calls it from 5.24 on.
         **kwargs: what ``generate`` takes, and the options of a new ``H2OCache``: ``heavy``,
-            ``recent``, ``sink``, ``policy``, ``scoring``, ``decay``, ``positions``,
-            ``prefill_chunk``, ``simulate``, ``max_tokens``, ``kv_bits``, ``seed``.
+            ``recent``, ``simulate`` and all others.
 
     Returns:
         What ``model.generate`` returns.
