@@ -28,7 +28,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str:
-    """Return the short commit of the source, with "+" for local changes; "" outside a repository."""
+    """Return the short commit of the source, with "+" if changed; "" outside a repository."""
     package = Path(__file__).parent
     if not (package.parent.parent / ".git").exists():
         return ""

@@ -66,7 +66,7 @@ def test_with_original_positions_the_context_is_the_end_and_the_chat_is_still_th
     lines = "abcdefghijklmnopqrstuvwxyz0123456789\n" * 6 + "/cache\n/reset\nthe cat\n"
     outcome = chat(lines, "--positions", "original")
     assert outcome.code == 0
-    refusals = [line for line in remarks(outcome) if "ends at 256" in line]
+    refusals = [line for line in remarks(outcome) if " is 256; write less" in line]
     assert refusals and all("--positions rolling" in line for line in refusals)
     assert "[-evicted-]: " in outcome.out
     assert outcome.err.splitlines()[-2] == "a new chat"

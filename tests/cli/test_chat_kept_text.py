@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.chat.kept_view import Level, kept_shares, runs_of, shown
+from h2okv.chat.kept_view import Level, kept_shares, render_runs, runs_of
 
 READ = 60
 
@@ -72,12 +72,12 @@ def test_marks_and_colours_say_the_same(tokenizer):
     tokens = [token for ids in pieces for token in ids]
     next_ids = tokenizer(" log")["input_ids"]
     runs = list(runs_of(tokenizer, tokens + next_ids, shares))
-    legend, _, text = str(shown(runs, with_marks=True)).partition("\n\n")
+    legend, _, text = str(render_runs(runs, with_marks=True)).partition("\n\n")
     assert text == "the[- cat sat-]{some: on}{few: the}{most: mat}{next: log}"
     evicted = len(pieces[1]) + len(pieces[2])
     assert f"[-evicted-]: {evicted}" in legend
     assert legend.startswith("kept by all: 1")
-    colours = shown(runs)
+    colours = render_runs(runs)
     assert colours.plain.endswith("\n\nthe cat sat on the mat log")
     struck = [span for span in colours.spans if span.style == Level.NONE.style]
     assert [colours.plain[span.start : span.end] for span in struck][1:] == [" cat sat"]
@@ -103,7 +103,7 @@ def test_bytes_that_are_no_text_are_still_shown(tokenizer):
 def test_control_characters_do_not_reach_the_terminal(tokenizer):
     ids = tokenizer("a\x1b[2Jb")["input_ids"]
     runs = list(runs_of(tokenizer, ids, [1.0] * len(ids)))
-    assert str(shown(runs, with_marks=True)).endswith("a\u241b[2Jb")
+    assert str(render_runs(runs, with_marks=True)).endswith("a\u241b[2Jb")
 
 
 def test_long_runs_of_evicted_tokens_lose_their_middle(tokenizer):

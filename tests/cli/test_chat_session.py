@@ -266,7 +266,10 @@ def test_a_turn_beyond_the_context_changes_nothing(load):
     chat = Chat(*partner, make_cache(partner, positions="original"))
     chat.say("the cat?", ignore)
     before, seen = chat.transcript, chat.cache.num_seen_tokens
-    with pytest.raises(ValueError, match=rf"the chat has {seen} tokens .*ends at 256.*rolling"):
+    with pytest.raises(
+        ValueError,
+        match=rf"the chat has {seen} tokens .*context window of --model .* is 256; .*rolling",
+    ):
         chat.say(LONG_TURN * 5, ignore)
     assert chat.transcript is before
     assert chat.cache.num_seen_tokens == seen
@@ -281,7 +284,7 @@ def test_an_answer_ends_with_the_context(load):
     answer = chat.say("the cat?", ignore)
     assert answer.finish_reason == "context"
     assert len(chat.transcript.token_ids) == 256
-    with pytest.raises(ValueError, match="ends at 256"):
+    with pytest.raises(ValueError, match="context window of --model .* is 256;"):
         chat.say("the dog?", ignore)
 
 

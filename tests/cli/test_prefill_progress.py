@@ -30,7 +30,7 @@ def hooks(model):
 def test_a_long_prompt_at_a_terminal_shows_a_bar_and_leaves_no_hooks(make_llama, replace_stderr):
     terminal = replace_stderr(Terminal())
     model = make_llama(attention="sdpa", layers=3)
-    with prefill_progress(model, LONG_PROMPT, wanted=True) as bar:
+    with prefill_progress(model, LONG_PROMPT, show=True) as bar:
         assert len(hooks(model)) == len(model.model.layers) == 3
         assert all(layer._forward_hooks for layer in model.model.layers)
         model(torch.ones(1, 4, dtype=torch.long))
@@ -42,7 +42,7 @@ def test_a_long_prompt_at_a_terminal_shows_a_bar_and_leaves_no_hooks(make_llama,
 def test_an_error_removes_the_hooks_too(make_llama, replace_stderr):
     replace_stderr(Terminal())
     model = make_llama()
-    with pytest.raises(KeyboardInterrupt), prefill_progress(model, LONG_PROMPT, wanted=True):
+    with pytest.raises(KeyboardInterrupt), prefill_progress(model, LONG_PROMPT, show=True):
         raise KeyboardInterrupt
     assert hooks(model) == []
 
@@ -60,6 +60,6 @@ def test_no_bar_for_a_short_prompt_or_where_none_is_wanted(
 
 def test_no_bar_where_stderr_is_no_terminal(make_llama, replace_stderr):
     stream = replace_stderr(io.StringIO())
-    with prefill_progress(make_llama(), LONG_PROMPT, wanted=True):
+    with prefill_progress(make_llama(), LONG_PROMPT, show=True):
         pass
     assert stream.getvalue() == ""

@@ -1,4 +1,4 @@
-"""One generation on a cache: streamed, measured, stopped, and compared with the full cache's."""
+"""A generation on a cache: streamed, measured, stopped, and compared with the full cache's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.enable import enable, input_device, read_blocks
 from h2okv.integration.loading import Described
 
-LONG_PROMPT = 512  # tokens, from which a bar is shown while they are read
+LONG_PROMPT = 512  # tokens from which reading a prompt shows a progress bar
 FULL = "full cache"
 _WARM_UP_PROMPT = 2048
 _WARM_UP_TOKENS = 4
@@ -41,20 +41,20 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Generation:
-    """What one run gave, and what it cost."""
+    """Text and cost of one run."""
 
-    shown: str  # what the user saw: without a stop string and what follows it
-    text: str  # of all tokens, special tokens left out
-    token_ids: list[int]  # the last one has not been through the cache
+    shown: str  # the text that the user saw, up to a stop string
+    text: str  # of all tokens, without special tokens
+    token_ids: list[int]  # the cache has not read the last one
     finish_reason: str  # eos, stop (a stop string), length, context (it is full) or interrupted
     time_to_first_token: float | None  # in seconds
-    tokens_per_second: float | None  # of decoding, the first token not counted
-    kv_bytes: int  # held at the end, scores and positions included
+    tokens_per_second: float | None  # of decoding, without the first token
+    kv_bytes: int  # at the end, with scores and positions
     kv_bytes_full: int  # keys and values of a full cache
     num_seen_tokens: int
-    num_cached_tokens: int  # by the head that holds most
-    mean_cached_tokens: float  # of all heads
-    smaller_from: int | None  # tokens from which on the cache takes less than a full one
+    num_cached_tokens: int  # maximum over the heads
+    mean_cached_tokens: float  # mean over the heads
+    smaller_from: int | None  # tokens from which on the cache is smaller than a full one
 
     @property
     def interrupted(self) -> bool:
@@ -62,16 +62,18 @@ class Generation:
 
     @property
     def kept_text(self) -> str:
-        """How many tokens the cache keeps, for people."""
-        seen, mean, most = self.num_seen_tokens, self.mean_cached_tokens, self.num_cached_tokens
+        """Number of tokens that the cache keeps, as text."""
+        seen, mean, largest = self.num_seen_tokens, self.mean_cached_tokens, self.num_cached_tokens
         if mean >= seen:
             return f"{seen:,} tokens seen, all kept"
-        heads = "" if round(mean) == most else f" by a head on average, {most:,} by the largest"
+        heads = (
+            "" if round(mean) == largest else f" by a head on average, {largest:,} by the largest"
+        )
         return f"{seen:,} tokens seen, {mean:,.0f} kept{heads}"
 
     @property
     def memory_text(self) -> str:
-        """What the cache takes, and beside it a full one as soon as that would take more."""
+        """Bytes of the cache, with those of a full one where that is larger."""
         size, full = format_bytes(self.kv_bytes), format_bytes(self.kv_bytes_full)
         if self.kv_bytes < self.kv_bytes_full:
             return f"KV cache {size}, a full one {full} ({self.share_text})"
@@ -82,30 +84,30 @@ class Generation:
 
     @property
     def share_text(self) -> str:
-        """The cache's part of a full one, for people."""
+        """Size relative to a full cache, as text."""
         if not self.kv_bytes_full:
             return "-"
         percent = 100 * self.kv_bytes / self.kv_bytes_full
         return f"{percent:.1f} %" if percent < 10 else f"{percent:.0f} %"
 
 
-class Generating(StoppingCriteria):
-    """Makes one generation, and keeps what there is of it if it is cut short.
+class GenerationRun(StoppingCriteria):
+    """One generation, whose result is available even if it is interrupted.
 
-    It takes the tokens as a stopping criterion and not as a streamer, for only a criterion hears
-    of a token before it is decided whether another one follows, in every version of transformers.
+    It receives the tokens as a stopping criterion, not as a streamer: in every version of
+    transformers only a criterion sees a token before the next forward begins.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        token_ids: Sequence[int],  # what the cache has not seen; at least one
+        token_ids: Sequence[int],  # tokens that the cache has not seen; at least one
         params: SamplingParams,
-        room: int,  # the most tokens, fewer than `params` says where the context is full before
+        room: int,  # maximum number of tokens; below that of `params` if the context ends earlier
         write: Callable[[str], None],
         ends: Iterable[int],  # tokens that end the text
-        should_stop: Callable[[], bool] = lambda: False,  # asked after every forward
-        strips_start: bool = False,  # the text shown begins without white space
+        should_stop: Callable[[], bool] = lambda: False,  # called after every forward
+        strips_start: bool = False,  # whether to strip leading white space of the text shown
     ) -> None:
         self._ids = torch.tensor([list(token_ids)])
         self._params, self._room = params, room
@@ -120,11 +122,11 @@ class Generating(StoppingCriteria):
     def __call__(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **options: Any
     ) -> torch.BoolTensor:
-        """Takes the newest token, int `[1, T]`; tells whether the text ends with it."""
+        """Process the last of `input_ids`, int `[1, T]`; return whether it ends the text."""
         self._times.append(time.perf_counter())
         self._bar.close()
         token = int(input_ids[0, -1])
-        if token in self._ends:  # no part of the text, even where the tokenizer writes it out
+        if token in self._ends:  # some tokenizers decode it to text, which is not shown
             self._detokenizer.token_ids.append(token)
         else:
             self._show(self._detokenizer.add([token]))
@@ -143,14 +145,14 @@ class Generating(StoppingCriteria):
         show_progress: bool = False,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """Reads in blocks of `prefill_chunk`, and generates; `result` tells how far it came."""
+        """Read the tokens in blocks of `prefill_chunk` and generate; see `result`."""
         length = self._ids.shape[1]
-        generate: Any = model.generate  # its type gets lost on the way through torch's Module
+        generate: Any = model.generate  # torch's Module hides its type
         with ExitStack() as stack:
             blocks: Iterable[Any] = ()
             chunk, before = None, 0
             if isinstance(cache, H2OCache):
-                cache.expect(length)  # a fraction is of all of it, however it is read
+                cache.expect(length)  # fractions refer to the whole prompt, not to its blocks
                 stack.callback(cache.expect, None)
                 chunk = cache.prefill_chunk
                 before = 0 if chunk is None else (length - 1) // chunk * chunk
@@ -158,15 +160,15 @@ class Generating(StoppingCriteria):
             self._bar = stack.enter_context(prefill_progress(model, length, show_progress, chunk))
             if any(self._should_stop() for _ in blocks):
                 return
-            rest = self._ids[:, before:].to(input_device(model))
-            read = int(cache.get_seq_length()) + rest.shape[1]
-            # Stop texts are those of `params`, which may replace what the model's authors stored.
+            unread = self._ids[:, before:].to(input_device(model))
+            read = int(cache.get_seq_length()) + unread.shape[1]
+            # `params` has the stop strings; those of the model's authors must not apply as well.
             config: Any = model.generation_config
             stack.callback(setattr, config, "stop_strings", config.stop_strings)
             config.stop_strings = None
             generate(
-                input_ids=rest,
-                attention_mask=rest.new_ones(1, read),
+                input_ids=unread,
+                attention_mask=unread.new_ones(1, read),
                 **{CACHE: cache},
                 max_new_tokens=self._room,
                 use_cache=True,
@@ -178,18 +180,18 @@ class Generating(StoppingCriteria):
             )
 
     def result(self, cache: Cache) -> Generation:
-        """Finishes the text and measures, as far as it came."""
+        """Finish the text and return what was generated so far."""
         self._bar.close()
         self._show(self._detokenizer.end())
-        if rest := self._shown.end():
-            self._write(rest)
+        if text := self._shown.end():
+            self._write(text)
         start, *times = self._times
         if isinstance(cache, H2OCache):
-            held, full = cache.nbytes, cache.full_nbytes
+            nbytes, full = cache.nbytes, cache.full_nbytes
             seen, cached = cache.num_seen_tokens, cache.num_cached_tokens
-            mean, smaller_from = mean_cached_tokens(cache), saves_from(cache)
+            mean, smaller_from = mean_cached_tokens(cache), break_even_tokens(cache)
         else:
-            held = full = _nbytes(cache)
+            nbytes = full = _nbytes(cache)
             seen = cached = mean = int(cache.get_seq_length())
             smaller_from = None
         return Generation(
@@ -199,7 +201,7 @@ class Generating(StoppingCriteria):
             finish_reason=self._finish_reason(),
             time_to_first_token=times[0] - start if times else None,
             tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
-            kv_bytes=int(held),
+            kv_bytes=int(nbytes),
             kv_bytes_full=int(full),
             num_seen_tokens=int(seen),
             num_cached_tokens=int(cached),
@@ -219,18 +221,18 @@ class Generating(StoppingCriteria):
 
 
 def mean_cached_tokens(cache: H2OCache) -> float:
-    """Count what a head of a cache holds on average."""
+    """Return the mean number of entries of a cache's heads."""
     scored = [index for index, layer in enumerate(cache.layers) if isinstance(layer, CacheLayer)]
     counts = [(cache.kept_positions(index) >= 0).sum(dim=-1) for index in scored]
     heads = torch.cat([count.flatten() for count in counts])
     return float(heads.double().mean())
 
 
-def saves_from(cache: H2OCache) -> int | None:
-    """Count the tokens from which on a cache takes less than a full one.
+def break_even_tokens(cache: H2OCache) -> int | None:
+    """Return the number of tokens from which on a cache is smaller than a full one.
 
     Returns:
-        The count, by the slots that its budget comes to; ``None`` where nothing bounds them.
+        The number, from the slots of the full budget; ``None`` if they have no limit.
     """
     layers = [layer for layer in cache.layers if isinstance(layer, SlotLayer)]
     if not layers or not all(layer.holds_entries and layer.slots.capacity for layer in layers):
@@ -249,14 +251,14 @@ def _nbytes(cache: Cache) -> int:
 
 
 def prefill_progress(
-    model: PreTrainedModel, prompt_tokens: int, wanted: bool, chunk: int | None = None
+    model: PreTrainedModel, prompt_tokens: int, show: bool, chunk: int | None = None
 ) -> ExitStack:
-    """Shows how many layers have read the prompt, until it is closed."""
+    """Show how many layers have read the prompt, until the returned stack is closed."""
     count = model.config.get_text_config().num_hidden_layers
-    lists = (own for own in model.modules() if isinstance(own, nn.ModuleList))
-    layers = list(next((own for own in lists if len(own) == count), ()))
+    lists = (modules for modules in model.modules() if isinstance(modules, nn.ModuleList))
+    layers = list(next((modules for modules in lists if len(modules) == count), ()))
     steps = len(layers) * math.ceil(prompt_tokens / (chunk or prompt_tokens))
-    shown = wanted and prompt_tokens >= LONG_PROMPT and bool(layers)
+    shown = show and prompt_tokens >= LONG_PROMPT and bool(layers)
     stack = ExitStack()
     bar = stack.enter_context(Progress(f"reading {prompt_tokens:,} tokens", steps, shown=shown))
     for layer in layers if bar.is_drawn else ():
@@ -266,14 +268,14 @@ def prefill_progress(
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be generated, whatever cache it is done with."""
+    """A prompt to generate from, for any cache."""
 
     model: PreTrainedModel
     described: Described
     prompt_ids: Sequence[int]
     params: SamplingParams  # `seed` and `max_tokens` are set
-    is_chat: bool = False  # whether the prompt is in the chat template's form
-    compiled: bool = False  # an H2O cache's steps go through torch.compile
+    is_chat: bool = False  # whether the prompt was rendered with the chat template
+    compiled: bool = False  # whether an H2O cache's steps run through torch.compile
     pins: Sequence[tuple[int, int]] = ()  # spans of the prompt that an H2O cache does not evict
 
 
@@ -284,7 +286,7 @@ def generate_once(
     show_progress: bool = False,
     processors: Sequence[LogitsProcessor] = (),
 ) -> Generation:
-    """Generates from a prompt and measures it; Ctrl-C ends it with what there is."""
+    """Generate from a prompt and measure it; Ctrl-C ends it with the text so far."""
     attention: Any = nullcontext()
     if isinstance(cache, H2OCache):
         attention = enable(job.model, compile=job.compiled)
@@ -293,55 +295,57 @@ def generate_once(
     room = job.described.room(len(ids), int(job.params.max_tokens or 0))
     torch.manual_seed(int(job.params.seed or 0))
     with attention:
-        running = Generating(tokenizer, ids, job.params, room, write, eos_token_ids(job.model))
+        generation = GenerationRun(
+            tokenizer, ids, job.params, room, write, eos_token_ids(job.model)
+        )
         try:
-            running.run(job.model, cache, show_progress, processors)
-            return running.result(cache)
+            generation.run(job.model, cache, show_progress, processors)
+            return generation.result(cache)
         except KeyboardInterrupt:
-            return replace(running.result(cache), finish_reason="interrupted")
+            return replace(generation.result(cache), finish_reason="interrupted")
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Two runs of tokens, compared place by place."""
+    """Two token sequences, compared position by position."""
 
-    compared: int  # places, as many as the longer run has
+    compared: int  # positions: the length of the longer sequence
     equal: int
     first_difference: int | None  # from 0
-    same_next_token: int | None = None  # see `count_same_choices`; None if it was not asked
+    same_next_token: int | None = None  # see `count_same_choices`; None if not measured
 
     @classmethod
     def of(cls, tokens: Sequence[int], full: Sequence[int]) -> Agreement:
-        """Compares two runs; a place that only one of them has counts as a difference."""
+        """Compare two sequences; positions of only one of them count as differences."""
         same = [a == b for a, b in zip_longest(tokens, full)]
         return cls(len(same), sum(same), same.index(False) if False in same else None)
 
 
 class _Follow(LogitsProcessor):
-    """Notes which token would be the next, and then takes the given one."""
+    """Records the most likely token of each step, and forces the one of a given text."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
         self.choices: list[int] = []
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        given = self._token_ids[len(self.choices)]
+        token = self._token_ids[len(self.choices)]
         self.choices.append(int(scores.argmax()))
         scores.fill_(-torch.inf)
-        scores[:, given] = 0.0
+        scores[:, token] = 0.0
         return scores
 
 
 def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int | None:
-    """Counts how often the likeliest next token is the given one, the text before it given too.
+    """Count the tokens of a text that a cache also ranks first, given the text before them.
 
-    Two texts that part at one token have little in common from there on, however good both are.
-    This asks at every token anew, so it tells how much the cache lost.
+    Two generations that differ in one token have little in common afterwards, however good both
+    are. Here the text before each token is the same, so the count measures what the cache lost.
     """
     if not token_ids:
         return None
     follow = _Follow(token_ids)
-    # Penalties are given before the processors, so the choices are those of the same decoding.
+    # Penalties apply before the processors, so the choices are those of the same decoding.
     params = replace(job.params, max_tokens=len(token_ids), stop=())
     run = generate_once(replace(job, params=params), cache, discard, processors=[follow])
     if run.interrupted:
@@ -351,7 +355,7 @@ def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int 
 
 @dataclass
 class Comparison:
-    """Generations by label, the chosen cache's first, and how far they agree with the full one."""
+    """Generations by label, the chosen cache's first, and their agreement with the full cache's."""
 
     runs: dict[str, Generation] = field(default_factory=dict)
     agreements: dict[str, Agreement] = field(default_factory=dict)
@@ -361,42 +365,42 @@ class Comparison:
 def generate_and_compare(
     job: Job, cache: CacheConfig, baselines: Sequence[CacheConfig] | None = None, quiet: bool = True
 ) -> Comparison:
-    """Generates with one cache; given baselines, with the full cache and with each of them too."""
-    found, write = Comparison(), discard if quiet else write_text
+    """Generate with a cache; with baselines also with the full cache and each of them."""
+    comparison, write = Comparison(), discard if quiet else write_text
     h2o_cache = partial(H2OCache.from_config, job.model.config)
     make: dict[str, Callable[[], Cache]] = {cache.label: partial(h2o_cache, cache)}
     if baselines is not None:
         make[FULL] = partial(DynamicCache, config=job.model.config)
         _warm_up(job, [new() for new in make.values()])
-        make |= {one.label: partial(h2o_cache, one) for one in baselines}
+        make |= {baseline.label: partial(h2o_cache, baseline) for baseline in baselines}
     try:
         for label, new in make.items():
             write(f"--- {label} ---\n" if baselines is not None else "")
-            run = found.runs[label] = generate_once(job, new(), write, not quiet)
+            run = comparison.runs[label] = generate_once(job, new(), write, not quiet)
             write("\n\n" if baselines is not None else "\n")
-            if FULL in found.runs:
-                own = cache.label if label == FULL else label
-                _note_agreement(job, found, own, make[own]())
+            if FULL in comparison.runs:
+                compared = cache.label if label == FULL else label
+                _record_agreement(job, comparison, compared, make[compared]())
             if run.interrupted:
                 break
     except KeyboardInterrupt:
-        found.interrupted = True
-    found.interrupted |= any(run.interrupted for run in found.runs.values())
-    return found
+        comparison.interrupted = True
+    comparison.interrupted |= any(run.interrupted for run in comparison.runs.values())
+    return comparison
 
 
-def _note_agreement(job: Job, found: Comparison, label: str, cache: Cache) -> None:
-    full = found.runs[FULL]
-    agreement = Agreement.of(found.runs[label].token_ids, full.token_ids)
-    found.agreements[label] = agreement  # which stays if Ctrl-C ends what follows
-    # With sampling the full cache's text is not its likeliest one, so there is nothing to ask.
+def _record_agreement(job: Job, comparison: Comparison, label: str, cache: Cache) -> None:
+    full = comparison.runs[FULL]
+    agreement = Agreement.of(comparison.runs[label].token_ids, full.token_ids)
+    comparison.agreements[label] = agreement  # kept if Ctrl-C interrupts the count below
+    # With sampling the full cache itself does not rank all tokens of its text first.
     if job.params.is_greedy and not full.interrupted:
         same = count_same_choices(job, cache, full.token_ids)
-        found.agreements[label] = replace(agreement, same_next_token=same)
+        comparison.agreements[label] = replace(agreement, same_next_token=same)
 
 
 def _warm_up(job: Job, caches: Iterable[Cache]) -> None:
-    """Runs a few tokens with each cache, so that none of them pays for what happens only once."""
+    """Run a few tokens with each cache, to keep one-off costs out of the measurements."""
     params = SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0)
     short = replace(job, prompt_ids=job.prompt_ids[:_WARM_UP_PROMPT], params=params, pins=())
     for cache in caches:

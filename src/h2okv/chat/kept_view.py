@@ -1,10 +1,10 @@
-"""What the cache still holds of a text, in colours."""
+"""The tokens of a text that the cache still holds, in colours."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from functools import cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ import h2okv
 from h2okv.cache.layer import CacheLayer
 from h2okv.engine.model_runner import count_kept
 
-# Tokens before a piece that the decoder sees, so that it keeps the space between both.
+# Number of earlier tokens decoded with a span: tokenizers drop a leading space.
 _LEAD = 4
 _UNFINISHED = "\ufffd"
 # A character has at most four bytes, and so at most as many tokens.
@@ -24,7 +24,7 @@ _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 
 
 class Level(Enum):
-    """How much of a token is kept, with its colours, or marks where there are none."""
+    """The share of heads that keep a token, with its colour and, for plain text, marks."""
 
     ALL = "kept by all", "bold green"
     MOST = "by most (two thirds or more)", "green", "{most:", "}"
@@ -38,7 +38,7 @@ class Level(Enum):
 
     @classmethod
     def of(cls, share: float | None) -> Level:
-        """Returns the level of a share from 0 to 1; None for a token that was not read yet."""
+        """Return the level of a share from 0 to 1; ``None`` is the share of an unread token."""
         if share is None:
             return cls.WAITING
         if share in (0.0, 1.0):
@@ -49,7 +49,7 @@ class Level(Enum):
 
 
 class Run(NamedTuple):
-    """Neighbouring tokens of one level; their text has the special tokens too."""
+    """Consecutive tokens of one level; their text includes special tokens."""
 
     level: Level
     text: str
@@ -57,19 +57,18 @@ class Run(NamedTuple):
 
 
 def kept_shares(
-    held: h2okv.H2OCache, layer: int | None = None, head: int | None = None
+    cache: h2okv.H2OCache, layer: int | None = None, head: int | None = None
 ) -> list[float]:
-    """Tells for each token that was read how many layers and heads still hold it."""
-    scored = [index for index, own in enumerate(held.layers) if isinstance(own, CacheLayer)]
-    places = [held.kept_positions(index)[0] for index in (scored if layer is None else [layer])]
+    """Return for each token that was read the share of heads, 0 to 1, that keep it."""
+    scored = [index for index, module in enumerate(cache.layers) if isinstance(module, CacheLayer)]
+    positions = [cache.kept_positions(index)[0] for index in (scored if layer is None else [layer])]
     if head is not None:
-        if not 0 <= head < len(places[0]):
-            raise ValueError(
-                f"head {head} is out of range; layer {layer} has KV heads 0 to {len(places[0]) - 1}"
-            )
-        places = [own[head : head + 1] for own in places]
-    counts = count_kept(places, held.num_seen_tokens)
-    num_heads = sum(map(len, places))
+        if not 0 <= head < len(positions[0]):
+            last = len(positions[0]) - 1
+            raise ValueError(f"head {head} is out of range; layer {layer} has KV heads 0 to {last}")
+        positions = [layer_positions[head : head + 1] for layer_positions in positions]
+    counts = count_kept(positions, cache.num_seen_tokens)
+    num_heads = sum(map(len, positions))
     return [count / num_heads for count in counts]
 
 
@@ -79,13 +78,13 @@ def runs_of(
     shares: Sequence[float],
     shorten_above: int | None = None,
 ) -> Iterator[Run]:
-    """Puts tokens of one level together."""
+    """Group consecutive tokens of one level."""
 
     def text_of(start: int, end: int) -> str:
         lead = max(0, start - _LEAD)
         before = str(tokenizer.decode(list(token_ids[lead:start])))
         text = str(tokenizer.decode(list(token_ids[lead:end])))[len(before) :]
-        # A terminal obeys control characters, and here they are only to be seen.
+        # Show control characters; a terminal would obey them.
         return text.translate(_CONTROL)
 
     spans = _characters(tokenizer, token_ids, shares)
@@ -105,9 +104,9 @@ def runs_of(
 def _characters(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], shares: Sequence[float]
 ) -> Iterator[tuple[int, int, float | None]]:
-    """The tokens, those of one character together: first, end, mean share."""
+    """Yield the spans of tokens that form whole characters: first, end, mean share."""
 
-    @cache  # a long chat has more tokens than a vocabulary
+    @functools.cache  # long chats repeat the tokens of their vocabulary
     def is_text(*ids: int) -> bool:
         return _UNFINISHED not in str(tokenizer.decode(list(ids)))
 
@@ -115,22 +114,24 @@ def _characters(
     while first < len(token_ids):
         longest = range(first + 1, min(first + _LONGEST_CHARACTER, len(token_ids)) + 1)
         end = next((end for end in longest if is_text(*token_ids[first:end])), first + 1)
-        known = shares[first:end]
-        yield first, end, sum(known) / len(known) if known else None
+        span_shares = shares[first:end]
+        yield first, end, sum(span_shares) / len(span_shares) if span_shares else None
         first = end
 
 
-def shown(runs: Sequence[Run], with_marks: bool = False) -> Text:
-    """The runs in colours, or with marks where there are none, below a legend."""
+def render_runs(runs: Sequence[Run], with_marks: bool = False) -> Text:
+    """Return the runs in colours, or with marks for plain text, below a legend."""
 
-    def look(level: Level, own: str) -> str:
-        return f"{level.before}{own}{level.after}" if with_marks else own
+    def marked(level: Level, content: str) -> str:
+        return f"{level.before}{content}{level.after}" if with_marks else content
 
     text = Text()
     for level in Level:
         if tokens := sum(run.num_tokens for run in runs if run.level is level):
-            text.append(f"{look(level, level.meaning)}: {tokens:,}", style=level.style).append("  ")
+            text.append(f"{marked(level, level.meaning)}: {tokens:,}", style=level.style).append(
+                "  "
+            )
     text.append("\n\n")
     for run in runs:
-        text.append(look(run.level, run.text), style=run.level.style)
+        text.append(marked(run.level, run.text), style=run.level.style)
     return text

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
-from h2okv.chat.generation import Generating, Generation
+from h2okv.chat.generation import Generation, GenerationRun
 from h2okv.console import Interrupt
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
@@ -29,15 +29,15 @@ from h2okv.records import parse_json, refusing
 
 Message = dict[str, str]
 
-# Stands for an earlier answer when a turn is rendered alone; letters only, so that no template
-# trims, escapes or splits it.
+# Replaces an earlier answer when a turn is rendered alone; letters only, because templates trim,
+# escape or split other characters.
 _PLACEHOLDER = "anearlieranswerstoodhere"
 _ANCHOR = "a"
 _SEPARATOR = "\n\nUser:"
 _LOOK_BACK = 16
 BROKEN = (
-    "the last answer was cut in the middle of a token, so the cache is of no use any more; /reset"
-    " begins a new chat, /load FILE goes back to a saved one"
+    "the last answer was interrupted in the middle of a token, so the cache is unusable; /reset"
+    " begins a new chat, /load FILE returns to a saved one"
 )
 _NOTE = "chat"
 _VERSION = 1
@@ -45,12 +45,12 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Transcript:
-    """A chat so far."""
+    """Messages, tokens and text of a chat."""
 
     messages: list[Message] = field(default_factory=list)
-    # Of the whole chat; the cache has seen the first `cache.num_seen_tokens` of them.
+    # All tokens of the chat; the cache has seen the first `cache.num_seen_tokens` of them.
     token_ids: list[int] = field(default_factory=list)
-    text: str = ""  # the same as text, in a template's form, special tokens included
+    text: str = ""  # as the template renders it, with special tokens
 
     def then(self, role: str, content: str, token_ids: list[int], text: str) -> Transcript:
         messages = [*self.messages, {"role": role, "content": content}]
@@ -58,15 +58,14 @@ class Transcript:
 
 
 class TurnForm:
-    """How a model wants to be talked to.
+    """The format of a model's turns.
 
-    That is the chat template that it was trained with. It is rendered for the whole chat, and what
-    follows the part that was read already is new. Where a template says something else about the
-    past than it said before (many leave out earlier reasoning), the new turn is rendered behind a
-    placeholder for the last answer.
+    A chat template is rendered for the whole chat; the new turn is the text after what the cache
+    has read. Some templates render earlier messages differently later (many leave out earlier
+    reasoning); then the new turn is rendered after a placeholder for the last answer.
 
-    A model that was never taught to chat gets a plain dialogue. There an answer ends where the
-    model would write the user's next line, and the token that ends it is no part of the chat.
+    A model without a chat template gets a plain dialogue. There an answer ends where the model
+    would write the user's next line, and the token that ends it is not part of the chat.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, system: str = "") -> None:
@@ -76,28 +75,28 @@ class TurnForm:
         self.stop_strings = ("\nUser:",) if self.is_plain else ()
 
     def ask(self, transcript: Transcript, message: str) -> Transcript:
-        """Adds a user's turn, up to where the answer begins."""
+        """Add a user's turn, up to where the answer begins."""
         if not transcript.messages and self.system:
             transcript = Transcript([{"role": "system", "content": self.system}])
         user = {"role": "user", "content": message}
         if transcript.token_ids:
             follow = self._follow_plain if self.is_plain else self._follow_template
             text = follow(transcript, user)
-            token_ids = self._encode_behind(text)
+            token_ids = self._encode_after(text)
         else:
             text = self._render([*transcript.messages, user])
-            # The token that all texts begin with; a template has it itself.
+            # Templates render the begin-of-text token themselves.
             token_ids = encode(self.tokenizer, text, special=self.is_plain)
         return transcript.then("user", message, token_ids, text)
 
     def _follow_template(self, transcript: Transcript, user: Message) -> str:
-        """The text of a user's turn behind the transcript."""
+        """Return the text of a user's turn after the transcript, with a chat template."""
         try:
-            whole = self._render([*transcript.messages, user])
+            rendered = self._render([*transcript.messages, user])
         except ValueError:
-            whole = ""
-        if whole.startswith(transcript.text):
-            return whole[len(transcript.text) :]
+            rendered = ""
+        if rendered.startswith(transcript.text):
+            return rendered[len(transcript.text) :]
         question = {"role": "user", "content": "question"}
         answer = {"role": "assistant", "content": _PLACEHOLDER}
         before, _, after = self._render([question, answer, user]).partition(_PLACEHOLDER)
@@ -106,22 +105,22 @@ class TurnForm:
                 "the chat template leaves earlier answers out; /reset before each question, or use"
                 " another model"
             )
-        # The answer may have brought the end of its turn itself.
+        # The answer may have ended with the end-of-turn token already.
         end = str(self.tokenizer.convert_ids_to_tokens(transcript.token_ids[-1]))
         return after.removeprefix(end) if transcript.text.endswith(end) else after
 
     def _follow_plain(self, transcript: Transcript, user: Message) -> str:
-        """The same; the model may have begun the way to the user's line itself."""
+        """Return the same for a plain dialogue, less what the model has begun of it."""
         last = transcript.token_ids[-_LOOK_BACK:]
         end = str(self.tokenizer.decode(last, skip_special_tokens=True))
-        ways = [
-            (length, way[length:])
-            for way in (_SEPARATOR, *self.stop_strings)
-            for length in range(len(way))
-            if end.endswith(way[:length])
+        matches = [
+            (length, text[length:])
+            for text in (_SEPARATOR, *self.stop_strings)
+            for length in range(len(text))
+            if end.endswith(text[:length])
         ]
-        _, rest = max(ways, key=lambda way: way[0])
-        return f"{rest} {user['content']}\n\nAssistant:"
+        _, remainder = max(matches, key=lambda match: match[0])
+        return f"{remainder} {user['content']}\n\nAssistant:"
 
     def _render(self, messages: list[Message]) -> str:
         try:
@@ -129,20 +128,22 @@ class TurnForm:
         except ChatTemplateError as error:
             hint = "; leave out --system" if self.system else "; use another model"
             raise ValueError(
-                f"the model's chat template does not take this chat ({error.reason}){hint}"
+                f"the model's chat template rejects this chat ({error.reason}){hint}"
             ) from error
 
-    def _encode_behind(self, text: str) -> list[int]:
-        """Tokens of a text that stands behind another one."""
-        # Some tokenizers put a space before whatever they get; then it stands before the anchor.
+    def _encode_after(self, text: str) -> list[int]:
+        """Return the tokens of a text that follows another one."""
+        # Some tokenizers prepend a space to their input; here it precedes the anchor.
         texts = (_ANCHOR, _ANCHOR + text, text)
-        before, whole, alone = (encode(self.tokenizer, own, special=False) for own in texts)
-        return whole[len(before) :] if whole[: len(before)] == before else alone
+        before, joined, alone = (
+            encode(self.tokenizer, content, special=False) for content in texts
+        )
+        return joined[len(before) :] if joined[: len(before)] == before else alone
 
 
 @dataclass(frozen=True)
 class SavedChat:
-    """What a file holds beside the cache."""
+    """Contents of a saved chat's file besides the cache."""
 
     transcript: Transcript
     system: str
@@ -150,12 +151,12 @@ class SavedChat:
 
     def to_note(self) -> str:
         transcript, sampling = asdict(self.transcript), sampling_fields(self.params)
-        told = {"transcript": transcript, "system": self.system, "sampling": sampling}
-        return json.dumps({"version": _VERSION, **told})
+        fields = {"transcript": transcript, "system": self.system, "sampling": sampling}
+        return json.dumps({"version": _VERSION, **fields})
 
     @classmethod
     def from_note(cls, note: str) -> SavedChat:
-        """Reads it back; what is missing or of another kind raises whatever it raises."""
+        """Parse a note; raises any of the errors that `read_chat` handles if it is damaged."""
         saved = parse_json(note)
         if saved["version"] != _VERSION:
             raise ValueError(f"version {saved['version']} of the chat, not {_VERSION}")
@@ -169,7 +170,7 @@ class SavedChat:
 
 
 def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2OCache, SavedChat]:
-    """Reads a saved chat."""
+    """Read the cache and the chat of a file that /save wrote."""
     if not path.is_file():
         raise ValueError(f"'{path}' is not a file; give one that /save wrote")
     note = read_notes(path).get(_NOTE)
@@ -188,16 +189,18 @@ def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    """What is not left at its default, by the names of the command line."""
+    """Return the fields that always matter or differ from their default, by option name."""
     always = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
-    default, told = vars(SamplingParams()), dict(vars(params))
-    most = told.pop("max_tokens")
-    said = {name: own for name, own in told.items() if name in always or own != default[name]}
-    return {"max_new_tokens": most, **said}
+    default, fields = vars(SamplingParams()), dict(vars(params))
+    changed = {"max_new_tokens": fields.pop("max_tokens")}
+    for name, value in fields.items():
+        if name in always or value != default[name]:
+            changed[name] = value
+    return changed
 
 
 class Chat:
-    """A conversation on one cache; the past is never read again."""
+    """A conversation on one cache, which reads no token twice."""
 
     def __init__(
         self,
@@ -222,37 +225,37 @@ class Chat:
     def say(
         self, message: str, write: Callable[[str], None], show_progress: bool = False
     ) -> Generation:
-        """Takes a turn of the user's and answers it. Mutates the cache and the transcript.
+        """Generate the answer to a message of the user. Mutates the cache and the transcript.
 
-        Ctrl-C ends the answer with what there is of it; the chat goes on from there. A second one
-        may leave a cache that has read a half of a token, and `is_broken`.
+        Ctrl-C ends the answer early; the chat continues from there. A second one may leave a token
+        that only some layers have read, which sets `is_broken`.
         """
-        self.require_whole()
-        seen, form, wanted = self.cache.num_seen_tokens, self.form, self.params
-        asked = form.ask(self.transcript, message)
-        new = asked.token_ids[seen:]
+        self.check_usable()
+        seen, form = self.cache.num_seen_tokens, self.form
+        transcript = form.ask(self.transcript, message)
+        new = transcript.token_ids[seen:]
         if self.pin and not seen:
-            self.cache.pin(message_spans(form.tokenizer, asked.messages, self.pin))
+            self.cache.pin(message_spans(form.tokenizer, transcript.messages, self.pin))
         check_vocabulary(new, self.described.vocab_size)
-        room, stop = self._room(seen, len(new)), (*form.stop_strings, *wanted.stop)
-        params = replace(wanted, stop=stop)
+        room = self._room(seen, len(new))
+        params = replace(self.params, stop=(*form.stop_strings, *self.params.stop))
         with Interrupt(self.model.base_model) as interrupt:
-            answering = Generating(
+            generation = GenerationRun(
                 form.tokenizer, new, params, room, write, self._end_tokens,
                 should_stop=lambda: interrupt.requested, strips_start=True,
             )  # fmt: skip
             try:
-                answering.run(self.model, self.cache, show_progress)
+                generation.run(self.model, self.cache, show_progress)
             except KeyboardInterrupt:
                 self.is_broken = interrupt.in_forward
             finally:
                 interrupt.settle()
-                answer = answering.result(self.cache)
-                self._commit(asked, answer, seen)
+                answer = generation.result(self.cache)
+                self._commit(transcript, answer, seen)
         return answer
 
-    def _commit(self, asked: Transcript, answer: Generation, seen_before: int) -> None:
-        """Notes what was read and said; nothing if none of the turn was read."""
+    def _commit(self, transcript: Transcript, answer: Generation, seen_before: int) -> None:
+        """Add the turn and its answer to the transcript, unless the cache read none of it."""
         try:
             self.cache.check_integrity()
         except ValueError:
@@ -262,52 +265,52 @@ class Chat:
         token_ids, text = answer.token_ids, answer.text
         is_eos = answer.finish_reason == "eos"
         if answer.finish_reason == "stop" or (is_eos and self.form.is_plain):
-            # Only decided, never read, so that the chat can go on without it.
+            # The cache has not read the token that ended the answer, so the chat can omit it.
             token_ids = token_ids[:-1]
         elif is_eos:
             text += str(self.form.tokenizer.convert_ids_to_tokens(token_ids[-1]))
-        self.transcript = asked.then("assistant", answer.text, token_ids, text)
+        self.transcript = transcript.then("assistant", answer.text, token_ids, text)
 
     def _room(self, seen: int, new: int) -> int:
-        """How many tokens an answer may have."""
-        described, wanted = self.described, int(self.params.max_tokens or 0)
+        """Return the maximum number of tokens of an answer."""
+        described, max_tokens = self.described, int(self.params.max_tokens or 0)
         if self.cache.position_rule.positions != "original":
-            return wanted
-        room = described.room(seen + new, wanted)
+            return max_tokens
+        room = described.room(seen + new, max_tokens)
         if room < 1:
             raise ValueError(
-                f"the chat has {seen} tokens and this turn brings {new} more, but the context of"
-                f" --model {described.name!r} ends at {described.context}; say less, /reset, or"
+                f"the chat has {seen} tokens and this turn adds {new}, but the context window of"
+                f" --model {described.name!r} is {described.context}; write less, /reset, or"
                 " start with --positions rolling (clamped for learned positions)"
             )
         return room
 
     def reset(self) -> None:
-        """Forgets everything but the system text."""
+        """Begin a new chat with the same system text."""
         self.cache.reset()
         self._begin(self.cache, self.form.system, Transcript())
 
     def save(self, path: Path) -> None:
-        """Writes the chat and its cache to one file, whole or not at all."""
-        self.require_whole()
+        """Write the chat and its cache to one file atomically."""
+        self.check_usable()
         if not self.transcript.token_ids:
-            raise ValueError("there is nothing to save yet; say something first")
+            raise ValueError("there is nothing to save yet; send a message first")
         if path.exists():
             try:
                 read_notes(path)
             except ValueError as error:
                 raise ValueError(
-                    f"'{path}' exists and is not a saved chat; choose another file, to keep it"
+                    f"'{path}' exists and is not a saved chat; choose another file"
                 ) from error
         chat = SavedChat(self.transcript, self.form.system, self.params)
         self.cache.save(path, notes={_NOTE: chat.to_note()})
 
     def load(self, path: Path) -> SavedChat:
-        """Takes up a saved chat; the one that was going on is gone, unless this fails."""
+        """Continue a saved chat; on an error the current one stays."""
         cache, saved = read_chat(path, self.model)
         self._begin(cache, saved.system, saved.transcript)
         return saved
 
-    def require_whole(self) -> None:
+    def check_usable(self) -> None:
         if self.is_broken:
             raise ValueError(BROKEN)

@@ -30,7 +30,7 @@ MEASUREMENTS = (
 
 
 def _measurements(option: str, text: str) -> tuple[str, ...]:
-    """Reads names of measurements."""
+    """Read names of measurements."""
     found = readers.names(option, text)
     for name in found:
         if name not in MEASUREMENTS:
@@ -39,7 +39,7 @@ def _measurements(option: str, text: str) -> tuple[str, ...]:
 
 
 def _report_folder(option: str, folder: Path) -> Path:
-    """Refuses a folder that is a file, or in none that can be written."""
+    """Refuse a folder that is a file, or in none that can be written."""
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise ValueError(f"{option} '{folder}' cannot be written; choose another folder")

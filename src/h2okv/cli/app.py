@@ -116,7 +116,7 @@ _UNITS = {
 
 
 def _check_spaces(args: Sequence[str]) -> None:
-    """Refuses an amount whose unit a space has made an argument of its own."""
+    """Refuse an amount whose unit a space has made an argument of its own."""
     words = [word for arg in args for word in arg.split("=", 1)]
     for option, number, unit in zip(words, words[1:], words[2:], strict=False):
         if option not in _UNITS or not re.fullmatch(_UNITS[option], unit):
@@ -129,7 +129,7 @@ def _check_spaces(args: Sequence[str]) -> None:
 
 
 def _quieten_libraries() -> None:
-    """Keeps stderr for this command's own sentences; read by libraries when they are imported."""
+    """Keep stderr for this command's own sentences; read by libraries when they are imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

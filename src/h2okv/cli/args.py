@@ -87,7 +87,7 @@ def option(
 
 
 def build(kind: type[Made], given: dict[str, Any], **more: Any) -> Made:
-    """Makes a dataclass of those of a command's values that have the name of a field."""
+    """Make a dataclass of those of a command's values that have the name of a field."""
     known = {field.name for field in fields(kind) if field.init}
     return kind(**{name: value for name, value in (given | more).items() if name in known})
 
@@ -137,7 +137,7 @@ class Bundle(NamedTuple):
 
 
 def expand(command: Callable[..., Any]) -> Any:
-    """Gives a command the options of those of its parameters that are bundles."""
+    """Give a command the options of those of its parameters that are bundles."""
     whole = inspect.signature(command, eval_str=True)
     given = [own.replace(kind=inspect.Parameter.KEYWORD_ONLY) for own in whole.parameters.values()]
     bundles = [own for own in given if isinstance(own.default, Bundle)]
@@ -211,7 +211,7 @@ def make_cache(
     usual: str = "20%",  # the budget, unless one or its parts are given
     simulated: bool = False,  # policies that need the whole cache are known too
 ) -> CacheConfig:
-    """Makes a config; --heavy and --recent stand for --budget, a missing one for its half."""
+    """Make a config; --heavy and --recent stand for --budget, a missing one for its half."""
     values = locals()
     check_names(policy, scoring, simulated)
     rest = {name: values[name] for name in cache_fields(values) if name not in _PARTS}
@@ -241,7 +241,7 @@ def cache_fields(among: Iterable[str] | None = None) -> list[str]:
 
 
 def check_names(policy: str, scoring: str | None, simulated: bool) -> None:
-    """Refuses policies and scorings that there are not."""
+    """Refuse policies and scorings that there are not."""
     if policy in PER_QUERY and not simulated:
         raise ValueError(
             f"--policy {policy} chooses anew for every query from a cache that keeps everything,"
@@ -256,7 +256,7 @@ def check_names(policy: str, scoring: str | None, simulated: bool) -> None:
 
 
 def check_cache(config: PreTrainedConfig, cache: CacheConfig) -> None:
-    """Refuses a cache that cannot be made for a model, whose own budgets may not be known yet."""
+    """Refuse a cache that cannot be made for a model, whose own budgets may not be known yet."""
     if cache.layer_budgets == MEASURED:
         cache = replace(cache, layer_budgets=None)
     h2okv.H2OCache.from_config(config, cache)
@@ -339,7 +339,7 @@ def budget_text(config: CacheConfig) -> str:
 
 
 def parse_cache(policy: str, budget: str, sink: int = 0) -> CacheConfig:
-    """Reads what `budget_text` writes."""
+    """Read what `budget_text` writes."""
     heavy, plus, recent = budget.partition("+")
     if not plus:
         return CacheConfig.from_budget(readers.parse_budget(budget), policy=policy, sink=sink)
@@ -394,7 +394,7 @@ class ModelOptions:
         return parse_device(self.device_name)
 
     def describe(self) -> Described:
-        """Reads config and tokenizer, so that most mistakes show before the weights load."""
+        """Read config and tokenizer, so that most mistakes show before the weights load."""
         from h2okv.integration.loading import describe
 
         _ = self.device
@@ -407,7 +407,7 @@ class ModelOptions:
         weight_bits: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> PreTrainedModel:
-        """Loads the weights, in `dtype` where the user chose none."""
+        """Load the weights, in `dtype` where the user chose none."""
         from h2okv.integration.loading import load_weights
 
         if compiled and weight_bits is not None:
@@ -447,7 +447,7 @@ class SamplingOptions:
             raise ValueError(f"--seed {self.seed} is out of range; give 0 to {2**63 - 1}")
 
     def params(self, described: Described | None = None) -> SamplingParams:
-        """Settles what the user left open as the model's authors say; greedy if they do not."""
+        """Settle what the user left open as the model's authors say; greedy if they do not."""
         own: dict[str, Any] = {}
         if described is not None:
             from transformers import GenerationConfig
@@ -491,7 +491,7 @@ def flag(name: str) -> str:
 
 
 def check_copies(option: str, copies: int | None, ray: bool, device: str) -> None:
-    """Refuses a number of copies of the model, or a device for them, that makes no sense."""
+    """Refuse a number of copies of the model, or a device for them, that makes no sense."""
     if not ray and copies is not None:
         raise ValueError(f"--{option} {copies} needs --ray; give --ray too")
     check_least(**{option: copies})
@@ -503,7 +503,7 @@ def check_copies(option: str, copies: int | None, ray: bool, device: str) -> Non
 def with_least_entries(
     cache: CacheConfig, length: int | None = None
 ) -> tuple[CacheConfig, str | None]:
-    """Raises fractions of short prompts, known or not, to enough entries for a text; says where."""
+    """Raise fractions of short prompts, known or not, to enough entries for a text; says where."""
     raised = replace(cache, min_tokens=LEAST_ENTRIES)
     tokens = raised.budget.resolve(length or 0)
     if cache.is_full or tokens == cache.budget.resolve(length or 0):

@@ -129,7 +129,7 @@ def _check_budgets(cache: CacheConfig) -> None:
 
 
 def _check_for_ray(request: BatchRequest) -> None:
-    """Refuses with --ray what is planned for one machine alone."""
+    """Refuse with --ray what is planned for one machine alone."""
     given = {
         "--memory": request.memory,
         "--weights": request.weight_placement,
@@ -173,7 +173,7 @@ def plan(
 
 
 def _warning(planned: PlannedJob) -> str:
-    """Says that the first result is far off, and with which batch it is not."""
+    """Say that the first result is far off, and with which batch it is not."""
     estimate, sooner = planned.plan.estimate, planned.sooner
     text = f"the first result comes after about {_duration(estimate.first_result_seconds)}"
     if sooner is None:

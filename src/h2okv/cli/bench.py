@@ -42,7 +42,7 @@ def _model(option: str, name: str) -> str:
 
 
 def _shape(option: str, text: str) -> str:
-    """Refuses a shape that is neither a known one nor sizes."""
+    """Refuse a shape that is neither a known one nor sizes."""
     name = text.partition(",")[0].strip().lower()
     if "=" not in name and name not in SHAPES:
         raise unknown_name(option, text, SHAPES)
@@ -50,7 +50,7 @@ def _shape(option: str, text: str) -> str:
 
 
 def _runners(option: str, text: str) -> tuple[str, ...]:
-    """Reads names of caches."""
+    """Read names of caches."""
     found = readers.names(option, text)
     for name in found:
         readers.choice(option, name, RUNNERS)
@@ -183,7 +183,7 @@ class _Rows:
             self._file.close()
 
     def add(self, row: Row) -> None:
-        """Takes a row; what is an object in JSON is one in its cell, too."""
+        """Take a row; what is an object in JSON is one in its cell, too."""
         self.found.append(row)
         if self._file is not None:
             cells = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in row.items()}
@@ -203,7 +203,7 @@ def _source(model: str | None, shape: str | None, layers: int | None) -> ModelSo
 
 
 def _measure(benches: Sequence[Bench], rows: _Rows) -> int:
-    """Measures; whatever ends it, the rows so far are there."""
+    """Measure; whatever ends it, the rows so far are there."""
     import torch
 
     from h2okv.benchmarking.comparison import CheckFailedError
@@ -233,7 +233,7 @@ def _measure(benches: Sequence[Bench], rows: _Rows) -> int:
 
 
 def _context(option: str, text: str) -> tuple[int, int] | None:
-    """Reads a range of tokens: `2048:4096`, `2048`, or nothing for prompts as they are."""
+    """Read a range of tokens: `2048:4096`, `2048`, or nothing for prompts as they are."""
     if not text.strip():
         return None
     found = re.fullmatch(r"\s*(-?\d+)\s*(?::\s*(-?\d+)\s*)?", text)
@@ -243,7 +243,7 @@ def _context(option: str, text: str) -> tuple[int, int] | None:
 
 
 def _fields(option: str, text: str) -> dict[str, Any]:
-    """Reads further fields of every request."""
+    """Read further fields of every request."""
     with suppress(ValueError):
         fields = parse_json(text.strip() or "{}")
         if isinstance(fields, dict):
@@ -353,7 +353,7 @@ def serve_cache(text: str) -> CacheConfig:
 
 
 def _refuse_options_before(ctx: typer.Context) -> None:
-    """Refuses options of `h2okv bench` before the word `serve`, which would have no effect."""
+    """Refuse options of `h2okv bench` before the word `serve`, which would have no effect."""
     assert ctx.parent is not None
     for own in ctx.parent.command.params:
         source = ctx.parent.get_parameter_source(str(own.name))

@@ -49,7 +49,7 @@ _CHUNK = 512  # enough tokens to read fast, few enough to hear Ctrl-C soon
 
 
 def saved_chat(option: str, path: Path) -> Path:
-    """Refuses a file that is none of /save, as far as its first bytes tell."""
+    """Refuse a file that is none of /save, as far as its first bytes tell."""
     place = readers.readable(option, path)
     with place.open("rb") as file:
         start = file.read(9)
@@ -109,7 +109,7 @@ def chat(
 def plan_cache(
     config: PreTrainedConfig, cache: CacheConfig, wanted: Any
 ) -> tuple[CacheConfig, str | None]:
-    """Settles positions and chunk; gives a remark on positions that had to stay original."""
+    """Settle positions and chunk; gives a remark on positions that had to stay original."""
     from h2okv.cache.support import context_window
 
     is_auto = wanted == "auto"
@@ -133,7 +133,7 @@ def plan_cache(
 
 
 def probe_positions(model: PreTrainedModel, cache: CacheConfig) -> tuple[CacheConfig, str | None]:
-    """Asks the loaded model whether its positions roll, for a config does not tell everything."""
+    """Ask the loaded model whether its positions roll, for a config does not tell everything."""
     import torch
 
     from h2okv.cache.argument import CACHE
@@ -158,7 +158,7 @@ def _with_original(cache: CacheConfig, error: ValueError) -> tuple[CacheConfig, 
 
 
 def run_command(session: Chat, line: str) -> None:
-    """Runs a line that begins with a slash."""
+    """Run a line that begins with a slash."""
     name, _, rest = line.strip().partition(" ")
     rest = rest.strip()
     if name not in _COMMANDS:
@@ -184,7 +184,7 @@ def run_command(session: Chat, line: str) -> None:
 
 
 def load_and_tell(session: Chat, path: Path) -> None:
-    """Takes up a saved chat and says so on stderr."""
+    """Take up a saved chat and says so on stderr."""
     from h2okv.chat.session import sampling_fields
 
     saved = session.load(path)
@@ -203,7 +203,7 @@ def load_and_tell(session: Chat, path: Path) -> None:
 def show_cache(session: Chat, rest: str) -> None:
     from rich.console import Console
 
-    from h2okv.chat.kept_view import kept_shares, runs_of, shown
+    from h2okv.chat.kept_view import kept_shares, render_runs, runs_of
 
     words = rest.split()
     if len(words) > 2:
@@ -215,16 +215,16 @@ def show_cache(session: Chat, rest: str) -> None:
     token_ids, tokenizer = session.transcript.token_ids, session.described.tokenizer
     if not token_ids:
         raise ValueError("there is nothing in the cache yet; say something first")
-    session.require_whole()
+    session.check_usable()
     shares = kept_shares(session.cache, *place)
     shorten = _SHORTEN_ABOVE if len(token_ids) > _LONG_CHAT else None
     runs = list(runs_of(tokenizer, token_ids, shares, shorten))
     console = Console(file=sys.stdout, highlight=False)
     if console.color_system is None or console.no_color:
-        write_text(f"{shown(runs, with_marks=True)}\n")
+        write_text(f"{render_runs(runs, with_marks=True)}\n")
         return
     with console.capture() as captured:
-        console.print(shown(runs))
+        console.print(render_runs(runs))
     if sys.stdin.isatty() and captured.get().count("\n") >= console.height:
         if "R" not in (options := os.environ.get("LESS", "")):
             os.environ["LESS"] = f"{options} -R"  # or less shows no colours
@@ -241,7 +241,7 @@ class Entry(NamedTuple):
 
 
 def read_entry(read_line: ReadLine) -> Entry | None:
-    """Puts lines together: a line that ends in a backslash goes on, and so does a block."""
+    """Put lines together: a line that ends in a backslash goes on, and so does a block."""
     line = read_line(_PROMPT)
     if line is None:
         return None
@@ -264,7 +264,7 @@ def read_entry(read_line: ReadLine) -> Entry | None:
 
 
 def open_stdin() -> ReadLine:
-    """Reads stdin: a terminal with line editing and history, anything else without a word."""
+    """Read stdin: a terminal with line editing and history, anything else without a word."""
     if hasattr(sys.stdin, "reconfigure"):
         # Bytes that are no text are found out about in the entry that holds them.
         sys.stdin.reconfigure(errors="surrogateescape")
@@ -290,7 +290,7 @@ def open_stdin() -> ReadLine:
 
 
 def greeting(session: Chat) -> str:
-    """Says who is there, before the first turn."""
+    """Say who is there, before the first turn."""
     name, cache = session.described.name, session.cache
     dtype = str(session.model.dtype).removeprefix("torch.")
     manner, budget = "its own chat template", cache.budget
@@ -307,7 +307,7 @@ def greeting(session: Chat) -> str:
 
 
 def converse(session: Chat, read_line: ReadLine) -> int:
-    """Takes entries until there are none or the user leaves; what is wrong with one is said."""
+    """Take entries until there are none or the user leaves; what is wrong with one is said."""
     import torch
 
     leaving = False
@@ -335,7 +335,7 @@ def converse(session: Chat, read_line: ReadLine) -> int:
 
 
 def _answer(session: Chat, message: str) -> None:
-    """Shows an answer as it comes, and then what it took."""
+    """Show an answer as it comes, and then what it took."""
     from rich.console import Console
 
     from h2okv.chat.session import BROKEN
@@ -358,7 +358,7 @@ def _answer(session: Chat, message: str) -> None:
 
 
 def status_line(session: Chat, answer: Generation) -> str:
-    """Puts what an answer took in one line."""
+    """Put what an answer took in one line."""
     cache = session.cache
     first, speed = answer.time_to_first_token, answer.tokens_per_second
     waiting = len(session.transcript.token_ids) - cache.num_seen_tokens - len(answer.token_ids)

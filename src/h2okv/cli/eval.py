@@ -57,7 +57,7 @@ class Trial:
     def run(
         self, tasks: Sequence[Task], detailed: bool = False, shown: bool = True
     ) -> tuple[int, list[dict[str, Any]]]:
-        """Runs tasks, writes the table, and prints the scores; the exit code, and all details."""
+        """Run tasks, writes the table, and prints the scores; the exit code, and all details."""
         from h2okv.evaluation.runner import Run
 
         if any(own.layer_budgets == MEASURED for own in self.caches):
@@ -76,7 +76,7 @@ class Trial:
         return code, details
 
     def _measure(self) -> None:
-        """Puts the model's own layer budgets in the place of ``auto``."""
+        """Put the model's own layer budgets in the place of ``auto``."""
         from h2okv.integration.layer_budgets import with_own_budgets
 
         described = self.model.describe()
@@ -95,7 +95,7 @@ COMPRESSIONS = ("query-aware", "query-agnostic")  # the module that defines them
 
 
 def _compressions(option: str, text: str) -> tuple[Any, ...]:
-    """Reads whether a cache is compressed with the question at hand."""
+    """Read whether a cache is compressed with the question at hand."""
     choice(option, text, (*COMPRESSIONS, "both"))
     return tuple(name for name in COMPRESSIONS if text in (name, "both"))
 
@@ -346,14 +346,14 @@ def summarize(
 
 
 def _folder(option: str, path: Path) -> Path:
-    """Reads a folder of data files."""
+    """Read a folder of data files."""
     if not path.is_dir():
         raise ValueError(f"{option} '{path}' is not a folder; name the one with the data files")
     return path
 
 
 def _experiment(name: str) -> str:
-    """Refuses an experiment that is neither a file nor one of the package's."""
+    """Refuse an experiment that is neither a file nor one of the package's."""
     own = [path.stem for path in (Path(h2okv.__file__).parent / EXPERIMENTS).glob("*.yaml")]
     path = Path(name).expanduser()
     if name not in own and path.suffix not in (".yaml", ".yml") and not path.is_file():
@@ -415,7 +415,7 @@ def lm_eval(
 
 
 def _check_harness(words: Sequence[str]) -> None:
-    """Refuses what `--model_args` says of the model and the cache and is plainly wrong."""
+    """Refuse what `--model_args` says of the model and the cache and is plainly wrong."""
     text = " ".join(words)
     if re.search(r"--model[ =](?!h2okv)|--config[ =]", text):
         return  # another model, or one that a file names
@@ -427,7 +427,7 @@ def _check_harness(words: Sequence[str]) -> None:
 
 
 def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, Evaluation]:
-    """Runs what is left to do under a progress bar; Ctrl-C ends it and loses nothing."""
+    """Run what is left to do under a progress bar; Ctrl-C ends it and loses nothing."""
     from h2okv.evaluation.model import ModelUnderTest, make_cache
     from h2okv.evaluation.runner import Evaluation, SampleFile
 
@@ -452,7 +452,7 @@ def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, 
 
 
 def _write(plan: Experiment, evaluation: Evaluation, out: Path, as_json: bool) -> None:
-    """Writes tables and picture of the runs that are done, and prints the table."""
+    """Write tables and picture of the runs that are done, and prints the table."""
     from h2okv.evaluation.lines import pivot, results_table
     from h2okv.evaluation.plots import plot_sweep
     from h2okv.evaluation.sweep import report

@@ -125,7 +125,7 @@ def demo(
 
 
 def _load(model: ModelOptions, described: Described, *how: Any) -> PreTrainedModel:
-    """Loads the model of a comparison and tells how long that took: no row of it does."""
+    """Load the model of a comparison and tells how long that took: no row of it does."""
     begun = time.perf_counter()
     loaded = model.load(described, *how)
     write_remark(f"{described.name} loaded in {time.perf_counter() - begun:.1f} s")
@@ -133,7 +133,7 @@ def _load(model: ModelOptions, described: Described, *how: Any) -> PreTrainedMod
 
 
 def _long_prompt(described: Described, max_new_tokens: int) -> list[int]:
-    """Takes as much of the sample text as leaves room for the new tokens."""
+    """Take as much of the sample text as leaves room for the new tokens."""
     from h2okv.integration.chat_template import encode
 
     context = described.context or _MOST_PROMPT_TOKENS
@@ -145,7 +145,7 @@ def _long_prompt(described: Described, max_new_tokens: int) -> list[int]:
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
-    """Reads the prompt from the one place where the user put it."""
+    """Read the prompt from the one place where the user put it."""
     if argument not in (None, "-") and file is not None:
         raise ValueError("the prompt is given twice, as an argument and by --file; leave one out")
     if file is not None:
@@ -167,7 +167,7 @@ def chat_of(prompt: str, system: str) -> list[dict[str, str]]:
 
 
 def report(found: Comparison, note: str | None = None) -> None:
-    """Tells what it cost; a comparison's table goes to stdout, for it is the result."""
+    """Tell what it cost; a comparison's table goes to stdout, for it is the result."""
     run = next(iter(found.runs.values()))
     if found.agreements:
         write_text(comparison_table(found))
@@ -188,7 +188,7 @@ def summary_line(run: Generation) -> str:
 
 
 def few_entries_note(run: Generation) -> str | None:
-    """Warns of a budget that hardly keeps anything."""
+    """Warn of a budget that hardly keeps anything."""
     kept = run.num_cached_tokens
     if kept >= _FEW_TOKENS or kept >= run.num_seen_tokens:
         return None

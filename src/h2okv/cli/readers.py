@@ -24,14 +24,14 @@ _UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
 
 
 def choice(option: str, text: str, words: Sequence[str]) -> str:
-    """Reads one of a few words."""
+    """Read one of a few words."""
     if text not in words:
         raise ValueError(f"{option} {text!r} is not known; choose from {', '.join(words)}")
     return text
 
 
 def bits(option: str, number: int, known: Sequence[int] = (8, 4)) -> int:
-    """Reads a number of bits."""
+    """Read a number of bits."""
     if number not in known:
         raise ValueError(
             f"{option} {number} is not known; give {' or '.join(map(str, known))}, or leave it out"
@@ -45,12 +45,12 @@ def least(option: str, number: int, least: int = 1) -> int:
 
 
 def names(option: str, text: str) -> tuple[str, ...]:
-    """Reads a comma-separated list."""
+    """Read a comma-separated list."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def numbers(option: str, text: str, kind: type = int, such: str = "2048,8192") -> tuple[Any, ...]:
-    """Reads a comma-separated list of numbers."""
+    """Read a comma-separated list of numbers."""
     try:
         return tuple(map(kind, names(option, text)))
     except ValueError:
@@ -61,7 +61,7 @@ def numbers(option: str, text: str, kind: type = int, such: str = "2048,8192") -
 
 
 def memory(option: str, text: str) -> int:
-    """Reads an amount of memory."""
+    """Read an amount of memory."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is None or match[2] not in _UNITS or float(match[1]) == 0:
         raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
@@ -78,7 +78,7 @@ def torch_dtype(name: str) -> torch.dtype | None:
 
 
 def device(option: str, text: str) -> str:
-    """Reads a device as far as it is written right; whether it is here, only torch can tell."""
+    """Read a device as far as it is written right; whether it is here, only torch can tell."""
     if not _DEVICES.fullmatch(text):
         which = "choose auto, cpu or a GPU that torch can see, such as cuda:0"
         raise ValueError(f"{option} {text!r} is not known; {which}")
@@ -86,14 +86,14 @@ def device(option: str, text: str) -> str:
 
 
 def port(option: str, number: int) -> int:
-    """Reads a port."""
+    """Read a port."""
     if not 0 <= number <= 65535:
         raise ValueError(f"{option} {number} is out of range; give 0 (any that is free) to 65535")
     return number
 
 
 def readable(option: str, path: Path) -> Path:
-    """Refuses a file that cannot be read; its content is looked at when it is read."""
+    """Refuse a file that cannot be read; its content is looked at when it is read."""
     place = path.expanduser()
     if place.is_dir():
         reason = "it is a folder"
@@ -107,7 +107,7 @@ def readable(option: str, path: Path) -> Path:
 
 
 def writable(option: str, path: Path) -> Path:
-    """Refuses a file that could not be written when the work is done."""
+    """Refuse a file that could not be written when the work is done."""
     if path.is_dir():
         reason = "it is a folder"
     elif not path.parent.is_dir():
@@ -120,14 +120,14 @@ def writable(option: str, path: Path) -> Path:
 
 
 def picture(option: str, path: Path) -> Path:
-    """Refuses one that could not be drawn, too."""
+    """Refuse one that could not be drawn, too."""
     writable(option, path)
     check_plot(path)
     return path
 
 
 def parse_amount(name: str, text: str) -> int | float:
-    """Reads a part of the budget: tokens as `64`, a fraction of the prompt as `10%` or `0.1`."""
+    """Read a part of the budget: tokens as `64`, a fraction of the prompt as `10%` or `0.1`."""
     with suppress(ValueError):
         return int(text)
     with suppress(ValueError):
@@ -142,17 +142,17 @@ def parse_amount(name: str, text: str) -> int | float:
 
 
 def parse_budget(text: str) -> int | float | None:
-    """Reads a budget: `512`, `20%`, `0.2`, or `full`, which is None."""
+    """Read a budget: `512`, `20%`, `0.2`, or `full`, which is None."""
     return None if text.strip() == "full" else parse_amount("budget", text.strip())
 
 
 def text_or_sample(path: Path | None) -> str:
-    """Reads --text; without it the opening of a novel."""
+    """Read --text; without it the opening of a novel."""
     return sample_prompt() if path is None else read_text("--text", path)
 
 
 def read_text(option: str, path: Path) -> str:
-    """Reads a text file that an option names, without the last line's end."""
+    """Read a text file that an option names, without the last line's end."""
     try:
         return read_text_file(path).rstrip("\r\n")
     except ValueError as error:

@@ -125,7 +125,7 @@ def stream(
 
 
 def _run(running: Stream, described: Described, label: str, files: Files, as_json: bool) -> int:
-    """Runs the stream with everything around it, and tells how it ended."""
+    """Run the stream with everything around it, and tells how it ended."""
     from h2okv.evaluation.plots import plot_stream
     from h2okv.evaluation.stream_data import TextSource
     from h2okv.evaluation.streaming import StreamFile, run_stream
