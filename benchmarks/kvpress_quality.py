@@ -19,7 +19,6 @@ entries; a press stores neither scores nor positions. ``table`` compares the mea
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import math
 from collections import defaultdict
@@ -50,17 +49,15 @@ MEASURES = ("kl", "agreement", "nll", "full_nll")
 
 def write_tokens(args: argparse.Namespace) -> None:
     """Write the samples of ``fidelity`` as token ids, in its order."""
-    from h2okv.evaluation.model import ModelUnderTest
-    from h2okv.evaluation.tasks.fidelity import Fidelity, Source
-    from h2okv.integration.loading import describe
+    from quality import under_test
 
-    described = describe(args.model)
-    fields = described.config, described.tokenizer, described.name, described.context
+    from h2okv.evaluation.tasks.fidelity import Fidelity, Source
+
     task = Fidelity(
         sources=[Source.read(path) for path in args.data], texts=args.texts, raw=args.raw,
         prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens, protocol="block",
     )  # fmt: skip
-    task.prepare(ModelUnderTest(lambda: None, *fields), [])  # the weights are not asked for
+    task.prepare(under_test(args.model), [])
     with args.out.open("w", encoding="utf-8") as file:
         for number in task.samples:
             file.write(json.dumps({"sample": number, **task._samples[number]._asdict()}) + "\n")
@@ -209,8 +206,9 @@ def read_fidelity(path: Path) -> dict[str, dict[int, dict[str, float]]]:
 
 def make_table(args: argparse.Namespace) -> None:
     """Means over prompts, with intervals, and differences to one cache on the same ones."""
-    from h2okv.evaluation.tasks.fidelity import bootstrap
-    from h2okv.records import markdown_table
+    from quality import measures
+
+    from h2okv.records import markdown_table, write_csv
 
     sources = {}
     for line in args.prompts.open(encoding="utf-8"):
@@ -228,36 +226,28 @@ def make_table(args: argparse.Namespace) -> None:
     rows = []
     for cache, by_sample in results.items():
         shared = sorted(by_sample.keys() & base.keys() & sources.keys())
+        mine, base_results = ([by[n] for n in shared] for by in (by_sample, base))
         row: dict[str, Any] = {"cache": cache, "prompts": len(shared)}
-        fractions = [by_sample[n]["kept"] for n in shared if "kept" in by_sample[n]]
+        fractions = [result["kept"] for result in mine if "kept" in result]
         row["kept"] = sum(fractions) / len(fractions) if fractions else None
-        measures = {
-            "kl": [by_sample[n]["kl"] for n in shared],
-            "agreement": [by_sample[n]["agreement"] for n in shared],
-            "loss": [by_sample[n]["nll"] - by_sample[n]["full_nll"] for n in shared],
-            "kl_against": [by_sample[n]["kl"] - base[n]["kl"] for n in shared],
-        }
-        for name, values in measures.items():
-            row |= zip((name, f"{name}_low", f"{name}_high"), bootstrap(values), strict=True)
+        row |= measures(mine, {"against": base_results}, "kl_")
         for source in dict.fromkeys(sources[n] for n in shared):
-            mine = [by_sample[n]["kl"] for n in shared if sources[n] == source]
-            row[f"kl {source}"] = sum(mine) / len(mine)
+            of_source = [by_sample[n]["kl"] for n in shared if sources[n] == source]
+            row[f"kl {source}"] = sum(of_source) / len(of_source)
         rows.append(row)
-    rows.sort(key=lambda row: row["kl"])
+    rows.sort(key=lambda row: float(row["kl"]))
     if args.csv:
-        with args.csv.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, rows, list(rows[0]))
 
     def cell(row: dict[str, Any], name: str, form: str = ".3f") -> str:
-        mean, low, high = (row[f"{name}{end}"] for end in ("", "_low", "_high"))
-        return f"{mean:{form}}" + ("" if low is None else f" ({low:{form}} to {high:{form}})")
+        mean, *ends = (float(row[name + end] or "nan") for end in ("", "_low", "_high"))
+        interval = " to ".join(f"{end:{form}}" for end in ends)
+        return f"{mean:{form}}" + ("" if math.isnan(ends[0]) else f" ({interval})")
 
     lines = [
         [
             row["cache"], row["prompts"], cell(row, "kl"), cell(row, "kl_against", "+.3f"),
-            f"{row['agreement']:.3f}", f"{math.exp(row['loss']):.3f}",
+            f"{float(row['agreement']):.3f}", f"{math.exp(float(row['log_loss'])):.3f}",
         ]
         for row in rows
     ]  # fmt: skip

@@ -13,19 +13,18 @@ import re
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+import quality
 import torch
-from recall_quality import under_test, with_intervals
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from h2okv.config import CacheConfig, TokenBudget
-from h2okv.console import Progress
-from h2okv.evaluation.runner import Evaluation, Run, SampleFile
+from h2okv.evaluation.model import ModelUnderTest
+from h2okv.evaluation.runner import Run
 from h2okv.evaluation.tasks.fidelity import Fidelity, Source
-from h2okv.integration.loading import describe
 from h2okv.policy import BlockView, Rule, Sees, register_policy
-from h2okv.records import write_csv
 
 # Queries that see fewer keys than this give each of them too much to be compared.
 FEW = 32
@@ -129,13 +128,11 @@ def paper_rule(formula: str) -> type[Rule]:
     return register_policy(PaperRule)
 
 
-def evaluate(args: argparse.Namespace) -> None:
-    """Score the prompts by each rule in turn, and write the table."""
+def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
+    """Score the prompts by each rule in turn; return the rows of the table."""
     sources = [Source.read(path) for path in args.data]
     heavy = {"heavy_fraction": 0.75, "sink": 4}  # as `best`
-    tested = under_test(describe(args.model), getattr(torch, args.dtype))
-    args.out.mkdir(parents=True, exist_ok=True)
-    results_by_rule = {}
+    results: dict[str, list[quality.Result]] = {}
     for rule in RULES:
         paper_rule(rule)
         config = CacheConfig.from_budget(args.budget, policy=rule, **heavy)
@@ -143,54 +140,29 @@ def evaluate(args: argparse.Namespace) -> None:
             sources=sources, texts=args.texts, raw=True, prompt_tokens=args.prompt_tokens,
             new_tokens=args.new_tokens, protocol="block",
         )  # fmt: skip
-        run = Run(task, config)
         name = re.sub(r"\W+", "-", rule).strip("-")
-        with SampleFile(args.out / f"{name}.samples.jsonl") as file:
-            evaluation = Evaluation(tested, [run], file)
-            with Progress(rule, evaluation.total, "samples") as bar:
-                bar.update(evaluation.done)
-                evaluation.run(lambda _, count, bar=bar: bar.update(count))
-            by_sample = file.results(run.label)
-            results_by_rule[rule] = [by_sample[sample] for sample in task.samples]
-    rows = []
-    for rule, results in results_by_rule.items():
-        row = {"model": args.model, "dtype": args.dtype, "rule": rule, "samples": len(results)}
-        row["budget"] = args.budget
-        pairs = list(
-            zip(results, results_by_rule["sum"], results_by_rule["`expected`"], strict=True)
-        )
-        measures = {
-            "kl": [r["kl"] for r in results],
-            "kl_minus_sum": [r["kl"] - base["kl"] for r, base, _ in pairs],
-            "kl_minus_expected": [r["kl"] - base["kl"] for r, _, base in pairs],
-            "agreement": [r["agreement"] for r in results],
-        }
-        rows.append(row | with_intervals(measures))
-    write_csv(args.csv, rows, list(rows[0]))
+        path = args.out / f"{name}.samples.jsonl"
+        (by_sample,) = quality.samples(tested, [Run(task, config)], path, rule)
+        results[rule] = [by_sample[sample] for sample in task.samples]
+    base = {"sum": results["sum"], "expected": results["`expected`"]}
+    return [
+        {"rule": rule, "samples": len(group), "budget": args.budget} | quality.measures(group, base)
+        for rule, group in results.items()
+    ]
 
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="example: python benchmarks/other_rules.py out --data moby_dick.txt --texts 6"
-        " --budget 0.194 --csv rules.csv",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = quality.parser_of(
+        __doc__, "other_rules.py out --data moby_dick.txt --texts 6 --budget 0.194 --csv rules.csv"
     )
     parser.add_argument("out", type=Path, help="folder of samples; resumes")
     parser.add_argument("--data", type=Path, action="append", required=True, help="as of fidelity")
-    parser.add_argument("--model", default="smollm2", help="of the Llama family")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--texts", type=int, default=6, help="of each file")
     parser.add_argument("--prompt-tokens", type=int, default=1024)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--budget", type=float, required=True, help="of the prompt, without sinks")
-    parser.add_argument("--csv", type=Path, required=True)
-    args = parser.parse_args()
-    try:
-        evaluate(args)
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(" ".join(str(error).split()))
+    quality.run(parser, evaluate)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,15 @@ import random
 from pathlib import Path
 from typing import Any
 
+import quality
 import torch
-from recall_quality import under_test, with_intervals
 
 from h2okv.config import CacheConfig
 from h2okv.console import Progress
-from h2okv.evaluation.model import make_cache
+from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.tasks.fidelity import _FULL, Source, _Comparison, _Sample
 from h2okv.integration.chat_template import message_spans
 from h2okv.integration.enable import enable
-from h2okv.integration.loading import describe
-from h2okv.records import write_csv
 
 POLICIES = ("h2o", "best")
 Spans = list[tuple[int, int]]
@@ -41,9 +39,8 @@ def pins_of(tokenizer: Any, messages: Any, length: int, seed: int) -> dict[str, 
 
 
 @torch.no_grad()
-def evaluate(args: argparse.Namespace) -> None:
-    """Read the chats onto all caches, and write the table."""
-    tested = under_test(describe(args.model), getattr(torch, args.dtype))
+def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
+    """Read the chats onto all caches; return the rows of the table."""
     results: dict[tuple[str, str], list[dict[str, float]]] = {}
     skipped = 0
     chats: Any = Source.read(args.chats).prompts
@@ -71,38 +68,20 @@ def evaluate(args: argparse.Namespace) -> None:
         raise ValueError(f"'{args.chats}': every question is longer than the heavy part kept")
     rows = []
     for (policy, name), group in results.items():
-        base = results[policy, "nothing"]
-        values = {
-            "kl": [r["kl"] for r in group],
-            "kl_minus_nothing": [r["kl"] - b["kl"] for r, b in zip(group, base, strict=True)],
-            "agreement": [r["agreement"] for r in group],
-        }
-        fraction = sum(r["bytes"] for r in group) / sum(r["full_bytes"] for r in group)
-        row = {"model": args.model, "dtype": args.dtype, "policy": policy, "pinned": name}
-        row |= {"chats": len(group), "skipped": skipped, "bytes_fraction": f"{fraction:.4g}"}
-        rows.append(row | with_intervals(values))
-    write_csv(args.csv, rows, list(rows[0]))
+        row = {"policy": policy, "pinned": name, "chats": len(group), "skipped": skipped}
+        row["bytes_fraction"] = quality.bytes_fraction(group)
+        rows.append(row | quality.measures(group, {"nothing": results[policy, "nothing"]}))
+    return rows
 
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="example: python benchmarks/pinned_quality.py chats.jsonl --csv pins.csv",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = quality.parser_of(__doc__, "pinned_quality.py chats.jsonl --csv pins.csv")
     parser.add_argument("chats", type=Path, help='JSONL of {"messages": [...]}')
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--budget", type=float, default=0.2)
     parser.add_argument("--best-budget", type=float, default=0.185, help="the same bytes")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--csv", type=Path, required=True)
-    args = parser.parse_args()
-    try:
-        evaluate(args)
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(" ".join(str(error).split()))
+    quality.run(parser, evaluate)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import quality
 import torch
 from recall_prompts import TASKS, write_prompts
 
 from h2okv.config import CacheConfig, LayerBudgets
-from h2okv.console import Progress
 from h2okv.evaluation.model import ModelUnderTest
-from h2okv.evaluation.runner import Evaluation, Run, SampleFile
-from h2okv.evaluation.tasks.fidelity import Fidelity, Source, bootstrap
-from h2okv.integration.loading import describe, load_weights
-from h2okv.records import write_csv
+from h2okv.evaluation.runner import Run
+from h2okv.evaluation.tasks.fidelity import Fidelity, Source
 
 KINDS = ("agnostic", "aware")
 BUDGETS = (0.5, 0.25, 0.1, 0.05)
@@ -50,10 +48,9 @@ def caches_at(
 
 
 def rows_of(
-    setting: dict[str, Any], task: Fidelity, runs: dict[tuple[str, float], Run], file: SampleFile
+    setting: dict[str, Any], task: Fidelity, results_by_key: dict[tuple[str, float], Any]
 ) -> list[dict[str, Any]]:
     """Means over the prompts of each task, and of all, with intervals; differences are paired."""
-    results_by_key = {key: file.results(run.label) for key, run in runs.items()}
     groups: dict[str, list[int]] = {"all": list(task.samples)}
     for number in task.samples:
         groups.setdefault(task._samples[number].source.rsplit("-", 1)[0], []).append(number)
@@ -61,84 +58,49 @@ def rows_of(
     for (name, budget), by_sample in results_by_key.items():
         for group, numbers in groups.items():
             results, base = (
-                [samples[n] for n in numbers]
-                for samples in (by_sample, results_by_key["h2o", budget])
+                [of_samples[n] for n in numbers]
+                for of_samples in (by_sample, results_by_key["h2o", budget])
             )
-            values = {
-                "kl": [r["kl"] for r in results],
-                "kl_minus_h2o": [
-                    r["kl"] - b["kl"] for r, b in zip(results, base, strict=True)
-                ],
-                "log_loss": [r["nll"] - r["full_nll"] for r in results],
-                "agreement": [r["agreement"] for r in results],
-            }  # fmt: skip
-            fraction = sum(r["bytes"] for r in results) / sum(r["full_bytes"] for r in results)
             row = {**setting, "cache": name, "budget": budget, "task": group}
-            row |= {"prompts": len(results), "bytes_fraction": f"{fraction:.4g}"}
-            rows.append(row | with_intervals(values))
+            row |= {"prompts": len(results), "bytes_fraction": quality.bytes_fraction(results)}
+            rows.append(row | quality.measures(results, {"h2o": base}))
     return rows
 
 
-def with_intervals(measures: dict[str, list[float]]) -> dict[str, str]:
-    """Means by name, and the ends of their 95 % intervals."""
-    return {
-        name + end: "" if value is None else f"{value:.5g}"
-        for name, values in measures.items()
-        for end, value in zip(("", "_low", "_high"), bootstrap(values), strict=True)
-    }
-
-
-def under_test(described: Any, dtype: torch.dtype) -> ModelUnderTest:
-    """Return a described model as a model under test, which loads weights on demand."""
-    return ModelUnderTest(
-        lambda: load_weights(described, dtype, torch.device("cpu")),
-        described.config, described.tokenizer, described.name, described.context,
-    )  # fmt: skip
-
-
-def evaluate(args: argparse.Namespace) -> None:
-    """Read the prompts onto all caches, and write the table."""
+def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
+    """Read the prompts onto all caches; return the rows of the table."""
     factors = [json.loads(path.read_text(encoding="utf-8")) for path in args.layer_budgets]
-    described, dtype = describe(args.model), getattr(torch, args.dtype)
-    tested = under_test(described, dtype)
-    size = described.config.head_dim or (
-        described.config.hidden_size // described.config.num_attention_heads
-    )
-    entry = 2 * size * dtype.itemsize + 8  # with its score and its position
+    config = tested.config
+    size = config.head_dim or config.hidden_size // config.num_attention_heads
+    entry = 2 * size * getattr(torch, args.dtype).itemsize + 8  # with its score and its position
     rows = []
     for tokens, kind in product(args.tokens, args.kinds):
         folder = args.out / str(tokens)
         write_prompts(args.text, folder, tokens, args.items)
         sources = [Source.read(folder / f"{task}-{kind}.jsonl") for task in TASKS]
         task = Fidelity(sources=sources, texts=args.items, raw=True, protocol="block")
-        runs = {
-            (name, budget): Run(task, config)
+        caches = {
+            (name, budget): cache
             for budget in args.budgets
-            for name, config in caches_at(budget, tokens, entry, factors).items()
+            for name, cache in caches_at(budget, tokens, entry, factors).items()
         }
         path = args.out / f"{tokens}-{kind}-{args.items}.samples.jsonl"
-        with SampleFile(path) as file:
-            evaluation = Evaluation(tested, list(runs.values()), file)
-            with Progress(f"{tokens} tokens, {kind}", evaluation.total, "samples") as bar:
-                bar.update(evaluation.done)
-                evaluation.run(lambda _, count, bar=bar: bar.update(count))
-            setting = {"model": args.model, "dtype": args.dtype, "tokens": tokens, "question": kind}
-            rows += rows_of(setting, task, runs, file)
-    write_csv(args.csv, rows, list(rows[0]))
+        runs = [Run(task, cache) for cache in caches.values()]
+        results = quality.samples(tested, runs, path, f"{tokens} tokens, {kind}")
+        setting = {"tokens": tokens, "question": kind}
+        rows += rows_of(setting, task, dict(zip(caches, results, strict=True)))
+    return rows
 
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        epilog="example: python benchmarks/recall_quality.py moby_dick.txt out --tokens 1024"
+    parser = quality.parser_of(
+        __doc__,
+        "recall_quality.py moby_dick.txt out --tokens 1024"
         " --layer-budgets docs/results/layers_smollm2.json --csv recall.csv",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("text", type=Path, help="a book")
     parser.add_argument("out", type=Path, help="folder of prompts and samples")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--items", type=int, default=40, help="of each task")
     parser.add_argument("--budgets", type=float, nargs="+", default=list(BUDGETS))
@@ -146,12 +108,7 @@ def main() -> None:
     parser.add_argument(
         "--layer-budgets", type=Path, nargs="+", required=True, help="of `h2okv eval layers`"
     )
-    parser.add_argument("--csv", type=Path, required=True)
-    args = parser.parse_args()
-    try:
-        evaluate(args)
-    except (OSError, ValueError, KeyError) as error:
-        parser.error(" ".join(str(error).split()))
+    quality.run(parser, evaluate)
 
 
 if __name__ == "__main__":
