@@ -322,7 +322,8 @@ class CacheConfig:
         ]
         if duplicates:
             raise ValueError(
-                f"budget={budget!r} goes without {' and '.join(duplicates)}; leave one of them out"
+                f"budget={budget!r} cannot be combined with {' and '.join(duplicates)}; leave one"
+                " of them out"
             )
         if heavy_fraction is None:
             heavy_fraction = _BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5

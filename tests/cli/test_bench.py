@@ -167,7 +167,10 @@ def test_what_is_not_installed_is_said_below_the_table(h2okv_command, monkeypatc
         (("--threads", "0"), "--threads 0"),
         (("--budget", "2.5"), "budget 2.5"),
         (("--budget", "full"), "--caches dynamic is the full cache"),
-        (("--heavy", "64", "--budget", "30%"), "--budget 30% goes without --heavy and --recent"),
+        (
+            ("--heavy", "64", "--budget", "30%"),
+            "--budget 30% cannot be combined with --heavy and --recent",
+        ),
         (("--dtype", "float8"), "'float8'"),
         (("--positions", "clamped"), "'clamped'"),
         (("--kv-bits", "3"), "--kv-bits 3 .*8 or 4"),
@@ -224,6 +227,6 @@ def test_a_cache_that_the_server_would_refuse_starts_none(h2okv_command, monkeyp
     monkeypatch.setattr("h2okv.benchmarking.serving.ServeRun", None)
     run = ("bench", "serve", "--model", "bundled", "--serve-options")
     done = h2okv_command(*run, "--policy topk")
-    assert done.code == 2 and "--policy topk chooses anew for every query" in done.err
+    assert done.code == 2 and "--policy topk chooses entries for each query" in done.err
     done = h2okv_command(*run, "--heavy 64 --polcy h2o")
     assert done.code == 2 and "--polcy" in done.err

@@ -12,10 +12,10 @@ CACHE = {
     "--scoring means": "--scoring 'means' is unknown",
     "--kv-bits 3": "--kv-bits 3 is not known; give 8 or 4",
     "--budget much": "--budget 'much' is not an amount",
-    "--budget 20% --heavy 64": "--budget 20% goes without --heavy and --recent",
+    "--budget 20% --heavy 64": "--budget 20% cannot be combined with --heavy and --recent",
     "--budget 20 % hello": "'20 %' of --budget is two arguments; leave out the space",
     "--heavy=10 % hello": "'10 %' of --heavy is two arguments",
-    "--heavy 64 --heavy-fraction 0.5": "--heavy-fraction 0.5 goes without",
+    "--heavy 64 --heavy-fraction 0.5": "--heavy-fraction 0.5 cannot be combined with",
     f"--layer-budgets {MISSING}": f"--layer-budgets '{MISSING}' cannot be read",
 }
 MODEL = {
@@ -27,7 +27,7 @@ MODEL = {
     "--dtype int4": "--dtype 'int4' is not known",
     "--device warp": "--device 'warp' is not known",
 }
-TOPK = {"--policy topk": "--policy topk chooses anew for every query"}
+TOPK = {"--policy topk": "--policy topk chooses entries for each query"}
 SAMPLING = {"--max-new-tokens 0": "--max-new-tokens 0 is too few", "--seed -1": "--seed -1"}
 BOTH = CACHE | MODEL
 TEXT = {f"--text {MISSING}": f"--text '{MISSING}' cannot be read"}

@@ -263,7 +263,7 @@ def test_a_sweep_fills_its_folder(h2okv_command, model_folder, articles, tmp_pat
     [
         (("--policy", "h20"), "did you mean h2o?"),
         (("--budget", "most"), "is not an amount"),
-        (("--budget", ","), "--budget names nothing"),
+        (("--budget", ","), "--budget is empty"),
         (("--batch-size", "0"), "--batch-size 0 is too few"),
         (("--too-long", "cut"), "--too-long 'cut' is not known"),
         (("--temperature", "-1"), "--temperature -1.0 is out of range"),

@@ -304,7 +304,7 @@ def test_a_budget_is_said_in_one_way_or_the_other(generate):
     assert told["num_cached_tokens"] == 17
     assert json.loads(generate("--budget", "full", "--json").out)["policy"] == "full"
     outcome = generate("--budget", 40, "--heavy", 12)
-    assert outcome.code == 2 and " goes without --heavy" in outcome.err
+    assert outcome.code == 2 and " cannot be combined with --heavy" in outcome.err
 
 
 def test_a_chat_template_is_used_unless_the_text_is_raw(generate, chat_folder):
@@ -344,9 +344,9 @@ def test_layers_get_what_was_measured(generate, h2okv_command, model_folder, tmp
     told = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
     assert told["layer_budgets"] == factors
     for content, message in (
-        ("no", "is no JSON list"),
+        ("no", "is not a JSON list"),
         ("{}", "layer_budgets must be non-negative with mean 1"),
-        ('["much"]', "is no JSON list"),
+        ('["much"]', "is not a JSON list"),
         ("[1, 1, 1]", "has 3 factors"),
     ):
         out.write_text(content)

@@ -72,7 +72,10 @@ def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeyp
         (("--policy", "h2o,h3o"), "policy 'h3o' is unknown"),
         (("--policy", "best"), "--policy best cannot be shown: the page follows sums; choose h2o"),
         (("--budget", 1.5), "budget 1.5 is out of range"),
-        (("--budget", "30%", "--recent", 64), "--budget 30% goes without --heavy and --recent"),
+        (
+            ("--budget", "30%", "--recent", 64),
+            "--budget 30% cannot be combined with --heavy and --recent",
+        ),
         (("--new-tokens", 9999), "got 9999"),
         (("--text", "nowhere.txt"), "--text 'nowhere.txt' cannot be read"),
     ],

@@ -1,4 +1,4 @@
-"""Options that several commands share, each declared once, and the reading of their values."""
+"""Options that several commands share, each declared once, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
     Typed = Any
 else:
-    Typed = str  # of an option whose text is read
+    Typed = str  # the type of options whose text is parsed
 Command = TypeVar("Command", bound=Callable[..., Any])
-Made = TypeVar("Made", bound="DataclassInstance")
+Instance = TypeVar("Instance", bound="DataclassInstance")
 
 BUNDLED = "bundled"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -54,10 +54,10 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @functools.cache
 def helps() -> dict[str, str]:
-    """What help.md says of each command."""
+    """Return the text of help.md by command."""
     text = Path(__file__).with_name("help.md").read_text(encoding="utf-8")
-    _, *parts = re.split(r"^# (.+)\n+", text, flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    _, *sections = re.split(r"^# (.+)\n+", text, flags=re.MULTILINE)
+    return dict(zip(sections[::2], sections[1::2], strict=True))
 
 
 def group(name: str) -> typer.Typer:
@@ -65,14 +65,14 @@ def group(name: str) -> typer.Typer:
 
 
 def subcommand(app: typer.Typer, name: str) -> Callable[[Command], Command]:
-    made = app.command(name, help=helps()[f"{app.info.name} {name}"])
-    return lambda command: made(expand(command))
+    register = app.command(name, help=helps()[f"{app.info.name} {name}"])
+    return lambda command: register(expand(command))
 
 
 def option(
-    default: Any, help: str, *names: str, read: Callable[..., Any] | None = None, **how: Any
+    default: Any, help: str, *names: str, read: Callable[..., Any] | None = None, **options: Any
 ) -> Any:
-    """An option of a command; `read` checks what was given, or makes something of it."""
+    """Return an option of a command; `read` checks or converts its value."""
     if read is None:
         return typer.Option(default, *names, help=help)
 
@@ -80,16 +80,16 @@ def option(
         if value is None or context.resilient_parsing:  # a shell that completes a line
             return value
         if isinstance(value, list):
-            return [read(param.opts[0], one, **how) for one in value]
-        return read(param.opts[0], value, **how)
+            return [read(param.opts[0], entry, **options) for entry in value]
+        return read(param.opts[0], value, **options)
 
     return typer.Option(default, *names, help=help, callback=called)
 
 
-def build(kind: type[Made], given: dict[str, Any], **more: Any) -> Made:
-    """Make a dataclass of those of a command's values that have the name of a field."""
-    known = {field.name for field in fields(kind) if field.init}
-    return kind(**{name: value for name, value in (given | more).items() if name in known})
+def build(kind: type[Instance], values: dict[str, Any], **extra: Any) -> Instance:
+    """Build a dataclass from the values that are named like its fields."""
+    names = {field.name for field in fields(kind) if field.init}
+    return kind(**{name: value for name, value in (values | extra).items() if name in names})
 
 
 MODEL_HELP = "A folder, a GGUF file, a Hub id, bundled or smollm2."
@@ -109,15 +109,15 @@ WEIGHT_BITS = option(
     "4: steps of few sequences read weights of 4 bits (x86 CPUs, bfloat16).",
     "--weight-bits",
     read=readers.bits,
-    known=(4,),
+    allowed=(4,),
 )
 
 
 class Bundle(NamedTuple):
-    """Options in the place of one parameter, which is what `build` makes of their values.
+    """Options that replace one parameter of a command; `build` turns their values into its value.
 
-    They are those of its signature. An option in `changed` replaces the one of its name; any other
-    default, there or in the signature, is a fixed value, and no option.
+    The options are the defaults in the signature of `build`; `changed` replaces some of them. A
+    default that is not an option, in either of them, is a fixed value.
     """
 
     build: Callable[..., Any]
@@ -125,40 +125,47 @@ class Bundle(NamedTuple):
     changed: Mapping[str, Any] = {}
 
     def options(self) -> list[inspect.Parameter]:
-        """All of the signature; those that are fixed have a value and no option as default."""
+        """Return the parameters of `build`, whose defaults are options or fixed values."""
         source = inspect.signature(self.build, eval_str=True)
-        found = []
-        for name, part in source.parameters.items():
-            own = copy.copy(self.changed.get(name, part.default))
-            if isinstance(own, OptionInfo):
-                own.rich_help_panel = own.rich_help_panel or self.panel
-            found.append(part.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=own))
-        return found
+        parameters = []
+        for name, parameter in source.parameters.items():
+            default = copy.copy(self.changed.get(name, parameter.default))
+            if isinstance(default, OptionInfo):
+                default.rich_help_panel = default.rich_help_panel or self.panel
+            parameters.append(
+                parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=default)
+            )
+        return parameters
 
 
 def expand(command: Callable[..., Any]) -> Any:
-    """Give a command the options of those of its parameters that are bundles."""
-    whole = inspect.signature(command, eval_str=True)
-    given = [own.replace(kind=inspect.Parameter.KEYWORD_ONLY) for own in whole.parameters.values()]
-    bundles = [own for own in given if isinstance(own.default, Bundle)]
-    inner = {own.name: own.default.options() for own in reversed(bundles)}
-    parts = [own for own in given if own not in bundles]
+    """Replace a command's parameters that are bundles by their options."""
+    signature = inspect.signature(command, eval_str=True)
+    outer = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in signature.parameters.values()
+    ]
+    bundles = [parameter for parameter in outer if isinstance(parameter.default, Bundle)]
+    inner = {bundle.name: bundle.default.options() for bundle in reversed(bundles)}
+    parameters = [parameter for parameter in outer if parameter not in bundles]
     for options in inner.values():
-        parts += [own for own in options if isinstance(own.default, ParameterInfo)]
+        parameters += [entry for entry in options if isinstance(entry.default, ParameterInfo)]
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
         for bundle in bundles:
-            own = {part.name: part.default for part in inner[bundle.name]}
-            # What is fixed may have the name of an option that is the command's own.
-            own |= {name: values.pop(name) for name in own if isinstance(own[name], ParameterInfo)}
-            values[bundle.name] = bundle.default.build(**own)
+            arguments = {parameter.name: parameter.default for parameter in inner[bundle.name]}
+            for name, default in arguments.items():
+                # A fixed value may be named like an option of the command itself.
+                if isinstance(default, ParameterInfo):
+                    arguments[name] = values.pop(name)
+            values[bundle.name] = bundle.default.build(**arguments)
         return command(**values)
 
-    made: Any = run
-    made.__signature__ = whole.replace(parameters=parts)
-    made.__annotations__ = {part.name: part.annotation for part in parts}
-    return made
+    expanded: Any = run
+    expanded.__signature__ = signature.replace(parameters=parameters)
+    expanded.__annotations__ = {entry.name: entry.annotation for entry in parameters}
+    return expanded
 
 
 _AMOUNT = "tokens (64) or a fraction of the prompt (10%)"
@@ -169,11 +176,11 @@ CHUNK_HELP = (
 )
 
 
-def _factors(option: str, given: str) -> LayerBudgets | Literal["auto"]:
-    if given == MEASURED:
+def _factors(option: str, text: str) -> LayerBudgets | Literal["auto"]:
+    if text == MEASURED:
         return MEASURED
-    path = Path(given)
-    problem = f"{option} '{path}' is no JSON list of numbers"
+    path = Path(text)
+    problem = f"{option} '{path}' is not a JSON list of numbers"
     with refusing(problem, "give a file of h2okv eval layers", ValueError, TypeError):
         return checked_factors(parse_json(readers.read_text(option, path)))
 
@@ -208,30 +215,33 @@ def make_cache(
         " file of h2okv eval layers.",
         read=_factors,
     ),
-    usual: str = "20%",  # the budget, unless one or its parts are given
-    simulated: bool = False,  # policies that need the whole cache are known too
+    default_budget: str = "20%",  # without budget, heavy and recent
+    simulated: bool = False,  # allow policies that need the full cache
 ) -> CacheConfig:
-    """Make a config; --heavy and --recent stand for --budget, a missing one for its half."""
+    """Build a config; --heavy or --recent alone leaves half of the default budget to the other."""
     values = locals()
     check_names(policy, scoring, simulated)
-    rest = {name: values[name] for name in cache_fields(values) if name not in _PARTS}
+    options = {name: values[name] for name in cache_fields(values) if name not in _AMOUNTS}
     if heavy is None and recent is None:
         return CacheConfig.from_budget(
-            readers.parse_budget(usual if budget is None else budget), heavy_fraction, **rest
+            readers.parse_budget(default_budget if budget is None else budget),
+            heavy_fraction,
+            **options,
         )
     for name, value in (("--budget", budget), ("--heavy-fraction", heavy_fraction)):
         if value is not None:
-            parts = "--heavy and --recent, which say how large each part is"
-            raise ValueError(f"{name} {value} goes without {parts}; leave one out")
-    half = CacheConfig.from_budget(readers.parse_budget("20%" if "," in usual else usual))
+            others = "--heavy and --recent, which set both amounts"
+            raise ValueError(f"{name} {value} cannot be combined with {others}; leave one out")
+    default = "20%" if "," in default_budget else default_budget
+    half = CacheConfig.from_budget(readers.parse_budget(default))
     return CacheConfig(
         heavy=half.heavy if heavy is None else readers.parse_amount("heavy", heavy),
         recent=half.recent if recent is None else readers.parse_amount("recent", recent),
-        **rest,
+        **options,
     )
 
 
-_PARTS = ("heavy", "recent")
+_AMOUNTS = ("heavy", "recent")
 
 
 def cache_fields(among: Iterable[str] | None = None) -> list[str]:
@@ -241,73 +251,75 @@ def cache_fields(among: Iterable[str] | None = None) -> list[str]:
 
 
 def check_names(policy: str, scoring: str | None, simulated: bool) -> None:
-    """Refuse policies and scorings that there are not."""
+    """Raise ValueError for an unknown policy or scoring."""
     if policy in PER_QUERY and not simulated:
         raise ValueError(
-            f"--policy {policy} chooses anew for every query from a cache that keeps everything,"
+            f"--policy {policy} chooses entries for each query from a cache that keeps all of them,"
             " which only h2okv eval can simulate (in Python: simulate=True); choose from"
             f" {', '.join(POLICIES)}"
         )
-    known = (*POLICIES, *PER_QUERY) if simulated else POLICIES
-    for name, value, names in (("policy", policy, known), ("scoring", scoring, SCORINGS)):
+    policies = (*POLICIES, *PER_QUERY) if simulated else POLICIES
+    for name, value, names in (("policy", policy, policies), ("scoring", scoring, SCORINGS)):
         is_custom = name == "policy" and ":" in str(value)  # module:Class
         if value is not None and value not in names and not is_custom:
             raise unknown_name(f"--{name}", value, names)
 
 
 def check_cache(config: PreTrainedConfig, cache: CacheConfig) -> None:
-    """Refuse a cache that cannot be made for a model, whose own budgets may not be known yet."""
+    """Raise ValueError for a cache that the model cannot use; `layer_budgets` may be ``auto``."""
     if cache.layer_budgets == MEASURED:
         cache = replace(cache, layer_budgets=None)
     h2okv.H2OCache.from_config(config, cache)
 
 
 def growth_note(caches: Sequence[CacheConfig]) -> str | None:
-    """Why a table shows more bytes than the budget."""
-    if not any(own.policy == "snapkv" for own in caches):
+    """Return the note on caches that exceed their budget, or ``None``."""
+    if not any(config.policy == "snapkv" for config in caches):
         return None
-    return "note: snapkv evicts once, after the prompt; what follows comes on top of its budget"
+    return "note: snapkv evicts once, after the prompt; later tokens come on top of its budget"
 
 
 def cache_options(budget: str = "20%", **changed: Any) -> Any:
-    """The options of a `CacheConfig`."""
-    changed |= {"budget": option(None, _BUDGET.format(budget)), "usual": budget}
+    """Return the options of a `CacheConfig`."""
+    changed |= {"budget": option(None, _BUDGET.format(budget)), "default_budget": budget}
     return Bundle(make_cache, "Cache", changed)
 
 
 def cache_lists(
     budget: str, policy: str = "h2o", scoring: str | None = None, **changed: Any
 ) -> Any:
-    """The same for a list of them: each policy with each budget."""
+    """Return the options of a list of `CacheConfig`: each policy with each budget."""
 
     @functools.wraps(make_cache)
     def build(**values: Any) -> list[CacheConfig]:
-        values["usual"], given = budget, values.pop("budget")
-        parts = values["heavy"] is not None or values["recent"] is not None
-        if given is None and not parts:
-            given = budget
+        values["default_budget"], text = budget, values.pop("budget")
+        has_amounts = values["heavy"] is not None or values["recent"] is not None
+        if text is None and not has_amounts:
+            text = budget
         policies = readers.names("policy", values.pop("policy"))
         scoring = values.pop("scoring")
         scorings = () if scoring is None else readers.names("scoring", scoring)
         budgets = (
-            (None,) if given is None else (given,) if parts else readers.names("budget", given)
+            (None,) if text is None else (text,) if has_amounts else readers.names("budget", text)
         )
         lists = {"policy": policies, "scoring": scoring is None or scorings, "budget": budgets}
-        for name, found in lists.items():
-            if not found:
-                raise ValueError(f"--{name} names nothing; give at least one value")
+        for name, entries in lists.items():
+            if not entries:
+                raise ValueError(f"--{name} is empty; give at least one value")
         for name in policies:
             check_names(name, None, values["simulated"])
         caches: dict[str, CacheConfig] = {}
-        for own, name in itertools.product(budgets, policies):
+        for amount, name in itertools.product(budgets, policies):
             for chosen in _scorings_of(name, scorings, values["decay"]):
-                made = make_cache(policy=name, budget=own, **(values | chosen))
-                caches.setdefault(repr(made.identity()), made)
+                config = make_cache(policy=name, budget=amount, **(values | chosen))
+                caches.setdefault(repr(config.identity()), config)
         return list(caches.values())
 
-    known = (*POLICIES, *PER_QUERY) if changed.get("simulated") else POLICIES
+    allowed = (*POLICIES, *PER_QUERY) if changed.get("simulated") else POLICIES
     lists = {
-        "policy": option(policy, f"Policies, comma-separated: {', '.join(known)} or module:Class."),
+        "policy": option(
+            policy, f"Policies, comma-separated: {', '.join(allowed)} or module:Class."
+        ),
         "budget": option(None, _BUDGETS.format(budget)),
         "scoring": option(
             scoring, f"How attention is accumulated, comma-separated: {', '.join(SCORINGS)}."
@@ -317,45 +329,46 @@ def cache_lists(
 
 
 def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> list[dict[str, Any]]:
-    """The scorings of a list that a policy looks at; the options of each."""
+    """Return the options of each scoring of a list that a policy uses."""
     if len(scorings) <= 1:
         return [{"scoring": next(iter(scorings), None)}]
     if policy == BEST:
-        return [{"scoring": None, "decay": None}]  # its own takes their place
+        return [{"scoring": None, "decay": None}]  # it sets its own scoring
     if policy not in (*SCORED, "topk_heavy"):
         scorings = ["sum"]
-    takes = ("decay", "value_norm")
-    return [{"scoring": own, "decay": decay if own in takes else None} for own in scorings]
+    has_decay = ("decay", "value_norm")
+    return [{"scoring": name, "decay": decay if name in has_decay else None} for name in scorings]
 
 
 def budget_text(config: CacheConfig) -> str:
-    """A budget as `parse_cache` reads it: ``20%``, or heavy and recent such as ``64+10%``."""
-    parts = (config.heavy, config.recent)
+    """Format a budget for `parse_cache`: ``20%``, or heavy and recent such as ``64+10%``."""
+    amounts = (config.heavy, config.recent)
     if type(config.heavy) is type(config.recent):
         plain = CacheConfig.from_budget(config.heavy + config.recent)
-        if parts == (plain.heavy, plain.recent):
+        if amounts == (plain.heavy, plain.recent):
             return config.budget_label
-    return "+".join(f"{100 * part:g}%" if isinstance(part, float) else str(part) for part in parts)
+    texts = (f"{100 * value:g}%" if isinstance(value, float) else str(value) for value in amounts)
+    return "+".join(texts)
 
 
 def parse_cache(policy: str, budget: str, sink: int = 0) -> CacheConfig:
-    """Read what `budget_text` writes."""
+    """Parse a text of `budget_text`."""
     heavy, plus, recent = budget.partition("+")
     if not plus:
         return CacheConfig.from_budget(readers.parse_budget(budget), policy=policy, sink=sink)
-    parts = readers.parse_amount("heavy", heavy), readers.parse_amount("recent", recent)
-    return CacheConfig(policy, *parts, sink=sink)
+    amounts = readers.parse_amount("heavy", heavy), readers.parse_amount("recent", recent)
+    return CacheConfig(policy, *amounts, sink=sink)
 
 
 def cache_flags(config: CacheConfig) -> str:
-    """The options that a command reads back as this cache."""
+    """Return the command-line options of a cache."""
     if config.is_full:
         return "--policy full"
     heavy, plus, recent = budget_text(config).partition("+")
     budget = f"--heavy {heavy} --recent {recent}" if plus else f"--budget {heavy}"
     flags = [f"--policy {config.policy}", budget]
     for name in cache_fields():
-        is_separate = name in ("policy", *_PARTS, "layer_budgets")
+        is_separate = name in ("policy", *_AMOUNTS, "layer_budgets")
         if not is_separate and getattr(config, name) != getattr(CacheConfig(), name):
             flags.append(f"{flag(name)} {getattr(config, name)}")
     if config.layer_budgets is not None:
@@ -365,7 +378,7 @@ def cache_flags(config: CacheConfig) -> str:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Which model, in which dtype, on which device; the fields are a command's options."""
+    """Model, dtype and device; the fields are a command's options."""
 
     name: str = option(BUNDLED, MODEL_HELP, "--model")
     dtype_name: str = option(
@@ -376,7 +389,7 @@ class ModelOptions:
         words=DTYPES,
     )
     device_name: str = option("auto", DEVICE_HELP, "--device", read=readers.device)
-    is_here: bool = True  # not if other machines load it
+    is_here: bool = True  # False if other machines load the model
 
     def __post_init__(self) -> None:
         if self.is_here:
@@ -388,13 +401,13 @@ class ModelOptions:
 
     @property
     def device(self) -> torch.device:
-        """Where it runs; refused if this machine does not have it."""
+        """The device; ValueError if this machine does not have it."""
         from h2okv.integration.loading import parse_device
 
         return parse_device(self.device_name)
 
     def describe(self) -> Described:
-        """Read config and tokenizer, so that most mistakes show before the weights load."""
+        """Read config and tokenizer, which shows most mistakes before the weights load."""
         from h2okv.integration.loading import describe
 
         _ = self.device
@@ -407,7 +420,7 @@ class ModelOptions:
         weight_bits: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> PreTrainedModel:
-        """Load the weights, in `dtype` where the user chose none."""
+        """Load the weights; `dtype` is the default if the user chose none."""
         from h2okv.integration.loading import load_weights
 
         if compiled and weight_bits is not None:
@@ -421,23 +434,31 @@ def model_options(**changed: Any) -> Any:
 
 
 _MOST = "Most tokens to generate."
-_MODELS_OWN = "the model's own, or "
+_MODEL_DEFAULT = "the model's own, or "
 
 
-def _own(neutral: int, help: str) -> Any:
-    return option(None, f"{help} ({_MODELS_OWN}{neutral}).")
+def _sampling_option(neutral: int, help: str) -> Any:
+    return option(None, f"{help} ({_MODEL_DEFAULT}{neutral}).")
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Sampling as far as the user said it; the fields are a command's options."""
+    """The sampling options that the user set; the fields are a command's options."""
 
     max_new_tokens: int | None = option(128, _MOST, read=readers.least)
-    temperature: float | None = _own(0, "0 is greedy decoding; higher is more random")
-    top_p: float | None = _own(1, "Nucleus sampling: most likely tokens of this total probability")
-    top_k: int | None = _own(0, "Sample among this many of the most likely tokens; 0 for all")
-    min_p: float | None = _own(0, "Drop tokens less likely than this, relative to the likeliest")
-    repetition_penalty: float | None = _own(1, "Above 1, tokens that occurred become less likely")
+    temperature: float | None = _sampling_option(0, "0 is greedy decoding; higher is more random")
+    top_p: float | None = _sampling_option(
+        1, "Nucleus sampling: most likely tokens of this total probability"
+    )
+    top_k: int | None = _sampling_option(
+        0, "Sample among this many of the most likely tokens; 0 for all"
+    )
+    min_p: float | None = _sampling_option(
+        0, "Drop tokens less likely than this, relative to the likeliest"
+    )
+    repetition_penalty: float | None = _sampling_option(
+        1, "Above 1, tokens that occurred become less likely"
+    )
     stop: list[str] | None = option(None, "A string that ends the text; may be repeated.")
     seed: int | None = option(0, "Random seed.")
 
@@ -447,16 +468,16 @@ class SamplingOptions:
             raise ValueError(f"--seed {self.seed} is out of range; give 0 to {2**63 - 1}")
 
     def params(self, described: Described | None = None) -> SamplingParams:
-        """Settle what the user left open as the model's authors say; greedy if they do not."""
-        own: dict[str, Any] = {}
+        """Fill the unset options from the model's generation config; greedy by default."""
+        defaults: dict[str, Any] = {}
         if described is not None:
             from transformers import GenerationConfig
 
             from h2okv.engine.sampler import model_sampling
 
             with suppress(OSError, ValueError):
-                own = model_sampling(GenerationConfig.from_pretrained(described.source))
-        params = self._make(own)
+                defaults = model_sampling(GenerationConfig.from_pretrained(described.source))
+        params = self._make(defaults)
         for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
             value = getattr(self, name)
             if params.is_greedy and value not in (None, neutral):
@@ -464,25 +485,26 @@ class SamplingOptions:
                 raise ValueError(f"{reason}; add --temperature 0.8")
         return params
 
-    def _make(self, own: dict[str, Any]) -> SamplingParams:
-        said = {name: value for name, value in vars(self).items() if value is not None}
-        most = said.pop("max_new_tokens", None)
+    def _make(self, defaults: dict[str, Any]) -> SamplingParams:
+        values = {name: value for name, value in vars(self).items() if value is not None}
+        max_tokens = values.pop("max_new_tokens", None)
         try:
-            return h2okv.SamplingParams(**{"temperature": 0.0, "max_tokens": most, **own, **said})
-        except ValueError as error:  # which names the argument, and here it is an option
+            arguments: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens}
+            return h2okv.SamplingParams(**(arguments | defaults | values))
+        except ValueError as error:  # names the argument, not the option
             message = re.sub(r"^(\w+)=", lambda match: f"{flag(match[1])} ", str(error))
             raise ValueError(message.replace("--max-tokens", "--max-new-tokens")) from error
 
 
 def sampling_options(max_new_tokens: int | None = 128) -> Any:
-    """With None a task says how long its answers are, and the model's authors nothing."""
+    """Return the sampling options; ``None`` leaves the length to a task and ignores the model's."""
     changed: dict[str, Any] = {"max_new_tokens": option(max_new_tokens, _MOST, read=readers.least)}
     if max_new_tokens is None:
         changed = {"max_new_tokens": None, "seed": None}
-        for part in fields(SamplingOptions)[1:-1]:
-            own: Any = copy.copy(part.default)
-            changed[part.name] = own
-            own.help = own.help.replace(_MODELS_OWN, "")
+        for field in fields(SamplingOptions)[1:-1]:
+            copied: Any = copy.copy(field.default)
+            changed[field.name] = copied
+            copied.help = copied.help.replace(_MODEL_DEFAULT, "")
     return Bundle(SamplingOptions, "Sampling", changed)
 
 
@@ -491,7 +513,7 @@ def flag(name: str) -> str:
 
 
 def check_copies(option: str, copies: int | None, ray: bool, device: str) -> None:
-    """Refuse a number of copies of the model, or a device for them, that makes no sense."""
+    """Raise ValueError for copies of the model without Ray, or on a device that Ray cannot give."""
     if not ray and copies is not None:
         raise ValueError(f"--{option} {copies} needs --ray; give --ray too")
     check_least(**{option: copies})
@@ -503,14 +525,19 @@ def check_copies(option: str, copies: int | None, ray: bool, device: str) -> Non
 def with_least_entries(
     cache: CacheConfig, length: int | None = None
 ) -> tuple[CacheConfig, str | None]:
-    """Raise fractions of short prompts, known or not, to enough entries for a text; says where."""
+    """Raise fractions of short prompts to a useful minimum; return the config and a note.
+
+    Args:
+        cache: the config.
+        length: tokens of the prompt; ``None`` if unknown.
+    """
     raised = replace(cache, min_tokens=LEAST_ENTRIES)
     tokens = raised.budget.resolve(length or 0)
     if cache.is_full or tokens == cache.budget.resolve(length or 0):
         return cache, None
-    kept = f"{tokens.heavy} heavy + {tokens.recent} recent entries are kept"
+    entries = f"{tokens.heavy} heavy + {tokens.recent} recent entries are kept"
     if length is None:
-        note = f"of short prompts, whose {cache.budget_label} are too little for good text, {kept}"
+        note = f"{cache.budget_label} of a short prompt is too little for good text: {entries}"
     else:
-        note = f"{cache.budget_label} of {length} tokens is too little for good text, so {kept}"
+        note = f"{cache.budget_label} of {length} tokens is too little for good text, so {entries}"
     return raised, f"note: {note}; for fewer give tokens, such as --budget 32"

@@ -275,7 +275,7 @@ def bench_serve(
         "Open loops: requests per second, comma-separated.",
         read=numbers,
         kind=float,
-        such="2,5",
+        example="2,5",
     ),
     requests: int | None = option(None, "Requests in each loop (4 per client, 30 s of a rate)."),
     prompts: Path | None = option(
@@ -348,7 +348,7 @@ def serve_cache(text: str) -> CacheConfig:
 
     with load_command("serve").make_context("h2okv serve", shlex.split(text)) as given:
         names = inspect.signature(args.make_cache).parameters
-        values = {name: given.params.get(name) for name in names} | {"usual": "20%"}
+        values = {name: given.params.get(name) for name in names} | {"default_budget": "20%"}
     return args.make_cache(**values)
 
 

@@ -120,7 +120,7 @@ def needle(
         "Fractions of the text before the needle.",
         read=readers.numbers,
         kind=float,
-        such="0,1",
+        example="0,1",
     ),
     tries: int = option(4, "Needles for each length and depth.", read=readers.least),
     needle: str = option(NEEDLE, "What is hidden."),

@@ -1,4 +1,4 @@
-"""Readers of options' values: each refuses what cannot be meant, by the option's name."""
+"""Readers of options' values, which raise ValueError with the option's name for invalid ones."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ def choice(option: str, text: str, words: Sequence[str]) -> str:
     return text
 
 
-def bits(option: str, number: int, known: Sequence[int] = (8, 4)) -> int:
+def bits(option: str, number: int, allowed: Sequence[int] = (8, 4)) -> int:
     """Read a number of bits."""
-    if number not in known:
-        raise ValueError(
-            f"{option} {number} is not known; give {' or '.join(map(str, known))}, or leave it out"
-        )
+    if number not in allowed:
+        choices = " or ".join(map(str, allowed))
+        raise ValueError(f"{option} {number} is not known; give {choices}, or leave it out")
     return number
 
 
@@ -46,17 +45,19 @@ def least(option: str, number: int, least: int = 1) -> int:
 
 def names(option: str, text: str) -> tuple[str, ...]:
     """Read a comma-separated list."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def numbers(option: str, text: str, kind: type = int, such: str = "2048,8192") -> tuple[Any, ...]:
+def numbers(
+    option: str, text: str, kind: type = int, example: str = "2048,8192"
+) -> tuple[Any, ...]:
     """Read a comma-separated list of numbers."""
     try:
         return tuple(map(kind, names(option, text)))
     except ValueError:
-        what = "whole numbers" if kind is int else "numbers"
+        expected = "whole numbers" if kind is int else "numbers"
         raise ValueError(
-            f"{option} {text!r} is not a list of {what}; give one such as {such}"
+            f"{option} {text!r} is not a list of {expected}; give one such as {example}"
         ) from None
 
 
@@ -69,7 +70,7 @@ def memory(option: str, text: str) -> int:
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
-    """The data type of a name; None for auto, which is the checkpoint's own."""
+    """Return the data type of a name; ``None``, the checkpoint's own, for auto."""
     if name == "auto":
         return None
     import torch
@@ -78,10 +79,10 @@ def torch_dtype(name: str) -> torch.dtype | None:
 
 
 def device(option: str, text: str) -> str:
-    """Read a device as far as it is written right; whether it is here, only torch can tell."""
+    """Check the spelling of a device, without torch, which would tell whether it exists."""
     if not _DEVICES.fullmatch(text):
-        which = "choose auto, cpu or a GPU that torch can see, such as cuda:0"
-        raise ValueError(f"{option} {text!r} is not known; {which}")
+        remedy = "choose auto, cpu or a GPU that torch can see, such as cuda:0"
+        raise ValueError(f"{option} {text!r} is not known; {remedy}")
     return text
 
 
@@ -93,21 +94,21 @@ def port(option: str, number: int) -> int:
 
 
 def readable(option: str, path: Path) -> Path:
-    """Refuse a file that cannot be read; its content is looked at when it is read."""
-    place = path.expanduser()
-    if place.is_dir():
+    """Return the path of a file, expanded; raise ValueError unless it can be read."""
+    expanded = path.expanduser()
+    if expanded.is_dir():
         reason = "it is a folder"
-    elif not place.exists():
+    elif not expanded.exists():
         reason = "there is no such file"
-    elif not os.access(place, os.R_OK):
+    elif not os.access(expanded, os.R_OK):
         reason = "permission denied"
     else:
-        return place
+        return expanded
     raise ValueError(f"{option} '{path}' cannot be read ({reason}); give a file that is there")
 
 
 def writable(option: str, path: Path) -> Path:
-    """Refuse a file that could not be written when the work is done."""
+    """Raise ValueError, before the work, for a file that cannot be written."""
     if path.is_dir():
         reason = "it is a folder"
     elif not path.parent.is_dir():
@@ -120,14 +121,14 @@ def writable(option: str, path: Path) -> Path:
 
 
 def picture(option: str, path: Path) -> Path:
-    """Refuse one that could not be drawn, too."""
+    """Raise ValueError also for a figure that cannot be drawn."""
     writable(option, path)
     check_plot(path)
     return path
 
 
 def parse_amount(name: str, text: str) -> int | float:
-    """Read a part of the budget: tokens as `64`, a fraction of the prompt as `10%` or `0.1`."""
+    """Parse an amount: tokens as `64`, a fraction of the prompt as `10%` or `0.1`."""
     with suppress(ValueError):
         return int(text)
     with suppress(ValueError):
@@ -142,17 +143,17 @@ def parse_amount(name: str, text: str) -> int | float:
 
 
 def parse_budget(text: str) -> int | float | None:
-    """Read a budget: `512`, `20%`, `0.2`, or `full`, which is None."""
+    """Parse a budget: `512`, `20%`, `0.2`, or `full`, which is ``None``."""
     return None if text.strip() == "full" else parse_amount("budget", text.strip())
 
 
 def text_or_sample(path: Path | None) -> str:
-    """Read --text; without it the opening of a novel."""
+    """Return the text of --text; by default the opening of a novel."""
     return sample_prompt() if path is None else read_text("--text", path)
 
 
 def read_text(option: str, path: Path) -> str:
-    """Read a text file that an option names, without the last line's end."""
+    """Return the text of an option's file, without the last line break."""
     try:
         return read_text_file(path).rstrip("\r\n")
     except ValueError as error:
