@@ -15,6 +15,7 @@ import asyncio
 import csv
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -25,8 +26,6 @@ from typing import Any
 
 import aiohttp
 from record import Target, environment, progress, report, rows_for
-
-from h2okv.benchmarking.serving import free_port
 
 RESULTS = Path(__file__).parent / "results"
 WARMUP = 60.0
@@ -133,6 +132,13 @@ async def soak(args: argparse.Namespace, process: subprocess.Popen[bytes], url: 
         if stats["running"] or stats["waiting"]:
             raise SystemExit("rows are still in use though every client is gone")
     return clients
+
+
+def free_port() -> int:
+    """Return a port of this machine on which nothing listens now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 async def answers(url: str) -> None:

@@ -11,7 +11,7 @@ from h2okv.benchmarking.results import (
     serving_table,
     triple,
 )
-from h2okv.benchmarking.serving_client import COLUMNS, remarks
+from h2okv.benchmarking.serving import COLUMNS
 
 
 def test_interleaved_alternates_the_order():
@@ -118,17 +118,8 @@ def test_a_file_of_loads_keeps_its_columns():
         for point in ("p50", "p95", "p99")
     ]
     expected = (
-        "server", "model", "settings", "loop", "clients", "rate", "requests", "finished", "failed",
+        "server", "model", "loop", "clients", "rate", "requests", "finished", "failed",
         "interrupted", "errors", "seconds", "requests_per_second", "new_tokens_per_second",
         "total_tokens_per_second", "prompt_tokens", "new_tokens", "counted_by", *points,
-        "peak_bytes",
     )  # fmt: skip
     assert expected == COLUMNS
-
-
-def test_remarks_of_a_load():
-    lines = remarks(load_result(interrupted=2, counted_by="pieces"))
-    assert any("3 x HTTP 500: NaN" in line for line in lines)
-    assert any("2 running requests are not counted" in line for line in lines)
-    assert any("chunks of the stream" in line for line in lines)
-    assert any("late (p95)" in line for line in lines)

@@ -221,12 +221,3 @@ def test_threads_are_set(h2okv_command, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", wanted.append)
     assert h2okv_command(*TINY, "--caches", "h2o", "--threads", "2").code == 0
     assert wanted == [2]
-
-
-def test_a_cache_that_the_server_would_refuse_starts_none(h2okv_command, monkeypatch):
-    monkeypatch.setattr("h2okv.benchmarking.serving.ServeRun", None)
-    run = ("bench", "serve", "--model", "bundled", "--serve-options")
-    done = h2okv_command(*run, "--policy topk")
-    assert done.code == 2 and "--policy topk chooses entries for each query" in done.err
-    done = h2okv_command(*run, "--heavy 64 --polcy h2o")
-    assert done.code == 2 and "--polcy" in done.err

@@ -116,9 +116,7 @@ COMMANDS = {
         "--csv nowhere/rows.csv": "--csv 'nowhere/rows.csv' cannot be written",
     },
     "bench serve": {
-        "--model smolm2": "did you mean smollm2",
-        "--model bundled --serve-options --policy=h20": "--policy 'h20' is unknown",
-        f"--prompts {MISSING}": f"--prompts '{MISSING}' cannot be read",
+        f"--url http://127.0.0.1:9 --prompts {MISSING}": f"--prompts '{MISSING}' cannot be read",
     },
     "analyze --out report": MODEL | TEXT | {
         "--only sink": "--only: measurement 'sink' is unknown; did you mean sinks",

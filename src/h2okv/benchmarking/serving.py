@@ -1,231 +1,363 @@
-"""Servers under load: which ones, how to start them, and the loads in turn."""
+"""A load of requests on an OpenAI-compatible server, and the times that its clients see."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
-import shlex
-import socket
-import subprocess
-import sys
-import tempfile
+import random
+import statistics
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import IO, Any
-from urllib.request import urlopen
+from collections import Counter
+from collections.abc import AsyncIterable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise, repeat
+from pathlib import Path
+from typing import Any
 
-import torch
+from h2okv.assets import sample_prompt
+from h2okv.benchmarking.results import load_label, percentiles
+from h2okv.console import check_least, optional
+from h2okv.records import Row, read_jsonl
 
-from h2okv.benchmarking.results import load_label
-from h2okv.benchmarking.serving_client import (
-    Client,
-    Load,
-    Outcome,
-    Workload,
-    by_ratio,
-    by_tokenizer,
-    summarize,
-)
-from h2okv.console import Progress
-from h2okv.engine.memory import peak_resident_bytes
-from h2okv.integration.loading import describe
-from h2okv.integration.models import default_dtype
-from h2okv.records import unknown_name
-
-OTHER_SERVERS = ("transformers", "sequential")
-_UNSTRETCHED = 1024
-"""Assumed maximum tokens of a prompt that is sent unchanged, for the size of the paged cache."""
+KEY_VARIABLE = "H2OKV_API_KEY"
+INTERRUPTED = "interrupted"
+"""Error of a request that was running when the measurement was stopped."""
+_SHORTEST_PROMPT = 16
+_LONGEST_ANSWER = 4  # times the median
+_MESSAGE_LIMIT = 300
 # English text in a common tokenizer, for servers that report no token counts.
 _USUAL_RATIO = 4.0
 # Characters of the first request: enough to estimate the ratio, and still a short prompt.
 _PROBE = 600
-# -P: do not import from the current folder.
-_PYTHON = (sys.executable, "-P", "-m")
-_HOST = "127.0.0.1"
+
+
+def read_texts(path: Path | None) -> list[str]:
+    """Read questions from a file of JSON lines; ``None`` for paragraphs of the bundled text."""
+    if path is None:
+        paragraphs = (paragraph.strip() for paragraph in sample_prompt().splitlines())
+        return [p for p in paragraphs if len(p.split()) >= _SHORTEST_PROMPT]
+    texts = []
+    for record in read_jsonl(path, "an object with turns, prompt, question or text"):
+        name = next((n for n in ("prompt", "question", "text") if n in record.fields), "turns")
+        texts.append(record.texts("turns" if record.fields.get("turns") else name)[0])
+    return texts
 
 
 @dataclass(frozen=True)
-class Server:
-    """A server to measure: at a URL, or started by a command."""
+class Workload:
+    """Requests by number, the same for every server."""
 
-    name: str
-    url: str = ""
-    command: tuple[str, ...] = ()  # "{port}" is replaced by the port
-    model: str | None = None  # the name for requests; None to ask the server
-    options: str = ""  # a note on its configuration
+    texts: Sequence[str]
+    context: tuple[int, int] | None = None  # range of tokens to extend texts to
+    new_tokens: int = 128  # the median of a log-normal distribution
+    spread: float = 0.8
+    seed: int = 0
 
-    @asynccontextmanager
-    async def running(self, patience: float = 180.0) -> AsyncIterator[tuple[str, int | None]]:
-        """Start it if needed, wait until it is healthy, and stop it; yield URL and process."""
-        if not self.command:
-            yield self.url, None
-            return
-        port = free_port()
-        url = f"http://{_HOST}:{port}"
-        with tempfile.TemporaryFile() as log:
-            process = subprocess.Popen(
-                [word.replace("{port}", str(port)) for word in self.command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={"HF_HUB_OFFLINE": "1", **os.environ},
-                # Ctrl-C must not reach the server: this program stops it.
-                start_new_session=True,
+    def __post_init__(self) -> None:
+        if self.context is not None and not _SHORTEST_PROMPT <= self.context[0] <= self.context[1]:
+            raise ValueError(
+                f"--context must be a range of {_SHORTEST_PROMPT} tokens or more, got"
+                f" {self.context[0]}:{self.context[1]}; give for example 2048:4096"
             )
-            try:
-                end = time.monotonic() + patience
-                while not await asyncio.to_thread(_is_healthy, url):
-                    code = process.poll()
-                    if code is not None or time.monotonic() > end:
-                        raise self._failure(code, log)
-                    await asyncio.sleep(0.2)
-                yield url, process.pid
-            finally:
-                process.terminate()
-                try:
-                    process.wait(30)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+        check_least(new_tokens=self.new_tokens)
+        if not 0 <= self.spread <= 3:
+            raise ValueError(
+                f"--spread must be from 0 to 3, got {self.spread}; give for example 0.8"
+            )
 
-    def _failure(self, code: int | None, log: IO[bytes]) -> ValueError:
-        log.seek(0)
-        lines = log.read().decode("utf-8", "replace").split("\n")
-        tail = " / ".join([line.strip() for line in lines if line.strip()][-2:])[-400:]
-        reason = "does not answer" if code is None else f"ended with code {code}"
-        return ValueError(
-            f"the server {self.name!r} {reason} ({tail or 'no output'}); start it by hand to"
-            " see why, and give its --url"
-        )
+    def request(self, number: int, ratio: float) -> tuple[str, int]:
+        """Return a prompt, by characters per token, and its maximum number of new tokens."""
+        rng = random.Random(f"{self.seed}:{number}")
+        text = self.texts[number % len(self.texts)]
+        length = None if self.context is None else rng.randint(*self.context)
+        new_tokens = self.new_tokens * math.exp(self.spread * rng.gauss(0, 1))
+        if length is not None:
+            words = sample_prompt().split()
+            start = rng.randrange(len(words))
+            words = words[start:] + words[:start]
+            # A word has at least one token: `length` words are enough.
+            filler = (words * (length // len(words) + 1))[:length]
+            text = " ".join([f"({rng.randrange(10**6)})", text, *filler])
+            text = text[: max(1, round(length * ratio))]
+        limit = self.new_tokens * (_LONGEST_ANSWER if self.spread else 1)
+        return text, min(max(1, round(new_tokens)), limit)
 
 
-def free_port() -> int:
-    """Return a port of this machine on which nothing listens now."""
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        return int(probe.getsockname()[1])
-
-
-def _is_healthy(url: str) -> bool:
-    try:
-        with urlopen(f"{url}/health", timeout=5) as response:
-            return bool(response.status == 200)
-    except (OSError, ValueError):
-        return False
-
-
-def paged_blocks(clients: int, tokens: int, page: int) -> int:
-    """Return the blocks of a paged cache for all clients, with a reserve of a tenth."""
-    return -(-clients * -(-tokens // page) * 11 // 10) + 1
-
-
-def h2okv_server(model: str, options: Sequence[str] = ()) -> Server:
-    """Return `h2okv serve`."""
-    command = (*_PYTHON, "h2okv", "serve", "--model", model, "--port", "{port}", *options)
-    return Server("h2okv", command=command, options=" ".join(options))
-
-
-def transformers_server(folder: str, dtype: str, device: str, blocks: int | None) -> Server:
-    """Return `transformers serve`, with continuous batching if ``blocks`` is given."""
-    command = (
-        *_PYTHON, "transformers.cli.transformers", "serve", folder, "--dtype", dtype,
-        "--device", device, "--attn-implementation", "sdpa", "--host", _HOST, "--port", "{port}",
-    )  # fmt: skip
-    if blocks is None:
-        return Server("sequential", command=command, model=folder, options="transformers serve")
-    chosen = (
-        "--continuous-batching", "--cb-block-size", "256", "--cb-num-blocks", str(blocks),
-        "--cb-max-batch-tokens", "1024",
-    )  # fmt: skip
-    return Server("transformers", command=command + chosen, model=folder, options=" ".join(chosen))
-
-
-def choose_servers(
-    url: str | None,
-    model: str | None,
-    others: Sequence[str],
-    served_name: str | None,
-    serve_options: str,
-    device: str,
-    loads: Sequence[Load],
-    workload: Workload,
-) -> tuple[Server, ...]:
-    """Return the servers to measure: a running one, or those to start."""
-    if (url is None) == (model is None):
-        raise ValueError("give either --url of a running server or --model to start one")
-    for name in others:
-        if name not in OTHER_SERVERS:
-            raise unknown_name("--against", name, OTHER_SERVERS)
-    if url is not None:
-        if others or serve_options:
-            raise ValueError("--against and --serve-options go with --model, not with --url")
-        if not url.startswith(("http://", "https://")):
-            raise ValueError(f"--url must be a URL such as http://127.0.0.1:8000, got {url!r}")
-        url = url.rstrip("/").removesuffix("/v1")
-        return (Server(url, url, model=served_name),)
-    assert model is not None
-    serve_arguments = [
-        *shlex.split(serve_options),
-        *(("--device", device) if device != "auto" else ()),
-    ]
-    servers = [h2okv_server(model, serve_arguments)]
-    if others:
-        longest = _UNSTRETCHED if workload.context is None else workload.context[1]
-        clients = max(load.clients or load.requests for load in loads)
-        blocks = paged_blocks(clients, longest + workload.max_new_tokens, 256)
-        auto = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = str(default_dtype(model, auto if device == "auto" else device) or "auto")
-        for name in others:
-            num_blocks = blocks if name == "transformers" else None
-            options = describe(model).source, dtype.removeprefix("torch."), device
-            servers.append(transformers_server(*options, num_blocks))
-    return tuple(servers)
+class AnswerFailedError(RuntimeError):
+    """A failed or truncated response: the kind of failure, a colon and a message."""
 
 
 @dataclass
-class ServeRun:
-    """A measurement of every load on every server; Ctrl-C keeps the finished ones."""
+class Outcome:
+    """The outcome of a request; times are seconds of `time.perf_counter`."""
 
-    servers: Sequence[Server]
-    model: str | None  # its tokenizer truncates prompts; None: by the server's counts
-    workload: Workload
-    loads: Sequence[Load]
-    warmup: int  # requests before the first load of a server
-    client: Mapping[str, Any]
-    keep: Callable[[dict[str, Any]], None]  # receives each row when it is complete
-    progress: Progress
+    due: float  # scheduled time: a late client of an open loop must not look fast
+    started: float
+    arrivals: list[float] = field(default_factory=list)  # of each chunk with new text
+    ended: float = 0.0
+    prompt_tokens: int | None = None  # as reported by the server, if at all
+    new_tokens: int | None = None
+    error: str | None = None  # the kind of error, a colon and its details
 
-    async def all(self) -> None:
-        """Measure every server."""
-        for server in self.servers:
-            self.progress.advance(0, f"{server.name}: starting")
-            async with (
-                server.running() as (url, process),
-                Client(url, server.model, **self.client) as client,
-            ):
-                await self._measure(server, client, process)
+    @property
+    def tokens(self) -> int:
+        """New tokens: as reported, otherwise the number of chunks."""
+        return len(self.arrivals) if self.new_tokens is None else self.new_tokens
 
-    async def _measure(self, server: Server, client: Client, process: int | None) -> None:
-        workload = self.workload
-        cut = by_ratio(await client.connect(workload.texts[0][:_PROBE]) or _USUAL_RATIO)
-        if self.model is not None and workload.context is not None:
-            cut = by_tokenizer(self.model)
-        first = [workload.request(10**6 + number, cut) for number in range(self.warmup)]
-        await Load(max(1, self.warmup), None, self.warmup).run(client, first, [])
-        for load in self.loads:
-            outcomes: list[Outcome] = []
-            label = f"{server.name}: {load_label(vars(load))}"
-            self.progress.advance(0, label)
-            done = partial(self.progress.advance, 1, label)
-            requests = [workload.request(number, cut) for number in range(load.requests)]
+    @property
+    def first_token(self) -> float | None:
+        """Seconds from the scheduled time to the first text; ``None`` without text."""
+        return self.arrivals[0] - self.due if self.arrivals else None
+
+    @property
+    def per_token(self) -> float | None:
+        """Seconds per token after the first one; ``None`` with fewer than two."""
+        if len(self.arrivals) < 2 or self.tokens < 2:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between consecutive chunks."""
+        return [b - a for a, b in pairwise(self.arrivals)]
+
+    async def read(self, lines: AsyncIterable[bytes]) -> None:
+        """Read a stream of server-sent events to its end."""
+        is_complete = False
+        async for raw in lines:
+            field_name, _, data = raw.decode("utf-8", "replace").strip().partition(":")
+            if field_name != "data":
+                continue
+            if data.strip() == "[DONE]":
+                return
             try:
-                await load.run(client, requests, outcomes, done, workload.seed)
+                event = dict(json.loads(data))
+            except (ValueError, TypeError):
+                raise AnswerFailedError(f"not JSON: {data[:200]}") from None
+            if event.get("error"):
+                raise AnswerFailedError(f"error in stream: {json.dumps(event['error'])}")
+            choices, usage = event.get("choices") or (), event.get("usage") or {}
+            self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
+            self.new_tokens = usage.get("completion_tokens", self.new_tokens)
+            # A chat's first event has only the role, no token.
+            if any(c.get("text") or (c.get("delta") or {}).get("content") for c in choices):
+                self.arrivals.append(time.perf_counter())
+            is_complete |= any(choice.get("finish_reason") is not None for choice in choices)
+        if not is_complete:
+            raise AnswerFailedError("cut off: the stream ended before a finish_reason or [DONE]")
+
+
+@dataclass
+class Client:
+    """A streaming client of a server; use it with ``async with``."""
+
+    url: str
+    model: str | None = None  # name in requests; None for the server's first model
+    is_chat: bool = False
+    timeout: float = 600.0  # seconds per request
+    extra: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
+
+    async def __aenter__(self) -> Client:
+        self._http = optional("aiohttp", "h2okv bench serve", "serve")
+        self._path = f"{self.url}/v1/{'chat/completions' if self.is_chat else 'completions'}"
+        key = os.environ.get(KEY_VARIABLE)
+        self._session = self._http.ClientSession(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            # No limit on connections; each request has its own timeout.
+            connector=self._http.TCPConnector(limit=0),
+            timeout=self._http.ClientTimeout(total=None),
+            read_bufsize=2**20,
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._session.close()
+
+    async def connect(self, text: str) -> float:
+        """Find the model's name, and how many characters its tokens have on average."""
+        if self.model is None:
+            self.model = await self._first_model()
+        outcome = await self.send(text, 1)
+        if outcome.error is not None:
+            raise ValueError(
+                f"{self._path} failed a request ({outcome.error}); check the server and the model's"
+                " name"
+            )
+        return len(text) / outcome.prompt_tokens if outcome.prompt_tokens else _USUAL_RATIO
+
+    async def send(
+        self,
+        prompt: str,
+        max_tokens: int,
+        due: float | None = None,
+        outcomes: list[Outcome] | None = None,
+    ) -> Outcome:
+        """Send a request and read its response; its outcome is listed when it is sent."""
+        messages = [{"role": "user", "content": prompt}]
+        body: dict[str, Any] = {"messages": messages} if self.is_chat else {"prompt": prompt}
+        body |= {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        body |= {"stream_options": {"include_usage": True}, **self.extra}
+        started = time.perf_counter()
+        outcome = Outcome(started if due is None else due, started)
+        if outcomes is not None:
+            outcomes.append(outcome)
+        try:
+            async with (
+                asyncio.timeout(self.timeout),
+                self._session.post(self._path, json=body) as response,
+            ):
+                if response.status != 200:
+                    text = " ".join((await response.text(errors="replace")).split())
+                    raise AnswerFailedError(f"HTTP {response.status}: {text}")
+                await outcome.read(response.content)
+        except AnswerFailedError as error:
+            outcome.error = str(error)[:_MESSAGE_LIMIT]
+        except TimeoutError:
+            outcome.error = f"timed out: no end after {self.timeout:g} s"
+        except asyncio.CancelledError:
+            outcome.error = INTERRUPTED
+            raise
+        except (self._http.ClientError, ValueError, OSError) as error:
+            is_refused = isinstance(error, self._http.ClientConnectorError)
+            kind = "no connection" if is_refused else "connection broken"
+            outcome.error = f"{kind}: {type(error).__name__}: {error}"[:_MESSAGE_LIMIT]
+        finally:
+            outcome.ended = time.perf_counter()
+        return outcome
+
+    async def _first_model(self) -> str:
+        url = f"{self.url}/v1/models"
+        try:
+            async with asyncio.timeout(self.timeout), self._session.get(url) as response:
+                return str(json.loads(await response.read())["data"][0]["id"])
+        except (self._http.ClientError, OSError, ValueError, LookupError, TypeError) as error:
+            raise ValueError(
+                f"no answer from {url} ({type(error).__name__}: {error}); start the server, such as"
+                " h2okv serve --model bundled, or check the URL and the key"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Load:
+    """A closed loop of `clients`, or an open one of `rate` requests a second on average."""
+
+    clients: int | None
+    rate: float | None
+    requests: int
+
+    async def run(
+        self,
+        client: Client,
+        requests: Sequence[tuple[str, int]],
+        outcomes: list[Outcome],
+        advance: Callable[[], None] = lambda: None,
+        seed: int = 0,
+    ) -> None:
+        """Send prompts with their numbers of new tokens, and wait for the last response."""
+        start = time.perf_counter()
+        times = repeat(0.0) if self.rate is None else arrival_times(self.rate, seed)
+        gate = asyncio.Semaphore(self.clients or max(1, len(requests)))
+
+        async def send(after: float, request: tuple[str, int]) -> None:
+            await asyncio.sleep(max(0.0, start + after - time.perf_counter()))
+            async with gate:
+                due = time.perf_counter() if self.rate is None else start + after
+                await client.send(*request, due, outcomes)
+            advance()
+
+        async with asyncio.TaskGroup() as group:
+            for after, request in zip(times, requests, strict=False):
+                group.create_task(send(after, request))
+
+
+def arrival_times(rate: float, seed: int) -> Iterator[float]:
+    """Draw arrival times of a Poisson process, in seconds from the start; endless."""
+    rng = random.Random(seed)
+    return accumulate(rng.expovariate(rate) for _ in repeat(None))
+
+
+def make_loads(
+    clients: Sequence[int], rates: Sequence[float], requests: int | None
+) -> Iterator[Load]:
+    """Yield the loads that the options request, closed loops first."""
+    check_least(requests=requests)
+    for number in clients:
+        check_least(clients=number)
+        yield Load(number, None, requests or 4 * number)
+    for rate in rates:
+        if not 0 < rate < math.inf:
+            raise ValueError(
+                f"--rate must be a positive number of requests per second, got {rate:g}"
+            )
+        yield Load(None, rate, requests or max(1, round(30 * rate)))
+
+
+async def measure(
+    client: Client,
+    workload: Workload,
+    loads: Sequence[Load],
+    warmup: int,
+    keep: Callable[[Row, Sequence[str]], None],
+    advance: Callable[[int, str], None],
+) -> None:
+    """Put a server under every load; `keep` receives each row, and its errors, at once."""
+    async with client:
+        ratio = await client.connect(workload.texts[0][:_PROBE])
+        first = [workload.request(10**6 + number, ratio) for number in range(warmup)]
+        await Load(max(1, warmup), None, warmup).run(client, first, [])
+        for load in loads:
+            outcomes: list[Outcome] = []
+            label = load_label(vars(load))
+            advance(0, label)
+            requests = [workload.request(number, ratio) for number in range(load.requests)]
+            try:
+                await load.run(client, requests, outcomes, lambda: advance(1, label), workload.seed)  # noqa: B023
             finally:  # also after an interrupted load
-                names = {"server": server.name, "model": self.model or server.model or ""}
-                row = {**names, "settings": server.options, **summarize(outcomes, load)}
-                row["peak_bytes"] = process and peak_resident_bytes(process)
                 if outcomes:
-                    self.keep(row)
+                    names = {"server": client.url, "model": client.model or ""}
+                    errors = [f"{label}: {x.error}" for x in outcomes if x.error]
+                    keep(names | summarize(outcomes, load), errors)
+
+
+def summarize(outcomes: Sequence[Outcome], load: Load) -> dict[str, Any]:
+    """Summarize a load's outcomes; rates and times are of complete responses."""
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    bad = [str(x.error).partition(":")[0] for x in outcomes if x.error not in (None, INTERRUPTED)]
+    ends, starts = [outcome.ended for outcome in outcomes], [outcome.due for outcome in outcomes]
+    seconds = max(ends) - min(starts) if outcomes else 0.0
+    new = sum(outcome.tokens for outcome in good)
+    prompts = [outcome.prompt_tokens for outcome in good if outcome.prompt_tokens is not None]
+    knows_prompts = bool(good) and len(prompts) == len(good)
+    kinds = {"pieces" if outcome.new_tokens is None else "usage" for outcome in good}
+
+    def rate(amount: float) -> float:
+        return amount / seconds if seconds > 0 else 0.0
+
+    return {
+        "loop": "closed" if load.rate is None else "open",
+        "clients": load.clients,
+        "rate": load.rate,
+        "requests": len(outcomes),
+        "finished": len(good),
+        "failed": len(bad),
+        "interrupted": len(outcomes) - len(good) - len(bad),
+        "errors": dict(Counter(bad).most_common()),
+        "seconds": seconds,
+        "requests_per_second": rate(len(good)),
+        "new_tokens_per_second": rate(new),
+        "total_tokens_per_second": rate(new + sum(prompts)) if knows_prompts else None,
+        "prompt_tokens": statistics.mean(prompts) if knows_prompts else None,
+        "new_tokens": new / len(good) if good else None,
+        # The server's usage, chunks of the stream, or a mixture of both.
+        "counted_by": "both" if len(kinds) == 2 else "".join(kinds),
+        **percentiles("first_token", (outcome.first_token for outcome in good)),
+        **percentiles("per_token", (outcome.per_token for outcome in good)),
+        **percentiles("gap", (gap for outcome in good for gap in outcome.gaps)),
+        **percentiles("lateness", (outcome.started - outcome.due for outcome in outcomes)),
+    }
+
+
+COLUMNS = ("server", "model", *summarize((), Load(1, None, 1)))
+"""Columns of a CSV file of loads; docs/benchmarking.md explains them."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import re
-import shlex
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -256,17 +254,8 @@ def _fields(option: str, text: str) -> dict[str, Any]:
 @args.subcommand(bench_app, "serve")
 def bench_serve(
     ctx: typer.Context,
-    url: str | None = option(None, "URL of a running server, without /v1."),
-    model: str | None = option(None, f"Start h2okv serve for the run. {MODEL_HELP}", read=_model),
-    against: Typed = option(
-        "",
-        "With --model, others under the same load: transformers (transformers serve with"
-        " continuous batching), sequential (the same, without).",
-        read=readers.names,
-    ),
+    url: str = option(..., "URL of the server, without /v1."),
     served_name: str | None = option(None, "The model's name in requests (the server's first)."),
-    serve_options: str = option("", 'With --model, for h2okv serve, such as "--budget 512".'),
-    device: str = option("auto", "With --model: auto, cpu, cuda ...", read=readers.device),
     clients: Typed = option(
         "", "Closed loops: clients, comma-separated (8 without --rate).", read=numbers
     ),
@@ -297,59 +286,41 @@ def bench_serve(
     as_json: bool = JSON,
 ) -> int:
     _refuse_options_before(ctx)
-    cache = None if model is None else serve_cache(serve_options)
-    import torch
-
-    from h2okv.benchmarking import serving_client
-    from h2okv.benchmarking.results import serving_table
-    from h2okv.benchmarking.serving import ServeRun, choose_servers
-    from h2okv.integration.loading import describe
-
-    serving_client.load_aiohttp()
-    texts = serving_client.read_texts(prompts) if prompts else serving_client.default_texts()
-    workload = serving_client.Workload(texts, context, new_tokens, spread, seed)
-    loads = tuple(serving_client.make_loads(clients or (() if rate else (8,)), rate, requests))
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"--url must be a URL such as http://127.0.0.1:8000, got {url!r}")
     if not timeout > 0:
         raise ValueError(f"--timeout {timeout:g} leaves no time; give seconds, such as 600")
-    if model is not None and cache is not None:  # before the server is started for the run
-        args.check_cache(describe(model).config, cache)
-    servers = choose_servers(
-        url, model, against, served_name, serve_options, device, loads, workload
-    )
-    client = {"is_chat": chat, "extra": extra, "timeout": timeout}
-    code, total = 0, len(servers) * sum(load.requests for load in loads)
+    import torch
+
+    from h2okv.benchmarking import serving
+    from h2okv.benchmarking.results import serving_table
+
+    workload = serving.Workload(serving.read_texts(prompts), context, new_tokens, spread, seed)
+    loads = tuple(serving.make_loads(clients or (() if rate else (8,)), rate, requests))
+    address = url.rstrip("/").removesuffix("/v1")
+    client = serving.Client(address, served_name, chat, timeout, extra)
+    code, errors = 0, dict[str, None]()
     with (
-        closing(_Rows(csv, serving_client.COLUMNS, torch.device("cpu"))) as rows,
-        Progress("load", total, "requests") as progress,
+        closing(_Rows(csv, serving.COLUMNS, torch.device("cpu"))) as rows,
+        Progress("load", sum(load.requests for load in loads), "requests") as progress,
     ):
-        run = ServeRun(servers, model, workload, loads, warmup, client, rows.add, progress)
+
+        def keep(row: Row, messages: Sequence[str]) -> None:
+            rows.add(row)
+            errors.update(dict.fromkeys(messages))
+
         try:
-            asyncio.run(run.all())
+            asyncio.run(serving.measure(client, workload, loads, warmup, keep, progress.advance))
         except KeyboardInterrupt:
-            if not rows.found:
-                write_remark("stopped before a load was finished")
+            write_remark("stopped")
             code = INTERRUPTED
-        finally:
-            # Also when a later server fails: what the earlier ones gave is there.
-            progress.close()
-            if as_json and rows.found:
-                write_json({"environment": rows.environment, "rows": rows.found})
-            elif rows.found:
-                write_text(serving_table(rows.found))
-                remarks = (line for row in rows.found for line in serving_client.remarks(row))
-                for line in dict.fromkeys(remarks):
-                    write_remark(line)
+    if as_json and rows.found:
+        write_json({"environment": rows.environment, "rows": rows.found})
+    elif rows.found:
+        write_text(serving_table(rows.found))
+        for line in errors:
+            write_remark(line)
     return code or (0 if all(row["finished"] for row in rows.found) else FAILED)
-
-
-def serve_cache(text: str) -> CacheConfig:
-    """The cache that a server makes of these options."""
-    from h2okv.cli.app import load_command
-
-    with load_command("serve").make_context("h2okv serve", shlex.split(text)) as given:
-        names = inspect.signature(args.make_cache).parameters
-        values = {name: given.params.get(name) for name in names} | {"default_budget": "20%"}
-    return args.make_cache(**values)
 
 
 def _refuse_options_before(ctx: typer.Context) -> None:
