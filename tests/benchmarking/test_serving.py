@@ -263,7 +263,7 @@ def test_bad_input_is_one_sentence(capsys, args, words):
 
 def test_options_of_the_other_benchmark_are_refused_before_the_word(capsys):
     assert run(["bench", "--rounds", "3", "serve", "--url", "http://x"]) == 2
-    assert "--rounds stands before the word serve" in capsys.readouterr().err
+    assert "--rounds before the word serve is an option of" in capsys.readouterr().err
 
 
 def test_control_c_prints_what_was_measured(fake_server):

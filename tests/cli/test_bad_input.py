@@ -79,7 +79,10 @@ OPTIONS = {
     ),
     "file that is not there": (("--file", "nowhere.txt"), ("--file 'nowhere.txt'", "no such file")),
     "file that is a folder": (("--file", "."), ("--file '.'", "a folder")),
-    "prompt given twice": (("--file", __file__, "a prompt"), ("twice", "leave one out")),
+    "prompt given twice": (
+        ("--file", __file__, "a prompt"),
+        ("both an argument and in --file", "leave one of them out"),
+    ),
 }
 
 
@@ -226,7 +229,8 @@ def test_refusals_come_before_the_weights(h2okv_command, model_folder, monkeypat
         raise AssertionError("the weights were loaded first")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("h2okv.integration.loading.load_weights", load)
+    # The engine's first: its import must not copy the replaced function.
     monkeypatch.setattr("h2okv.engine.engine.load_weights", load)
+    monkeypatch.setattr("h2okv.integration.loading.load_weights", load)
     outcome = h2okv_command(*line.split(), "--model", model_folder)
     assert_one_sentence(outcome, BEFORE_THE_WEIGHTS[line])

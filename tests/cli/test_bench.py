@@ -176,7 +176,7 @@ def test_what_is_not_installed_is_said_below_the_table(h2okv_command, monkeypatc
         (("--kv-bits", "3"), "--kv-bits 3 .*8 or 4"),
         (("--kv-bits", "few"), "--kv-bits 'few'"),
         (("--kv-bits", "8", "--caches", "dynamic"), "--kv-bits needs h2o"),
-        (("--model", "bundled"), "both --model and --shape"),
+        (("--model", "bundled"), "--model and --shape exclude each other"),
         (("--batches", "100000000"), "bytes (.*) are available"),
         (("--max-batch",), "--memory 8GiB"),
         (("--memory", "8GiB"), "--max-batch and --memory"),

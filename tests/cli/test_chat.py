@@ -13,7 +13,7 @@ from h2okv.assets import bundled_model_path
 from h2okv.cli.chat import converse
 
 BUDGET = ("--heavy", "16", "--recent", "16", "--max-new-tokens", "12")
-EMPTY = "there is nothing in the cache yet; say something first.\n"
+EMPTY = "there is nothing in the cache yet; send a message first.\n"
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_commands_that_cannot_be_done_leave_the_chat_as_it_is(chat, tmp_path):
     words = [
         "nothing in the cache yet", "/save needs a file", "nothing to save yet",
         "/load needs a file", "'/nope' is not a command; /help", "did you mean /cache",
-        "layers 0 to 1", "KV heads 0 to 1", "'one' is not a number", "names too much",
+        "layers 0 to 1", "KV heads 0 to 1", "'one' is not a number", "has too many words",
         "is not a file", "cannot be written", "is not a saved chat", "'/' is not a command",
     ]  # fmt: skip
     assert outcome.code == 0
@@ -149,7 +149,7 @@ def test_save_ends_and_load_goes_on_in_another_process(chat, chat_folder, tmp_pa
     assert b"2 turns, " in process.stderr
     loaded = chat(f"/load {file}\nthe mat\n", "--seed", "3")
     assert first + loaded.out == whole
-    assert "saved with --seed 0; this chat goes on with its own" in loaded.err
+    assert "saved with --seed 0; this chat keeps its options" in loaded.err
     anew = chat(f"/load {file}\n/reset\nthe cat\n").out
     assert anew == chat("the cat\n", "--system", "be brief").out != chat("the cat\n").out
     # Saving over a saved chat is what saving is for.

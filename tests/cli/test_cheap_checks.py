@@ -44,7 +44,7 @@ COMMANDS = {
     "demo": MODEL | {"--max-new-tokens 0": "--max-new-tokens 0 is too few"},
     "chat": BOTH | TOPK | SAMPLING | {
         f"--load {MISSING}": f"--load '{MISSING}' cannot be read",
-        "--load latin1.txt": "--load 'latin1.txt' holds no chat",
+        "--load latin1.txt": "--load 'latin1.txt' is not a saved chat",
         "--budget 20%": "is a fraction of a prompt, but a chat has no end",
         "--positions rolled": "--positions 'rolled' is not known",
     },
@@ -87,7 +87,7 @@ COMMANDS = {
         "--plot curve.txt": "is not the name of a figure",
     },
     "eval layers": MODEL | TEXT | {
-        "--budget full": "--budget full is no part of a text",
+        "--budget full": "--budget must be a fraction of the text below 1, got full",
         "--out nowhere/layers.json": "--out 'nowhere/layers.json' cannot be written",
     },
     "eval recall --csv rows.csv --input in.jsonl": BOTH | {

@@ -337,7 +337,7 @@ def test_layers_get_what_was_measured(generate, h2okv_command, model_folder, tmp
     heads = ("--text", text, "--out", out, "--by-head", "--budget")
     for budget in ("64", "100%"):
         refused = h2okv_command("eval", "layers", "--model", model_folder, *heads, budget)
-        assert refused.code == 2 and "is no part of a text" in refused.err
+        assert refused.code == 2 and "must be a fraction of the text below 1" in refused.err
     outcome = h2okv_command("eval", "layers", "--model", model_folder, *heads, "30%")
     factors = json.loads(out.read_text())
     assert "2 layers, 2 heads in each" in outcome.out and [len(own) for own in factors] == [2, 2]

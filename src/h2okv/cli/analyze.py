@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from h2okv.analysis.viewer.reading import Reader
 
 
-# Written down, for the module that defines them imports torch.
+# Listed here because the module that defines them imports torch.
 MEASUREMENTS = (
     "sparsity", "scores", "words", "sinks", "ablation", "policies", "predicted", "retention",
     "lifetimes", "overlap", "theory", "theory-long", "neurons",
@@ -30,18 +30,18 @@ MEASUREMENTS = (
 
 
 def _measurements(option: str, text: str) -> tuple[str, ...]:
-    """Read names of measurements."""
-    found = readers.names(option, text)
-    for name in found:
+    """Parse names of measurements."""
+    names = readers.names(option, text)
+    for name in names:
         if name not in MEASUREMENTS:
             raise unknown_name(f"{option}: measurement", name, MEASUREMENTS)
-    return found
+    return names
 
 
 def _report_folder(option: str, folder: Path) -> Path:
-    """Refuse a folder that is a file, or in none that can be written."""
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
+    """Raise ValueError for a folder that cannot be written or created."""
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise ValueError(f"{option} '{folder}' cannot be written; choose another folder")
     return folder
 
@@ -69,12 +69,12 @@ def analyze(
     chosen = measurements.choose_measurements(only, quick, neurons)
     check_least(study.LEAST_TOKENS, tokens=tokens)
     study.check_folder(out)
-    # What is not installed shows before the long work, not in the middle of it.
+    # Missing packages must show before the long work, not in the middle of it.
     load_scipy("stats")
     new_figure()
     described = model.describe()
-    most = min(tokens, described.context or tokens)
-    sample = study.make_sample(described.tokenizer, wording, most)
+    limit = min(tokens, described.context or tokens)
+    sample = study.make_sample(described.tokenizer, wording, limit)
     study.open_folder(out, described.name, wording, sample.length)
     loaded = model.load(described)
     if any(measurement.is_option for measurement in chosen):
@@ -89,22 +89,24 @@ def analyze(
             measurements.analyze(loaded, sample, out, chosen, report)
         except KeyboardInterrupt:
             done = sum(measurements.is_finished(out, measurement) for measurement in chosen)
-            what = f"{done} of {len(chosen)} measurements are finished in '{out}'"
-            write_remark(f"stopped; {what}, and the same command continues from there.")
+            write_remark(
+                f"stopped; {done} of {len(chosen)} measurements are finished in '{out}', and the"
+                " same command continues from there."
+            )
             return INTERRUPTED
     write_report(out)
     write_text(f"{out / REPORT_FILE}\n")
     return 0
 
 
-# What the page offers; others are named with --policy.
+# Policies that the page offers; --policy adds others.
 _OFFERED = ("full", "recent", "sink_recent", "h2o", "heavy", "random")
-_SHORT_PROMPT = 6000  # characters of the built-in text, so that the page is there soon
+_SHORT_PROMPT = 6000  # characters of the built-in text, to show the page soon
 _SHOWN = ("policy", "heavy", "recent", "sink")
 _UNSEEN: dict[str, Any] = {
     field.name: field.default for field in fields(CacheConfig) if field.name not in _SHOWN
 }
-"""What the page does not show: it follows the scores of H2O, a token at a time."""
+"""Fields that the page does not show: it follows the scores of H2O, a token at a time."""
 
 
 def view(
@@ -115,7 +117,7 @@ def view(
     port: int = option(8765, "The port on this machine; 0 for any.", read=readers.port),
     layer: int = option(0, "The layer to begin with."),
     head: int = option(0, "The KV head to begin with."),
-    tokens: int = option(2048, "Most tokens of a text; the rest is cut."),
+    tokens: int = option(2048, "Most tokens of a text, which is cut there."),
     new_tokens: int = option(0, "Tokens that the model adds with the full cache."),
     open_browser: bool = option(True, "Open the page in the browser.", "--open/--no-open"),
 ) -> int:
@@ -127,28 +129,28 @@ def view(
 
     check_least(LEAST_TOKENS, tokens=tokens)
     is_page = export is None
-    asked = list(dict.fromkeys(cache.policy for cache in caches))
-    budgets = dict.fromkeys(args.budget_text(own) for own in caches if not own.is_full)
+    policies = list(dict.fromkeys(cache.policy for cache in caches))
+    budgets = dict.fromkeys(args.budget_text(config) for config in caches if not config.is_full)
     choice = {
-        # An export holds what was asked for and nothing else.
-        "policies": list(dict.fromkeys((*_OFFERED, *asked))) if is_page else asked,
+        # An export has only the policies of the command line.
+        "policies": list(dict.fromkeys((*_OFFERED, *policies))) if is_page else policies,
         "budgets": list(budgets) or ["full"],
-        "policy": asked[0],
-        "beside": asked[1] if len(asked) > 1 else "",
-        "other": asked[1] if len(asked) > 1 else "recent" if is_page else asked[0],
+        "policy": policies[0],
+        "beside": policies[1] if len(policies) > 1 else "",
+        "other": policies[1] if len(policies) > 1 else "recent" if is_page else policies[0],
         "layer": layer,
         "head": head,
         "new_tokens": new_tokens,
         "text": wording[:_SHORT_PROMPT] if text is None else wording,
     }
     if is_page:
-        PageServer(port).server_close()  # one that is taken shows before the long work
+        PageServer(port).server_close()  # raises for a port in use before the long work
     described = model.describe()
     check_new_tokens(new_tokens, min(tokens, described.context or tokens))
     check_layer(described.config, layer, head)
-    for own in caches:
-        h2okv.H2OCache.from_config(described.config, own)
-        if own.scoring != "sum":
+    for config in caches:
+        h2okv.H2OCache.from_config(described.config, config)
+        if config.scoring != "sum":
             raise ValueError("--policy best cannot be shown: the page follows sums; choose h2o")
     loaded = model.load(described, dtype=fast_dtype(described.name, model.device))
     make_cache = partial(args.parse_cache, sink=caches[0].sink)

@@ -1,4 +1,4 @@
-"""The commands put together, and what a failing one prints."""
+"""The command line: its commands, and the output of those that fail."""
 
 from __future__ import annotations
 
@@ -23,39 +23,40 @@ COMMANDS = {
     "chat": ("chat:chat", "Chat with a model in constant KV memory."),
     "serve": ("serve:serve", "Serve a model over OpenAI's API, each request with an H2O cache."),
     "batch": ("batch:batch", "Generate for a file of prompts."),
-    "plan": ("batch:plan", "Plan a batch job: where weights go, batch size, expected speed."),
+    "plan": ("batch:plan", "Plan a batch job: placement of weights, batch size, expected speed."),
     "stream": ("stream:stream", "Stream an endless text or conversations through one cache."),
-    "eval": ("eval:eval_app", "Measure what a cache size costs in quality."),
+    "eval": ("eval:eval_app", "Measure the quality of cache sizes."),
     "lm-eval": ("eval:lm_eval", "Run lm-evaluation-harness with an H2O cache."),
     "bench": ("bench:bench_app", "Measure speed and memory against transformers' own caches."),
     "analyze": ("analyze:analyze", "Measure what the paper observed, and write a report."),
-    "view": ("analyze:view", "See what a policy keeps of a text, token by token."),
-    "models": ("env:models_app", "Fetch and list models that have a name."),
-    "env": ("env:env", "Show what is installed, and what would run attention and why."),
+    "view": ("analyze:view", "Show which tokens of a text a policy keeps."),
+    "models": ("env:models_app", "Fetch and list the models that h2okv knows by name."),
+    "env": ("env:env", "Show the installed packages, and which kernels run attention."),
 }
-"""Each command's function or group in `h2okv.cli`, and its line in `h2okv --help`. A command is
-imported when it runs: torch and transformers take seconds."""
+"""The function or group of each command in `h2okv.cli`, and its line in `h2okv --help`. A command
+is imported when it runs: torch and transformers take seconds."""
 
 
 class LazyGroup(TyperGroup):
-    """Lists commands without importing them, and imports the one that is called."""
+    """A group that lists commands without importing them, and imports the one that runs."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, command and load_command(str(name)), rest
+        name, command, remaining = super().resolve_command(ctx, args)
+        return name, command and load_command(str(name)), remaining
 
 
 def load_command(name: str) -> Any:
     from h2okv.cli import args
 
-    found = pkgutil.resolve_name(f"h2okv.cli.{COMMANDS[name][0]}")
-    if not isinstance(found, typer.Typer):
-        is_foreign = name == "lm-eval"  # whose options are the harness's own
+    app = pkgutil.resolve_name(f"h2okv.cli.{COMMANDS[name][0]}")
+    if not isinstance(app, typer.Typer):
+        function = app
+        is_foreign = name == "lm-eval"  # the harness parses its options
         settings = {"allow_extra_args": is_foreign, "ignore_unknown_options": is_foreign}
         app = typer.Typer(add_completion=False)
-        app.command(name, help=args.helps()[name], context_settings=settings)(args.expand(found))
-        found = app
-    command = typer.main.get_command(found)
+        register = app.command(name, help=args.helps()[name], context_settings=settings)
+        register(args.expand(function))
+    command = typer.main.get_command(app)
     command.name = name
     return command
 
@@ -63,8 +64,8 @@ def load_command(name: str) -> Any:
 _app = typer.Typer(name="h2okv", cls=LazyGroup, pretty_exceptions_enable=False)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(value: bool) -> None:
+    if value:
         write_text(f"h2okv {h2okv.__version__}\n")
         raise typer.Exit
 
@@ -94,13 +95,13 @@ def run(args: Sequence[str]) -> int:
     except typer.TyperException as error:
         return _fail(_usage(error))
     except OutputClosedError:
-        # Somewhere for the interpreter to flush what is left, or it complains on its way out.
+        # The interpreter flushes stdout at exit, which would fail on a closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
     except ValueError as error:
         return _fail(str(error))
     except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError":  # torch's, which may not be imported
+        if type(error).__name__ != "OutOfMemoryError":  # torch's; torch may not be imported
             raise
         return _fail(
             f"the device is out of memory ({error}); choose a smaller model, a shorter prompt or"
@@ -116,7 +117,7 @@ _UNITS = {
 
 
 def _check_spaces(args: Sequence[str]) -> None:
-    """Refuse an amount whose unit a space has made an argument of its own."""
+    """Raise ValueError for an amount that a space separates from its unit."""
     words = [word for arg in args for word in arg.split("=", 1)]
     for option, number, unit in zip(words, words[1:], words[2:], strict=False):
         if option not in _UNITS or not re.fullmatch(_UNITS[option], unit):
@@ -129,11 +130,11 @@ def _check_spaces(args: Sequence[str]) -> None:
 
 
 def _quieten_libraries() -> None:
-    """Keep stderr for this command's own sentences; read by libraries when they are imported."""
+    """Silence libraries on stderr; they read these variables when they are imported."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if "transformers" in sys.modules:  # then it has read them already
+    if "transformers" in sys.modules:  # it has read the variables already
         logging = importlib.import_module("transformers.utils.logging")
         logging.set_verbosity_error()
         logging.disable_progress_bar()
@@ -145,7 +146,7 @@ def _quieten_libraries() -> None:
 
 
 def _usage(error: typer.TyperException) -> str:
-    """A mistake in the command line, and where to look."""
+    """Return the message of a usage error, with the --help to read."""
     message, context = error.format_message(), getattr(error, "ctx", None)
     path = "h2okv" if context is None else context.command_path
     if message.endswith("?"):

@@ -39,7 +39,7 @@ def _placement(option: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """Where weights and caches may go: options of a command, and fields of an `OffloadRequest`."""
+    """Tiers of weights and caches: options of a command, and fields of an `OffloadRequest`."""
 
     batch_size: Typed = option(
         "auto", "Sequences that run together: a number, or auto.", "--batch", read=_batch_size
@@ -92,18 +92,18 @@ def batch(
     from h2okv.offload.job import PromptFile
     from h2okv.offload.offload_engine import BatchRequest, Interrupted, run
 
-    beside = {
+    fields = {
         "model": model.name, "dtype": model.dtype, "sampling": sampling.params(), "is_raw": raw,
         "device": torch.device("cpu") if ray else model.device,
     }  # fmt: skip
-    request = args.build(BatchRequest, locals(), **vars(offload), **beside)
+    request = args.build(BatchRequest, locals(), **vars(offload), **fields)
     if ray:
         _check_for_ray(request)
-    prompts = PromptFile(input)  # mistakes in the file show before the model is looked at
+    prompts = PromptFile(input)  # mistakes in the file show before the model is read
     params = sampling.params(model.describe())
     request = replace(request, sampling=params, cache=cache.seeded(int(params.seed or 0)))
     try:
-        if ray:  # imported here: a job on this machine alone needs neither Ray nor its memory
+        if ray:  # imported here: a job on one machine needs neither Ray nor its memory
             from h2okv.cluster.batch import run_batch_on_ray
 
             summary = run_batch_on_ray(request, model.device_name, actors, prompts)
@@ -129,8 +129,8 @@ def _check_budgets(cache: CacheConfig) -> None:
 
 
 def _check_for_ray(request: BatchRequest) -> None:
-    """Refuse with --ray what is planned for one machine alone."""
-    given = {
+    """Raise ValueError for options that --ray does not support."""
+    options = {
         "--memory": request.memory,
         "--weights": request.weight_placement,
         "--cache": request.cache_placement,
@@ -139,7 +139,7 @@ def _check_for_ray(request: BatchRequest) -> None:
         "--weight-bits": request.weight_bits,
         "--keep-pages": request.keep_pages,
     }
-    for name, value in given.items():
+    for name, value in options.items():
         if value:
             reason = "is for one machine, and with --ray every actor holds the whole model"
             raise ValueError(f"{name} {reason}; leave out {name} or --ray")
@@ -161,8 +161,8 @@ def plan(
     from h2okv.offload import offload_engine
     from h2okv.offload.planner import Workload
 
-    place: Any = {"model": model.name, "dtype": model.dtype, "device": model.device}
-    request = offload_engine.OffloadRequest(cache=cache, **place, **vars(offload))
+    model_fields: Any = {"model": model.name, "dtype": model.dtype, "device": model.device}
+    request = offload_engine.OffloadRequest(cache=cache, **model_fields, **vars(offload))
     planned = offload_engine.plan(request, Workload(prompt, prompt, gen, prompts))
     if as_json:
         write_json(planned.to_dict())
@@ -173,7 +173,7 @@ def plan(
 
 
 def _warning(planned: PlannedJob) -> str:
-    """Say that the first result is far off, and with which batch it is not."""
+    """Return the warning of a late first result, with a batch size that gives it sooner."""
     estimate, sooner = planned.plan.estimate, planned.sooner
     text = f"the first result comes after about {_duration(estimate.first_result_seconds)}"
     if sooner is None:
@@ -194,7 +194,7 @@ def _duration(seconds: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits of a small number, all before the point of a large one."""
+    """Format a number: three digits of a small one, all before the point of a large one."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
@@ -203,8 +203,10 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
     estimate, step = chosen.estimate, chosen.estimate.step
     names = {"device": "in memory", "cpu": "in the CPU's memory", "disk": "on the disk"}
     names["file"] = "in a file"
-    layers = ", ".join(f"{n} {names[place]}" for place, n in chosen.counts.items())
-    caches = [f"{100 * own:.0f} % {names[place]}" for place, own in chosen.cache_placement.items()]
+    layers = ", ".join(f"{n} {names[tier]}" for tier, n in chosen.counts.items())
+    caches = [
+        f"{100 * share:.0f} % {names[tier]}" for tier, share in chosen.cache_placement.items()
+    ]
     gemm = [f"{_number(rate / 1e9)} ({n})" for n, rate in hardware.gemm]
     return [
         ("layers and head", layers),
@@ -220,7 +222,7 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
         ("", ""),
         ("measured: disk", f"{hardware.disk / 1e9:.2f} GB/s"),
         ("memory", f"{hardware.memory / 1e9:.2f} GB/s"),
-        ("matrix products", f"{', '.join(gemm)} GFLOP/s (of so many rows)"),
+        ("matrix products", f"{', '.join(gemm)} GFLOP/s (rows in brackets)"),
         ("overhead", f"{1e3 * hardware.layer_seconds:.2f} ms for each layer"),
         ("", ""),
         ("decode step: weights", f"{step['weights']:.3f} s"),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from h2okv.benchmarking.model import ModelSource
 
 FAILED = 1  # the exit code if a check failed, or no request was finished
-# Written down, for the modules that define them import torch.
+# Listed here because the modules that define them import torch.
 RUNNERS = ("dynamic", "static", "quantized", "h2o")
 SHAPES = ("llama-3-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-7b", "qwen2.5-7b", "small")
 
@@ -40,7 +40,7 @@ def _model(option: str, name: str) -> str:
 
 
 def _shape(option: str, text: str) -> str:
-    """Refuse a shape that is neither a known one nor sizes."""
+    """Raise ValueError for a text that is neither the name of a shape nor sizes."""
     name = text.partition(",")[0].strip().lower()
     if "=" not in name and name not in SHAPES:
         raise unknown_name(option, text, SHAPES)
@@ -48,11 +48,11 @@ def _shape(option: str, text: str) -> str:
 
 
 def _runners(option: str, text: str) -> tuple[str, ...]:
-    """Read names of caches."""
-    found = readers.names(option, text)
-    for name in found:
+    """Parse names of caches."""
+    names = readers.names(option, text)
+    for name in names:
         readers.choice(option, name, RUNNERS)
-    return found
+    return names
 
 
 def _kv_bits(option: str, text: str) -> tuple[int, ...]:
@@ -60,10 +60,10 @@ def _kv_bits(option: str, text: str) -> tuple[int, ...]:
 
 
 def _dtypes(option: str, text: str) -> list[str]:
-    wanted = readers.names(option, text)
-    if "auto" in wanted and len(wanted) > 1:
+    names = readers.names(option, text)
+    if "auto" in names and len(names) > 1:
         raise ValueError(f"{option} {text!r} mixes auto with others; give auto alone, or others")
-    return [readers.choice(option, part, args.DTYPES) for part in wanted]
+    return [readers.choice(option, name, args.DTYPES) for name in names]
 
 
 @bench_app.callback(invoke_without_command=True)
@@ -133,46 +133,46 @@ def bench(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    place = parse_device(device)
-    usual = torch.float32 if place.type == "cpu" else torch.bfloat16
+    torch_device = parse_device(device)
+    default_dtype = torch.float32 if torch_device.type == "cpu" else torch.bfloat16
     lists = {"configs": tuple(caches), "caches": runners}
-    lists["dtypes"] = tuple(readers.torch_dtype(name) or usual for name in dtypes)
+    lists["dtypes"] = tuple(readers.torch_dtype(name) or default_dtype for name in dtypes)
     settings = args.build(comparison.Settings, locals(), **lists)
     if compiled:
-        check_compiler(place)
+        check_compiler(torch_device)
     source = _source(model, shape, layers)
     benches = [
-        comparison.Comparison(source, settings, dtype, place)
+        comparison.Comparison(source, settings, dtype, torch_device)
         if memory is None
-        else comparison.MaxBatch(source, settings, dtype, place, memory, max_run_batch)
+        else comparison.MaxBatch(source, settings, dtype, torch_device, memory, max_run_batch)
         for dtype in settings.dtypes
     ]
-    with closing(_Rows(csv, benches[0].columns, place)) as rows:
+    with closing(_Rows(csv, benches[0].columns, torch_device)) as rows:
         code = _measure(benches, rows)
-    found, bandwidth = rows.found, benches[0].bandwidth
+    measured, bandwidth = rows.measured, benches[0].bandwidth
     if as_json:
         checks = {name: check for bench in benches for name, check in bench.checks.items()}
-        told = {"environment": rows.environment, "bandwidth": bandwidth, "checks": checks}
-        write_json({**told, "rows": found})
-    elif found:
+        summary = {"environment": rows.environment, "bandwidth": bandwidth, "checks": checks}
+        write_json({**summary, "rows": measured})
+    elif measured:
         table = results.comparison_table if memory is None else results.max_batch_table
-        write_text(table(found))
-        for line in results.missing_figures(found) if memory is None else ():
+        write_text(table(measured))
+        for line in results.missing_figures(measured) if memory is None else ():
             write_remark(line)
         if bandwidth is not None:
             write_remark(f"memory bandwidth measured: {bandwidth / 1e9:.1f} GB/s")
-    if plot is not None and any(row["decode"] is not None for row in found):
-        results.plot_roofline(plot, found)
+    if plot is not None and any(row["decode"] is not None for row in measured):
+        results.plot_roofline(plot, measured)
     return code
 
 
 class _Rows:
-    """Rows of a measurement; each is in the CSV file, if there is one, as soon as it is known."""
+    """The measured rows, each written at once to a CSV file, if there is one."""
 
     def __init__(self, csv: Path | None, columns: Sequence[str], device: torch.device) -> None:
         from h2okv.provenance import environment
 
-        self.found: list[Row] = []
+        self.measured: list[Row] = []
         self.environment = environment(device)
         self._file = None if csv is None else CsvFile(csv, (*self.environment, *columns))
 
@@ -181,8 +181,8 @@ class _Rows:
             self._file.close()
 
     def add(self, row: Row) -> None:
-        """Take a row; what is an object in JSON is one in its cell, too."""
-        self.found.append(row)
+        """Add a row; the CSV file has dictionaries as JSON."""
+        self.measured.append(row)
         if self._file is not None:
             cells = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in row.items()}
             self._file.append({**self.environment, **cells})
@@ -194,14 +194,14 @@ def _source(model: str | None, shape: str | None, layers: int | None) -> ModelSo
     if model is None:
         return parse_shape("small" if shape is None else shape, layers)
     if shape is not None:
-        raise ValueError("both --model and --shape are given; give one of them")
+        raise ValueError("--model and --shape exclude each other; give one of them")
     if layers is not None:
-        raise ValueError("--layers cuts a --shape, not a --model; leave it out")
+        raise ValueError("--layers needs --shape, got --model; leave it out")
     return ModelSource(model)
 
 
 def _measure(benches: Sequence[Bench], rows: _Rows) -> int:
-    """Measure; whatever ends it, the rows so far are there."""
+    """Measure all benches; `rows` keeps the finished ones on errors and Ctrl-C."""
     import torch
 
     from h2okv.benchmarking.comparison import CheckFailedError
@@ -216,7 +216,7 @@ def _measure(benches: Sequence[Bench], rows: _Rows) -> int:
                 for row in bench.rows(progress.advance, bandwidth):
                     rows.add(row)
         except KeyboardInterrupt:
-            write_remark(f"stopped; {len(rows.found)} rows were finished")
+            write_remark(f"stopped; {len(rows.measured)} rows were finished")
             return INTERRUPTED
         except CheckFailedError as error:
             write_remark(f"h2okv: {error}.")
@@ -225,23 +225,23 @@ def _measure(benches: Sequence[Bench], rows: _Rows) -> int:
             if isinstance(error, torch.OutOfMemoryError) or "memory" not in str(error):
                 raise
             reason = " ".join(str(error).split())[:200]
-            less = "give a smaller batch or context, or fewer --layers"
-            raise ValueError(f"the memory ran out ({reason}); {less}") from error
+            remedy = "give a smaller batch or context, or fewer --layers"
+            raise ValueError(f"the memory ran out ({reason}); {remedy}") from error
     return 0
 
 
 def _context(option: str, text: str) -> tuple[int, int] | None:
-    """Read a range of tokens: `2048:4096`, `2048`, or nothing for prompts as they are."""
+    """Parse a range of tokens: `2048:4096`, `2048`, or nothing for prompts as they are."""
     if not text.strip():
         return None
-    found = re.fullmatch(r"\s*(-?\d+)\s*(?::\s*(-?\d+)\s*)?", text)
-    if found is None:
+    match = re.fullmatch(r"\s*(-?\d+)\s*(?::\s*(-?\d+)\s*)?", text)
+    if match is None:
         raise ValueError(f"{option} {text!r} is not a range of tokens; give one such as 2048:4096")
-    return int(found[1]), int(found[2] or found[1])
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _fields(option: str, text: str) -> dict[str, Any]:
-    """Read further fields of every request."""
+    """Parse further fields of every request, a JSON object."""
     with suppress(ValueError):
         fields = parse_json(text.strip() or "{}")
         if isinstance(fields, dict):
@@ -273,15 +273,15 @@ def bench_serve(
     context: Typed = option(
         "", "Stretch prompts to this many tokens, such as 2048:4096.", read=_context
     ),
-    new_tokens: int = option(128, "Median of the new tokens asked for."),
-    spread: float = option(0.8, "Log-normal spread of the new tokens; 0: all ask for the median."),
+    new_tokens: int = option(128, "Median of the new tokens of a request."),
+    spread: float = option(0.8, "Log-normal spread of the new tokens; 0: always the median."),
     chat: bool = option(False, "Send chat messages instead of text completions.", "--chat"),
     extra: Typed = option(
         "", "Further fields of every request, such as '{\"h2o\": ...}'.", read=_fields
     ),
     warmup: int = option(2, "Requests before each server's first loop.", read=least, least=0),
     timeout: float = option(600.0, "Seconds that a request may take."),
-    seed: int = option(0, "Random seed of lengths, places in texts and times."),
+    seed: int = option(0, "Random seed of lengths, positions in texts and times."),
     csv: Path | None = ROWS,
     as_json: bool = JSON,
 ) -> int:
@@ -314,20 +314,20 @@ def bench_serve(
         except KeyboardInterrupt:
             write_remark("stopped")
             code = INTERRUPTED
-    if as_json and rows.found:
-        write_json({"environment": rows.environment, "rows": rows.found})
-    elif rows.found:
-        write_text(serving_table(rows.found))
+    if as_json and rows.measured:
+        write_json({"environment": rows.environment, "rows": rows.measured})
+    elif rows.measured:
+        write_text(serving_table(rows.measured))
         for line in errors:
             write_remark(line)
-    return code or (0 if all(row["finished"] for row in rows.found) else FAILED)
+    return code or (0 if all(row["finished"] for row in rows.measured) else FAILED)
 
 
 def _refuse_options_before(ctx: typer.Context) -> None:
-    """Refuse options of `h2okv bench` before the word `serve`, which would have no effect."""
+    """Raise ValueError for options before the word `serve`, which would have no effect."""
     assert ctx.parent is not None
-    for own in ctx.parent.command.params:
-        source = ctx.parent.get_parameter_source(str(own.name))
+    for parameter in ctx.parent.command.params:
+        source = ctx.parent.get_parameter_source(str(parameter.name))
         if source is not None and source.name == "COMMANDLINE":
-            reason = "stands before the word serve, where it belongs to 'h2okv bench'"
-            raise ValueError(f"{own.opts[0]} {reason}; put the options of serve behind that word")
+            reason = "before the word serve is an option of 'h2okv bench'"
+            raise ValueError(f"{parameter.opts[0]} {reason}; put the options of serve after it")

@@ -49,13 +49,13 @@ _CHUNK = 512  # enough tokens to read fast, few enough to hear Ctrl-C soon
 
 
 def saved_chat(option: str, path: Path) -> Path:
-    """Refuse a file that is none of /save, as far as its first bytes tell."""
-    place = readers.readable(option, path)
-    with place.open("rb") as file:
+    """Return the path of a saved chat; raise ValueError if its first bytes are not of /save."""
+    file_path = readers.readable(option, path)
+    with file_path.open("rb") as file:
         start = file.read(9)
     if start[8:] != b"{":  # a safetensors file: the length of a JSON header, and the header
-        raise ValueError(f"{option} '{path}' holds no chat; give a file that /save wrote")
-    return place
+        raise ValueError(f"{option} '{path}' is not a saved chat; give a file that /save wrote")
+    return file_path
 
 
 def chat(
@@ -76,12 +76,14 @@ def chat(
 ) -> int:
     check_pinnable(pin)
     if load is not None and system:
-        raise ValueError("--system has no effect with --load, for the saved chat has its own")
+        raise ValueError(
+            "--system has no effect with --load, which restores the chat's own; omit it"
+        )
     for name in ("heavy", "recent"):
-        part = getattr(cache, name)
-        if isinstance(part, float) and not cache.is_full:
-            why = f"--{name} {part:g} is a fraction of a prompt, but a chat has no end"
-            raise ValueError(f"{why}; give tokens, such as --budget 512 or --{name} 256")
+        amount = getattr(cache, name)
+        if isinstance(amount, float) and not cache.is_full:
+            reason = f"--{name} {amount:g} is a fraction of a prompt, but a chat has no end"
+            raise ValueError(f"{reason}; give tokens, such as --budget 512 or --{name} 256")
     from h2okv.chat.session import Chat, read_chat
     from h2okv.integration.layer_budgets import with_own_budgets
 
@@ -95,10 +97,10 @@ def chat(
         if positions == "auto" and remark is None:
             cache, remark = probe_positions(loaded, cache)
         cache = with_own_budgets(cache, loaded, described)
-        made = h2okv.H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
-        session = Chat(loaded, described, params, made, system, pin)
+        h2o_cache = h2okv.H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
+        session = Chat(loaded, described, params, h2o_cache, system, pin)
         if load is not None:
-            load_and_tell(session, load)
+            load_and_report(session, load)
         elif remark:
             write_remark(remark)
         if sys.stdin.isatty():
@@ -107,25 +109,25 @@ def chat(
 
 
 def plan_cache(
-    config: PreTrainedConfig, cache: CacheConfig, wanted: Any
+    config: PreTrainedConfig, cache: CacheConfig, positions: Any
 ) -> tuple[CacheConfig, str | None]:
-    """Settle positions and chunk; gives a remark on positions that had to stay original."""
+    """Return the cache with positions and chunk set, and a note if positions stay original."""
     from h2okv.cache.support import context_window
 
-    is_auto = wanted == "auto"
+    is_auto = positions == "auto"
     chunk = cache.prefill_chunk
     args.check_cache(config, cache)
-    cache, remark = replace(cache, positions="rolling" if is_auto else wanted), None
+    cache, remark = replace(cache, positions="rolling" if is_auto else positions), None
     if is_auto:
         try:
             args.check_cache(config, cache)
         except ValueError as error:
             cache, remark = _with_original(cache, error)
-    held, window = int(cache.sink + cache.heavy + cache.recent), context_window(config)
+    entries, window = int(cache.sink + cache.heavy + cache.recent), context_window(config)
     if chunk is None:
-        room = window - held if cache.positions == "rolling" and window is not None else _CHUNK
+        room = window - entries if cache.positions == "rolling" and window is not None else _CHUNK
         chunk = max(1, min(_CHUNK, room))
-    if reason := cache.past_window(held, chunk, window):
+    if reason := cache.past_window(entries, chunk, window):
         raise ValueError(reason)
     cache = replace(cache, prefill_chunk=chunk)
     args.check_cache(config, cache)
@@ -133,7 +135,7 @@ def plan_cache(
 
 
 def probe_positions(model: PreTrainedModel, cache: CacheConfig) -> tuple[CacheConfig, str | None]:
-    """Ask the loaded model whether its positions roll, for a config does not tell everything."""
+    """Run one token to find out whether positions can roll; a config does not tell everything."""
     import torch
 
     from h2okv.cache.argument import CACHE
@@ -159,23 +161,23 @@ def _with_original(cache: CacheConfig, error: ValueError) -> tuple[CacheConfig, 
 
 def run_command(session: Chat, line: str) -> None:
     """Run a line that begins with a slash."""
-    name, _, rest = line.strip().partition(" ")
-    rest = rest.strip()
+    name, _, argument = line.strip().partition(" ")
+    argument = argument.strip()
     if name not in _COMMANDS:
         close = difflib.get_close_matches(name, _COMMANDS, n=1)
-        hint = f"did you mean {close[0]}" if close else "/help lists what there is"
-        rest = 'a turn that begins with / goes between two lines of """'
-        raise ValueError(f"{name!r} is not a command; {hint} ({rest})")
-    if name in ("/save", "/load") and not rest:
+        hint = f"did you mean {close[0]}" if close else "/help lists the commands"
+        block = 'put a message that begins with / between two lines of """'
+        raise ValueError(f"{name!r} is not a command; {hint} ({block})")
+    if name in ("/save", "/load") and not argument:
         raise ValueError(f"{name} needs a file, such as {name} evening.chat")
     if name == "/help":
         write_text(args.helps()["/help"])
     elif name == "/cache":
-        show_cache(session, rest)
+        show_cache(session, argument)
     elif name == "/load":
-        load_and_tell(session, Path(rest).expanduser())
+        load_and_report(session, Path(argument).expanduser())
     elif name == "/save":
-        path = Path(rest).expanduser()
+        path = Path(argument).expanduser()
         session.save(path)
         write_remark(f"saved to '{path}'")
     else:
@@ -183,8 +185,8 @@ def run_command(session: Chat, line: str) -> None:
         write_remark("a new chat")
 
 
-def load_and_tell(session: Chat, path: Path) -> None:
-    """Take up a saved chat and says so on stderr."""
+def load_and_report(session: Chat, path: Path) -> None:
+    """Continue a saved chat and report it on stderr."""
     from h2okv.chat.session import sampling_fields
 
     saved = session.load(path)
@@ -197,26 +199,26 @@ def load_and_tell(session: Chat, path: Path) -> None:
     now, then = sampling_fields(session.params), sampling_fields(saved.params)
     others = [f"{args.flag(name)} {then[name]}" for name in then if now.get(name) != then[name]]
     if others:
-        write_remark(f"note: it was saved with {' '.join(others)}; this chat goes on with its own")
+        write_remark(f"note: it was saved with {' '.join(others)}; this chat keeps its options")
 
 
-def show_cache(session: Chat, rest: str) -> None:
+def show_cache(session: Chat, argument: str) -> None:
     from rich.console import Console
 
     from h2okv.chat.kept_view import kept_shares, render_runs, runs_of
 
-    words = rest.split()
+    words = argument.split()
     if len(words) > 2:
-        raise ValueError(f"/cache {rest} names too much; give /cache [LAYER [HEAD]]")
+        raise ValueError(f"/cache {argument} has too many words; give /cache [LAYER [HEAD]]")
     try:
-        place = [int(word) for word in words]
+        indices = [int(word) for word in words]
     except ValueError:
-        raise ValueError(f"{rest!r} is not a number; give /cache [LAYER [HEAD]]") from None
+        raise ValueError(f"{argument!r} is not a number; give /cache [LAYER [HEAD]]") from None
     token_ids, tokenizer = session.transcript.token_ids, session.described.tokenizer
     if not token_ids:
-        raise ValueError("there is nothing in the cache yet; say something first")
+        raise ValueError("there is nothing in the cache yet; send a message first")
     session.check_usable()
-    shares = kept_shares(session.cache, *place)
+    shares = kept_shares(session.cache, *indices)
     shorten = _SHORTEN_ABOVE if len(token_ids) > _LONG_CHAT else None
     runs = list(runs_of(tokenizer, token_ids, shares, shorten))
     console = Console(file=sys.stdout, highlight=False)
@@ -227,27 +229,27 @@ def show_cache(session: Chat, rest: str) -> None:
         console.print(render_runs(runs))
     if sys.stdin.isatty() and captured.get().count("\n") >= console.height:
         if "R" not in (options := os.environ.get("LESS", "")):
-            os.environ["LESS"] = f"{options} -R"  # or less shows no colours
+            os.environ["LESS"] = f"{options} -R"  # without -R less shows no colours
         pydoc.pager(captured.get())
     else:
         write_text(captured.get())
 
 
 class Entry(NamedTuple):
-    """One turn, or one command: a line that begins with a slash, which a block never is."""
+    """A message, or a command: a single line that begins with a slash, outside a block."""
 
     text: str
     is_command: bool
 
 
 def read_entry(read_line: ReadLine) -> Entry | None:
-    """Put lines together: a line that ends in a backslash goes on, and so does a block."""
+    """Read one entry: a line, lines that end in a backslash, or a block; ``None`` at the end."""
     line = read_line(_PROMPT)
     if line is None:
         return None
     lines: list[str] = []
     if is_block := line.strip() == _BLOCK_MARK:
-        # The end of the input ends a block too, so that nothing is lost.
+        # The end of the input ends a block too; its text is not lost.
         while (line := read_line(_MORE)) is not None and line.strip() != _BLOCK_MARK:
             lines.append(line)
     else:
@@ -256,17 +258,17 @@ def read_entry(read_line: ReadLine) -> Entry | None:
             line = read_line(_MORE)
         lines += [] if line is None else [line]
     for number, line in enumerate(lines, start=1):
-        if any("\ud800" <= letter <= "\udfff" for letter in line):  # bytes that are no text
-            where = f"line {number} of the input" if len(lines) > 1 else "the line"
-            raise ValueError(f"{where} is not UTF-8 text; convert it to UTF-8")
+        if any("\ud800" <= letter <= "\udfff" for letter in line):  # invalid bytes
+            location = f"line {number} of the input" if len(lines) > 1 else "the line"
+            raise ValueError(f"{location} is not UTF-8 text; convert it to UTF-8")
     text = "\n".join(lines)
     return Entry(text, is_command=not is_block and text.startswith("/") and len(lines) == 1)
 
 
 def open_stdin() -> ReadLine:
-    """Read stdin: a terminal with line editing and history, anything else without a word."""
+    """Return a function that reads lines of stdin; a terminal gets line editing and prompts."""
     if hasattr(sys.stdin, "reconfigure"):
-        # Bytes that are no text are found out about in the entry that holds them.
+        # Invalid bytes are refused in the entry that has them, not here.
         sys.stdin.reconfigure(errors="surrogateescape")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -283,31 +285,31 @@ def open_stdin() -> ReadLine:
             print(prompt, end="", file=sys.stderr, flush=True)
             return input()
         except EOFError:
-            print(file=sys.stderr)  # what comes next shall not stand behind the prompt
+            print(file=sys.stderr)  # ends the line of the prompt
             return None
 
     return read
 
 
 def greeting(session: Chat) -> str:
-    """Say who is there, before the first turn."""
+    """Return the lines that introduce model and cache before the first turn."""
     name, cache = session.described.name, session.cache
     dtype = str(session.model.dtype).removeprefix("torch.")
-    manner, budget = "its own chat template", cache.budget
+    template, budget = "its own chat template", cache.budget
     if session.form.is_plain:
-        manner = "a plain dialogue, for it has no chat template"
+        template = "a plain dialogue, for it has no chat template"
         if name == BUNDLED:
-            manner = "a plain dialogue; it writes book-like English and is not an assistant"
+            template = "a plain dialogue; it writes book-like English and is not an assistant"
     return (
-        f"{name}, {dtype} on {session.model.device}: {manner}\n"
+        f"{name}, {dtype} on {session.model.device}: {template}\n"
         f"cache: {cache.rule.name}, sink {budget.sink} + heavy {budget.heavy} + recent"
         f" {budget.recent} tokens, positions {cache.position_rule.positions}\n"
-        "/help lists what can be typed beside a turn"
+        "/help lists the commands"
     )
 
 
 def converse(session: Chat, read_line: ReadLine) -> int:
-    """Take entries until there are none or the user leaves; what is wrong with one is said."""
+    """Process entries until the input ends or the user leaves; report the errors of each."""
     import torch
 
     leaving = False
@@ -329,13 +331,13 @@ def converse(session: Chat, read_line: ReadLine) -> int:
         except OutputClosedError:
             raise
         except torch.OutOfMemoryError:
-            write_remark("the device is out of memory; say less, or start with a smaller budget.")
+            write_remark("the device is out of memory; write less, or start with a smaller budget.")
         except (ValueError, OSError) as error:
             write_remark(f"{' '.join(str(error).split()).rstrip('.')}.")
 
 
 def _answer(session: Chat, message: str) -> None:
-    """Show an answer as it comes, and then what it took."""
+    """Stream an answer, followed by a line on its cost."""
     from rich.console import Console
 
     from h2okv.chat.session import BROKEN
@@ -358,15 +360,15 @@ def _answer(session: Chat, message: str) -> None:
 
 
 def status_line(session: Chat, answer: Generation) -> str:
-    """Put what an answer took in one line."""
+    """Return the line on an answer's cost: tokens kept, memory, speed and ending."""
     cache = session.cache
     first, speed = answer.time_to_first_token, answer.tokens_per_second
     waiting = len(session.transcript.token_ids) - cache.num_seen_tokens - len(answer.token_ids)
-    rest = f", {waiting:,} tokens of the turn are read with the next one" if waiting > 0 else ""
+    unread = f", {waiting:,} tokens of the turn are read with the next one" if waiting > 0 else ""
     endings = {
         "length": f" | cut at --max-new-tokens {session.params.max_tokens}",
         "context": " | cut, the context is full",
-        "interrupted": f" | stopped{rest}",
+        "interrupted": f" | stopped{unread}",
     }
     return (
         f"{answer.kept_text} | {answer.memory_text}"

@@ -1,4 +1,4 @@
-"""`h2okv env` and `h2okv models`: what is installed, and what would run on it."""
+"""`h2okv env` and `h2okv models`: installed packages, the kernels they run, and models."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = 
         str(dtype)[6:]: dispatch.operations(device, dtype, size, size, groups)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
-    known = environment(device)
+    machine = environment(device)
     facts: dict[str, Any] = {
-        "h2okv": known["version"],
-        **{name: known[name] for name in ("python", "torch", "transformers")},
-        "triton": next((own.version for own in distributions(name="triton")), None),
-        "machine": known["machine"],
+        "h2okv": machine["version"],
+        **{name: machine[name] for name in ("python", "torch", "transformers")},
+        "triton": next((package.version for package in distributions(name="triton")), None),
+        "machine": machine["machine"],
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "gpu": known["device"] if device.type == "cuda" else None,
+        "gpu": machine["device"] if device.type == "cuda" else None,
         dispatch.VARIABLE: dispatch.implementation_in_use(),
     }
     if as_json:
         shown = [
-            {"device": str(device), "dtype": dtype, "used": own.name, "why": own.why}
-            for dtype, own in chosen.items()
+            {"device": str(device), "dtype": dtype, "used": kernel.name, "why": kernel.why}
+            for dtype, kernel in chosen.items()
         ]
         write_json({**facts, "head_size": size, "groups": groups, "used": shown})
         return
@@ -51,7 +51,7 @@ def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = 
         write_text(f"{name + ':':<15} {'none' if value is None else value}\n")
     write_text(f"\nHeads of {size}, {groups} for each KV head, on {device}:\n\n")
     headings = ("dtype", "used", "why")
-    rows = [(dtype, own.name, own.why) for dtype, own in chosen.items()]
+    rows = [(dtype, kernel.name, kernel.why) for dtype, kernel in chosen.items()]
     write_text(format_table(headings, rows, left=headings))
 
 
@@ -80,18 +80,18 @@ def list_models(as_json: bool = JSON) -> None:
     from h2okv.assets import bundled_model_path
     from h2okv.integration import gguf
 
-    places: list[tuple[str, Path | None]] = [(BUNDLED, bundled_model_path())]
-    places += [(name, package.find()) for name, package in PACKAGED.items()]
+    paths: list[tuple[str, Path | None]] = [(BUNDLED, bundled_model_path())]
+    paths += [(name, package.find()) for name, package in PACKAGED.items()]
     converted = gguf.converted_folders()
-    places += [(record.get("file", folder.name), folder) for folder, record in converted]
-    told: list[dict[str, Any]] = []
-    for name, place in places:
-        files = () if place is None else place.rglob("*") if place.is_dir() else (place,)
+    paths += [(record.get("file", folder.name), folder) for folder, record in converted]
+    rows: list[dict[str, Any]] = []
+    for name, path in paths:
+        files = () if path is None else path.rglob("*") if path.is_dir() else (path,)
         size = sum(file.stat().st_size for file in files)
-        told.append({"name": name, "path": None if place is None else str(place), "bytes": size})
+        rows.append({"name": name, "path": None if path is None else str(path), "bytes": size})
     if as_json:
-        write_json({"models": told})
-    for one in () if as_json else told:
-        where = f"{format_bytes(one['bytes'])} in {one['path']}"
-        fetched = where if one["path"] else f"not here; h2okv models pull {one['name']}"
-        write_text(f"{one['name']}: {fetched}\n")
+        write_json({"models": rows})
+    for row in () if as_json else rows:
+        location = f"{format_bytes(row['bytes'])} in {row['path']}"
+        status = location if row["path"] else f"not here; h2okv models pull {row['name']}"
+        write_text(f"{row['name']}: {status}\n")

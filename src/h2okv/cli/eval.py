@@ -31,7 +31,7 @@ EXPERIMENTS = "evaluation/experiments"  # in the package's folder
 NEEDLE = "The city of {name} is {answer}."
 QUESTION = "\nThe city of {name} is"
 
-_CSV_HELP = "The table; samples go beside it as they come, to NAME.samples.jsonl."
+_CSV_HELP = "The table; samples go to NAME.samples.jsonl as they come."
 CSV = option(..., _CSV_HELP, read=readers.writable)
 LIMIT = option(None, "Use the first samples only.")
 TOO_LONG = option(
@@ -46,7 +46,7 @@ eval_app = args.group("eval")
 
 @dataclass
 class Trial:
-    """Caches that tasks are run with, and where the scores go."""
+    """The caches of a task, its model and the files of its scores."""
 
     caches: list[CacheConfig]
     model: ModelOptions = args.model_options()
@@ -57,10 +57,14 @@ class Trial:
     def run(
         self, tasks: Sequence[Task], detailed: bool = False, shown: bool = True
     ) -> tuple[int, list[dict[str, Any]]]:
-        """Run tasks, writes the table, and prints the scores; the exit code, and all details."""
+        """Run tasks, write the table and print the scores.
+
+        Returns:
+            The exit code, and the rows of all details.
+        """
         from h2okv.evaluation.runner import Run
 
-        if any(own.layer_budgets == MEASURED for own in self.caches):
+        if any(config.layer_budgets == MEASURED for config in self.caches):
             self._measure()
         runs = [Run(task, config, self.seed) for task in tasks for config in self.caches]
         code, evaluation = run_all(self.model, runs, self.csv.with_suffix(".samples.jsonl"))
@@ -76,14 +80,14 @@ class Trial:
         return code, details
 
     def _measure(self) -> None:
-        """Put the model's own layer budgets in the place of ``auto``."""
+        """Replace ``auto`` by the model's layer budgets."""
         from h2okv.integration.layer_budgets import with_own_budgets
 
         described = self.model.describe()
-        for own in self.caches:
-            args.check_cache(described.config, own)
+        for config in self.caches:
+            args.check_cache(described.config, config)
         loaded = self.model.load(described)
-        self.caches = [with_own_budgets(own, loaded, described) for own in self.caches]
+        self.caches = [with_own_budgets(config, loaded, described) for config in self.caches]
 
 
 def trial_options(*lists: str, csv: Any = CSV, **changed: Any) -> Any:
@@ -95,7 +99,7 @@ COMPRESSIONS = ("query-aware", "query-agnostic")  # the module that defines them
 
 
 def _compressions(option: str, text: str) -> tuple[Any, ...]:
-    """Read whether a cache is compressed with the question at hand."""
+    """Parse how a cache is compressed: with the question, without it, or both."""
     choice(option, text, (*COMPRESSIONS, "both"))
     return tuple(name for name in COMPRESSIONS if text in (name, "both"))
 
@@ -123,8 +127,8 @@ def needle(
         example="0,1",
     ),
     tries: int = option(4, "Needles for each length and depth.", read=readers.least),
-    needle: str = option(NEEDLE, "What is hidden."),
-    question: str = option(QUESTION, "What the prompt ends in."),
+    needle: str = option(NEEDLE, "The sentence to hide."),
+    question: str = option(QUESTION, "The end of the prompt."),
     answer: str | None = option(None, "The answer in --needle (drawn)."),
     max_new_tokens: int = option(16, "Most tokens of an answer.", read=readers.least),
 ) -> int:
@@ -133,11 +137,11 @@ def needle(
     from h2okv.evaluation.plots import plot_needles
     from h2okv.evaluation.tasks.recall import NeedleTask
 
-    given = locals() | {
+    values = locals() | {
         "text": haystack, "statement": needle, "seed": trial.seed,
         "question": question.replace("\\n", "\n"),
     }  # fmt: skip
-    tasks = [args.build(NeedleTask, given, compression=own) for own in compression]
+    tasks = [args.build(NeedleTask, values, compression=mode) for mode in compression]
     code, details = trial.run(tasks, detailed=True)
     if plot is not None and details:
         plot_needles(plot, details, f"{name}, {trial.model.name} model")
@@ -156,9 +160,11 @@ def perplexity(
     from h2okv.evaluation.tasks.perplexity import Perplexity
 
     task = Perplexity(name, wording, length, windows, every)
-    for own in trial.caches:
-        if not own.is_full and own.entries(length) >= length:
-            write_remark(f"note: {own.label} keeps all {length} tokens of a window, as full does")
+    for config in trial.caches:
+        if not config.is_full and config.entries(length) >= length:
+            write_remark(
+                f"note: {config.label} keeps all {length} tokens of a window, as full does"
+            )
     return trial.run([task], detailed=True)[0]
 
 
@@ -217,28 +223,29 @@ def fidelity(
     sources = sources or [Source("sample_prompt", readers.text_or_sample(None))]
     task = args.build(Fidelity, locals())
     code, details = trial.run([task], detailed=True, shown=False)
-    found = []
-    for own in trial.caches:
-        columns = {**Run(task, own, trial.seed).columns(), "data": ALL}.items()
-        rows = [row for row in details if columns <= row.items()]  # none if it is not done
-        found += [dict(row, cache=own.policy_label, flags=args.cache_flags(own)) for row in rows]
+    results = []
+    for config in trial.caches:
+        columns = {**Run(task, config, trial.seed).columns(), "data": ALL}.items()
+        rows = [row for row in details if columns <= row.items()]  # empty if it did not finish
+        names = {"cache": config.policy_label, "flags": args.cache_flags(config)}
+        results += [{**row, **names} for row in rows]
     flags, advice = None, ""
-    if recommend is not None and found and code == 0:
-        flags, advice = _recommendation(found, recommend)
+    if recommend is not None and results and code == 0:
+        flags, advice = _recommendation(results, recommend)
     if trial.as_json:
-        write_json({"csv": str(trial.csv), "rows": found, "recommended": flags})
-    elif found:
-        write_text(_fidelity_table(found) + advice)
+        write_json({"csv": str(trial.csv), "rows": results, "recommended": flags})
+    elif results:
+        write_text(_fidelity_table(results) + advice)
         if note := args.growth_note(trial.caches):
             write_remark(note)
-    drawn = [row for row in found if row["policy"] != "full"]
+    drawn = [row for row in results if row["policy"] != "full"]
     if plot is not None and drawn:
         plot_fidelity(plot, drawn, f"{trial.model.name}, {drawn[0]['texts']} texts")
     return code
 
 
 def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
-    """One line for each cache, the intervals in brackets."""
+    """Return a table with a row for each cache, the intervals in brackets."""
 
     def cell(row: dict[str, Any], name: str) -> str:
         low, high = row[f"{name}_low"], row[f"{name}_high"]
@@ -254,7 +261,7 @@ def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _recommendation(rows: Sequence[dict[str, Any]], least: float) -> tuple[str | None, str]:
-    """The options of the smallest cache with so much agreement, and a sentence to paste from."""
+    """Return the options of the smallest cache with an agreement of `least`, and a sentence."""
     enough = [row for row in rows if row["agreement"] >= least]
     if not enough:
         best = max(rows, key=lambda row: row["agreement"])
@@ -281,26 +288,30 @@ def layers(
     by_head: bool = option(False, "Divide them among the heads of each layer too.", "--by-head"),
     budget: str = option("20%", "Budget to divide, of which three quarters are heavy hitters."),
 ) -> None:
-    whole, wording = readers.parse_budget(budget), readers.text_or_sample(text)
-    if not isinstance(whole, float) or whole >= 1:
-        raise ValueError(f"--budget {budget} is no part of a text; give percent below 100")
+    fraction, wording = readers.parse_budget(budget), readers.text_or_sample(text)
+    if not isinstance(fraction, float) or fraction >= 1:
+        raise ValueError(
+            f"--budget must be a fraction of the text below 1, got {budget}; give percent below 100"
+        )
     import torch
 
     from h2okv.integration.chat_template import encode
 
     described = model.describe()
-    most = min(tokens, described.context or tokens)
-    ids = encode(described.tokenizer, wording)[:most]
-    with atomic_write(out) as file:  # opened before the work, so that a bad place costs none
+    limit = min(tokens, described.context or tokens)
+    ids = encode(described.tokenizer, wording)[:limit]
+    with atomic_write(out) as file:  # opened before the work, to find a bad path early
         loaded = model.load(described)
-        found = h2okv.measure_layer_budgets(
-            loaded, torch.tensor([ids]), fraction=0.75 * whole, by_head=by_head
+        budgets = h2okv.measure_layer_budgets(
+            loaded, torch.tensor([ids]), fraction=0.75 * fraction, by_head=by_head
         )
-        file.write(json.dumps(found) + "\n")
-    factors = [one for own in found for one in (own if isinstance(own, tuple) else (own,))]
+        file.write(json.dumps(budgets) + "\n")
+    factors = [
+        factor for layer in budgets for factor in (layer if isinstance(layer, tuple) else (layer,))
+    ]
     shares = f"{min(factors):g} to {max(factors):g} of the even share"
-    heads = f", {len(factors) // len(found)} heads in each" if by_head else ""
-    write_text(f"{out}: {shares} in {len(found)} layers{heads}, by {len(ids)} tokens\n")
+    heads = f", {len(factors) // len(budgets)} heads in each" if by_head else ""
+    write_text(f"{out}: {shares} in {len(budgets)} layers{heads}, by {len(ids)} tokens\n")
 
 
 @args.subcommand(eval_app, "recall")
@@ -314,8 +325,8 @@ def recall(
 ) -> int:
     from h2okv.evaluation.tasks.recall import Recall
 
-    given = locals() | {"name": input.stem}
-    return trial.run([args.build(Recall, given, compression=own) for own in compression])[0]
+    values = locals() | {"name": input.stem}
+    return trial.run([args.build(Recall, values, compression=mode) for mode in compression])[0]
 
 
 @args.subcommand(eval_app, "summarize")
@@ -340,25 +351,25 @@ def summarize(
 ) -> int:
     from h2okv.evaluation.tasks.generation import Summarization
 
-    params = sampling.params()  # greedy unless asked for: results must not hang on a model's wish
+    params = sampling.params()  # greedy by default: a model's generation config must not matter
     task = args.build(Summarization, vars(params) | locals(), name=input.stem)
     return trial.run([task])[0]
 
 
 def _folder(option: str, path: Path) -> Path:
-    """Read a folder of data files."""
+    """Return the folder of data files; raise ValueError if it does not exist."""
     if not path.is_dir():
         raise ValueError(f"{option} '{path}' is not a folder; name the one with the data files")
     return path
 
 
 def _experiment(name: str) -> str:
-    """Refuse an experiment that is neither a file nor one of the package's."""
-    own = [path.stem for path in (Path(h2okv.__file__).parent / EXPERIMENTS).glob("*.yaml")]
+    """Return the name or the path of an experiment; raise ValueError if it is neither."""
+    included = [path.stem for path in (Path(h2okv.__file__).parent / EXPERIMENTS).glob("*.yaml")]
     path = Path(name).expanduser()
-    if name not in own and path.suffix not in (".yaml", ".yml") and not path.is_file():
-        raise unknown_name("experiment", name, sorted(own))
-    return name if name in own else str(readers.readable("experiment", path))
+    if name not in included and path.suffix not in (".yaml", ".yml") and not path.is_file():
+        raise unknown_name("experiment", name, sorted(included))
+    return name if name in included else str(readers.readable("experiment", path))
 
 
 @args.subcommand(eval_app, "sweep")
@@ -387,10 +398,10 @@ def sweep(
     with naming(out, "written", "choose another folder for --out"):
         work.mkdir(parents=True, exist_ok=True)
     tasks = plan.make_tasks(Surroundings(data, work, limit, batch_size))
-    known = dict.fromkeys(task.name for task in tasks)
+    names = dict.fromkeys(task.name for task in tasks)
     for name in only or ():
-        if name not in known:
-            raise unknown_name("--only: task", name, known)
+        if name not in names:
+            raise unknown_name("--only: task", name, names)
     tasks = [task for task in tasks if only is None or task.name in only]
     runs = [Run(task, config, seed) for task in tasks for config in configs for seed in plan.seeds]
     code, evaluation = run_all(model, runs, out / "samples.jsonl")
@@ -415,27 +426,27 @@ def lm_eval(
 
 
 def _check_harness(words: Sequence[str]) -> None:
-    """Refuse what `--model_args` says of the model and the cache and is plainly wrong."""
+    """Raise ValueError for a model, policy or scoring in `--model_args` that does not exist."""
     text = " ".join(words)
     if re.search(r"--model[ =](?!h2okv)|--config[ =]", text):
         return  # another model, or one that a file names
-    given = re.search(r"(?:--model_args|-a)[ =](\S+)", text)
-    options = dict(part.partition("=")[::2] for part in (given[1] if given else "").split(","))
+    match = re.search(r"(?:--model_args|-a)[ =](\S+)", text)
+    options = dict(pair.partition("=")[::2] for pair in (match[1] if match else "").split(","))
     if "pretrained" in options:
         check_name(options["pretrained"])
     args.check_names(options.get("policy", "h2o"), options.get("scoring"), simulated=True)
 
 
 def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, Evaluation]:
-    """Run what is left to do under a progress bar; Ctrl-C ends it and loses nothing."""
+    """Evaluate the remaining samples under a progress bar; Ctrl-C loses none of the finished."""
     from h2okv.evaluation.model import ModelUnderTest, make_cache
     from h2okv.evaluation.runner import Evaluation, SampleFile
 
     described = model.describe()
     for run in runs:  # a bad budget leaves no file behind
         make_cache(run.config, described.config, run.seed)
-    parts = described.config, described.tokenizer, described.name, described.context
-    tested = ModelUnderTest(lambda: model.load(described), *parts)
+    model_fields = described.config, described.tokenizer, described.name, described.context
+    tested = ModelUnderTest(lambda: model.load(described), *model_fields)
     with SampleFile(path) as file:
         evaluation = Evaluation(tested, runs, file)
         if evaluation.done:
@@ -445,31 +456,33 @@ def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, 
             try:
                 evaluation.run(lambda run, count: progress.advance(count, run.label))
             except KeyboardInterrupt:
-                what = f"{evaluation.done} of {evaluation.total} samples are in '{path}'"
-                write_remark(f"stopped; {what}, and the same command continues from there")
+                write_remark(
+                    f"stopped; {evaluation.done} of {evaluation.total} samples are in '{path}', and"
+                    " the same command continues from there"
+                )
                 return INTERRUPTED, evaluation
     return 0, evaluation
 
 
 def _write(plan: Experiment, evaluation: Evaluation, out: Path, as_json: bool) -> None:
-    """Write tables and picture of the runs that are done, and prints the table."""
+    """Write tables and figure of the finished runs, and print the table."""
     from h2okv.evaluation.lines import pivot, results_table
     from h2okv.evaluation.plots import plot_sweep
     from h2okv.evaluation.sweep import report
 
     rows = evaluation.rows()
-    table, told = out / "results.csv", list(rows.values())
+    table, result_rows = out / "results.csv", list(rows.values())
     if not rows:
         return
     lines = pivot(evaluation.runs, rows)
-    write_csv(table, told)
+    write_csv(table, result_rows)
     with atomic_write(out / "results.md") as file:
-        file.write(report(plan, lines, told[0]))
+        file.write(report(plan, lines, result_rows[0]))
     if importlib.util.find_spec("matplotlib") is not None:
         plot_sweep(out / "results.png", lines, plan.title)
     else:
-        write_remark(f"no picture without matplotlib; {install_hint('plot')}")
+        write_remark(f"no figure without matplotlib; {install_hint('plot')}")
     if as_json:
-        write_json({"csv": str(table), "rows": told})
+        write_json({"csv": str(table), "rows": result_rows})
     else:
         write_text(results_table(lines))

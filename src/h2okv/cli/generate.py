@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 _FEW_TOKENS = 32
 _CHUNK = 512
-_MOST_PROMPT_TOKENS = 4096  # of the demo's, whose sample text a context may be longer than
+_MOST_PROMPT_TOKENS = 4096  # of the demo
 _SHOWN_CHARACTERS = 300
 _QUESTION = "Write a short summary of this article for a newsletter."
 
@@ -66,7 +66,7 @@ def generate(
     as_json: bool = JSON,
 ) -> int:
     if compare not in (None, "full"):
-        raise ValueError(f"--compare {compare!r} is not known; the one choice is --compare full")
+        raise ValueError(f"--compare {compare!r} is not known; the only choice is --compare full")
     check_pinnable(pin)
     text = read_prompt(prompt, file)
     from h2okv.chat.generation import Job, generate_and_compare
@@ -84,7 +84,7 @@ def generate(
     if pin and not is_chat:
         raise ValueError("--pin needs a chat template; leave it out, or give --sink")
     if cache.positions != "original" and compare is None:
-        described = replace(described, context=None)  # nothing ends with the context window
+        described = replace(described, context=None)  # the context window is not a limit
     messages = chat_of(text, system)
     prompt_ids = described.encode(messages if is_chat else text)
     cache, note = args.with_least_entries(cache, len(prompt_ids))
@@ -93,12 +93,12 @@ def generate(
     loaded = load(described, compile, weight_bits)
     cache = with_own_budgets(cache, loaded, described)
     job = Job(loaded, described, prompt_ids, params, is_chat, compile, pins)
-    found = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
+    comparison = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
     if as_json:
-        write_json(_told(job, cache, found))
+        write_json(_json_fields(job, cache, comparison))
     else:
-        report(found, note or args.growth_note([cache]))
-    return INTERRUPTED if found.interrupted else 0
+        report(comparison, note or args.growth_note([cache]))
+    return INTERRUPTED if comparison.interrupted else 0
 
 
 def demo(
@@ -112,42 +112,45 @@ def demo(
     is_chat = described.tokenizer.chat_template is not None
     if is_chat:
         prompt_ids = described.encode(chat_of(f"{sample_article()}\n{_QUESTION}", ""))
-        what = f"an article on a tidal power station, then: {_QUESTION}"
+        source = f"an article on a tidal power station, then: {_QUESTION}"
     else:
         prompt_ids = _long_prompt(described, max_new_tokens)
         text = described.tokenizer.decode(prompt_ids, skip_special_tokens=True)
-        what = f"a novel that it was not trained on, ending in\n\n...{text[-_SHOWN_CHARACTERS:]}"
-    write_text(f"{described.name}, {len(prompt_ids)} tokens of {what}\n\n")
+        source = f"a novel that it was not trained on, ending in\n\n...{text[-_SHOWN_CHARACTERS:]}"
+    write_text(f"{described.name}, {len(prompt_ids)} tokens of {source}\n\n")
     job = Job(_load(model, described), described, prompt_ids, params, is_chat)
-    found = generate_and_compare(job, CacheConfig(), [CacheConfig(policy="recent")], quiet=False)
-    report(found)
-    return INTERRUPTED if found.interrupted else 0
+    baseline = CacheConfig(policy="recent")
+    comparison = generate_and_compare(job, CacheConfig(), [baseline], quiet=False)
+    report(comparison)
+    return INTERRUPTED if comparison.interrupted else 0
 
 
-def _load(model: ModelOptions, described: Described, *how: Any) -> PreTrainedModel:
-    """Load the model of a comparison and tells how long that took: no row of it does."""
+def _load(model: ModelOptions, described: Described, *options: Any) -> PreTrainedModel:
+    """Load the model of a comparison and report the time, which its table does not include."""
     begun = time.perf_counter()
-    loaded = model.load(described, *how)
+    loaded = model.load(described, *options)
     write_remark(f"{described.name} loaded in {time.perf_counter() - begun:.1f} s")
     return loaded
 
 
 def _long_prompt(described: Described, max_new_tokens: int) -> list[int]:
-    """Take as much of the sample text as leaves room for the new tokens."""
+    """Return the start of the sample text, in tokens, with room for the new tokens."""
     from h2okv.integration.chat_template import encode
 
     context = described.context or _MOST_PROMPT_TOKENS
     room = min(context, _MOST_PROMPT_TOKENS) - max_new_tokens
     if room < 1:
-        which = f"--max-new-tokens {max_new_tokens}"
-        raise ValueError(f"{which} leaves a context of {context} no room for a prompt; give fewer")
+        raise ValueError(
+            f"--max-new-tokens {max_new_tokens} leaves no room for a prompt in a context of"
+            f" {context}; give fewer"
+        )
     return encode(described.tokenizer, sample_prompt())[:room]
 
 
 def read_prompt(argument: str | None, file: Path | None) -> str:
-    """Read the prompt from the one place where the user put it."""
+    """Read the prompt from the argument, the file or stdin; raise ValueError for none or two."""
     if argument not in (None, "-") and file is not None:
-        raise ValueError("the prompt is given twice, as an argument and by --file; leave one out")
+        raise ValueError("the prompt is both an argument and in --file; leave one of them out")
     if file is not None:
         return readers.read_text("--file", file)
     if argument is None and sys.stdin.isatty():
@@ -157,7 +160,7 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     else:
         text = decode_text(os.fsencode(str(argument)), "the prompt")
     if not text.strip():
-        raise ValueError("the prompt is empty; give some text to go on from")
+        raise ValueError("the prompt is empty; give some text to continue")
     return text
 
 
@@ -166,42 +169,46 @@ def chat_of(prompt: str, system: str) -> list[dict[str, str]]:
     return [*messages, {"role": "user", "content": prompt}]
 
 
-def report(found: Comparison, note: str | None = None) -> None:
-    """Tell what it cost; a comparison's table goes to stdout, for it is the result."""
-    run = next(iter(found.runs.values()))
-    if found.agreements:
-        write_text(comparison_table(found))
+def report(comparison: Comparison, note: str | None = None) -> None:
+    """Write the cost of a run to stderr, or the table of a comparison to stdout."""
+    run = next(iter(comparison.runs.values()))
+    if comparison.agreements:
+        write_text(comparison_table(comparison))
     else:
         write_remark(summary_line(run))
     if note or (note := few_entries_note(run)):
         write_remark(note)
     if run.finish_reason == "context":
-        write_remark("note: the text ends with the context window; --positions rolling goes on")
+        write_remark("note: the text ends with the context window; --positions rolling continues")
 
 
 def summary_line(run: Generation) -> str:
     return (
         f"{len(run.token_ids)} tokens ({run.finish_reason})"
-        f" | first after {_known(run.time_to_first_token, '.3f', ' s')}"
-        f" | {_known(run.tokens_per_second, '.1f')} tokens/s | {run.memory_text} | {run.kept_text}"
+        f" | first after {_format(run.time_to_first_token, '.3f', ' s')}"
+        f" | {_format(run.tokens_per_second, '.1f')} tokens/s | {run.memory_text} | {run.kept_text}"
     )
 
 
 def few_entries_note(run: Generation) -> str | None:
-    """Warn of a budget that hardly keeps anything."""
-    kept = run.num_cached_tokens
-    if kept >= _FEW_TOKENS or kept >= run.num_seen_tokens:
+    """Return a warning of a budget too small for good text, or ``None``."""
+    entries = run.num_cached_tokens
+    if entries >= _FEW_TOKENS or entries >= run.num_seen_tokens:
         return None
-    return f"note: only {kept} tokens were kept, too few for good text; give --budget 128 or more"
+    return (
+        f"note: only {entries} tokens were kept, too few for good text; give --budget 128 or more"
+    )
 
 
-def comparison_table(found: Comparison) -> str:
-    """A column for each generation, that of the full cache first."""
+def comparison_table(comparison: Comparison) -> str:
+    """Return a table with a column for each generation, that of the full cache first."""
     from h2okv.chat.generation import FULL
 
-    labels = (FULL, *found.agreements)
-    count = len(found.runs[FULL].token_ids)
-    columns = [_column(found.runs[own], found.agreements.get(own), count) for own in labels]
+    labels = (FULL, *comparison.agreements)
+    count = len(comparison.runs[FULL].token_ids)
+    columns = [
+        _column(comparison.runs[label], comparison.agreements.get(label), count) for label in labels
+    ]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
     return format_table(("", *labels), rows, left=("",))
@@ -210,8 +217,8 @@ def comparison_table(found: Comparison) -> str:
 def _column(run: Generation, agreement: Agreement | None, full: int) -> dict[str, str]:
     cells = {
         "tokens generated": str(len(run.token_ids)),
-        "time to first token": _known(run.time_to_first_token, ".3f", " s"),
-        "tokens per second": _known(run.tokens_per_second, ".1f"),
+        "time to first token": _format(run.time_to_first_token, ".3f", " s"),
+        "tokens per second": _format(run.tokens_per_second, ".1f"),
         "KV cache held": format_bytes(run.kv_bytes),
         "of a full one": run.share_text,
         "tokens seen": str(run.num_seen_tokens),
@@ -230,15 +237,15 @@ def _column(run: Generation, agreement: Agreement | None, full: int) -> dict[str
     return cells
 
 
-def _told(job: Job, cache: CacheConfig, found: Comparison) -> dict[str, Any]:
-    """What --json prints."""
+def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[str, Any]:
+    """Return the fields of --json."""
     from h2okv.chat.session import sampling_fields
 
     runs = []
-    for values in map(asdict, found.runs.values()):
+    for values in map(asdict, comparison.runs.values()):
         values["time_to_first_token_s"] = values.pop("time_to_first_token")
         runs.append(values | {"text": values.pop("shown")})
-    told = {
+    fields = {
         "model": job.described.name,
         **cache.to_dict(),
         **sampling_fields(job.params),
@@ -248,11 +255,11 @@ def _told(job: Job, cache: CacheConfig, found: Comparison) -> dict[str, Any]:
         "prompt_tokens": len(job.prompt_ids),
         **runs[0],
     }
-    if found.agreements:
-        agreement = next(iter(found.agreements.values()))
-        told |= {"full": runs[1], "agreement": asdict(agreement)}
-    return told
+    if comparison.agreements:
+        agreement = next(iter(comparison.agreements.values()))
+        fields |= {"full": runs[1], "agreement": asdict(agreement)}
+    return fields
 
 
-def _known(value: float | None, form: str, unit: str = "") -> str:
+def _format(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else f"{value:{form}}{unit}"

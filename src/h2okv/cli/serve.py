@@ -46,7 +46,7 @@ def serve(
         None, "File with a system message; may be repeated.", read=readers.readable
     ),
     cors_origin: list[str] | None = option(
-        None, "Site whose pages may ask (https://example.org; * for all); may be repeated."
+        None, "Origin that CORS allows (https://example.org; * for all); may be repeated."
     ),
     log_requests: bool = option(False, "A line on stderr for each request.", "--log-requests"),
     view_page: Path | None = option(
@@ -64,17 +64,17 @@ def serve(
     args.check_copies("replicas", replicas, ray, model.device_name)
     if tensor_parallel and ray:
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
-    if not ray:  # whose machines may have what is not here
+    if not ray:  # the machines of a cluster may have other models
         check_name(model.name)
     cache, _ = args.with_least_entries(cache)
-    # A path's last name, so that clients do not see where it lies; a Hub id as it is.
+    # Clients see only the last part of a path, and a Hub id as it is.
     path = Path(model.name)
-    own_name = path.resolve().name if path.exists() else model.name
+    name = path.resolve().name if path.exists() else model.name
     engine = args.build(EngineConfig, locals())
     server = args.build(
         config.ServerSettings,
         locals(),
-        model_name=called or own_name,
+        model_name=called or name,
         budget=cache.budget,
         api_key=os.environ.get(KEY_VARIABLE),
         cors_origins=tuple(cors_origin or ()),
@@ -84,15 +84,15 @@ def serve(
         model=model.name,
         server=server,
         engine=engine,
-        # Without the line end that editors put last, which no client sends.
+        # Without the last line break, which editors add and no client sends.
         prefixes=tuple(readers.read_text("--prefix", path) for path in prefix or ()),
         systems=tuple(readers.read_text("--system", path) for path in system or ()),
     )
-    # On a cluster each copy takes what its machine has.
+    # On a cluster each copy uses the device of its machine.
     request.loading.update({"dtype": model.dtype} | ({} if ray else {"device": model.device}))
-    # Before what follows, which imports what the extras bring.
-    for name in ("fastapi", "uvicorn", "pydantic", "prometheus_client"):
-        optional(name, "a server", "serve")
+    # Before the imports below, which need the extra.
+    for package in ("fastapi", "uvicorn", "pydantic", "prometheus_client"):
+        optional(package, "a server", "serve")
     if not ray:
         from h2okv.server.launch import follow, run_server
 

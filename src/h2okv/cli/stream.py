@@ -1,4 +1,4 @@
-"""`h2okv stream`: text without end on one cache, scored as it goes."""
+"""`h2okv stream`: endless text on one cache, scored token by token."""
 
 from __future__ import annotations
 
@@ -27,29 +27,31 @@ if TYPE_CHECKING:
     from h2okv.evaluation.streaming import Step, Stream
     from h2okv.integration.loading import Described
 
-_NO_WINDOW = 8192  # stands for the context window of a model without one
+_NO_WINDOW = 8192  # replaces the context window of a model without one
 
 
 @dataclass(frozen=True)
 class Files:
-    """What a stream leaves behind; the fields are the command's options."""
+    """Output files of a stream; the fields are the command's options."""
 
     csv: Path | None = option(None, "Write the rows to this file.", read=readers.writable)
     plot: Path | None = option(None, "Plot them: .png, .svg or .pdf.", read=readers.picture)
     checkpoint: Path | None = option(
-        None, "Save the cache and the place here, to be resumed.", read=readers.writable
+        None, "Save the cache and the position here, to resume.", read=readers.writable
     )
     save_every: int = option(10_000, "Tokens between two checkpoints.", read=readers.least)
     resume: bool = option(False, "Continue from --checkpoint; --tokens may be larger.", "--resume")
 
     def __post_init__(self) -> None:
         if self.resume and self.checkpoint is None:
-            raise ValueError("--resume needs --checkpoint FILE, the file to go on from")
+            raise ValueError("--resume needs --checkpoint FILE, the file to continue from")
         if not self.resume and self.checkpoint is not None and self.checkpoint.exists():
             raise ValueError(f"'{self.checkpoint}' exists already; add --resume, or move it away")
         if self.resume and self.checkpoint is not None and not self.checkpoint.is_file():
-            missing = f"--checkpoint '{self.checkpoint}' does not exist"
-            raise ValueError(f"{missing}, so there is nothing to resume; omit --resume")
+            raise ValueError(
+                f"--checkpoint '{self.checkpoint}' does not exist, so there is nothing to resume;"
+                " omit --resume"
+            )
 
 
 _FILES: Any = args.Bundle(Files)
@@ -79,8 +81,8 @@ def stream(
     as_json: bool = JSON,
 ) -> int:
     if (text is None) == (input is None):
-        what = "both --text and --input are" if text else "neither --text nor --input is"
-        raise ValueError(f"{what} given; give one of them")
+        problem = "both --text and --input are" if text else "neither --text nor --input is"
+        raise ValueError(f"{problem} given; give one of them")
     wording = None if text is None else read_text_file(text)
     from h2okv.cache.support import context_window
     from h2okv.evaluation.stream_data import ConversationSource, TextSource
@@ -91,13 +93,14 @@ def stream(
     described = model.describe()
     if positions == "auto":
         positions = "original" if cache.is_full else "rolling"
-    # A fraction is of the context window, for a stream has no end.
-    parts = cache.budget.resolve(described.context or _NO_WINDOW)
-    cache = replace(cache, heavy=parts.heavy, recent=parts.recent, positions=positions).seeded(seed)
-    # A bad budget shows before anything is read.
+    # A stream has no end, so fractions are of the context window.
+    budget = cache.budget.resolve(described.context or _NO_WINDOW)
+    cache = replace(cache, heavy=budget.heavy, recent=budget.recent, positions=positions).seeded(
+        seed
+    )
+    # A bad budget shows before anything is read, not at the block that exceeds the window.
     args.check_cache(described.config, cache)
-    # Now, not at the block that would reach beyond the window.
-    if reason := cache.past_window(parts.total, prefill_chunk, context_window(described.config)):
+    if reason := cache.past_window(budget.total, prefill_chunk, context_window(described.config)):
         raise ValueError(reason)
     tokenizer, vocab_size = described.tokenizer, described.vocab_size
     source: TextSource | ConversationSource
@@ -115,8 +118,8 @@ def stream(
     if files.resume and files.checkpoint is not None:
         running = Stream.resume(loaded, files.checkpoint, source, settings, identity)
     else:
-        made = h2okv.H2OCache.from_config(described.config, cache)
-        running = Stream(loaded, made, source, settings, identity)
+        h2o_cache = h2okv.H2OCache.from_config(described.config, cache)
+        running = Stream(loaded, h2o_cache, source, settings, identity)
     code = _run(running, described, cache.label, files, as_json)
     if as_json:
         rows = [row._asdict() for row in running.all_rows()]
@@ -125,7 +128,7 @@ def stream(
 
 
 def _run(running: Stream, described: Described, label: str, files: Files, as_json: bool) -> int:
-    """Run the stream with everything around it, and tells how it ended."""
+    """Run the stream, write its files and its summary; return the exit code."""
     from h2okv.evaluation.plots import plot_stream
     from h2okv.evaluation.stream_data import TextSource
     from h2okv.evaluation.streaming import StreamFile, run_stream
@@ -144,8 +147,8 @@ def _run(running: Stream, described: Described, label: str, files: Files, as_jso
                 progress.update(state.position, note=_summary(running) + last)
             if step.answer is not None and not as_json:
                 answer = described.tokenizer.decode(list(step.answer), skip_special_tokens=True)
-                place = f"sample {state.sample + 1}, answer {state.segment + 1}"
-                write_text(f"--- {place} ---\n{answer}\n")
+                location = f"sample {state.sample + 1}, answer {state.segment + 1}"
+                write_text(f"--- {location} ---\n{answer}\n")
 
         try:
             ended = run_stream(
@@ -156,7 +159,7 @@ def _run(running: Stream, described: Described, label: str, files: Files, as_jso
                 should_stop=lambda: interrupt.requested,
                 on_step=on_step,
             )
-        except KeyboardInterrupt:  # the second one, which does not wait for the block
+        except KeyboardInterrupt:  # the second Ctrl-C, which does not wait for the block
             ended = False
         finally:
             if rows is not None:
@@ -167,13 +170,15 @@ def _run(running: Stream, described: Described, label: str, files: Files, as_jso
     write_remark(_summary(running))
     if ended:
         return 0
-    how = "stopped; with --checkpoint FILE a stream can be resumed"
+    message = "stopped; with --checkpoint FILE a stream can be resumed"
     if files.checkpoint is not None:
-        how = "stopped before the first checkpoint, so that there is nothing to resume"
+        message = "stopped before the first checkpoint, so there is nothing to resume"
         if files.checkpoint.exists():
-            how = f"stopped at token {state.position}; continue with the same command and --resume"
-            how += f" (the checkpoint is '{files.checkpoint}')"
-    write_remark(how)
+            message = (
+                f"stopped at token {state.position}; continue with the same command and --resume"
+            )
+            message += f" (the checkpoint is '{files.checkpoint}')"
+    write_remark(message)
     return INTERRUPTED
 
 
@@ -182,16 +187,16 @@ def perplexity(nll: float) -> str:
 
 
 def _summary(running: Stream) -> str:
-    """Speed, perplexity and memory so far."""
+    """Return tokens, perplexity, speed and memory so far."""
     from h2okv.engine.memory import resident_bytes
 
     state, resident = running.state, resident_bytes()
-    parts = [f"{state.position} tokens"]
+    figures = [f"{state.position} tokens"]
     if state.position:
-        parts.append(f"perplexity {perplexity(state.total_nll / state.position)}")
+        figures.append(f"perplexity {perplexity(state.total_nll / state.position)}")
     if state.seconds:
-        parts.append(f"{state.position / state.seconds:,.0f} tokens/s")
-    parts.append(f"cache {format_bytes(running.cache.nbytes)}")
+        figures.append(f"{state.position / state.seconds:,.0f} tokens/s")
+    figures.append(f"cache {format_bytes(running.cache.nbytes)}")
     if resident is not None:
-        parts.append(f"process {format_bytes(resident)}")
-    return " | ".join(parts)
+        figures.append(f"process {format_bytes(resident)}")
+    return " | ".join(figures)
