@@ -178,18 +178,14 @@ class ModelRunner:
         if cache.prefill_chunk is None and slot_pool.can_split_blocks(cache):
             slot_pool.expect_partial_block(cache, not chunk.is_last)
         lengths = [len(each.tokens) for each in chunks]
-        pads = [max(lengths) - length for length in lengths]
-        # Pad with a token of the same prompt: a NaN in its embedding reaches no other prompt.
-        padded = [
-            each.tokens[:1] * pad + each.tokens for each, pad in zip(chunks, pads, strict=True)
-        ]
-        mask = torch.arange(max(lengths)) >= torch.tensor(pads).unsqueeze(1)
+        ids, mask = left_padded([each.tokens for each in chunks])
         positions = chunk.position + (mask.cumsum(1) - 1).clamp(min=0)
+        is_padded = min(lengths) < max(lengths)
         logits = self._forward(
-            torch.tensor(padded),
+            ids,
             positions,
             cache,
-            mask=mask.long() if any(pads) else None,
+            mask=mask if is_padded else None,
             keep=0 if chunk.wants_all_logits else 1,
         )
         evicted = before + sum(lengths) * self.pool.num_heads - slot_pool.num_entries(cache)
@@ -220,6 +216,22 @@ class ModelRunner:
             logits_to_keep=keep,
         ).logits
         return logits
+
+
+def left_padded(
+    prompts: Sequence[Sequence[int]], device: torch.device | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return prompts as one left-padded batch, and its mask; int64 ``[B, T]`` each.
+
+    A prompt is padded with its own first token: a NaN in its embedding reaches no other prompt, and
+    a repetition penalty, which counts padding as text, meets no other token.
+    """
+    length = max(map(len, prompts))
+    pads = [length - len(prompt) for prompt in prompts]
+    rows = [[*prompt[:1]] * pad + [*prompt] for prompt, pad in zip(prompts, pads, strict=True)]
+    ids = torch.tensor(rows, dtype=torch.int64, device=device)
+    columns = torch.arange(length, device=device)
+    return ids, (columns >= torch.tensor(pads, device=device).unsqueeze(1)).long()
 
 
 def count_kept(positions: Iterable[Tensor], num_tokens: int) -> list[int]:

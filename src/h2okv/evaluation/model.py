@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     LogitsProcessor,
     PreTrainedConfig,
@@ -25,6 +24,7 @@ from h2okv.cache.argument import CACHE
 from h2okv.cache.shared import SharedPrefill, shares_prompt
 from h2okv.cache.support import context_window
 from h2okv.config import CacheConfig
+from h2okv.engine.model_runner import left_padded
 from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import encode
@@ -127,16 +127,6 @@ class Answer(NamedTuple):
     tokens: int
 
 
-def left_padded(
-    texts: Sequence[Sequence[int]], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return texts as one left-padded batch, and its mask; int64 ``[B, T]`` each."""
-    rows = [torch.tensor(list(text), dtype=torch.int64, device=device) for text in texts]
-    ids = pad_sequence(rows, batch_first=True, padding_side="left")
-    masks = [torch.ones_like(row) for row in rows]
-    return ids, pad_sequence(masks, batch_first=True, padding_side="left")
-
-
 def answer_batch(
     model: ModelUnderTest,
     configs: Sequence[CacheConfig],
@@ -227,8 +217,6 @@ def _write(
     chunk = cache.prefill_chunk if bool(mask.all()) and not cache.num_seen_tokens else None
     if chunk is not None:  # without padding the model reads the prompt in blocks too
         cache.expect(ids.shape[1])
-    # Pad with a token of the prompt itself: a repetition penalty counts padding as text.
-    ids = torch.where(mask.bool(), ids, ids[:, -1:])
     processors: list[LogitsProcessor] = [RefuseNaN()]
     if not params.is_greedy:
         processors.append(SeededSampling([prompt.params for prompt in prompts]))

@@ -21,6 +21,7 @@ from h2okv.cache.layer import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.console import optional
 from h2okv.engine.memory import MemoryModel
+from h2okv.engine.model_runner import left_padded
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.enable import enable
@@ -80,17 +81,16 @@ class MicroBatch:
         columns = torch.arange(self.columns, device=self.device)
         mask = (columns >= self.columns - self._lengths.unsqueeze(1)).long()
         if self.sequences[0].new_tokens:
-            tokens = [[sequence.new_tokens[-1]] for sequence in self.sequences]
+            newest = [[sequence.new_tokens[-1]] for sequence in self.sequences]
+            ids = torch.tensor(newest, device=self.device)
             positions = (self._lengths - 1).unsqueeze(1)
         else:
-            # Padding is masked, so that any token will do for it.
-            prompts = [sequence.prompt for sequence in self.sequences]
-            tokens = [[own[0]] * (self.columns - len(own)) + own for own in prompts]
+            ids, _ = left_padded([sequence.prompt for sequence in self.sequences], self.device)
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         # Some models count for themselves.
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         return model(
-            input_ids=torch.tensor(tokens, device=self.device),
+            input_ids=ids,
             attention_mask=mask,
             **{CACHE: self.cache},
             use_cache=True,

@@ -22,8 +22,9 @@ from h2okv.cache.rope import PositionRule
 from h2okv.cache.shared import SharedPrefill
 from h2okv.cache.support import check_model
 from h2okv.config import CacheConfig
+from h2okv.engine.model_runner import left_padded
 from h2okv.evaluation.lm_eval.settings import SETTINGS
-from h2okv.evaluation.model import left_padded, make_cache
+from h2okv.evaluation.model import make_cache
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.integration.enable import enable, input_device
 from h2okv.integration.loading import drop_stored_modes
