@@ -115,9 +115,6 @@ COMMANDS = {
         "--max-batch": "--max-batch and --memory go together",
         "--csv nowhere/rows.csv": "--csv 'nowhere/rows.csv' cannot be written",
     },
-    "bench serve": {
-        f"--url http://127.0.0.1:9 --prompts {MISSING}": f"--prompts '{MISSING}' cannot be read",
-    },
     "analyze --out report": MODEL | TEXT | {
         "--only sink": "--only: measurement 'sink' is unknown; did you mean sinks",
         "--out text.txt/report": "--out 'text.txt/report' cannot be written",

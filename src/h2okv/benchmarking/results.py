@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +15,6 @@ from h2okv.plots import COLOURS, MARKERS, new_figure, save_figure
 from h2okv.records import Row
 
 _T = TypeVar("_T")
-POINTS = ("_p50", "_p95", "_p99")  # the columns of a distribution, behind its name
 
 
 def interleaved(items: Sequence[_T], rounds: int) -> Iterator[tuple[int, _T]]:
@@ -38,16 +37,9 @@ def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> list[f
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
-def percentiles(name: str, values: Iterable[float | None]) -> dict[str, Any]:
-    """Return three points of a distribution as columns, over the values that are not None."""
-    present = [value for value in values if value is not None]
-    points = numpy.quantile(present, (0.5, 0.95, 0.99)).tolist() if present else (None,) * 3
-    return dict(zip(triple(name, *POINTS), points, strict=True))
-
-
-def triple(name: str, *ends: str) -> tuple[str, ...]:
-    """Return the column names of one quantity; by default a median with its quartiles."""
-    return tuple(name + end for end in ends or ("", "_lower", "_upper"))
+def triple(name: str) -> tuple[str, str, str]:
+    """Return the column names of a median with its quartiles."""
+    return name, f"{name}_lower", f"{name}_upper"
 
 
 Cell = Callable[[Row], str]
@@ -60,11 +52,6 @@ def _number(column: str, factor: float = 1.0) -> Cell:
 
 def _spread(column: str) -> Cell:
     return lambda row: _several("{} [{}, {}]", *(_shown(row[name]) for name in triple(column)))
-
-
-def _points(column: str, factor: float) -> Cell:
-    names = triple(column, *POINTS)
-    return lambda row: _several("{}/{}/{}", *(_shown(row[name], factor, 2) for name in names))
 
 
 def _several(form: str, *texts: str) -> str:
@@ -80,11 +67,6 @@ def _shown(value: float | None, factor: float = 1.0, digits: int = 3) -> str:
 
 def _label(row: Row) -> str:
     return cache_label(row["cache"], row["budget"], row["kv_bits"])
-
-
-def load_label(row: Row) -> str:
-    """Return a load's name in tables."""
-    return f"{row['clients']} clients" if row["rate"] is None else f"{row['rate']:g}/s"
 
 
 _COMPARISON: dict[str, Cell] = {
@@ -111,16 +93,6 @@ _MAX_BATCH: dict[str, Cell] = {
     "tokens\n/ s": _number("tokens_per_second"),
     "/ full\n[quartiles]": _spread("throughput_ratio"),
 }
-_SERVING: dict[str, Cell] = {
-    "server": lambda row: str(row["server"]).removeprefix("http://"),
-    "load": load_label,
-    "done": lambda row: f"{row['finished']}/{row['requests']}",
-    "tokens\nin + new": lambda row: f"{_shown(row['prompt_tokens'])} + {_shown(row['new_tokens'])}",
-    "new\ntokens/s": _number("new_tokens_per_second"),
-    "first token\ns, p50/95/99": _points("first_token", 1),
-    "per token\nms, p50/95/99": _points("per_token", 1e3),
-    "gap p99\nms": _number("gap_p99", 1e3),
-}
 
 
 def comparison_table(rows: Sequence[Row]) -> str:
@@ -141,21 +113,16 @@ def max_batch_table(rows: Sequence[Row]) -> str:
     return _tables(_MAX_BATCH, rows, "{dtype}, context {context:,}") + note
 
 
-def serving_table(rows: Sequence[Row]) -> str:
-    """Render the loads side by side."""
-    return _table(_SERVING, rows, ("server", "load"))
-
-
 def _tables(cells: Mapping[str, Cell], rows: Sequence[Row], title: str) -> str:
     groups = groupby(rows, lambda row: title.format(**row))
     return "\n".join(f"{name}\n{_table(cells, list(group))}" for name, group in groups)
 
 
-def _table(cells: Mapping[str, Cell], rows: Sequence[Row], left: Sequence[str] = ("cache",)) -> str:
+def _table(cells: Mapping[str, Cell], rows: Sequence[Row]) -> str:
     """Render a table at most 100 columns wide, without columns that have no figure."""
     texts = {heading: [cell(row) for row in rows] for heading, cell in cells.items()}
     shown = {heading: column for heading, column in texts.items() if set(column) != {_NONE}}
-    return format_table(list(shown), zip(*shown.values(), strict=True), left)
+    return format_table(list(shown), zip(*shown.values(), strict=True), ("cache",))
 
 
 def plot_roofline(path: Path, rows: Sequence[Row]) -> None:

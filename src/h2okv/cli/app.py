@@ -27,7 +27,7 @@ COMMANDS = {
     "stream": ("stream:stream", "Stream an endless text or conversations through one cache."),
     "eval": ("eval:eval_app", "Measure the quality of cache sizes."),
     "lm-eval": ("eval:lm_eval", "Run lm-evaluation-harness with an H2O cache."),
-    "bench": ("bench:bench_app", "Measure speed and memory against transformers' own caches."),
+    "bench": ("bench:bench", "Measure speed and memory against transformers' own caches."),
     "analyze": ("analyze:analyze", "Measure what the paper observed, and write a report."),
     "view": ("analyze:view", "Show which tokens of a text a policy keeps."),
     "models": ("env:models_app", "Fetch and list the models that h2okv knows by name."),

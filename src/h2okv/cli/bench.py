@@ -1,16 +1,12 @@
-"""`h2okv bench` and `h2okv bench serve`."""
+"""`h2okv bench`."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import re
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import typer
+from typing import TYPE_CHECKING
 
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, option
@@ -18,7 +14,7 @@ from h2okv.cli.readers import least, numbers
 from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
-from h2okv.records import CsvFile, Row, parse_json, unknown_name
+from h2okv.records import CsvFile, Row, unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +22,10 @@ if TYPE_CHECKING:
     from h2okv.benchmarking.comparison import Bench
     from h2okv.benchmarking.model import ModelSource
 
-FAILED = 1  # the exit code if a check failed, or no request was finished
+FAILED = 1  # the exit code if a check failed
 # Listed here because the modules that define them import torch.
 RUNNERS = ("dynamic", "static", "quantized", "h2o")
 SHAPES = ("llama-3-8b", "llama-3.1-8b", "llama-3.2-1b", "llama-2-7b", "qwen2.5-7b", "small")
-
-bench_app = args.group("bench")
 
 
 def _model(option: str, name: str) -> str:
@@ -66,10 +60,7 @@ def _dtypes(option: str, text: str) -> list[str]:
     return [readers.choice(option, name, args.DTYPES) for name in names]
 
 
-@bench_app.callback(invoke_without_command=True)
-@args.expand
 def bench(
-    ctx: typer.Context,
     caches: list[CacheConfig] = args.cache_lists(
         "20%", positions="original", prefill_chunk=None, kv_bits=None, decay=None
     ),
@@ -119,8 +110,6 @@ def bench(
     ),
     as_json: bool = JSON,
 ) -> int:
-    if ctx.invoked_subcommand is not None:
-        return 0
     if max_batch != (memory is not None):
         raise ValueError("--max-batch and --memory go together; give both, such as --memory 8GiB")
     if plot is not None and max_batch:
@@ -228,106 +217,3 @@ def _measure(benches: Sequence[Bench], rows: _Rows) -> int:
             remedy = "give a smaller batch or context, or fewer --layers"
             raise ValueError(f"the memory ran out ({reason}); {remedy}") from error
     return 0
-
-
-def _context(option: str, text: str) -> tuple[int, int] | None:
-    """Parse a range of tokens: `2048:4096`, `2048`, or nothing for prompts as they are."""
-    if not text.strip():
-        return None
-    match = re.fullmatch(r"\s*(-?\d+)\s*(?::\s*(-?\d+)\s*)?", text)
-    if match is None:
-        raise ValueError(f"{option} {text!r} is not a range of tokens; give one such as 2048:4096")
-    return int(match[1]), int(match[2] or match[1])
-
-
-def _fields(option: str, text: str) -> dict[str, Any]:
-    """Parse further fields of every request, a JSON object."""
-    with suppress(ValueError):
-        fields = parse_json(text.strip() or "{}")
-        if isinstance(fields, dict):
-            return fields
-    raise ValueError(
-        f"{option} {text!r} is not a JSON object; give one such as '{{\"top_p\": 0.9}}'"
-    )
-
-
-@args.subcommand(bench_app, "serve")
-def bench_serve(
-    ctx: typer.Context,
-    url: str = option(..., "URL of the server, without /v1."),
-    served_name: str | None = option(None, "The model's name in requests (the server's first)."),
-    clients: Typed = option(
-        "", "Closed loops: clients, comma-separated (8 without --rate).", read=numbers
-    ),
-    rate: Typed = option(
-        "",
-        "Open loops: requests per second, comma-separated.",
-        read=numbers,
-        kind=float,
-        example="2,5",
-    ),
-    requests: int | None = option(None, "Requests in each loop (4 per client, 30 s of a rate)."),
-    prompts: Path | None = option(
-        None, "JSONL with turns (MT-Bench), prompt, question or text.", read=readers.readable
-    ),
-    context: Typed = option(
-        "", "Stretch prompts to this many tokens, such as 2048:4096.", read=_context
-    ),
-    new_tokens: int = option(128, "Median of the new tokens of a request."),
-    spread: float = option(0.8, "Log-normal spread of the new tokens; 0: always the median."),
-    chat: bool = option(False, "Send chat messages instead of text completions.", "--chat"),
-    extra: Typed = option(
-        "", "Further fields of every request, such as '{\"h2o\": ...}'.", read=_fields
-    ),
-    warmup: int = option(2, "Requests before each server's first loop.", read=least, least=0),
-    timeout: float = option(600.0, "Seconds that a request may take."),
-    seed: int = option(0, "Random seed of lengths, positions in texts and times."),
-    csv: Path | None = ROWS,
-    as_json: bool = JSON,
-) -> int:
-    _refuse_options_before(ctx)
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"--url must be a URL such as http://127.0.0.1:8000, got {url!r}")
-    if not timeout > 0:
-        raise ValueError(f"--timeout {timeout:g} leaves no time; give seconds, such as 600")
-    import torch
-
-    from h2okv.benchmarking import serving
-    from h2okv.benchmarking.results import serving_table
-
-    workload = serving.Workload(serving.read_texts(prompts), context, new_tokens, spread, seed)
-    loads = tuple(serving.make_loads(clients or (() if rate else (8,)), rate, requests))
-    address = url.rstrip("/").removesuffix("/v1")
-    client = serving.Client(address, served_name, chat, timeout, extra)
-    code, errors = 0, dict[str, None]()
-    with (
-        closing(_Rows(csv, serving.COLUMNS, torch.device("cpu"))) as rows,
-        Progress("load", sum(load.requests for load in loads), "requests") as progress,
-    ):
-
-        def keep(row: Row, messages: Sequence[str]) -> None:
-            rows.add(row)
-            errors.update(dict.fromkeys(messages))
-
-        try:
-            asyncio.run(serving.measure(client, workload, loads, warmup, keep, progress.advance))
-        except KeyboardInterrupt:
-            write_remark("stopped")
-            code = INTERRUPTED
-    if as_json and rows.measured:
-        write_json({"environment": rows.environment, "rows": rows.measured})
-    elif rows.measured:
-        write_text(serving_table(rows.measured))
-        for line in errors:
-            write_remark(line)
-    return code or (0 if all(row["finished"] for row in rows.measured) else FAILED)
-
-
-def _refuse_options_before(ctx: typer.Context) -> None:
-    """Raise ValueError for options before the word `serve`, which would have no effect."""
-    assert ctx.parent is not None
-    for parameter in ctx.parent.command.params:
-        source = ctx.parent.get_parameter_source(str(parameter.name))
-        if source is not None and source.name == "COMMANDLINE":
-            reason = "before the word serve is an option of 'h2okv bench'"
-            raise ValueError(f"{parameter.opts[0]} {reason}; put the options of serve after it")

@@ -52,10 +52,10 @@ def resident_bytes() -> int | None:
     return _field("self/status", "VmRSS")
 
 
-def peak_resident_bytes(process: int | str = "self") -> int | None:
-    """Return the peak of a process's resident bytes since `reset_peak`, or since its start."""
+def peak_resident_bytes() -> int | None:
+    """Return the peak of this process's resident bytes since `reset_peak`, or since its start."""
     # Not ru_maxrss: a spawned process inherits its parent's there.
-    return _field(f"{process}/status", "VmHWM")
+    return _field("self/status", "VmHWM")
 
 
 def reset_peak() -> None:
