@@ -39,7 +39,7 @@ def test_tokens_and_fractions_mix():
         ({"min_tokens": 0.5}, r"min_tokens=0\.5"),
     ],
 )
-def test_nonsense_is_refused_by_name_and_value(options, message):
+def test_invalid_budgets_are_refused_by_name_and_value(options, message):
     with pytest.raises(ValueError, match=message):
         Budget(**options)
 

@@ -13,16 +13,16 @@ from h2okv.policy import Sees
 
 def test_fields_are_the_arguments_of_the_cache():
     arguments = inspect.signature(H2OCache).parameters
-    wanted = {
+    expected = {
         name: parameter.default
         for name, parameter in arguments.items()
         if name not in ("config", "simulate")
     }
-    assert {own.name: own.default for own in fields(CacheConfig)} == wanted
+    assert {field.name: field.default for field in fields(CacheConfig)} == expected
 
 
 def test_every_field_reaches_the_cache_the_command_and_the_experiment_file(make_llama):
-    """The names and values are written down here, so that a new field is met by this test."""
+    """List names and values explicitly: a new field must fail here first."""
     values = {
         "policy": "h2o", "heavy": 7, "recent": 6, "sink": 1, "scoring": "decay", "decay": 0.9,
         "positions": "rolling", "prefill_chunk": 7, "kv_bits": 8, "max_tokens": 20, "min_tokens": 2,
@@ -37,21 +37,21 @@ def test_every_field_reaches_the_cache_the_command_and_the_experiment_file(make_
         name: getattr(option.default, "default", option.default)
         for name, option in inspect.signature(make_cache).parameters.items()
     }
-    made = make_cache(**(defaults | options | {"heavy": "7", "recent": "6"}))
-    assert made == replace(config, max_tokens=None, min_tokens=0, seed=0)
+    parsed = make_cache(**(defaults | options | {"heavy": "7", "recent": "6"}))
+    assert parsed == replace(config, max_tokens=None, min_tokens=0, seed=0)
     sizes = {"heavy": 5, "recent": 5}
     entry = {name: options[name] for name in options if name not in (*sizes, "layer_budgets")}
     (written,) = CacheEntry(**entry, budgets=[10]).configs(None)
-    assert written == replace(made, **sizes)
-    flags = cache_flags(made).split()
+    assert written == replace(parsed, **sizes)
+    flags = cache_flags(parsed).split()
     assert flags[::2] == [
         "--policy", "--heavy", "--recent", "--sink", "--scoring", "--decay", "--positions",
         "--prefill-chunk", "--kv-bits",
     ]  # fmt: skip
 
 
-def test_a_later_field_leaves_records_of_before_as_they_are():
-    """An existing result would be computed again if its record had a new name."""
+def test_records_of_earlier_versions_stay_the_same():
+    """Compare with the names of earlier versions; results with others would be recomputed."""
     written = CacheConfig(heavy=3).identity()
     assert list(written) == [
         "policy", "heavy", "recent", "sink", "scoring", "decay", "positions", "prefill_chunk",
@@ -60,7 +60,7 @@ def test_a_later_field_leaves_records_of_before_as_they_are():
     assert CacheConfig(heavy=3, min_tokens=2).identity() == written | {"min_tokens": 2}
 
 
-def test_a_dict_comes_back():
+def test_from_dict_inverts_to_dict():
     config = CacheConfig(policy="h2o", heavy=64, recent=0.1, scoring="decay", decay=0.99, sink=4)
     assert CacheConfig.from_dict(config.to_dict()) == config
 
@@ -71,12 +71,12 @@ def test_an_unknown_name_is_refused_with_a_hint():
 
 
 @pytest.mark.parametrize(
-    ("budget", "fraction", "parts"),
+    ("budget", "fraction", "amounts"),
     [(0.2, 0.5, (0.1, 0.1)), (64, 0.25, (16, 48)), (65, 0.5, (32, 33)), (0.5, 1.0, (0.5, 0.0))],
 )
-def test_a_budget_is_divided(budget, fraction, parts):
+def test_a_budget_is_divided(budget, fraction, amounts):
     config = CacheConfig.from_budget(budget, fraction)
-    assert (config.heavy, config.recent) == parts
+    assert (config.heavy, config.recent) == amounts
     assert type(config.heavy) is type(budget)
 
 
@@ -87,7 +87,7 @@ def test_a_budget_of_everything_is_the_full_cache(budget):
 
 
 @pytest.mark.parametrize(("budget", "fraction"), [(0.0, 0.5), (1.5, 0.5), (1, 0.5), (64, 1.5)])
-def test_a_senseless_budget_is_refused(budget, fraction):
+def test_an_invalid_budget_is_refused(budget, fraction):
     with pytest.raises(ValueError, match="give"):
         CacheConfig.from_budget(budget, fraction)
 
@@ -105,7 +105,7 @@ def test_identity_leaves_out_what_a_full_cache_does_not_use():
     assert CacheConfig(heavy=3).identity() != CacheConfig(heavy=4).identity()
 
 
-def test_best_says_what_it_is(make_llama):
+def test_best_resolves_to_its_options(make_llama):
     best = CacheConfig.from_budget(0.2, policy="best")
     assert best == CacheConfig("h2o", 0.2 * 0.75, 0.2 - 0.2 * 0.75, 4, "expected")
     assert best.label == "h2o, heavy 75%, sink 4, expected, 20%"
@@ -117,16 +117,18 @@ def test_best_says_what_it_is(make_llama):
     assert cache.rule.name == "h2o" and cache.rule.observes is Sees.QUERIES
 
 
-@pytest.mark.parametrize("given", [{"sink": 0}, {"scoring": "sum"}, {"sink": 0, "scoring": "sum"}])
-def test_best_leaves_what_is_given_though_it_is_the_default_elsewhere(make_llama, given):
-    expected = CacheConfig("h2o", 12, 4, **({"sink": 4, "scoring": "expected"} | given))
-    assert CacheConfig("best", 12, 4, **given) == expected
-    assert H2OCache(make_llama().config, 12, 4, policy="best", **given).cache_config == expected
+@pytest.mark.parametrize(
+    "options", [{"sink": 0}, {"scoring": "sum"}, {"sink": 0, "scoring": "sum"}]
+)
+def test_best_keeps_given_sinks_and_scoring(make_llama, options):
+    expected = CacheConfig("h2o", 12, 4, **({"sink": 4, "scoring": "expected"} | options))
+    assert CacheConfig("best", 12, 4, **options) == expected
+    assert H2OCache(make_llama().config, 12, 4, policy="best", **options).cache_config == expected
     # As a file has it, and as an engine changes it.
     assert CacheConfig.from_dict(expected.to_dict()) == expected == replace(expected, heavy=12)
 
 
-def test_what_is_left_out_is_filled_in_at_once():
+def test_defaults_are_filled_in_at_once():
     plain = CacheConfig()
     assert (plain.sink, plain.scoring) == (0, "sum")
     assert CacheConfig(sink=0, scoring="sum") == plain
@@ -143,33 +145,35 @@ FRACTIONS = [
 
 
 @pytest.mark.parametrize(("heavy", "recent", "factors"), FRACTIONS)
-def test_factors_that_lift_a_head_beyond_the_prompt_leave_the_whole_as_it_is(
-    heavy, recent, factors
-):
+def test_limited_factors_keep_the_total_budget(heavy, recent, factors):
     config = CacheConfig(heavy=heavy, recent=recent, layer_budgets=factors)
     layers = range(len(factors))
-    heads = [own for n in layers for own in config.head_budgets(n) or [config.layer_budget(n)]]
-    most = 1 - recent if isinstance(recent, float) else 1
-    assert all(own.heavy <= most and own.recent == recent for own in heads)
-    assert sum(own.heavy for own in heads) == pytest.approx(len(heads) * heavy)
-    flat = [one for own in factors for one in (own if isinstance(own, tuple) else (own,))]
-    # Those with a larger factor have no less than others.
+    heads = [head for n in layers for head in config.head_budgets(n) or [config.layer_budget(n)]]
+    limit = 1 - recent if isinstance(recent, float) else 1
+    assert all(head.heavy <= limit and head.recent == recent for head in heads)
+    assert sum(head.heavy for head in heads) == pytest.approx(len(heads) * heavy)
+    flat = [
+        factor for layer in factors for factor in (layer if isinstance(layer, tuple) else (layer,))
+    ]
+    # A larger factor gives no smaller budget.
     order = sorted(range(len(heads)), key=lambda index: flat[index])
-    given = [heads[index].heavy for index in order]
-    assert given == sorted(given)
-    tokens = [own.resolve(1000) for own in heads]
+    in_order = [heads[index].heavy for index in order]
+    assert in_order == sorted(in_order)
+    tokens = [head.resolve(1000) for head in heads]
     even = config.budget.resolve(1000).total
-    assert sum(own.total for own in tokens) == pytest.approx(len(heads) * even, abs=len(heads))
+    assert sum(budget.total for budget in tokens) == pytest.approx(
+        len(heads) * even, abs=len(heads)
+    )
 
 
-def test_factors_within_the_prompt_are_left_alone():
+def test_factors_within_the_prompt_are_unchanged():
     config = CacheConfig(heavy=0.2, recent=0.1, layer_budgets=((0.5, 1.0), (2.0, 0.5)))
-    assert [own.heavy for own in config.head_budgets(1)] == [0.4, 0.1]
+    assert [budget.heavy for budget in config.head_budgets(1)] == [0.4, 0.1]
     assert config.layer_budgets == ((0.5, 1.0), (2.0, 0.5))
 
 
 @pytest.mark.parametrize(
-    ("parts", "factors", "message"),
+    ("amounts", "factors", "message"),
     [
         ((1, 0), ((4.0, 0.0), (0.0, 0.0)), "a factor of 0 on heavy=1 keeps nothing .* recent=0"),
         ((0.5, 0), (2.0, 0.0), "a factor of 0 on heavy=0.5 keeps nothing"),
@@ -177,8 +181,6 @@ def test_factors_within_the_prompt_are_left_alone():
         ((8, 4), (1.75, 0.25), "a factor of 1.75 makes heavy=8 too large .*; or give smaller"),
     ],
 )
-def test_factors_that_cannot_be_kept_are_refused_in_words_about_them(
-    make_llama, parts, factors, message
-):
+def test_unusable_factors_are_refused_as_layer_budgets(make_llama, amounts, factors, message):
     with pytest.raises(ValueError, match="layer_budgets: " + message):
-        H2OCache(make_llama().config, *parts, layer_budgets=factors, max_tokens=17)
+        H2OCache(make_llama().config, *amounts, layer_budgets=factors, max_tokens=17)

@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def replace_stderr(monkeypatch):
-    """To be called in the test: between set-up and test, pytest puts its own stderr in place."""
+    """Return a function that replaces stderr; pytest would undo a replacement during set-up."""
 
     def replace(stream):
         monkeypatch.setattr(sys, "stderr", stream)
@@ -55,9 +55,7 @@ def test_progress_writes_its_count_by_unit(replace_stderr, unit, total, shown):
 
 
 @pytest.mark.parametrize(("stream", "shown"), [(io.StringIO(), True), (Terminal(), False)])
-def test_progress_writes_nothing_without_a_terminal_or_where_none_is_wanted(
-    replace_stderr, stream, shown
-):
+def test_progress_writes_nothing_without_a_terminal_or_shown(replace_stderr, stream, shown):
     replace_stderr(stream)
     with Progress("working", 3, shown=shown) as progress:
         progress.advance()
@@ -88,8 +86,8 @@ def test_format_bytes(count, expected):
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_missing_package_is_installed_from_the_clone():
-    """The package is on no index, so that its name would fetch nothing, or a stranger's."""
+def test_a_missing_package_names_the_clone():
+    """Check that no package index is named: h2okv is on none of them."""
     with pytest.raises(ValueError, match=r"in the clone of h2okv: pip install '\.\[plot\]'$"):
         optional("no_such_package", "a picture", "plot")
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][

@@ -24,5 +24,5 @@ def test_example_runs(path, model, capsys, monkeypatch, tmp_path):
     assert len(path.read_text().splitlines()) < 40
 
 
-def test_there_are_examples():
+def test_examples_exist():
     assert len(EXAMPLES) >= 6

@@ -43,10 +43,10 @@ def begun(path, *names, **options):
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, None])
-def test_a_torn_line_is_dropped_wherever_it_was_cut(path, settings):
-    whole = len(begun(path, "a", settings=settings))
+def test_a_truncated_last_line_is_dropped(path, settings):
+    complete = len(begun(path, "a", settings=settings))
     data = begun(path, "b", settings=settings)
-    for cut in range(whole, len(data)):
+    for cut in range(complete, len(data)):
         path.write_bytes(data[:cut])
         with Results(path, settings) as again:
             assert again.names == ["a"]
@@ -103,7 +103,7 @@ def test_a_failed_write_leaves_the_file_as_before(path, monkeypatch):
         (b'{"id": "a"}\n', "in the same folder, cannot be read"),
     ],
 )
-def test_a_file_of_somebody_else_is_left_alone(path, content, words):
+def test_a_foreign_file_is_not_changed(path, content, words):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=words):
         Results(path)
@@ -128,7 +128,7 @@ def test_another_kind_or_version_is_refused(path):
         ResultFile(path, "a test", version=2)
 
 
-def test_half_a_surrogate_pair_is_written_as_something_readable(path):
+def test_half_a_surrogate_pair_is_replaced(path):
     begun(path, settings=None)
     with Results(path, None) as file:
         file.append([{"id": "a", "text": "\ud800"}])
@@ -136,13 +136,13 @@ def test_half_a_surrogate_pair_is_written_as_something_readable(path):
         assert again.names == ["a"]
 
 
-def test_a_place_that_is_not_there(tmp_path):
+def test_a_missing_folder_is_refused(tmp_path):
     for make in (Results, lambda path: CsvFile(path, ["a"]), lambda path: write_csv(path, [])):
         with pytest.raises(ValueError, match="cannot be written .* choose another path"):
             make(tmp_path / "nowhere" / "out")
 
 
-def test_a_file_is_whole_or_as_it_was(tmp_path):
+def test_atomic_write_replaces_or_keeps_the_file(tmp_path):
     path = tmp_path / "x.txt"
     path.write_text("before")
     with pytest.raises(KeyboardInterrupt), atomic_write(path) as file:
@@ -155,7 +155,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.txt"]
 
 
-def test_two_writers_of_one_file_have_drafts_of_their_own(tmp_path):
+def test_two_writers_of_one_file_have_separate_drafts(tmp_path):
     path, mine = tmp_path / "x.json", tmp_path / "x.json.tmp"
     mine.write_text("mine")
     with atomic_write(path) as first:
@@ -175,12 +175,12 @@ def test_a_draft_has_the_permissions_of_any_new_file(tmp_path):
     assert (tmp_path / "x.json").stat().st_mode == (tmp_path / "new").stat().st_mode
 
 
-def test_json_that_is_nested_too_deeply_is_none():
+def test_deeply_nested_json_is_refused():
     with pytest.raises(json.JSONDecodeError, match="nested too deeply"):
         parse_json("[" * 200_000)
 
 
-def test_tables_come_back(tmp_path):
+def test_tables_round_trip(tmp_path):
     path = tmp_path / "t.csv"
     write_csv(path, [{"a": 1, "word": "7", "c": 1 / 3}, {"a": 2.0, "b": None, "word": "x,\n"}])
     assert path.read_text().splitlines()[0] == "a,b,word,c"
@@ -192,7 +192,7 @@ def test_tables_come_back(tmp_path):
         read_csv(path, columns=["a", "b"])
 
 
-def test_a_csv_file_is_gone_on_with_and_loses_a_torn_row(tmp_path):
+def test_a_csv_file_is_continued_without_its_truncated_row(tmp_path):
     path = tmp_path / "t.csv"
     for value in (1, 2.5):
         file = CsvFile(path, ["a", "b"])
@@ -210,7 +210,7 @@ def test_a_csv_file_is_gone_on_with_and_loses_a_torn_row(tmp_path):
     assert path.read_text() == "my notes"
 
 
-def test_lines_are_objects_with_a_place(path):
+def test_lines_are_objects_with_a_location(path):
     path.write_text('{"n": 2, "kind": "b", "text": "line\u2028end"}\n\n{"n": 0}\n')
     first, second = read_jsonl(path)
     assert (first.number("n", 1), first.choice("kind", ("a", "b"))) == (2, 1)
@@ -227,16 +227,16 @@ def test_lines_are_objects_with_a_place(path):
         Record.parse("[1]", "line 1", "a question")
 
 
-def test_a_bar_in_a_cell_stays_in_its_cell():
+def test_a_bar_in_a_cell_is_escaped():
     table = markdown_table(["a", "b"], [["x|y", 1.0]])
     assert table == "| a | b |\n|---|---:|\n| x\\|y | 1.0000 |\n"
 
 
-def test_an_unknown_name_has_near_ones():
+def test_an_unknown_name_has_close_matches():
     error = unknown_name("policy", "h20", ["h2o", "recent"])
     assert str(error) == "policy 'h20' is unknown; did you mean h2o? choose from h2o, recent"
 
 
-def test_texts_and_bytes_of_one_content_have_one_digest():
+def test_digest_is_equal_for_text_and_bytes():
     assert digest("ä") == digest("ä".encode()) != digest("a")
     assert len(digest("\ud800")) == 16

@@ -73,13 +73,13 @@ def make_chat_tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def chat_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
-    """Makes a tokenizer with a chat template, of the kind called ChatML unless another is given."""
+    """Return a function that makes a tokenizer with a chat template, by default ChatML."""
     return make_chat_tokenizer
 
 
 @pytest.fixture(scope="session")
 def chat_folder(tmp_path_factory) -> Path:
-    """A model with a chat template; shared by all tests: leave it as it is."""
+    """Return the folder of a model with a chat template; tests must not change it."""
     folder = tmp_path_factory.mktemp("chat_model")
     make_chat_tokenizer().save_pretrained(folder)
     make_model().save_pretrained(folder)
@@ -99,7 +99,7 @@ def save_model(tmp_path_factory) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def model_folder(save_model) -> Path:
-    """Shared by all tests: leave it as it is."""
+    """Return the folder of the model that tests share and must not change."""
     return save_model()
 
 

@@ -23,7 +23,7 @@ def text_file(tmp_path_factory):
     return path
 
 
-def test_one_command_makes_the_report(h2okv_command, model_folder, text_file, tmp_path):
+def test_analyze_writes_a_report(h2okv_command, model_folder, text_file, tmp_path):
     out = tmp_path / "new" / "report"
     done = h2okv_command("analyze", "--model", model_folder, "--text", text_file, "--out", out)
     assert (done.code, done.out) == (0, f"{out / 'report.html'}\n"), done.err
@@ -34,7 +34,9 @@ def test_one_command_makes_the_report(h2okv_command, model_folder, text_file, tm
     assert {path.stem for path in out.glob("*.csv")} == tables
 
 
-def test_quick_tells_what_full_attention_tells(h2okv_command, model_folder, text_file, tmp_path):
+def test_quick_runs_only_measurements_of_full_attention(
+    h2okv_command, model_folder, text_file, tmp_path
+):
     done = h2okv_command(
         "analyze", "--model", model_folder, "--text", text_file, "--out", tmp_path, "--quick"
     )
@@ -45,7 +47,7 @@ def test_quick_tells_what_full_attention_tells(h2okv_command, model_folder, text
     assert "Policies by budget (--only policies, --only retention)" in page
 
 
-def test_only_some_measurements(h2okv_command, model_folder, text_file, tmp_path):
+def test_only_runs_the_named_measurements(h2okv_command, model_folder, text_file, tmp_path):
     base = ["analyze", "--model", model_folder, "--text", text_file, "--out", tmp_path / "new"]
     done = h2okv_command(*base, "--only", "sinks,ablation")
     assert done.code == 0, done.err
@@ -71,7 +73,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_ctrl_c_leaves_what_is_finished(model_folder, text_file, tmp_path):
+def test_ctrl_c_keeps_finished_measurements(model_folder, text_file, tmp_path):
     command = [sys.executable, "-m", "h2okv", "analyze", "--model", str(model_folder)]
     command += ["--text", str(text_file), "--out", str(tmp_path)]
     process = subprocess.Popen(
@@ -104,7 +106,7 @@ def test_ctrl_c_leaves_what_is_finished(model_folder, text_file, tmp_path):
         ("the cat", "must have at least 128 tokens"),
     ],
 )
-def test_a_text_without_enough_in_it(h2okv_command, model_folder, tmp_path, content, sentence):
+def test_a_too_short_text_is_refused(h2okv_command, model_folder, tmp_path, content, sentence):
     path = tmp_path / "short.txt"
     path.write_text(content)
     out = tmp_path / "report"
@@ -126,7 +128,7 @@ def test_bad_options(h2okv_command, model_folder, text_file, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["scipy", "matplotlib"])
-def test_a_missing_extra_is_named_before_anything_is_done(
+def test_a_missing_extra_is_named_before_the_work(
     h2okv_command, model_folder, text_file, tmp_path, monkeypatch, name
 ):
     for module in [m for m in sys.modules if m.split(".")[0] == name]:

@@ -1,4 +1,4 @@
-"""The command as a whole: what it imports, lists and says of itself."""
+"""The command: its imports, the list of commands and their help."""
 
 import json
 import subprocess
@@ -36,7 +36,7 @@ def test_help_and_version_import_neither_torch_nor_transformers():
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_its_line_and_an_example(h2okv_command, name):
+def test_every_command_has_a_summary_and_an_example(h2okv_command, name):
     outcome = h2okv_command(name, "--help")
     assert outcome.code == 0
     assert f"h2okv {name} " in outcome.out.split("Usage:")[1]
@@ -45,7 +45,7 @@ def test_every_command_has_its_line_and_an_example(h2okv_command, name):
     assert name in listed
 
 
-def test_names_that_are_written_down_are_those_that_exist():
+def test_listed_names_match_the_registries():
     assert (*h2okv.policy_names(dropping=True), BEST) == POLICIES
     assert h2okv.policy_names() == (*POLICIES[:-1], *PER_QUERY)
     rules = {name: get_rule(name) for name in POLICIES[1:-1]}
@@ -66,7 +66,7 @@ def test_names_that_are_written_down_are_those_that_exist():
     from h2okv.evaluation.tasks import recall
     from h2okv.evaluation.tasks.recall import NeedleTask, Recall
 
-    assert tuple(own.name for own in measurements) == MEASUREMENTS
+    assert tuple(measurement.name for measurement in measurements) == MEASUREMENTS
     assert recall.COMPRESSIONS == COMPRESSIONS
     assert Path(h2okv.__file__).parent / EXPERIMENTS == sweep.EXPERIMENTS
     assert (NeedleTask.statement, NeedleTask.question) == (NEEDLE, QUESTION)
@@ -74,7 +74,7 @@ def test_names_that_are_written_down_are_those_that_exist():
     assert (tuple(runners), tuple(shapes)) == (RUNNERS, SHAPES)
 
 
-def test_shells_can_complete_commands(monkeypatch):
+def test_shell_completion_lists_commands(monkeypatch):
     done = subprocess.run(
         [sys.executable, "-m", "h2okv"],
         env={
@@ -114,7 +114,7 @@ def test_importing_the_package_alone_registers_its_attention(order):
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_package_lists_its_names_and_refuses_others():
+def test_dir_lists_public_names_and_unknown_names_raise():
     assert set(h2okv.__all__) <= set(dir(h2okv))
     with pytest.raises(AttributeError, match="no attribute 'H3OCache'"):
         h2okv.H3OCache  # noqa: B018
@@ -129,6 +129,6 @@ def test_amounts_of_memory(text, expected):
 
 
 @pytest.mark.parametrize("text", ["", "much", "8 GiBs", "-1GiB", "0"])
-def test_what_is_no_amount_of_memory_is_refused(text):
+def test_an_invalid_amount_of_memory_is_refused(text):
     with pytest.raises(ValueError, match="--memory"):
         memory("--memory", text)

@@ -1,4 +1,4 @@
-"""Each mistake gives one sentence with what, the value and the remedy, and exit code 2."""
+"""Each mistake gives one sentence with option, value and remedy, and exit code 2."""
 
 import io
 import json
@@ -42,7 +42,7 @@ OPTIONS = {
     "negative sink": (("--sink", "-3"), ("sink=-3",)),
     "fraction above 1": (("--heavy", "1.5"), ("heavy=1.5", "(0, 1]")),
     "fractions above 1 together": (("--heavy", "0.7", "--recent", "0.6"), ("1.3", "at most 1")),
-    "amount that is no number": (("--heavy", "lots"), ("--heavy 'lots'", "--heavy 64")),
+    "invalid amount": (("--heavy", "lots"), ("--heavy 'lots'", "--heavy 64")),
     "amount with a comma": (("--recent", "0,1"), ("--recent '0,1'", "--recent 0.1")),
     "amount that is not finite": (("--heavy", "nan"), ("--heavy 'nan'",)),
     "unknown policy": (("--policy", "h2"), ("policy 'h2'", "sink_recent")),
@@ -63,10 +63,10 @@ OPTIONS = {
     "top-p above 1": (("--temperature", "1", "--top-p", "1.1"), ("--top-p 1.1",)),
     "top-p without sampling": (("--top-p", "0.9"), ("--top-p 0.9", "--temperature")),
     "negative seed": (("--seed", "-1"), ("--seed -1",)),
-    "seed that is no number": (("--seed", "x"), ("--seed", "--help")),
+    "invalid seed": (("--seed", "x"), ("--seed", "--help")),
     "top-k without sampling": (("--top-k", "5"), ("--top-k 5", "--temperature")),
     "penalty of zero": (("--repetition-penalty", "0"), ("--repetition-penalty 0",)),
-    "budget that is no amount": (("--budget", "much"), ("--budget 'much'", "10%")),
+    "invalid budget": (("--budget", "much"), ("--budget 'much'", "10%")),
     "percentage above 100": (("--budget", "120%"), ("budget 1.2",)),
     "unknown comparison": (("--compare", "recent"), ("--compare 'recent'", "--compare full")),
     "unknown option": (("--heavi", "1"), ("--heavi", "--help")),
@@ -180,10 +180,10 @@ def test_checkpoints(h2okv_command, save_model, spoil, words):
         ("/nowhere/at/all", ("does not exist", "config.json")),
         ("./nowhere", ("does not exist", "config.json")),
         (__file__, ("is a file", "folder")),
-        ("nobody-here/no-such-model", ("the Hub cannot be reached", "folder")),
+        ("no-such-user/no-such-model", ("the Hub cannot be reached", "folder")),
     ],
 )
-def test_models_that_are_not_there(h2okv_command, name, words):
+def test_missing_models_are_refused(h2okv_command, name, words):
     outcome = h2okv_command("generate", "--model", name, "a prompt")
     assert_one_sentence(outcome, repr(name), *words)
 
@@ -203,7 +203,7 @@ OVERFLOWS = {
 
 
 @pytest.mark.parametrize("names", OVERFLOWS.values(), ids=OVERFLOWS.keys())
-def test_numbers_that_overflow_while_generating(h2okv_command, save_model, names):
+def test_nan_logits_are_refused_with_a_hint_on_the_dtype(h2okv_command, save_model, names):
     folder = save_model()
     path = folder / "model.safetensors"
     weights = load_file(path)
@@ -224,7 +224,9 @@ BEFORE_THE_WEIGHTS = {
 
 
 @pytest.mark.parametrize("line", BEFORE_THE_WEIGHTS)
-def test_refusals_come_before_the_weights(h2okv_command, model_folder, monkeypatch, tmp_path, line):
+def test_invalid_options_are_refused_before_the_weights_load(
+    h2okv_command, model_folder, monkeypatch, tmp_path, line
+):
     def load(*_):
         raise AssertionError("the weights were loaded first")
 

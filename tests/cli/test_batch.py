@@ -1,4 +1,4 @@
-"""`h2okv batch`: files in, files out, and what it survives."""
+"""`h2okv batch`: input and output files, errors and kills."""
 
 import json
 import multiprocessing
@@ -33,9 +33,9 @@ def write_prompts(path, count, seed=0, **more):
 
 def read(path):
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = {record["id"]: record for record in records}
-    assert len(found) == len(records)
-    return found
+    by_id = {record["id"]: record for record in records}
+    assert len(by_id) == len(records)
+    return by_id
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def prompts(tmp_path):
 
 @pytest.fixture
 def job(h2okv_command, model_folder, tmp_path):
-    """Runs the command on the tiny model; gives the outcome and the records."""
+    """Return a function that runs the command on the tiny model."""
 
     def call(prompts, *args, output="out.jsonl", code=0):
         path = tmp_path / output
@@ -58,7 +58,7 @@ def job(h2okv_command, model_folder, tmp_path):
 
 
 @pytest.mark.parametrize("budget", [("--budget", "16"), ()], ids=["tokens", "raised fraction"])
-def test_texts_are_those_of_generate(job, h2okv_command, model_folder, prompts, budget):
+def test_batch_texts_equal_generate(job, h2okv_command, model_folder, prompts, budget):
     outcome, records = job(prompts, *budget)
     assert ("64 heavy + 64 recent entries are kept" in outcome.err) == (not budget)
     assert outcome.out == ""
@@ -83,7 +83,7 @@ CACHES = {
 
 
 @pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES.keys())
-def test_caches_are_those_of_generate(job, h2okv_command, model_folder, prompts, cache):
+def test_batch_cache_options_equal_generate(job, h2okv_command, model_folder, prompts, cache):
     _, records = job(prompts, *cache, "--batch", 5)
     for line in prompts.read_text().splitlines()[:4]:
         prompt = json.loads(line)
@@ -109,7 +109,7 @@ def test_results_do_not_depend_on_the_batch_or_the_order(job, prompts, tmp_path,
     assert records == single == other
 
 
-def test_prompts_that_cannot_be_served(job, tmp_path):
+def test_invalid_prompts_get_error_records(job, tmp_path):
     prompts = write_prompts(
         tmp_path / "in.jsonl", 3, empty=" \n", long="cat " * 300, none=None, odd="\ud800"
     )
@@ -126,7 +126,7 @@ def test_prompts_that_cannot_be_served(job, tmp_path):
     assert json.loads(again.out)["skipped"] == 7
 
 
-def test_a_text_that_fills_the_context(job, tokenizer, tmp_path):
+def test_a_text_ends_at_the_context_window(job, tokenizer, tmp_path):
     long = "x"
     while len(tokenizer(long)["input_ids"]) < 253:
         long += " x"
@@ -162,7 +162,7 @@ def test_bad_input(job, prompts, args, words):
         assert word in outcome.err
 
 
-def test_ids_given_twice(job, prompts):
+def test_duplicate_ids_are_refused(job, prompts):
     text = prompts.read_text()
     prompts.write_text(text + text.splitlines()[2])
     outcome, records = job(prompts, code=2)
@@ -170,7 +170,7 @@ def test_ids_given_twice(job, prompts):
     assert not records
 
 
-def test_output_of_another_job(job, prompts):
+def test_output_of_another_job_is_refused(job, prompts):
     job(prompts)
     outcome, _ = job(prompts, "--heavy", "5", code=2)
     assert "begun with heavy 0.1, not 5" in outcome.err
@@ -179,7 +179,7 @@ def test_output_of_another_job(job, prompts):
     assert "a result for another prompt with id" in outcome.err
 
 
-def test_output_of_other_weights(job, save_model, prompts, tmp_path, h2okv_command):
+def test_output_of_other_weights_is_refused(job, save_model, prompts, tmp_path, h2okv_command):
     folder, output = save_model(), tmp_path / "out.jsonl"
     args = ("batch", "--model", folder, "--input", prompts, "--output", output,
             "--max-new-tokens", 2)  # fmt: skip
@@ -195,7 +195,7 @@ def test_output_of_other_weights(job, save_model, prompts, tmp_path, h2okv_comma
 
 
 def run_quietly(args, file_size=None):
-    """In a process of its own: the command, its output thrown away."""
+    """Run the command in a child process, without its output."""
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     if file_size is not None:
@@ -206,14 +206,16 @@ def run_quietly(args, file_size=None):
 
 @pytest.fixture(scope="module")
 def processes():
-    """Processes that have everything imported when they begin."""
+    """Return a context of processes that begin with all imports done."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["h2okv.cli.app", "h2okv.offload.offload_engine"])
     return context
 
 
 @pytest.mark.parametrize(("count", "weights"), [(100, "device"), (40, "disk")])
-def test_killed_again_and_again(processes, h2okv_command, save_model, tmp_path, count, weights):
+def test_a_job_killed_repeatedly_resumes_without_loss(
+    processes, h2okv_command, save_model, tmp_path, count, weights
+):
     prompts = write_prompts(tmp_path / "in.jsonl", count)
     output, copies = tmp_path / "killed.jsonl", tmp_path / "copies"
     # From the disk in another dtype and tied, so that a kill may hit the conversion too.
@@ -260,7 +262,7 @@ def size_of(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def test_a_full_disk(processes, job, model_folder, tmp_path):
+def test_a_full_disk_keeps_finished_results(processes, job, model_folder, tmp_path):
     # A limit on the size of files fails a write half-way, as a full disk does.
     prompts = write_prompts(tmp_path / "in.jsonl", 20)
     output = tmp_path / "out.jsonl"

@@ -1,4 +1,4 @@
-"""`h2okv batch`: lines of requests, OpenAI's among them, and what the exit code tells."""
+"""`h2okv batch`: lines of requests, OpenAI's among them, and the exit code."""
 
 import json
 
@@ -17,7 +17,7 @@ def line(name, url, **body):
 
 @pytest.fixture
 def run(h2okv_command, model_folder, tmp_path):
-    """Runs lines on the tiny model; returns the outcome and the results by id."""
+    """Return a function that runs lines on the tiny model: outcome and results by id."""
 
     def call(*lines, options=(), output="out.jsonl"):
         source, results = tmp_path / "in.jsonl", tmp_path / output
@@ -25,8 +25,8 @@ def run(h2okv_command, model_folder, tmp_path):
         files = ("--input", source, "--output", results, "--max-new-tokens", 4)
         outcome = h2okv_command("batch", "--model", model_folder, "--budget", 16, *files, *options)
         records = results.read_text().splitlines() if results.exists() else []
-        found = map(json.loads, records)
-        return outcome, {record.get("custom_id", record["id"]): record for record in found}
+        parsed = map(json.loads, records)
+        return outcome, {record.get("custom_id", record["id"]): record for record in parsed}
 
     return call
 
@@ -37,7 +37,7 @@ def llm(model_folder):
         yield engine
 
 
-def test_openais_lines_are_answered_in_its_format(run, llm):
+def test_openai_lines_get_openai_responses(run, llm):
     drawn = {"temperature": 1.0, "top_p": 0.9, "seed": 7}
     outcome, results = run(
         line("a", CHAT, messages=BEGUN, max_tokens=6),
@@ -74,7 +74,7 @@ def test_openais_lines_are_answered_in_its_format(run, llm):
     assert refused["response"]["body"]["error"]["param"] == "messages"
 
 
-def test_a_job_of_openais_lines_is_resumed(run):
+def test_a_job_of_openai_lines_resumes(run):
     lines = [line("a", TEXT, prompt="the cat"), line("b", TEXT, prompt="the cat")]
     outcome, first = run(lines[0])
     assert outcome.code == 0
@@ -87,20 +87,22 @@ def test_a_job_of_openais_lines_is_resumed(run):
 
 def test_stop_strings_of_a_line_and_of_the_job(run, llm):
     greedy = h2okv.SamplingParams(temperature=0, max_tokens=12)
-    whole = llm.generate("the cat", greedy)[0].text
-    stop = whole[len(whole) // 2 :][:2]
+    full_text = llm.generate("the cat", greedy)[0].text
+    stop = full_text[len(full_text) // 2 :][:2]
     body = {"prompt": "the cat", "max_tokens": 12}
     _, results = run(line("a", TEXT, stop=[stop], **body), line("b", TEXT, **body))
     choice = results["a"]["response"]["body"]["choices"][0]
-    assert choice["text"] == whole[: whole.index(stop)] and choice["finish_reason"] == "stop"
-    assert results["b"]["response"]["body"]["choices"][0]["text"] == whole
+    assert (
+        choice["text"] == full_text[: full_text.index(stop)] and choice["finish_reason"] == "stop"
+    )
+    assert results["b"]["response"]["body"]["choices"][0]["text"] == full_text
     options = ["--stop", stop, "--raw"]
     _, results = run({"id": 1, **body}, options=options, output="other.jsonl")
-    assert results[1]["text"] == whole[: whole.index(stop)]
+    assert results[1]["text"] == full_text[: full_text.index(stop)]
     assert results[1]["finish_reason"] == "stop"
 
 
-def test_unknown_fields_are_refused_before_the_model_is_looked_at(h2okv_command, tmp_path):
+def test_unknown_fields_are_refused_before_the_model_is_read(h2okv_command, tmp_path):
     source = tmp_path / "in.jsonl"
     source.write_text('{"prompt": "a"}\n{"prompt": "b", "extra": 1}\n')
     model = tmp_path / "no-model"  # a folder that can be a model's, until it is looked at
@@ -113,7 +115,7 @@ def test_unknown_fields_are_refused_before_the_model_is_looked_at(h2okv_command,
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_the_exit_code_tells_failures(run):
+def test_exit_code_is_1_if_a_result_is_an_error(run):
     outcome, results = run({"prompt": " "}, {"prompt": None})
     assert outcome.code == 1 and "2 with an error record" in outcome.err
     assert all("error" in record for record in results.values())

@@ -19,7 +19,7 @@ STEPS = 40
 
 @pytest.fixture(scope="module")
 def ray_here():
-    """A cluster of this machine alone, with more processors than it has: the models are tiny."""
+    """Start Ray on this machine, with more processors than it has: the models are tiny."""
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
     ray.init(
         address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR",
@@ -47,7 +47,7 @@ def prompts(tmp_path) -> Path:
 
 @pytest.fixture
 def job(h2okv_command, model_folder, prompts, tmp_path):
-    """Runs the command on the tiny model; gives the outcome and the records by id."""
+    """Return a function that runs the command on the tiny model: outcome and records by id."""
 
     def call(*args, output, code=1):  # for some of the prompts cannot be served
         path = tmp_path / output
@@ -61,25 +61,25 @@ def job(h2okv_command, model_folder, prompts, tmp_path):
 
 def read(path):
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found = {json.dumps(record["id"]): record for record in records}
-    assert len(found) == len(records)
-    return found
+    by_id = {json.dumps(record["id"]): record for record in records}
+    assert len(by_id) == len(records)
+    return by_id
 
 
 SAMPLING = ("--temperature", "1", "--seed", "3", "--batch", 1)
 
 
 @pytest.fixture(scope="module")
-def whole(model_folder, tmp_path_factory) -> Path:
-    """The results of one process, with the prompts beside them."""
-    folder = tmp_path_factory.mktemp("whole")
+def reference(model_folder, tmp_path_factory) -> Path:
+    """Return the results of one process, in the folder of its prompts."""
+    folder = tmp_path_factory.mktemp("reference")
     prompts, output = write_prompts(folder / "in.jsonl"), folder / "out.jsonl"
     options = ("--input", prompts, "--output", output, "--max-new-tokens", STEPS, *SAMPLING)
     assert run(["batch", "--model", str(model_folder), *map(str, options)]) == 1
     return output
 
 
-def test_an_actor_is_killed_in_the_middle(ray_here, whole, job, tmp_path):
+def test_results_survive_a_killed_actor(ray_here, reference, job, tmp_path):
     output, is_over = tmp_path / "ray.jsonl", threading.Event()
     finished_at_kill = []
 
@@ -99,37 +99,37 @@ def test_an_actor_is_killed_in_the_middle(ray_here, whole, job, tmp_path):
         is_over.set()
         killer.join()
     assert len(finished_at_kill) == 1 and 0 < finished_at_kill[0] < 66
-    assert records == read(whole)
+    assert records == read(reference)
     assert outcome.out == ""
     assert "66 prompts, 4 with an error record" in outcome.err
 
 
 def workers():
-    """Processes in which a model of the job runs."""
-    found = []
+    """Return the processes of the actors."""
+    processes = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if any(part.startswith("ray::Worker") for part in process.cmdline()):
-                found.append(process)
+            if any(word.startswith("ray::Worker") for word in process.cmdline()):
+                processes.append(process)
         except psutil.Error:
             continue
-    return found
+    return processes
 
 
-def test_what_one_process_has_begun_goes_on(ray_here, whole, job, tmp_path):
+def test_ray_continues_a_job_of_one_process(ray_here, reference, job, tmp_path):
     begun = tmp_path / "begun.jsonl"
-    kept = whole.read_text(encoding="utf-8").splitlines(keepends=True)[:50]
-    begun.write_text("".join(kept) + '{"id": "torn', encoding="utf-8")
-    settings = whole.with_name("out.jsonl.job.json").read_text()
+    lines = reference.read_text(encoding="utf-8").splitlines(keepends=True)[:50]
+    begun.write_text("".join(lines) + '{"id": "torn', encoding="utf-8")
+    settings = reference.with_name("out.jsonl.job.json").read_text()
     begun.with_name("begun.jsonl.job.json").write_text(settings)
     outcome, records = job("--ray", "--actors", 1, *SAMPLING, "--json", output="begun.jsonl")
-    assert records == read(whole)
-    assert begun.read_text(encoding="utf-8").startswith("".join(kept))
+    assert records == read(reference)
+    assert begun.read_text(encoding="utf-8").startswith("".join(lines))
     summary = json.loads(outcome.out)
     assert (summary["prompts"], summary["skipped"]) == (66, 50)
 
 
-def test_an_actor_that_cannot_load_the_model(
+def test_an_actor_that_cannot_load_the_model_ends_the_job(
     ray_here, h2okv_command, save_model, prompts, tmp_path
 ):
     folder = save_model()
@@ -160,7 +160,7 @@ def test_bad_input(job, tmp_path, args, words):
         assert word in outcome.err
 
 
-def test_without_ray(job, tmp_path, monkeypatch):
+def test_missing_ray_names_the_extra(job, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     (tmp_path / "out.jsonl").touch()
     outcome, _ = job("--ray", output="out.jsonl", code=2)

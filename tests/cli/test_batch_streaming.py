@@ -52,7 +52,7 @@ WEIGHTS = ("disk", "cpu", "device=50,disk=50", "device=67,disk=33", "disk=100")
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_where_weights_are_changes_nothing(job, model_folder, weights):
+def test_weight_placement_does_not_change_results(job, model_folder, weights):
     _, expected = job(model_folder, output="memory.jsonl")
     summary, records = job(model_folder, "--weights", weights, "--batch", 3)
     assert records == expected
@@ -62,15 +62,15 @@ def test_where_weights_are_changes_nothing(job, model_folder, weights):
 
 @pytest.mark.parametrize("cache", ["file", "device=50,file=50"])
 @pytest.mark.parametrize("weights", ["device", "disk"])
-def test_where_caches_are_changes_nothing(job, model_folder, cache, weights):
+def test_cache_placement_does_not_change_results(job, model_folder, cache, weights):
     _, expected = job(model_folder, output="memory.jsonl")
-    places = ("--weights", weights, "--cache", cache)
-    summary, records = job(model_folder, *places, "--batch", 3)
+    options = ("--weights", weights, "--cache", cache)
+    summary, records = job(model_folder, *options, "--batch", 3)
     assert records == expected
     assert summary["cache_bytes_read"] > 0
 
 
-def test_sampling_from_the_disk(job, model_folder):
+def test_sampling_with_weights_on_disk(job, model_folder):
     sampling = ("--temperature", "0.9", "--seed", 4)
     _, expected = job(model_folder, *sampling, output="memory.jsonl")
     _, records = job(model_folder, *sampling, "--weights", "disk", "--batch", 2)
@@ -101,8 +101,8 @@ def test_int8_weights(job, model_folder, tmp_path):
     # The layers' matrices take a quarter of their fp32 bytes, the head and the table all of them.
     before = (model_folder / "model.safetensors").stat().st_size
     (converted,) = folder.iterdir()
-    rest = 2 * 300 * 64 * 4
-    assert (converted.stat().st_size - rest) < 0.4 * (before - rest)
+    other_bytes = 2 * 300 * 64 * 4
+    assert (converted.stat().st_size - other_bytes) < 0.4 * (before - other_bytes)
     # Another result: a job of its own.
     error, _ = job(model_folder, output="b.jsonl", code=2)
     assert "begun with weight_bits 8, not unset" in error
@@ -122,9 +122,11 @@ def test_int4_weights(job, model_folder, tmp_path):
     # The layers' matrices take 4.5 bits for each number, norms, head and table 16.
     weights = load_file(model_folder / "model.safetensors")
     layers = [w.numel() for n, w in weights.items() if "layers" in n and w.dim() == 2]
-    rest = sum(w.numel() for w in weights.values()) - sum(layers)
+    other_bytes = sum(w.numel() for w in weights.values()) - sum(layers)
     (converted,) = folder.iterdir()
-    assert converted.stat().st_size == pytest.approx(sum(layers) * 4.5 / 8 + 2 * rest, rel=0.1)
+    assert converted.stat().st_size == pytest.approx(
+        sum(layers) * 4.5 / 8 + 2 * other_bytes, rel=0.1
+    )
     error, _ = job(model_folder, *dtype, output="b.jsonl", code=2)
     assert "begun with weight_bits 4, not unset" in error
     error, _ = job(model_folder, "--weight-bits", 4, code=2)
@@ -133,7 +135,7 @@ def test_int4_weights(job, model_folder, tmp_path):
 
 @pytest.fixture
 def cache_home(tmp_path, monkeypatch):
-    """Where copies of weights go at the defaults."""
+    """Return the default folder of converted checkpoints."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "h2okv" / "weights"
 
@@ -155,7 +157,9 @@ DTYPES += [("bundled", ("--dtype", "bfloat16"))]
 
 
 @pytest.mark.parametrize(("name", "dtype"), DTYPES, ids=str)
-def test_otherwise_at_the_defaults(job, h2okv_command, stored_in_bf16, cache_home, name, dtype):
+def test_default_options_convert_weights_only_if_needed(
+    job, h2okv_command, stored_in_bf16, cache_home, name, dtype
+):
     model = stored_in_bf16[name]
     planned = h2okv_command("plan", model, *dtype)
     assert planned.code == 0, planned
@@ -171,15 +175,13 @@ def test_otherwise_at_the_defaults(job, h2okv_command, stored_in_bf16, cache_hom
     assert cache_home.exists() == needs_copy
 
 
-def test_too_little_memory_is_refused_before_weights_are_written_anew(
-    job, model_folder, cache_home
-):
+def test_too_little_memory_is_refused_before_conversion(job, model_folder, cache_home):
     options = ("--dtype", "bfloat16", "--memory", "1MiB")
     assert "is too little" in job(model_folder, *options, code=2)[0]
     assert not cache_home.exists()
 
 
-def test_no_room_for_the_conversion(job, model_folder, tmp_path):
+def test_a_conversion_without_disk_space_is_refused(job, model_folder, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     options = ("--dtype", "bfloat16", "--weights", "disk", "--converted", tmp_path / "file")
     error, _ = job(model_folder, *options, code=2)
@@ -214,14 +216,14 @@ def test_bad_input(job, model_folder, args, words):
 
 
 @pytest.mark.parametrize("memory", ["1MiB", "half of the model"])
-def test_too_little_memory_says_how_much_is_enough(
+def test_too_little_memory_names_a_sufficient_amount(
     processes, model_folder, prompts, tmp_path, memory
 ):
-    """The amount that is named is promised, and held by the system, in another process."""
+    """Run with the named amount in another process, whose memory the system limits."""
     args = ["batch", "--model", model_folder, "--input", prompts, "--max-new-tokens", 2]
-    beside = {} if memory == "1MiB" else {"promise_beside": 40 << 20}
-    given = ["--memory", memory] if memory == "1MiB" else []
-    refused = processes([*args, "--output", tmp_path / "none.jsonl", *given], **beside)
+    promise = {} if memory == "1MiB" else {"promise_beside": 40 << 20}
+    options = ["--memory", memory] if memory == "1MiB" else []
+    refused = processes([*args, "--output", tmp_path / "none.jsonl", *options], **promise)
     assert refused.code == 2 and refused.error.count("\n") == 1
     assert "is too little: one layer of this model at a time and a batch of one need" in (
         refused.error
@@ -234,7 +236,7 @@ def test_too_little_memory_says_how_much_is_enough(
     assert len(output.read_text(encoding="utf-8").splitlines()) == len(PROMPTS)
 
 
-def test_blocks_are_kept_where_the_promise_is_ample(job, model_folder, monkeypatch):
+def test_freed_memory_is_kept_if_the_limit_is_ample(job, model_folder, monkeypatch):
     calls = []
     monkeypatch.setattr("h2okv.engine.memory.give_memory_back", lambda: calls.append("give"))
     monkeypatch.setattr("h2okv.engine.memory.keep_memory", lambda: calls.append("keep"))
@@ -254,13 +256,13 @@ def damaged(model_folder, tmp_path, change):
     return folder
 
 
-def test_a_truncated_shard(job, model_folder, tmp_path):
+def test_a_truncated_shard_is_refused(job, model_folder, tmp_path):
     folder = damaged(model_folder, tmp_path, lambda p: os.truncate(p, p.stat().st_size - 9))
     error, _ = job(folder, "--weights", "disk", code=2)
     assert "is damaged or cut off" in error
 
 
-def test_weights_that_are_not_numbers(job, model_folder, tmp_path):
+def test_nan_weights_are_refused(job, model_folder, tmp_path):
     def spoil(path):
         weights = load_file(path)
         weights["model.layers.1.self_attn.q_proj.weight"][:] = torch.nan
@@ -272,7 +274,7 @@ def test_weights_that_are_not_numbers(job, model_folder, tmp_path):
 
 
 def large_model(folder, model_folder, layers=12):
-    """A model of 25 MB in each layer with the tiny one's tokenizer."""
+    """Save a model of 25 MB per layer with the tokenizer of the tiny one; return its size."""
     shutil.copytree(model_folder, folder)
     config = LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=layers, num_attention_heads=8,
@@ -293,7 +295,7 @@ def large_model(folder, model_folder, layers=12):
 
 
 def run_within(args, report, promise_beside, data_limit, file_size):
-    """In a process of its own: the command, within limits of the system."""
+    """Run the command in a child process, within limits of the system."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(report, os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
@@ -319,7 +321,7 @@ class Ended:
 
 @pytest.fixture
 def processes(tmp_path):
-    """Runs the command in processes that have everything imported when they begin."""
+    """Return a function that runs the command in processes with all imports done."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["h2okv.cli.app", "h2okv.offload.offload_engine"])
 
@@ -337,14 +339,14 @@ def processes(tmp_path):
     return call
 
 
-def test_the_promise_is_kept(processes, model_folder, tmp_path, prompts):
+def test_memory_limit_is_kept(processes, model_folder, tmp_path, prompts):
     folder = tmp_path / "large"
     size = large_model(folder, model_folder)
-    beside = 196 << 20
-    assert size > 1.5 * beside
+    promise = 196 << 20
+    assert size > 1.5 * promise
     output = tmp_path / "limited.jsonl"
     args = ["batch", "--model", folder, "--input", prompts, "--max-new-tokens", 2]
-    ended = processes([*args, "--output", output, "--json"], promise_beside=beside)
+    ended = processes([*args, "--output", output, "--json"], promise_beside=promise)
     assert ended.code == 0, ended.error
     assert ended.data <= ended.promise
     records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
@@ -352,7 +354,7 @@ def test_the_promise_is_kept(processes, model_folder, tmp_path, prompts):
     assert not any("error" in record for record in records)
 
 
-def test_the_promise_is_kept_for_any_lengths(processes, model_folder, tmp_path):
+def test_memory_limit_is_kept_for_any_lengths(processes, model_folder, tmp_path):
     # A library that keeps machine code for each shape of a product would take 200 MB here.
     folder, prompts, output = (tmp_path / name for name in ("large", "many.jsonl", "out.jsonl"))
     large_model(folder, model_folder, layers=3)
@@ -369,7 +371,7 @@ def test_the_promise_is_kept_for_any_lengths(processes, model_folder, tmp_path):
     assert not any("error" in record for record in records)
 
 
-def test_prompts_that_the_promise_has_no_room_for(processes, model_folder, tmp_path):
+def test_prompts_beyond_the_memory_limit_get_error_records(processes, model_folder, tmp_path):
     folder, prompts = tmp_path / "large", tmp_path / "mixed.jsonl"
     large_model(folder, model_folder, layers=2)
     texts = ["the cat", "the cat sat on the mat and the dog sat on the log, " * 17, "the dog"]
@@ -380,8 +382,8 @@ def test_prompts_that_the_promise_has_no_room_for(processes, model_folder, tmp_p
     refused = processes([*args, "--input", prompts, "--output", output, "--memory", "1MiB"])
     enough_for_short = int(refused.error.split(" need ")[1].split("MiB")[0]) << 20
     prompts.write_text("\n".join(lines))
-    given = ["--input", prompts, "--output", output, "--memory", enough_for_short]
-    ended = processes([*args, *given], data_limit=enough_for_short)
+    options = ["--input", prompts, "--output", output, "--memory", enough_for_short]
+    ended = processes([*args, *options], data_limit=enough_for_short)
     assert ended.code == 1, ended.error
     records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     by_id = {record["id"]: record for record in records}

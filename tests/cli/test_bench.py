@@ -42,7 +42,7 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
-def test_a_table_a_csv_file_and_a_picture(h2okv_command, tmp_path):
+def test_bench_writes_table_csv_and_figure(h2okv_command, tmp_path):
     pytest.importorskip("matplotlib")
     rows, picture = tmp_path / "rows.csv", tmp_path / "bench.png"
     done = h2okv_command(
@@ -53,23 +53,23 @@ def test_a_table_a_csv_file_and_a_picture(h2okv_command, tmp_path):
     assert "h2o 25%" in done.out and "speed-up" in done.out
     assert "memory bandwidth measured" in done.err
     assert picture.read_bytes().startswith(b"\x89PNG")
-    found = rows_of(rows)
-    assert tuple(found[0]) == (*environment(torch.device("cpu")), *COLUMNS)
-    assert [(row["context"], row["cache"]) for row in found] == [
+    measured = rows_of(rows)
+    assert tuple(measured[0]) == (*environment(torch.device("cpu")), *COLUMNS)
+    assert [(row["context"], row["cache"]) for row in measured] == [
         (context, cache) for context in ("32", "64") for cache in ("dynamic", "static", "h2o")
     ]
-    assert all(float(row["decode"]) > 0 for row in found)
-    assert {row["threads"] for row in found} == {"1"}
+    assert all(float(row["decode"]) > 0 for row in measured)
+    assert {row["threads"] for row in measured} == {"1"}
 
 
-def test_a_second_run_adds_its_rows(h2okv_command, tmp_path):
+def test_a_second_run_appends_rows(h2okv_command, tmp_path):
     rows = tmp_path / "rows.csv"
     for _ in range(2):
         assert h2okv_command(*TINY, "--caches", "h2o", "--csv", rows).code == 0
     assert len(rows_of(rows)) == 2
 
 
-def test_json_for_machines(h2okv_command):
+def test_bench_json_has_rows_and_environment(h2okv_command):
     done = h2okv_command(*TINY, "--caches", "dynamic,h2o", "--dtype", "float32,bfloat16", "--json")
     result = json.loads(done.out)
     assert result["checks"].keys() == {"float32", "bfloat16"}
@@ -80,23 +80,23 @@ def test_json_for_machines(h2okv_command):
     assert result["rows"][1]["positions"] == "original"
 
 
-def test_bits_get_rows_of_their_own(h2okv_command, tmp_path):
+def test_kv_bits_add_rows(h2okv_command, tmp_path):
     rows = tmp_path / "rows.csv"
     options = ("--caches", "dynamic,h2o", "--kv-bits", "8,4", "--csv", rows)
     done = h2okv_command(*TINY, *options)
     assert done.code == 0, done.err
     assert "h2o 25%, 8 bits" in done.out and "h2o 25%, 4 bits" in done.out
-    found = rows_of(rows)
-    assert [(row["cache"], row["kv_bits"]) for row in found] == [
+    measured = rows_of(rows)
+    assert [(row["cache"], row["kv_bits"]) for row in measured] == [
         ("dynamic", ""), ("h2o", ""), ("h2o", "8"), ("h2o", "4"),
     ]  # fmt: skip
-    sizes = [int(row["cache_bytes"]) for row in found]
+    sizes = [int(row["cache_bytes"]) for row in measured]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
     done = h2okv_command(*TINY, *options[:4], "--json")
     assert list(json.loads(done.out)["checks"]) == ["float32", "float32, 8 bits", "float32, 4 bits"]
 
 
-def test_a_broken_packed_cache_shows_no_speed(h2okv_command, monkeypatch):
+def test_a_failed_check_of_a_quantized_cache_reports_no_speed(h2okv_command, monkeypatch):
     right = step._write_packed
 
     def elsewhere(slots, free, entry):
@@ -109,7 +109,7 @@ def test_a_broken_packed_cache_shows_no_speed(h2okv_command, monkeypatch):
     assert done.code == 1 and "no speed is reported" in done.err
 
 
-def test_a_broken_cache_shows_no_speed(h2okv_command, tmp_path, broken):
+def test_a_failed_check_reports_no_speed(h2okv_command, tmp_path, broken):
     rows = tmp_path / "rows.csv"
     done = h2okv_command(*TINY, "--csv", rows)
     assert done.code == 1
@@ -119,12 +119,12 @@ def test_a_broken_cache_shows_no_speed(h2okv_command, tmp_path, broken):
     assert rows_of(rows) == []
 
 
-def test_a_broken_cache_gets_no_largest_batch(h2okv_command, broken):
+def test_a_failed_check_reports_no_largest_batch(h2okv_command, broken):
     done = h2okv_command(*TINY, "--max-batch", "--memory", "1GiB")
     assert done.code == 1 and done.out == ""
 
 
-def test_control_c_keeps_the_rows_so_far(h2okv_command, tmp_path, monkeypatch):
+def test_ctrl_c_keeps_finished_rows(h2okv_command, tmp_path, monkeypatch):
     measure = comparison.Comparison._time
 
     def interrupted(self, contestants, context, batch):
@@ -148,7 +148,7 @@ def test_a_checkpoint_is_measured_too(h2okv_command, model_folder):
     assert json.loads(done.out)["rows"][0]["model"] == str(model_folder)
 
 
-def test_what_is_not_installed_is_said_below_the_table(h2okv_command, monkeypatch):
+def test_missing_packages_are_named_below_the_table(h2okv_command, monkeypatch):
     monkeypatch.setattr(peer, "is_optimum_quanto_available", lambda: False)
     monkeypatch.setattr(peer, "is_hqq_available", lambda: False)
     done = h2okv_command(*TINY)
@@ -193,7 +193,7 @@ def test_bad_input_is_one_sentence(h2okv_command, options, word):
     assert re.search(word, done.err), done.err
 
 
-def test_another_files_columns_are_left_alone(h2okv_command, tmp_path):
+def test_a_csv_file_with_other_columns_is_refused(h2okv_command, tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("a,b\n1,2\n", encoding="utf-8")
     done = h2okv_command(*TINY, "--csv", path)
@@ -207,8 +207,8 @@ def test_a_plot_without_matplotlib_names_the_extra(h2okv_command, monkeypatch):
     assert done.code == 2 and "pip install '.[plot]'" in done.err
 
 
-def test_the_parts_of_the_budget_are_options_of_their_own(h2okv_command, tmp_path):
-    run = tuple(part for part in TINY if part not in ("--budget", "0.25"))
+def test_heavy_recent_and_sink_are_options_of_bench(h2okv_command, tmp_path):
+    run = tuple(word for word in TINY if word not in ("--budget", "0.25"))
     options = ("--caches", "h2o", "--heavy", "8", "--recent", "16", "--sink", "4", "--json")
     done = h2okv_command(*run, *options)
     assert done.code == 0, done.err
@@ -217,7 +217,7 @@ def test_the_parts_of_the_budget_are_options_of_their_own(h2okv_command, tmp_pat
 
 
 def test_threads_are_set(h2okv_command, monkeypatch):
-    wanted = []
-    monkeypatch.setattr(torch, "set_num_threads", wanted.append)
+    requested = []
+    monkeypatch.setattr(torch, "set_num_threads", requested.append)
     assert h2okv_command(*TINY, "--caches", "h2o", "--threads", "2").code == 0
-    assert wanted == [2]
+    assert requested == [2]

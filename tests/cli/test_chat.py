@@ -1,4 +1,4 @@
-"""The command: what comes in by a pipe, what goes out, and what is wrong with either."""
+"""`h2okv chat` in a pipe: input, output and errors."""
 
 import io
 import os
@@ -34,7 +34,7 @@ def remarks(outcome):
     return [line for line in outcome.err.splitlines() if " tokens seen, " not in line]
 
 
-def test_lines_and_blocks_of_a_pipe_are_turns(chat):
+def test_lines_and_blocks_of_a_pipe_are_messages(chat):
     outcome = chat('the cat\n\n"""\nthe dog\n/quit\n"""\nthe mat \\\nand the log\n')
     assert outcome.code == 0
     assert len(statuses(outcome)) == 3
@@ -44,7 +44,7 @@ def test_lines_and_blocks_of_a_pipe_are_turns(chat):
     assert chat("/quit\nthe cat\n").out == ""
 
 
-def test_the_status_line_says_what_an_answer_took(chat):
+def test_status_line_shows_tokens_memory_and_speed(chat):
     outcome = chat("the cat\n" * 4)
     seen = [int(line.split()[0].replace(",", "")) for line in statuses(outcome)]
     assert seen == sorted(set(seen))
@@ -54,7 +54,7 @@ def test_the_status_line_says_what_an_answer_took(chat):
     assert last.endswith("cut at --max-new-tokens 12")
 
 
-def test_a_chat_goes_on_beyond_the_context_window(chat):
+def test_a_chat_continues_beyond_the_context_window(chat):
     outcome = chat("the dog sat on the log? " + "a heron, a fox; 7 owls? " * 3 + "\n" + "9\n" * 12)
     assert outcome.code == 0
     assert len(statuses(outcome)) == 13
@@ -62,7 +62,7 @@ def test_a_chat_goes_on_beyond_the_context_window(chat):
     assert " tokens seen, 32 kept | " in statuses(outcome)[-1]
 
 
-def test_with_original_positions_the_context_is_the_end_and_the_chat_is_still_there(chat):
+def test_original_positions_end_at_the_context_window_and_keep_the_chat(chat):
     lines = "abcdefghijklmnopqrstuvwxyz0123456789\n" * 6 + "/cache\n/reset\nthe cat\n"
     outcome = chat(lines, "--positions", "original")
     assert outcome.code == 0
@@ -72,7 +72,7 @@ def test_with_original_positions_the_context_is_the_end_and_the_chat_is_still_th
     assert outcome.err.splitlines()[-2] == "a new chat"
 
 
-def test_commands_that_cannot_be_done_leave_the_chat_as_it_is(chat, tmp_path):
+def test_failed_commands_do_not_change_the_chat(chat, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     lines = [
         "/cache", "/save", "/save x", "/load", "the cat", "/nope", "/cahce", "/cache 7",
@@ -101,7 +101,7 @@ def test_help_lists_the_commands_and_shows_an_example(chat, h2okv_command):
     assert "h2okv chat --model ./my-model" in h2okv_command("chat", "--help").out
 
 
-def test_reset_begins_anew(chat):
+def test_reset_begins_a_new_chat(chat):
     twice = chat("the cat\n/reset\nthe cat\n/reset\n/cache\n")
     answer = chat("the cat\n").out
     assert twice.out == answer * 2
@@ -126,16 +126,16 @@ def test_colours_do_not_change_the_pager_for_others(chat, monkeypatch):
     assert os.environ["LESS"] == "-FX"
 
 
-def test_a_line_that_is_no_text_is_refused_and_the_next_is_answered(chat):
+def test_a_line_that_is_not_utf8_is_refused_and_the_next_is_answered(chat):
     outcome = chat(b"caf\xe9\nthe cat\n")
     assert "the line is not UTF-8 text" in remarks(outcome)[0]
     assert len(statuses(outcome)) == 1
 
 
 @pytest.mark.slow
-def test_save_ends_and_load_goes_on_in_another_process(chat, chat_folder, tmp_path):
+def test_a_saved_chat_continues_in_another_process(chat, chat_folder, tmp_path):
     file = tmp_path / "evening.chat"
-    whole = chat("the cat\nthe dog\nthe mat\n", "--system", "be brief").out
+    answers = chat("the cat\nthe dog\nthe mat\n", "--system", "be brief").out
     first = chat(f"the cat\nthe dog\n/save {file}\n", "--system", "be brief").out
     command = (sys.executable, "-m", "h2okv", "chat", "--model", str(chat_folder), *BUDGET)
     process = subprocess.run(
@@ -145,13 +145,13 @@ def test_save_ends_and_load_goes_on_in_another_process(chat, chat_folder, tmp_pa
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         check=True,
     )
-    assert (first + process.stdout.decode()) == whole
+    assert (first + process.stdout.decode()) == answers
     assert b"2 turns, " in process.stderr
     loaded = chat(f"/load {file}\nthe mat\n", "--seed", "3")
-    assert first + loaded.out == whole
+    assert first + loaded.out == answers
     assert "saved with --seed 0; this chat keeps its options" in loaded.err
-    anew = chat(f"/load {file}\n/reset\nthe cat\n").out
-    assert anew == chat("the cat\n", "--system", "be brief").out != chat("the cat\n").out
+    after_reset = chat(f"/load {file}\n/reset\nthe cat\n").out
+    assert after_reset == chat("the cat\n", "--system", "be brief").out != chat("the cat\n").out
     # Saving over a saved chat is what saving is for.
     assert "saved to" in chat(f"the cat\n/save {file}\n").err
 
@@ -180,7 +180,7 @@ def forget_chat(file):
         (lambda file: spoil_note(file, b"transcript", b"transcrapt"), "damaged"),
     ],
 )
-def test_a_damaged_file_is_one_sentence_and_the_chat_goes_on(chat, tmp_path, spoil, word):
+def test_a_damaged_file_is_refused_and_the_chat_continues(chat, tmp_path, spoil, word):
     file = tmp_path / "evening.chat"
     chat(f"the dog\n/save {file}\n")
     spoil(file)
@@ -223,7 +223,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(("args", "words"), OPTIONS.values(), ids=OPTIONS.keys())
-def test_options_that_make_no_sense(chat, args, words):
+def test_invalid_chat_options_are_refused(chat, args, words):
     outcome = chat("the cat\n", *args)
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.startswith("h2okv: ") and outcome.err.count("\n") == 1
@@ -231,7 +231,7 @@ def test_options_that_make_no_sense(chat, args, words):
         assert word in outcome.err
 
 
-def test_what_cannot_roll_keeps_its_positions_and_says_so_once(chat, monkeypatch):
+def test_models_without_rolling_positions_keep_original_ones_with_one_note(chat, monkeypatch):
     outcome = chat("the cat\nthe dog\n", "--policy", "full")
     assert len(statuses(outcome)) == 2
     (remark,) = remarks(outcome)
@@ -251,7 +251,7 @@ def test_what_cannot_roll_keeps_its_positions_and_says_so_once(chat, monkeypatch
     assert "cannot find out how it turns its keys" in remark
 
 
-def test_a_system_text_that_the_template_refuses(chat, chat_tokenizer, save_model):
+def test_a_system_message_that_the_template_rejects_is_refused(chat, chat_tokenizer, save_model):
     folder = save_model()
     template = "{{ raise_exception('only users') if messages[0].role == 'system' }}x"
     chat_tokenizer(template).save_pretrained(folder)
@@ -262,7 +262,7 @@ def test_a_system_text_that_the_template_refuses(chat, chat_tokenizer, save_mode
     assert empty == EMPTY
 
 
-def test_control_c_at_the_prompt_twice_leaves(capsys):
+def test_two_ctrl_c_at_the_prompt_leave(capsys):
     events = iter([KeyboardInterrupt, "", KeyboardInterrupt, KeyboardInterrupt, "never"])
 
     def read_line(prompt):

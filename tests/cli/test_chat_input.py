@@ -34,7 +34,7 @@ def test_entries(text, entries):
     assert read_all(text) == entries
 
 
-def test_prompts_tell_a_beginning_from_a_continuation():
+def test_continuation_lines_have_another_prompt():
     prompts, lines = [], iter(["a\\", "b", '"""', "c", '"""', "d"])
 
     def read_line(prompt):
@@ -46,7 +46,7 @@ def test_prompts_tell_a_beginning_from_a_continuation():
     assert prompts == ["> ", "... ", "> ", "... ", "... ", "> "]
 
 
-def test_an_entry_that_is_no_text_is_refused_and_the_next_is_read():
+def test_an_entry_that_is_not_utf8_is_refused_and_the_next_is_read():
     lines = iter(['"""', "fine", "caf\udce9", '"""', "caf\udce9", "next"])
 
     def read():

@@ -16,17 +16,17 @@ def cache(make_llama):
     return cache
 
 
-def test_shares_are_what_the_cache_says(cache, kept_sets):
-    kept = [head for (heads,) in kept_sets(cache) for head in heads]
-    assert len(kept) == 6
-    expected = [sum(token in head for head in kept) / 6 for token in range(READ)]
+def test_kept_shares_equal_kept_positions(cache, kept_sets):
+    head_sets = [head for (heads,) in kept_sets(cache) for head in heads]
+    assert len(head_sets) == 6
+    expected = [sum(token in head for head in head_sets) / 6 for token in range(READ)]
     shares = kept_shares(cache)
     assert shares == pytest.approx(expected)
     assert shares[:2] == [1.0, 1.0] and shares[-6:] == [1.0] * 6
     assert 0.0 in shares and any(0 < share < 1 for share in shares)
 
 
-def test_shares_of_one_layer_and_one_head(cache, kept_sets):
+def test_kept_shares_of_one_layer_and_one_head(cache, kept_sets):
     first, second = kept_sets(cache)[1][0]
     of_layer = [((token in first) + (token in second)) / 2 for token in range(READ)]
     assert kept_shares(cache, 1) == of_layer
@@ -34,7 +34,7 @@ def test_shares_of_one_layer_and_one_head(cache, kept_sets):
 
 
 @pytest.mark.parametrize(
-    ("place", "words"),
+    ("indices", "words"),
     [
         ((3, None), "layers 0 to 2"),
         ((-1, None), "layers 0 to 2"),
@@ -42,9 +42,9 @@ def test_shares_of_one_layer_and_one_head(cache, kept_sets):
         ((1, -1), "KV heads 0 to 1"),
     ],
 )
-def test_a_place_that_is_not_there(cache, place, words):
+def test_a_missing_layer_or_head_is_refused(cache, indices, words):
     with pytest.raises(ValueError, match=words):
-        kept_shares(cache, *place)
+        kept_shares(cache, *indices)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_levels(share, level):
     assert Level.of(share) is level
 
 
-def test_marks_and_colours_say_the_same(tokenizer):
+def test_marks_and_colours_show_the_same_levels(tokenizer):
     words = ["the", " cat", " sat", " on", " the", " mat"]
     pieces = [tokenizer(word)["input_ids"] for word in words]
     levels = [1.0, 0.0, 0.0, 0.5, 0.1, 0.7]
@@ -83,7 +83,7 @@ def test_marks_and_colours_say_the_same(tokenizer):
     assert [colours.plain[span.start : span.end] for span in struck][1:] == [" cat sat"]
 
 
-def test_a_character_of_several_tokens_stays_whole(tokenizer):
+def test_a_character_of_several_tokens_is_one_span(tokenizer):
     ids = tokenizer("é漢a")["input_ids"]
     assert len(ids) == 6
     runs = list(runs_of(tokenizer, ids, [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]))
@@ -94,7 +94,7 @@ def test_a_character_of_several_tokens_stays_whole(tokenizer):
     ]
 
 
-def test_bytes_that_are_no_text_are_still_shown(tokenizer):
+def test_invalid_utf8_bytes_are_shown(tokenizer):
     half = tokenizer("é")["input_ids"][:1]
     runs = list(runs_of(tokenizer, half + tokenizer("a")["input_ids"], [0.0, 1.0]))
     assert [run.text for run in runs] == ["\ufffd", "a"]
@@ -106,11 +106,11 @@ def test_control_characters_do_not_reach_the_terminal(tokenizer):
     assert str(render_runs(runs, with_marks=True)).endswith("a\u241b[2Jb")
 
 
-def test_long_runs_of_evicted_tokens_lose_their_middle(tokenizer):
+def test_long_runs_of_evicted_tokens_are_shortened(tokenizer):
     ids = tokenizer("a" * 3 + "b" * 90)["input_ids"]
     shares = [1.0] * 3 + [0.0] * 90
     (_, run) = runs_of(tokenizer, ids, shares, shorten_above=30)
     assert run.text == "b" * 10 + " ... 70 more evicted tokens ..." + "b" * 10
     assert run.num_tokens == 90
-    (_, whole) = runs_of(tokenizer, ids, shares, shorten_above=90)
-    assert whole.text == "b" * 90
+    (_, unshortened) = runs_of(tokenizer, ids, shares, shorten_above=90)
+    assert unshortened.text == "b" * 90

@@ -1,4 +1,4 @@
-"""A chat is what the same tokens fed by hand would give, whatever interrupts it."""
+"""A chat equals the same tokens fed by hand, with and without interruptions."""
 
 import io
 import signal
@@ -31,7 +31,7 @@ def greedy(count):
 
 @pytest.fixture(scope="module")
 def load(chat_folder, model_folder):
-    """Loads a model with H2O attention: one with a chat template, or one without."""
+    """Load a model with H2O attention: one with a chat template, or one without."""
 
     def call(template=True):
         described = describe(str(chat_folder if template else model_folder))
@@ -53,7 +53,7 @@ def make_cache(partner, chunk=16, positions="rolling", budget=12):
 
 
 def by_hand(partner, cache, token_ids, count):
-    """Reads the tokens and answers greedily; the last token of the answer is not read."""
+    """Read the tokens and answer greedily; the cache does not read the last token."""
     logits = h2okv.prefill(partner.model, torch.tensor([token_ids]), cache)
     answer = []
     while True:
@@ -73,9 +73,9 @@ def assert_same_cache(cache, other):
 
 
 def ends_with(partner, token, after):
-    """Makes the model choose a token after so many others; returns the hook.
+    """Make the model choose `token` after `after` others; return the hook.
 
-    A turn must be one block, for each block of it calls the head too.
+    A turn must be one block: each block of it calls the head, too.
     """
     calls = 0
 
@@ -96,7 +96,7 @@ def ignore(piece):
 @pytest.mark.parametrize("template", [True, False], ids=["template", "plain"])
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 @pytest.mark.parametrize("chunk", [None, 16])
-def test_turns_are_the_same_tokens_fed_by_hand(load, template, positions, chunk):
+def test_chat_tokens_equal_greedy_decoding_by_hand(load, template, positions, chunk):
     partner = load(template)
     chat = Chat(*partner, make_cache(partner, chunk, positions), "be brief")
     cache = make_cache(partner, chunk, positions)
@@ -117,10 +117,10 @@ def test_a_pinned_system_message_stays_for_the_whole_chat(partner):
     for turn in ("the cat?", "the dog?", "and the bird?"):
         chat.say(turn, ignore)
     read, tokenizer = chat.transcript.token_ids, partner.described.tokenizer
-    scores, places = chat.cache.scores(0)[0], chat.cache.kept_positions(0)[0]
+    scores, positions = chat.cache.scores(0)[0], chat.cache.kept_positions(0)[0]
     for head in range(scores.shape[0]):
-        pinned = places[head][scores[head].isinf()].sort().values.tolist()
-        assert tokenizer.decode([read[place] for place in pinned]).strip() == system
+        pinned = positions[head][scores[head].isinf()].sort().values.tolist()
+        assert tokenizer.decode([read[position] for position in pinned]).strip() == system
 
 
 def test_an_end_token_is_read_once_with_the_next_turn(partner):
@@ -137,10 +137,10 @@ def test_an_end_token_is_read_once_with_the_next_turn(partner):
         hook.remove()
     answer = chat.say("and?", ignore)
     messages = chat.transcript.messages[:-1]
-    whole = partner.described.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    rendered = partner.described.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     fed = chat.transcript.token_ids[: -len(answer.token_ids)]
     assert partner.described.tokenizer.decode(fed) == partner.described.tokenizer.decode(
-        whole["input_ids"]
+        rendered["input_ids"]
     )
     assert fed.count(end) == 5  # three turns of the user's and two answers
     assert chat.cache.num_seen_tokens == len(fed) + ANSWER - 1
@@ -171,7 +171,7 @@ def test_a_plain_answer_ends_at_the_users_line(load):
     )
 
 
-def test_control_c_ends_the_answer_and_the_chat_goes_on(partner):
+def test_ctrl_c_ends_the_answer_and_the_chat_continues(partner):
     chat = Chat(*partner, make_cache(partner))
     cache = make_cache(partner)
     pieces = []
@@ -200,7 +200,7 @@ def test_control_c_ends_the_answer_and_the_chat_goes_on(partner):
     assert_same_cache(chat.cache, cache)
 
 
-def test_control_c_while_a_turn_is_read_leaves_the_rest_for_the_next(partner):
+def test_ctrl_c_during_prefill_leaves_unread_tokens_for_the_next_turn(partner):
     chat = Chat(*partner, make_cache(partner))
     blocks = []
 
@@ -224,10 +224,10 @@ def test_control_c_while_a_turn_is_read_leaves_the_rest_for_the_next(partner):
     assert by_hand(partner, cache, fed, ANSWER) == later.token_ids
 
 
-# After the first layer, when the others have not read the block, and in the last one, of which
-# nobody can tell from outside how far it came.
+# After the first layer, when the others have not read the block, and in the last one, whose
+# progress is not visible from outside.
 @pytest.mark.parametrize("layer", [0, -1])
-def test_a_second_control_c_breaks_off_and_says_so(partner, layer):
+def test_a_second_ctrl_c_in_a_forward_makes_the_cache_unusable(partner, layer):
     chat = Chat(*partner, make_cache(partner))
     chat.say("the cat?", ignore)
 
@@ -247,7 +247,7 @@ def test_a_second_control_c_breaks_off_and_says_so(partner, layer):
     assert chat.say("well?", ignore).token_ids == fresh.say("well?", ignore).token_ids
 
 
-def test_a_second_control_c_between_two_forwards_breaks_nothing(partner):
+def test_a_second_ctrl_c_between_forwards_keeps_the_cache_usable(partner):
     chat = Chat(*partner, make_cache(partner))
 
     def write(piece):
@@ -261,7 +261,7 @@ def test_a_second_control_c_between_two_forwards_breaks_nothing(partner):
     assert len(chat.say("the dog?", ignore).token_ids) == ANSWER
 
 
-def test_a_turn_beyond_the_context_changes_nothing(load):
+def test_a_turn_beyond_the_context_does_not_change_the_chat(load):
     partner = load()
     chat = Chat(*partner, make_cache(partner, positions="original"))
     chat.say("the cat?", ignore)
@@ -289,7 +289,7 @@ def test_an_answer_ends_with_the_context(load):
 
 
 def test_a_turn_that_the_cache_refuses_is_not_part_of_the_chat(partner):
-    # A block as long as the window has no room behind what is held.
+    # A block as long as the window has no room after the entries of the cache.
     chat = Chat(*partner, make_cache(partner, chunk=None))
     chat.say("the cat?", ignore)
     before = chat.transcript
@@ -300,7 +300,7 @@ def test_a_turn_that_the_cache_refuses_is_not_part_of_the_chat(partner):
     assert len(chat.say("the dog?", ignore).token_ids) == ANSWER
 
 
-def test_an_error_in_the_middle_keeps_what_was_said(partner):
+def test_an_error_during_an_answer_keeps_the_text_so_far(partner):
     chat = Chat(*partner, make_cache(partner))
     calls = 0
 
@@ -328,7 +328,7 @@ def test_sampling_follows_the_seed(load):
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_a_long_turn_shows_how_far_it_is(partner, monkeypatch):
+def test_a_long_turn_shows_a_progress_bar(partner, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True

@@ -20,7 +20,7 @@ CONTROL_C, CONTROL_D, UP, ENTER = b"\x03", b"\x04", b"\x1b[A", b"\r"
 
 
 class Terminal:
-    """A process at a terminal of its own."""
+    """A process with a terminal."""
 
     def __init__(self, *args):
         self._screen, inside = pty.openpty()
@@ -45,9 +45,9 @@ class Terminal:
         self.shown = b""
 
     def wait_for(self, pattern):
-        """Reads the screen until something stands there; returns all since the last wait."""
+        """Read the screen until a pattern appears; return the text since the last wait."""
         end = time.monotonic() + WAIT
-        while not (found := re.search(pattern, self.shown)):
+        while not (match := re.search(pattern, self.shown)):
             ready, _, _ = select.select([self._screen], [], [], max(0, end - time.monotonic()))
             assert ready, f"no {pattern!r} in {self.shown!r}"
             try:
@@ -56,14 +56,14 @@ class Terminal:
                 piece = b""
             assert piece, f"ended without {pattern!r}: {self.shown!r}"
             self.shown += piece
-        before, self.shown = self.shown[: found.end()], self.shown[found.end() :]
+        before, self.shown = self.shown[: match.end()], self.shown[match.end() :]
         return before
 
     def type(self, keys):
         os.write(self._screen, keys)
 
     def interrupt(self):
-        """Presses Ctrl-C, but not sooner than a person could.
+        """Press Ctrl-C, but not sooner than a person could.
 
         Python looks for signals before it waits for a key, so one that comes right between the
         two is noticed with the next key only.

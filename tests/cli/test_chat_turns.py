@@ -19,38 +19,36 @@ LAST_ONLY = "<|im_start|>{{ messages[-1].content }}<|im_end|>"
 
 
 def talk(form, turns, ended=True):
-    """Goes through turns and answers; returns the transcript and what was new in each turn."""
+    """Take turns and answers; return the transcript and the new tokens of each turn."""
     tokenizer, transcript, new = form.tokenizer, Transcript(), []
     for turn, answer in zip(turns, ANSWERS, strict=False):
-        asked = form.ask(transcript, turn)
-        new.append(asked.token_ids[len(transcript.token_ids) :])
+        asked_turn = form.ask(transcript, turn)
+        new.append(asked_turn.token_ids[len(transcript.token_ids) :])
         ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
         text = answer
         if ended:
             ids, text = [*ids, tokenizer.eos_token_id], answer + tokenizer.eos_token
-        transcript = asked.then("assistant", answer, ids, text)
+        transcript = asked_turn.then("assistant", answer, ids, text)
     return transcript, new
 
 
 class TestTemplate:
     @pytest.mark.parametrize("ended", [True, False], ids=["ended by itself", "cut"])
     @pytest.mark.parametrize("system", ["", "be brief"])
-    def test_all_turns_together_are_the_template_of_the_whole_chat(
-        self, chat_tokenizer, ended, system
-    ):
+    def test_all_turns_equal_the_template_of_the_whole_chat(self, chat_tokenizer, ended, system):
         tokenizer = chat_tokenizer()
         form = TurnForm(tokenizer, system)
         assert not form.is_plain
         before, _ = talk(form, TURNS[:2], ended)
         transcript = form.ask(before, TURNS[2])
-        whole = tokenizer.apply_chat_template(
+        rendered = tokenizer.apply_chat_template(
             transcript.messages, add_generation_prompt=True, return_dict=False
         )
-        assert transcript.token_ids == whole
-        assert transcript.text == tokenizer.decode(whole)
+        assert transcript.token_ids == rendered
+        assert transcript.text == tokenizer.decode(rendered)
         assert transcript.token_ids[: len(before.token_ids)] == before.token_ids
 
-    def test_an_end_token_that_was_generated_is_not_fed_again(self, chat_tokenizer):
+    def test_a_generated_end_token_is_not_repeated(self, chat_tokenizer):
         tokenizer = chat_tokenizer()
         _, new = talk(TurnForm(tokenizer), TURNS)
         end = tokenizer.eos_token_id
@@ -60,7 +58,7 @@ class TestTemplate:
         assert new[1][0] == end
 
     @pytest.mark.parametrize("ended", [True, False])
-    def test_a_template_that_changes_the_past_renders_the_new_turn_alone(
+    def test_a_turn_is_rendered_alone_if_the_template_changes_earlier_messages(
         self, chat_tokenizer, ended
     ):
         _, stable = talk(TurnForm(chat_tokenizer()), TURNS, ended)
@@ -68,17 +66,17 @@ class TestTemplate:
         assert changing[1:] == stable[1:]
         assert changing[0] == [*changing[0][:1], *stable[0]]
 
-    def test_a_template_that_refuses_is_one_sentence(self, chat_tokenizer):
+    def test_an_error_of_the_template_is_one_sentence(self, chat_tokenizer):
         form = TurnForm(chat_tokenizer(NO_SYSTEM), "be brief")
         with pytest.raises(ValueError, match=r"no system here\); leave out --system"):
             form.ask(Transcript(), "hello")
 
-    def test_a_template_that_shows_no_past_cannot_go_on(self, chat_tokenizer):
+    def test_a_template_without_earlier_answers_is_refused(self, chat_tokenizer):
         form = TurnForm(chat_tokenizer(LAST_ONLY))
         with pytest.raises(ValueError, match="leaves earlier answers out"):
             talk(form, TURNS)
 
-    def test_messages_are_kept(self, chat_tokenizer):
+    def test_transcript_has_all_messages(self, chat_tokenizer):
         transcript, _ = talk(TurnForm(chat_tokenizer(), "be brief"), TURNS[:1])
         assert transcript.messages == [
             {"role": "system", "content": "be brief"},
@@ -98,23 +96,23 @@ class TestPlain:
         "answer",
         [" a cat", " a cat\n", " a cat\n\n", " a cat\n\nUs", " a cat\n\nUser", " a cat U"],
     )
-    def test_what_the_model_began_of_the_next_line_is_not_fed_again(self, tokenizer, answer):
+    def test_a_generated_start_of_the_user_line_is_not_repeated(self, tokenizer, answer):
         form = TurnForm(tokenizer)
-        asked = form.ask(Transcript(), "hello")
+        asked_turn = form.ask(Transcript(), "hello")
         ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        again = form.ask(asked.then("assistant", answer, ids, answer), "more")
-        said = answer.removesuffix("User").removesuffix("Us").rstrip("\n")
-        expected = f"User: hello\n\nAssistant:{said}\n\nUser: more\n\nAssistant:"
+        again = form.ask(asked_turn.then("assistant", answer, ids, answer), "more")
+        content = answer.removesuffix("User").removesuffix("Us").rstrip("\n")
+        expected = f"User: hello\n\nAssistant:{content}\n\nUser: more\n\nAssistant:"
         assert tokenizer.decode(again.token_ids) == expected
 
-    def test_a_stop_string_after_one_line_end_is_taken_as_it_is(self, tokenizer):
+    def test_a_stop_string_after_one_newline_is_not_repeated(self, tokenizer):
         form = TurnForm(tokenizer)
-        asked = form.ask(Transcript(), "hello")
+        asked_turn = form.ask(Transcript(), "hello")
         ids = tokenizer(" a cat\nUser", add_special_tokens=False)["input_ids"]
-        again = form.ask(asked.then("assistant", "", ids, ""), "more")
+        again = form.ask(asked_turn.then("assistant", "", ids, ""), "more")
         assert tokenizer.decode(again.token_ids).endswith("a cat\nUser: more\n\nAssistant:")
 
-    def test_a_tokenizer_that_begins_with_a_space_adds_none_in_the_middle(self):
+    def test_a_tokenizer_with_a_prefix_space_adds_none_between_turns(self):
         inner = Tokenizer(models.Unigram())
         inner.pre_tokenizer = pre_tokenizers.Metaspace()
         inner.decoder = decoders.Metaspace()
@@ -122,8 +120,8 @@ class TestPlain:
         inner.train_from_iterator(["User: hello more\n\nAssistant: a cat" * 4], trainer=trainer)
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
         form = TurnForm(tokenizer)
-        asked = form.ask(Transcript(), "hello")
+        asked_turn = form.ask(Transcript(), "hello")
         answer = tokenizer("a cat")["input_ids"]
-        again = form.ask(asked.then("assistant", "a cat", answer, " a cat"), "more")
+        again = form.ask(asked_turn.then("assistant", "a cat", answer, " a cat"), "more")
         expected = "User: hello\n\nAssistant: a cat\n\nUser: more\n\nAssistant:"
         assert tokenizer.decode(again.token_ids) == expected

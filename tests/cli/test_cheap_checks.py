@@ -1,4 +1,4 @@
-"""What needs neither a model nor tensors is refused before torch is imported."""
+"""Checks without a model or tensors must refuse before torch is imported."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ MODEL = {
     "--model ./nowhere": "--model './nowhere' does not exist",
     "--model nowhere.gguf": "--model 'nowhere.gguf' does not exist",
     "--model no-gguf.gguf": "--model 'no-gguf.gguf' is not a GGUF file",
-    "--model nobody/nothing": "the Hub cannot be reached",
+    "--model no-such-user/nothing": "the Hub cannot be reached",
     "--dtype int4": "--dtype 'int4' is not known",
     "--device warp": "--device 'warp' is not known",
 }
@@ -37,7 +37,7 @@ COMMANDS = {
         "--file .": "--file '.' cannot be read (it is a folder)",
         "--file empty.txt": "--file 'empty.txt' is empty",
         "--file latin1.txt": "--file 'latin1.txt' is not UTF-8",
-        "--pin nobody hello": "pin 'nobody' is unknown",
+        "--pin robot hello": "pin 'robot' is unknown",
         "--compare recent hello": "--compare 'recent' is not known",
         "--weight-bits 8 hello": "--weight-bits 8 is not known; give 4",
     },
@@ -148,25 +148,25 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_cheap_checks_come_before_torch(folder):
-    """All in one process: each line is refused, rightly, and none of them has imported torch."""
-    wanted = {
+def test_cheap_checks_do_not_import_torch(folder):
+    """Run all lines in one process, and check their refusals and that torch is not imported."""
+    expected = {
         f"{command} {options}": sentence
-        for command, found in COMMANDS.items()
-        for options, sentence in found.items()
+        for command, location in COMMANDS.items()
+        for options, sentence in location.items()
     }
     done = subprocess.run(
         [sys.executable, "-c", _RUN],
         cwd=folder,
-        input="\n".join(wanted),
+        input="\n".join(expected),
         capture_output=True,
         text=True,
     )
-    told = [json.loads(line) for line in done.stdout.splitlines()]
+    outcomes = [json.loads(line) for line in done.stdout.splitlines()]
     wrong = [
         (line, code, error)
-        for line, code, error, heavy in told
-        if heavy or code != 2 or wanted[line] not in error or error.count("\n") != 1
+        for line, code, error, heavy in outcomes
+        if heavy or code != 2 or expected[line] not in error or error.count("\n") != 1
     ]
     assert not wrong, done.stderr
-    assert len(told) == len(wanted), done.stderr
+    assert len(outcomes) == len(expected), done.stderr

@@ -1,4 +1,4 @@
-def test_shows_the_texts_and_what_they_cost(h2okv_command, model_folder):
+def test_demo_shows_texts_and_their_cost(h2okv_command, model_folder):
     outcome = h2okv_command("demo", "--model", model_folder, "--max-new-tokens", 16)
     assert outcome.code == 0
     assert "240 tokens of a novel" in outcome.out
@@ -13,5 +13,5 @@ def test_shows_the_texts_and_what_they_cost(h2okv_command, model_folder):
     ):
         assert row in outcome.out
     # 0.1 + 0.1 of 240 tokens.
-    kept = next(line for line in outcome.out.splitlines() if "tokens kept" in line)
-    assert kept.split()[2:] == ["255", "48", "48"]
+    kept_line = next(line for line in outcome.out.splitlines() if "tokens kept" in line)
+    assert kept_line.split()[2:] == ["255", "48", "48"]

@@ -8,20 +8,20 @@ def _nothing_asked_for(monkeypatch):
     monkeypatch.delenv("H2OKV_OPS")
 
 
-def test_what_would_be_used_and_why(h2okv_command):
-    made = h2okv_command("env", "--device", "cpu")
-    assert made.code == 0
-    assert "H2OKV_OPS:      auto" in made.out and "for cpu" in made.out
-    assert "Triton" in made.out and "machine code" not in made.out
+def test_env_names_the_implementation_and_the_reason(h2okv_command):
+    outcome = h2okv_command("env", "--device", "cpu")
+    assert outcome.code == 0
+    assert "H2OKV_OPS:      auto" in outcome.out and "for cpu" in outcome.out
+    assert "Triton" in outcome.out and "machine code" not in outcome.out
 
 
-def test_as_json(h2okv_command, monkeypatch):
+def test_env_as_json(h2okv_command, monkeypatch):
     monkeypatch.setenv("H2OKV_OPS", "plain")
-    made = h2okv_command("env", "--device", "cpu", "--json")
-    told = json.loads(made.out)
-    assert told["H2OKV_OPS"] == "plain"
-    assert (told["head_size"], told["groups"]) == (64, 2)
-    assert told["used"] == [
+    outcome = h2okv_command("env", "--device", "cpu", "--json")
+    record = json.loads(outcome.out)
+    assert record["H2OKV_OPS"] == "plain"
+    assert (record["head_size"], record["groups"]) == (64, 2)
+    assert record["used"] == [
         {"device": "cpu", "dtype": dtype, "used": "plain", "why": "asked for: plain"}
         for dtype in ("float32", "bfloat16", "float16")
     ]
@@ -35,8 +35,8 @@ def test_as_json(h2okv_command, monkeypatch):
         ("triton", "leave the choice to ops='auto'"),
     ],
 )
-def test_a_wrong_choice(h2okv_command, monkeypatch, name, text):
+def test_an_unknown_implementation_is_refused(h2okv_command, monkeypatch, name, text):
     monkeypatch.setenv("H2OKV_OPS", name)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    made = h2okv_command("env", "--device", "cpu")
-    assert made.code == 2 and text in made.err and len(made.err.splitlines()) == 1
+    outcome = h2okv_command("env", "--device", "cpu")
+    assert outcome.code == 2 and text in outcome.err and len(outcome.err.splitlines()) == 1

@@ -55,25 +55,27 @@ def test_summaries_have_a_row_for_each_cache(h2okv_command, model_folder, articl
     # The longer run adds to it.
     more = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv")
     assert "12 of 18 samples were done before" in more.err
-    told = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", "--json")
-    assert [row["samples"] for row in json.loads(told.out)["rows"]] == [6, 6, 6]
+    outcome = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", "--json")
+    assert [row["samples"] for row in json.loads(outcome.out)["rows"]] == [6, 6, 6]
     assert {row["samples"] for row in table(tmp_path / "s.csv")} == {"6"}
 
 
-def test_summaries_are_sampled_as_asked(h2okv_command, model_folder, articles, tmp_path):
+def test_summaries_use_the_sampling_options(h2okv_command, model_folder, articles, tmp_path):
     sampling = ("--temperature", "0.8", "--top-k", "5", "--min-p", "0.01", "--stop", "\x00")
     sampling += ("--repetition-penalty", "1.5", "--limit", "2")
     for out in (tmp_path / "a.csv", tmp_path / "b.csv"):
         done = summarize(h2okv_command, model_folder, articles, out, *sampling)
         assert done.code == 0, done.err
-    asked, again = (tmp_path / f"{name}.samples.jsonl" for name in "ab")
-    assert asked.read_text() == again.read_text()
-    assert '"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.5' in asked.read_text()
+    first, again = (tmp_path / f"{name}.samples.jsonl" for name in "ab")
+    assert first.read_text() == again.read_text()
+    assert '"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.5' in first.read_text()
     greedy = summarize(h2okv_command, model_folder, articles, tmp_path / "g.csv", "--limit", 2)
     assert greedy.code == 0 and "top_k" not in (tmp_path / "g.samples.jsonl").read_text()
 
 
-def test_ctrl_c_keeps_what_there_is(h2okv_command, model_folder, articles, tmp_path, monkeypatch):
+def test_ctrl_c_keeps_finished_samples(
+    h2okv_command, model_folder, articles, tmp_path, monkeypatch
+):
     run = Evaluation.run
     monkeypatch.setattr(Evaluation, "run", lambda self, tell: run(self, stopping(tell)))
     out = tmp_path / "s.csv"
@@ -83,8 +85,8 @@ def test_ctrl_c_keeps_what_there_is(h2okv_command, model_folder, articles, tmp_p
     assert not out.exists()  # no cache has answered all
     monkeypatch.undo()
     assert summarize(h2okv_command, model_folder, articles, out).code == 0
-    whole = summarize(h2okv_command, model_folder, articles, tmp_path / "whole.csv")
-    assert whole.code == 0
+    complete = summarize(h2okv_command, model_folder, articles, tmp_path / "whole.csv")
+    assert complete.code == 0
     assert table(out) == table(tmp_path / "whole.csv")
 
 
@@ -114,7 +116,9 @@ def test_perplexity_has_a_row_for_each_range(h2okv_command, model_folder, novel_
     ]
 
 
-def test_needles_have_a_cell_for_each_place(h2okv_command, model_folder, novel_file, tmp_path):
+def test_needles_have_a_cell_for_each_length_and_depth(
+    h2okv_command, model_folder, novel_file, tmp_path
+):
     done = h2okv_command(
         "eval", "needle", "--model", model_folder, "--text", novel_file, "--lengths", "100,150",
         "--depths", "0,1", "--tries", 1, "--budget", "0.5,full", "--compression", "both",
@@ -146,8 +150,8 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     assert lines[0] == "| cache | budget | bytes | agreement | KL | perplexity ratio | texts |"
     caches = [("h2o", "50%"), ("h2o, decay", "50%"), ("recent", "50%")]
     caches += [("h2o", "12"), ("h2o, decay", "12"), ("recent", "12"), ("full", "full")]
-    found = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines[2:9]]
-    assert found == caches
+    shown = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines[2:9]]
+    assert shown == caches
     assert "| full | full | 1" in lines[8] and "| 1.000 (1.000 to 1.000) |" in lines[8]
     assert picture.is_file()
     rows = table(out)
@@ -163,8 +167,8 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     again = fidelity(
         h2okv_command, model_folder, novel_file, out, *options, "--recommend", 0.01, "--json"
     )
-    told = json.loads(again.out)
-    assert told["recommended"] == flags and len(told["rows"]) == len(rows)
+    report = json.loads(again.out)
+    assert report["recommended"] == flags and len(report["rows"]) == len(rows)
     # One more cache is measured alone, on the texts of before.
     more = fidelity(h2okv_command, model_folder, novel_file, out, "--policy", "h2o,heavy",
                     "--budget", "50%", "--scoring", "sum", "--recommend", 1)  # fmt: skip
@@ -206,18 +210,22 @@ def test_fidelity_refuses_before_any_work(
         CacheConfig("snapkv", 8, 0.2),
     ],
 )
-def test_the_options_of_a_cache_are_read_back_as_it(config):
+def test_cache_flags_parse_to_the_same_cache(config):
     options = cache_lists(budget="20%")
     command = expand(lambda caches=options: caches)
-    given = iter(cache_flags(config).split())
-    defaults = {name: own.default.default for name, own in signature(command).parameters.items()}
-    options = {flag[2:].replace("-", "_"): value for flag, value in zip(given, given, strict=True)}
+    flags = iter(cache_flags(config).split())
+    defaults = {
+        name: entry.default.default for name, entry in signature(command).parameters.items()
+    }
+    options = {flag[2:].replace("-", "_"): value for flag, value in zip(flags, flags, strict=True)}
     kinds = {"sink": int, "decay": float, "kv_bits": int}
-    said = {name: kinds.get(name, str)(value) for name, value in options.items()}
-    assert [own.identity() for own in command(**(defaults | said))] == [config.identity()]
+    values = {name: kinds.get(name, str)(value) for name, value in options.items()}
+    assert [cache.identity() for cache in command(**(defaults | values))] == [config.identity()]
 
 
-def test_recall_is_asked_both_ways(h2okv_command, model_folder, prompt, tmp_path):
+def test_recall_compresses_query_aware_and_query_agnostic(
+    h2okv_command, model_folder, prompt, tmp_path
+):
     line = {"input": f"{prompt[:120]}\nwhere sat the dog? on", "outputs": ["the log"]}
     (tmp_path / "r.jsonl").write_text(json.dumps(line) + "\n")
     done = h2okv_command(
@@ -230,7 +238,7 @@ def test_recall_is_asked_both_ways(h2okv_command, model_folder, prompt, tmp_path
     ]  # fmt: skip
 
 
-def test_a_sweep_fills_its_folder(h2okv_command, model_folder, articles, tmp_path):
+def test_sweep_writes_its_folder(h2okv_command, model_folder, articles, tmp_path):
     experiment = tmp_path / "mine.yaml"
     content = {
         "title": "Mine",
@@ -280,7 +288,7 @@ def test_bad_input_is_one_sentence(h2okv_command, model_folder, articles, tmp_pa
     assert done.err.count("\n") == 1
 
 
-def test_other_settings_do_not_mix(h2okv_command, model_folder, articles, tmp_path):
+def test_samples_of_other_settings_are_refused(h2okv_command, model_folder, articles, tmp_path):
     assert summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv").code == 0
     done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", "--sink", 2)
     assert done.code == 0  # another sink is another cache, beside the first
@@ -313,7 +321,7 @@ def test_a_needle_that_is_too_long_is_refused_early(h2okv_command, tmp_path, mon
     assert "--too-long" not in done.err
 
 
-def test_a_sweep_names_what_is_missing(h2okv_command, tmp_path):
+def test_sweep_names_missing_files(h2okv_command, tmp_path):
     done = h2okv_command("eval", "sweep", "figure44", "--out", tmp_path / "o")
     assert done.code == 2 and "did you mean figure4" in done.err
     done = h2okv_command("eval", "sweep", "figure9", "--out", tmp_path / "o", "--data", tmp_path)

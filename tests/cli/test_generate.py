@@ -71,22 +71,22 @@ def stdin(monkeypatch):
 
 
 @pytest.mark.parametrize("chunk", [(), ("--prefill-chunk", 40)], ids=["default", "given"])
-def test_rolling_positions_read_and_write_past_the_window(generate, prompt, model_folder, chunk):
+def test_rolling_positions_generate_past_the_context_window(generate, prompt, model_folder, chunk):
     text = prompt * 8  # the window is 256
     outcome = generate(
         *BUDGET, "--positions", "rolling", *chunk, "--max-new-tokens", 300, "--json", text=text
     )
     assert outcome.code == 0
-    told = json.loads(outcome.out)
-    assert told["prompt_tokens"] > 256 and told["finish_reason"] == "length"
-    assert told["num_cached_tokens"] == 32
+    record = json.loads(outcome.out)
+    assert record["prompt_tokens"] > 256 and record["finish_reason"] == "length"
+    assert record["num_cached_tokens"] == 32
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
     ids = AutoTokenizer.from_pretrained(model_folder)(text, return_tensors="pt").input_ids
     cache = h2okv.H2OCache(
         model.config, 16, 16, positions="rolling", prefill_chunk=chunk[1] if chunk else 64
     )
     expected = model.generate(ids, past_key_values=cache, max_new_tokens=300, do_sample=False)
-    assert told["token_ids"] == expected[0, ids.shape[1] :].tolist()
+    assert record["token_ids"] == expected[0, ids.shape[1] :].tolist()
 
 
 def test_compiled_steps_give_the_same_text(generate, monkeypatch):
@@ -98,11 +98,11 @@ def test_compiled_steps_give_the_same_text(generate, monkeypatch):
     assert texts[0] == texts[1] and texts[0].strip()
 
 
-def test_a_fraction_is_of_the_whole_prompt_however_it_is_read(generate, prompt):
-    part = ("--budget", "95%", "--prefill-chunk", 7, "--max-new-tokens", 3, "--json")
-    told = json.loads(generate(*part, text=prompt * 2 + "the cat sat" * 12).out)
-    assert told["num_cached_tokens"] == 2 * int(told["prompt_tokens"] * 0.475)
-    assert (told["heavy"], told["recent"]) == (0.475, 0.475)
+def test_a_fraction_is_of_the_whole_prompt_with_chunked_prefill(generate, prompt):
+    options = ("--budget", "95%", "--prefill-chunk", 7, "--max-new-tokens", 3, "--json")
+    record = json.loads(generate(*options, text=prompt * 2 + "the cat sat" * 12).out)
+    assert record["num_cached_tokens"] == 2 * int(record["prompt_tokens"] * 0.475)
+    assert (record["heavy"], record["recent"]) == (0.475, 0.475)
 
 
 def test_text_goes_to_stdout_and_the_summary_to_stderr(generate):
@@ -114,8 +114,8 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(generate):
     assert outcome.err.endswith("tokens seen, 32 kept\n")
 
 
-def test_a_cache_that_does_not_save_yet_says_from_when_on(generate):
-    """At the count that is named it takes less than a full cache, and just before it does not."""
+def test_summary_names_the_length_from_which_memory_is_saved(generate):
+    """Compare with a full cache at the named length and one token before it."""
     run = json.loads(generate("--budget", 128, "--max-new-tokens", 2, "--json", text="a cat").out)
     first = run["smaller_from"]
     assert 128 < first < 160 and run["kv_bytes"] >= run["kv_bytes_full"]
@@ -129,7 +129,7 @@ def test_a_cache_that_does_not_save_yet_says_from_when_on(generate):
     assert each * (first - 1) <= later["kv_bytes"] < later["kv_bytes_full"]
 
 
-def test_by_head_the_mean_and_the_largest_are_told(generate, tmp_path):
+def test_summary_shows_mean_and_maximum_of_budgets_by_head(generate, tmp_path):
     heads = tmp_path / "heads.json"
     heads.write_text("[[0.5, 1.5], [1.0, 1.0]]")
     outcome = generate("--heavy", 64, "--recent", 16, "--layer-budgets", heads, text="a cat " * 60)
@@ -137,8 +137,8 @@ def test_by_head_the_mean_and_the_largest_are_told(generate, tmp_path):
 
 
 def test_json_is_one_object_with_these_fields(generate, prompt):
-    parts = ("--heavy", "16", "--recent", "95%")
-    outcome = generate(*parts, "--json", "--max-new-tokens", 9, text=prompt * 2)
+    options = ("--heavy", "16", "--recent", "95%")
+    outcome = generate(*options, "--json", "--max-new-tokens", 9, text=prompt * 2)
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.count("\n") == 1
     result = json.loads(outcome.out)
@@ -148,7 +148,7 @@ def test_json_is_one_object_with_these_fields(generate, prompt):
     assert result["num_seen_tokens"] == result["prompt_tokens"] + 8
 
 
-def test_a_budget_beyond_the_length_gives_what_transformers_gives(generate, model_folder, prompt):
+def test_a_budget_beyond_the_length_equals_transformers(generate, model_folder, prompt):
     result = json.loads(
         generate("--heavy", "256", "--recent", "256", "--json", "--max-new-tokens", 30).out
     )
@@ -175,7 +175,7 @@ def test_compare_full_in_json(generate):
     assert agreement["equal"] <= agreement["same_next_token"] < agreement["compared"]
 
 
-def test_compare_full_agrees_wholly_when_nothing_is_evicted(generate):
+def test_compare_full_agrees_fully_if_nothing_is_evicted(generate):
     wide = ("--heavy", "256", "--recent", "16")
     result = json.loads(generate(*wide, "--json", "--compare", "full").out)
     assert result["agreement"]["first_difference"] is None
@@ -193,7 +193,7 @@ def test_compare_full_shows_both_texts_and_a_table(generate):
     assert re.search(r" loaded in \d+\.\d s$", outcome.err, re.MULTILINE)
 
 
-def test_compare_full_with_sampling_asks_for_no_choices(generate):
+def test_compare_full_with_sampling_counts_no_choices(generate):
     result = json.loads(generate(*BUDGET, "--json", "--compare", "full", "--temperature", "1").out)
     assert result["agreement"]["same_next_token"] is None
 
@@ -214,19 +214,19 @@ def test_every_policy(generate, policy):
     assert (result["num_cached_tokens"] == 34) is (policy != "full")
 
 
-def test_the_best_policy_is_the_same_as_its_parts(generate):
+def test_policy_best_equals_its_options(generate):
     named = generate("--budget", 32, "--policy", "best", "--json").out
-    parts = ("--scoring", "expected", "--sink", 4, "--heavy-fraction", 0.75)
-    told = [json.loads(out) for out in (named, generate("--budget", 32, *parts, "--json").out)]
-    assert told[0]["policy"] == "h2o" and told[0]["num_cached_tokens"] == 36
+    options = ("--scoring", "expected", "--sink", 4, "--heavy-fraction", 0.75)
+    records = [json.loads(out) for out in (named, generate("--budget", 32, *options, "--json").out)]
+    assert records[0]["policy"] == "h2o" and records[0]["num_cached_tokens"] == 36
     for name in ("policy", "heavy", "recent", "sink", "scoring", "token_ids"):
-        assert told[0][name] == told[1][name], name
+        assert records[0][name] == records[1][name], name
 
 
 @pytest.mark.parametrize(("policy", "grows"), [("snapkv", True), ("h2o", False)])
-def test_bytes_beyond_the_budget_are_explained(generate, policy, grows):
-    told = generate("--budget", 32, "--policy", policy).err
-    assert ("note: snapkv evicts once, after the prompt" in told) is grows
+def test_snapkv_has_a_note_on_bytes_beyond_the_budget(generate, policy, grows):
+    err = generate("--budget", 32, "--policy", policy).err
+    assert ("note: snapkv evicts once, after the prompt" in err) is grows
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -248,13 +248,13 @@ def test_prompt_from_stdin(generate, stdin, prompt, text):
     assert generate(*BUDGET, text=text).out == generate(*BUDGET).out
 
 
-def test_stops_where_the_context_ends(generate):
+def test_generation_ends_at_the_context_window(generate):
     result = json.loads(generate(*BUDGET, "--json", "--max-new-tokens", 10_000).out)
     assert result["finish_reason"] == "context"
     assert result["prompt_tokens"] + len(result["token_ids"]) == 256
 
 
-def test_stops_at_the_end_token(generate, save_model):
+def test_generation_ends_at_the_end_token(generate, save_model):
     free = json.loads(generate(*BUDGET, "--json").out)["token_ids"]
     model = save_model(eos=free[5])
     result = json.loads(generate(*BUDGET, "--json", model=model).out)
@@ -265,7 +265,7 @@ def test_stops_at_the_end_token(generate, save_model):
 @pytest.mark.parametrize(
     "wish", [{"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 3}], ids=str
 )
-def test_a_checkpoint_that_wishes_otherwise(generate, save_model, wish):
+def test_generation_config_of_a_checkpoint_does_not_change_greedy_text(generate, save_model, wish):
     model = save_model()
     (model / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, **wish}))
     outcome = generate(*BUDGET, model=model)
@@ -288,7 +288,7 @@ def test_version(h2okv_command):
     assert h2okv_command("--version").out == f"h2okv {h2okv.__version__}\n"
 
 
-def test_a_fraction_of_a_short_prompt_is_raised_to_enough_entries_and_says_so(generate):
+def test_a_fraction_of_a_short_prompt_is_raised_with_a_note(generate):
     outcome = generate("--max-new-tokens", 150, text="the cat sat on the mat")
     assert "64 heavy + 64 recent entries are kept" in outcome.err
     assert ", 128 kept" in outcome.err
@@ -297,11 +297,11 @@ def test_a_fraction_of_a_short_prompt_is_raised_to_enough_entries_and_says_so(ge
     assert "note: only 8 tokens were kept" in generate(*few).err
 
 
-def test_a_budget_is_said_in_one_way_or_the_other(generate):
-    told = json.loads(generate("--budget", 40, "--heavy-fraction", 0.25, "--json").out)
-    assert (told["heavy"], told["recent"]) == (10, 30)
-    told = json.loads(generate("--heavy", 12, "--recent", "3", "--sink", 2, "--json").out)
-    assert told["num_cached_tokens"] == 17
+def test_budget_and_heavy_exclude_each_other(generate):
+    record = json.loads(generate("--budget", 40, "--heavy-fraction", 0.25, "--json").out)
+    assert (record["heavy"], record["recent"]) == (10, 30)
+    record = json.loads(generate("--heavy", 12, "--recent", "3", "--sink", 2, "--json").out)
+    assert record["num_cached_tokens"] == 17
     assert json.loads(generate("--budget", "full", "--json").out)["policy"] == "full"
     outcome = generate("--budget", 40, "--heavy", 12)
     assert outcome.code == 2 and " cannot be combined with --heavy" in outcome.err
@@ -311,18 +311,20 @@ def test_a_chat_template_is_used_unless_the_text_is_raw(generate, chat_folder):
     options = (*BUDGET, "--json", "--max-new-tokens", 5)
     tokenizer = AutoTokenizer.from_pretrained(chat_folder)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "a cat?"}]
-    for more, own in (((), messages[1:]), (("--system", "be brief"), messages)):
-        told = json.loads(generate(*options, *more, model=chat_folder, text="a cat?").out)
-        form = tokenizer.apply_chat_template(own, add_generation_prompt=True)["input_ids"]
-        assert told["chat_template"] and told["prompt_tokens"] == len(form)
-    told = json.loads(generate(*options, "--raw", model=chat_folder, text="a cat?").out)
-    assert not told["chat_template"]
-    assert told["prompt_tokens"] == len(tokenizer("a cat?")["input_ids"])
+    for more, conversation in (((), messages[1:]), (("--system", "be brief"), messages)):
+        record = json.loads(generate(*options, *more, model=chat_folder, text="a cat?").out)
+        form = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
+        assert record["chat_template"] and record["prompt_tokens"] == len(form)
+    record = json.loads(generate(*options, "--raw", model=chat_folder, text="a cat?").out)
+    assert not record["chat_template"]
+    assert record["prompt_tokens"] == len(tokenizer("a cat?")["input_ids"])
     outcome = generate("--system", "be brief")
     assert outcome.code == 2 and "--system needs a chat template" in outcome.err
 
 
-def test_layers_get_what_was_measured(generate, h2okv_command, model_folder, tmp_path):
+def test_layer_budgets_are_read_from_a_measured_file(
+    generate, h2okv_command, model_folder, tmp_path
+):
     text, out = tmp_path / "t.txt", tmp_path / "layers.json"
     text.write_text("a cat and a dog and a bird " * 40)
     outcome = h2okv_command("eval", "layers", "--model", model_folder, "--text", text, "--out", out)
@@ -332,17 +334,20 @@ def test_layers_get_what_was_measured(generate, h2okv_command, model_folder, tmp
     assert refused.code == 2 and "nowhere" in refused.err and refused.err.count("\n") == 1
     assert outcome.code == 0 and len(factors) == 2 and abs(sum(factors) - 2) < 1e-3
     options = ("--scoring", "expected", "--heavy", 20, "--recent", 4, "--layer-budgets", out)
-    told = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
-    assert told["layer_budgets"] == factors
+    record = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
+    assert record["layer_budgets"] == factors
     heads = ("--text", text, "--out", out, "--by-head", "--budget")
     for budget in ("64", "100%"):
         refused = h2okv_command("eval", "layers", "--model", model_folder, *heads, budget)
         assert refused.code == 2 and "must be a fraction of the text below 1" in refused.err
     outcome = h2okv_command("eval", "layers", "--model", model_folder, *heads, "30%")
     factors = json.loads(out.read_text())
-    assert "2 layers, 2 heads in each" in outcome.out and [len(own) for own in factors] == [2, 2]
-    told = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
-    assert told["layer_budgets"] == factors
+    assert "2 layers, 2 heads in each" in outcome.out and [len(layer) for layer in factors] == [
+        2,
+        2,
+    ]
+    record = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
+    assert record["layer_budgets"] == factors
     for content, message in (
         ("no", "is not a JSON list"),
         ("{}", "layer_budgets must be non-negative with mean 1"),
@@ -354,7 +359,7 @@ def test_layers_get_what_was_measured(generate, h2okv_command, model_folder, tmp
         assert outcome.code == 2 and message in outcome.err
 
 
-def test_own_budgets_are_measured_once_and_kept(
+def test_auto_layer_budgets_are_measured_once_and_stored(
     generate, h2okv_command, model_folder, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -373,10 +378,10 @@ def test_own_budgets_are_measured_once_and_kept(
         return json.loads(generate(*options, "--json").out)["layer_budgets"]
 
     first = factors(*best)
-    kept = next((tmp_path / "h2okv" / "layer-budgets").iterdir())
-    assert [len(own) for own in first] == [2, 2] and json.loads(kept.read_text()) == first
+    path = next((tmp_path / "h2okv" / "layer-budgets").iterdir())
+    assert [len(layer) for layer in first] == [2, 2] and json.loads(path.read_text()) == first
     assert factors(*best) == first and len(measured) == 1
-    kept.write_text("[")  # by a machine that lost its power
+    path.write_text("[")  # by a machine that lost its power
     assert factors(*best) == first and len(measured) == 2
     for wrong in (
         "[1, 1]",
@@ -385,8 +390,8 @@ def test_own_budgets_are_measured_once_and_kept(
         '[["1", 1], [1, true]]',
         "[" * 20_000,
     ):
-        kept.write_text(wrong)
-        assert factors(*best) == first and json.loads(kept.read_text()) == first
+        path.write_text(wrong)
+        assert factors(*best) == first and json.loads(path.read_text()) == first
     del measured[2:]
     factors(*best, "--dtype", "bfloat16")
     factors("--policy", "best", "--budget", "40%", *auto)
@@ -405,11 +410,11 @@ def test_own_budgets_are_measured_once_and_kept(
     assert refused.code == 2 and "eval layers --by-head" in refused.err
 
 
-def test_pinned_messages_stay(generate, chat_folder):
+def test_pinned_messages_are_not_evicted(generate, chat_folder):
     options = ("--heavy", 12, "--recent", 4, "--json", "--max-new-tokens", 8)
     chat = {"model": chat_folder, "text": "a cat? " * 20}
-    told = json.loads(generate(*options, "--system", "be brief", "--pin", "system", **chat).out)
-    assert told["num_cached_tokens"] == 16
+    record = json.loads(generate(*options, "--system", "be brief", "--pin", "system", **chat).out)
+    assert record["num_cached_tokens"] == 16
     for more, message in (
         (("--pin", "system"), "finds no system message"),
         (("--pin", "user"), "tokens are pinned and policy='h2o' keeps 12 heavy ones"),
@@ -436,16 +441,16 @@ STORED_MODES = {
 
 
 @pytest.mark.parametrize("stored", STORED_MODES.values(), ids=STORED_MODES.keys())
-def test_a_stored_mode_of_generation_changes_nothing(generate, save_model, stored):
+def test_stored_generation_modes_do_not_change_the_text(generate, save_model, stored):
     model = save_model()
     (model / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, **stored}))
     options = (*BUDGET, "--max-new-tokens", 16, "--json")
-    plain, found = (json.loads(generate(*options, **m).out) for m in ({}, {"model": model}))
+    plain, record = (json.loads(generate(*options, **m).out) for m in ({}, {"model": model}))
     for name in ("token_ids", "kv_bytes", "kv_bytes_full", "num_seen_tokens"):
-        assert found[name] == plain[name], name
+        assert record[name] == plain[name], name
 
 
-def test_a_config_without_named_outputs_changes_nothing(generate, save_model):
+def test_a_config_without_return_dict_does_not_change_the_text(generate, save_model):
     model, options = save_model(), (*BUDGET, "--max-new-tokens", 4, "--json")
     config = json.loads((model / "config.json").read_text())
     config |= {"return_dict": False, "output_hidden_states": True}
@@ -459,20 +464,20 @@ def test_stored_stop_strings_end_the_text_unless_others_are_given(generate, save
     free = json.loads(generate(*options).out)["text"]
     stops = {"bos_token_id": 0, "stop_strings": [free[4:7]]}
     (model / "generation_config.json").write_text(json.dumps(stops))
-    found = json.loads(generate(*options, model=model).out)
-    assert (found["text"], found["finish_reason"]) == (free[: free.index(free[4:7])], "stop")
+    record = json.loads(generate(*options, model=model).out)
+    assert (record["text"], record["finish_reason"]) == (free[: free.index(free[4:7])], "stop")
     other = json.loads(generate(*options, "--stop", "no such text", model=model).out)
     assert (other["text"], other["finish_reason"]) == (free, "length")
 
 
-def test_the_models_own_sampling_is_the_default(generate, save_model):
+def test_generation_config_sets_the_sampling_defaults(generate, save_model):
     model = save_model()
-    own = {"bos_token_id": 0, "do_sample": True, "temperature": 1.5, "top_k": 7}
-    (model / "generation_config.json").write_text(json.dumps(own))
-    told = json.loads(generate(*BUDGET, "--json", model=model).out)
-    assert (told["temperature"], told["top_k"], told["top_p"]) == (1.5, 7, 1.0)
-    asked = (*BUDGET, "--json", "--temperature", 1.5, "--top-k", 7)
-    assert told["token_ids"] == json.loads(generate(*asked).out)["token_ids"]
+    defaults = {"bos_token_id": 0, "do_sample": True, "temperature": 1.5, "top_k": 7}
+    (model / "generation_config.json").write_text(json.dumps(defaults))
+    record = json.loads(generate(*BUDGET, "--json", model=model).out)
+    assert (record["temperature"], record["top_k"], record["top_p"]) == (1.5, 7, 1.0)
+    options = (*BUDGET, "--json", "--temperature", 1.5, "--top-k", 7)
+    assert record["token_ids"] == json.loads(generate(*options).out)["token_ids"]
     greedy = json.loads(generate(*BUDGET, "--json", "--temperature", 0, model=model).out)
     assert greedy["token_ids"] == json.loads(generate(*BUDGET, "--json").out)["token_ids"]
 
@@ -480,13 +485,13 @@ def test_the_models_own_sampling_is_the_default(generate, save_model):
 def test_a_stop_string_ends_the_text_and_is_not_shown(generate):
     free = json.loads(generate(*BUDGET, "--json", "--max-new-tokens", 40).out)["text"]
     stop = free[10:13]
-    told = json.loads(generate(*BUDGET, "--json", "--stop", stop).out)
-    assert told["finish_reason"] == "stop"
-    assert told["text"] == free[: free.index(stop)]
+    record = json.loads(generate(*BUDGET, "--json", "--stop", stop).out)
+    assert record["finish_reason"] == "stop"
+    assert record["text"] == free[: free.index(stop)]
 
 
 def test_a_repetition_penalty_reaches_the_model(generate, model_folder, prompt):
-    told = json.loads(generate(*BUDGET, "--json", "--repetition-penalty", 1.7).out)
+    record = json.loads(generate(*BUDGET, "--json", "--repetition-penalty", 1.7).out)
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
@@ -498,10 +503,10 @@ def test_a_repetition_penalty_reaches_the_model(generate, model_folder, prompt):
         do_sample=False,
         repetition_penalty=1.7,
     )
-    assert told["token_ids"] == expected[0, ids.shape[1] :].tolist()
+    assert record["token_ids"] == expected[0, ids.shape[1] :].tolist()
 
 
-def test_a_temperature_next_to_zero_is_greedy(generate):
+def test_a_tiny_temperature_is_greedy(generate):
     cold = json.loads(generate(*BUDGET, "--json", "--temperature", "1e-40").out)
     assert cold["token_ids"] == json.loads(generate(*BUDGET, "--json").out)["token_ids"]
 
@@ -521,18 +526,18 @@ def test_no_command_shows_the_commands(h2okv_command):
 
 def test_scoring_and_its_decay_reach_the_cache(generate, model_folder, prompt):
     options = ("--scoring", "decay", "--decay", "0.5", "--json", "--max-new-tokens", 30)
-    told = json.loads(generate(*BUDGET, *options).out)
-    assert (told["scoring"], told["decay"]) == ("decay", 0.5)
+    record = json.loads(generate(*BUDGET, *options).out)
+    assert (record["scoring"], record["decay"]) == ("decay", 0.5)
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
     ids = AutoTokenizer.from_pretrained(model_folder)(prompt, return_tensors="pt").input_ids
     cache = h2okv.H2OCache(model.config, 16, 16, scoring="decay", decay=0.5)
     expected = model.generate(ids, past_key_values=cache, max_new_tokens=30, do_sample=False)
-    assert told["token_ids"] == expected[0, ids.shape[1] :].tolist()
+    assert record["token_ids"] == expected[0, ids.shape[1] :].tolist()
 
 
 def test_kv_bits_reach_the_cache(generate, model_folder, prompt):
     options = ("--json", "--max-new-tokens", 5)
-    whole, packed = (json.loads(generate(*options, *more).out) for more in ((), ("--kv-bits", 4)))
-    assert packed["kv_bits"] == 4 and packed["kv_bytes"] < whole["kv_bytes"] / 2
+    full, packed = (json.loads(generate(*options, *more).out) for more in ((), ("--kv-bits", 4)))
+    assert packed["kv_bits"] == 4 and packed["kv_bytes"] < full["kv_bytes"] / 2
     outcome = generate("--kv-bits", 3)
     assert outcome.code == 2 and "--kv-bits 3 is not known; give 8 or 4" in outcome.err

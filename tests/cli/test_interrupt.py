@@ -40,21 +40,23 @@ class InterruptAt:
             raise KeyboardInterrupt
 
 
-def test_an_interrupt_keeps_what_was_generated(job):
-    whole = generate_once(job, H2OCache.from_config(job.model.config, CACHE), lambda _: None)
+def test_an_interrupt_keeps_the_generated_tokens(job):
+    uninterrupted = generate_once(
+        job, H2OCache.from_config(job.model.config, CACHE), lambda _: None
+    )
     cache = H2OCache.from_config(job.model.config, CACHE)
     write = InterruptAt(3)
     run = generate_once(job, cache, write)
     assert run.interrupted
     assert 3 <= len(run.token_ids) < 20
-    assert run.token_ids == whole.token_ids[: len(run.token_ids)]
+    assert run.token_ids == uninterrupted.token_ids[: len(run.token_ids)]
     assert run.text == "".join(write.pieces)
     assert run.num_cached_tokens == 32
     cache.check_integrity()
     assert job.model.config._attn_implementation == "sdpa"
 
 
-def test_an_interrupt_ends_the_comparison_and_sets_the_code(job, monkeypatch, capsys):
+def test_an_interrupt_ends_the_comparison_and_sets_the_exit_code(job, monkeypatch, capsys):
     # The heading is the first piece.
     monkeypatch.setattr("h2okv.chat.generation.write_text", InterruptAt(4))
     comparison = generate_and_compare(job, CACHE, [], quiet=False)
@@ -67,7 +69,7 @@ def test_an_interrupt_ends_the_comparison_and_sets_the_code(job, monkeypatch, ca
 
 @pytest.fixture
 def start():
-    """Starts the command as a process of its own; whatever happens, it ends with the test."""
+    """Start the command in a child process, which ends with the test in any case."""
     processes = []
 
     def call(*args):
@@ -95,7 +97,7 @@ def endless(save_model, prompt):
     return ("generate", "--model", model, *budget, prompt)
 
 
-def test_control_c_ends_with_the_summary_and_code_130(start, endless):
+def test_ctrl_c_prints_the_summary_and_exits_with_130(start, endless):
     process = start(*endless)
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
@@ -105,7 +107,7 @@ def test_control_c_ends_with_the_summary_and_code_130(start, endless):
     assert err.count(b"\n") == 1
 
 
-def test_a_closed_pipe_ends_it_silently_as_sigpipe_would(start, endless):
+def test_a_closed_pipe_exits_silently_with_141(start, endless):
     process = start(*endless)
     assert process.stdout.read(1)
     process.stdout.close()
@@ -115,7 +117,7 @@ def test_a_closed_pipe_ends_it_silently_as_sigpipe_would(start, endless):
     assert err == b""
 
 
-def test_an_interrupt_while_following_sets_the_code(job, monkeypatch):
+def test_an_interrupt_while_counting_choices_sets_the_exit_code(job, monkeypatch):
     monkeypatch.setattr("h2okv.chat.generation.discard", InterruptAt(2))
     comparison = generate_and_compare(job, CACHE, [], quiet=False)
     assert list(comparison.runs) == [CACHE.label, "full cache"]

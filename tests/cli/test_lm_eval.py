@@ -37,7 +37,7 @@ def results_in(folder):
     return json.loads(next(folder.rglob("results*.json")).read_text())
 
 
-def test_a_run_prints_the_table_and_records_how_it_was_made(run, data, tmp_path):
+def test_lm_eval_prints_the_table_and_records_its_options(run, data, tmp_path):
     out = tmp_path / "out"
     outcome = run(
         "--data", data, "--num_fewshot", "1", "--output_path", out,
@@ -54,7 +54,7 @@ def test_a_run_prints_the_table_and_records_how_it_was_made(run, data, tmp_path)
     assert results["n-samples"]["h2okv_rte"] == {"original": 4, "effective": 4}
 
 
-def test_a_stopped_run_goes_on_from_its_stored_answers(run, data, tmp_path, monkeypatch):
+def test_a_stopped_run_continues_from_stored_answers(run, data, tmp_path, monkeypatch):
     store = tmp_path / "answers"
     args = ("--data", data, "--use_cache", store)
     assert run(*args).code == 0
@@ -66,7 +66,7 @@ def test_a_stopped_run_goes_on_from_its_stored_answers(run, data, tmp_path, monk
     assert refused.code == 2 and "give another path" in refused.err
 
 
-def test_ctrl_c_says_how_to_go_on(run, data, monkeypatch):
+def test_ctrl_c_names_the_way_to_continue(run, data, monkeypatch):
     from h2okv.evaluation.lm_eval.scorer import Scorer
 
     def interrupt(*_):
@@ -77,7 +77,7 @@ def test_ctrl_c_says_how_to_go_on(run, data, monkeypatch):
     assert outcome.code == 130 and "--use_cache" in outcome.err
 
 
-def test_the_harness_own_model_runs_the_tasks_too(h2okv_command, model_folder, data, monkeypatch):
+def test_the_tasks_run_with_a_model_of_the_harness(h2okv_command, model_folder, data, monkeypatch):
     monkeypatch.setenv("LMEVAL_LOG_LEVEL", "ERROR")
     args = ("--model", "hf", "--model_args", f"pretrained={model_folder}", "--tasks", "h2okv_rte")
     outcome = h2okv_command("lm-eval", "run", "--data", data, *args)
@@ -107,13 +107,13 @@ def test_bad_input_is_one_sentence(run, data, args, changes, words):
     assert "Traceback" not in outcome.err
 
 
-def test_a_file_that_is_missing_is_named_with_its_folder(run, tmp_path):
+def test_a_missing_file_is_named_with_its_folder(run, tmp_path):
     outcome = run("--data", tmp_path)
     assert outcome.code == 2
     assert f"'rte_val.jsonl' is not in '{tmp_path}'" in outcome.err
 
 
-def test_options_unknown_to_the_harness_are_its_own_error(run, data, capsys):
+def test_unknown_options_are_an_error_of_the_harness(run, data, capsys):
     outcome = run("--data", data, "--bogus")
     assert outcome.code == 2 and "unrecognized arguments: --bogus" in outcome.err
 
@@ -131,7 +131,7 @@ def test_help_has_an_example(h2okv_command):
 
 
 @pytest.mark.parametrize(
-    ("given", "command", "model", "tasks"),
+    ("words", "command", "model", "tasks"),
     [
         (["ls", "tasks"], "ls", None, None),
         (["--model_args", "pretrained=bundled"], "run", "h2okv", None),
@@ -141,15 +141,15 @@ def test_help_has_an_example(h2okv_command):
         (["--model", "hf", "-t", "x", "y", "--limit", "3"], "run", "hf", ["x", "y"]),
     ],
 )
-def test_what_is_left_out_is_filled_in(h2okv_command, monkeypatch, given, command, model, tasks):
-    asked = []
-    monkeypatch.setattr(launcher, "_evaluate", asked.append)
-    assert h2okv_command("lm-eval", *given).code == 0
+def test_command_and_model_have_defaults(h2okv_command, monkeypatch, words, command, model, tasks):
+    calls = []
+    monkeypatch.setattr(launcher, "_evaluate", calls.append)
+    assert h2okv_command("lm-eval", *words).code == 0
     names = ("command", "model", "tasks")
-    assert [getattr(asked[0], name, None) for name in names] == [command, model, tasks]
+    assert [getattr(calls[0], name, None) for name in names] == [command, model, tasks]
 
 
-def test_without_anything_the_harness_shows_its_help(h2okv_command):
+def test_lm_eval_without_options_shows_help(h2okv_command):
     outcome = h2okv_command("lm-eval")
     assert outcome.code == 0 and "usage: lm-eval" in outcome.out
 
@@ -162,7 +162,7 @@ def test_without_anything_the_harness_shows_its_help(h2okv_command):
         ({"task": "h2okv_tasks"}, "'copa_balanced_dev.xml'"),
     ],
 )
-def test_mistakes_are_refused_before_the_harness_is_loaded(run, monkeypatch, changes, words):
+def test_invalid_options_are_refused_before_the_harness_runs(run, monkeypatch, changes, words):
     monkeypatch.setattr(launcher, "_evaluate", None)
     outcome = run(**changes)
     assert outcome.code == 2 and words in outcome.err

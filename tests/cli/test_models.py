@@ -12,24 +12,24 @@ def cache(tmp_path, monkeypatch):
     return folder / "h2okv" / "models"
 
 
-def test_lists_what_is_here(h2okv_command, cache):
-    made = cache / "tiny-0123"
-    made.mkdir(parents=True)
-    (made / "converted_from.json").write_text(json.dumps({"file": "/models/tiny.gguf"}))
+def test_models_list_shows_converted_files(h2okv_command, cache):
+    folder = cache / "tiny-0123"
+    folder.mkdir(parents=True)
+    (folder / "converted_from.json").write_text(json.dumps({"file": "/models/tiny.gguf"}))
     outcome = h2okv_command("models", "list")
     assert outcome.code == 0
     bundled, smollm2, tiny = outcome.out.splitlines()
     assert bundled.startswith("bundled: 10.6 MiB in ")
     assert smollm2.startswith("smollm2: ")
-    assert tiny == f"/models/tiny.gguf: 29 B in {made}"
+    assert tiny == f"/models/tiny.gguf: 29 B in {folder}"
 
 
-def test_a_list_as_json(h2okv_command):
-    told = json.loads(h2okv_command("models", "list", "--json").out)["models"]
-    assert told[0]["name"] == "bundled" and told[0]["bytes"] > 10 * 2**20
+def test_models_list_as_json(h2okv_command):
+    models = json.loads(h2okv_command("models", "list", "--json").out)["models"]
+    assert models[0]["name"] == "bundled" and models[0]["bytes"] > 10 * 2**20
 
 
-def test_refusals_are_one_sentence(h2okv_command, tmp_path):
+def test_invalid_model_names_are_one_sentence(h2okv_command, tmp_path):
     path = tmp_path / "bad.gguf"
     path.write_text("no model")
     for args, word in (

@@ -24,22 +24,22 @@ def plan(h2okv_command, model_folder):
     return call
 
 
-def test_what_is_shown(plan):
+def test_plan_shows_its_rows(plan):
     text = plan()
     for words in ("layers and head", "batch size", "GB/s", "the longest counts", "tokens/s"):
         assert words in text
 
 
-def test_the_plan_fits_and_its_parts_agree(plan):
+def test_the_plan_fits_into_memory_and_adds_up(plan):
     promise = data_bytes() + (160 << 20)
-    made = plan("--json", "--memory", promise)
-    assert made["process_bytes"] + made["total_bytes"] <= promise
-    parts = ("cache_bytes", "weight_bytes", "buffer_bytes", "temporary_bytes")
-    assert made["total_bytes"] == sum(made[part] for part in parts)
-    step = made["estimate"]["step"]
-    assert made["limit"] == max(step, key=step.get)
-    decode = made["estimate"]["decode_tokens_per_second"]
-    assert decode == pytest.approx(made["batch_size"] / max(step.values()))
+    record = plan("--json", "--memory", promise)
+    assert record["process_bytes"] + record["total_bytes"] <= promise
+    names = ("cache_bytes", "weight_bytes", "buffer_bytes", "temporary_bytes")
+    assert record["total_bytes"] == sum(record[name] for name in names)
+    step = record["estimate"]["step"]
+    assert record["limit"] == max(step, key=step.get)
+    decode = record["estimate"]["decode_tokens_per_second"]
+    assert decode == pytest.approx(record["batch_size"] / max(step.values()))
 
 
 def test_a_smaller_cache_makes_room_for_more_prompts(plan):
@@ -53,37 +53,37 @@ def test_a_smaller_cache_makes_room_for_more_prompts(plan):
     assert sequence_bytes(packed) < 0.6 * sequence_bytes(h2o)
 
 
-def sequence_bytes(made):
-    return made["cache_bytes"] / made["batch_size"]
+def sequence_bytes(record):
+    return record["cache_bytes"] / record["batch_size"]
 
 
-def test_on_the_disk_if_told(plan):
-    made = plan("--json", "--weights", "disk", "--cache", "file", "--batch", 3)
-    assert made["placement"] == {"disk": 3}
-    assert made["batch_size"] == 3
-    assert made["estimate"]["step"]["weights"] > 0
+def test_placement_options_are_followed(plan):
+    record = plan("--json", "--weights", "disk", "--cache", "file", "--batch", 3)
+    assert record["placement"] == {"disk": 3}
+    assert record["batch_size"] == 3
+    assert record["estimate"]["step"]["weights"] > 0
 
 
 SLOW = HardwareProfile(2e5, 1e9, 1e9, ((1, 3e5), (8, 4e5), (32, 5e5), (256, 6e5)))
 
 
-def test_a_first_result_that_is_far_off(plan, h2okv_command, model_folder, monkeypatch):
+def test_a_late_first_result_has_a_warning(plan, h2okv_command, model_folder, monkeypatch):
     monkeypatch.setattr(offload_engine, "measure_hardware", lambda *_: SLOW)
     assert "0.0003 (1), 0.0004 (8), " in plan()
     args = ("plan", model_folder, "--prompt", 50, "--gen", 5, "--weights", "disk", "--json")
     outcome = h2okv_command(*args)
     first = json.loads(outcome.out)["estimate"]["first_result_seconds"]
     assert first > 120
-    said = re.fullmatch(
+    match = re.fullmatch(
         r"the first result comes after about (.+); --batch (\d+) gives one after .+ s, with .+ new"
         r" tokens/s in place of .+\n",
         outcome.err,
     )
-    assert said[1] in (f"{first / 60:.0f} min", f"{first / 3600:.1f} h")
-    sooner = h2okv_command(*args, "--batch", said[2])
+    assert match[1] in (f"{first / 60:.0f} min", f"{first / 3600:.1f} h")
+    sooner = h2okv_command(*args, "--batch", match[2])
     assert json.loads(sooner.out)["estimate"]["first_result_seconds"] <= 60
     assert sooner.err == ""
-    more = h2okv_command(*args, "--batch", int(said[2]) + 2)
+    more = h2okv_command(*args, "--batch", int(match[2]) + 2)
     assert "the first result comes after" in more.err
 
 

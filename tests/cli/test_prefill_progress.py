@@ -14,7 +14,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def replace_stderr(monkeypatch):
-    """To be called in the test: between set-up and test, pytest puts its own stderr in place."""
+    """Return a function that replaces stderr; pytest would undo a replacement during set-up."""
 
     def replace(stream):
         monkeypatch.setattr(sys, "stderr", stream)
@@ -47,18 +47,16 @@ def test_an_error_removes_the_hooks_too(make_llama, replace_stderr):
     assert hooks(model) == []
 
 
-@pytest.mark.parametrize(("tokens", "wanted"), [(LONG_PROMPT - 1, True), (LONG_PROMPT, False)])
-def test_no_bar_for_a_short_prompt_or_where_none_is_wanted(
-    make_llama, replace_stderr, tokens, wanted
-):
+@pytest.mark.parametrize(("tokens", "show"), [(LONG_PROMPT - 1, True), (LONG_PROMPT, False)])
+def test_no_bar_for_a_short_prompt_or_without_show(make_llama, replace_stderr, tokens, show):
     terminal = replace_stderr(Terminal())
     model = make_llama()
-    with prefill_progress(model, tokens, wanted):
+    with prefill_progress(model, tokens, show):
         assert hooks(model) == []
     assert terminal.getvalue() == ""
 
 
-def test_no_bar_where_stderr_is_no_terminal(make_llama, replace_stderr):
+def test_no_bar_if_stderr_is_not_a_terminal(make_llama, replace_stderr):
     stream = replace_stderr(io.StringIO())
     with prefill_progress(make_llama(), LONG_PROMPT, show=True):
         pass

@@ -43,8 +43,8 @@ def test_agreement(tokens, others, expected):
 def test_a_table_of_three_caches_fits_a_terminal_and_counts_from_one():
     labels = ("full cache", "h2o, 20%", "recent, 20%")
     agreements = {labels[1]: Agreement(3, 2, 1, 2), labels[2]: Agreement(3, 3, None, 3)}
-    found = Comparison({label: make_generation() for label in labels}, agreements)
-    lines = comparison_table(found).splitlines()
+    comparison = Comparison({label: make_generation() for label in labels}, agreements)
+    lines = comparison_table(comparison).splitlines()
     assert max(map(len, lines)) <= 100
     words = [line.split() for line in lines]
     assert ["tokens", "that", "agree", *["2", "of", "3"], *["3", "of", "3"]] in words
@@ -59,7 +59,7 @@ def test_summary_line():
 
 
 @pytest.mark.parametrize(
-    ("values", "memory", "kept"),
+    ("values", "memory", "tokens_kept"),
     [
         (
             {"kv_bytes": 2100, "num_cached_tokens": 400, "mean_cached_tokens": 400.0},
@@ -79,12 +79,12 @@ def test_summary_line():
         ({"kv_bytes": 2100, "smaller_from": None}, "KV cache 2.1 KiB", "400 tokens seen, 80 kept"),
     ],
 )
-def test_memory_is_compared_once_it_is_saved(values, memory, kept):
+def test_memory_is_compared_only_if_smaller(values, memory, tokens_kept):
     run = make_generation(**values)
-    assert (run.memory_text, run.kept_text) == (memory, kept)
+    assert (run.memory_text, run.kept_text) == (memory, tokens_kept)
 
 
-def test_summary_line_of_nothing():
+def test_summary_line_without_tokens():
     nothing = make_generation(
         token_ids=[],
         finish_reason="interrupted",
@@ -98,8 +98,8 @@ def test_summary_line_of_nothing():
 
 
 @pytest.mark.parametrize(
-    ("seen", "kept", "warns"), [(400, 31, True), (400, 32, False), (9, 9, False)]
+    ("seen", "tokens_kept", "warns"), [(400, 31, True), (400, 32, False), (9, 9, False)]
 )
-def test_few_entries_note(seen, kept, warns):
-    run = make_generation(num_seen_tokens=seen, num_cached_tokens=kept)
+def test_few_entries_note(seen, tokens_kept, warns):
+    run = make_generation(num_seen_tokens=seen, num_cached_tokens=tokens_kept)
     assert (few_entries_note(run) is not None) is warns

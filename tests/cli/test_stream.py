@@ -49,7 +49,7 @@ def nlls(path):
     return [(row.position, row.nll) for row in read_rows(path)]
 
 
-def test_a_text_gives_rows_a_picture_and_a_summary(stream, book, tmp_path):
+def test_stream_writes_rows_figure_and_summary(stream, book, tmp_path):
     rows, picture = tmp_path / "rows.csv", tmp_path / "rows.png"
     outcome = stream(
         "--text", book, "--tokens", 250, "--every", 100, "--csv", rows, "--plot", picture
@@ -62,9 +62,9 @@ def test_a_text_gives_rows_a_picture_and_a_summary(stream, book, tmp_path):
 
 def test_rows_as_json(stream, book):
     outcome = stream("--text", book, "--tokens", 200, "--every", 100, "--json")
-    told = json.loads(outcome.out)
-    assert (told["tokens"], told["policy"], told["heavy"]) == (200, "h2o", 16)
-    assert [row["position"] for row in told["rows"]] == [100, 200]
+    record = json.loads(outcome.out)
+    assert (record["tokens"], record["policy"], record["heavy"]) == (200, "h2o", 16)
+    assert [row["position"] for row in record["rows"]] == [100, 200]
 
 
 def test_a_text_is_read_past_the_context_window(stream, book, tmp_path):
@@ -97,11 +97,11 @@ def test_conversations_are_answered_on_one_cache(stream, chats, tmp_path):
     assert outcome.code == 0
     headings = [line for line in outcome.out.splitlines() if line.startswith("--- sample")]
     assert headings == [f"--- sample {i}, answer {j} ---" for i in (1, 2) for j in (1, 2)]
-    found = [row.position for row in read_rows(rows)]
-    assert found[:3] == [10, 20, 30]
+    positions = [row.position for row in read_rows(rows)]
+    assert positions[:3] == [10, 20, 30]
 
 
-def test_mt_bench_runs_as_it_is(h2okv_command, shared):
+def test_mt_bench_files_are_read_unchanged(h2okv_command, shared):
     path = shared / "data" / "eval" / "mt_bench_question.jsonl"
     args = ("--input", path, "--tokens", 150, "--max-new-tokens", 20, "--heavy", 32)
     outcome = h2okv_command("stream", *args, "--recent", 32)
@@ -119,7 +119,7 @@ def test_budget_and_chunk_must_fit_the_window(stream, book):
     assert stream("--text", book, "--tokens", 300, budget=budget).code == 0
 
 
-def test_without_a_budget_it_follows_the_window(stream, book, tmp_path):
+def test_the_default_budget_is_a_fraction_of_the_window(stream, book, tmp_path):
     def size(*budget):
         rows = tmp_path / f"{len(budget)}.csv"
         stream("--text", book, "--tokens", 100, "--csv", rows, budget=budget)
@@ -129,16 +129,16 @@ def test_without_a_budget_it_follows_the_window(stream, book, tmp_path):
     assert size() == size("--heavy", "12.5%", "--recent", "0.125")  # of the context window
 
 
-def test_a_stream_made_in_two_runs_is_that_of_one(stream, book, chats, tmp_path):
+def test_a_resumed_stream_equals_one_run(stream, book, chats, tmp_path):
     for source in (("--text", book), ("--input", chats, "--max-new-tokens", 7)):
         name = source[0].strip("-")
-        whole, parts, saved = (tmp_path / f"{name}.{kind}" for kind in ("a", "b", "c"))
+        uninterrupted, halves, saved = (tmp_path / f"{name}.{kind}" for kind in ("a", "b", "c"))
         args = (*source, "--every", 15)
-        assert stream(*args, "--tokens", 104, "--csv", whole).code == 0
-        two = (*args, "--csv", parts, "--checkpoint", saved)
+        assert stream(*args, "--tokens", 104, "--csv", uninterrupted).code == 0
+        two = (*args, "--csv", halves, "--checkpoint", saved)
         assert stream(*two, "--tokens", 40).code == 0
         assert stream(*two, "--tokens", 104, "--resume").code == 0
-        assert nlls(parts) == nlls(whole)
+        assert nlls(halves) == nlls(uninterrupted)
 
 
 def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
@@ -169,7 +169,7 @@ def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
         (("--checkpoint", "none", "--resume"), "nothing to resume"),
     ],
 )
-def test_bad_options_bring_one_sentence(stream, book, monkeypatch, tmp_path, args, complaint):
+def test_bad_options_are_one_sentence(stream, book, monkeypatch, tmp_path, args, complaint):
     monkeypatch.chdir(tmp_path)
     outcome = stream("--text", book, "--tokens", 50, *args)
     assert outcome.code == 2
@@ -200,7 +200,7 @@ def test_learned_positions_end_with_the_window(stream, book, model_folder, tmp_p
     assert call("--positions", "original", "--tokens", 64).code == 0
 
 
-def test_bad_sources_bring_one_sentence(stream, book, chats, tmp_path):
+def test_bad_sources_are_one_sentence(stream, book, chats, tmp_path):
     for args, complaint in [
         ((), "neither --text nor --input is given"),
         (("--text", book, "--input", chats), "both --text and --input are given"),
@@ -218,7 +218,7 @@ def test_bad_sources_bring_one_sentence(stream, book, chats, tmp_path):
     assert "must have at least 2 tokens to be scored" in stream("--text", book).err
 
 
-def test_nothing_that_is_there_is_overwritten(stream, book, tmp_path):
+def test_existing_files_are_not_overwritten(stream, book, tmp_path):
     for option in ("--csv", "--checkpoint"):
         path = tmp_path / "precious"
         path.write_text("precious")
@@ -228,7 +228,7 @@ def test_nothing_that_is_there_is_overwritten(stream, book, tmp_path):
         assert path.read_text() == "precious"
 
 
-def test_a_checkpoint_of_something_else_is_refused(stream, book, save_model, tmp_path):
+def test_a_checkpoint_of_another_stream_is_refused(stream, book, save_model, tmp_path):
     saved = tmp_path / "saved"
     args = ("--text", book, "--tokens", 50, "--checkpoint", saved)
     assert stream(*args).code == 0
@@ -255,7 +255,7 @@ def test_the_extra_for_pictures_is_named_before_the_run(stream, book, tmp_path, 
     assert not rows.exists()
 
 
-def test_numbers_that_overflow_keep_the_rows_before(stream, book, tmp_path, monkeypatch):
+def test_nan_logits_keep_earlier_rows(stream, book, tmp_path, monkeypatch):
     forward, calls = LlamaForCausalLM.forward, []
 
     def overflow(self, *args, **options):
@@ -275,7 +275,7 @@ def test_numbers_that_overflow_keep_the_rows_before(stream, book, tmp_path, monk
 
 @pytest.fixture
 def start(model_folder):
-    """Starts the command as a process of its own; whatever happens, it ends with the test."""
+    """Start the command in a child process, which ends with the test in any case."""
     processes = []
 
     def call(*args):
@@ -303,28 +303,28 @@ def wait_for_rows(path, process, count):
         time.sleep(0.02)
 
 
-def test_a_killed_process_is_resumed_without_losing_or_doubling(start, stream, tmp_path, prompt):
+def test_a_killed_stream_resumes_without_lost_or_duplicate_rows(start, stream, tmp_path, prompt):
     book = tmp_path / "book.txt"
     book.write_text(prompt * 2000, encoding="utf-8")
-    rows, saved, whole = (tmp_path / name for name in ("rows.csv", "saved", "whole.csv"))
+    rows, saved, uninterrupted = (tmp_path / name for name in ("rows.csv", "saved", "whole.csv"))
     args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved)
     process = start(*args, "--save-every", 50)
     wait_for_rows(rows, process, 20)
     process.kill()
     process.communicate(timeout=WAIT)
-    kept = nlls(rows)
-    assert len(kept) >= 20
-    length = kept[-1][0] + 300
+    rows_before = nlls(rows)
+    assert len(rows_before) >= 20
+    length = rows_before[-1][0] + 300
     assert stream(*args, "--resume", "--tokens", length).code == 0
-    whole_args = ("--text", book, "--every", 20, "--csv", whole, "--tokens", length)
+    whole_args = ("--text", book, "--every", 20, "--csv", uninterrupted, "--tokens", length)
     assert stream(*whole_args).code == 0
-    assert nlls(rows) == nlls(whole)
-    assert nlls(rows)[: len(kept)] == kept
+    assert nlls(rows) == nlls(uninterrupted)
+    assert nlls(rows)[: len(rows_before)] == rows_before
 
 
 @pytest.fixture
 def control_c(monkeypatch):
-    """Lets Ctrl-C come in the middle of a forward pass, some times in a row."""
+    """Send Ctrl-C in the middle of a forward, several times in a row."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     forward, calls = LlamaForCausalLM.forward, []
 
@@ -341,8 +341,8 @@ def control_c(monkeypatch):
     signal.signal(signal.SIGINT, before)
 
 
-def test_control_c_waits_for_the_block_and_saves(stream, book, tmp_path, control_c):
-    rows, saved, whole = (tmp_path / name for name in ("rows.csv", "saved", "whole.csv"))
+def test_ctrl_c_finishes_the_block_and_saves(stream, book, tmp_path, control_c):
+    rows, saved, uninterrupted = (tmp_path / name for name in ("rows.csv", "saved", "whole.csv"))
     picture = tmp_path / "rows.png"
     args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved, "--plot", picture)
     control_c(13)
@@ -356,11 +356,11 @@ def test_control_c_waits_for_the_block_and_saves(stream, book, tmp_path, control
     assert picture.exists()
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
     assert stream(*args, "--resume", "--tokens", 200).code == 0
-    assert stream("--text", book, "--every", 20, "--csv", whole, "--tokens", 200).code == 0
-    assert nlls(rows) == nlls(whole)
+    assert stream("--text", book, "--every", 20, "--csv", uninterrupted, "--tokens", 200).code == 0
+    assert nlls(rows) == nlls(uninterrupted)
 
 
-def test_a_second_control_c_does_not_wait(stream, book, tmp_path, control_c):
+def test_a_second_ctrl_c_does_not_wait(stream, book, tmp_path, control_c):
     rows, saved = tmp_path / "rows.csv", tmp_path / "saved"
     args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved)
     control_c(13, times=2)
@@ -371,7 +371,7 @@ def test_a_second_control_c_does_not_wait(stream, book, tmp_path, control_c):
     assert [position for position, _ in nlls(rows)] == [20, 40, 60, 80, 100]
 
 
-def test_control_c_without_a_checkpoint_says_what_is_missing(stream, book, tmp_path, control_c):
+def test_ctrl_c_without_a_checkpoint_names_the_option(stream, book, tmp_path, control_c):
     control_c(13)
     outcome = stream("--text", book, "--every", 20)
     assert outcome.code == 130

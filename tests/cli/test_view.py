@@ -22,7 +22,7 @@ def content_of(page):
     return json.loads(data.group(1))
 
 
-def test_an_export_holds_the_policies_and_budgets_asked_for(
+def test_an_export_has_the_policies_and_budgets_of_the_options(
     h2okv_command, model_folder, text_file, tmp_path
 ):
     path = tmp_path / "kept.html"
@@ -41,7 +41,7 @@ def test_an_export_holds_the_policies_and_budgets_asked_for(
     assert choice["policies"] == ["h2o", "recent"] and choice["other"] == "recent"
 
 
-def test_an_export_without_a_budget_has_one(h2okv_command, model_folder, text_file, tmp_path):
+def test_an_export_has_a_default_budget(h2okv_command, model_folder, text_file, tmp_path):
     path = tmp_path / "kept.html"
     options = ("--policy", "recent", "--export", path)
     done = h2okv_command("view", "--model", model_folder, "--text", text_file, *options)
@@ -91,7 +91,7 @@ def test_bad_input_is_one_sentence(
     assert not (tmp_path / "k.html").exists()
 
 
-def test_an_empty_text_and_a_place_that_cannot_be_written(
+def test_an_empty_text_or_an_unwritable_path_is_refused(
     h2okv_command, model_folder, text_file, tmp_path
 ):
     empty = tmp_path / "empty.txt"
@@ -104,11 +104,11 @@ def test_an_empty_text_and_a_place_that_cannot_be_written(
     assert done.code == 2 and "cannot be written" in done.err
 
 
-def test_a_taken_port_is_one_sentence(h2okv_command, model_folder, text_file):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_a_port_in_use_is_one_sentence(h2okv_command, model_folder, text_file):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         done = h2okv_command(
             "view", "--model", model_folder, "--text", text_file, "--port", port, "--no-open"
         )
@@ -117,7 +117,7 @@ def test_a_taken_port_is_one_sentence(h2okv_command, model_folder, text_file):
 
 
 @pytest.mark.slow
-def test_it_serves_the_page_until_ctrl_c(model_folder, text_file):
+def test_view_serves_the_page_until_ctrl_c(model_folder, text_file):
     process = subprocess.Popen(
         [sys.executable, "-m", "h2okv", "view", "--model", str(model_folder), "--port", "0",
          "--text", str(text_file), "--no-open"],
