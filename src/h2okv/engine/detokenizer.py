@@ -85,3 +85,28 @@ class StopText:
             piece = piece.lstrip()
         self.text += piece
         return piece
+
+
+class SequenceText:
+    """The text of a sequence, token by token, up to a stop string."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        stop_strings: Sequence[str] = (),
+        strips_start: bool = False,
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._stop = StopText(stop_strings, strips_start)
+
+    def add(self, token: int) -> bool:
+        """Take the next token; return whether a stop string has ended the text."""
+        self._stop.add(self._detokenizer.add([token]))
+        return self._stop.stopped is not None
+
+    def end(self) -> str:
+        """Return the whole text."""
+        self._stop.add(self._detokenizer.end())
+        self._stop.end()
+        return self._stop.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,7 +14,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StopStringCriteria,
+    StoppingCriteria,
 )
 
 import h2okv
@@ -24,6 +23,7 @@ from h2okv.cache.argument import CACHE
 from h2okv.cache.shared import SharedPrefill, shares_prompt
 from h2okv.cache.support import context_window
 from h2okv.config import CacheConfig
+from h2okv.engine.detokenizer import SequenceText
 from h2okv.engine.model_runner import left_padded
 from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
@@ -139,19 +139,22 @@ def answer_batch(
     are read once for all caches that can share them.
     """
     caches = [make_cache(config, model.config, seed) for config in configs]
-    first: list[list[int]] = [[]] * len(prompts)
     sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
     if len(sharing) == 1 or not prompts[0].params.is_greedy:
         sharing = []
+    first, results = _Answers(model, prompts), []
     with h2okv.enable(model.model):
         if sharing:  # the first token does not depend on the cache
             shared = SharedPrefill(sharing)
-            first = _write(model, shared, prompts, 1)
+            _generate(model, shared, prompts, first, 1)
             shared.split()
-        return [
-            _generate(model, cache, prompts, first if cache in sharing else None)
-            for cache in caches
-        ]
+        for cache in caches:
+            answers = _Answers(model, prompts)
+            if cache in sharing:
+                answers.add([tokens[0] for tokens in first.tokens])
+            _generate(model, cache, prompts, answers)
+            results.append(answers.finish())
+    return results
 
 
 def answer_question(
@@ -171,49 +174,64 @@ def answer_question(
     for cache in caches:
         if cache.rule.sees is not Sees.WINDOW:  # such a rule takes the first forward for the prompt
             cache.expect(last + 1)
-    answers = []
+    results = []
     with h2okv.enable(model.model):
         read_together(model.model, ids[:, :first], caches)
         for cache in caches:
             if last > first:
                 h2okv.prefill(model.model, ids[:, first:last], cache)
-            answers += _generate(model, cache, [prompt])
-    return answers
+            answers = _Answers(model, [prompt])
+            _generate(model, cache, [prompt], answers)
+            results += answers.finish()
+    return results
+
+
+class _Answers(StoppingCriteria):
+    """The answers to a batch of prompts; as a criterion of ``generate`` it ends each of them."""
+
+    def __init__(self, subject: ModelUnderTest, prompts: Sequence[Prompt]) -> None:
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.ended = [False] * len(prompts)
+        self.limits = [prompt.params.max_tokens or 1 for prompt in prompts]
+        self._end_ids = eos_token_ids(subject.model)
+        self._texts = [
+            SequenceText(subject.tokenizer, (), prompt.params.stop) for prompt in prompts
+        ]
+
+    def __call__(self, input_ids: Any, scores: Any, **options: Any) -> Any:
+        """Add the last of ``input_ids [B, T]``; return which answers have ended."""
+        self.add(input_ids[:, -1].tolist())
+        return torch.tensor(self.ended, device=input_ids.device)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Add a token to each answer that has not ended."""
+        for number, token in enumerate(tokens):
+            if self.ended[number]:
+                continue
+            answer = self.tokens[number]
+            answer.append(token)
+            is_end = token in self._end_ids or self._texts[number].add(token)
+            self.ended[number] = is_end or len(answer) >= self.limits[number]
+
+    def finish(self) -> list[Answer]:
+        """Return the texts, up to their first stop strings."""
+        pairs = zip(self._texts, self.tokens, strict=True)
+        return [Answer(text.end(), len(tokens)) for text, tokens in pairs]
 
 
 def _generate(
     subject: ModelUnderTest,
     cache: H2OCache,
     prompts: Sequence[Prompt],
-    first_tokens: Sequence[list[int]] | None = None,
-) -> list[Answer]:
-    """Generate from prompts whose beginning the cache may already contain.
-
-    With ``first_tokens`` (of each answer) the cache contains the whole prompts.
-    """
-    limit = max(prompt.params.max_tokens or 1 for prompt in prompts)
-    if first_tokens is None:
-        written = _write(subject, cache, prompts, limit)
-    else:
-        extended = [
-            prompt._replace(ids=[*prompt.ids, *ids])
-            for prompt, ids in zip(prompts, first_tokens, strict=True)
-        ]
-        more = _write(subject, cache, extended, limit - 1) if limit > 1 else [[]] * len(prompts)
-        written = [
-            ids if _has_ended(subject, prompt) else [*ids, *continuation]
-            for ids, continuation, prompt in zip(first_tokens, more, extended, strict=True)
-        ]
-    pairs = zip(written, prompts, strict=True)
-    return [_answer(subject, tokens, prompt.params) for tokens, prompt in pairs]
-
-
-def _write(
-    subject: ModelUnderTest, cache: H2OCache, prompts: Sequence[Prompt], limit: int
-) -> list[list[int]]:
-    """Return up to ``limit`` new tokens of each prompt; shorter answers are padded."""
+    answers: _Answers,
+    limit: int | None = None,
+) -> None:
+    """Continue answers, by at most ``limit`` tokens; the cache may hold a prompt's beginning."""
+    if all(answers.ended):
+        return
     model, params = subject.model, prompts[0].params
-    ids, mask = left_padded([prompt.ids for prompt in prompts], input_device(model))
+    pairs = list(zip(prompts, answers.tokens, strict=True))
+    ids, mask = left_padded([[*p.ids, *tokens] for p, tokens in pairs], input_device(model))
     chunk = cache.prefill_chunk if bool(mask.all()) and not cache.num_seen_tokens else None
     if chunk is not None:  # without padding the model reads the prompt in blocks too
         cache.expect(ids.shape[1])
@@ -221,50 +239,19 @@ def _write(
     if not params.is_greedy:
         processors.append(SeededSampling([prompt.params for prompt in prompts]))
     generate: Any = model.generate  # torch's Module loses its type
-    written = generate(
+    generate(
         input_ids=ids,
         attention_mask=mask,
         **{CACHE: cache},
-        max_new_tokens=limit,
+        max_new_tokens=limit or max(answers.limits) - len(answers.tokens[0]),
         do_sample=False,
         num_beams=1,
         repetition_penalty=params.repetition_penalty,
         logits_processor=processors,
         pad_token_id=subject.pad_token_id,
-        stop_strings=list(params.stop) or None,
-        tokenizer=subject.tokenizer,
+        stopping_criteria=[answers],
         prefill_chunk_size=chunk,
     )
-    new: list[list[int]] = written[:, ids.shape[1] :].tolist()
-    return new
-
-
-def _has_ended(subject: ModelUnderTest, text: Prompt) -> bool:
-    """Return whether `generate` would add nothing to a prompt and the start of its answer."""
-    if text.ids[-1] in eos_token_ids(subject.model):
-        return True
-    if not text.params.stop:
-        return False
-    stops = StopStringCriteria(subject.tokenizer, list(text.params.stop))
-    return bool(stops(torch.tensor([text.ids]), None))
-
-
-def _answer(subject: ModelUnderTest, ids: list[int], params: SamplingParams) -> Answer:
-    ids = ids[: params.max_tokens]
-    ends = eos_token_ids(subject.model)
-    end = next((index for index, token in enumerate(ids) if token in ends), None)
-    if end is not None:
-        ids = ids[: end + 1]
-    text = subject.decode(ids)
-    offsets = [offset for stop in params.stop if (offset := text.find(stop)) >= 0]
-    if not offsets:
-        return Answer(text, len(ids))
-
-    def has_stop(count: int) -> bool:
-        return any(stop in subject.decode(ids[:count]) for stop in params.stop)
-
-    # A stop string is followed by padding until the last sequence has ended.
-    return Answer(text[: min(offsets)], bisect_left(range(len(ids)), True, key=has_stop))
 
 
 def read_together(model: PreTrainedModel, input_ids: Tensor, caches: Sequence[H2OCache]) -> None:

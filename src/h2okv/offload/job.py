@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2okv.console import format_bytes
-from h2okv.engine.detokenizer import Detokenizer, StopText
+from h2okv.engine.detokenizer import SequenceText
 from h2okv.engine.request_fields import (
     SAMPLING,
     UNSUPPORTED,
@@ -172,27 +172,6 @@ def _make_prompt(prompt_id: PromptId, fields: dict[str, Any], url: str | None) -
     return Prompt(prompt_id, content, name, rendering, sampling, url)
 
 
-class SequenceText:
-    """The text of a sequence, token by token, up to a stop string."""
-
-    def __init__(
-        self, described: Described, prompt: list[int], stop: Sequence[str], strips_start: bool
-    ) -> None:
-        self._detokenizer = Detokenizer(described.tokenizer, prompt)
-        self._stop = StopText(stop, strips_start)
-
-    def add(self, token: int) -> bool:
-        """Take the next token; return whether a stop string has ended the text."""
-        self._stop.add(self._detokenizer.add([token]))
-        return self._stop.stopped is not None
-
-    def end(self) -> str:
-        """Return the whole text."""
-        self._stop.add(self._detokenizer.end())
-        self._stop.end()
-        return self._stop.text
-
-
 @dataclass(frozen=True)
 class TextCodec:
     """Encodes prompts and decodes results."""
@@ -244,7 +223,7 @@ class TextCodec:
         left = described.room(len(tokens), limit)
         return BatchSequence(
             prompt.id, tokens, left, prompt.digest, left < limit, params=params, url=prompt.url,
-            text=SequenceText(described, tokens, stop, strips_start) if stop else None,
+            text=SequenceText(described.tokenizer, tokens, stop, strips_start) if stop else None,
         )  # fmt: skip
 
     def _content(self, prompt: Prompt) -> str | Conversation | list[int]:
@@ -272,7 +251,7 @@ class TextCodec:
         """Return a finished sequence's result; its text has the space that follows the prompt."""
         text = sequence.text
         if text is None:
-            text = SequenceText(self.described, sequence.prompt, (), strips_start=False)
+            text = SequenceText(self.described.tokenizer, sequence.prompt)
             for token in sequence.new_tokens[: -1 if sequence.finish_reason == "eos" else None]:
                 text.add(token)
         if sequence.url is not None:
