@@ -254,6 +254,11 @@ class CacheConfig:
             blocks, with eviction after each, so that at most ``K + prefill_chunk`` entries are
             attended to; 1 is Algorithm 1 of the paper from the first token on. ``None``: a prompt
             is one block.
+        evict_every: tokens of a sequence between two evictions, counted from its first token, in
+            prompts and while decoding; nothing is evicted at other places. Up to
+            ``K + evict_every`` entries are cached, and which ones depends on the text alone, not on
+            the forwards that brought it. 1 is Algorithm 1 of the paper. ``None``: evict once after
+            each block.
         kv_bits: 8 or 4 bits for each number of keys and values, by groups of up to 64 with a scale
             and a low each; ``None``: the model's dtype. What a block reads of itself is in full
             precision; it is rounded once, when it becomes an entry.
@@ -279,6 +284,7 @@ class CacheConfig:
     decay: float | None = None
     positions: Positions = "original"
     prefill_chunk: int | None = None
+    evict_every: int | None = field(default=None, metadata=LATER)
     kv_bits: int | None = None
     max_tokens: int | None = None
     min_tokens: int = field(default=0, metadata=LATER)
@@ -295,6 +301,13 @@ class CacheConfig:
             raise ValueError(
                 f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
             )
+        if self.evict_every is not None:
+            check_tokens("evict_every", self.evict_every, 1)
+            if self.prefill_chunk is not None:
+                raise ValueError(
+                    f"prefill_chunk={self.prefill_chunk} must be left out with"
+                    f" evict_every={self.evict_every}, which says where prompts are cut."
+                )
         if not self.is_full:
             _ = self.budget
 
@@ -496,6 +509,8 @@ class CacheConfig:
                 labels.append(f"{self.scoring}{decay}")
             if self.positions != "original":
                 labels.append(self.positions)
+            if self.evict_every is not None:
+                labels.append(f"every {self.evict_every}")
             if self.layer_budgets is not None:
                 labels.append("by head" if self.is_by_head else "by layer")
         if self.kv_bits is not None:

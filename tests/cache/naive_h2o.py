@@ -5,6 +5,7 @@ sequence is a list of entries for each layer and KV head, and the matrix of prob
 """
 
 import copy
+import itertools
 import math
 
 import numpy as np
@@ -35,6 +36,7 @@ class Sequence:
         self.entries = [[[] for _ in range(heads)] for _ in range(layers)]
         self.num_seen = 0
         self.prompt_length = None
+        self.queries = {}  # of a span that has not ended, by layer and head
 
     def fork(self):
         return copy.deepcopy(self)
@@ -99,11 +101,11 @@ class NaiveH2O:
         length, heads = len(query), key.shape[1]
         groups = query.shape[1] // heads
         output = np.zeros_like(query)
-        chunk = self.options["prefill_chunk"] or length
+        blocks = self._blocks(sequence.num_seen, length)
         for head in range(heads):
-            for start in range(0, length, chunk):
+            for start, stop in blocks:
                 tokens, heads_of_group = (
-                    slice(start, start + chunk),
+                    slice(start, stop),
                     slice(head * groups, (head + 1) * groups),
                 )
                 output[tokens, heads_of_group] = self._block(
@@ -111,6 +113,15 @@ class NaiveH2O:
                     query[tokens, heads_of_group], key[tokens, head], value[tokens, head],
                 )  # fmt: skip
         return output.reshape(length, -1)
+
+    def _blocks(self, seen, length):
+        """Where a block's tokens are cut, as pairs of numbers of tokens."""
+        every = self.options["evict_every"]
+        chunk, first = self.options["prefill_chunk"] or length, 0
+        if every:
+            chunk, first = every, -(seen % every)
+        edges = [0, *(edge for edge in range(first, length, chunk) if edge > 0), length]
+        return list(itertools.pairwise(edges))
 
     def _block(self, sequence, layer, head, start, query, key, value):
         """Read one block of one KV head: attend, score, evict; ``[T, G, D]``."""
@@ -128,8 +139,11 @@ class NaiveH2O:
             added.append(entry)
         # A text's first token comes as a block; a single one behind it is an entry at once.
         is_step = length == 1 and bool(cached)
-        if bits and is_step:
-            self._round(added[0])
+        every = self.options["evict_every"] or 1
+        rounds_first = is_step or every > 1
+        if bits and rounds_first:
+            for entry in added:
+                self._round(entry)
         entries = cached + added
         output = np.zeros((length, query.shape[1], value.shape[-1]))
         probabilities = np.zeros((query.shape[1], length, len(entries)))
@@ -151,7 +165,14 @@ class NaiveH2O:
                 last = len(entries) - 1 if rolls else start + length - 1
                 rotated_query = self._rotated(query[token, group], last + AHEAD)
                 again[group, token] = _softmax(keys, rotated_query)
-        self._score(entries, probabilities, again, length)
+        waits = every > 1 and (start + length) % every != 0
+        if options["scoring"] == "expected" and every > 1:
+            sequence.queries.setdefault((layer, head), []).extend(query)
+            if not waits:
+                span = sequence.queries.pop((layer, head))
+                self._score_span(entries, keys, span, len(keys) - 1 if rolls else start + length - 1)
+        else:
+            self._score(entries, probabilities, again, length)
         if options["policy"] == "snapkv" and not cached:
             _, _, recent, _ = self.budget(sequence, layer, head)
             seen = probabilities[:, -recent:].sum(axis=(0, 1))
@@ -159,10 +180,12 @@ class NaiveH2O:
             pooled = np.convolve(seen, np.full(5, 0.2))[2:-2]
             for entry, rank in zip(entries, pooled, strict=True):
                 entry.observed = rank
-        if bits and not is_step:
+        if bits and not rounds_first:
             for entry in added:
                 self._round(entry)
-        sequence.entries[layer][head] = self._evict(sequence, layer, head, entries)
+        if not waits:
+            entries = self._evict(sequence, layer, head, entries)
+        sequence.entries[layer][head] = entries
         return output
 
     def _score(self, entries, probabilities, again, length):
@@ -179,6 +202,15 @@ class NaiveH2O:
                 continue
             for token in range(length):
                 entry.received += received[:, token].sum() * decay ** (length - 1 - token)
+
+    def _score_span(self, entries, keys, queries, last):
+        """Ask the queries of a span again, from behind its end."""
+        squares = np.zeros(len(entries))
+        for query in queries:
+            for vector in query:
+                squares += _softmax(keys, self._rotated(vector, last + AHEAD)) ** 2
+        for entry, square in zip(entries, squares, strict=True):
+            entry.received += math.sqrt(square)
 
     def score(self, entry, newest):
         if entry.is_pinned:

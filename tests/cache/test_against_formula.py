@@ -20,7 +20,7 @@ import h2okv
 HEADS = 4
 DEFAULTS = {
     "heavy": 6, "recent": 4, "sink": 0, "policy": "h2o", "scoring": "sum", "decay": None,
-    "positions": "original", "prefill_chunk": None, "min_tokens": 0, "kv_bits": None,
+    "positions": "original", "prefill_chunk": None, "evict_every": None, "min_tokens": 0, "kv_bits": None,
     "layer_budgets": None, "simulate": False, "pins": (),
 }  # fmt: skip
 WITHOUT_SCORES = ("recent", "sink_recent", "strided", "fixed", "keydiff", "snapkv")
@@ -38,6 +38,7 @@ CHOICES = {
     ],
     "positions": ["rolling"],
     "prefill_chunk": [1, 2, 5, 16],
+    "evict_every": [1, 2, 6, 16],
     "min_tokens": [3],
     "kv_bits": [8, 4],
     "by_layer": [(0.5, 1.5), (1.25, 0.75), (0.0, 2.0)],
@@ -61,6 +62,8 @@ def compatible(drawn, kv_heads):
     if policy in ("full", "keydiff", "snapkv"):
         options["positions"] = "original"
     if policy == "snapkv":
+        options["prefill_chunk"] = options["evict_every"] = None
+    if options["evict_every"]:
         options["prefill_chunk"] = None
     # Of a second layer's keys rounding would decide more codes than could be compared.
     layers = 1 if options["kv_bits"] else 2

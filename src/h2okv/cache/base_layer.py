@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from h2okv.cache.argument import CACHE
 from h2okv.cache.rope import PositionRule, Rotation, Rotations
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
+from h2okv.cache.spans import Spans
 from h2okv.cache.validation import check_match
 from h2okv.config import Budget
 from h2okv.policy import Rule, Sees
@@ -64,11 +65,12 @@ class BaseLayer(CacheLayerMixin):
         position_rule: PositionRule,
         kv_bits: int | None = None,
         head_budgets: Sequence[Budget] | None = None,
+        spans: Spans | None = None,
     ) -> None:
         # Not the base's constructor: keys and values are the state's here.
         self.layer_idx, self.budget, self.rule = layer_idx, budget, rule
         self.head_budgets = head_budgets  # of each KV head, where they differ
-        self.position_rule = position_rule
+        self.position_rule, self.spans = position_rule, spans
         self.storage = KVStorage(kv_bits)
         self.rotations = Rotations(position_rule.rolls, rule.observes is Sees.QUERIES)
         # Tensors, not ints: a Python int that changes with every step would recompile every step.

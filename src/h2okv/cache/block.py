@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ class Block(NamedTuple):
     position_ids: Tensor | None  # int [B or 1, 1, T, 1], where the model put them, if a rule asks
     scale: float
     softcap: float | None
+    index: Any = None  # ``[B, T]`` index of its tokens in the block that was split
 
     @property
     def length(self) -> int:
@@ -31,22 +33,36 @@ class Block(NamedTuple):
         """Return the real tokens of each sequence, int64 ``[B]``, or T for all."""
         return self.length if self.real is None else self.real.sum(dim=1)
 
-    def split(self, chunk: int) -> Iterator[tuple[tuple[Any, Any], Block]]:
-        """Yield smaller blocks and their ``[B, T]`` index, each sequence cut as if alone."""
-        batch, device = self.query.shape[0], self.query.device
-        if self.real is None:
-            for start in range(0, self.length, chunk):
-                index = (slice(None), slice(start, start + chunk))
-                yield index, self._take(index, None)
+    def split(self, chunk: int, phases: Sequence[int] = ()) -> Iterator[Block]:
+        """Yield smaller blocks, each sequence cut as if alone; `put` puts outputs together.
+
+        Args:
+            chunk: tokens from one cut to the next.
+            phases: tokens of each sequence since its last cut, before this block; 0 if not given.
+        """
+        if self.real is None and len(set(phases)) < 2:
+            first = chunk - (phases[0] if phases else 0)
+            for start, stop in pairwise([0, *range(first, self.length, chunk), self.length]):
+                yield self._take((slice(None), slice(start, stop)), None)
             return
-        # Real tokens first, in their order: shorter sequences get padding in the last blocks.
-        columns = (~self.real).to(torch.uint8).argsort(dim=1, stable=True)
-        longest = int(self.real.sum(dim=1).max())
+        batch, device = self.query.shape[0], self.query.device
+        counts, columns = [self.length] * batch, None
+        if self.real is not None:
+            # Real tokens first, in their order: shorter sequences get padding in the last blocks.
+            columns = (~self.real).to(torch.uint8).argsort(dim=1, stable=True)
+            counts = self.real.sum(dim=1).tolist()
+        ends = [chunk - phase for phase in phases] or [chunk] * batch
+        starts = [0] * batch
         sequences = torch.arange(batch, device=device).unsqueeze(1)
-        for chunk_columns in columns[:, :longest].split(chunk, dim=1):
-            real = self.real.gather(1, chunk_columns)
-            at = sequences, chunk_columns
-            yield at, self._take(at, None if real.all() else real)
+        while any(start < count for start, count in zip(starts, counts, strict=True)):
+            stops = [max(start, min(pair)) for start, *pair in zip(starts, ends, counts)]
+            first, last = (torch.tensor(edge, device=device).unsqueeze(1) for edge in (starts, stops))
+            index = first + torch.arange(int((last - first).max()), device=device)
+            real = index < last
+            index = index.clamp(max=self.length - 1)
+            index = index if columns is None else columns.gather(1, index)
+            yield self._take((sequences, index), None if real.all() else real)
+            starts, ends = stops, [end + chunk for end in ends]
 
     def _take(self, index: tuple[Any, Any], real: Tensor | None) -> Block:
         """Return the columns of an index in ``[B, T, ...]``: a view if that is of slices."""
@@ -59,7 +75,17 @@ class Block(NamedTuple):
         undo, position_ids = (
             None if tensor is None else take(tensor) for tensor in (self.undo, self.position_ids)
         )
-        return Block(query, key, value, real, undo, position_ids, self.scale, self.softcap)
+        return Block(query, key, value, real, undo, position_ids, self.scale, self.softcap, index)
+
+    def put(self, result: Tensor, output: Tensor) -> None:
+        """Copy the block's output to its tokens' places among those of all; mutates `output`."""
+        result, output = result.transpose(1, 2), output.transpose(1, 2)
+        if self.real is None:
+            output[self.index] = result
+            return
+        sequences, columns = self.index
+        sequences = sequences.expand_as(columns)[self.real]
+        output[sequences, columns[self.real]] = result[self.real]
 
 
 @dataclass
@@ -75,3 +101,9 @@ class BlockEntries:
     attended_key: Tensor  # [B, H, N, D], as the block attends to them: rotated, or rounded
     attended_value: Tensor  # [B, H, N, Dv], likewise
     is_entry: Tensor | None = None  # bool [B, H, N]; None if all are
+
+    def of_sequences(self, indices: Tensor) -> BlockEntries:
+        """Return the entries of sequences, int64 ``[B']``."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        selected = {name: value[indices] for name, value in values.items() if torch.is_tensor(value)}
+        return BlockEntries(**(values | selected))

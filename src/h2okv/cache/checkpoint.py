@@ -36,6 +36,7 @@ _VOLATILE = (
 )  # fmt: skip
 # Fields of a state that have another name in files.
 _FILE_NAMES = {"value_weights": "norms", "head_of_slot": "owner"}
+_OF_SPANS = ("queries", "query_positions")
 _DTYPES = {"float32", "bfloat16", "float16", "float64"}
 
 
@@ -76,8 +77,14 @@ def _layer_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
             _FILE_NAMES.get(name, name): tensor for name, tensor in layer.state.tensors().items()
         }
         tensors["cumulative_length"] = layer.cumulative_length
+        scaling = layer.state.scaling
+        if scaling is not None and not any(layer.spans.phases(layer.state)):
+            scaling = None  # the queries of a span that has ended are not needed again
+        if scaling is None:
+            tensors = {name: t for name, t in tensors.items() if name not in _OF_SPANS}
         return tensors, {
             "budgets": [astuple(budget) for budget in layer.state.budgets],
+            **({} if scaling is None else {"scaling": scaling}),
             "weights": layer.weights(),
             # What packed entries do not tell.
             "dtype": str(layer.dtype).removeprefix("torch."),
@@ -286,17 +293,44 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
     for name in optional.keys() & tensors.keys():
         per_slot = expected.sink if name == "num_static" else expected.positions
         expected.set_tensors({name: torch.empty_like(per_slot, dtype=optional[name])})
+    _expect_queries(layer, expected, key, tensors, values)
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in expected.tensors().items()}
     if shapes != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:
         raise ValueError(f"the tensors of layer {layer.layer_idx} do not fit each other")
     expected.set_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
     expected.budgets = [TokenBudget(*amounts) for amounts in values["budgets"]]
     check_loaded(layer, expected, seen)
+    if layer.scores_spans and expected.queries is None and any(layer.spans.phases(expected)):
+        raise ValueError(f"layer {layer.layer_idx} has no queries of the span that it reads")
     weights = values["weights"]
     if weights is not None and not isinstance(weights, str):
         raise ValueError(f"layer {layer.layer_idx} has no fingerprint of weights")
     layer.lazy_initialization(key, value)
     layer.load_state(expected, seen, weights)
+
+
+def _expect_queries(
+    layer: Any,
+    expected: SlotState,
+    key: Tensor,
+    tensors: dict[str, Tensor],
+    values: dict[str, Any],
+) -> None:
+    """Expect the queries of a span that has not ended; mutates the expected state."""
+    if not tensors.keys() & set(_OF_SPANS):
+        return
+    scale, softcap = values["scaling"]
+    numbers = [scale] if softcap is None else [scale, softcap]
+    if not layer.scores_spans or not all(type(number) is float for number in numbers):
+        raise ValueError(f"layer {layer.layer_idx} has queries against its options")
+    batch, heads, _, size = key.shape
+    groups, length = max(1, tensors["queries"].shape[1] // heads), layer.spans.length
+    expected.queries = key.new_empty(batch, groups * heads, length, size)
+    if "query_positions" in tensors:
+        expected.query_positions = key.new_empty(batch, length, dtype=torch.int64)
+    expected.scaling = scale, softcap
+    if not tensors["queries"].isfinite().all():
+        raise ValueError(f"layer {layer.layer_idx} holds queries that are not finite")
 
 
 def _json_of(path: str | Path, key: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from h2okv.cache.layer import CacheLayer, SlotLayer
 from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
+from h2okv.cache.spans import Spans
 from h2okv.config import MEASURED, CacheConfig
 from h2okv.policy import Rule, Sees, get_rule
 
@@ -79,14 +80,16 @@ class H2OCache(Cache):
         self.cache_config = cache = replace(cache, policy=name, decay=self.rule.scoring.decay)
         self.budget = cache.budget
         self.simulate = simulate
-        self.prefill_chunk, self.kv_bits = cache.prefill_chunk, cache.kv_bits
+        self.evict_every = cache.evict_every if self.rule.evicts else None
+        self.prefill_chunk = self.evict_every or cache.prefill_chunk
+        self.kv_bits = cache.kv_bits
         positions, layer_budgets = cache.positions, cache.layer_budgets
         self.config = config = support.config_of(config)
         support.check_model(config)
         window = support.context_window(config)
-        self.position_rule = PositionRule(positions, cache.prefill_chunk, window)
+        self.position_rule = PositionRule(positions, self.prefill_chunk, window)
         support.check_positions(config, positions, self.rule)
-        support.check_rule(self.rule, self.position_rule, simulate)
+        support.check_rule(self.rule, self.position_rule, simulate, self.evict_every)
         layer_class = MaskedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
@@ -104,9 +107,10 @@ class H2OCache(Cache):
         if cache.is_by_head:
             support.check_by_head(cache, self.rule, config)
         alike = self.rule, self.position_rule, cache.kv_bits
+        spans = Spans(self.evict_every) if (self.evict_every or 1) > 1 else None
         for number, index in enumerate(full_layers):
             budget, head_budgets = cache.layer_budget(number), cache.head_budgets(number)
-            layers[index] = layer_class(index, budget, *alike, head_budgets)
+            layers[index] = layer_class(index, budget, *alike, head_budgets, spans)
         self._scored = [layer for layer in layers if isinstance(layer, BaseLayer)]
         kind = config.model_type
         if not self._scored:
@@ -151,6 +155,8 @@ class H2OCache(Cache):
         options = f"heavy={self.budget.heavy}, recent={self.budget.recent}, sink={self.budget.sink}"
         if self.rule.scoring.name != "sum":
             options += f", scoring={self.rule.scoring.name!r}"
+        if self.evict_every is not None:
+            options += f", evict_every={self.evict_every}"
         if self.kv_bits is not None:
             options += f", kv_bits={self.kv_bits}"
         return f"H2OCache(policy={self.rule.name!r}, {options}, layers={len(self.layers)})"
@@ -355,7 +361,7 @@ class H2OCache(Cache):
         Where nothing is evicted, an upper bound for the prompt and the new tokens after it.
         """
         if self.rule.is_bounded:
-            return self.entries_for(prompt) + 1
+            return self.entries_for(prompt) + (self.evict_every or 1)
         return slots_for(prompt + new)
 
     def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:
@@ -367,7 +373,16 @@ class H2OCache(Cache):
             has_norms=self.rule.weighs_values,
             has_static_mask=self.rule.has_pattern,
             is_by_head=self.cache_config.is_by_head,
+            queries=self._query_bytes(head_size, dtype),
         )
+
+    def _query_bytes(self, head_size: int, dtype: torch.dtype) -> int:
+        """Return the bytes of the queries that a layer keeps of a sequence until a span ends."""
+        layer = self._scored[0]
+        if layer.spans is None or self.rule.observes is not Sees.QUERIES:
+            return 0
+        num_heads = self.config.get_text_config(decoder=True).num_attention_heads
+        return int(layer.spans.length * (num_heads * head_size * dtype.itemsize + 8))
 
     @property
     def windows(self) -> list[int | None]:
@@ -448,6 +463,12 @@ class H2OCache(Cache):
             layer.slots.count_down(layer.state, layer.dtype)
             layer.slots.make_static(layer.state, layer.dtype)
         return True
+
+    def end_step(self) -> None:
+        """Evict where a compiled step has ended a span; mutates the layers."""
+        for layer in self.layers:
+            if isinstance(layer, SlotLayer) and layer.spans is not None:
+                layer.end_step()
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """Return `get_max_length`, for code that knows the name of before transformers 5.16."""

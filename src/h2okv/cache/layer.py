@@ -16,6 +16,7 @@ from h2okv.cache.deferred_steps import DeferredSteps
 from h2okv.cache.rope import PositionRule, ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, is_cast, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
+from h2okv.cache.spans import Spans
 from h2okv.cache.validation import check_finite, check_prompt, check_window
 from h2okv.config import Budget
 from h2okv.ops.attention import expected_attention
@@ -83,13 +84,14 @@ class CacheLayer(BaseLayer):
         block = self._block(query, key, value, real, scale, softcap, position_ids)
         self.awaits_attention = True  # an error or Ctrl-C from here on leaves half a forward
         chunk = self.position_rule.prefill_chunk
-        if chunk is None or block.length <= chunk:
+        phases = self.spans.phases(self.state) if self.spans and block.length > 1 else []
+        if chunk is None or block.length + max(phases, default=0) <= chunk:
             output = self._read(block)
         else:
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
             end = self.cumulative_length + block.length
-            for index, chunk_block in block.split(chunk):
-                output.transpose(1, 2)[index] = self._read(chunk_block).transpose(1, 2)
+            for chunk_block in block.split(chunk, phases):
+                chunk_block.put(self._read(chunk_block), output)
             self.cumulative_length.copy_(end)  # with columns that are padding in every sequence
             self.end_steps()  # the next layer begins with the first of these tokens
         pins = self.prompt.pins
@@ -151,9 +153,13 @@ class CacheLayer(BaseLayer):
         if position_ids is not None and self.rotations.rolling is not None:
             # Of all tokens at once: some frequencies depend on the largest position of a forward.
             undo = self.rotations.rolling.of_text(position_ids)
-        elif position_ids is not None and self.rotations.text is not None and length > 1:
+        elif position_ids is not None and self.rotations.text is not None and self._keeps_positions(length):
             placed = position_ids[:, None, :, None]
         return Block(query, key, value, real, undo, placed, scale, softcap)
+
+    def _keeps_positions(self, length: int) -> bool:
+        """Tell whether the queries of T tokens are re-evaluated, which takes their positions."""
+        return length > 1 or self.spans is not None
 
     def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
         """Return the positions of tokens that follow those seen, ``[1, T]``."""
@@ -189,6 +195,12 @@ class CacheLayer(BaseLayer):
         self._evict(entries)
         return output
 
+    def _as_attended(self, states: Tensor, past: int, real: Tensor | None) -> Tensor:
+        """Return keys or values ``[B, H, P + T, D]`` as the block attends to them."""
+        if self.spans is not None:  # the same for a token that comes alone and one in a block
+            return self.storage.as_held(states, past)
+        return self.storage.as_attended(states, past, real)
+
     @abstractmethod
     def _place(self, block: Block) -> BlockEntries:
         """Put the block's tokens behind the cached entries."""
@@ -204,7 +216,9 @@ class CacheLayer(BaseLayer):
     def _score(self, block: Block, entries: BlockEntries, sums: Tensor, output: Tensor) -> Tensor:
         """Return the scores after the block, fp32 ``[B, H, N]``, and count its tokens."""
         rule, count = self.rule, block.counts()
-        by_keys = rule.observes is Sees.KEYS and block.length > 1
+        if self.scores_spans:
+            return self._score_with_spans(block, entries, output)
+        by_keys = rule.observes is Sees.KEYS and (block.length > 1 or self.spans is not None)
         if block.length > 1 and not rule.is_plain_sum:
             added = rule.score_block(self._view(block, entries, sums))
             if rule.observes is Sees.QUERIES and not isinstance(count, int):
@@ -222,6 +236,34 @@ class CacheLayer(BaseLayer):
         if not self.prompt.is_partial:
             scores = self._decayed(scores, count)
         return scores + sums.to(torch.float32)
+
+    @property
+    def scores_spans(self) -> bool:
+        """Whether entries are scored at the end of a span, by all its queries together."""
+        return self.spans is not None and self.rule.observes is Sees.QUERIES
+
+    def _score_with_spans(self, block: Block, entries: BlockEntries, output: Tensor) -> Tensor:
+        """Return the scores after the block, fp32 ``[B, H, N]``, and count its tokens."""
+        assert self.spans is not None
+        if self.checks_numbers:
+            check_finite(self, output[:, :, -1])
+        self.spans.add_queries(self.state, block)
+        self.state.num_real_tokens += block.counts()
+        self.cumulative_length += block.length
+        return self._score_spans(entries)
+
+    def _score_spans(self, entries: BlockEntries) -> Tensor:
+        """Return entries' scores ``[B, H, N]``, with those of the spans that have just ended."""
+        assert self.spans is not None
+        scores = entries.scores
+        over = self.spans.is_over(self.state).flatten().nonzero().flatten()
+        if len(over):
+            span = self.spans.queries_of(self.state, over)
+            entries = entries.of_sequences(over)
+            entries.query = span.query
+            view = self._view(span, entries, torch.zeros_like(entries.scores))
+            scores = scores.index_add(0, over, self.rule.score_block(view).to(torch.float32))
+        return scores
 
     def _decayed(self, scores: Tensor, count: Tensor | int) -> Tensor:
         """Return scores ``[B, H, N]`` after `count` further tokens of each sequence."""
@@ -243,7 +285,8 @@ class CacheLayer(BaseLayer):
         query, keys, real = block.query, entries.attended_key, block.real
         is_entry, rotations = entries.is_entry, self.rotations
         if rotations.rolling is not None:
-            num_ranks = self._rank_limit(block.length) + AHEAD
+            limit = keys.shape[2] if self.spans is not None else self._rank_limit(block.length)
+            num_ranks = limit + AHEAD
             query = rotations.rolled_behind(query, keys, is_entry, num_ranks, AHEAD)
         elif rotations.text is not None:
             assert block.position_ids is not None
@@ -368,18 +411,20 @@ class SlotLayer(CacheLayer):
         position_rule: PositionRule,
         kv_bits: int | None = None,
         head_budgets: Sequence[Budget] | None = None,
+        spans: Spans | None = None,
     ) -> None:
         self.deferred: DeferredSteps | None = None  # one for all layers of a cache
-        super().__init__(layer_idx, budget, rule, position_rule, kv_bits, head_budgets)
+        super().__init__(layer_idx, budget, rule, position_rule, kv_bits, head_budgets, spans)
 
     def _forget(self) -> None:
         super()._forget()
-        self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None)
+        span = 1 if self.spans is None else self.spans.length
+        self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None, span)
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether all steps are alike, so that ``generate`` may compile or record them on a GPU."""
-        return self.rule.is_bounded and not self.position_rule.rewrites
+        return self.rule.is_bounded and not self.position_rule.rewrites and self.spans is None
 
     def move(self, device: torch.device) -> None:
         super().move(device)
@@ -417,7 +462,7 @@ class SlotLayer(CacheLayer):
             scores = torch.cat([state.scores, scores], dim=2)
             positions = torch.cat([state.positions, positions], dim=2)
         attended_key, attended_value = (
-            self.storage.as_attended(states, past, block.real) for states in (key, value)
+            self._as_attended(states, past, block.real) for states in (key, value)
         )
         query = block.query
         if self.rotations.rolling is not None:
@@ -464,6 +509,8 @@ class SlotLayer(CacheLayer):
         return attend(*arguments, **options)
 
     def _needs_sums(self, block: Block) -> bool:
+        if self.scores_spans:
+            return False
         if block.length == 1:
             return True
         if self.rule.observes is Sees.QUERIES:
@@ -496,10 +543,13 @@ class SlotLayer(CacheLayer):
             return
         positions, total = entries.positions, state.total
         limit = max(budget.total for budget in state.budgets)
-        slots.capacity = limit + 1 if self.rule.is_bounded else None
+        slots.capacity = limit + slots.span if self.rule.is_bounded else None
         if not self.rule.is_bounded:
             if not self.rule.evicts:
                 total = (positions >= 0).sum(dim=-1, keepdim=True)
+            limit = int(total.max())
+        elif self.spans is not None:
+            total = self.spans.totals(state, positions)
             limit = int(total.max())
         protected = protected_entries(positions, self.newest(), state.sink, state.recent)
         rank = self._rank_block(entries)
@@ -525,12 +575,15 @@ class SlotLayer(CacheLayer):
         return block.length == 1 and self.holds_entries and is_plain
 
     def _read_token(self, block: Block) -> Tensor:
-        query, key, value, real, _, _, scale, softcap = block
+        query, key, value, real, _, _, scale, softcap, _ = block
         state, slots, rotations = self.state, self.slots, self.rotations
         if torch.compiler.is_compiling():  # a count that changes would compile the step again
             slots.make_static(state, self.dtype)
         else:
             slots.count_down(state, self.dtype)
+        if self.scores_spans:
+            assert self.spans is not None
+            self.spans.add_queries(state, block)
         filled = None if torch.compiler.is_compiling() else slots.filled
         if filled is not None:  # after padding the slots may no longer be taken in their order
             slots.filled = filled + 1 if real is None else None
@@ -541,9 +594,11 @@ class SlotLayer(CacheLayer):
         # A ranking by the scores alone is what a kernel can do.
         rank = None if self.rule.ranks_by_sums or self.rule.sees is Sees.WINDOW else self._rank
         sink = state.sink if slots.has_sinks else None
+        rule_adds = self.rule.observes not in (Sees.KEYS, Sees.QUERIES)
         rules = StepRules(
-            scale, state.recent, sink, softcap, rotations.tables, rank, slots.is_full, filled
-        )
+            scale, state.recent, sink, softcap, rotations.tables, rank, slots.is_full, filled,
+            evicts=self.spans is None, adds=self.spans is None or rule_adds,
+        )  # fmt: skip
         run = decode_step
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
         is_compiled = torch.compiler.is_compiling() and not query.is_cuda
@@ -558,7 +613,40 @@ class SlotLayer(CacheLayer):
         if self.deferred is not None and not torch.compiler.is_compiling():
             self.deferred.add(self, rules)
         self.cumulative_length += 1
+        if self.spans is not None and not torch.compiler.is_compiling():
+            self.end_step()
         return output
+
+    def end_step(self) -> None:
+        """Evict where a step has ended a span; mutates the layer. Compiled steps need it called."""
+        assert self.spans is not None
+        slots = self.slots
+        slots.steps_to_cut -= 1
+        if slots.steps_to_cut > 0:  # padding can only delay a cut
+            return
+        if bool(self.spans.is_over(self.state).any()):
+            self._evict_spans()
+        slots.refresh(self.state, self.dtype)
+
+    def _evict_spans(self) -> None:
+        """Evict the sequences whose span has ended, in place: slots may be views of a pool's."""
+        assert self.spans is not None
+        state, past = self.state, self.state.num_slots
+        key, value, scores, positions = state.by_head("keys", "values", "scores", "positions")
+        key, value = (self.storage.read(states, self.dtype) for states in (key, value))
+        entries = BlockEntries(past, key, value, scores, positions, key, key, value, positions >= 0)
+        if self.scores_spans:
+            if self.rotations.rolling is not None:
+                factors = self.rotations.rolling.of_ranks(past)
+                entries.attended_key = rotate_to_ranks(key, ranks_of(positions), factors)
+            entries.scores = self._score_spans(entries)
+        total = self.spans.totals(state, positions)
+        protected = protected_entries(positions, self.newest(), state.sink, state.recent)
+        rank = self._rank_block(entries)
+        indices, is_kept = keep_indices(rank, positions, protected, total, int(total.max()))
+        self.slots.compact(state, entries.scores, indices, is_kept)
+        if state.ranks is not None:
+            state.ranks.copy_(ranks_of(state.positions))
 
     def _prepare_step(self, block: Block) -> None:
         """Do what a scoring other than the sum needs before a step; mutates the state."""
@@ -593,8 +681,9 @@ class SlotLayer(CacheLayer):
         super().load_state(state, seen, weights)
         slots = self.slots
         if self.rule.is_bounded:
-            slots.capacity = max(*(budget.total + 1 for budget in state.budgets), state.num_slots)
+            largest = max(budget.total for budget in state.budgets)
+            slots.capacity = max(largest + slots.span, state.num_slots)
             if state.head_of_slot is not None:
-                slots.capacity = int((state.total + 1).sum(dim=1).max())
+                slots.capacity = int((state.total + slots.span).sum(dim=1).max())
             state.slot_mask = slots.slots_within_budget(state)
         slots.refresh(state, self.dtype)

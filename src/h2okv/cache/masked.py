@@ -58,7 +58,7 @@ class MaskedLayer(CacheLayer):
         state.positions = torch.cat([state.positions, positions], dim=2)
         state.keys, state.values = key, value
         attended_key, attended_value = (
-            self.storage.as_attended(states, past, block.real) for states in (key, value)
+            self._as_attended(states, past, block.real) for states in (key, value)
         )
         query = block.query
         if self.rotations.rolling is not None:
@@ -75,7 +75,8 @@ class MaskedLayer(CacheLayer):
         ranks = is_entry.cumsum(dim=-1) - 1
         limit = int(is_entry.sum(dim=-1).max())
         if query.shape[2] == 1 and past:
-            limit = max(budget.total for budget in self.state.budgets) + 1
+            span = 1 if self.spans is None else self.spans.length
+            limit = max(budget.total for budget in self.state.budgets) + span
         factors = self.rotations.rolling.of_ranks(limit)
         keys = rotate_to_ranks(key, ranks, factors)
         return rotate_to_ranks(query, ranks[:, :1, past:], factors), keys
@@ -111,7 +112,10 @@ class MaskedLayer(CacheLayer):
         if self.rule.weighs_values:
             state.value_weights = self.rule.value_weights(state.values)
         if self.rule.evicts:
-            state.positions = torch.where(self._best(state.total), state.positions, -1)
+            total = state.total
+            if self.spans is not None:
+                total = self.spans.totals(state, state.positions)
+            state.positions = torch.where(self._best(total), state.positions, -1)
 
     def _always_seen(self, length: int) -> Tensor:
         """Mark what no query has to choose: sinks, heavy hitters, and the block of T tokens."""

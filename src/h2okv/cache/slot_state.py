@@ -26,7 +26,7 @@ PER_SLOT = (
     "value_weights",
     "head_of_slot",
 )
-_COUNTED = {*PER_SLOT} - {"slot_mask"}
+_COUNTED = {*PER_SLOT, "queries"} - {"slot_mask"}
 MIN_GROWN_SLOTS = 64  # a budget of fewer slots is never worth growing into
 
 
@@ -149,6 +149,7 @@ class SlotBytes:
     has_norms: bool = False
     has_static_mask: bool = False
     is_by_head: bool = False  # whose slots, of one row, have owners; their mean is what counts
+    queries: int = 0  # bytes of a span's queries, of rules that score a span at its end
 
     def total(self, slots: float) -> float:
         """Return the bytes of a number of slots, with what each sequence has once."""
@@ -158,7 +159,7 @@ class SlotBytes:
         once = 8 * self.num_heads + 8 * (4 + self.has_static_mask)
         if self.is_by_head:
             metadata, once = metadata + 1, once + 8 * (self.num_heads - 1)
-        return slots * self.num_heads * (self.entry + metadata) + once
+        return slots * self.num_heads * (self.entry + metadata) + once + self.queries
 
 
 @dataclass
@@ -172,6 +173,11 @@ class SlotState(Slots):
     num_static: Tensor | None = field(default=None, kw_only=True)
     # Weights of the values, fp32 [B, H, S], of rules that multiply scores by them.
     value_weights: Tensor | None = field(default=None, kw_only=True)
+    # Queries of the span that is read, ``[B, HQ, c, D]``, and where the model put them, int64
+    # ``[B, c]``, of rules that score a span at its end (`h2okv.cache.spans.Spans`).
+    queries: Tensor | None = field(default=None, kw_only=True)
+    query_positions: Tensor | None = field(default=None, kw_only=True)
+    scaling: tuple[float, float | None] | None = field(default=None, kw_only=True)  # of them
     budgets: list[TokenBudget] = field(default_factory=list, kw_only=True)
 
     @classmethod
@@ -280,6 +286,13 @@ class SlotState(Slots):
             elif torch.is_tensor(value):
                 tensors[name] = value
         return tensors
+
+    def parts(self, name: str) -> tuple[Tensor, ...]:
+        """Return the tensors of a field: one, two of packed entries, none of what a state has not."""
+        value = vars(self)[name]
+        if isinstance(value, Packed):
+            return value.codes, value.grid
+        return () if value is None else (value,)
 
     def stored(self, name: str) -> Tensor:
         """Return a field's numbers; of packed entries their codes."""

@@ -26,7 +26,7 @@ pad = torch.nn.functional.pad
 class SlotPlan:
     """The slots of one layer: their number, and what is known of them without looking.
 
-    There are ``S = K + 1`` slots once the cache is full. On a CPU a text shorter than the budget
+    There are ``S = K + span`` slots once the cache is full, a span of one token as a rule. On a CPU a text shorter than the budget
     has as many as it needs and some to grow into; on a GPU, and for compiled steps, whose shapes
     must not change, all are there from the first block or the first such step on.
 
@@ -35,17 +35,19 @@ class SlotPlan:
     are hidden.
     """
 
-    def __init__(self, rule: Rule, storage: KVStorage, is_by_head: bool) -> None:
-        self.rule, self.storage, self.is_by_head = rule, storage, is_by_head
+    def __init__(self, rule: Rule, storage: KVStorage, is_by_head: bool, span: int = 1) -> None:
+        self.rule, self.storage, self.is_by_head, self.span = rule, storage, is_by_head, span
         self.forget()
 
     def forget(self) -> None:
         """Forget the slots; mutates the plan."""
         self.operations: Operations | None = None
-        # K + 1 of the largest budget; None where the rule does not bound it.
+        # K + span of the largest budget; None where the rule does not bound it.
         self.capacity: int | None = None
         # Decode steps until slots may run out or all sequences may be full; -1: never.
         self.steps_left = -1
+        # Steps until the span of a sequence ends, where spans are longer than one token.
+        self.steps_to_cut = 0
         # Whether no slot but the free one is empty, in any sequence.
         self.is_full = False
         # Entries of every sequence and head, as long as all take their slots in order.
@@ -64,7 +66,7 @@ class SlotPlan:
     ) -> None:
         """Fill new slots with the entries of indices ``[B, H, K]`` that are kept; mutates both."""
         if self.is_by_head:
-            self.capacity = int((state.total + 1).sum(dim=1).max())
+            self.capacity = int((state.total + self.span).sum(dim=1).max())
             self._share(state, entries, indices, is_kept, self._is_static(state))
             return
         num_slots = slots_for(indices.shape[2], self.capacity)
@@ -93,10 +95,10 @@ class SlotPlan:
         takes_all: bool,
     ) -> None:
         """Put the entries of all heads into one row of slots, with some to grow into or all."""
-        room = state.total
+        room = limit = state.total + (self.span - 1)
         if not takes_all:
             room = is_kept.sum(dim=-1, keepdim=True)
-            room = torch.minimum(state.total, room + (room // 16).clamp_(min=MIN_GROWN_SLOTS))
+            room = torch.minimum(limit, room + (room // 16).clamp_(min=MIN_GROWN_SLOTS))
         indices, is_kept, head_of_slot = share_slots(indices, is_kept, room)
         # Slots of no head are copied from any.
         heads, num_slots = head_of_slot.long() % entries.key.shape[1], head_of_slot.shape[2]
@@ -127,7 +129,7 @@ class SlotPlan:
             state.head_of_slot = state.positions.to(torch.uint8)
         state.value_weights = state.scores.clone() if self.rule.weighs_values else None
         state.ranks = state.positions.clone() if rolls else None
-        num_slots = sum(self.rule.allocate_budget(budget).total + 1 for budget in budgets)
+        num_slots = sum(self.rule.allocate_budget(budget).total + self.span for budget in budgets)
         self.capacity = num_slots if self.rule.is_bounded else None
         # A rule that keeps everything after the prompt evicts once.
         evicts_once = self.rule.sees is Sees.WINDOW
@@ -161,7 +163,7 @@ class SlotPlan:
         counts = state.counts()
         self.protect(state.budgets)
         # Sequences with different budgets are never full all together.
-        is_even = self.rule.is_bounded and state.slot_mask is None
+        is_even = self.rule.is_bounded and state.slot_mask is None and self.span == 1
         steps = [int((state.total - counts).max())] if is_even else []
         self.is_full = steps == [0]
         if state.head_of_slot is not None:
@@ -174,15 +176,57 @@ class SlotPlan:
                 steps.append(state.num_slots - largest - 1)
         self.steps_left = -1 if self.is_full else min(steps, default=-1)
         self.filled = None
+        if self.span > 1:
+            self.count_to_cut(state)
         if not self.is_full and self.steps_left:
             self.filled = self._find_filled(state, counts)
+
+    def count_to_cut(self, state: SlotState) -> None:
+        """Count the steps until a sequence's span ends; mutates the plan, and waits for the device."""
+        self.steps_to_cut = self.span - int((state.num_real_tokens % self.span).max())
+
+    def compact(self, state: SlotState, scores: Tensor, indices: Tensor, is_kept: Tensor) -> None:
+        """Move kept entries to the first slots of their heads, in place; mutates the state.
+
+        Args:
+            state: slots of which all or most are taken.
+            scores: of the entries, in the order of `SlotState.by_head`, fp32 ``[B, H, N]``.
+            indices: int64 ``[B, H, K]``, of the entries of `scores`.
+            is_kept: bool ``[B, H, K]``.
+        """
+        batch, heads, count = indices.shape
+        row = torch.arange(state.num_slots, device=state.device)
+        of_head = row.expand(batch, heads, -1)
+        if state.head_of_slot is not None:
+            of_head = state.of_others().to(torch.uint8).argsort(dim=-1, stable=True)
+        # What moves from which slot to which; beyond the last slot where nothing does.
+        target = of_head[..., :count].masked_fill(~is_kept, state.num_slots)
+        source = of_head.gather(-1, indices)
+        rows = state.positions.shape[1]
+        target, source, kept_scores = (
+            tensor.reshape(batch, rows, -1) for tensor in (target, source, scores.gather(-1, indices))
+        )
+        moved = row.repeat(batch, rows, 1)
+        moved = pad(moved, (0, 1)).scatter_(-1, target, source)[..., :-1]
+        is_entry = torch.zeros_like(pad(moved, (0, 1)), dtype=torch.bool)
+        is_entry = is_entry.scatter_(-1, target, True)[..., :-1]
+        for name in ("keys", "values", "positions", "value_weights"):
+            for tensor in state.parts(name):
+                tensor.copy_(pick(tensor, moved))
+        state.scores.copy_(pad(torch.zeros_like(state.scores), (0, 1)).scatter_(-1, target, kept_scores)[..., :-1])
+        state.positions.masked_fill_(~is_entry, -1)
+        num_kept = is_kept.sum(dim=-1, keepdim=True)
+        last = of_head.shape[-1] - 1
+        free = of_head.gather(-1, num_kept.clamp(max=last))
+        state.free_slot.copy_(free.view_as(state.free_slot))
 
     def _steps_by_head(self, state: SlotState, dtype: torch.dtype, counts: Tensor) -> list[int]:
         """Return the steps until heads need more slots; adds slots where none is left."""
         steps: list[int] = []
         for is_last in (False, True):
             num_slots = (~state.of_others()).sum(dim=-1, keepdim=True)
-            steps = (num_slots - 1 - counts)[num_slots <= state.total].tolist()
+            limit = state.total + (self.span - 1)
+            steps = (num_slots - 1 - counts)[num_slots <= limit].tolist()
             if 0 not in steps or is_last:
                 break
             self._add_slots(state, dtype)
@@ -228,8 +272,8 @@ class SlotPlan:
 
     def slots_within_budget(self, state: SlotState) -> Tensor | None:
         """Mark at most ``K + 1`` slots of each sequence; ``None`` if all have one budget."""
-        # Shared slots belong to heads.
-        if not self.rule.is_bounded or state.head_of_slot is not None:
+        # Shared slots belong to heads; where spans are longer than a token, steps evict nothing.
+        if not self.rule.is_bounded or state.head_of_slot is not None or self.span > 1:
             return None
         if all(budget.total + 1 == self.capacity for budget in state.budgets):
             return None

@@ -174,7 +174,9 @@ _EXCLUDES = {
 }
 
 
-def check_rule(rule: Rule, position_rule: PositionRule, simulate: bool) -> None:
+def check_rule(
+    rule: Rule, position_rule: PositionRule, simulate: bool, evict_every: int | None = None
+) -> None:
     """Refuse options that contradict what a rule declares, and scorings that it ignores.
 
     Raises:
@@ -191,12 +193,19 @@ def check_rule(rule: Rule, position_rule: PositionRule, simulate: bool) -> None:
         "rolling": position_rule.rolls,
     }
     shown = {
-        "prefill_chunk": f"leave out prefill_chunk={position_rule.prefill_chunk}",
+        "prefill_chunk": f"leave out prefill_chunk={position_rule.prefill_chunk}"
+        if evict_every is None
+        else f"leave out evict_every={evict_every}",
         "rolling": "use positions='original'",
     }
     for (sees, option), reason in _EXCLUDES.items():
         if rule.sees is sees and is_given[option]:
             raise ValueError(f"{name} {reason}; {shown[option]}, or use policy='h2o'.")
+    if evict_every is not None and not rule.scores_spans:
+        raise ValueError(
+            f"{name} looks at each query or block by itself, and evict_every={evict_every} must"
+            " not depend on where a text is cut; leave it out, or use policy='h2o'."
+        )
     if rule.scoring.name != "sum" and (rule.sees is Sees.WINDOW or not rule.uses_scores):
         reason = "does not look at scores"
         if rule.sees is Sees.WINDOW:

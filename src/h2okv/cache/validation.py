@@ -132,6 +132,11 @@ def check_window(layer: Any, length: int) -> None:
     if window is None:
         return
     budget = max(tokens.total for tokens in layer.state.budgets)
+    if layer.spans is not None and budget + layer.spans.length > window:
+        raise ValueError(
+            f"positions='rolling': a budget of {budget} tokens and evict_every={layer.spans.length}"
+            f" must fit into the model's window of {window}; lower heavy, recent or evict_every."
+        )
     if budget >= window:
         raise ValueError(
             f"positions='rolling' with a budget of {budget} tokens leaves no room for a new one in "
@@ -168,7 +173,9 @@ def check_integrity(layer: Any) -> None:
     counts = is_entry.sum(dim=-1, keepdim=True)
     expected = newest + 1
     if layer.rule.evicts:
-        expected = torch.minimum(expected, state.total)
+        # Tokens of a span that has not ended are all there.
+        phase = 0 if layer.spans is None else (newest + 1) % layer.spans.length
+        expected = torch.minimum(expected - phase, state.total) + phase
     ordered = positions.sort(dim=-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     protected = protected_entries(positions, newest, state.sink, state.recent) & is_entry
@@ -256,7 +263,9 @@ def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
             of_head = ~state.of_others()
             is_free = of_head.gather(-1, free.clamp(0, last).view(*of_head.shape[:2], 1))
             counts = of_head.sum(dim=-1, keepdim=True)
-            problems["has shared slots of an invalid head"] = ~is_free | (counts > state.total + 1)
+            span = 1 if layer.spans is None else layer.spans.length
+            is_wide = counts > state.total + span
+            problems["has shared slots of an invalid head"] = ~is_free | is_wide
     else:
         problems["holds more tokens than it has seen"] = seen < state.num_slots
     if state.ranks is not None:

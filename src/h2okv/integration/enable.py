@@ -57,7 +57,9 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
         is_placed = kwargs.get("position_ids") is not None or (is_rotary and mask is None)
         if not is_placed or not cache.prepare_step():
             return plain(**kwargs)
-        return compiled(**{**kwargs, "attention_mask": mask})
+        output = compiled(**{**kwargs, "attention_mask": mask})
+        cache.end_step()
+        return output
 
     return forward
 

@@ -360,6 +360,10 @@ class StepRules(NamedTuple):
     filled: int | None = None
     # `ops.deferred` ends the step: for full slots without ranks or priority, and no padding.
     deferred: bool = False
+    # Whether the step evicts; without, the token takes the next slot, and its layer sees to it that
+    # there is one.
+    evicts: bool = True
+    adds: bool = True  # whether the step adds its probabilities to the scores
 
 
 def decode_step(
@@ -399,17 +403,28 @@ def decode_step(
         hidden = others if hidden is None else others | hidden
     output, sums = decode_with_scores(
         query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks,
-        slots.scores if real is None else None,
+        slots.scores if real is None and rules.adds else None,
     )  # fmt: skip
     if rules.deferred:
         return output
     if real is None:
         slots.num_real_tokens.add_(1)
     else:
-        slots.scores.add_(sums * real.unsqueeze(1))
+        if rules.adds:
+            slots.scores.add_(sums * real.unsqueeze(1))
         slots.num_real_tokens.add_(real[:, 0])
-    evict_one(slots, rules, full)
+    free_next(slots, rules, full, real)
     return output
+
+
+def free_next(slots: Slots, rules: StepRules, full: bool, real: Tensor | None) -> None:
+    """Choose the slot that the next token takes, by evicting or not; mutates the slots."""
+    if rules.evicts:
+        evict_one(slots, rules, full)
+    elif real is None:
+        slots.free_slot.add_(1)
+    else:
+        slots.free_slot.add_(real.unsqueeze(1))
 
 
 def write_position(slots: Slots, real: Tensor | None) -> None:
@@ -443,7 +458,8 @@ def _fill_slot(
         hidden = slots.positions.narrow(2, 0, end) < 0
     keys, values = slots.keys.narrow(2, 0, end), slots.values.narrow(2, 0, end)
     output, sums = decode_with_scores(query, keys, values, hidden, rules.scale, rules.softcap)
-    slots.scores.narrow(2, 0, end).add_(sums)
+    if rules.adds:
+        slots.scores.narrow(2, 0, end).add_(sums)
     slots.num_real_tokens.add_(1)
     slots.free_slot.add_(1)
     return output

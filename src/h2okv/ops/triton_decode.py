@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2okv.ops.decode import Slots, StepRules, evict_one, rank_new
+from h2okv.ops.decode import Slots, StepRules, free_next, rank_new
 from h2okv.ops.indexed import Indexed
 
 # What a program of the first kernel reads at a time, in the dtype that it computes with.
@@ -304,9 +304,10 @@ def decode_step(
         BLOCK_G=side(groups), BLOCK_D=side(size - width), BLOCK_R=side(width // 2),
         BLOCK_DV=side(value_size), BLOCK_S=block, num_stages=stages,
     )  # fmt: skip
-    chooses = rules.priority is None
+    chooses = rules.priority is None and rules.evicts
+    scores = slots.scores if rules.adds else torch.empty_like(slots.scores)
     _finish[(rows,)](
-        output, slots.scores, slots.positions, slots.free_slot, slots.num_real_tokens, mask,
+        output, scores, slots.positions, slots.free_slot, slots.num_real_tokens, mask,
         none if slots.slot_mask is None else slots.slot_mask.to(torch.uint8), ranks,
         none if rules.sink is None else rules.sink, rules.recent,
         logits, tops[0], tops[1], mixed, num_slots, num_splits,
@@ -318,7 +319,7 @@ def decode_step(
     )  # fmt: skip
     slots.num_real_tokens.add_(1 if real is None else real[:, 0])
     if not chooses:
-        evict_one(slots, rules, full)
+        free_next(slots, rules, full, real)
     return output
 
 

@@ -133,6 +133,17 @@ class Rule:
         return by_sums and not self.has_pattern and self.sees is not Sees.WINDOW
 
     @property
+    def scores_spans(self) -> bool:
+        """Whether scores can depend on the text alone, however it is cut (``evict_every``).
+
+        Sums can, and so can what is scored at the end of a span by the span's queries.
+        """
+        by_sums = type(self).score_block is Rule.score_block
+        by_sums &= type(self.scoring).score_block is Scoring.score_block
+        can_wait = self.observes is Sees.QUERIES
+        return (by_sums or can_wait) and self.sees not in (Sees.WINDOW, Sees.EACH_QUERY)
+
+    @property
     def weighs_values(self) -> bool:
         """Whether entries carry weights of their values (`Scoring.value_weights`)."""
         return type(self.scoring).value_weights is not Scoring.value_weights

@@ -1,0 +1,259 @@
+"""`evict_every`: what is kept depends on the text alone, whoever wrote it and however it was cut."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis_examples import examples
+from transformers import DynamicCache
+
+import h2okv
+
+BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
+OPTIONS = [
+    {}, {"policy": "best"}, {"scoring": "mean"}, {"scoring": "decay"}, {"scoring": "last"},
+    {"scoring": "value_norm"}, {"policy": "keydiff"}, {"policy": "random"},
+    {"policy": "sink_recent"}, {"policy": "strided_heavy"}, {"positions": "rolling"},
+    {"positions": "rolling", "policy": "best"}, {"kv_bits": 8}, {"kv_bits": 4, "policy": "best"},
+    {"layer_budgets": BY_HEAD}, {"layer_budgets": BY_HEAD, "policy": "best"},
+    {"layer_budgets": BY_HEAD, "kv_bits": 8}, {"layer_budgets": [1.5, 0.5]},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(make_llama):
+    return make_llama()
+
+
+@torch.no_grad()
+def read(model, cache, ids, sizes, lengths=None):
+    """Read texts ``[B, T]`` in forwards of these sizes; return the logits ``[B, T, V]``.
+
+    With lengths the first forward is padded on the left, to the longest.
+    """
+    logits, start = [], 0
+    batch, longest = len(ids), max(lengths or [0])
+    pads = torch.tensor([longest - length for length in lengths or [0] * batch])
+    mask = (torch.arange(ids.shape[1]) >= pads.unsqueeze(1)).long()
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    for size in sizes:
+        columns = slice(start, start + size)
+        inputs = {"attention_mask": mask[:, : start + size]} if lengths else {}
+        output = model(
+            ids[:, columns], position_ids=positions[:, columns], past_key_values=cache, **inputs
+        )
+        logits.append(output.logits)
+        start += size
+    assert start == ids.shape[1]
+    cache.check_integrity()
+    return torch.cat(logits, dim=1)
+
+
+def entries(cache, row=0):
+    """Positions and scores of a sequence, by layer: sorted ``[H, N]`` without empty slots."""
+    result = []
+    for layer in range(len(cache.layers)):
+        positions, scores = cache.kept_positions(layer)[row], cache.scores(layer)[row]
+        order = positions.argsort(dim=-1)
+        result.append((positions.gather(-1, order), scores.gather(-1, order)))
+    return result
+
+
+def assert_same_entries(cache, other, row=0, other_row=0):
+    for (positions, scores), (others, their_scores) in zip(
+        entries(cache, row), entries(other, other_row), strict=True
+    ):
+        width = max(positions.shape[-1], others.shape[-1])
+        positions, others = (
+            torch.nn.functional.pad(p, (width - p.shape[-1], 0), value=-1)
+            for p in (positions, others)
+        )
+        assert torch.equal(positions, others)
+        scores, their_scores = (
+            torch.nn.functional.pad(s, (width - s.shape[-1], 0)) for s in (scores, their_scores)
+        )
+        torch.testing.assert_close(scores, their_scores, atol=2e-4, rtol=2e-4)
+
+
+def cuts_of(draw, total):
+    """Forwards that bring a text: prompt, chunks, single tokens."""
+    sizes = []
+    while sum(sizes) < total:
+        sizes.append(min(total - sum(sizes), draw(st.sampled_from([1, 1, 1, 2, 3, 8, 21, 60]))))
+    return sizes
+
+
+@settings(max_examples=examples(120), deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_way_to_cut_a_text_gives_the_same_state(model, data):
+    every = data.draw(st.sampled_from([1, 2, 5, 16, 64]))
+    options = {"heavy": 8, "recent": 6, "evict_every": every} | data.draw(st.sampled_from(OPTIONS))
+    total = data.draw(st.integers(20, 100))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
+    ids = torch.randint(2, 97, (1, total), generator=generator)
+    whole = h2okv.H2OCache(model.config, **options)
+    expected = read(model, whole, ids, [total])
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(model.config, simulate=simulate, **options)
+        logits = read(model, cache, ids, cuts_of(data.draw, total))
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        assert_same_entries(cache, whole)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_each_sequence_of_a_padded_batch_is_what_it_is_alone(model, options):
+    lengths, new = [23, 40, 31], 30
+    options = {"heavy": 8, "recent": 6, "evict_every": 7} | options
+    ids = torch.randint(2, 97, (3, max(lengths) + new), generator=torch.Generator().manual_seed(3))
+    for sizes in ([40] + [1] * new, [40, 3, 1, 1, 3, 1, 9, 12], [70]):
+        cache = h2okv.H2OCache(model.config, **options)
+        logits = read(model, cache, ids, sizes, lengths)
+        for row, length in enumerate(lengths):
+            text = ids[row : row + 1, -length - new :]
+            alone = h2okv.H2OCache(model.config, **options)
+            expected = read(model, alone, text, [length + new])
+            torch.testing.assert_close(
+                logits[row : row + 1, -length - new :], expected, atol=1e-4, rtol=1e-4
+            )
+            assert_same_entries(cache, alone, row)
+
+
+def test_entries_between_evictions(model):
+    cache = h2okv.H2OCache(model.config, heavy=8, recent=6, evict_every=16)
+    ids = torch.randint(2, 97, (1, 70))
+    counts = []
+    for token in range(70):
+        read_one = {"position_ids": torch.tensor([[token]]), "past_key_values": cache}
+        with torch.no_grad():
+            model(ids[:, token : token + 1], **read_one)
+        counts.append(int((cache.kept_positions(0) >= 0).sum(dim=-1).max()))
+    expected = [n if n < 16 else 14 + n % 16 for n in range(1, 71)]
+    assert counts == expected  # K = 14 entries and what has come since the last multiple of 16
+    assert cache.layers[0].state.num_slots <= 14 + 16
+
+
+def test_a_budget_above_the_text_is_full_attention(model, make_llama):
+    ids = torch.randint(2, 97, (2, 60))
+    full = make_llama(attention="sdpa")
+    with torch.no_grad():
+        expected = full(ids, past_key_values=DynamicCache(config=full.config)).logits
+    cache = h2okv.H2OCache(model.config, heavy=40, recent=40, evict_every=8)
+    torch.testing.assert_close(
+        read(model, cache, ids, [23, 1, 1, 35]), expected, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_one_is_algorithm_1_of_the_paper(model):
+    ids = torch.randint(2, 97, (1, 50))
+    every = h2okv.H2OCache(model.config, heavy=8, recent=6, evict_every=1)
+    chunks = h2okv.H2OCache(model.config, heavy=8, recent=6, prefill_chunk=1)
+    assert torch.equal(read(model, every, ids, [50]), read(model, chunks, ids, [50]))
+    assert_same_entries(every, chunks)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"policy": "best"}, {"policy": "best", "layer_budgets": BY_HEAD}], ids=str
+)
+def test_a_saved_and_a_forked_cache_go_on_alike(model, options, tmp_path):
+    ids = torch.randint(2, 97, (2, 90), generator=torch.Generator().manual_seed(4))
+    cache = h2okv.H2OCache(model.config, heavy=8, recent=6, evict_every=16, **options)
+    read(model, cache, ids[:, :39], [32, 1, 6])
+    cache.save(tmp_path / "cache")
+    loaded = h2okv.H2OCache.load(tmp_path / "cache", model)
+    forked = cache.fork(2)
+    forked.batch_select_indices(torch.tensor([0, 2]))
+    expected = None
+    for each in (cache, loaded, forked):
+        with torch.no_grad():
+            logits = model(
+                ids[:, 39:], position_ids=torch.arange(39, 90)[None], past_key_values=each
+            ).logits
+        each.check_integrity()
+        expected = logits if expected is None else expected
+        assert torch.equal(logits, expected)
+
+
+def test_the_file_of_an_ended_span_has_no_queries(model, tmp_path):
+    cache = h2okv.H2OCache(
+        model.config, policy="best", heavy=8, recent=6, evict_every=16
+    )
+    ids = torch.randint(2, 97, (1, 80))
+    read(model, cache, ids[:, :64], [64])
+    cache.save(tmp_path / "ended")
+    read_sizes = (tmp_path / "ended").stat().st_size
+    with torch.no_grad():
+        model(ids[:, 64:65], position_ids=torch.tensor([[64]]), past_key_values=cache)
+    cache.save(tmp_path / "begun")
+    assert (tmp_path / "begun").stat().st_size > read_sizes + 2 * 16 * 4 * 16 * 4
+    with torch.no_grad():
+        loaded = h2okv.H2OCache.load(tmp_path / "begun", model)
+        rest = {"position_ids": torch.arange(65, 80)[None]}
+        again = model(ids[:, 65:], past_key_values=loaded, **rest).logits
+        expected = model(ids[:, 65:], past_key_values=cache, **rest).logits
+    assert torch.equal(again, expected)
+
+
+def test_beams_take_their_entries_with_them(model):
+    ids = torch.randint(2, 97, (2, 30), generator=torch.Generator().manual_seed(5))
+    options = {"max_new_tokens": 24, "do_sample": False, "num_beams": 3}
+    caches = [
+        h2okv.H2OCache(model.config, heavy=8, recent=6, evict_every=8, simulate=simulate)
+        for simulate in (False, True)
+    ]
+    texts = [model.generate(ids, past_key_values=cache, **options) for cache in caches]
+    assert torch.equal(*texts)
+    assert_same_entries(*caches)
+
+
+def test_pins_stay(model):
+    cache = h2okv.H2OCache(model.config, heavy=8, recent=4, evict_every=8)
+    cache.pin([(3, 6)])
+    ids = torch.randint(2, 97, (1, 60))
+    read(model, cache, ids, [20, 1, 1, 1, 37])
+    for positions, scores in entries(cache):
+        for row, row_scores in zip(positions.tolist(), scores, strict=True):
+            assert {3, 4, 5} <= set(row)
+            assert int(row_scores.isinf().sum()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"policy": "best"}, {"kv_bits": 8}], ids=str)
+def test_compiled_steps_evict_at_the_same_places(model, options):
+    ids = torch.randint(2, 97, (2, 30), generator=torch.Generator().manual_seed(6))
+    make = {"heavy": 8, "recent": 6, "evict_every": 8} | options
+    texts, caches = [], []
+    for compiled in (False, True):
+        cache = h2okv.H2OCache(model.config, **make)
+        with h2okv.enable(model, compile=compiled):
+            texts.append(
+                model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False)
+            )
+        cache.check_integrity()
+        caches.append(cache)
+    assert torch.equal(*texts)
+    assert_same_entries(*caches)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"evict_every": 0}, "evict_every"),
+        ({"evict_every": 2.5}, "evict_every"),
+        ({"evict_every": True}, "evict_every"),
+        ({"evict_every": 8, "prefill_chunk": 8}, "prefill_chunk=8 must be left out"),
+        ({"evict_every": 8, "policy": "snapkv"}, "leave out evict_every=8"),
+        ({"evict_every": 8, "policy": "topk", "simulate": True}, "leave it out"),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_option(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        h2okv.H2OCache(model.config, heavy=8, recent=6, **options)
+
+
+def test_a_window_must_hold_budget_and_span(model):
+    cache = h2okv.H2OCache(
+        model.config, heavy=300, recent=200, evict_every=16, positions="rolling"
+    )
+    with pytest.raises(ValueError, match="lower heavy, recent or evict_every"):
+        read(model, cache, torch.randint(2, 97, (1, 8)), [8])
