@@ -170,7 +170,9 @@ class NaiveH2O:
             sequence.queries.setdefault((layer, head), []).extend(query)
             if not waits:
                 span = sequence.queries.pop((layer, head))
-                self._score_span(entries, keys, span, len(keys) - 1 if rolls else start + length - 1)
+                self._score_span(
+                    entries, keys, span, len(keys) - 1 if rolls else start + length - 1
+                )
         else:
             self._score(entries, probabilities, again, length)
         if options["policy"] == "snapkv" and not cached:

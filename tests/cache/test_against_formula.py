@@ -20,8 +20,8 @@ import h2okv
 HEADS = 4
 DEFAULTS = {
     "heavy": 6, "recent": 4, "sink": 0, "policy": "h2o", "scoring": "sum", "decay": None,
-    "positions": "original", "prefill_chunk": None, "evict_every": None, "min_tokens": 0, "kv_bits": None,
-    "layer_budgets": None, "simulate": False, "pins": (),
+    "positions": "original", "prefill_chunk": None, "evict_every": None, "min_tokens": 0,
+    "kv_bits": None, "layer_budgets": None, "simulate": False, "pins": (),
 }  # fmt: skip
 WITHOUT_SCORES = ("recent", "sink_recent", "strided", "fixed", "keydiff", "snapkv")
 BUDGETS = [(2, 1), (9, 0), (0, 5), (1, 8), (0.2, 0.1), (0.3, 0.3), (0.5, 4), (5, 0.25), (40, 40)]

@@ -216,7 +216,7 @@ def test_resuming_with_other_settings_is_refused(begin, text_source, tmp_path):
 def test_an_unusable_checkpoint_is_refused(begin, make_llama, text_source, tmp_path):
     path = tmp_path / "stream.safetensors"
     stream = begin(text_source, StreamSettings(tokens=80))
-    with pytest.raises(ValueError, match="does not exist, so there is nothing to resume"):
+    with pytest.raises(ValueError, match="does not exist; give a file"):
         Stream.resume(stream.model, path, text_source, stream.settings)
     run_stream(stream, checkpoint=path)
     other = make_llama(layers=3)

@@ -45,7 +45,7 @@ def test_a_model_on_triton_kernels(make_llama, kept_sets, options):
     model, ids = make_llama(heads=4, kv_heads=2), torch.randint(2, 97, (2, 36))
     expected, expected_logits = run(model, ids, "plain", **options)
     cache, logits = run(model, ids, "triton", **options)
-    assert {layer.operations.name for layer in cache.layers} == {"triton"}
+    assert {layer.slots.operations.name for layer in cache.layers} == {"triton"}
     torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=1e-4)
     assert kept_sets(cache) == kept_sets(expected)
 

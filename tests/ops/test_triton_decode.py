@@ -168,5 +168,5 @@ def test_the_slots_are_shared_out_without_gaps():
     for rows in (1, 16, 4000):
         for slots in (1, 2, 64, 65, 411, 8193):
             parts = triton_decode.share_out(rows, slots, 64, 132)
-            size = triton_decode._part_size(slots, parts, 64)
+            size = triton_decode._split_size(slots, parts, 64)
             assert (parts - 1) * size < slots <= parts * size

@@ -55,10 +55,13 @@ class Block(NamedTuple):
         starts = [0] * batch
         sequences = torch.arange(batch, device=device).unsqueeze(1)
         while any(start < count for start, count in zip(starts, counts, strict=True)):
-            stops = [max(start, min(pair)) for start, *pair in zip(starts, ends, counts)]
-            first, last = (torch.tensor(edge, device=device).unsqueeze(1) for edge in (starts, stops))
-            index = first + torch.arange(int((last - first).max()), device=device)
-            real = index < last
+            stops = [
+                max(start, min(pair)) for start, *pair in zip(starts, ends, counts, strict=True)
+            ]
+            widest = max(stop - start for start, stop in zip(starts, stops, strict=True))
+            edges = torch.tensor([starts, stops], device=device).unsqueeze(-1)
+            index = edges[0] + torch.arange(widest, device=device)
+            real = index < edges[1]
             index = index.clamp(max=self.length - 1)
             index = index if columns is None else columns.gather(1, index)
             yield self._take((sequences, index), None if real.all() else real)
@@ -105,5 +108,7 @@ class BlockEntries:
     def of_sequences(self, indices: Tensor) -> BlockEntries:
         """Return the entries of sequences, int64 ``[B']``."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        selected = {name: value[indices] for name, value in values.items() if torch.is_tensor(value)}
+        selected = {
+            name: value[indices] for name, value in values.items() if torch.is_tensor(value)
+        }
         return BlockEntries(**(values | selected))

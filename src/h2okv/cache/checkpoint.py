@@ -300,7 +300,12 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
     expected.set_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
     expected.budgets = [TokenBudget(*amounts) for amounts in values["budgets"]]
     check_loaded(layer, expected, seen)
-    if layer.scores_spans and expected.queries is None and any(layer.spans.phases(expected)):
+    slot_layer: Any = layer
+    if (
+        slot_layer.scores_spans
+        and expected.queries is None
+        and any(slot_layer.spans.phases(expected))
+    ):
         raise ValueError(f"layer {layer.layer_idx} has no queries of the span that it reads")
     weights = values["weights"]
     if weights is not None and not isinstance(weights, str):
@@ -326,8 +331,7 @@ def _expect_queries(
     batch, heads, _, size = key.shape
     groups, length = max(1, tensors["queries"].shape[1] // heads), layer.spans.length
     expected.queries = key.new_empty(batch, groups * heads, length, size)
-    if "query_positions" in tensors:
-        expected.query_positions = key.new_empty(batch, length, dtype=torch.int64)
+    expected.query_positions = key.new_empty(batch, length, dtype=torch.int64)
     expected.scaling = scale, softcap
     if not tensors["queries"].isfinite().all():
         raise ValueError(f"layer {layer.layer_idx} holds queries that are not finite")

@@ -89,7 +89,7 @@ class H2OCache(Cache):
         window = support.context_window(config)
         self.position_rule = PositionRule(positions, self.prefill_chunk, window)
         support.check_positions(config, positions, self.rule)
-        support.check_rule(self.rule, self.position_rule, simulate, self.evict_every)
+        support.check_rule(self.rule, self.position_rule, simulate, cache.evict_every)
         layer_class = MaskedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers

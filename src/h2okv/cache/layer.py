@@ -153,7 +153,11 @@ class CacheLayer(BaseLayer):
         if position_ids is not None and self.rotations.rolling is not None:
             # Of all tokens at once: some frequencies depend on the largest position of a forward.
             undo = self.rotations.rolling.of_text(position_ids)
-        elif position_ids is not None and self.rotations.text is not None and self._keeps_positions(length):
+        elif (
+            position_ids is not None
+            and self.rotations.text is not None
+            and self._keeps_positions(length)
+        ):
             placed = position_ids[:, None, :, None]
         return Block(query, key, value, real, undo, placed, scale, softcap)
 
@@ -217,10 +221,11 @@ class CacheLayer(BaseLayer):
         """Return the scores after the block, fp32 ``[B, H, N]``, and count its tokens."""
         rule, count = self.rule, block.counts()
         if self.scores_spans:
-            return self._score_with_spans(block, entries, output)
+            assert self.spans is not None
+            return self.spans.score_block(self, block, entries, output)
         by_keys = rule.observes is Sees.KEYS and (block.length > 1 or self.spans is not None)
         if block.length > 1 and not rule.is_plain_sum:
-            added = rule.score_block(self._view(block, entries, sums))
+            added = rule.score_block(self.view(block, entries, sums))
             if rule.observes is Sees.QUERIES and not isinstance(count, int):
                 # A sequence's only token adds its probabilities, with or without padding.
                 added = torch.where((count > 1).view(-1, 1, 1), added, sums)
@@ -242,29 +247,6 @@ class CacheLayer(BaseLayer):
         """Whether entries are scored at the end of a span, by all its queries together."""
         return self.spans is not None and self.rule.observes is Sees.QUERIES
 
-    def _score_with_spans(self, block: Block, entries: BlockEntries, output: Tensor) -> Tensor:
-        """Return the scores after the block, fp32 ``[B, H, N]``, and count its tokens."""
-        assert self.spans is not None
-        if self.checks_numbers:
-            check_finite(self, output[:, :, -1])
-        self.spans.add_queries(self.state, block)
-        self.state.num_real_tokens += block.counts()
-        self.cumulative_length += block.length
-        return self._score_spans(entries)
-
-    def _score_spans(self, entries: BlockEntries) -> Tensor:
-        """Return entries' scores ``[B, H, N]``, with those of the spans that have just ended."""
-        assert self.spans is not None
-        scores = entries.scores
-        over = self.spans.is_over(self.state).flatten().nonzero().flatten()
-        if len(over):
-            span = self.spans.queries_of(self.state, over)
-            entries = entries.of_sequences(over)
-            entries.query = span.query
-            view = self._view(span, entries, torch.zeros_like(entries.scores))
-            scores = scores.index_add(0, over, self.rule.score_block(view).to(torch.float32))
-        return scores
-
     def _decayed(self, scores: Tensor, count: Tensor | int) -> Tensor:
         """Return scores ``[B, H, N]`` after `count` further tokens of each sequence."""
         if self.rule.scoring.factor is None:
@@ -273,7 +255,8 @@ class CacheLayer(BaseLayer):
             count = scores.new_full((self.batch_size,), count)
         return self.rule.decayed(scores, count)
 
-    def _view(self, block: Block, entries: BlockEntries, sums: Tensor) -> BlockView:
+    def view(self, block: Block, entries: BlockEntries, sums: Tensor) -> BlockView:
+        """Return a block and its entries as a rule sees them."""
         return BlockView(
             entries.query, entries.attended_key, entries.attended_value, entries.is_entry,
             block.real, block.scale, sums, self.layer_idx, self.module,
@@ -340,7 +323,7 @@ class CacheLayer(BaseLayer):
         scores = self.rule.eviction_scores(scores, positions, self.newest(), weights)
         return scores.masked_fill(positions < 0, 0.0)
 
-    def _rank_block(self, entries: BlockEntries) -> Tensor:
+    def rank_block(self, entries: BlockEntries) -> Tensor:
         """Rank a block's entries, fp32 ``[B, H, N]``, by numbers as they will be stored."""
         weights = keys = None
         if self.rule.weighs_values:
@@ -552,7 +535,7 @@ class SlotLayer(CacheLayer):
             total = self.spans.totals(state, positions)
             limit = int(total.max())
         protected = protected_entries(positions, self.newest(), state.sink, state.recent)
-        rank = self._rank_block(entries)
+        rank = self.rank_block(entries)
         slots.store(state, entries, *keep_indices(rank, positions, protected, total, limit))
         if self.rotations.rolling is not None:
             with ordinary_tensors():
@@ -620,33 +603,10 @@ class SlotLayer(CacheLayer):
     def end_step(self) -> None:
         """Evict where a step has ended a span; mutates the layer. Compiled steps need it called."""
         assert self.spans is not None
-        slots = self.slots
-        slots.steps_to_cut -= 1
-        if slots.steps_to_cut > 0:  # padding can only delay a cut
-            return
-        if bool(self.spans.is_over(self.state).any()):
-            self._evict_spans()
-        slots.refresh(self.state, self.dtype)
-
-    def _evict_spans(self) -> None:
-        """Evict the sequences whose span has ended, in place: slots may be views of a pool's."""
-        assert self.spans is not None
-        state, past = self.state, self.state.num_slots
-        key, value, scores, positions = state.by_head("keys", "values", "scores", "positions")
-        key, value = (self.storage.read(states, self.dtype) for states in (key, value))
-        entries = BlockEntries(past, key, value, scores, positions, key, key, value, positions >= 0)
-        if self.scores_spans:
-            if self.rotations.rolling is not None:
-                factors = self.rotations.rolling.of_ranks(past)
-                entries.attended_key = rotate_to_ranks(key, ranks_of(positions), factors)
-            entries.scores = self._score_spans(entries)
-        total = self.spans.totals(state, positions)
-        protected = protected_entries(positions, self.newest(), state.sink, state.recent)
-        rank = self._rank_block(entries)
-        indices, is_kept = keep_indices(rank, positions, protected, total, int(total.max()))
-        self.slots.compact(state, entries.scores, indices, is_kept)
-        if state.ranks is not None:
-            state.ranks.copy_(ranks_of(state.positions))
+        self.slots.steps_to_cut -= 1
+        if self.slots.steps_to_cut <= 0:  # padding can only delay the end
+            self.spans.evict(self)
+            self.slots.refresh(self.state, self.dtype)
 
     def _prepare_step(self, block: Block) -> None:
         """Do what a scoring other than the sum needs before a step; mutates the state."""

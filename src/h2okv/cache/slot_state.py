@@ -287,8 +287,8 @@ class SlotState(Slots):
                 tensors[name] = value
         return tensors
 
-    def parts(self, name: str) -> tuple[Tensor, ...]:
-        """Return the tensors of a field: one, two of packed entries, none of what a state has not."""
+    def tensors_of(self, name: str) -> tuple[Tensor, ...]:
+        """Return the tensors of a field: one, two of packed entries, none if it has no value."""
         value = vars(self)[name]
         if isinstance(value, Packed):
             return value.codes, value.grid

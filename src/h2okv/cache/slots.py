@@ -26,9 +26,10 @@ pad = torch.nn.functional.pad
 class SlotPlan:
     """The slots of one layer: their number, and what is known of them without looking.
 
-    There are ``S = K + span`` slots once the cache is full, a span of one token as a rule. On a CPU a text shorter than the budget
-    has as many as it needs and some to grow into; on a GPU, and for compiled steps, whose shapes
-    must not change, all are there from the first block or the first such step on.
+    A full cache has ``S = K + span`` slots, and a span is one token unless the cache
+    evicts every c tokens. On a CPU a text shorter than the budget has as many as it needs and some
+    to grow into; on a GPU, and for compiled steps, whose shapes must not change, all are there from
+    the first block or the first such step on.
 
     Heads with budgets of their own share one row of slots, so that none pays for another's: each
     slot belongs to a head, all queries of the layer meet all keys, and the products of other heads
@@ -182,7 +183,7 @@ class SlotPlan:
             self.filled = self._find_filled(state, counts)
 
     def count_to_cut(self, state: SlotState) -> None:
-        """Count the steps until a sequence's span ends; mutates the plan, and waits for the device."""
+        """Count the steps until a sequence's span ends; mutates the plan; a host sync."""
         self.steps_to_cut = self.span - int((state.num_real_tokens % self.span).max())
 
     def compact(self, state: SlotState, scores: Tensor, indices: Tensor, is_kept: Tensor) -> None:
@@ -204,16 +205,19 @@ class SlotPlan:
         source = of_head.gather(-1, indices)
         rows = state.positions.shape[1]
         target, source, kept_scores = (
-            tensor.reshape(batch, rows, -1) for tensor in (target, source, scores.gather(-1, indices))
+            tensor.reshape(batch, rows, -1)
+            for tensor in (target, source, scores.gather(-1, indices))
         )
         moved = row.repeat(batch, rows, 1)
         moved = pad(moved, (0, 1)).scatter_(-1, target, source)[..., :-1]
         is_entry = torch.zeros_like(pad(moved, (0, 1)), dtype=torch.bool)
         is_entry = is_entry.scatter_(-1, target, True)[..., :-1]
         for name in ("keys", "values", "positions", "value_weights"):
-            for tensor in state.parts(name):
+            for tensor in state.tensors_of(name):
                 tensor.copy_(pick(tensor, moved))
-        state.scores.copy_(pad(torch.zeros_like(state.scores), (0, 1)).scatter_(-1, target, kept_scores)[..., :-1])
+        state.scores.copy_(
+            pad(torch.zeros_like(state.scores), (0, 1)).scatter_(-1, target, kept_scores)[..., :-1]
+        )
         state.positions.masked_fill_(~is_entry, -1)
         num_kept = is_kept.sum(dim=-1, keepdim=True)
         last = of_head.shape[-1] - 1

@@ -1,14 +1,18 @@
-"""Evictions at fixed places: at multiples of `evict_every` tokens of a sequence, and nowhere else."""
+"""Evictions at multiples of `evict_every` tokens of a sequence, and nowhere else."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from h2okv.cache.block import Block
+from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
+from h2okv.cache.validation import check_finite
+from h2okv.ops.decode import keep_indices, protected_entries
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Spans:
         return (state.num_real_tokens % self.length == 0).view(-1, 1, 1)
 
     def totals(self, state: SlotState, positions: Tensor) -> Tensor:
-        """Return what each head keeps of entries at positions ``[B, H, N]``, int64 ``[B, H, 1]``."""
+        """Return how many of the entries at ``[B, H, N]`` stay, int64 ``[B, H, 1]``."""
         counts = (positions >= 0).sum(dim=-1, keepdim=True)
         return torch.where(self.is_over(state), state.total, counts)
 
@@ -42,10 +46,9 @@ class Spans:
         batch, heads, _, size = block.query.shape
         with ordinary_tensors():
             state.queries = block.query.new_zeros(batch, heads, self.length, size)
-            if block.position_ids is not None:
-                state.query_positions = torch.zeros(
-                    batch, self.length, dtype=torch.int64, device=block.query.device
-                )
+            state.query_positions = torch.full(
+                (batch, self.length), -1, dtype=torch.int64, device=block.query.device
+            )
 
     def add_queries(self, state: SlotState, block: Block) -> None:
         """Note a block's queries, of at most one span, before its tokens are counted; mutates."""
@@ -58,7 +61,7 @@ class Spans:
         if block.real is not None:
             order = block.real.cumsum(dim=1) - 1
         columns = (state.num_real_tokens.unsqueeze(1) + order) % self.length
-        position_ids = None
+        position_ids = order  # of a model that rotates nothing: anything that is no -1
         if block.position_ids is not None:
             position_ids = block.position_ids[:, 0, :, 0].expand(batch, length)
         if block.real is None:
@@ -68,18 +71,68 @@ class Spans:
             sequences, tokens = block.real.nonzero(as_tuple=True)
             columns = columns[sequences, tokens]
             index, query = (sequences, slice(None), columns), block.query[sequences, :, tokens]
-            position_ids = None if position_ids is None else position_ids[sequences, tokens]
+            position_ids = position_ids[sequences, tokens]
         state.queries[index] = query
-        if position_ids is not None:
-            assert state.query_positions is not None
-            state.query_positions[index[0], index[2]] = position_ids
+        assert state.query_positions is not None
+        state.query_positions[index[0], index[2]] = position_ids
 
-    def queries_of(self, state: SlotState, sequences: Tensor) -> Block:
-        """Return the spans of sequences, int64 ``[B']``, as a block that has only queries."""
+    def take_queries(self, state: SlotState) -> tuple[Tensor, Block | None]:
+        """Return the sequences, int64 ``[B']``, whose span has ended, and its queries as a block.
+
+        They count once: a sequence that gets padding then has no queries left. Mutates the state.
+        """
         assert state.queries is not None
-        position_ids = None
-        if state.query_positions is not None:
-            position_ids = state.query_positions[sequences][:, None, :, None]
-        query = state.queries[sequences]
+        assert state.query_positions is not None
+        is_whole = self.is_over(state).flatten() & (state.query_positions[:, -1] >= 0)
+        sequences = is_whole.nonzero().flatten()
+        if not len(sequences):
+            return sequences, None
+        query, position_ids = state.queries[sequences], state.query_positions[sequences]
+        state.query_positions[sequences] = -1
         assert state.scaling is not None
-        return Block(query, query, query, None, None, position_ids, *state.scaling)
+        placed = position_ids[:, None, :, None]
+        return sequences, Block(query, query, query, None, None, placed, *state.scaling)
+
+    # --- scores and evictions of a layer ----------------------------------------------------------
+
+    def score_block(
+        self, layer: Any, block: Block, entries: BlockEntries, output: Tensor
+    ) -> Tensor:
+        """Count a block's tokens and return the scores ``[B, H, N]``; mutates the layer."""
+        if layer.checks_numbers:
+            check_finite(layer, output[:, :, -1])
+        self.add_queries(layer.state, block)
+        layer.state.num_real_tokens += block.counts()
+        layer.cumulative_length += block.length
+        return self.score(layer, entries)
+
+    def score(self, layer: Any, entries: BlockEntries) -> Tensor:
+        """Return entries' scores ``[B, H, N]``, with those of the spans that have just ended."""
+        sequences, span = self.take_queries(layer.state)
+        if span is None:
+            return entries.scores
+        ended = entries.of_sequences(sequences)
+        ended.query = span.query
+        added = layer.rule.score_block(layer.view(span, ended, torch.zeros_like(ended.scores)))
+        return entries.scores.index_add(0, sequences, added.to(torch.float32))
+
+    def evict(self, layer: Any) -> None:
+        """Evict after steps that ended a span, in place: slots may be views of a pool's."""
+        state, past = layer.state, layer.state.num_slots
+        if not bool(self.is_over(state).any()):
+            return
+        key, value, scores, positions = state.by_head("keys", "values", "scores", "positions")
+        key, value = (layer.storage.read(states, layer.dtype) for states in (key, value))
+        entries = BlockEntries(past, key, value, scores, positions, key, key, value, positions >= 0)
+        if layer.scores_spans:
+            if layer.rotations.rolling is not None:
+                factors = layer.rotations.rolling.of_ranks(past)
+                entries.attended_key = rotate_to_ranks(key, ranks_of(positions), factors)
+            entries.scores = self.score(layer, entries)
+        total = self.totals(state, positions)
+        protected = protected_entries(positions, layer.newest(), state.sink, state.recent)
+        rank = layer.rank_block(entries)
+        indices, is_kept = keep_indices(rank, positions, protected, total, int(total.max()))
+        layer.slots.compact(state, entries.scores, indices, is_kept)
+        if state.ranks is not None:
+            state.ranks.copy_(ranks_of(state.positions))
