@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from h2okv.cache.h2o_cache import H2OCache
 from h2okv.cache.layer import SlotLayer
 from h2okv.cache.rope import PositionRule
-from h2okv.cache.slot_state import ordinary_tensors
+from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.config import Budget, TokenBudget
 from h2okv.policy import get_rule
 
@@ -51,6 +51,15 @@ def window_slots(
     return slot_layer
 
 
+def _fill_window(layer: DynamicSlidingWindowLayer, state: SlotState, seen: int) -> None:
+    """Give an empty sliding layer what slots hold of one sequence: its newest tokens, in order."""
+    order = state.positions[0, 0].argsort()
+    order = order[state.positions[0, 0][order] > max(seen - layer.sliding_window, -1)]
+    keys, values = (state.stored(name)[:, :, order] for name in ("keys", "values"))
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values, layer.cumulative_length = keys, values, seen
+
+
 class SlotBookkeeping:
     """The budgets in use of layers that are alike, and how many entries each has still room for.
 
@@ -58,36 +67,52 @@ class SlotBookkeeping:
     a row of slots.
     """
 
-    def __init__(self, capacity: float, sharing_heads: int | None = None) -> None:
+    def __init__(self, capacity: float, sharing_heads: int | None = None, span: int = 1) -> None:
         self.capacity = capacity  # K of the largest sequence; of heads that share, their mean
-        self._sharing_heads = sharing_heads
+        self._sharing_heads, self.span = sharing_heads, span
         self.budgets: list[TokenBudget] = []
+        self._phases: list[int] = []  # tokens of its span that each sequence has read
         self._totals: list[list[int]] = []
         self._room: list[list[int]] = []
 
     @property
     def num_slots(self) -> int:
         """Slots of the largest sequence's row."""
-        return round((self._sharing_heads or 1) * (self.capacity + 1))
+        return round((self._sharing_heads or 1) * (self.capacity + self.span))
 
-    def admit(self, budget: TokenBudget, totals: list[int], counts: list[int]) -> None:
+    def admit(
+        self, budget: TokenBudget, totals: list[int], counts: list[int], num_seen: int
+    ) -> None:
         """Note a sequence with its entries; both lists are by head."""
+        self._phases.append(num_seen % self.span)
         assert sum(totals) + len(totals) <= self.num_slots, "the engine refuses larger ones"
         self.budgets.append(budget)
         self._totals.append(totals)
         self._room.append([total - count for total, count in zip(totals, counts, strict=True)])
 
     def release(self, index: int) -> None:
-        lists: tuple[list[Any], ...] = (self.budgets, self._totals, self._room)
+        lists: tuple[list[Any], ...] = (self.budgets, self._totals, self._room, self._phases)
         for values in lists:
             values[index] = values[-1]
             del values[-1]
 
     def count_step(self) -> int:
-        """Return how many heads of all sequences were full before it."""
+        """Return how many entries a step evicts, counted in heads of all sequences."""
+        if self.span > 1:
+            return self._count_span_step()
         full = sum(rooms.count(0) for rooms in self._room)
         self._room = [[max(room - 1, 0) for room in rooms] for rooms in self._room]
         return full
+
+    def _count_span_step(self) -> int:
+        evicted = 0
+        for row, rooms in enumerate(self._room):
+            self._phases[row] = (self._phases[row] + 1) % self.span
+            rooms[:] = [room - 1 for room in rooms]  # below zero before the end of a span
+            if self._phases[row] == 0:
+                evicted -= sum(min(room, 0) for room in rooms)
+                rooms[:] = [max(room, 0) for room in rooms]
+        return evicted
 
     @property
     def num_held(self) -> int:
@@ -96,7 +121,7 @@ class SlotBookkeeping:
     @property
     def fills_all_slots(self) -> bool:
         """Whether no slot mask is needed: shared slots have owners, others are all in budget."""
-        if self._sharing_heads is not None:
+        if self._sharing_heads is not None or self.span > 1:
             return True
         return all(budget.total == self.capacity for budget in self.budgets)
 
@@ -104,6 +129,8 @@ class SlotBookkeeping:
         """Tells a layer what its steps may leave out; mutates it."""
         left, is_even = max(map(max, self._room)), self.fills_all_slots
         slots = layer.slots
+        slots.steps_to_cut = self.span - max(self._phases)
+        is_even = is_even and self.span == 1
         slots.is_full, slots.filled = is_even and left == 0, None
         slots.steps_left = left if is_even and left else -1
         slots.protect(self.budgets)
@@ -143,7 +170,8 @@ class SlotPool:
         for index in kinds.values():
             heads = self._layers[index].head_budgets
             sharing_heads = None if heads is None else len(heads)
-            self._books[index] = SlotBookkeeping(largest[index], sharing_heads)
+            span = self._layers[index].slots.span
+            self._books[index] = SlotBookkeeping(largest[index], sharing_heads, span)
         self._num_seen: list[int] = []
         self._states = []
         # Slots within each sequence's budget, bool [B, H, S], for layers of one kind.
@@ -155,7 +183,7 @@ class SlotPool:
             self._states.append(layer.state.like(max_num_seqs, layer.slots.capacity))
             if layer.window is None:
                 self.num_heads += layer.num_kv_heads
-            if layer.window is None and layer.head_budgets is None:
+            if layer.window is None and layer.head_budgets is None and layer.slots.span == 1:
                 shape = (max_num_seqs, layer.num_kv_heads, layer.slots.capacity)
                 with ordinary_tensors():
                     mask = torch.zeros(shape, dtype=torch.bool, device=layer.device)
@@ -204,8 +232,8 @@ class SlotPool:
             totals = state.total[index, :, 0].tolist()
             (positions,) = state.by_head("positions")
             counts = (positions[index, : len(totals)] >= 0).sum(dim=-1).tolist()
-            books.admit(state.budgets[index], totals, counts)
             seen = int(layer.state.num_real_tokens[index])
+            books.admit(state.budgets[index], totals, counts, seen)
         for pool_layer, (layer, index), state in zip(
             self._layers, layers, self._states, strict=True
         ):
@@ -231,6 +259,30 @@ class SlotPool:
         self._num_seen.pop()
         self._show()
         return None if index == last else last
+
+    def copy_to(self, cache: H2OCache, row: int) -> None:
+        """Copy a sequence at the end of its span into an empty cache; mutates the cache."""
+        seen = self._num_seen[row]
+        layers: list[Any] = cache.layers
+        for layer, pool_layer in zip(layers, self._layers, strict=True):
+            state = pool_layer.state.index_select(torch.tensor([row], device=pool_layer.device))
+            state.drop_queries()
+            if pool_layer.window is not None:
+                _fill_window(layer, state, seen)
+                continue
+            if state.head_of_slot is None:
+                state.shrink(int(state.total.max()) + 1)
+            sizes = pool_layer.key_size, pool_layer.value_size
+            key, value = (
+                torch.empty(
+                    1, pool_layer.num_kv_heads, 1, size, dtype=pool_layer.dtype, device=state.device
+                )
+                for size in sizes
+            )
+            layer.lazy_initialization(key, value)
+            layer.load_state(state, layer.cumulative_length + seen, None)
+            layer.writer, layer.num_forwards = pool_layer.writer, 1
+            layer.rotations.follow(pool_layer.rotations)
 
     def count_step(self) -> int:
         """Note that a decode step has run; returns the entries that it evicted."""
@@ -271,6 +323,15 @@ def _as_slots(cache: H2OCache, sequence: int) -> list[tuple[SlotLayer, int]]:
         else (layer, sequence)
         for index, layer in enumerate(layers)
     ]
+
+
+def copy_at_cut(cache: H2OCache) -> H2OCache:
+    """Return a copy of a cache whose sequences are at the end of their spans."""
+    duplicate = cache.fork(1)
+    for layer in duplicate.layers:
+        if isinstance(layer, SlotLayer):
+            layer.state.drop_queries()
+    return duplicate
 
 
 def num_entries(cache: H2OCache) -> int:

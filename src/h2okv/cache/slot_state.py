@@ -352,6 +352,19 @@ class SlotState(Slots):
             if self.ranks is not None:
                 self.ranks.masked_fill_(self.positions < 0, num_slots - 1)
 
+    def shrink(self, num_slots: int) -> None:
+        """Drop the slots behind the first ones, all of them empty; mutates the state."""
+        with ordinary_tensors():
+            for name, tensor in self.tensors().items():
+                if _field(name) in PER_SLOT:
+                    self.set_tensors({name: tensor[:, :, :num_slots].clone()})
+            if self.ranks is not None:
+                self.ranks.masked_fill_(self.positions < 0, num_slots - 1)
+
+    def drop_queries(self) -> None:
+        """Forget the queries of a span that has ended; mutates the state."""
+        self.queries = self.query_positions = self.scaling = None
+
     def cat(self, other: SlotState) -> None:
         """Put another's sequences behind these, tensor by tensor; uses up the other."""
         num_slots = max(self.num_slots, other.num_slots)

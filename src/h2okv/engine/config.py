@@ -30,6 +30,10 @@ class EngineConfig:
             sequences decode; smaller values give steadier tokens and later first tokens.
         prefixes: Texts, or their tokens, that many prompts begin with. Each is prefilled once; a
             prompt that begins with one continues from its compressed cache, with that budget.
+        prefix_cache: Bytes of states of prompts and answers, from which later prompts with the same
+            beginning continue (`h2okv.engine.prefix_cache`); 0: none. Only with
+            ``cache.evict_every`` and a budget in tokens. ``None``: 1 GiB, or a quarter of the free
+            memory if that is less.
         weight_bits: 4 lets steps of up to four sequences read linear weights of 4 bits, in bfloat16
             on an x86 CPU, of a model that is loaded by name; ``None``: weights as loaded.
         tensor_parallel: Whether each process started by ``torchrun`` holds a shard of the model.
@@ -47,6 +51,7 @@ class EngineConfig:
     max_prefill_tokens: int = 512
     max_prefill_time_fraction: float = 0.8
     prefixes: Sequence[str | Sequence[int]] = ()
+    prefix_cache: int | None = None
     weight_bits: int | None = None
     tensor_parallel: bool = False
 
@@ -55,7 +60,7 @@ class EngineConfig:
             raise ValueError(f"cache must be a CacheConfig, got {self.cache!r}.")
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
         check_numbers(self, {name: (int, 1, UNLIMITED) for name in counts})
-        check_numbers(self, {"max_waiting": (int, 0, UNLIMITED)})
+        check_numbers(self, {name: (int, 0, UNLIMITED) for name in ("max_waiting", "prefix_cache")})
         if not 0 < self.max_prefill_time_fraction < 1:
             raise ValueError(
                 "max_prefill_time_fraction must be a number between 0 and 1, got"
@@ -63,6 +68,13 @@ class EngineConfig:
             )
         if self.weight_bits is not None and self.tensor_parallel:
             raise ValueError("weight_bits and tensor_parallel exclude each other; choose one.")
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether states are kept: they must depend on the text alone."""
+        cache = self.cache
+        is_exact = cache.evict_every is not None and not cache.is_full
+        return self.prefix_cache != 0 and is_exact and not cache.budget.is_relative
 
     @classmethod
     def from_options(cls, config: EngineConfig | None = None, **options: Any) -> EngineConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.cache import H2OCache
+from h2okv.cache.checkpoint import config_identity
 from h2okv.cache.slot_pool import check_poolable
 from h2okv.cache.support import window_by_length
 from h2okv.config import MEASURED, Budget
@@ -20,6 +22,7 @@ from h2okv.engine.config import EngineConfig
 from h2okv.engine.memory import MemoryModel, available_bytes, data_bytes, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
 from h2okv.engine.outputs import EngineStats, OutputDelta, PromptTooLongError, RequestFailedError
+from h2okv.engine.prefix_cache import PrefixCache
 from h2okv.engine.request import (
     Event,
     Output,
@@ -36,11 +39,13 @@ from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import enable, input_device
 from h2okv.integration.layer_budgets import with_own_budgets
 from h2okv.integration.loading import Described, context_of, describe, load_weights
+from h2okv.provenance import fingerprint
 from h2okv.records import refusing, short_repr
 
 _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64
 _FREE_FRACTION = 0.8
+_DEFAULT_STATES = 1 << 30  # bytes
 _MIB = 1 << 20
 
 
@@ -105,17 +110,22 @@ class Engine:
         self.memory = MemoryModel(self.model.config, probe, self.model.dtype).serving(
             self.max_budgets, self.max_prompt_tokens, config.max_prefill_tokens, ranks
         )
-        self.max_num_seqs = self._count_seqs()
+        self.max_num_seqs, prefix_bytes = self._share_memory()
         with ExitStack() as stack:
             stack.enter_context(enable(self.model))
             self.runner = ModelRunner(
                 self.model, self._make_cache, self.max_num_seqs, self.max_budgets, self.group
             )
+            self._prefixes: dict[tuple[int, ...], str] = {}  # keys of saved texts
             for text in config.prefixes:
                 self._save_prefix(text)
             self.close = stack.pop_all().close  # gives the model its own attention back
         chunk_tokens = self.runner.chunk_tokens(config.max_prefill_tokens)
-        self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens)
+        self.prefix_cache: PrefixCache | None = None
+        if self.config.caches_prefixes:
+            span = self.config.cache.evict_every or 1
+            self.prefix_cache = PrefixCache(span, prefix_bytes, self._state_identity())
+        self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens, self.prefix_cache)
         self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)
         self._counters = EngineStats()
@@ -127,6 +137,7 @@ class Engine:
             return False
         try:
             output = self._execute(step)
+            self._add_states(step, output)
             self._counters.evictions += output.evictions
             self.scheduler.record_time(output.prefill_seconds, output.decode_seconds)
             if output.decode_logits is not None:
@@ -142,6 +153,24 @@ class Engine:
             if not isinstance(error, Exception):  # Ctrl-C in the middle of a forward
                 raise
         return True
+
+    def _add_states(self, step: ScheduledStep, output: StepOutput) -> None:
+        """Note the states that a step has saved, and what is to be dropped for them."""
+        cache = self.prefix_cache
+        if cache is None:
+            return
+        dropped: list[str] = []
+        saved = [chunk.save for chunk in step.prefill if chunk.save and output.error is None]
+        for key in saved:
+            dropped += cache.add(key, self.runner.states[key].nbytes)
+        for row, key in step.save:
+            dropped += cache.add(key, self.runner.states[key].nbytes)
+            # A conversation continues from the end of its answer.
+            answer = self.scheduler.running[row]
+            if answer.saved is not None and cache.remove(answer.saved):
+                dropped.append(answer.saved)
+            answer.saved = key
+        self.scheduler.dropped_states += dropped
 
     def _after_prefill(self, chunks: tuple[PrefillChunk, ...], output: StepOutput) -> None:
         requests = list(self.scheduler.prefilling)
@@ -169,7 +198,8 @@ class Engine:
             request.logprobs.extend(token_logprobs(logits[: len(next_tokens)], next_tokens, count))
         if not chunk.is_last:
             return
-        self._counters.reused_tokens += len(request.start.prefix)
+        self._counters.reused_tokens += request.start.num_reused
+        self._counters.prefix_hits += request.start.state is not None
         if request.max_new_tokens == 0:
             request.notify(OutputDelta(0, "", finish_reason="length", prompt=request.prompt_read()))
             self._end(request)
@@ -235,8 +265,10 @@ class Engine:
     def stats(self) -> EngineStats:
         """Return counters and the present memory of the cache; may be called from any thread."""
         pool = self.runner.pool
+        states = {} if self.prefix_cache is None else self.prefix_cache.stats()
         return replace(
             self._counters,
+            **states,
             max_num_seqs=self.max_num_seqs,
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -269,7 +301,10 @@ class Engine:
         least = self.config.cache.min_tokens
         if least and self.config.cache.budget.is_relative:
             lines.append(f"of short prompts at least {least} heavy and {least} recent entries stay")
-        if lengths := ", ".join(f"{len(tokens):,}" for tokens in self.runner.prefixes):
+        if self.prefix_cache is not None:
+            limit = self.prefix_cache.max_bytes / _MIB
+            lines.append(f"states of prompts and answers: up to {limit:.0f} MiB, for later prompts")
+        if lengths := ", ".join(f"{len(tokens):,}" for tokens in self._prefixes):
             lines.append(f"saved prefixes: {lengths} tokens")
         return "\n".join(lines)
 
@@ -310,16 +345,16 @@ class Engine:
         prefix: tuple[int, ...] = ()
         if budget is None and params.prompt_logprobs is None and not pins:
             # The longest saved prefix that leaves at least one token of the prompt.
-            matches = (
-                saved for saved in self.runner.prefixes if tokens[:-1][: len(saved)] == saved
-            )
+            matches = (saved for saved in self._prefixes if tokens[:-1][: len(saved)] == saved)
             prefix = max(matches, key=len, default=())
         room = UNLIMITED if self.max_context is None else self.max_context - len(tokens)
         return Request(
             prompt=tokens,
             params=params,
             max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
-            start=PromptStart(len(tokens), budget, prefix, tuple(pins)),
+            start=PromptStart(
+                len(tokens), budget, self._prefixes.get(prefix), len(prefix), tuple(pins)
+            ),
             notify=notify,
             kept_every=kept_every,
         )
@@ -351,7 +386,21 @@ class Engine:
                 f" {len(tokens):,}, to start prompts of up to {self.max_prompt_tokens:,} tokens;"
                 " give another text."
             )
-        self.runner.save_prefix(tokens, self.config.max_prefill_tokens)
+        key = self._prefixes[tokens] = f"prefix {len(self._prefixes)}"
+        self.runner.save_prefix(key, tokens, self.config.max_prefill_tokens)
+
+    def _state_identity(self) -> dict[str, Any]:
+        """Return what a state depends on besides the tokens that it has read."""
+        weights = hashlib.sha256()
+        for module in self.model.modules():
+            if hasattr(module, "layer_idx"):
+                weights.update(str(fingerprint(module)).encode())
+        return {
+            "cache": self.config.cache.identity(),
+            "dtype": str(self.model.dtype),
+            "model": config_identity(self._model_config),
+            "weights": weights.hexdigest(),
+        }
 
     def _make_cache(self, budget: Budget | None) -> H2OCache:
         config = self.config.cache
@@ -381,10 +430,12 @@ class Engine:
         self.max_budget = probe.entries_for(self.max_prompt_tokens)
         self.max_budgets = probe.layer_entries_for(self.max_prompt_tokens)
 
-    def _count_seqs(self) -> int:
-        """Return the number of sequences that fit into memory; raise ValueError if none does."""
-        if self.config.max_num_seqs is not None:
-            return self.config.max_num_seqs
+    def _share_memory(self) -> tuple[int, int]:
+        """Return the number of sequences and the bytes of states that fit into memory.
+
+        Raises:
+            ValueError: if not even one sequence fits.
+        """
         device = input_device(self.model)
         used, limit = 0, _DEFAULT_SEQS
         promised = int(_FREE_FRACTION * (available_bytes(device) or 0))
@@ -394,12 +445,17 @@ class Engine:
                 give_memory_back()
             on_gpu = device.type == "cuda"
             used = torch.cuda.memory_allocated(device) if on_gpu else data_bytes() or 0
-        seqs = min(self.memory.num_seqs(promised - used), limit)
+        states = self.config.prefix_cache or 0
+        if self.config.prefix_cache is None and self.config.caches_prefixes:
+            states = min(_DEFAULT_STATES, max(promised - used, 0) // 4)
+        if self.config.max_num_seqs is not None:
+            return self.config.max_num_seqs, states
+        seqs = min(self.memory.num_seqs(promised - used - states), limit)
         if seqs < 1:
-            least = used + self.memory.least
+            least = used + states + self.memory.least
             raise ValueError(
                 f"memory of {promised / _MIB:.0f} MiB has no room for a single sequence; give "
                 f"{least / _MIB + 1:.0f} MiB, or lower the budget, max_prompt_tokens or "
                 "max_prefill_tokens."
             )
-        return seqs if self.group is None else self.group.smallest(seqs)
+        return (seqs if self.group is None else self.group.smallest(seqs)), states

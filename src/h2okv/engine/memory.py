@@ -228,15 +228,16 @@ class MemoryModel:
         # Temporaries are not divided: states and logits, the largest, are replicated.
         tokens = min(max_prefill_tokens, max_prompt)
         prefill += self.prefill_bytes(tokens) + tokens * self.vocabulary * 4
-        sequence = sum(self.slots.total(budget + 1) for budget in budgets)
+        span = self.cache.evict_every or 1
+        sequence = sum(self.slots.total(budget + span) for budget in budgets)
         # Layers with one budget share the marks of the slots within a sequence's.
         marked = budgets if self.cache.cache_config.layer_budgets is not None else budgets[:1]
-        if not self.slots.is_by_head:
+        if not self.slots.is_by_head and span == 1:
             sequence += self.num_kv_heads * sum(budget + 1 for budget in marked)
         sequence += sum(self.window_slots.total(window) for window in self.windows)
         return ServingMemory(
             sequence=-(-int(sequence) // ranks),
-            step=self.decode_bytes(1, max(budgets) + 1),
+            step=self.decode_bytes(1, max(budgets) + span),
             prefill=prefill + self.fixed_bytes,
         )
 

@@ -75,7 +75,7 @@ class ModelRunner:
         self._model: Any = model
         self._device = input_device(model)
         self._make_cache = make_cache
-        self.prefixes: dict[tuple[int, ...], H2OCache] = {}
+        self.states: dict[str, H2OCache] = {}  # of prefixes, by keys; only copies are mutated
         self._prefilled: H2OCache | None = None
         self._size = (max_num_seqs, capacities)
         self.pool = self._make_pool()
@@ -87,7 +87,7 @@ class ModelRunner:
         self._forward(first, torch.zeros_like(first), probe)
         return slot_pool.SlotPool(probe, *self._size)
 
-    def save_prefix(self, tokens: tuple[int, ...], max_prefill_tokens: int) -> None:
+    def save_prefix(self, key: str, tokens: tuple[int, ...], max_prefill_tokens: int) -> None:
         """Prefill a text that later prompts begin with, and save its compressed cache."""
         chunk_size = self.chunk_tokens(max_prefill_tokens)
         for offset in range(0, len(tokens), chunk_size):
@@ -97,7 +97,7 @@ class ModelRunner:
                 (PrefillChunk(tokens[offset : offset + chunk_size], offset, is_last, start),)
             )
         assert self._prefilled is not None
-        self.prefixes[tokens], self._prefilled = self._prefilled, None
+        self.states[key], self._prefilled = self._prefilled, None
 
     def chunk_tokens(self, limit: int) -> int:
         """Return the maximum tokens of a prompt per forward that leave the result unchanged."""
@@ -127,6 +127,8 @@ class ModelRunner:
 
     def _run(self, step: ScheduledStep) -> StepOutput:
         output = StepOutput()
+        for key in step.drop:
+            self.states.pop(key, None)
         for number in step.release:
             self.pool.release(number)
         if step.admit is not None:
@@ -139,6 +141,9 @@ class ModelRunner:
             tokens, positions = torch.tensor([step.decode, step.positions]).unsqueeze(-1)
             output.decode_logits = self._forward(tokens, positions, self.pool.cache)[:, -1]
             output.evictions = self.pool.count_step()
+            for row, key in step.save:
+                self.states[key] = self._make_cache(None)
+                self.pool.copy_to(self.states[key], row)
         decode_time = self._now()
         output.decode_seconds = decode_time - start_time
         if step.prefill:
@@ -165,8 +170,8 @@ class ModelRunner:
         The logits of each chunk are ``[1, V]`` or ``[T, V]``.
         """
         chunk, start = chunks[0], chunks[0].start
-        if start is not None and start.prefix:
-            self._prefilled = self.prefixes[start.prefix].fork(1)
+        if start is not None and start.state is not None:
+            self._prefilled = self.states[start.state].fork(1)
         elif start is not None:
             self._prefilled = self._make_cache(start.budget)
             self._prefilled.pin(start.pins)
@@ -188,6 +193,8 @@ class ModelRunner:
             mask=mask if is_padded else None,
             keep=0 if chunk.wants_all_logits else 1,
         )
+        if chunk.save is not None:
+            self.states[chunk.save] = slot_pool.copy_at_cut(cache)
         evicted = before + sum(lengths) * self.pool.num_heads - slot_pool.num_entries(cache)
         return list(logits), evicted
 

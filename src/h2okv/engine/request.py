@@ -28,11 +28,12 @@ Pins = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class PromptStart:
-    """Start of a prompt: its length, its budget if not the engine's, its saved prefix, its pins."""
+    """Start of a prompt: its length, its budget if not the engine's, its saved state, its pins."""
 
     length: int
     budget: Budget | None = None
-    prefix: tuple[int, ...] = ()
+    state: str | None = None  # key of a saved state
+    num_reused: int = 0  # tokens that the state has read
     pins: Pins = ()
 
 
@@ -45,6 +46,7 @@ class PrefillChunk:
     is_last: bool
     start: PromptStart | None = None  # with the first chunk
     wants_all_logits: bool = False  # False: those of the prompt's last token
+    save: str | None = None  # key under which the state after these tokens is saved
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ class ScheduledStep:
     # The newest token of each running sequence, and its position.
     decode: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
+    # Rows whose states are saved after decoding, with their keys; keys of states to drop before.
+    save: tuple[tuple[int, str], ...] = ()
+    drop: tuple[str, ...] = ()
     # A chunk of one prompt, or several whole prompts with one budget.
     prefill: tuple[PrefillChunk, ...] = ()
 
@@ -74,6 +79,7 @@ class Output:
         self.tokens = self.completion.token_ids
         self._detokenizer = Detokenizer(tokenizer, request.prompt)
         self._text = StopText(request.params.stop, strips_start=False)
+        self.saved: str | None = None  # key of the newest state that decoding has saved
 
     @property
     def is_finished(self) -> bool:
@@ -113,6 +119,7 @@ class Request:
     notify: Callable[[Event], None]  # called in the engine's thread
     kept_every: int | None = None  # new tokens between two reports of what the cache holds
     num_prefilled: int = 0
+    saves: dict[int, str] = field(default_factory=dict)  # keys of states to save, by their lengths
     outputs: list[Output] = field(default_factory=list)  # once the prompt is prefilled
     logprobs: list[TokenLogprob | None] = field(default_factory=list)  # of the prompt, if requested
     error: RequestFailedError | None = None  # the reason of its failure
@@ -131,6 +138,12 @@ class Request:
         return not special and self.start == PromptStart(self.start.length)
 
     @property
+    def uses_prefix_cache(self) -> bool:
+        """Whether it has the engine's budget, no pins, and needs no logits of its prompt."""
+        plain = self.start.budget is None and not self.start.pins
+        return plain and self.params.prompt_logprobs is None
+
+    @property
     def is_prefilled(self) -> bool:
         """Whether the cache has seen the whole prompt."""
         return self.num_prefilled == len(self.prompt)
@@ -139,7 +152,7 @@ class Request:
         """Return the properties of the prompt, for the client."""
         is_requested = self.params.prompt_logprobs is not None
         logprobs = tuple(self.logprobs) if is_requested else None
-        return PromptRead(self.prompt, len(self.start.prefix), logprobs)
+        return PromptRead(self.prompt, self.start.num_reused, logprobs)
 
     def output(self) -> RequestOutput | None:
         """Return its outputs once it is over; ``None`` if it has failed."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.outputs import QueueFullError
+from h2okv.engine.prefix_cache import PrefixCache
 from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
 
 _LEAST_WAIT, _MOST_WAIT = 1.0, 60.0
@@ -17,8 +19,15 @@ has ended."""
 class Scheduler:
     """First come, first served, with chunked prefill; ``running[i]`` has the i-th slots."""
 
-    def __init__(self, config: EngineConfig, max_num_seqs: int, chunk_tokens: int) -> None:
-        self.max_num_seqs = max_num_seqs
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_num_seqs: int,
+        chunk_tokens: int,
+        prefix_cache: PrefixCache | None = None,
+    ) -> None:
+        self.max_num_seqs, self.prefix_cache = max_num_seqs, prefix_cache
+        self.dropped_states: list[str] = []  # with the next step
         self.running: list[Output] = []
         self.waiting: deque[Request] = deque()
         # Requests whose prompts are being prefilled, several if they fit into one chunk.
@@ -77,6 +86,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep:
         """Return the next step, which the caller must run: the scheduler's state assumes it."""
+        dropped, self.dropped_states = tuple(self.dropped_states), []
         return ScheduledStep(
             release=self._release(),
             admit=self._admit(),
@@ -84,8 +94,23 @@ class Scheduler:
             positions=tuple(
                 len(output.request.prompt) + len(output.tokens) - 1 for output in self.running
             ),
+            save=self._states_to_save(),
+            drop=dropped,
             prefill=self._next_chunks(),
         )
+
+    def _states_to_save(self) -> tuple[tuple[int, str], ...]:
+        """Return the rows whose span the next decode step ends, with the keys of their states."""
+        if self.prefix_cache is None:
+            return ()
+        saves = []
+        for row, output in enumerate(self.running):
+            request = output.request
+            is_cut = (len(request.prompt) + len(output.tokens)) % self.prefix_cache.span == 0
+            if is_cut and request.uses_prefix_cache:
+                keys = self.prefix_cache.keys_of([*request.prompt, *output.tokens])
+                saves.append((row, keys[-1]))
+        return tuple(saves)
 
     def _release(self) -> tuple[int, ...]:
         released = []
@@ -123,24 +148,45 @@ class Scheduler:
     def _begin(self) -> None:
         """Start the next request, and those after it that fit into the same forward."""
         first = self.waiting.popleft()
-        first.num_prefilled = len(first.start.prefix)
+        self._find_state(first)
         self.prefilling = [first]
+        if self._may_save(first):
+            return
         width, seqs = len(first.prompt), len(self.running) + first.num_seqs
         while self.waiting and first.can_batch and self.waiting[0].can_batch:
             other = self.waiting[0]
+            if self._may_save(other):
+                return
             width, seqs = max(width, len(other.prompt)), seqs + other.num_seqs
             tokens = width * (len(self.prefilling) + 1)  # padding is computed too
             if tokens > self._chunk_tokens or seqs > self.max_num_seqs:
                 return
             self.prefilling.append(self.waiting.popleft())
 
+    def _may_save(self, request: Request) -> bool:
+        """Tell whether a prompt is prefilled alone, as it may begin with a state or leave one."""
+        cache = self.prefix_cache
+        return cache is not None and len(request.prompt) > cache.span
+
+    def _find_state(self, request: Request) -> None:
+        """Let a request continue from the longest state of its prompt; mutates the request."""
+        if self.prefix_cache is not None and request.uses_prefix_cache:
+            length, key, request.saves = self.prefix_cache.match(request.prompt)
+            if length > request.start.num_reused:
+                request.start = replace(request.start, state=key, num_reused=length)
+        request.num_prefilled = request.start.num_reused
+
     def _chunk_of(self, request: Request) -> PrefillChunk:
         start = request.num_prefilled
-        end = request.num_prefilled = min(start + self._chunk_tokens, len(request.prompt))
+        # Chunks end at multiples, wherever a saved state begins.
+        offset = 0 if self.prefix_cache is None else start % self._chunk_tokens
+        end = min(start - offset + self._chunk_tokens, len(request.prompt))
+        end = request.num_prefilled = min([end, *(n for n in request.saves if n > start)])
         return PrefillChunk(
             tokens=request.prompt[start:end],
             position=start,
             is_last=request.is_prefilled,
-            start=request.start if start == len(request.start.prefix) else None,
+            start=request.start if start == request.start.num_reused else None,
             wants_all_logits=request.params.prompt_logprobs is not None,
+            save=request.saves.get(end),
         )

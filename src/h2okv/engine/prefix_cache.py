@@ -1,0 +1,105 @@
+"""Automatic prefix caching: which states of texts are kept, by the tokens they have read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+# Beginnings of texts that are remembered without a state: of 100 bytes each.
+_MOST_BEGINNINGS = 1 << 16
+
+
+class PrefixCache:
+    """Keys of the states after multiples of `evict_every` tokens, least recently used out.
+
+    Such a state is a function of the text before it (`CacheConfig.evict_every`), so that a prompt
+    which begins with the same tokens continues from a copy of it. A key is a digest of these tokens
+    and of everything else that the state depends on. The runner holds the states themselves.
+
+    Every state has the size of a budget, so few places of a text get one: the last multiple in a
+    prompt; the last in an answer; and where a prompt leaves a text that was read before, for then
+    other prompts begin so too (arXiv 2411.19379 admits states of recurrent layers in this way).
+
+    Args:
+        span: tokens between two evictions.
+        max_bytes: of all states together.
+        identity: what the states depend on besides tokens; JSON.
+    """
+
+    def __init__(self, span: int, max_bytes: int, identity: Any) -> None:
+        self.span, self.max_bytes = span, max_bytes
+        self._root = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._beginnings: OrderedDict[str, None] = OrderedDict()
+        self.num_bytes = self.num_evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def keys_of(self, tokens: Sequence[int]) -> list[str]:
+        """Return the keys of a text's states, one for each whole span."""
+        keys, digest = [], self._root
+        for end in range(self.span, len(tokens) + 1, self.span):
+            span = array("q", tokens[end - self.span : end])
+            digest = hashlib.sha256(digest + span.tobytes()).digest()
+            keys.append(digest.hex())
+        return keys
+
+    def match(self, tokens: Sequence[int]) -> tuple[int, str | None, dict[int, str]]:
+        """Find the longest state that leaves a token to read; mutates the order of use.
+
+        Returns:
+            ``(length, key, saves)``: the tokens that the state has read, its key, and the lengths
+            at which this prompt's states are to be saved, with their keys.
+        """
+        keys = self.keys_of(tokens)
+        usable = keys[: (len(tokens) - 1) // self.span]
+        count = max((n for n, key in enumerate(usable, 1) if key in self._sizes), default=0)
+        shared = max((n for n, key in enumerate(keys, 1) if key in self._beginnings), default=0)
+        for key in keys:
+            self._beginnings[key] = None
+            self._beginnings.move_to_end(key)
+        while len(self._beginnings) > _MOST_BEGINNINGS:
+            self._beginnings.popitem(last=False)
+        saves = {n * self.span: keys[n - 1] for n in {shared, len(keys)} if n > count and n > 0}
+        if count == 0:
+            return 0, None, saves
+        self._sizes.move_to_end(keys[count - 1])
+        return count * self.span, keys[count - 1], saves
+
+    def add(self, key: str, num_bytes: int) -> list[str]:
+        """Note a saved state; return the keys of those that are to be dropped for it."""
+        self._beginnings[key] = None
+        self.remove(key)
+        self._sizes[key] = num_bytes
+        self.num_bytes += num_bytes
+        dropped = []
+        while self.num_bytes > self.max_bytes:
+            oldest = next(iter(self._sizes))
+            self.remove(oldest)
+            self.num_evicted += 1
+            dropped.append(oldest)
+        return dropped
+
+    def remove(self, key: str) -> bool:
+        """Forget a state; return whether there was one."""
+        size = self._sizes.pop(key, None)
+        self.num_bytes -= size or 0
+        return size is not None
+
+    def clear(self) -> None:
+        """Forget all states, whose tensors are gone; what was counted stays."""
+        self._sizes.clear()
+        self.num_bytes = 0
+
+    def stats(self) -> dict[str, int]:
+        """Return the fields of `EngineStats` that are about states."""
+        return {
+            "prefix_states": len(self),
+            "prefix_bytes": self.num_bytes,
+            "prefix_evictions": self.num_evicted,
+        }
