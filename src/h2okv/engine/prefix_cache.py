@@ -65,7 +65,8 @@ class PrefixCache:
             self._beginnings.move_to_end(key)
         while len(self._beginnings) > _MOST_BEGINNINGS:
             self._beginnings.popitem(last=False)
-        saves = {n * self.span: keys[n - 1] for n in {shared, len(keys)} if n > count and n > 0}
+        counts = {shared, len(usable)}  # the same prompt may come again
+        saves = {n * self.span: keys[n - 1] for n in counts if n > count}
         if count == 0:
             return 0, None, saves
         self._sizes.move_to_end(keys[count - 1])

@@ -1,0 +1,165 @@
+"""Automatic prefix caching: tokens equal those of an engine that starts every prompt anew."""
+
+import random
+
+import pytest
+import torch
+from hypothesis_examples import examples
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+import h2okv
+from h2okv.engine.prefix_cache import PrefixCache
+
+BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
+OPTIONS = [
+    {},
+    {"policy": "best"},
+    {"policy": "best", "layer_budgets": BY_HEAD},
+    {"kv_bits": 8},
+    {"positions": "rolling"},
+    {"scoring": "decay"},
+]
+
+
+@pytest.fixture(scope="module")
+def double_model(make_llama):
+    return make_llama().double()
+
+
+def conversations(rng, texts):
+    """Draw prompts that begin as earlier texts do, whole or cut, and go on in another way."""
+    prompts = []
+    for _ in range(rng.randint(1, 4)):
+        prefix = []
+        if texts and rng.random() < 0.8:
+            prefix = list(rng.choice(texts))
+            if rng.random() < 0.5:
+                prefix = prefix[: rng.randint(1, len(prefix))]
+        new = [rng.randrange(2, 97) for _ in range(rng.randint(1, 30))]
+        prompts.append((prefix + new)[-110:] if rng.random() < 0.1 else (prefix + new)[:110])
+    return prompts
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_conversations_give_the_tokens_of_a_cold_engine(make_llm, double_model, greedy, options):
+    options = {
+        "heavy": 8, "recent": 6, "evict_every": 8, "max_prompt_tokens": 150, "max_num_seqs": 3,
+        "max_prefill_tokens": 24,
+    } | options  # fmt: skip
+    warm = make_llm(double_model, prefix_cache=1 << 20, **options)
+    cold = make_llm(double_model, prefix_cache=0, **options)
+    rng, texts = random.Random(str(options)), []
+    for _ in range(examples(30) // 2):
+        prompts, new = conversations(rng, texts), rng.randint(1, 25)
+        if rng.random() < 0.2:
+            warm.generate(prompts, greedy(1))  # what is read now and continued later
+        results = [engine.generate(prompts, greedy(new)) for engine in (warm, cold)]
+        tokens = [[list(r.completions[0].token_ids) for r in result] for result in results]
+        assert tokens[0] == tokens[1]
+        texts += [prompt + answer for prompt, answer in zip(prompts, tokens[0], strict=True)]
+    stats = warm.stats()
+    assert stats.prefix_hits > 0
+    assert stats.prompt_tokens < cold.stats().prompt_tokens
+    assert 0 < stats.prefix_bytes <= 1 << 20
+    assert cold.stats().prefix_states == cold.stats().prefix_hits == 0
+
+
+def test_the_next_turn_continues_from_the_answer(make_llm, double_model, greedy):
+    llm = make_llm(double_model, heavy=8, recent=6, evict_every=8, max_prompt_tokens=200)
+    prompt = list(range(2, 42))
+    first = llm.generate([prompt], greedy(30))[0]
+    assert first.prompt.num_reused == 0
+    text = prompt + list(first.completions[0].token_ids)
+    # The answer's last token was never read.
+    second = llm.generate([[*text, 7, 8, 9]], greedy(4))[0]
+    assert second.prompt.num_reused == (len(text) - 1) // 8 * 8
+    again = llm.generate([prompt], greedy(30))[0]  # at least one token of a prompt is read
+    assert again.prompt.num_reused == 32
+    assert again.completions[0].token_ids == first.completions[0].token_ids
+
+
+def test_requests_that_need_more_than_a_state_read_their_prompt(make_llm, double_model, greedy):
+    llm = make_llm(double_model, heavy=8, recent=6, evict_every=8, max_prompt_tokens=200)
+    prompt = list(range(2, 42))
+    llm.generate([prompt], greedy(2))
+    params = h2okv.SamplingParams(max_tokens=2, prompt_logprobs=0)
+    assert llm.generate([prompt], params)[0].prompt.num_reused == 0
+    pinned = llm.generate([prompt], greedy(2), pins=[[(0, 4)]])
+    assert pinned[0].prompt.num_reused == 0
+    other = llm.generate([prompt], greedy(2), budget=h2okv.Budget(heavy=4, recent=4))
+    assert other[0].prompt.num_reused == 0
+    assert llm.generate([prompt], greedy(2))[0].prompt.num_reused == 32
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"heavy": 8, "recent": 6}, {"heavy": 0.1, "recent": 0.1, "evict_every": 8}],
+    ids=["no evict_every", "fractions"],
+)
+def test_states_need_fixed_places_and_a_budget_in_tokens(make_llm, double_model, greedy, options):
+    llm = make_llm(double_model, max_prompt_tokens=200, **options)
+    for _ in range(2):
+        result = llm.generate([list(range(2, 62))], greedy(2))[0]
+        assert result.prompt.num_reused == 0
+    assert llm.stats().prefix_states == 0
+
+
+def test_a_small_limit_drops_the_state_that_was_used_least(make_llm, double_model, greedy):
+    options = {"heavy": 8, "recent": 6, "evict_every": 8, "max_prompt_tokens": 200}
+    probe = make_llm(double_model, **options)
+    texts = [[first, *range(2, 42)] for first in (50, 51, 52)]
+    probe.generate(texts[:1], greedy(1))
+    size = probe.stats().prefix_bytes
+    llm = make_llm(double_model, prefix_cache=2 * size, **options)
+    for text in (texts[0], texts[1], texts[0], texts[2]):
+        llm.generate([text], greedy(1))
+    stats = llm.stats()
+    assert (stats.prefix_states, stats.prefix_evictions) == (2, 1)
+    assert len(llm.engine.runner.states) <= 3  # the dropped one goes with the next step
+    reused = [llm.generate([text], greedy(1))[0].prompt.num_reused for text in texts]
+    assert reused[0] and not reused[1]
+    assert len(llm.engine.runner.states) <= 3
+
+
+def test_sliding_layers_continue_too(make_llm, greedy):
+    config = Gemma3TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
+        sliding_window=12, layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(config).eval().double()
+    options = {"heavy": 6, "recent": 4, "evict_every": 8, "max_prompt_tokens": 200}
+    warm, cold = (make_llm(model, prefix_cache=size, **options) for size in (1 << 22, 0))
+    text = list(range(2, 45))
+    for _ in range(4):
+        results = [llm.generate([text], greedy(21))[0] for llm in (warm, cold)]
+        tokens = [list(result.completions[0].token_ids) for result in results]
+        assert tokens[0] == tokens[1]
+        text = text + tokens[0] + [5, 6]
+    assert warm.stats().prefix_hits == 3
+
+
+def test_beginnings_of_other_prompts_get_a_state():
+    cache = PrefixCache(4, 1000, {})
+    shared = list(range(20))
+    first, second, third = ([*shared, *[n] * 9] for n in (100, 101, 102))
+    assert cache.match(first) == (0, None, {28: cache.keys_of(first)[6]})
+    length, key, saves = cache.match(second)
+    assert (length, key) == (0, None)
+    assert sorted(saves) == [20, 28]  # the shared tokens, and the last multiple
+    assert cache.add(saves[20], 10) == []
+    length, key, saves = cache.match(third)
+    assert (length, key) == (20, cache.keys_of(shared)[4])
+    assert sorted(saves) == [28]
+
+
+def test_keys_depend_on_tokens_and_identity():
+    tokens = list(range(12))
+    keys = PrefixCache(4, 1000, {"cache": 1}).keys_of(tokens)
+    assert len(keys) == len(set(keys)) == 3
+    assert PrefixCache(4, 1000, {"cache": 2}).keys_of(tokens)[0] != keys[0]
+    other = PrefixCache(4, 1000, {"cache": 1}).keys_of([99, *tokens[1:]])
+    assert not set(other) & set(keys)
+    assert PrefixCache(4, 1000, {"cache": 1}).keys_of(tokens[:11]) == keys[:2]
