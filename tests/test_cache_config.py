@@ -21,12 +21,13 @@ def test_fields_are_the_arguments_of_the_cache():
     assert {field.name: field.default for field in fields(CacheConfig)} == expected
 
 
-def test_every_field_reaches_the_cache_the_command_and_the_experiment_file(make_llama):
+@pytest.mark.parametrize("cut", ["prefill_chunk", "evict_every"])
+def test_every_field_reaches_the_cache_the_command_and_the_experiment_file(make_llama, cut):
     """List names and values explicitly: a new field must fail here first."""
     values = {
         "policy": "h2o", "heavy": 7, "recent": 6, "sink": 1, "scoring": "decay", "decay": 0.9,
-        "positions": "rolling", "prefill_chunk": 7, "kv_bits": 8, "max_tokens": 20, "min_tokens": 2,
-        "seed": 0, "layer_budgets": None,
+        "positions": "rolling", "prefill_chunk": None, "evict_every": None, "kv_bits": 8,
+        "max_tokens": 20, "min_tokens": 2, "seed": 0, "layer_budgets": None, cut: 7,
     }  # fmt: skip
     assert set(values) == {field.name for field in fields(CacheConfig)}
     config = CacheConfig(**values)
@@ -46,7 +47,7 @@ def test_every_field_reaches_the_cache_the_command_and_the_experiment_file(make_
     flags = cache_flags(parsed).split()
     assert flags[::2] == [
         "--policy", "--heavy", "--recent", "--sink", "--scoring", "--decay", "--positions",
-        "--prefill-chunk", "--kv-bits",
+        f"--{cut.replace('_', '-')}", "--kv-bits",
     ]  # fmt: skip
 
 
@@ -184,3 +185,10 @@ def test_factors_within_the_prompt_are_unchanged():
 def test_unusable_factors_are_refused_as_layer_budgets(make_llama, amounts, factors, message):
     with pytest.raises(ValueError, match="layer_budgets: " + message):
         H2OCache(make_llama().config, *amounts, layer_budgets=factors, max_tokens=17)
+
+
+def test_a_config_that_says_where_prompts_are_cut_gets_no_other_chunk():
+    assert CacheConfig().in_blocks(64).prefill_chunk == 64
+    for cut in ({"prefill_chunk": 7}, {"evict_every": 7}):
+        config = CacheConfig(**cut)
+        assert config.block == 7 and config.in_blocks(64) is config

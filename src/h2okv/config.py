@@ -399,6 +399,15 @@ class CacheConfig:
         return {n: v for n, v in values.items() if n not in later or v != later[n]}
 
     @property
+    def block(self) -> int | None:
+        """The most tokens between two evictions; ``None``: a prompt is one block."""
+        return self.evict_every or self.prefill_chunk
+
+    def in_blocks(self, length: int) -> CacheConfig:
+        """Return the config with `prefill_chunk`, unless it says already where prompts are cut."""
+        return self if self.block is not None else replace(self, prefill_chunk=length)
+
+    @property
     def is_full(self) -> bool:
         """Whether nothing is ever evicted."""
         return self.policy == "full"

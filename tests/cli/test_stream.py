@@ -163,7 +163,7 @@ def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
         (("--positions", "round"), "--positions 'round' is not known; choose from auto, original"),
         (("--heavy", "1.5"), "heavy=1.5"),
         (("--resume",), "--resume needs --checkpoint FILE"),
-        (("--plot", "picture.bmp"), "let it end in .png, .svg, .pdf"),
+        (("--plot", "picture.bmp"), "must end in .png, .svg, .pdf"),
         (("--csv", "no/where.csv"), "is in no folder that exists"),
         (("--csv", "."), "is a folder"),
         (("--checkpoint", "none", "--resume"), "nothing to resume"),

@@ -52,7 +52,7 @@ def test_few_or_extreme_rows_are_plotted(tmp_path):
 
 
 def test_a_plot_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"let it end in \.png, \.svg, \.pdf"):
+    with pytest.raises(ValueError, match=r"must end in \.png, \.svg, \.pdf"):
         check_plot(tmp_path / "stream.jpeg2")
     with pytest.raises(ValueError, match="cannot be written"):
         plot_stream(tmp_path / "nowhere" / "stream.png", ROWS, None, "")

@@ -90,6 +90,7 @@ def test_the_setting_is_a_cache_config():
         (SETTING | {"policy": "recent", "scoring": "mean"}, "has no effect"),
         (SETTING | {"positions": "rolling"}, "use positions='original'"),
         (SETTING | {"kv_bits": 8}, "kv_bits=8"),
+        (SETTING | {"evict_every": 8}, "evict_every=8 is not supported"),
         (SETTING | {"prefill_chunk": 0}, "prefill_chunk=0"),
         (SETTING | {"scoring": "men"}, "scoring 'men' is unknown"),
     ],

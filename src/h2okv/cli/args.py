@@ -206,6 +206,11 @@ def make_cache(
         "original", "original, rolling (past the context window), clamped (OPT)."
     ),
     prefill_chunk: int | None = option(None, CHUNK_HELP, read=readers.least),
+    evict_every: int | None = option(
+        None,
+        "Evict at multiples of this many tokens of each text, and nowhere else.",
+        read=readers.least,
+    ),
     kv_bits: int | None = option(
         None, "Quantize keys and values to 8 or 4 bits.", read=readers.bits
     ),
@@ -216,9 +221,12 @@ def make_cache(
         read=_factors,
     ),
     default_budget: str = "20%",  # without budget, heavy and recent
+    default_chunk: int | None = None,  # of --prefill-chunk, unless one or --evict-every is given
     simulated: bool = False,  # allow policies that need the full cache
 ) -> CacheConfig:
     """Build a config; --heavy or --recent alone leaves half of the default budget to the other."""
+    if prefill_chunk is None and evict_every is None:
+        prefill_chunk = default_chunk
     values = locals()
     check_names(policy, scoring, simulated)
     options = {name: values[name] for name in cache_fields(values) if name not in _AMOUNTS}

@@ -115,7 +115,6 @@ def plan_cache(
     from h2okv.cache.support import context_window
 
     is_auto = positions == "auto"
-    chunk = cache.prefill_chunk
     args.check_cache(config, cache)
     cache, remark = replace(cache, positions="rolling" if is_auto else positions), None
     if is_auto:
@@ -124,12 +123,10 @@ def plan_cache(
         except ValueError as error:
             cache, remark = _with_original(cache, error)
     entries, window = int(cache.sink + cache.heavy + cache.recent), context_window(config)
-    if chunk is None:
-        room = window - entries if cache.positions == "rolling" and window is not None else _CHUNK
-        chunk = max(1, min(_CHUNK, room))
-    if reason := cache.past_window(entries, chunk, window):
+    room = window - entries if cache.positions == "rolling" and window is not None else _CHUNK
+    cache = cache.in_blocks(max(1, min(_CHUNK, room)))
+    if reason := cache.past_window(entries, cache.block or 1, window):
         raise ValueError(reason)
-    cache = replace(cache, prefill_chunk=chunk)
     args.check_cache(config, cache)
     return cache, remark
 

@@ -148,9 +148,12 @@ def needle(
     return code
 
 
+_CHUNK = option(None, f"{args.CHUNK_HELP[:-1]} (64).", read=readers.least)
+
+
 @args.subcommand(eval_app, "perplexity")
 def perplexity(
-    trial: Trial = trial_options("10%,20%,50%,full", prefill_chunk=option(64, args.CHUNK_HELP)),
+    trial: Trial = trial_options("10%,20%,50%,full", prefill_chunk=_CHUNK, default_chunk=64),
     text: Path | None = TEXT,
     length: int = option(1024, "Tokens of a window.", read=readers.least),
     windows: int | None = option(None, "Use the first windows only.", read=readers.least),

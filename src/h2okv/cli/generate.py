@@ -75,8 +75,8 @@ def generate(
     described = model.describe()
     params = sampling.params(described)
     cache = cache.seeded(int(params.seed or 0))
-    if cache.positions == "rolling" and cache.prefill_chunk is None and described.context:
-        cache = replace(cache, prefill_chunk=max(1, min(_CHUNK, described.context // 4)))
+    if cache.positions == "rolling" and described.context:
+        cache = cache.in_blocks(max(1, min(_CHUNK, described.context // 4)))
     args.check_cache(described.config, cache)  # mistakes show before the weights load
     is_chat = not raw and described.tokenizer.chat_template is not None
     if system and not is_chat:

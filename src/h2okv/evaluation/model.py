@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -39,10 +39,10 @@ def resolve_config(config: CacheConfig, model_config: PreTrainedConfig) -> Cache
     """Return the config to build a cache from; rolling positions get a block size."""
     if config.is_full:
         return CacheConfig(**config.identity())
-    if config.prefill_chunk is not None or config.positions != "rolling":
+    if config.positions != "rolling":
         return config
     window = context_window(model_config) or 4 * _ROLLING_BLOCK
-    return replace(config, prefill_chunk=max(1, min(_ROLLING_BLOCK, window // 4)))
+    return config.in_blocks(max(1, min(_ROLLING_BLOCK, window // 4)))
 
 
 def make_cache(config: CacheConfig, model_config: PreTrainedConfig, seed: int = 0) -> H2OCache:
@@ -94,12 +94,10 @@ class ModelUnderTest:
         if resolved.positions == "rolling":
             if trained is None or tokens <= trained:
                 return None
-            return resolved.past_window(
-                resolved.entries(tokens), resolved.prefill_chunk or tokens, trained
-            )
+            return resolved.past_window(resolved.entries(tokens), resolved.block or tokens, trained)
         if self.window is None or tokens <= self.window or resolved.positions == "clamped":
             return None
-        if resolved.prefill_chunk is not None and not has_learned_positions(self.config):
+        if resolved.block is not None and not has_learned_positions(self.config):
             return None  # requested: the text continues past the window, in blocks
         remedy = "use a cache of fixed size with --positions rolling"
         if not resolved.is_full:

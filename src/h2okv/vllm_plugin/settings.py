@@ -74,10 +74,9 @@ def _check_cache(config: CacheConfig) -> None:
         )
     if config.layer_budgets is not None:
         raise ValueError("h2okv: layer_budgets: vLLM's blocks are of one size; leave it out.")
-    if config.kv_bits is not None:
-        raise ValueError(
-            f"h2okv: kv_bits={config.kv_bits} is not supported inside vLLM; leave it out."
-        )
+    for name in ("kv_bits", "evict_every"):
+        if (value := getattr(config, name)) is not None:
+            raise ValueError(f"h2okv: {name}={value} is not supported inside vLLM; leave it out.")
 
 
 def check_engine(vllm_config: Any, cache: CacheConfig) -> None:

@@ -7,7 +7,6 @@ import platform
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -64,12 +63,12 @@ def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
     # Refuse what the cache would refuse before a model's weights are loaded.
     get_rule(config.policy, config.seed, config.scoring, config.decay)
     rule: Any = PositionRule
-    rule(config.positions, config.prefill_chunk)
+    rule(config.positions, config.block)
     if protocol is None:  # blocks of one token are the paper's
-        protocol = "whole" if config.prefill_chunk == 1 else "prompt"
+        protocol = "whole" if config.block == 1 else "prompt"
     if protocol not in ("prompt", "whole"):
         raise ValueError(f"protocol={protocol!r} is unknown; choose one of prompt, whole.")
-    if protocol == "whole" and config.prefill_chunk is None and not config.is_full:
+    if protocol == "whole" and config.block is None and not config.is_full:
         raise ValueError(
             "protocol='whole' without prefill_chunk reads a text as one block and evicts only "
             "after it, so no score would change; give prefill_chunk=1 (as in the paper) or a "
@@ -229,7 +228,7 @@ class EvictingModel:
         self.config = config
         # In one block nothing would be evicted before a text is scored: read it token by token,
         # unless the user set larger blocks.
-        self._scan_config = replace(config, prefill_chunk=config.prefill_chunk or 1)
+        self._scan_config = config.in_blocks(1)
 
     def generate(self, **inputs: Any) -> Any:
         cache = make_cache(self.config, self.model.config, self.config.seed)

@@ -90,8 +90,10 @@ class HarnessTask(Task):
         cache = resolve_config(config, model.config).seeded(seed)
         protocol = None
         if not config.is_full:
-            cache = replace(cache, prefill_chunk=self.prefill_chunk or cache.prefill_chunk)
-            protocol = None if self.prefill_chunk in (None, 1) else "whole"
+            chunk = self.prefill_chunk
+            if chunk is not None and cache.evict_every is None:
+                cache = replace(cache, prefill_chunk=chunk)
+            protocol = None if chunk in (None, 1) else "whole"
         stored = {**config.identity(), "seed": seed, "block": self.prefill_chunk}
         options = {"protocol": protocol, "batch_size": self.batch_size, **cache.to_dict()}
         attention, name = model.config._attn_implementation, self._task_name

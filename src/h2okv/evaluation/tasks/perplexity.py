@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -18,7 +18,7 @@ from h2okv.evaluation.streaming import Stream, StreamSettings, run_stream
 from h2okv.evaluation.task import CacheResults, Configs, Result, Score, Task
 from h2okv.provenance import digest
 
-# Tokens that are read before each eviction, unless the cache has a `prefill_chunk`.
+# Tokens that are read before each eviction, unless the cache has a `block`.
 _BLOCK = 64
 # Above this mean negative log-likelihood the perplexity overflows a float.
 _LARGEST = 600.0
@@ -54,7 +54,7 @@ class Perplexity(Task):
         self._ids = list(ids[: num_windows * length].reshape(num_windows, length))
         self.samples = range(num_windows)
         for config in configs:
-            block = config.prefill_chunk or _BLOCK
+            block = config.block or _BLOCK
             if not config.is_full and length - 1 <= block:
                 raise ValueError(
                     f"--length {length} is read as one block of {block} tokens, so nothing would be"
@@ -68,7 +68,7 @@ class Perplexity(Task):
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> CacheResults:
         for (number, config), sample in product(enumerate(configs), samples):
-            settings = StreamSettings(config.prefill_chunk or _BLOCK, self.every)
+            settings = StreamSettings(config.block or _BLOCK, self.every)
             cache = make_cache(_in_blocks(config), model.config, seed)
             stream = Stream(model.model, cache, TextSource(self._ids[sample], ""), settings)
             run_stream(stream)
@@ -99,7 +99,7 @@ def _in_blocks(config: CacheConfig) -> CacheConfig:
     """Return the config with a block size if its positions roll, which need one."""
     if config.is_full or config.positions != "rolling":
         return config
-    return replace(config, prefill_chunk=config.prefill_chunk or _BLOCK)
+    return config.in_blocks(_BLOCK)
 
 
 def _perplexity(nll: float) -> float:
