@@ -257,7 +257,7 @@ def warned(caplog):
 
 def test_attention_that_was_asked_for_is_missed_aloud(model, warned):
     read(model, tokens(9), h2okv.H2OCache(model.config, **SMALL), output_attentions=True)
-    assert "output_attentions=True gives none" in warned.text
+    assert "output_attentions=True returns None" in warned.text
 
 
 def test_training_through_a_cache_is_told(make_llama, warned):
@@ -324,10 +324,10 @@ def test_options_that_make_no_sense(model, options, text):
         h2okv.H2OCache(model.config, **options)
 
 
-def test_prefill_of_what_is_no_batch(model):
+def test_prefill_refuses_other_types(model):
     cache = h2okv.H2OCache(model.config)
     for ids in ([[1, 2]], torch.tensor([1, 2])):
-        with pytest.raises(ValueError, match="is not a batch of tokens"):
+        with pytest.raises(ValueError, match=r"must be an int tensor \[batch, tokens\], got"):
             h2okv.prefill(model, ids, cache)
-    with pytest.raises(ValueError, match="DynamicCache is no H2OCache"):
+    with pytest.raises(ValueError, match="cache must be an H2OCache, got DynamicCache"):
         h2okv.prefill(model, tokens(4), DynamicCache())

@@ -139,10 +139,10 @@ def test_writes_what_transformers_reads(tmp_path, kind, dtype):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_by_parts_gives_the_same(tmp_path, monkeypatch):
+def test_converting_tables_in_chunks_gives_the_same_weights(tmp_path, monkeypatch):
     """Tables by rows, several files, a vocabulary that is not read for the config."""
     path = write_gguf(tmp_path / "tiny.gguf", Kind.Q8_0)
-    monkeypatch.setattr(gguf_weights, "_ROWS_AT_ONCE", 2000)
+    monkeypatch.setattr(gguf_weights, "_NUMBERS_AT_ONCE", 2000)
     monkeypatch.setattr(gguf_weights, "_FILE_BYTES", 30000)
     monkeypatch.setattr(gguf_reader, "_LONG", 16)
     undo, rows = gguf.dequantize, []
@@ -201,7 +201,7 @@ def test_split_into_several(tmp_path, cache, monkeypatch, capsys):
         assert run(["generate", "--model", str(what), "a"]) == 2
         told = capsys.readouterr().err
         assert "one of 3 parts" in told
-        assert "'tiny-00002-of-00003.gguf' is not beside it" in told
+        assert "'tiny-00002-of-00003.gguf' is not in its folder" in told
     with pytest.raises(ValueError, match="is part 2 of 3 of a model.*-00001-of-00003.gguf"):
         converted(tmp_path / "other.gguf")
 

@@ -54,7 +54,7 @@ def test_names_and_paths(tmp_path):
     with pytest.raises(ValueError, match="no config.json and no GGUF"):
         resolve_model(str(tmp_path))
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match="is a file, but no GGUF"):
+    with pytest.raises(ValueError, match="is a file, but not a GGUF file"):
         resolve_model(str(tmp_path / "notes.txt"))
 
 

@@ -85,7 +85,7 @@ def chat(
             reason = f"--{name} {amount:g} is a fraction of a prompt, but a chat has no end"
             raise ValueError(f"{reason}; give tokens, such as --budget 512 or --{name} 256")
     from h2okv.chat.session import Chat, read_chat
-    from h2okv.integration.layer_budgets import with_own_budgets
+    from h2okv.integration.layer_budgets import with_measured_budgets
 
     described = model.describe()
     params = sampling.params(described)
@@ -96,7 +96,7 @@ def chat(
     with h2okv.enable(loaded, compile=compile):
         if positions == "auto" and remark is None:
             cache, remark = probe_positions(loaded, cache)
-        cache = with_own_budgets(cache, loaded, described)
+        cache = with_measured_budgets(cache, loaded, described)
         h2o_cache = h2okv.H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
         session = Chat(loaded, described, params, h2o_cache, system, pin)
         if load is not None:

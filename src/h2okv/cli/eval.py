@@ -81,13 +81,13 @@ class Trial:
 
     def _measure(self) -> None:
         """Replace ``auto`` by the model's layer budgets."""
-        from h2okv.integration.layer_budgets import with_own_budgets
+        from h2okv.integration.layer_budgets import with_measured_budgets
 
         described = self.model.describe()
         for config in self.caches:
             args.check_cache(described.config, config)
         loaded = self.model.load(described)
-        self.caches = [with_own_budgets(config, loaded, described) for config in self.caches]
+        self.caches = [with_measured_budgets(config, loaded, described) for config in self.caches]
 
 
 def trial_options(*lists: str, csv: Any = CSV, **changed: Any) -> Any:

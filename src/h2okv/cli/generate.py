@@ -70,7 +70,7 @@ def generate(
     check_pinnable(pin)
     text = read_prompt(prompt, file)
     from h2okv.chat.generation import Job, generate_and_compare
-    from h2okv.integration.layer_budgets import with_own_budgets
+    from h2okv.integration.layer_budgets import with_measured_budgets
 
     described = model.describe()
     params = sampling.params(described)
@@ -91,7 +91,7 @@ def generate(
     pins = message_spans(described.tokenizer, messages, pin)
     load = model.load if compare is None else partial(_load, model)
     loaded = load(described, compile, weight_bits)
-    cache = with_own_budgets(cache, loaded, described)
+    cache = with_measured_budgets(cache, loaded, described)
     job = Job(loaded, described, prompt_ids, params, is_chat, compile, pins)
     comparison = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
     if as_json:

@@ -87,7 +87,7 @@ def stream(
     from h2okv.cache.support import context_window
     from h2okv.evaluation.stream_data import ConversationSource, TextSource
     from h2okv.evaluation.streaming import Stream, StreamSettings
-    from h2okv.integration.layer_budgets import with_own_budgets
+    from h2okv.integration.layer_budgets import with_measured_budgets
 
     settings = args.build(StreamSettings, locals())
     described = model.describe()
@@ -112,7 +112,7 @@ def stream(
         assert input is not None
         source = ConversationSource(input, tokenizer, vocab_size)
     loaded = model.load(described)
-    cache = with_own_budgets(cache, loaded, described)
+    cache = with_measured_budgets(cache, loaded, described)
     scoring = None if cache.scoring == "sum" else cache.scoring
     identity = {**cache.to_record(), "seed": seed, "scoring": scoring}
     if files.resume and files.checkpoint is not None:

@@ -37,7 +37,7 @@ from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import enable, input_device
-from h2okv.integration.layer_budgets import with_own_budgets
+from h2okv.integration.layer_budgets import with_measured_budgets
 from h2okv.integration.loading import Described, context_of, describe, load_weights
 from h2okv.provenance import fingerprint
 from h2okv.records import refusing, short_repr
@@ -101,7 +101,7 @@ class Engine:
         self.model = model.eval()
         self._model_config = self.model.config
         if cache_config.layer_budgets == MEASURED:
-            measured_config = with_own_budgets(cache_config, self.model, described)
+            measured_config = with_measured_budgets(cache_config, self.model, described)
             self.config = config = replace(config, cache=measured_config)
             probe = self._make_cache(None)
             self._set_limits(probe, described.context)

@@ -22,13 +22,13 @@ from h2okv.ops.reference import Visibility, attention_with_scores, causal
 ATTENTION_NAME = "h2o"
 logger = logging.get_logger(__name__)
 
-# Arguments that change the probabilities and that SDPA passes over in silence: learned sinks, and
-# the keys that an indexer chose.
+# Arguments that change the probabilities and that SDPA silently ignores: learned sinks, and the
+# keys that an indexer selected.
 _IGNORED_BY_SDPA = ("s_aux", "sinks", "indices", "block_indices")
 
-# A mask of this dtype holds for each key the window in which it is seen; 0 for padding. The window
-# travels in the numbers because nothing else survives on all ways: not every model gives its
-# attention a ``sliding_window``, and an attribute is lost when a mask is moved to another device.
+# A mask of this dtype holds for each key the window in which it is visible; 0 for padding. The
+# window is stored in the values because nothing else always survives: not every model passes a
+# ``sliding_window`` to its attention, and an attribute is lost when a mask moves to another device.
 WINDOW_DTYPE = torch.int32
 
 
@@ -42,18 +42,18 @@ def h2o_mask(
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Tensor | None:
-    """Makes the mask of a block of T tokens; registered as ``"h2o"`` in ``AttentionMaskInterface``.
+    """Make the mask of a block of T tokens; registered as ``"h2o"`` in ``AttentionMaskInterface``.
 
     A causal block over itself (every block of an `H2OCache`, and the first one of any cache) needs
-    no T x T mask, only to know which tokens are padding, bool ``[B, 1, 1, T]``, or `None` if none
-    is. A sliding window adds one number: `WINDOW_DTYPE` ``[B, 1, 1, N]``. Everything else gets
-    SDPA's mask, bool ``[B, 1, T, N]``. The attention mask is bool ``[B, tokens seen + T or more]``,
-    of which the block's columns are those behind the tokens seen, as in transformers.
+    no T x T mask, only which tokens are padding: bool ``[B, 1, 1, T]``, or `None` without padding.
+    A sliding window adds one number: `WINDOW_DTYPE` ``[B, 1, 1, N]``. Everything else gets SDPA's
+    mask, bool ``[B, 1, T, N]``. The attention mask is bool ``[B, tokens seen + T or more]``; the
+    block's columns follow those of the tokens seen, as in transformers.
 
     Raises:
         ValueError: if the attention mask ends before the block does.
     """
-    # Only patterns that look both ways, whose keys may be another text's, come with this option.
+    # Only bidirectional patterns, whose keys may belong to another text, come with this option.
     if attention_mask is not None and "allow_is_bidirectional_skip" not in options:
         _check_columns(attention_mask, q_offset, q_length)
     offsets = {"q_offset": q_offset, "kv_offset": kv_offset}
@@ -62,7 +62,7 @@ def h2o_mask(
     if not is_causal:
         window = _sliding_window(mask_function, q_length, kv_length, offsets | options)
     if q_length == kv_length and (is_causal or (window is not None and window >= kv_length)):
-        # An H2O layer's own offset is a tensor, which slices would wait for.
+        # The offset of an H2O layer is a tensor; slicing by it would synchronize the device.
         start = q_offset if isinstance(q_offset, int) else kv_offset
         return padding_mask(attention_mask, start, q_length)
     if window is None:
@@ -77,7 +77,7 @@ def h2o_mask(
 
 
 def padding_mask(attention_mask: Tensor | None, start: Any, length: int) -> Tensor | None:
-    """Cuts a block's T columns out of a mask; ``None`` if all tokens are real.
+    """Cut a block's T columns out of a mask; ``None`` if all tokens are real.
 
     Args:
         attention_mask: ``[B, tokens seen + T or more]``, 0 for padding.
@@ -103,17 +103,17 @@ def padding_mask(attention_mask: Tensor | None, start: Any, length: int) -> Tens
 
 
 def _check_columns(attention_mask: Tensor, seen: Any, length: int) -> None:
-    """Refuses a mask without a column for each of the tokens seen and the T new ones."""
-    # Where the number of tokens seen is on a device, asking for it would stop every step.
-    is_known = isinstance(seen, int) or seen.device.type == "cpu"
-    if torch.compiler.is_compiling() or not is_known:
+    """Refuse a mask without a column for each of the tokens seen and the T new ones."""
+    # Reading the number of tokens seen from a device would synchronize every step.
+    is_readable = isinstance(seen, int) or seen.device.type == "cpu"
+    if torch.compiler.is_compiling() or not is_readable:
         return
     needed = int(seen) + length
     if attention_mask.dim() != 2 or attention_mask.shape[1] < needed:
         raise ValueError(
             f"attention_mask of shape {list(attention_mask.shape)} must have a column for each of "
             f"the {int(seen)} tokens seen and the {length} new ones, padding included: give "
-            f"[batch, {needed}], 0 for padding and 1 for text, or none if nothing is padding."
+            f"[batch, {needed}], 0 for padding and 1 for text, or no mask if nothing is padding."
         )
 
 
@@ -123,16 +123,16 @@ def _sliding_window(
     """Return the window if the pattern is a causal sliding window and nothing else."""
     window: Any = options.get("local_size")
     offsets: Any = options["q_offset"], options["kv_offset"]
-    # transformers withdraws the skip when it lays another pattern over the window.
-    is_plain = window is not None and options.get("allow_is_causal_skip", True)
-    # A decode step's mask is small; a compiled one must not look at numbers.
+    # transformers disallows the skip when it combines the window with another pattern.
+    is_sliding = window is not None and options.get("allow_is_causal_skip", True)
+    # A decode step's mask is small; a compiled one must not read values.
     is_readable = q_length > 1 and not torch.compiler.is_compiling()
-    if not is_plain or not is_readable or not all(isinstance(own, int) for own in offsets):
+    if not is_sliding or not is_readable or not all(isinstance(offset, int) for offset in offsets):
         return None
     if offsets[0] + q_length != offsets[1] + kv_length:
         return None
-    # Chunked attention gives its chunk as local_size too: ask the pattern itself. A window moves
-    # with the query; of two neighbours one lies in another chunk than the key it reaches back to.
+    # Chunked attention passes its chunk as local_size too, so evaluate the pattern itself. A window
+    # moves with the query; of two adjacent queries, one is in another chunk than its oldest key.
     queries = torch.tensor([window, window + 1, window, window])
     keys = torch.tensor([1, 2, 0, window + 1])
     seen = mask_function(0, 0, queries, keys)
@@ -150,13 +150,13 @@ def plain_attention(
     softcap: float | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """SDPA, or what SDPA has not: a window without a T x T mask, and soft-capped logits."""
-    if query.is_meta:  # there are no numbers, among them the window in a mask
+    """Run SDPA, or what it lacks: a window without a T x T mask, and soft-capped logits."""
+    if query.is_meta:  # there are no values, so the window in a mask cannot be read
         batch, heads, length, _ = query.shape
         return query.new_empty(batch, length, heads, value.shape[-1]), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if mask is not None:
-        mask = mask[..., : key.shape[2]]  # without a cache it has all columns that the user gave
+        mask = mask[..., : key.shape[2]]  # without a cache it has all columns of the user's mask
     has_window = mask is not None and mask.dtype == WINDOW_DTYPE
     if softcap is None and not has_window:
         if mask is not None and mask.shape[-2] == 1 < query.shape[2]:
@@ -179,11 +179,11 @@ def plain_attention(
 def _capped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
-    """Soft-capped attention, ``[B, HQ, T, Dv]``: by blocks, unless a gradient must pass."""
+    """Compute soft-capped attention, ``[B, HQ, T, Dv]``; blockwise unless a gradient is needed."""
     if mask is not None and mask.shape[-2] != 1:
         return attention_with_scores(query, key, value, mask, scale, softcap)[0]
     if mask is None and query.shape[2] > 1:
-        # As SDPA is causal: a prompt on a static cache, whose other slots are empty.
+        # As SDPA's is_causal does: a prompt on a static cache, whose other slots are empty.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     past = key.shape[2] - query.shape[2]
     window, real = (None, None) if mask is None else _read_window(mask)
@@ -200,7 +200,7 @@ def _capped(
 
 
 def _read_window(mask: Any) -> tuple[Any, Tensor]:
-    """Takes a compact mask apart: the window or ``None``, and the real keys, bool ``[B, N]``."""
+    """Split a compact mask into the window or ``None``, and the real keys, bool ``[B, N]``."""
     window = int(mask.max()) if mask.dtype == WINDOW_DTYPE else None
     return window, mask[:, 0, 0, :] > 0
 
@@ -216,10 +216,10 @@ def h2o_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attends through the H2O cache; registered as ``"h2o"`` in ``AttentionInterface``.
+    """Attend through the H2O cache; registered as ``"h2o"`` in ``AttentionInterface``.
 
-    Without an `H2OCache` (another cache, none, or a sliding-window layer) it is plain SDPA. An H2O
-    layer's `update` has marked the keys; the mask is `h2o_mask`'s.
+    Without an `H2OCache` (another cache, none, or a sliding-window layer) it is plain SDPA. The
+    `update` of an H2O layer has marked the keys; the mask comes from `h2o_mask`.
     """
     layer: CacheLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
@@ -235,12 +235,12 @@ def h2o_attention(
     layer.awaits_attention = False
     if options.get("output_attentions"):
         logger.warning_once(
-            "H2O attention makes no matrix, so output_attentions=True gives none; run the model "
-            "with attn_implementation='eager' and transformers' own cache for it."
+            "H2O attention computes no attention matrix, so output_attentions=True returns None; "
+            "run the model with attn_implementation='eager' and transformers' own cache for it."
         )
     if module.training and query.requires_grad and torch.is_grad_enabled():
         logger.warning_once(
-            "Nothing is learned through an H2OCache: queries, keys and values get no gradient; "
+            "An H2OCache does not backpropagate: queries, keys and values get no gradient; "
             "train without a cache (use_cache=False), which is plain SDPA."
         )
     _check_modelled(module, options, (*_IGNORED_BY_SDPA, "position_bias"))
@@ -269,9 +269,9 @@ def h2o_attention(
 
 
 def _note_padding(layer: CacheLayer, real: Tensor) -> None:
-    """Note padding behind text, which a number of tokens does not tell `next_turn`."""
+    """Record padding behind text, which `next_turn` cannot infer from the number of tokens."""
     if layer.holds_budgets:
-        # A mask that was read and is still here has padding.
+        # `padding_mask` dropped it already if it was read and had no padding.
         layer.has_inner_padding |= real.shape[1] > 1 or real.device.type == "cpu"
     else:
         layer.has_inner_padding |= bool((real[:, :-1] & ~real[:, 1:]).any())
@@ -280,7 +280,7 @@ def _note_padding(layer: CacheLayer, real: Tensor) -> None:
 def _check_modelled(
     module: torch.nn.Module, options: dict[str, Any], unmodelled: tuple[str, ...]
 ) -> None:
-    """Raises if the model asks for attention that would be ignored."""
+    """Raise if the model uses a form of attention that would be ignored."""
     for name in unmodelled:
         if options.get(name) is not None:
             raise ValueError(
@@ -297,7 +297,7 @@ def _check_causal(
     mask: Tensor | None,
     options: dict[str, Any],
 ) -> None:
-    """Raises if a block with H2O entries is not plain causal attention over what is held."""
+    """Raise if a block with H2O entries is not plain causal attention over the entries."""
     batch, length = query.shape[0], query.shape[2]
     if length != num_tokens:
         raise ValueError(
@@ -327,6 +327,6 @@ def _check_causal(
         )
 
 
-# `import h2okv` registers functions that import this module; these take their place.
+# `import h2okv` registers functions that import this module; these replace them.
 AttentionInterface.register(ATTENTION_NAME, h2o_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, h2o_mask)

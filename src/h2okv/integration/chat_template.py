@@ -14,17 +14,17 @@ from h2okv.records import unknown_name
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHOWN = 300  # characters of a template's reason, which may repeat the whole chat
-# Where an answer ends in the plain form: the model would write the user's next line.
+_MAX_REASON = 300  # characters of a template's reason, which may repeat the entire chat
+# Stop strings of the plain form, where the model would go on with the user's next line.
 PLAIN_STOPS = ("\n\nUser:", "\nUser:")
 _PLAIN_FORMS = {"system": "{}\n\n", "user": "User: {}\n\n", "assistant": "Assistant: {}\n\n"}
 
 
 class ChatTemplateError(ValueError):
-    """A model's chat template does not take these messages; `reason` says why, in one line."""
+    """A model's chat template does not accept these messages; `reason` says why, in one line."""
 
     def __init__(self, reason: str) -> None:
-        self.reason = " ".join(reason.split())[:_SHOWN].rstrip(".")
+        self.reason = " ".join(reason.split())[:_MAX_REASON].rstrip(".")
         super().__init__(
             f"the model's chat template does not take these messages ({self.reason}); give messages"
             " that it takes."
@@ -37,19 +37,19 @@ def chat_text(
     *,
     to_answer: bool | None = None,
 ) -> str:
-    """Put messages in the form that a model knows: its chat template, or the plain form.
+    """Render messages with the model's chat template, or in the plain form if it has none.
 
     Args:
-        tokenizer: The model's, with its template.
-        messages: A conversation, or messages as templates take them.
-        to_answer: Of messages, whether the text ends where a new answer begins; ``None`` where
-            `Conversation` says so.
+        tokenizer: The model's tokenizer, with its template.
+        messages: A conversation, or messages as chat templates take them.
+        to_answer: For messages, whether the text ends where a new answer begins; by default as
+            `Conversation` decides.
 
     Returns:
-        The text, with all special tokens if it is a template's, and none otherwise.
+        The text, with all special tokens if a template rendered it, without any otherwise.
 
     Raises:
-        ChatTemplateError: If the template does not take the messages.
+        ChatTemplateError: If the template does not accept the messages.
     """
     chat = messages
     if not isinstance(chat, Conversation):
@@ -57,7 +57,7 @@ def chat_text(
     *earlier, final = chat.messages
     continues, begins_answer = chat.continues, chat.begins_answer
     if continues and final["role"] == "assistant" and not final["content"]:
-        # Nothing to continue: the answer begins behind its header.
+        # Nothing to continue: the answer begins after its header.
         chat = replace(chat, messages=earlier)
         continues, begins_answer = False, True
     if not tokenizer.chat_template:
@@ -81,7 +81,7 @@ def chat_text(
 
 
 def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
-    """Refuses tokens that a model has no embedding for."""
+    """Refuse tokens that a model has no embedding for."""
     if ids and max(ids) >= vocab_size:
         raise ValueError(
             f"the tokenizer gives token {max(ids)}, but the model knows only {vocab_size}; get the"
@@ -100,9 +100,9 @@ def encode(
         prompt, special = chat_text(tokenizer, prompt), not tokenizer.chat_template
     ids = list(tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
     bos = getattr(tokenizer, "bos_token_id", None)
-    if special and ids[:2] == [bos] * 2:  # the text may bring its own
-        own = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-        ids = ids[1:] if len(own) < len(ids) else ids
+    if special and ids[:2] == [bos] * 2:  # the text may begin with a BOS token itself
+        unprefixed = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = ids[1:] if len(unprefixed) < len(ids) else ids
     if vocab_size is not None:
         check_vocabulary(ids, vocab_size)
     return ids
@@ -112,7 +112,7 @@ PINNABLE = ("system", "user", "last_user")
 
 
 def check_pinnable(pin: Sequence[str]) -> None:
-    """Raises if one of them does not name messages."""
+    """Raise if a name in ``pin`` is not one of `PINNABLE`."""
     for name in pin:
         if name not in PINNABLE:
             raise unknown_name("pin", name, PINNABLE)
@@ -129,19 +129,23 @@ def message_spans(
     check_pinnable(pin)
     messages = chat.messages if isinstance(chat, Conversation) else chat
     for name in pin:
-        if not any(one["role"] == name.removeprefix("last_") for one in messages):
+        if not any(message["role"] == name.removeprefix("last_") for message in messages):
             raise ValueError(f"pin={name!r} finds no {name} message; leave it out, or give one.")
     text = chat_text(tokenizer, chat)
     encoded = tokenizer(text, add_special_tokens=not tokenizer.chat_template, verbose=False)
     dropped = len(encoded["input_ids"]) - len(encode(tokenizer, chat))
-    last, at, found = max(n for n, one in enumerate(messages) if one["role"] == "user"), 0, []
+    last = max(number for number, message in enumerate(messages) if message["role"] == "user")
+    offset, spans = 0, []
     for number, message in enumerate(messages):
         content, role = message["content"].strip(), message["role"]
-        at = text.find(content, at)
-        if at < 0:
-            raise ValueError("the chat template changes the messages, so that none can be pinned.")
+        offset = text.find(content, offset)
+        if offset < 0:
+            raise ValueError("the chat template changes the messages, so they cannot be pinned.")
         if content and (role in pin or (number == last and "last_user" in pin)):
-            first, end = encoded.char_to_token(at), encoded.char_to_token(at + len(content) - 1)
-            found.append((first - dropped, end + 1 - dropped))
-        at += len(content)
-    return found
+            first, end = (
+                encoded.char_to_token(offset),
+                encoded.char_to_token(offset + len(content) - 1),
+            )
+            spans.append((first - dropped, end + 1 - dropped))
+        offset += len(content)
+    return spans

@@ -24,7 +24,7 @@ from h2okv.records import refusing
 
 
 def check_compiler(device: torch.device) -> None:
-    """Tries the compiler on next to nothing; its errors are of as many types as tool chains."""
+    """Compile a trivial function; raise ValueError for any error, whatever its type."""
     problem = "compile=True: torch.compile does not work here"
     needed = "on a CPU it needs a C++ compiler such as g++. Install one, or leave out compile=True."
     with refusing(problem, needed, Exception):
@@ -32,7 +32,10 @@ def check_compiler(device: torch.device) -> None:
 
 
 def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
-    """Make a forward that compiles single tokens on an `H2OCache`; other blocks' shapes change."""
+    """Wrap a model's forward so that steps of one token on an `H2OCache` run compiled.
+
+    Longer blocks run as they are: their shapes change from one to the next.
+    """
     plain = model.forward
     compiled = torch.compile(plain, fullgraph=True)
     config = model.config.get_text_config(decoder=True)
@@ -40,7 +43,7 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # on a GPU ``generate`` does so by itself
+        if torch.compiler.is_compiling():  # ``generate`` compiles by itself on a GPU
             return plain(*args, **kwargs)
         kwargs = _by_name(plain, args, kwargs)
         cache, tokens = cache_in(kwargs), kwargs.get("input_ids")
@@ -48,12 +51,12 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
             return plain(**kwargs)
         mask = kwargs.get("attention_mask")
         if mask is not None and mask.dim() == 2:
-            # What was seen before is in the cache; a mask that grows would be compiled again.
+            # The cache has the earlier columns; a mask that grows would be recompiled each step.
             seen: Any
             length, seen = cache.get_mask_sizes(1, 0)
             options = {"q_length": 1, "kv_length": length, "q_offset": seen, "kv_offset": seen}
             mask = h2o_mask(attention_mask=mask.to(seen.device), **options)
-        # Without positions some models count them in the whole mask.
+        # Without position_ids some models derive positions from the full mask.
         is_placed = kwargs.get("position_ids") is not None or (is_rotary and mask is None)
         if not is_placed or not cache.prepare_step():
             return plain(**kwargs)
@@ -67,14 +70,14 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
 def _by_name(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Names a forward's arguments, which may all be given by place."""
+    """Return a forward's arguments as keywords; all of them may be positional."""
     if not args:
         return kwargs
     return dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
 
 
 class _Enabled:
-    """What `enable` changed on a model, for all blocks that are open on it."""
+    """The changes that `enable` made to a model, shared by all open blocks on it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.users = 0
@@ -82,24 +85,25 @@ class _Enabled:
         self._hooked: set[torch.nn.Module] = set()
         self.undo = ExitStack()
         for config in _configs(model):
-            # Not by the property, which would set the parts of a composite model too.
-            own = "_attn_implementation_internal"
-            self.undo.callback(setattr, config, own, config._attn_implementation)
+            # Not through the property, which would also set the submodels of a composite model.
+            name = "_attn_implementation_internal"
+            self.undo.callback(setattr, config, name, config._attn_implementation)
 
     def enter(self, model: PreTrainedModel, outer: torch.nn.Module, compile: bool) -> None:
-        """Opens a block; the first one changes the model, and one that compiles its forward."""
+        """Enter a block; the first changes the model, the first that compiles its forward."""
         model.set_attn_implementation(ATTENTION_NAME)
         if compile and not self._compiles:
-            own = vars(model)
-            if "forward" in own:
-                self.undo.callback(own.__setitem__, "forward", own["forward"])
+            attributes = vars(model)
+            if "forward" in attributes:
+                self.undo.callback(attributes.__setitem__, "forward", attributes["forward"])
             else:
-                self.undo.callback(own.__delitem__, "forward")
-            own["forward"] = with_compiled_steps(model)
+                self.undo.callback(attributes.__delitem__, "forward")
+            attributes["forward"] = with_compiled_steps(model)
             self._compiles = True
-        # A wrapper may call the model's forward past its hooks; ``generate`` passes the wrapper's.
+        # A wrapper may call the model's forward without its hooks; ``generate`` bypasses the
+        # wrapper's.
         for module in {model, outer} - self._hooked:
-            for hook in (_check_padding, _place_tokens):
+            for hook in (_check_padding, _replace_positions):
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                 self.undo.callback(handle.remove)
             self._hooked.add(module)
@@ -111,24 +115,24 @@ _ENABLED: WeakKeyDictionary[PreTrainedModel, _Enabled] = WeakKeyDictionary()
 
 @contextmanager
 def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrainedModel]:
-    """Gives a loaded model H2O attention inside a ``with`` block.
+    """Give a loaded model H2O attention inside a ``with`` block.
 
     The model's attention implementation is changed on entry and restored on exit, also after an
     error. Blocks may be nested and overlap in threads: the last one to end restores the model.
     Inside, a forward of a padded batch without an attention mask is refused (``generate`` makes
-    a mask itself), and the positions that the model gets are those that a cache with
-    ``positions="clamped"`` asks for.
+    a mask itself), and a cache with ``positions="clamped"`` replaces the positions that are
+    passed to the model.
 
     Args:
-        model: a loaded model, as it is, compiled by ``torch.compile`` or with PEFT adapters (not
+        model: a loaded model, plain, compiled by ``torch.compile`` or with PEFT adapters (not
             prompt learning); its configs' attention implementation, and with ``compile`` its
             ``forward``, are mutated for the block.
-        compile: run steps of a single token through ``torch.compile``. The first one takes some
-            tens of seconds; after that all small operations of a layer are one. Needs layers that
-            all keep H2O entries; others run as they are.
+        compile: run steps of a single token through ``torch.compile``. The first step takes some
+            tens of seconds; after that the small operations of a layer are fused. Every layer must
+            hold H2O entries; other models run uncompiled.
 
     Yields:
-        The model as it was given.
+        The model that was passed.
 
     Raises:
         ValueError: if the model is not supported, or the compiler does not work here.
@@ -147,30 +151,30 @@ def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrai
     finally:
         with _LOCK:
             enabled.users -= 1
-            if not enabled.users:  # the model is given back as it was
+            if not enabled.users:  # the last block restores the model
                 _ENABLED.pop(base, None)
                 enabled.undo.close()
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
-    found: dict[int, PreTrainedConfig] = {}
-    waiting = [part.config for part in model.modules() if isinstance(part, PreTrainedModel)]
-    for config in waiting:
-        if id(config) not in found:
-            found[id(config)] = config
-            parts = (getattr(config, name, None) for name in config.sub_configs)
-            waiting += [part for part in parts if part is not None]
-    return list(found.values())
+    configs: dict[int, PreTrainedConfig] = {}
+    pending = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for config in pending:
+        if id(config) not in configs:
+            configs[id(config)] = config
+            subconfigs = (getattr(config, name, None) for name in config.sub_configs)
+            pending += [subconfig for subconfig in subconfigs if subconfig is not None]
+    return list(configs.values())
 
 
 def _check_padding(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses a batch that looks padded and has no mask; a mask that is given is believed."""
+    """Refuse a batch that looks padded and has no mask; an explicit mask is trusted."""
     arguments = _by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
     input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     pad = getattr(module.config, "pad_token_id", None)
     if input_ids is None or pad is None or 1 in input_ids.shape or input_ids.is_meta:
         return
-    # ``generate`` drops a mask of ones, or makes one, and always gives positions.
+    # ``generate`` drops a mask of ones, or makes one, and always passes positions.
     if mask is not None or arguments.get("position_ids") is not None:
         return
     for side, column in (("left", 0), ("right", -1)):
@@ -183,10 +187,10 @@ def _check_padding(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[
             )
 
 
-def _place_tokens(
+def _replace_positions(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Gives the model the positions that the cache asks for, where it asks for others."""
+    """Replace the model's positions by those of a cache that rewrites them."""
     arguments = _by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
     cache, position_ids = cache_in(arguments), arguments.get("position_ids")
     if not isinstance(cache, H2OCache) or not cache.needs_enabling:
@@ -203,15 +207,15 @@ def _place_tokens(
 
 
 def positions_of(attention_mask: Tensor) -> Tensor:
-    """Counts each sequence's real tokens, as `generate` does for its positions; ``[B, N]``."""
+    """Return each token's position, padding not counted, as in `generate`; int64 ``[B, N]``."""
     return (attention_mask.long().cumsum(dim=1) - 1).clamp(min=0)
 
 
 def input_device(model: Any) -> torch.device:
-    """Finds where a model takes its tokens: where its embedding runs.
+    """Return the device of a model's input tokens: where its embedding runs.
 
-    ``model.device`` is that of the first parameter, which is meta where accelerate has offloaded
-    it, and not always the embedding's where it has spread a model over devices.
+    ``model.device`` is that of the first parameter: meta if accelerate has offloaded it, and not
+    always the embedding's if a model is spread over devices.
     """
     base = unwrap(model)
     embedding: Any = base.get_input_embeddings()
@@ -227,9 +231,9 @@ def input_device(model: Any) -> torch.device:
 
 
 def recipe_path() -> Path:
-    """Returns the folder for ``model.generate(custom_generate=...)``.
+    """Return the folder for ``model.generate(custom_generate=...)``.
 
-    It can be uploaded to the Hub as it is, or used from here with ``trust_remote_code=True``.
+    It can be uploaded to the Hub unchanged, or used locally with ``trust_remote_code=True``.
     """
     return Path(__file__).with_name("hub_recipe")
 
@@ -246,22 +250,22 @@ def read_blocks(
     all_logits: bool = False,
     attention_mask: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Reads tokens onto a cache in blocks, with the memory of one block.
+    """Read tokens into a cache in blocks, with the memory of one block.
 
-    The cache goes on from where it stands. A budget in fractions is of the whole ``input_ids`` if
-    the cache is empty.
+    The cache continues after the tokens that it has seen. If it is empty, a budget in fractions
+    refers to all of ``input_ids``.
 
     Args:
         model: a loaded model, with H2O attention or without.
         input_ids: int ``[B, T]``, without padding.
         cache: mutated.
         chunk: tokens of a forward; by default ``cache.prefill_chunk``, else all at once.
-        all_logits: whether to give the logits of every token, not only of a block's last one.
-        attention_mask: ones ``[B, tokens seen + T]``, which say that tokens like the padding
-            token's are text; ``None`` to refuse what looks padded.
+        all_logits: whether to yield the logits of every token, not only of a block's last one.
+        attention_mask: ones ``[B, tokens seen + T]``, which mark tokens equal to the padding token
+            as text; with ``None`` a batch that looks padded is refused.
 
     Yields:
-        ``(read, logits)``: how many tokens have been read, and ``[B, c or 1, V]``.
+        ``(num_read, logits)``: the number of tokens read, and ``[B, c or 1, V]``.
 
     Raises:
         ValueError: if there is nothing to read, or the chunk is below 1.
@@ -277,8 +281,8 @@ def read_blocks(
         with _attending(model, cache):
             for start in range(0, length, chunk):
                 block = input_ids[:, start : start + chunk].to(input_device(model))
-                read = start + block.shape[1]
-                mask = None if attention_mask is None else attention_mask[:, : seen + read]
+                num_read = start + block.shape[1]
+                mask = None if attention_mask is None else attention_mask[:, : seen + num_read]
                 with torch.no_grad():
                     logits = model(
                         block,
@@ -286,7 +290,7 @@ def read_blocks(
                         **{CACHE: cache},
                         logits_to_keep=0 if all_logits else 1,
                     ).logits
-                yield read, logits
+                yield num_read, logits
     finally:
         cache.expect(None)
 
@@ -299,9 +303,9 @@ def _attending(model: PreTrainedModel, cache: H2OCache) -> AbstractContextManage
 def prefill(
     model: PreTrainedModel, input_ids: Tensor, cache: H2OCache, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """Reads a prompt, or a further turn, onto a cache in blocks of ``cache.prefill_chunk``.
+    """Read a prompt, or a further turn, into a cache in blocks of ``cache.prefill_chunk``.
 
-    Then generate with the whole text, of which transformers takes the part not yet read::
+    Then generate with the full text; transformers reads only the tokens that the cache has not::
 
         h2okv.prefill(model, input_ids[:, :-1], cache)
         model.generate(input_ids, cache=cache)  # before transformers 5.24: past_key_values=cache
@@ -311,8 +315,8 @@ def prefill(
         input_ids: int ``[B, T]``.
         cache: mutated.
         attention_mask: ``[B, tokens seen + T]``, 0 for padding; ``None`` if ``input_ids`` has
-            none. A padded batch passes the model in one forward, cut into blocks inside each
-            layer, because its rows are cut at different columns.
+            none. A padded batch is read in one forward and split into blocks inside each layer,
+            because the blocks of its rows begin at different columns.
 
     Returns:
         Logits of each sequence's last token, ``[B, V]``.
@@ -322,13 +326,16 @@ def prefill(
     """
     if not isinstance(cache, H2OCache):
         raise ValueError(
-            f"cache={type(cache).__name__} is no H2OCache; give h2okv.H2OCache(model.config, ...)."
+            f"cache must be an H2OCache, got {type(cache).__name__}; give"
+            " h2okv.H2OCache(model.config, ...)."
         )
     if not torch.is_tensor(input_ids) or input_ids.dim() != 2:
-        given = list(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
+        description = (
+            list(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
+        )
         raise ValueError(
-            f"input_ids={given} is not a batch of tokens; give an int tensor [batch, tokens], such"
-            " as tokenizer(text, return_tensors='pt').input_ids."
+            f"input_ids must be an int tensor [batch, tokens], got {description}; give for example"
+            " tokenizer(text, return_tensors='pt').input_ids."
         )
     length, needed = input_ids.shape[1], cache.num_seen_tokens + input_ids.shape[1]
     mask = (
@@ -345,7 +352,7 @@ def prefill(
             last = logits[:, -1]
         return last
     device = input_device(model)
-    # Where text ends before the block does, its last token is further left.
+    # With padding behind the text, the last token is further left.
     after = mask[:, -length:].long().flip(1).argmax(dim=1)
     with _attending(model, cache), torch.no_grad():
         logits = model(

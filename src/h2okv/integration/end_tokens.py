@@ -1,4 +1,4 @@
-"""Which tokens end a text, a turn, or a part of a file that is filled in."""
+"""Tokens that end a text, a turn, or a fill-in-the-middle."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-# By their text, as llama.cpp finds them: a checkpoint often names only one of those that its model
-# writes. Those with "<|" stand for nothing else; of the others ordinary text may consist too.
+# By their text, as in llama.cpp: a checkpoint often lists only one of those that its model writes.
+# Tokens with "<|" have no other meaning; the others may also be ordinary text.
 _TEXTS = """
     <|endoftext|> <|end_of_text|> <|end_of_sentence|> <｜end▁of▁sentence｜> <|eos|> <eos> [EOS] </s>
     <|im_end|> <|eot_id|> <|eom_id|> <|eot|> <|eom|> <|EOT|> <EOT> _<EOT> ▁<EOT> [EOT] <|end|>
@@ -16,8 +16,8 @@ _TEXTS = """
     <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD]
     <|fim_repo|> <|repo_name|> <fim-repo> <repo_name> <reponame> <REPO> <|file_sep|> <file_sep>
 """
-# What another token's presence makes a mark in the middle of a turn, or text.
-_NOT_BESIDE = (
+# Tokens that do not end a turn if the vocabulary also has all of these others.
+_EXCLUDED_BY = (
     ("<|end|>", {"<|return|>", "<|call|>"}),
     ("<|end|>", {"<|calls|>", "<|flush|>"}),
     ("</s>", {"<|tool_response>"}),
@@ -25,13 +25,13 @@ _NOT_BESIDE = (
 
 
 def end_token_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> set[int]:
-    """Find them in a tokenizer's vocabulary; only tokens that text is not split into by chance."""
+    """Find the end tokens of a vocabulary; tokens that ordinary text may yield do not count."""
     listed_texts, listed = _TEXTS.split(), dict[str, int]()
     for token, added in tokenizer.added_tokens_decoder.items():
         text = str(added.content)
         if text in listed_texts and (added.special or text.startswith(("<|", "<｜"))):
             listed[text] = token
-    in_a_turn = {text for text, others in _NOT_BESIDE if others <= listed.keys()}
+    in_a_turn = {text for text, others in _EXCLUDED_BY if others <= listed.keys()}
     for text in in_a_turn & listed.keys():
         del listed[text]
     ends = {*listed.values(), tokenizer.eos_token_id}
@@ -41,11 +41,11 @@ def end_token_ids(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> set[in
 def add_end_tokens(
     config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> None:
-    """Add them to those that a checkpoint names. Mutates the config."""
+    """Add the vocabulary's end tokens to those that a checkpoint lists. Mutates the config."""
     if config is None:
         return
-    stated: Any = config.eos_token_id
-    before = stated if isinstance(stated, (list, tuple)) else [] if stated is None else [stated]
-    # Those first that were first: the first one pads a batch where nothing else is named.
-    ends = [*before, *sorted(end_token_ids(tokenizer, vocab_size) - set(before))]
+    eos: Any = config.eos_token_id
+    listed = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
+    # Their order stays: the first one pads a batch if no padding token is set.
+    ends = [*listed, *sorted(end_token_ids(tokenizer, vocab_size) - set(listed))]
     config.eos_token_id = ends[0] if len(ends) == 1 else ends or None

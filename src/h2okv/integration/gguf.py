@@ -1,4 +1,4 @@
-"""GGUF files are converted once to ordinary checkpoints, in the user's cache folder."""
+"""Convert GGUF files, once each, to safetensors checkpoints in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from h2okv.integration.end_tokens import add_end_tokens
 from h2okv.integration.gguf_reader import lean_transformers, open_lean
 from h2okv.integration.gguf_tokenizer import check_split, correct_tokenizer, metadata_ends
 from h2okv.integration.gguf_weights import write_weights
-from h2okv.integration.names import cache_folder, check_gguf, gguf_parts
+from h2okv.integration.names import cache_folder, check_gguf, gguf_shards
 from h2okv.records import first_line, parse_json, refusing
 
 RECORD = "converted_from.json"  # in a converted folder: the file that it was converted from
-_VERSION = 2  # of what is written; folders of another are written anew
+_VERSION = 2  # of the conversion; folders of another version are written again
 _DAY = 86400.0
 _SPARE_BYTES = 64 << 20
 _SCALING = ("rope.scaling.type", "rope.scaling.factor")
@@ -39,40 +39,41 @@ _SCALING_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight")
 
 
 def converted(path: Path) -> Path:
-    """Return the checkpoint converted from a GGUF file, now if it has not been converted before.
+    """Return the checkpoint of a GGUF file, converting it unless that was done before.
 
-    Says on stderr what is converted, where to and how large.
+    Prints the file, the checkpoint's folder and its size to stderr.
     """
-    parts = gguf_parts(path.absolute())
-    path = parts[0]
-    stats = [_attempt(path, part.stat) for part in parts]
+    shards = gguf_shards(path.absolute())
+    path = shards[0]
+    stats = [_attempt(path, shard.stat) for shard in shards]
     size, changed = sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
     source = {"file": str(path), "bytes": size, "changed": changed, "version": _VERSION}
     for folder, record in converted_folders():
-        if record == source:  # spares reading all of a large file at each start
+        if record == source:  # avoids hashing a large file at each start
             return folder
     write_remark(f"converting '{path}' ({format_bytes(size)}), once: reading what it holds")
-    file = _open(parts)
-    digest = _attempt(path, lambda: sha256(*parts))
+    file = _open(shards)
+    digest = _attempt(path, lambda: sha256(*shards))
     folder = cache_folder("models") / f"{path.stem}-{digest[:16]}"
     if not _is_current(folder):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         _write(file, folder, source)
-        write_remark(f"converted in {time.perf_counter() - begun:.0f} s")
+        write_remark(f"converted in {time.perf_counter() - start:.0f} s")
     return folder
 
 
 def converted_folders() -> Iterator[tuple[Path, dict[str, Any]]]:
-    """List what has been converted, with the record of each."""
-    # Not the hidden folders, which another process is still writing.
-    for file in sorted(cache_folder("models").glob(f"[!.]*/{RECORD}")):
+    """List the folders of converted checkpoints, with the record of each."""
+    # Hidden folders are still being written by another process.
+    for record_file in sorted(cache_folder("models").glob(f"[!.]*/{RECORD}")):
         with contextlib.suppress(OSError, ValueError):
-            yield file.parent, parse_json(file.read_text(encoding="utf-8"))
+            yield record_file.parent, parse_json(record_file.read_text(encoding="utf-8"))
 
 
 def _is_current(folder: Path) -> bool:
     return any(
-        own == folder and record.get("version") == _VERSION for own, record in converted_folders()
+        other == folder and record.get("version") == _VERSION
+        for other, record in converted_folders()
     )
 
 
@@ -81,30 +82,30 @@ def sha256(*paths: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with path.open("rb") as file:
-            hashlib.file_digest(file, lambda: digest)  # which goes on with it
+            hashlib.file_digest(file, lambda: digest)  # continues the same digest
     return digest.hexdigest()
 
 
 @contextlib.contextmanager
-def made_in(cache: Path, prefix: str) -> Iterator[Path]:
-    """Make a temporary folder in the cache, for what is moved to its place once complete."""
+def temporary_folder(cache: Path, prefix: str) -> Iterator[Path]:
+    """Make a temporary folder in the cache, to be moved into place once it is complete."""
     room = "make room there, or set XDG_CACHE_HOME to another folder"
     with refusing(f"'{cache}' cannot be written", room, OSError, SafetensorError):
         cache.mkdir(parents=True, exist_ok=True)
-        for left in cache.glob(f"{prefix}*"):  # by a process that was killed
-            if time.time() - left.stat().st_mtime > _DAY:
-                shutil.rmtree(left, ignore_errors=True)
+        for stale in cache.glob(f"{prefix}*"):  # by a process that was killed
+            if time.time() - stale.stat().st_mtime > _DAY:
+                shutil.rmtree(stale, ignore_errors=True)
         with tempfile.TemporaryDirectory(
             prefix=prefix, dir=cache, ignore_cleanup_errors=True
-        ) as made:
-            yield Path(made)
+        ) as temporary:
+            yield Path(temporary)
 
 
 @dataclass(frozen=True)
 class _File:
-    """A GGUF model: its files, opened, and what they say."""
+    """A GGUF model: its opened files, with their tensors and metadata."""
 
-    path: Path  # the first of them, by which messages name it
+    path: Path  # the first file; messages name the model by it
     readers: Sequence[Any]
 
     @property
@@ -113,25 +114,25 @@ class _File:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Its metadata; of a list the length."""
+        """Its metadata; of a list, the length."""
         fields = self.readers[0].fields.items()
         return {
-            key: len(own.data) if own.types[0].name == "ARRAY" else own.contents()
-            for key, own in fields
+            key: len(field.data) if field.types[0].name == "ARRAY" else field.contents()
+            for key, field in fields
         }
 
 
-def _open(parts: Sequence[Path]) -> _File:
-    """Open a GGUF model; refuse one of another format, incomplete, or that is not understood."""
-    path = parts[0]
-    for part in parts:
-        check_gguf(part)
+def _open(shards: Sequence[Path]) -> _File:
+    """Open a GGUF model; raise ValueError if it is incomplete, unsupported or not GGUF."""
+    path = shards[0]
+    for shard in shards:
+        check_gguf(shard)
     for name in ("gguf", "accelerate"):
         optional(name, f"--model '{path}'", "gguf")
-    file = _File(path, [_attempt(part, partial(open_lean, part)) for part in parts])
+    file = _File(path, [_attempt(shard, partial(open_lean, shard)) for shard in shards])
     fields = file.fields
     count = fields.get("split.count", 1)
-    if count != len(parts):
+    if count != len(shards):
         raise ValueError(
             f"--model '{path}' is part {fields.get('split.no', 0) + 1} of {count} of a model, but"
             f" its name does not say so; name all parts as they were named, ending in"
@@ -157,7 +158,7 @@ def _open(parts: Sequence[Path]) -> _File:
 
 
 def _attempt(path: Path, read: Callable[[], Any]) -> Any:
-    """Run a reader that fails in as many ways as a file can be damaged."""
+    """Run a reader; raise ValueError for any failure, whose type depends on the damage."""
     try:
         return read()
     except (MemoryError, torch.OutOfMemoryError):
@@ -178,7 +179,7 @@ def _attempt(path: Path, read: Callable[[], Any]) -> Any:
 
 
 def _stored_dtype(file: _File) -> torch.dtype:
-    """Choose the type of the converted weights; refuse a quantization that cannot be undone."""
+    """Choose the dtype of the converted weights; refuse an unsupported quantization."""
     import gguf
 
     kinds = {tensor.tensor_type: tensor for tensor in file.tensors if len(tensor.shape) > 1}
@@ -198,48 +199,48 @@ def _stored_dtype(file: _File) -> torch.dtype:
 def _write(file: _File, folder: Path, source: dict[str, Any]) -> None:
     path, dtype = file.path, _stored_dtype(file)
     weights = sum(int(tensor.n_elements) for tensor in file.tensors) * dtype.itemsize
-    joined = source["bytes"] if len(file.readers) > 1 else 0
+    joined_bytes = source["bytes"] if len(file.readers) > 1 else 0
     cache, name = folder.parent, str(dtype).removeprefix("torch.")
-    with made_in(cache, ".converting-") as made:
-        free = shutil.disk_usage(made).free
-        if free < weights + joined + _SPARE_BYTES:
+    with temporary_folder(cache, ".converting-") as temporary:
+        free = shutil.disk_usage(temporary).free
+        if free < weights + joined_bytes + _SPARE_BYTES:
             raise ValueError(
                 f"'{cache}' has {free:,} bytes free and --model '{path}' takes"
-                f" {weights + joined:,} when converted; make room there, or set XDG_CACHE_HOME to"
-                " another folder"
+                f" {weights + joined_bytes:,} when converted; make room there, or set"
+                " XDG_CACHE_HOME to another folder"
             )
         other = "twice that in float32" if dtype.itemsize == 2 else "half with --dtype bfloat16"
         write_remark(
             f"writing {format_bytes(weights)} of {name} weights to '{folder}'; they take that much"
             f" memory, {other}"
         )
-        if joined:
-            with made_in(cache, ".joining-") as place:
-                whole = place / f"{path.stem}.gguf"
-                _join(file, whole)
-                _convert(path, whole, open_lean(whole), dtype, made)
+        if joined_bytes:
+            with temporary_folder(cache, ".joining-") as joined_folder:
+                joined_file = joined_folder / f"{path.stem}.gguf"
+                _join(file, joined_file)
+                _convert(path, joined_file, open_lean(joined_file), dtype, temporary)
         else:
-            _convert(path, path, file.readers[0], dtype, made)
-        (made / RECORD).write_text(json.dumps(source), encoding="utf-8")
+            _convert(path, path, file.readers[0], dtype, temporary)
+        (temporary / RECORD).write_text(json.dumps(source), encoding="utf-8")
         if folder.is_dir() and not _is_current(folder):  # of an earlier version of this package
             shutil.rmtree(folder)
         try:
-            made.rename(folder)
+            temporary.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was faster
+            if not folder.is_dir():  # otherwise another process wrote it first
                 raise
 
 
 def _join(file: _File, path: Path) -> None:
-    """Write the parts of a split model as one file, which is all that transformers reads."""
+    """Merge the shards of a split model into one file, because transformers reads no shards."""
     import gguf
 
     first = gguf.GGUFReader(file.path).fields
     writer = gguf.GGUFWriter(path, first["general.architecture"].contents())
-    # The writer has these itself, and tensors stand where its own alignment puts them.
-    own = ("general.architecture", "general.alignment")
+    # The writer adds these itself, with the alignment that it uses.
+    automatic = ("general.architecture", "general.alignment")
     for key, field in first.items():
-        if key not in own and not key.startswith(("GGUF.", "split.")) and len(field.data):
+        if key not in automatic and not key.startswith(("GGUF.", "split.")) and len(field.data):
             is_list = field.types[0].name == "ARRAY"
             listed = field.types[-1] if is_list else None
             writer.add_key_value(key, field.contents(), field.types[0], listed)
@@ -251,12 +252,12 @@ def _join(file: _File, path: Path) -> None:
     writer.close()
 
 
-def _convert(path: Path, whole: Path, reader: Any, dtype: torch.dtype, made: Path) -> None:
-    """Convert one file; `path` is what messages call it."""
-    given: dict[str, Any] = {"gguf_file": whole.name, "trust_remote_code": False}
+def _convert(path: Path, file: Path, reader: Any, dtype: torch.dtype, temporary: Path) -> None:
+    """Convert one file; messages name it `path`."""
+    options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
 
     def load(kind: Any) -> Any:
-        return _attempt(path, lambda: kind.from_pretrained(whole.parent, **given))
+        return _attempt(path, lambda: kind.from_pretrained(file.parent, **options))
 
     fields = _File(path, [reader]).fields
     with lean_transformers():
@@ -267,41 +268,41 @@ def _convert(path: Path, whole: Path, reader: Any, dtype: torch.dtype, made: Pat
     architecture = fields["general.architecture"]
     if _has_layout(architecture):
         model, missing = _attempt(
-            path, lambda: write_weights(reader, architecture, config, dtype, made)
+            path, lambda: write_weights(reader, architecture, config, dtype, temporary)
         )
         model.config.dtype, model.config.architectures = dtype, [type(model).__name__]
-        model.config.save_pretrained(made)
+        model.config.save_pretrained(temporary)
     else:
         if hasattr(transformers, "GgufConfig"):  # earlier releases always dequantize
-            given["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        given |= {"config": config, "dtype": dtype, "output_loading_info": True}
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        options |= {"config": config, "dtype": dtype, "output_loading_info": True}
         # The progress bars of transformers are for a terminal only.
         bars = sys.stderr if sys.stderr.isatty() else io.StringIO()
         with contextlib.redirect_stderr(bars):
             model, info = load(AutoModelForCausalLM)
             missing = sorted(info["missing_keys"])
-            model.save_pretrained(made)
+            model.save_pretrained(temporary)
     check_complete(str(path), missing)
     ends = model.generation_config
     before = ends.eos_token_id
     listed = before if isinstance(before, list) else [] if before is None else [before]
     ends.eos_token_id = [*dict.fromkeys([*listed, *metadata_ends(fields)])] or None
     add_end_tokens(ends, tokenizer, config.get_text_config().vocab_size)
-    ends.save_pretrained(made)
-    tokenizer.save_pretrained(made)
+    ends.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
 
 
 def _has_layout(architecture: str) -> bool:
-    """Whether transformers reads an architecture by names and layouts that can be had singly."""
+    """Return whether transformers has an architecture's tensor names and layouts in tables."""
     try:
         from transformers.integrations.gguf import is_gguf_arch_supported
-    except ImportError:  # earlier releases have the one way only
+    except ImportError:  # earlier releases have nothing else
         return True
     return not is_gguf_arch_supported(architecture)
 
 
 def check_complete(name: str, missing: list[str]) -> None:
-    """Refuse a checkpoint that lacks weights, which would be random numbers."""
+    """Refuse a checkpoint that lacks weights; they would be initialized at random."""
     if missing:
         raise ValueError(
             f"--model {name!r} is incomplete: {len(missing)} parameters are not in its weights"

@@ -1,4 +1,4 @@
-"""Reading a GGUF file without its long lists: a vocabulary takes minutes and much memory."""
+"""Read GGUF files without their long lists: parsing a vocabulary takes minutes and much memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _reader_class() -> Any:
     import gguf
 
     class LeanReader(gguf.GGUFReader):
-        """Has the first item of a list that is too long for one of layers in place of each."""
+        """A reader that repeats a list's first value if it is too long for one value per layer."""
 
         def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
             if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
@@ -41,18 +41,18 @@ def _reader_class() -> Any:
 
 
 def open_lean(path: Path) -> Any:
-    """Open a GGUF file as ``gguf.GGUFReader`` does, its long lists left out."""
+    """Open a GGUF file as ``gguf.GGUFReader`` does, but without its long lists."""
     return _reader_class()(path)
 
 
 @contextlib.contextmanager
 def lean_transformers() -> Iterator[None]:
-    """Let transformers leave them out too, where it reads a vocabulary in another way."""
+    """Make transformers skip long lists too, if it does not read the vocabulary from them."""
     import gguf
 
     try:
         from transformers.integrations.gguf import convert_gguf_tokenizer  # noqa: F401
-    except ImportError:  # earlier releases read it so
+    except ImportError:  # earlier releases read the vocabulary from the list
         yield
         return
     with mock.patch.object(gguf, "GGUFReader", _reader_class()):

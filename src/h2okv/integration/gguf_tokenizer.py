@@ -9,8 +9,8 @@ import transformers
 from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-# By `tokenizer.ggml.pre`, whose names and expressions llama.cpp has. What transformers does for
-# names that it does not know is right for these only.
+# Values of `tokenizer.ggml.pre`, with the expressions of llama.cpp. The default of transformers for
+# unknown names is right for these only.
 _GPT2 = frozenset(
     ["gpt-2", "gpt2", "phi-2", "jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de",
      "jina-v2-code", "roberta-bpe", "gigachat", "a.x-4.0", "mellum", "modern-bert", "exaone4",
@@ -38,20 +38,20 @@ _METADATA_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
 def check_split(fields: Mapping[str, Any]) -> str | None:
-    """Refuse a file whose way to split text is not known; return what is doubtful about it.
+    """Refuse a file whose pre-tokenizer is unknown; return a remark if the file names none.
 
     Args:
-        fields: The file's metadata, of a list its length.
+        fields: The file's metadata; of a list, its length.
 
     Raises:
-        ValueError: With what is wrong, to stand behind the file's name.
+        ValueError: With a message to be prefixed by the file's name.
     """
     if fields.get("tokenizer.ggml.model") != "gpt2":
         return None
     split = fields.get("tokenizer.ggml.pre") or "default"
     if split == "default":
         return "does not say how its tokenizer splits text (tokenizer.ggml.pre); taking GPT-2's way"
-    if split in _GPT2 | _DIGITS | {*_EXPRESSIONS, *_known_to_transformers()}:
+    if split in _GPT2 | _DIGITS | {*_EXPRESSIONS, *_names_in_transformers()}:
         return None
     raise ValueError(
         f"splits text in a way that transformers {transformers.__version__} does not know"
@@ -60,19 +60,19 @@ def check_split(fields: Mapping[str, Any]) -> str | None:
     )
 
 
-def _known_to_transformers() -> Collection[str]:
-    """Return the names that this release of transformers knows; earlier ones know none."""
+def _names_in_transformers() -> Collection[str]:
+    """Return the names that this release of transformers supports; earlier releases have none."""
     try:
         from transformers.integrations.gguf import gguf_tokenizer_mapping
     except ImportError:
         return ()
-    known: Collection[str] = getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", ())
-    return known
+    names: Collection[str] = getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", ())
+    return names
 
 
 def correct_tokenizer(tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any]) -> None:
-    """Make a tokenizer that transformers read do what the file says. Mutates it."""
-    for name in ("bos", "eos"):  # which early releases mistake for each other
+    """Set the special tokens and the pre-tokenizer that the file names. Mutates the tokenizer."""
+    for name in ("bos", "eos"):  # early releases confuse them
         token = fields.get(f"tokenizer.ggml.{name}_token_id")
         if token is not None and token != getattr(tokenizer, f"{name}_token_id"):
             setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
@@ -80,19 +80,19 @@ def correct_tokenizer(tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, A
         return
     split = fields.get("tokenizer.ggml.pre")
     if split in _DIGITS:
-        first, rest = r"\p{N}", pre_tokenizers.ByteLevel(add_prefix_space=False)
+        first, byte_level = r"\p{N}", pre_tokenizers.ByteLevel(add_prefix_space=False)
     elif split in _EXPRESSIONS:
         first = _EXPRESSIONS[split]
-        rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     else:
         return
-    parts = [pre_tokenizers.Split(Regex(first), behavior="isolated"), rest]
+    steps = [pre_tokenizers.Split(Regex(first), behavior="isolated"), byte_level]
     backend: Any = tokenizer
-    backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    backend.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
 
 
 def metadata_ends(fields: Mapping[str, Any]) -> list[int]:
-    """List the tokens that the file says end a text, a turn, or a part that is filled in."""
+    """List the tokens that end a text, a turn or a fill-in-the-middle, by the file's metadata."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in _METADATA_ENDS]
     count = fields.get("tokenizer.ggml.tokens", 0)
     ends = dict.fromkeys(int(fields[key]) for key in keys if key in fields)

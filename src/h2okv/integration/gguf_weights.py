@@ -1,6 +1,6 @@
-"""Weights of a GGUF file become a safetensors file, a tensor at a time.
+"""Convert the weights of a GGUF file to safetensors files, one tensor at a time.
 
-Names and layouts are those of transformers' own reader, which holds all of them several times.
+Names and layouts are those of transformers' reader, which keeps several copies of all weights.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from h2okv.console import Progress
 
-_ROWS_AT_ONCE = 4 << 20  # numbers of a table
+_NUMBERS_AT_ONCE = 4 << 20  # of a table
 _TABLES = ("token_embd.weight", "output.weight")  # the largest tensors; no layout changes them
-# Whoever loads a file keeps all of it in memory until its last tensor is copied.
+# Loading keeps an entire file in memory until its last tensor is copied.
 _FILE_BYTES = 128 << 20
 _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class _Checkpoint:
-    """Safetensors files of tensors whose shapes are known before their numbers."""
+    """Safetensors files of tensors whose shapes are known before their values."""
 
     def __init__(
         self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
@@ -41,14 +41,14 @@ class _Checkpoint:
                 room = _FILE_BYTES
             files[-1].append(name)
             room -= self._nbytes(name)
-        self._places: dict[str, tuple[Path, int]] = {}
+        self._locations: dict[str, tuple[Path, int]] = {}
         for number, names in enumerate(files, 1):
-            part = f"-{number:05}-of-{len(files):05}" if len(files) > 1 else ""
-            self._begin(folder / f"model{part}.safetensors", names)
+            suffix = f"-{number:05}-of-{len(files):05}" if len(files) > 1 else ""
+            self._begin(folder / f"model{suffix}.safetensors", names)
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(map(self._nbytes, shapes))},
-                "weight_map": {name: path.name for name, (path, _) in self._places.items()},
+                "weight_map": {name: path.name for name, (path, _) in self._locations.items()},
             }
             text = json.dumps(index, indent=2)
             (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
@@ -57,7 +57,7 @@ class _Checkpoint:
         return math.prod(self.shapes[name]) * self.dtype.itemsize
 
     def _begin(self, path: Path, names: Sequence[str]) -> None:
-        """Write a file without its numbers."""
+        """Write a file's header and reserve room for its values."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in names:
@@ -67,7 +67,7 @@ class _Checkpoint:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         for name in names:
-            self._places[name] = path, 8 + len(text) + header[name]["data_offsets"][0]
+            self._locations[name] = path, 8 + len(text) + header[name]["data_offsets"][0]
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             file.truncate(8 + len(text) + end)
@@ -76,10 +76,12 @@ class _Checkpoint:
         """Write float32 rows of a tensor, or all of it, rounded to the file's dtype."""
         shape = self.shapes[name]
         if values.shape[1:] != shape[1:] or first_row + len(values) > shape[0]:
-            raise ValueError(f"{name} has the shape {[*values.shape]} and not {[*shape]}")
-        own = np.ascontiguousarray(values)
-        tensor = torch.from_numpy(own if own.flags.writeable else own.copy()).to(self.dtype)
-        path, start = self._places[name]
+            raise ValueError(f"{name} must have the shape {[*shape]}, got {[*values.shape]}")
+        contiguous = np.ascontiguousarray(values)
+        tensor = torch.from_numpy(
+            contiguous if contiguous.flags.writeable else contiguous.copy()
+        ).to(self.dtype)
+        path, start = self._locations[name]
         with path.open("r+b") as file:
             file.seek(start + first_row * math.prod(shape[1:]) * self.dtype.itemsize)
             file.write(tensor.view(torch.uint8).numpy().data)
@@ -90,17 +92,17 @@ class _Checkpoint:
 def write_weights(
     reader: Any, architecture: str, config: PreTrainedConfig, dtype: torch.dtype, folder: Path
 ) -> tuple[transformers.PreTrainedModel, list[str]]:
-    """Write a model's weights, as transformers would read them in `dtype`.
+    """Write a model's weights as transformers would load them in `dtype`.
 
     Args:
         reader: The ``gguf.GGUFReader`` of the file.
-        architecture: What the file calls its architecture.
-        config: The model's.
-        dtype: Of the weights in the new file.
-        folder: Gets the files of the weights; no config.
+        architecture: The architecture's name in the file.
+        config: The model's config.
+        dtype: Data type of the written weights.
+        folder: Where the weight files are written; without a config.
 
     Returns:
-        The model on the meta device, and the parameters that the file lacks.
+        The model on the meta device, and the names of parameters that the file lacks.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as layouts
@@ -110,42 +112,45 @@ def write_weights(
     make = layouts.TENSOR_PROCESSORS.get(architecture, layouts.TensorProcessor)
     processor = make(config=config.to_dict())
     names = layouts.get_gguf_hf_weights_map(model, processor)
-    shapes = {name: tuple(own.shape) for name, own in model.named_parameters()}  # tied ones once
+    # Tied parameters appear once.
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     shapes |= {
-        name: tuple(own.shape) for name, own in model.named_buffers() if name in names.values()
+        name: tuple(tensor.shape)
+        for name, tensor in model.named_buffers()
+        if name in names.values()
     }
-    read: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}  # experts of a layer, put together
+    parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}  # a layer's experts, stacked
     checkpoint = _Checkpoint(folder, shapes, dtype)
-    size = sum(int(own.n_bytes) for own in reader.tensors)
+    size = sum(int(tensor.n_bytes) for tensor in reader.tensors)
     with Progress("converting", size, "bytes") as progress:
 
         def write(name: str, values: np.ndarray) -> None:
-            if name in shapes:  # a tied weight is there by another name
+            if name in shapes:  # a tied weight is written by its other name
                 checkpoint.write(name, values)
 
         def write_joined() -> None:
-            for name, tensor in read["tensors"].items():
+            for name, tensor in parsed["tensors"].items():
                 write(name, tensor.numpy())
-            read["tensors"].clear()
+            parsed["tensors"].clear()
 
         block = ""
-        for tensor in sorted(reader.tensors, key=lambda own: _block(own.name)):
+        for tensor in sorted(reader.tensors, key=lambda tensor: _block(tensor.name)):
             if _block(tensor.name) != block:
                 write_joined()
                 block = _block(tensor.name)
             kind, data, name = tensor.tensor_type, tensor.data, names.get(tensor.name)
             if tensor.name in _TABLES and name in shapes:
-                rows = max(1, _ROWS_AT_ONCE // data.shape[-1])
+                rows = max(1, _NUMBERS_AT_ONCE // data.shape[-1])
                 for start in range(0, len(data), rows):
-                    part = data[start : start + rows]
-                    checkpoint.write(name, gguf.dequantize(part, kind), start)
-                    progress.advance(part.nbytes)
+                    chunk = data[start : start + rows]
+                    checkpoint.write(name, gguf.dequantize(chunk, kind), start)
+                    progress.advance(chunk.nbytes)
                 continue
             result = processor.process(
                 weights=gguf.dequantize(data, kind),
                 name=tensor.name,
                 tensor_key_mapping=names,
-                parsed_parameters=read,
+                parsed_parameters=parsed,
             )
             if result.name in names:
                 write(names[result.name], result.weights)
@@ -156,5 +161,5 @@ def write_weights(
 
 
 def _block(name: str) -> str:
-    """The layer's part of a tensor's name; empty for what stands outside the layers."""
+    """Return the layer prefix of a tensor's name, such as ``blk.3``; empty outside the layers."""
     return ".".join(name.split(".")[:2]) if name.startswith("blk.") else ""

@@ -1,4 +1,4 @@
-"""How a budget is best divided among a model's layers, and their heads."""
+"""Measure how to divide a budget among a model's layers and heads."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from h2okv.policy import get_rule
 from h2okv.provenance import digest, fingerprint
 from h2okv.records import parse_json, write_json
 
-# A thousand tokens tell heads apart; layers, which differ less, need some more.
+# A thousand tokens are enough for heads; layers, which differ less, need more.
 _TOKENS_BY_HEAD, _TOKENS_BY_LAYER = 1024, 4096
-# What a budget in tokens is taken for, whose prompts may have any length.
+# Assumed for a budget in tokens, because prompts may have any length.
 _USUAL_FRACTION = 0.15
-_VERSION = 1  # of what is measured; another one measures anew
+_VERSION = 1  # of the measurement; a new version measures again
 
 
 @torch.no_grad()
@@ -41,19 +41,19 @@ def measure_layer_budgets(
     *,
     by_head: bool = False,
 ) -> LayerBudgets:
-    """Measures what each layer needs to hold, for ``H2OCache(layer_budgets=...)``.
+    """Measure the share of the budget that each layer needs, for ``H2OCache(layer_budgets=...)``.
 
-    All layers compete for the same entries by what these do to the attention's output: the square
-    of the attention they may expect (`scoring="expected"`) times the norm of their values. It is
-    the model that decides more than the text, so that once for each model will do; of a thousand
-    tokens for heads, better some thousands for layers.
+    All layers compete for the same entries by their effect on the attention's output: the square
+    of the attention that an entry may expect (`scoring="expected"`) times the norm of its value.
+    The result depends on the model more than on the text, so one measurement for each model is
+    enough: on a thousand tokens for heads, on several thousand for layers.
 
     Args:
         model: a loaded model.
         input_ids: int ``[1, T]``, a text of the kind that will be read.
         fraction: heavy hitters to divide, as a fraction of the text.
-        least: what every layer, or head, gets of its even share.
-        by_head: have all KV heads of all layers compete, and not the layers alone.
+        least: guaranteed fraction of the equal share for every layer, or head.
+        by_head: let all KV heads of all layers compete, not only the layers.
 
     Returns:
         A factor for each layer with H2O entries, or a tuple of one for each of its KV heads; their
@@ -63,9 +63,9 @@ def measure_layer_budgets(
         ValueError: if the text is too short to divide anything, or the model is not supported.
     """
     length = input_ids.shape[1]
-    even = int(fraction * length)
-    floor = int(least * even)
-    if not 0 < fraction < 1 or not 0 <= least <= 1 or even - floor < 1:
+    equal_share = int(fraction * length)
+    floor = int(least * equal_share)
+    if not 0 < fraction < 1 or not 0 <= least <= 1 or equal_share - floor < 1:
         raise ValueError(
             f"a text of {length} tokens, fraction={fraction:g} and least={least:g} leave nothing to"
             " divide among the layers; give a text of a thousand tokens."
@@ -76,45 +76,50 @@ def measure_layer_budgets(
     for layer in cache.layers:
         if not isinstance(layer, CacheLayer):
             continue
-        held = layer.state
-        assert held.value_weights is not None
-        worth = torch.where(held.positions >= 0, held.scores.square() * held.value_weights, 0.0)[0]
-        # What the recent window would hold anyway competes for nothing.
-        worth = worth.masked_fill(held.positions[0] >= length - even // 3, 0.0)
-        worth = worth.sort(dim=-1, descending=True).values[:, :length].cpu()
-        curves.append(worth if by_head else worth.mean(dim=0, keepdim=True))
-    rest = torch.cat(curves)[:, floor:]
-    chosen = rest.flatten().topk((even - floor) * len(rest)).indices // rest.shape[1]
-    counts = floor + torch.bincount(chosen, minlength=len(rest))
-    factors = [round(float(count) / even, 4) for count in counts]
+        state = layer.state
+        assert state.value_weights is not None
+        weights = torch.where(
+            state.positions >= 0, state.scores.square() * state.value_weights, 0.0
+        )[0]
+        # Entries that the recent window keeps anyway do not compete.
+        weights = weights.masked_fill(state.positions[0] >= length - equal_share // 3, 0.0)
+        weights = weights.sort(dim=-1, descending=True).values[:, :length].cpu()
+        curves.append(weights if by_head else weights.mean(dim=0, keepdim=True))
+    candidates = torch.cat(curves)[:, floor:]
+    chosen = (
+        candidates.flatten().topk((equal_share - floor) * len(candidates)).indices
+        // candidates.shape[1]
+    )
+    counts = floor + torch.bincount(chosen, minlength=len(candidates))
+    factors = [round(float(count) / equal_share, 4) for count in counts]
     if not by_head:
         return tuple(factors)
-    sizes = [len(own) for own in curves]
-    return tuple(tuple(own) for own in _split(factors, sizes))
+    sizes = [len(curve) for curve in curves]
+    return tuple(tuple(group) for group in _split(factors, sizes))
 
 
 def _split(factors: list[float], sizes: list[int]) -> Iterator[list[float]]:
-    """The factors of each layer, which has so many heads."""
-    rest = iter(factors)
-    return (list(islice(rest, size)) for size in sizes)
+    """Group the factors of all heads by layer; `sizes` are the layers' numbers of heads."""
+    remaining = iter(factors)
+    return (list(islice(remaining, size)) for size in sizes)
 
 
-def with_own_budgets(
+def with_measured_budgets(
     config: CacheConfig, model: PreTrainedModel, described: Described
 ) -> CacheConfig:
-    """Puts the model's own factors in the place of ``layer_budgets="auto"``.
+    """Replace ``layer_budgets="auto"`` by factors measured for the model.
 
-    By head, or by layer where positions roll. They are measured by `measure_layer_budgets` on the
-    sample story that comes with the package, the first time that a model is used with a budget; a
-    file in the user's cache folder keeps them.
+    By head, or by layer with rolling positions. `measure_layer_budgets` measures them on the
+    package's sample story the first time that a model is used with a budget; a file in the user's
+    cache folder stores them.
 
     Args:
-        config: which cache; returned as it is unless it says ``"auto"``.
+        config: the cache's config; returned unchanged unless it says ``"auto"``.
         model: the loaded model.
-        described: what is known of it besides.
+        described: the model's name, tokenizer and context window.
 
     Returns:
-        The config with factors; without any where scores decide nothing.
+        The config with factors; without factors for a policy that uses no scores.
 
     Raises:
         ValueError: if the cache cannot be made for the model.
@@ -122,25 +127,27 @@ def with_own_budgets(
     if config.layer_budgets != MEASURED:
         return config
     config = replace(config, layer_budgets=None)
-    H2OCache.from_config(model.config, config)  # mistakes show before the work
+    H2OCache.from_config(model.config, config)  # raise for mistakes before measuring
     if config.is_full or not get_rule(config.policy).uses_scores:
         return config
     by_head = config.positions != "rolling"
     fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION
-    most = min(_TOKENS_BY_HEAD if by_head else _TOKENS_BY_LAYER, described.context or 1 << 30)
-    setting = f"{fingerprint(model)} {fraction:.4f} {by_head} {most} {_VERSION}"
+    num_tokens = min(_TOKENS_BY_HEAD if by_head else _TOKENS_BY_LAYER, described.context or 1 << 30)
+    setting = f"{fingerprint(model)} {fraction:.4f} {by_head} {num_tokens} {_VERSION}"
     name = Path(described.name).name[:40]
     path = cache_folder("layer-budgets") / f"{name}-{digest(setting)}.json"
     with suppress(OSError, ValueError):  # not there, or damaged
-        kept = checked_factors(parse_json(path.read_text(encoding="utf-8")))
-        known = replace(config, layer_budgets=kept)
-        H2OCache.from_config(model.config, known)  # of another model's shape they are measured anew
-        if known.is_by_head == by_head:
-            return known
-    ids = torch.tensor([encode(described.tokenizer, sample_prompt(), described.vocab_size)[:most]])
+        factors = checked_factors(parse_json(path.read_text(encoding="utf-8")))
+        measured = replace(config, layer_budgets=factors)
+        H2OCache.from_config(model.config, measured)  # raises for factors of another model's shape
+        if measured.is_by_head == by_head:
+            return measured
+    ids = torch.tensor(
+        [encode(described.tokenizer, sample_prompt(), described.vocab_size)[:num_tokens]]
+    )
     with Progress(f"measuring the {'heads' if by_head else 'layers'} of {name}, once"):
-        found = measure_layer_budgets(model, ids, fraction, by_head=by_head)
-    with suppress(OSError, ValueError):  # a folder that cannot be written to costs time alone
+        budgets = measure_layer_budgets(model, ids, fraction, by_head=by_head)
+    with suppress(OSError, ValueError):  # an unwritable folder only costs time
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, found)
-    return replace(config, layer_budgets=found)
+        write_json(path, budgets)
+    return replace(config, layer_budgets=budgets)

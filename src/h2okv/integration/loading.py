@@ -1,4 +1,4 @@
-"""Loading a model and its tokenizer, with one clear sentence for whatever is wrong with them."""
+"""Load a model and its tokenizer; every failure is a ValueError of one sentence."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from h2okv.integration.models import default_dtype, resolve_model
 from h2okv.integration.packed_linear import check_weight_bits, pack_linear_layers
 from h2okv.records import first_line, refusing
 
-_LOOKED_AT = 4 << 20  # numbers at a time
+_NUMBERS_AT_ONCE = 4 << 20  # numbers at a time
 
 
 @dataclass(frozen=True)
 class Described:
-    """A model known by its config and tokenizer, its weights not loaded yet."""
+    """A model's config and tokenizer, before its weights are loaded."""
 
-    name: str  # what the user calls it
-    source: str  # what `from_pretrained` takes
+    name: str  # as the user wrote it
+    source: str  # for `from_pretrained`: a folder or Hub id
     config: PreTrainedConfig
     tokenizer: transformers.PreTrainedTokenizerBase
-    context: int | None  # the most tokens that it can read and write; None for no fixed limit
+    context: int | None  # the context window in tokens; None for no fixed limit
 
     @property
     def vocab_size(self) -> int:
         return self.config.get_text_config().vocab_size
 
-    def room(self, read: int, wanted: int) -> int:
-        """How many of the wanted tokens the context has room for behind those that were read."""
-        return wanted if self.context is None else min(wanted, self.context - read)
+    def room(self, num_read: int, limit: int) -> int:
+        """Return how many tokens fit into the context after those read, at most `limit`."""
+        return limit if self.context is None else min(limit, self.context - num_read)
 
     def add_end_tokens(self, model: transformers.PreTrainedModel) -> None:
         """Make the model stop at each token that ends a text or a turn. Mutates the model."""
         add_end_tokens(model.generation_config, self.tokenizer, self.vocab_size)
 
     def encode(self, prompt: str | Conversation | Sequence[Mapping[str, Any]]) -> list[int]:
-        """Encode a text, or messages, that leave room for an answer; at least one token."""
+        """Encode a text, or messages; refuse one that leaves no room for an answer."""
         ids = encode(self.tokenizer, prompt, self.vocab_size)
         self.check_length(len(ids))
         return ids
@@ -63,11 +63,11 @@ class Described:
 
 
 def describe(name: str) -> Described:
-    """Reads what is cheap to read, so that most mistakes show before the weights load."""
+    """Read a model's config and tokenizer, to find most mistakes before the weights load."""
     source = resolve_model(name)
 
-    def read(part: str, kind: Any) -> Any:
-        return _read(name, part, lambda: kind.from_pretrained(source, trust_remote_code=False))
+    def read(component: str, kind: Any) -> Any:
+        return _read(name, component, lambda: kind.from_pretrained(source, trust_remote_code=False))
 
     config = read("configuration", AutoConfig)
     check_model(config)
@@ -82,7 +82,7 @@ def load_weights(
     packed: bool = False,
     weight_bits: int | None = None,
 ) -> transformers.PreTrainedModel:
-    """Loads a described model, ready to generate.
+    """Load a described model, ready to generate.
 
     ``packed`` and ``weight_bits`` are for inference that is not compiled; see `packed_linear`.
     """
@@ -112,7 +112,7 @@ def load_weights(
     return model
 
 
-# What a checkpoint's generation config may say that is not about which token comes next.
+# Fields of a checkpoint's generation config that do not decide which token comes next.
 _STORED_MODES = (
     "cache_implementation", "cache_config", "max_cache_len", "use_cache", "prefill_chunk_size",
     "compile_config", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty",
@@ -125,9 +125,9 @@ _STORED_MODES = (
 
 
 def drop_stored_modes(model: transformers.PreTrainedModel) -> None:
-    """Leave caches, numbers of sequences, search modes and outputs to the command.
+    """Drop a checkpoint's caches, beams, search modes and outputs; the command decides these.
 
-    What a checkpoint says of the next token (penalties, bans, temperature) stays as it is.
+    Fields that decide the next token (penalties, bans, temperature) stay.
     """
     for name in _STORED_MODES:
         if getattr(model.generation_config, name, None) is not None:
@@ -138,19 +138,19 @@ def drop_stored_modes(model: transformers.PreTrainedModel) -> None:
 
 
 def _check_finite(name: str, model: torch.nn.Module) -> None:
-    """Refuses weights that are not numbers, which would give any text at all."""
+    """Refuse weights with NaN or infinity, whose output would be arbitrary."""
     for tensor_name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        # By parts, for what `isfinite` makes of a vocabulary is larger than that.
-        parts = tensor.reshape(-1).split(_LOOKED_AT) if tensor.is_floating_point() else ()
-        if not all(bool(torch.isfinite(part).all()) for part in parts):
+        # In chunks, because `isfinite` needs more memory for a vocabulary than the weight itself.
+        chunks = tensor.reshape(-1).split(_NUMBERS_AT_ONCE) if tensor.is_floating_point() else ()
+        if not all(bool(torch.isfinite(chunk).all()) for chunk in chunks):
             raise ValueError(
                 f"--model {name!r} has NaN or infinity in {tensor_name}; its weights are damaged"
                 " or do not fit the data type, so get it again or try --dtype float32"
             )
 
 
-def _read(name: str, part: str, load: Callable[[], Any]) -> Any:
-    """Runs a loader whose failures have as many types as there are file formats."""
+def _read(name: str, component: str, load: Callable[[], Any]) -> Any:
+    """Run a loader; raise ValueError for any failure, whose type depends on the file format."""
     try:
         return load()
     except (MemoryError, torch.OutOfMemoryError):
@@ -163,13 +163,13 @@ def _read(name: str, part: str, load: Callable[[], Any]) -> Any:
             ) from error
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(
-            f"the {part} of --model {name!r} cannot be loaded ({reason}); get the model again or"
-            " choose another"
+            f"the {component} of --model {name!r} cannot be loaded ({reason}); get the model again"
+            " or choose another"
         ) from error
 
 
 def context_of(config: PreTrainedConfig) -> int | None:
-    """Reads the most tokens that a model can read and write."""
+    """Return the context window in tokens, or None if the config sets no limit."""
     text_config = config.get_text_config()
     limit = getattr(text_config, "max_position_embeddings", None)
     rope = getattr(text_config, "rope_parameters", None) or {}
@@ -180,7 +180,7 @@ def context_of(config: PreTrainedConfig) -> int | None:
 
 
 def parse_device(text: str) -> torch.device:
-    """Reads a device and looks whether it is there."""
+    """Parse a device and check that it can allocate memory."""
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     problem = f"--device {text!r} cannot be used on this machine"
@@ -189,6 +189,6 @@ def parse_device(text: str) -> torch.device:
         device = torch.device(text)
         if device.type == "meta":
             raise RuntimeError("a device without memory")
-        # Only an allocation tells whether the device really works here.
+        # Only an allocation shows whether the device works here.
         torch.empty(1, device=device)
     return device

@@ -1,4 +1,4 @@
-"""Messages of a chat as clients write them, read the same by server, batch jobs and `LLM.chat`."""
+"""Parse chat messages of clients, for the server, batch jobs and `LLM.chat` alike."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from h2okv.records import short_repr
 
 Message = dict[str, Any]
-"""What chat templates take: ``role``, ``content``, and what else the client gave for a template."""
+"""A message for chat templates: ``role``, ``content`` and further fields of the template."""
 
 EMPTY: tuple[Any, ...] = (None, [], {}, "")
-"""Values of any field that change nothing."""
+"""Values that mean the same as leaving a field out."""
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 _TEMPLATE_FIELDS = ("name", "reasoning", "reasoning_content")
@@ -21,7 +21,7 @@ _IGNORED_FIELDS = frozenset(
      "provider_specific_fields", "reasoning_details", "status", "thinking_blocks", "timestamp",
      "type"}
 )  # fmt: skip
-"""Of messages; answers have them, or they are hints to other servers."""
+"""Fields of a message that answers of other servers have, or hints to them."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _REASONING_PARTS = ("reasoning", "thinking", "redacted_thinking")
 _IGNORED_PART_FIELDS = frozenset(
@@ -34,7 +34,7 @@ _EXAMPLE = '{"role": "user", "content": "..."}'
 
 
 class FieldError(ValueError):
-    """A field that cannot be used: where it is, and what is wrong, as ``name=value: reason``."""
+    """An invalid field: its path, and the problem as ``name=value: reason``."""
 
     def __init__(self, path: Sequence[str | int], problem: str, code: str = "invalid_value"):
         self.path, self.problem, self.code = tuple(path), problem, code
@@ -42,11 +42,11 @@ class FieldError(ValueError):
 
     @property
     def name(self) -> str:
-        """The field as in Python: ``messages[0].role``."""
+        """The field's path as in Python: ``messages[0].role``."""
         return format_path(self.path)
 
     def within(self, *path: str | int) -> FieldError:
-        """Return the same error of a field of a larger object."""
+        """Return the same error with the path of an enclosing object prepended."""
         return FieldError((*path, *self.path), self.problem, self.code)
 
 
@@ -61,18 +61,18 @@ def tools_error(path: Sequence[str | int], value: Any) -> FieldError:
 
 
 def read_messages(messages: Any) -> list[Message]:
-    """Read messages in the form of OpenAI's chats, or of the input of OpenAI's responses.
+    """Parse messages of OpenAI's chat completions, or input items of OpenAI's responses.
 
     Args:
         messages: A list of objects with ``role`` (system, developer, user, assistant) and
-            ``content``, a text, ``None`` or a list of text parts. Hints that change no answer are
-            left out, and so is earlier reasoning that stands alone.
+            ``content``, a text, ``None`` or a list of text parts. Hints that change no answer and
+            separate reasoning items are dropped.
 
     Returns:
-        Messages with a text each, as chat templates take them.
+        Messages for chat templates, with a text as ``content``.
 
     Raises:
-        FieldError: If one of them cannot be read, by its place in the list.
+        FieldError: If a message is invalid; its path has the index in the list.
     """
     if not isinstance(messages, (list, tuple)):
         raise FieldError((), f"={short_repr(messages)} does not fit; give a list of {_EXAMPLE}")
@@ -108,11 +108,15 @@ def _read_message(message: Any, at: int) -> Message:
         raise FieldError((at, "role"), f"={short_repr(role)} does not fit; give one of {roles}")
     if "content" not in message and role != "assistant":
         raise FieldError((at, "content"), " is missing; give it", "missing_field")
-    return {"role": _ROLES[role], "content": _read_content(message, at), **_read_rest(message, at)}
+    return {
+        "role": _ROLES[role],
+        "content": _read_content(message, at),
+        **_read_template_fields(message, at),
+    }
 
 
-def _read_rest(message: Mapping[str, Any], at: int) -> Message:
-    """Read the fields that only some templates know; refuse what needs more than text."""
+def _read_template_fields(message: Mapping[str, Any], at: int) -> Message:
+    """Read the fields that only some templates use; refuse those that need more than text."""
     turn: Message = {}
     for name, value in message.items():
         if value in EMPTY or name in ("role", "content", "refusal", *_IGNORED_FIELDS):
@@ -131,7 +135,7 @@ def _read_rest(message: Mapping[str, Any], at: int) -> Message:
 
 
 def _read_content(message: Mapping[str, Any], at: int) -> str:
-    # An assistant that refused has said so in a field of its own.
+    # A refusal of the assistant is in a separate field.
     content = message.get("content") or message.get("refusal") or ""
     path: tuple[str | int, ...] = (at, "content")
     if isinstance(content, str):
@@ -174,21 +178,21 @@ def _checked_text(text: str, path: Sequence[str | int]) -> str:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages that were read, and how a chat template is applied to them.
+    """Parsed messages, and how a chat template is applied to them.
 
-    A final assistant message is continued, unless one of the two switches says otherwise; both mean
-    what they mean for `apply_chat_template` and in vLLM's requests.
+    A final assistant message is continued, unless one of the two switches says otherwise; both are
+    those of `apply_chat_template` and of vLLM's requests.
 
     Attributes:
-        messages: As `read_messages` returns them.
+        messages: The result of `read_messages`.
         add_generation_prompt: Whether the text ends with the header of a new assistant message;
-            ``None`` for one wherever the final message is not continued.
-        continue_final_message: Whether the text ends within the final message; ``None`` where that
-            is an assistant's, and no header of a new one is asked for.
+            ``None``: if the final message is not continued.
+        continue_final_message: Whether the text ends within the final message; ``None``: if that is
+            an assistant's and ``add_generation_prompt`` is not true.
         template_kwargs: Further variables of the template.
 
     Raises:
-        FieldError: If the switches contradict each other, or something is of another type.
+        FieldError: If the switches contradict each other, or a switch is not a bool.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -226,22 +230,22 @@ _RESERVED = frozenset(
      "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
      "tokenize", "tokenizer_kwargs", "tools", "truncation"}
 )  # fmt: skip
-"""Arguments of `apply_chat_template` that are no variables of a template."""
+"""Arguments of `apply_chat_template` that are not variables of a template."""
 
 
 def read_conversation(fields: Mapping[str, Any], name: str = "messages") -> Conversation:
-    """Read a request's messages with the fields that say how they are rendered.
+    """Parse a request's messages with the fields that control their rendering.
 
     Args:
         fields: A request, of which ``add_generation_prompt``, ``continue_final_message``,
-            ``chat_template_kwargs`` and ``reasoning_effort`` are read beside the messages.
-        name: The field of the messages.
+            ``chat_template_kwargs`` and ``reasoning_effort`` are read as well.
+        name: The field with the messages.
 
     Returns:
         The conversation.
 
     Raises:
-        FieldError: If something cannot be read.
+        FieldError: If a field is invalid.
     """
     try:
         messages = read_messages(fields[name])

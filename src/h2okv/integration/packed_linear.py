@@ -1,4 +1,4 @@
-"""Linear layers whose weights lie in memory as the CPU's products read them, or in 4 bits."""
+"""Linear layers with weights in the layout of the CPU's matrix products, or in 4 bits."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_X86 = ("x86_64", "AMD64")  # elsewhere neither product was measured
-_LAYERS_BETWEEN = 32  # giving memory back: the peak is that of loading then
+_X86 = ("x86_64", "AMD64")  # the products were not measured elsewhere
+_TRIM_INTERVAL = 32  # layers; with it the peak of memory is that of loading
 _FEW_ROWS = 4  # from 8 on the product with 4 bits takes as long as that with 16
-_GROUP, _CODES, _MIDDLE = 32, 16, 8
+_GROUP, _CODES, _MIDPOINT = 32, 16, 8
 _OUTPUTS = 16  # the product takes multiples of it
-_HOW = 1  # tiles of the inner dimension; CPUs take any number
+_INNER_TILES = 1  # tiles of the inner dimension; CPUs take any number
 
 
 class PackedLinear(nn.Linear):
@@ -31,10 +31,10 @@ class PackedLinear(nn.Linear):
 
 
 class Int4Linear(PackedLinear):
-    """The same with the weight in 4 bits beside it, which products of few rows read.
+    """A packed linear layer with a second, 4-bit copy of its weight for inputs of few rows.
 
-    ``weight`` is what the 4 bits stand for, so that a result depends on the number of rows by
-    rounding only. ``codes`` are opaque too, ``scales`` of shape ``[inputs / 32, outputs, 2]``.
+    ``weight`` is the dequantized copy, so a result depends on the number of rows by rounding
+    only. ``codes`` are opaque too; ``scales`` have the shape ``[inputs / 32, outputs, 2]``.
     """
 
     codes: Tensor
@@ -52,10 +52,10 @@ class Int4Linear(PackedLinear):
 
 
 def check_weight_bits(bits: int, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Refuses what steps with weights of few bits cannot be, or where they do not pay.
+    """Refuse ``--weight-bits`` where it is not supported or not faster.
 
     Raises:
-        ValueError: If ``bits`` is not 4, or device, dtype or processor are others.
+        ValueError: If ``bits`` is not 4, or device, dtype or processor are not supported.
     """
     remedy = "leave out --weight-bits"
     if bits != 4:
@@ -79,45 +79,45 @@ def check_weight_bits(bits: int, dtype: torch.dtype | None, device: torch.device
 
 
 def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
-    """Packs a model's linear weights for products on this processor.
+    """Pack a model's linear weights for products on this processor.
 
-    A product of few rows has to read the whole weight, and otherwise brings it into oneDNN's
-    layout each time. Numbers stay what they were: in bf16 to the bit, in fp32 but for the order of
-    sums. No memory is added: a weight that another module holds too, such as a head that is
-    tied to the embedding, is left as it is.
+    A product of few rows has to read the entire weight, and without packing reorders it into
+    oneDNN's layout each time. Results stay the same: in bf16 bit by bit, in fp32 up to the order
+    of sums. No memory is added: a weight that another module shares, such as a head tied to the
+    embedding, is not packed.
 
     Args:
         model: a model that will only be used for inference; its ``nn.Linear`` modules are changed
             in place, and can then be neither trained, compiled, moved, copied nor saved.
-        weight_bits: 4 rounds the weights to 4 bits, with a scale and a zero for each 32 numbers of
-            a row, where inputs are a multiple of 32 and outputs of 16. Steps of up to four
+        weight_bits: 4 rounds the weights to 4 bits, with a scale and a zero point for each 32
+            numbers of a row, if inputs are a multiple of 32 and outputs of 16. Steps of up to four
             sequences read these, more rows the packed weight, which stays: 0.31 of its bytes are
-            added. Weights that were rounded in the same way before (GGUF's Q4_1) change by the
-            rounding of their scales to bf16 only.
+            added. Weights that were quantized in the same way before (GGUF's Q4_1) change only by
+            the rounding of their scales to bf16.
 
     Returns:
-        How many layers were packed: none on processors other than x86, on devices other than the
-        CPU, without oneDNN, and in dtypes that its products on this processor do not take.
+        The number of packed layers: 0 on processors other than x86, on devices other than the CPU,
+        without oneDNN, and in dtypes that its products do not support on this processor.
 
     Raises:
-        ValueError: If ``weight_bits`` is given and no layer can have them.
+        ValueError: If ``weight_bits`` is set and no layer supports it.
     """
     if platform.machine() not in _X86:
         return 0
     owners = Counter(
         id(parameter) for module in model.modules() for parameter in module._parameters.values()
     )
-    chosen = [
+    layers = [
         module
         for module in model.modules()
-        # Not a subclass, whose forward may be another.
+        # Not a subclass, whose forward may differ.
         if type(module) is nn.Linear and owners[id(module.weight)] == 1 and _fits(module.weight)
     ]
-    weights = {id(module.weight) for module in chosen}
-    for parameter in model.parameters() if chosen else ():
-        if id(parameter) not in weights:  # it alone would keep the checkpoint's file in memory
+    weights = {id(module.weight) for module in layers}
+    for parameter in model.parameters() if layers else ():
+        if id(parameter) not in weights:  # a view would keep the checkpoint's file in memory
             parameter.data = parameter.data.clone()
-    for number, module in enumerate(chosen, 1):
+    for number, module in enumerate(layers, 1):
         module.__class__ = PackedLinear
         weight = module.weight.detach()
         if weight_bits is not None and not (weight.shape[1] % _GROUP or len(weight) % _OUTPUTS):
@@ -125,35 +125,37 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
             module.codes, module.scales, weight = _to_int4(weight)
         packed_weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         module.weight = nn.Parameter(packed_weight, requires_grad=False)
-        if number % _LAYERS_BETWEEN == 0 or number == len(chosen):
-            _give_back()
-    if weight_bits is not None and not any(type(own) is Int4Linear for own in model.modules()):
+        if number % _TRIM_INTERVAL == 0 or number == len(layers):
+            _trim_memory()
+    if weight_bits is not None and not any(
+        type(module) is Int4Linear for module in model.modules()
+    ):
         raise ValueError(
             f"{type(model).__name__} has no linear layers whose weights could have {weight_bits}"
             " bits; leave out --weight-bits"
         )
-    return len(chosen)
+    return len(layers)
 
 
 def _to_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and scales as the product takes them, and the weight that they stand for."""
+    """Return packed codes and scales, and the dequantized weight ``[outputs, inputs]``."""
     outputs, inputs = weight.shape
     groups = weight.float().view(outputs, inputs // _GROUP, _GROUP)
     low, high = groups.aminmax(dim=-1, keepdim=True)
-    # Rounded first, for the product reads them in the weight's dtype.
+    # Rounded first, because the product reads them in the weight's dtype.
     scale = ((high - low) / (_CODES - 1)).to(weight.dtype)
-    zero = (low + _MIDDLE * scale.float()).to(weight.dtype)
+    zero = (low + _MIDPOINT * scale.float()).to(weight.dtype)
     steps = (groups - zero.float()) / scale.float().clamp_min(torch.finfo(torch.float32).tiny)
-    steps = steps.round().clamp(-_MIDDLE, _CODES - 1 - _MIDDLE)
+    steps = steps.round().clamp(-_MIDPOINT, _CODES - 1 - _MIDPOINT)
     dense = (steps * scale.float() + zero.float()).view(outputs, inputs).to(weight.dtype)
-    codes = (steps + _MIDDLE).to(torch.int32).view(outputs, inputs)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, _HOW)
+    codes = (steps + _MIDPOINT).to(torch.int32).view(outputs, inputs)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, _INNER_TILES)
     scales = torch.cat([scale, zero], -1).transpose(0, 1).contiguous()
     return packed, scales, dense
 
 
-def _give_back() -> None:
-    """Returns the old weights' memory, which would stay with the threads that loaded them."""
+def _trim_memory() -> None:
+    """Return the old weights' memory to the system; loader threads would keep it."""
     library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if library is not None and hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
@@ -164,7 +166,7 @@ def _fits(weight: Tensor) -> bool:
 
 
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has products of a dtype for this processor."""
+    """Return whether oneDNN has matrix products of a dtype for this processor."""
     ops: Any = torch.ops.mkldnn
     supported = {
         torch.float32: lambda: True,
