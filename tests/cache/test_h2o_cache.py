@@ -177,11 +177,43 @@ def test_a_mask_that_is_not_causal_is_refused(model):
         model(torch.randint(2, 97, (1, 8)), attention_mask=mask, past_key_values=cache)
 
 
-def test_crop_says_why_not(model):
+def test_crop_needs_a_recorded_past(model):
     cache = h2okv.H2OCache(model.config)
     read(model, cache)
-    with pytest.raises(ValueError, match="assistant_model"):
+    cache.crop(0)
+    with pytest.raises(ValueError, match="call cache.activate_past_recording"):
         cache.crop(-1)
+
+
+@pytest.mark.parametrize("drafted", [1, 3, 5])
+@pytest.mark.parametrize("options", [{}, {"evict_every": 4}, {"simulate": True}], ids=str)
+def test_crop_takes_back_the_tokens_of_a_forward(model, drafted, options):
+    caches = [h2okv.H2OCache(model.config, heavy=4, recent=4, **options) for _ in range(2)]
+    ids = torch.randint(2, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+
+    def go_on(cache, start, stop):
+        position_ids = torch.arange(start, stop)[None]
+        with torch.no_grad():
+            return model(
+                ids[:, start:stop], position_ids=position_ids, past_key_values=cache
+            ).logits
+
+    for cache in caches:
+        cache.activate_past_recording()
+        go_on(cache, 0, 20)
+    logits = [go_on(caches[0], 20, 25), go_on(caches[1], 20, 25)]
+    caches[0].crop(-drafted)
+    caches[0].check_integrity()
+    assert caches[0].num_seen_tokens == 25 - drafted
+    torch.testing.assert_close(go_on(caches[0], 25 - drafted, 25), logits[0][:, -drafted:])
+    for layer in range(2):
+        kept = [cache.kept_positions(layer).sort(dim=-1).values for cache in caches]
+        assert torch.equal(*kept)
+    caches[0].crop(0)
+    with pytest.raises(ValueError, match="can take back its last 0 tokens"):
+        caches[0].crop(-1)
+    with pytest.raises(ValueError, match="0 or minus a number"):
+        caches[0].crop(3)
 
 
 def test_interrupted_forward_is_found(model):

@@ -158,15 +158,72 @@ class _Heard(BaseStreamer):
         pass
 
 
-@pytest.mark.parametrize("budget", [SMALL, {"heavy": PROMPT, "recent": PROMPT}])
-@pytest.mark.parametrize("mode", ["assistant_model", "prompt_lookup_num_tokens"])
-def test_assisted_decoding_is_refused_before_any_text(make_llama, mode, budget):
-    model = make_llama()
-    options = {mode: make_llama(seed=1) if mode == "assistant_model" else 3}
-    heard = _Heard()
-    cache = h2okv.H2OCache(model.config, **budget)
+BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"heavy": PROMPT, "recent": PROMPT}, {"heavy": 0.3, "recent": 0.2}, {"policy": "best"},
+        {"scoring": "decay"}, {"policy": "keydiff"}, {"policy": "snapkv"}, {"policy": "full"},
+        {"positions": "rolling"}, {"kv_bits": 8}, {"layer_budgets": BY_HEAD},
+        {"layer_budgets": BY_HEAD, "kv_bits": 4, "policy": "best"}, {"evict_every": 1},
+        {"evict_every": 8}, {"evict_every": 8, "policy": "best", "positions": "rolling"},
+        {"evict_every": 8, "layer_budgets": BY_HEAD, "kv_bits": 8}, {"simulate": True},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["assistant", "itself", "early_exit", "lookup"])
+def test_drafted_tokens_give_the_text_and_the_state_of_plain_decoding(make_llama, mode, options):
+    model = make_llama(sharpness=3.0).double()
+    drafts = {
+        "assistant": {"assistant_model": make_llama(seed=1).double()},
+        "itself": {"assistant_model": model},
+        "early_exit": {"assistant_early_exit": 1},
+        "lookup": {"prompt_lookup_num_tokens": 4},
+    }[mode]
     # A prompt that repeats itself, so that prompt lookup has something to propose.
+    ids = _prompt(rows=1, length=10).repeat(1, 4)[:, :37]
+    texts, caches, verified = [], [], []
+    for extra in ({}, drafts):
+        cache = h2okv.H2OCache(model.config, **({"heavy": 8, "recent": 6} | options))
+        crop = cache.crop
+        cache.crop = lambda count, crop=crop: (verified.append(count), crop(count))
+        texts.append(_generate(model, ids, cache, max_new_tokens=30, **extra))
+        cache.check_integrity()
+        caches.append(cache)
+    assert torch.equal(*texts)
+    assert caches[0].num_seen_tokens == caches[1].num_seen_tokens
+    for layer in range(len(model.model.layers)):
+        entries = []
+        for cache in caches:
+            positions, scores = cache.kept_positions(layer), cache.scores(layer)
+            positions, order = positions.sort(dim=-1)
+            entries.append((positions, scores.gather(-1, order)))
+        width = min(positions.shape[-1] for positions, _ in entries)
+        (positions, scores), (others, their_scores) = (
+            (p[..., -width:], s[..., -width:]) for p, s in entries
+        )
+        assert torch.equal(positions, others)
+        if options.get("policy") != "keydiff":  # whose scores nothing reads
+            torch.testing.assert_close(scores, their_scores, atol=1e-4, rtol=1e-4)
+    assert verified
+    if mode == "itself":
+        assert len(verified) < 30  # forwards of the model for 30 tokens
+    elif mode != "lookup":
+        assert min(verified) < 0  # drafts were rejected
+
+
+def test_a_cache_goes_on_after_drafts(make_llama):
+    model = make_llama().double()
     ids = _prompt(rows=1, length=10).repeat(1, 4)
-    with pytest.raises(ValueError, match=r"H2OCache.*assistant_model, prompt_lookup_num_tokens"):
-        _generate(model, ids, cache, streamer=heard, **options)
-    assert heard.pieces <= 1, "only the prompt may have been streamed"
+    texts = []
+    for extra in ({}, {"prompt_lookup_num_tokens": 3}):
+        cache = h2okv.H2OCache(model.config, heavy=8, recent=6)
+        first = _generate(model, ids, cache, **extra)
+        turn = cache.next_turn(torch.cat([first[:, -1:], ids[:, :12]], dim=1))
+        second = model.generate(
+            **turn, past_key_values=cache, do_sample=False, max_new_tokens=12, **extra
+        )
+        texts.append((first, second))
+    assert all(torch.equal(*pair) for pair in zip(*texts, strict=True))

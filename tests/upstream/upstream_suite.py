@@ -42,9 +42,6 @@ import family_table  # noqa: E402
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3_text", "mistral")
 FAMILIES += ("gpt_neox", "opt", "phi3", "mixtral", "gpt2")
 BY_DESIGN = {
-    "assisted": "assisted decoding takes tokens back, which is refused",
-    "early_exit": "the same with the model's own first layers as assistant",
-    "prompt_lookup": "the same with prompt lookup",
     "cache_shapes": "a layer's keys are its slots, not one entry a token",
     "right_padding": "outputs at padding are not full attention's, and generate goes on from one",
     "can_set_attention_dynamically": 'asks for the name "sdpa", where this suite puts "h2o"',

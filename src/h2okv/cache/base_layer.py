@@ -16,6 +16,7 @@ from h2okv.cache.argument import CACHE
 from h2okv.cache.rope import PositionRule, Rotation, Rotations
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
 from h2okv.cache.spans import Spans
+from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_match
 from h2okv.config import Budget
 from h2okv.policy import Rule, Sees
@@ -51,7 +52,7 @@ class BaseLayer(CacheLayerMixin):
     """
 
     is_sliding = False
-    is_croppable = False
+    is_croppable = True
     drops = True  # evicts for real and stores entries as `storage` says; else it masks
     ends_forward = False  # the last layer of its cache
     window: int | None = None  # the sliding window that the entries stand for
@@ -85,6 +86,7 @@ class BaseLayer(CacheLayerMixin):
         self.num_forwards = 0
         self.prompt = Prompt()
         self.writer = Writer()
+        self.log: StepLog | None = None  # of the newest forward, once `crop` may be called
         self._forget_rotation()
 
     state: SlotState
@@ -254,15 +256,29 @@ class BaseLayer(CacheLayerMixin):
         self.awaits_attention = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to take tokens back."""
-        raise ValueError(
-            "H2OCache cannot take tokens back (crop), because what it evicted for them is gone; "
-            "generate without assistant_model, prompt_lookup_num_tokens or other speculative modes."
-        )
+        """Take back the newest tokens, and forget how earlier ones could be; mutates the layer.
+
+        Args:
+            tokens_to_remove: 0, or minus the number of tokens.
+
+        Raises:
+            ValueError: if fewer tokens were recorded since the last crop.
+        """
+        self.end_steps()
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes 0 or minus a number of tokens, got {tokens_to_remove}.")
+        if self.log is not None:
+            self.log.take_back(self, -tokens_to_remove)
+        elif tokens_to_remove:
+            raise ValueError(
+                "H2OCache takes tokens back (crop) only of a forward whose past it recorded; call"
+                " cache.activate_past_recording() before, as assistant_model and"
+                " prompt_lookup_num_tokens of transformers 5.24 do."
+            )
 
     def activate_past_recording(self) -> None:
-        """Refuse: transformers calls it before it generates tokens that it may take back."""
-        self.crop(0)
+        """Record what each token changes, for `crop`; mutates the layer."""
+        self.log = self.log or StepLog()
 
     # --- the attention function's side ------------------------------------------------------------
 

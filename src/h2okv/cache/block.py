@@ -67,6 +67,13 @@ class Block(NamedTuple):
             yield self._take((sequences, index), None if real.all() else real)
             starts, ends = stops, [end + chunk for end in ends]
 
+    def columns(self, start: int, stop: int) -> Block:
+        """Return the tokens of some columns as a block."""
+        real = None if self.real is None else self.real[:, start:stop]
+        return self._take(
+            (slice(None), slice(start, stop)), None if real is None or real.all() else real
+        )
+
     def _take(self, index: tuple[Any, Any], real: Tensor | None) -> Block:
         """Return the columns of an index in ``[B, T, ...]``: a view if that is of slices."""
 
@@ -87,6 +94,9 @@ class Block(NamedTuple):
             output[self.index] = result
             return
         sequences, columns = self.index
+        if isinstance(columns, slice):
+            output[self.index] = result
+            return
         sequences = sequences.expand_as(columns)[self.real]
         output[sequences, columns[self.real]] = result[self.real]
 

@@ -419,6 +419,24 @@ class H2OCache(Cache):
             if not layer.holds_budgets and (prompt.expected_length is None or length is None):
                 prompt.expected_length = length
 
+    def activate_past_recording(self) -> None:
+        """Record what each token changes, so that `crop` can take back those of a forward.
+
+        transformers calls it before it verifies drafts (``assistant_model``,
+        ``prompt_lookup_num_tokens``). Tokens after the prompt are then read one by one within each
+        layer, as steps read them.
+        """
+        super().activate_past_recording()
+        text = support.drafted_prompt()
+        if text is not None:
+            columns, length = text
+            if length is not None:
+                self.expect(length)
+            for layer in self._scored:
+                assert layer.log is not None
+                seen = int(layer.cumulative_length) if columns > 0 else 0
+                layer.log.prompt_columns = columns - seen
+
     def pin(self, spans: Iterable[Sequence[int]], length: int | None = None) -> None:
         """Protects tokens of the prompt that is read next: they are never evicted.
 

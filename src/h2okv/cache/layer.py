@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from h2okv.cache.rope import PositionRule, ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, is_cast, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
 from h2okv.cache.spans import Spans
+from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_finite, check_prompt, check_window
 from h2okv.config import Budget
 from h2okv.ops.attention import expected_attention
@@ -83,15 +84,14 @@ class CacheLayer(BaseLayer):
         self._begin(query.shape[2], real)
         block = self._block(query, key, value, real, scale, softcap, position_ids)
         self.awaits_attention = True  # an error or Ctrl-C from here on leaves half a forward
-        chunk = self.position_rule.prefill_chunk
-        phases = self.spans.phases(self.state) if self.spans and block.length > 1 else []
-        if chunk is None or block.length + max(phases, default=0) <= chunk:
+        blocks = self._split(block)
+        if blocks is None:
             output = self._read(block)
         else:
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
             end = self.cumulative_length + block.length
-            for chunk_block in block.split(chunk, phases):
-                chunk_block.put(self._read(chunk_block), output)
+            for small_block in blocks:
+                small_block.put(self._read(small_block), output)
             self.cumulative_length.copy_(end)  # with columns that are padding in every sequence
             self.end_steps()  # the next layer begins with the first of these tokens
         pins = self.prompt.pins
@@ -102,6 +102,42 @@ class CacheLayer(BaseLayer):
         if not torch.compiler.is_compiling():
             self.num_forwards += 1
         return output.to(dtype)
+
+    def _split(self, block: Block) -> Iterable[Block] | None:
+        """Return the blocks of the contract that a forward brings; ``None`` for one."""
+        if self.log is not None:
+            num_read = self._prompt_columns(self.log, block)
+            if num_read < block.length > 1:
+                return self._with_drafts(block, num_read)
+        return self._split_prompt(block)
+
+    def _split_prompt(self, block: Block) -> Iterable[Block] | None:
+        chunk = self.position_rule.prefill_chunk
+        phases = self.spans.phases(self.state) if self.spans and block.length > 1 else []
+        if chunk is None or block.length + max(phases, default=0) <= chunk:
+            return None
+        return block.split(chunk, phases)
+
+    def _prompt_columns(self, log: StepLog, block: Block) -> int:
+        """Return the columns of a block before its drafts, which are read as a block."""
+        columns, log.prompt_columns = log.prompt_columns, None
+        expected = self.prompt.expected_length
+        if columns is not None:
+            return min(columns, block.length) if columns > 0 else block.length + columns
+        if self.holds_entries:
+            return 0
+        if expected is None:
+            return block.length
+        real = block.length if block.real is None else int(block.real.sum(dim=1).max())
+        return block.length - max(0, real - expected)
+
+    def _with_drafts(self, block: Block, num_read: int) -> Iterator[Block]:
+        """Yield a prompt and then each token that may be taken back, as a step would bring it."""
+        if num_read:
+            prompt = block.columns(0, num_read)
+            yield from self._split_prompt(prompt) or [prompt]
+        for column in range(num_read, block.length):
+            yield block.columns(column, column + 1)
 
     def _begin(self, length: int, real: Tensor | None) -> None:
         """Set the budgets by the prompt's length, and refuse what cannot be read; mutates."""
@@ -175,6 +211,8 @@ class CacheLayer(BaseLayer):
         return (self.cumulative_length + torch.arange(length, device=self.device)).unsqueeze(0)
 
     def _read(self, block: Block) -> Tensor:
+        if self.log is not None and block.length == 1 and self.holds_entries:
+            self.log.add(self)
         if self.rule.sees is Sees.WINDOW and self.holds_entries:  # tokens after the prompt stay
             count = block.counts()
             count = count if isinstance(count, int) else count.view(-1, 1, 1)
@@ -366,6 +404,13 @@ class CacheLayer(BaseLayer):
             pinned = pinned if marked is None else pinned | marked
         return ranks.masked_fill(pinned, torch.inf)
 
+    def plan(self) -> dict[str, Any] | None:
+        """Return what steps count besides the state; ``None`` if they change more than slots."""
+        return None
+
+    def restore_plan(self, plan: dict[str, Any]) -> None:
+        """Take over what `plan` has returned; mutates the layer."""
+
     # --- a single token ---------------------------------------------------------------------------
 
     def _takes_step(self, block: Block) -> bool:
@@ -407,7 +452,8 @@ class SlotLayer(CacheLayer):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether all steps are alike, so that ``generate`` may compile or record them on a GPU."""
-        return self.rule.is_bounded and not self.position_rule.rewrites and self.spans is None
+        is_static = self.rule.is_bounded and not self.position_rule.rewrites
+        return is_static and self.spans is None and self.log is None
 
     def move(self, device: torch.device) -> None:
         super().move(device)
@@ -590,7 +636,7 @@ class SlotLayer(CacheLayer):
                 self._choose_operations(query)
             assert slots.operations is not None
             run = slots.operations.step
-        if self.deferred is not None and run is decode_step and real is None:
+        if self.deferred is not None and run is decode_step and real is None and self.log is None:
             rules = rules._replace(deferred=self.deferred.takes(self, rules))
         output = run(query, key, value, state, rules, real)
         if self.deferred is not None and not torch.compiler.is_compiling():
@@ -599,6 +645,12 @@ class SlotLayer(CacheLayer):
         if self.spans is not None and not torch.compiler.is_compiling():
             self.end_step()
         return output
+
+    def plan(self) -> dict[str, Any] | None:
+        return self.slots.counters()
+
+    def restore_plan(self, plan: dict[str, Any]) -> None:
+        vars(self.slots).update(plan)
 
     def end_step(self) -> None:
         """Evict where a step has ended a span; mutates the layer. Compiled steps need it called."""
@@ -622,7 +674,7 @@ class SlotLayer(CacheLayer):
         """Whether a decode step needs nothing that only a block learns."""
         is_known = self.slots.operations is not None and self.module is not None
         is_known &= self.rotations.rolling is None or self.rotations.tables is not None
-        return is_known and self.holds_entries and self.rule.is_bounded
+        return is_known and self.holds_entries and self.rule.is_bounded and self.log is None
 
     def join(self, other: SlotLayer) -> None:
         """Put another layer's sequences behind these; mutates this layer, uses up the other."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +62,11 @@ class SlotPlan:
     def __getstate__(self) -> dict[str, object]:
         """Leave the operations out of a pickle: they are chosen for a machine."""
         return vars(self) | {"operations": None}
+
+    def counters(self) -> dict[str, Any]:
+        """Return what steps count, for steps that are taken back."""
+        names = ("capacity", "steps_left", "steps_to_cut", "is_full", "filled")
+        return {name: getattr(self, name) for name in names}
 
     def store(
         self, state: SlotState, entries: BlockEntries, indices: Tensor, is_kept: Tensor

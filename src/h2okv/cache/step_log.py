@@ -1,0 +1,96 @@
+"""What takes back the last tokens of a layer: drafts that a verification has rejected."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from h2okv.cache.slot_state import SlotState, ordinary_tensors
+
+# Tokens that may be taken back; transformers drafts up to 20 by default.
+_MOST_TOKENS = 32
+# Tensors that a step changes anywhere; keys and values change in the free slots alone.
+_CHANGED = (
+    "scores", "positions", "free_slot", "num_real_tokens", "ranks", "value_weights", "recent",
+    "total",
+)  # fmt: skip
+
+
+class StepLog:
+    """The state before each of a layer's newest tokens, since `crop` was called.
+
+    Of a step it holds the scores and positions, and the entries that the step overwrites in the
+    free slots. Where a step moves entries, at the end of a span or when slots are added, it holds
+    the whole state.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_columns: int | None = None  # of the next forward, before its drafts
+        self._records: deque[tuple[SlotState | dict[str, Any], dict[str, Any]]]
+        self._records = deque(maxlen=_MOST_TOKENS)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def clear(self) -> None:
+        """Forget all tokens; mutates the log."""
+        self._records.clear()
+
+    def add(self, layer: Any) -> None:
+        """Note a layer before it reads one token of each sequence; mutates the log."""
+        state, plan = layer.state, layer.plan()
+        with ordinary_tensors():
+            if plan is None or plan["steps_left"] == 0 or plan["steps_to_cut"] == 1:
+                self._records.append((state.map(Tensor.clone), plan or {}))
+                return
+            record: dict[str, Any] = {
+                name: tensor.clone() for name in _CHANGED for tensor in state.tensors_of(name)
+            }
+            free = record["free_slot"].unsqueeze(-1)
+            if state.head_of_slot is not None:  # one row of slots, with a free one for each head
+                free = free.transpose(1, 2).reshape(len(free), 1, -1, 1)
+            for name, tensor in state.entry_tensors().items():
+                index = free.expand(-1, -1, -1, tensor.shape[-1])
+                record[name] = index, tensor.gather(2, index)
+        self._records.append((record, plan))
+
+    def take_back(self, layer: Any, count: int) -> None:
+        """Restore a layer as it was before its last `count` tokens; mutates both.
+
+        Raises:
+            ValueError: if fewer tokens were recorded.
+        """
+        if count > len(self._records):
+            raise ValueError(
+                f"H2OCache can take back its last {len(self._records)} tokens, got crop({-count});"
+                f" draft up to {_MOST_TOKENS} tokens at a time, and call cache.expect(the prompt's"
+                " length) before a first forward that brings drafts behind the prompt."
+            )
+        for _ in range(count):
+            record, plan = self._records.pop()
+            if isinstance(record, SlotState):
+                _restore_state(layer, record)
+            else:
+                for name, tensor in layer.state.entry_tensors().items():
+                    index, entries = record.pop(name)
+                    tensor.scatter_(2, index, entries)
+                for name, tensor in record.items():
+                    vars(layer.state)[name].copy_(tensor)
+            layer.restore_plan(plan)
+        layer.cumulative_length -= count
+        self.clear()
+
+
+def _restore_state(layer: Any, before: SlotState) -> None:
+    """Put a state in the place of another; in its tensors, if they are as large."""
+    tensors = layer.state.tensors()
+    if {n: t.shape for n, t in tensors.items()} != {
+        n: t.shape for n, t in before.tensors().items()
+    }:
+        layer.state = before
+        return
+    for name, tensor in before.tensors().items():
+        tensors[name].copy_(tensor)
+    layer.state.budgets = before.budgets
