@@ -32,6 +32,7 @@ SETTINGS_FIELDS = {
     "sink": int,
     "positions": str,
     "prefill_chunk": type(None),
+    "evict_every": type(None),
     "max_tokens": type(None),
     "min_tokens": int,
     "chat_template": bool,
