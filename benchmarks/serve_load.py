@@ -18,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterable, Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, repeat
 from pathlib import Path
@@ -341,7 +342,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
 
     def numbers(kind: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-        return lambda text: [kind(part) for part in text.split(",")]
+        return lambda text: [kind(number) for number in text.split(",")]
 
     parser = argparse.ArgumentParser(
         description=__doc__,
@@ -375,24 +376,26 @@ def main() -> None:
     args = parse()
     rows: list[dict[str, Any]] = []
     setting = environment(torch.device("cpu"))
-    file = None if args.csv is None else CsvFile(args.csv, (*setting, *COLUMNS))
-    try:
+    with ExitStack() as stack:
+        try:
+            file = None
+            if args.csv is not None:
+                file = stack.enter_context(closing(CsvFile(args.csv, (*setting, *COLUMNS))))
 
-        def add(row: dict[str, Any]) -> None:
-            rows.append(row)
-            if file is not None:
-                file.append(setting | row | {"errors": json.dumps(row["errors"])})
+            def add(row: dict[str, Any]) -> None:
+                rows.append(row)
+                if file is not None:
+                    file.append(setting | row | {"errors": json.dumps(row["errors"])})
 
-        asyncio.run(measure(args, add))
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(2) from None
-    finally:
-        show(rows)
-        if file is not None:
-            file.close()
+            asyncio.run(measure(args, add))
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            raise SystemExit(2) from None
+        finally:
+            if rows:
+                show(rows)
 
 
 if __name__ == "__main__":
