@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet $(PIP_ARGS) -c constraints.txt
 PINS := pyproject.toml constraints.txt
 # Folders whose names, docstrings and messages use the field's words.
-CHECKED := analysis benchmarking cache chat cli cluster engine evaluation integration ops policy server vllm_plugin \
+CHECKED := analysis benchmarking cache chat cli cluster engine evaluation integration offload ops policy server vllm_plugin \
 	__init__.py __main__.py config.py console.py plots.py provenance.py records.py
 
 .DEFAULT_GOAL := help

@@ -185,7 +185,7 @@ def test_a_conversion_without_disk_space_is_refused(job, model_folder, tmp_path)
     (tmp_path / "file").write_text("not a folder")
     options = ("--dtype", "bfloat16", "--weights", "disk", "--converted", tmp_path / "file")
     error, _ = job(model_folder, *options, code=2)
-    assert "must be written anew" in error
+    assert "must be rewritten" in error
     assert "--converted" in error
 
 
@@ -399,7 +399,7 @@ def test_a_full_disk_while_weights_are_converted(processes, job, model_folder, t
             "--converted", folder]  # fmt: skip
     ended = processes(args, file_size=100_000)
     assert ended.code == 2
-    assert "must be written anew" in ended.error and "(File too large)" in ended.error
+    assert "must be rewritten" in ended.error and "(File too large)" in ended.error
     assert "give another --converted folder" in ended.error and ended.error.count("\n") == 1
     assert not list(folder.iterdir())
     again = processes(args)

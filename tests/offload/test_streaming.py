@@ -49,7 +49,7 @@ def save_family(family, folder):
 def stream(folder, placement, converted=None, dtype=torch.float32):
     """The model in the folder with some of its weights on the disk."""
     meta, files = open_checkpoint(AutoConfig.from_pretrained(folder), folder, dtype)
-    if not files.found:
+    if not files.parameters:
         files = open_converted(meta, files, converted or folder / "converted")
     stream, embedding = materialise(meta, files, placement(len(meta.units)), CPU)
     scheduler = ForwardScheduler(meta.units, stream, embedding=embedding)

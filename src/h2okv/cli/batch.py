@@ -21,7 +21,7 @@ from h2okv.console import (
     write_remark,
     write_text,
 )
-from h2okv.offload.placement import CACHE_TIERS, PLACES, parse_placement
+from h2okv.offload.placement import CACHE_TIERS, WEIGHT_TIERS, parse_placement
 
 if TYPE_CHECKING:
     from h2okv.offload.offload_engine import BatchRequest, PlannedJob
@@ -34,7 +34,7 @@ def _batch_size(option: str, text: str) -> int | None:
 
 
 def _placement(option: str, text: str) -> Any:
-    return parse_placement(option[2:], text, CACHE_TIERS if option == "--cache" else PLACES)
+    return parse_placement(option[2:], text, CACHE_TIERS if option == "--cache" else WEIGHT_TIERS)
 
 
 @dataclass(frozen=True)

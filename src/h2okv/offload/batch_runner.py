@@ -39,7 +39,7 @@ def sequence_seed(seed: int | None, prompt_id: PromptId) -> int:
 
 @dataclass
 class BatchSequence:
-    """A prompt and what was generated for it so far."""
+    """A prompt and the tokens generated for it so far."""
 
     id: PromptId
     prompt: list[int]
@@ -48,10 +48,10 @@ class BatchSequence:
     is_context_limited: bool = False  # whether the context window sets max_new_tokens
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # eos, stop, length or context; None while it runs
-    sampler: Sampler | None = None  # made for the first token
+    sampler: Sampler | None = None  # created for the first token
     params: SamplingParams | None = None  # None for those of the job
     ends: frozenset[int] | None = None  # end tokens, if they are not those of the job
-    text: Any = None  # what looks for stop strings, with `add(token)`; None if there are none
+    text: Any = None  # finds stop strings, with `add(token)`; None without stop strings
     url: str | None = None  # of a request in OpenAI's batch format
 
 
@@ -62,7 +62,7 @@ class MicroBatch:
     sequences: list[BatchSequence]
     cache: H2OCache
     device: torch.device
-    sequence_bytes: int = 0  # of the largest that was ever in it; all have as many slots
+    sequence_bytes: int = 0  # of the largest sequence it ever had; all have as many slots
 
     def __post_init__(self) -> None:
         lengths = [len(sequence.prompt) for sequence in self.sequences]
@@ -77,7 +77,7 @@ class MicroBatch:
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
     def forward(self, model: PreTrainedModel) -> torch.Tensor:
-        """Runs the prompts or the newest tokens; logits of the last position, ``[B, V]``."""
+        """Run the prompts or the newest tokens; return the last position's logits, ``[B, V]``."""
         columns = torch.arange(self.columns, device=self.device)
         mask = (columns >= self.columns - self._lengths.unsqueeze(1)).long()
         if self.sequences[0].new_tokens:
@@ -87,7 +87,7 @@ class MicroBatch:
         else:
             ids, _ = left_padded([sequence.prompt for sequence in self.sequences], self.device)
             positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        # Some models count for themselves.
+        # Some models compute positions themselves.
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         return model(
             input_ids=ids,
@@ -99,34 +99,38 @@ class MicroBatch:
         ).logits[:, -1]
 
     def take(self, tokens: list[int], ends: frozenset[int]) -> None:
-        """Adds a column of new tokens; mutates the sequences that are not finished."""
-        for own, token in zip(self.sequences, tokens, strict=True):
-            if own.finish_reason is not None:
+        """Append a column of new tokens; mutates the sequences that are not finished."""
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            if sequence.finish_reason is not None:
                 continue
-            own.new_tokens.append(token)
-            if token in (ends if own.ends is None else own.ends):
-                own.finish_reason = "eos"
-            elif own.text is not None and own.text.add(token):
-                own.finish_reason = "stop"
-            elif len(own.new_tokens) >= own.max_new_tokens:
-                own.finish_reason = "context" if own.is_context_limited else "length"
+            sequence.new_tokens.append(token)
+            if token in (ends if sequence.ends is None else sequence.ends):
+                sequence.finish_reason = "eos"
+            elif sequence.text is not None and sequence.text.add(token):
+                sequence.finish_reason = "stop"
+            elif len(sequence.new_tokens) >= sequence.max_new_tokens:
+                sequence.finish_reason = "context" if sequence.is_context_limited else "length"
         self.columns += 1
         self._lengths += 1
 
     def drop_finished(self, store: CacheStore) -> None:
-        """Removes finished sequences, also from the cache; at least one must be left."""
-        kept = [number for number, own in enumerate(self.sequences) if own.finish_reason is None]
-        if len(kept) == len(self):
+        """Remove finished sequences, also from the cache; at least one must be unfinished."""
+        rows = [
+            number
+            for number, sequence in enumerate(self.sequences)
+            if sequence.finish_reason is None
+        ]
+        if len(rows) == len(self):
             return
-        indices: Any = torch.tensor(kept, device=self.device)
+        indices: Any = torch.tensor(rows, device=self.device)
         for index, layer in enumerate(self.cache.layers):
             with store.changing(index, self.cache):
-                # Unlike batch_select_indices, every kind of layer has it.
+                # Every kind of layer has it, unlike batch_select_indices.
                 layer.reorder_cache(indices)
         self.sequences, self._lengths = self.live, self._lengths[indices]
 
     def append(self, other: MicroBatch, store: CacheStore) -> None:
-        """Adds another micro-batch's sequences, both past their prefill; mutates both."""
+        """Append another micro-batch's sequences, both after their prefill; mutates both."""
         layers: Any = zip(self.cache.layers, other.cache.layers, strict=True)
         for index, (upper, lower) in enumerate(layers):
             with store.changing(index, self.cache, other.cache):
@@ -139,11 +143,11 @@ class MicroBatch:
 
 @dataclass
 class ForwardScheduler:
-    """Runs the forwards of several micro-batches; with units, layer by layer.
+    """Run the forwards of several micro-batches; with units, layer by layer.
 
     That is FlexGen's zig-zag block schedule (arXiv 2303.06865, section 4.1): all micro-batches pass
-    a layer before the next, so that each weight pass serves all of them. Transformers' own forwards
-    are suspended before each unit, in greenlets. Without units, for a model whose weights and
+    a layer before the next, and each weight pass serves all of them. Transformers' forwards are
+    suspended before each unit, in greenlets. Without units, for a model whose weights and
     caches stay on the device, one forward runs after the other.
     """
 
@@ -161,8 +165,8 @@ class ForwardScheduler:
 
     @property
     def bytes_read(self) -> int:
-        parts = (self.stream, self.embedding)
-        return sum(part.bytes_read for part in parts if part is not None)
+        readers = (self.stream, self.embedding)
+        return sum(reader.bytes_read for reader in readers if reader is not None)
 
     def close(self) -> None:
         self.store.close()
@@ -172,13 +176,13 @@ class ForwardScheduler:
     def run(
         self, model: PreTrainedModel, batches: list[MicroBatch]
     ) -> Iterator[tuple[MicroBatch, torch.Tensor]]:
-        """Runs one forward of each micro-batch; yields each with its logits, ``[B, V]``."""
+        """Run one forward of each micro-batch; yield each with its logits, ``[B, V]``."""
         if not self.units:
             yield from ((batch, batch.forward(model)) for batch in batches)
             return
-        forwards = [self._greenlet.greenlet(partial(own.forward, model)) for own in batches]
+        forwards = [self._greenlet.greenlet(partial(batch.forward, model)) for batch in batches]
         try:
-            # What each has come to: the unit that it waits for, or its logits at the end.
+            # The state of each: the index of the unit that it waits for, or its logits at the end.
             reached: list[Any] = [forward.switch() for forward in forwards]
             while running := [n for n, forward in enumerate(forwards) if not forward.dead]:
                 index = min(reached[number] for number in running)
@@ -205,17 +209,17 @@ class ForwardScheduler:
         current = self._greenlet.getcurrent()
         if current.parent is not None:
             current.parent.switch(index)
-        # With strided input a bf16 product on a CPU copies the weights once for each sequence.
+        # With strided input a bf16 product on a CPU copies the weights for each sequence.
         return tuple(a.contiguous() if torch.is_tensor(a) else a for a in args), kwargs
 
 
-_SORT_WINDOW = 8  # batches of prompts that are sorted by length together, so that little is padded
+_SORT_WINDOW = 8  # batches of prompts that are sorted by length together, to reduce padding
 _REFILL = 4  # new prompts are admitted when this fraction of a batch is free: a quarter
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What is in memory at once; at least one sequence always is. ``None`` is no limit."""
+    """Limits of what is in memory at once, at least one sequence. ``None`` is no limit."""
 
     batch_size: int
     micro_batch_tokens: int  # prompt tokens, padding included, of a micro-batch's prefill
@@ -227,7 +231,7 @@ class Limits:
     away: float = 0.0  # the fraction of keys and values that is stored off the device
 
     def bytes_of(self, sequence: BatchSequence) -> int:
-        """A sequence's cache in the memory of the device."""
+        """Return the bytes of a sequence's cache in the device's memory."""
         memory, prompt, new = self.memory, len(sequence.prompt), sequence.max_new_tokens
         if memory is None:
             return 0
@@ -236,7 +240,7 @@ class Limits:
 
 @dataclass
 class Runner:
-    """Prefills prompts in micro-batches, merges these, and decodes them together."""
+    """Prefill prompts in micro-batches, merge these, and decode them together."""
 
     model: PreTrainedModel
     scheduler: ForwardScheduler
@@ -250,8 +254,8 @@ class Runner:
     def __post_init__(self) -> None:
         self._ends = self._end_tokens(self.sampling)
         self._batches: list[MicroBatch] = []
-        self._following: BatchSequence | None = None  # the first that waits
-        # Whether the last weight pass had no tokens left for prompts that there is memory for.
+        self._following: BatchSequence | None = None  # the first waiting sequence
+        # Whether the last weight pass had memory, but no tokens left, for further prompts.
         self._has_headroom = False
 
     def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
@@ -260,11 +264,11 @@ class Runner:
 
     @property
     def unfinished_tokens(self) -> int:
-        return sum(len(own.new_tokens) for batch in self._batches for own in batch.live)
+        return sum(len(sequence.new_tokens) for batch in self._batches for sequence in batch.live)
 
     @torch.inference_mode()
     def run(self, sequences: Iterable[BatchSequence]) -> Iterator[list[BatchSequence]]:
-        """Generates for every sequence; yields those that each weight pass finishes."""
+        """Generate for every sequence; yield those that each weight pass finishes."""
         size = self.limits.batch_size
         waiting = _sorted_ahead(iter(sequences), size * _SORT_WINDOW)
         with enable(self.model):
@@ -277,7 +281,7 @@ class Runner:
                 yield self._weight_pass()
 
     def _admit(self, waiting: Iterator[BatchSequence], free: int) -> list[BatchSequence]:
-        """Takes prompts as far as batch, cache and prefill limits allow."""
+        """Take waiting prompts up to the limits of batch, cache and prefill."""
         limits = self.limits
         self._has_headroom = False
         self._following = self._following or next(waiting, None)
@@ -286,7 +290,7 @@ class Runner:
         for batch in self._batches:
             batch.drop_finished(self.scheduler.store)
         running = sum(len(batch) for batch in self._batches)
-        # Sequences that are decoded together have as many slots each as the largest of them had.
+        # Sequences that are decoded together have as many slots each as the largest of them.
         largest = max((batch.sequence_bytes for batch in self._batches), default=0)
         admitted: list[BatchSequence] = []
         tokens = 0
@@ -304,11 +308,11 @@ class Runner:
         return admitted
 
     def _micro_batches(self, sequences: list[BatchSequence]) -> Iterator[MicroBatch]:
-        """Splits new sequences into micro-batches that can be prefilled."""
+        """Split new sequences into micro-batches that can be prefilled."""
         groups: list[list[BatchSequence]] = []
         for sequence in sequences:
             group = [*groups[-1], sequence] if groups else []
-            padded = len(group) * max((len(own.prompt) for own in group), default=0)
+            padded = len(group) * max((len(member.prompt) for member in group), default=0)
             is_full = padded > self.limits.micro_batch_tokens
             if not group or is_full or len(group) > self.limits.decode_batch:
                 groups.append([sequence])
@@ -320,37 +324,37 @@ class Runner:
             yield MicroBatch(group, cache, self.device, largest)
 
     def _weight_pass(self) -> list[BatchSequence]:
-        done: list[BatchSequence] = []
+        finished: list[BatchSequence] = []
         for batch, logits in self.scheduler.run(self.model, self._batches):
             running = batch.live
             batch.take(self._choose(batch.sequences, logits), self._ends)
             self.num_new_tokens += len(running)
-            done.extend(own for own in running if own.finish_reason is not None)
+            finished.extend(sequence for sequence in running if sequence.finish_reason is not None)
         self.num_passes += 1
         self._compact()
-        return done
+        return finished
 
     def _choose(self, sequences: list[BatchSequence], logits: torch.Tensor) -> list[int]:
-        """Chooses a token for each sequence from logits ``[B, V]``."""
-        for own in sequences:
-            if own.sampler is None:
-                if own.params is not None:
-                    own.ends = self._end_tokens(own.params)
-                seed = sequence_seed(self.sampling.seed, own.id)
-                params = own.params or replace(self.sampling, seed=seed)
-                own.sampler = Sampler(self.model, params, own.prompt)
-        samplers: list[Any] = [own.sampler for own in sequences]
+        """Choose a token for each sequence from logits ``[B, V]``."""
+        for sequence in sequences:
+            if sequence.sampler is None:
+                if sequence.params is not None:
+                    sequence.ends = self._end_tokens(sequence.params)
+                seed = sequence_seed(self.sampling.seed, sequence.id)
+                params = sequence.params or replace(self.sampling, seed=seed)
+                sequence.sampler = Sampler(self.model, params, sequence.prompt)
+        samplers: list[Any] = [sequence.sampler for sequence in sequences]
         tokens: list[int] = []
-        chosen = sample(samplers, [own.new_tokens for own in sequences], logits)
-        for own, token in zip(sequences, chosen, strict=True):
+        chosen = sample(samplers, [sequence.new_tokens for sequence in sequences], logits)
+        for sequence, token in zip(sequences, chosen, strict=True):
             if isinstance(token, Exception):
-                raise ValueError(f"prompt {json.dumps(own.id)}: {token}") from token
+                raise ValueError(f"prompt {json.dumps(sequence.id)}: {token}") from token
             tokens.append(token)
         return tokens
 
     def _compact(self) -> None:
-        """Removes finished sequences, and merges small micro-batches."""
-        kept: list[MicroBatch] = []
+        """Remove finished sequences, and merge small micro-batches."""
+        remaining: list[MicroBatch] = []
         store = self.scheduler.store
         for batch in self._batches:
             if not batch.live:
@@ -359,18 +363,22 @@ class Runner:
             # Copying the live sequences for a few finished ones costs more than it saves.
             if (len(batch) - len(batch.live)) * _REFILL >= len(batch):
                 batch.drop_finished(store)
-            # Only slots can be put beside others.
+            # Only slots can be merged.
             can_merge = all(isinstance(layer, SlotLayer) for layer in batch.cache.layers)
-            if kept and can_merge and len(kept[-1]) + len(batch) <= self.limits.decode_batch:
-                kept[-1].append(batch, store)
+            if (
+                remaining
+                and can_merge
+                and len(remaining[-1]) + len(batch) <= self.limits.decode_batch
+            ):
+                remaining[-1].append(batch, store)
                 store.drop(batch.cache)
             else:
-                kept.append(batch)
-        self._batches = kept
+                remaining.append(batch)
+        self._batches = remaining
 
 
 def _sorted_ahead(sequences: Iterator[BatchSequence], window: int) -> Iterator[BatchSequence]:
-    """Reorders sequences within a window, so that neighbours are of similar length."""
+    """Reorder sequences within a window, to group those of similar length."""
     while chunk := list(islice(sequences, window)):
-        # The longest first: if one does not fit into memory, it shows at the beginning.
+        # The longest first: one that does not fit into memory fails at the beginning.
         yield from sorted(chunk, key=lambda sequence: -len(sequence.prompt))

@@ -36,16 +36,16 @@ from h2okv.offload.meta_model import (
     Unit,
     block_bytes,
     make_meta_model,
-    parts_of,
     split_model,
+    views_of,
 )
 from h2okv.provenance import digest
 from h2okv.records import naming, parse_json, refusing
 
 _AGAIN = "get the model again"
 _NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
-_COMPARED = 1 << 20  # bytes of an embedding that are compared with the head's at once
-_SAMPLES = 64  # places of a file, all of which another training run changes
+_COMPARED = 1 << 20  # bytes of embedding and head that are compared at once
+_SAMPLES = 64  # offsets in a file; another training run changes the bytes at all of them
 _SAMPLE_BYTES = 4096  # read at each
 
 
@@ -63,14 +63,14 @@ class StoredTensor:
 class CheckpointFiles:
     """The files of a checkpoint, open for reading at any offset by any thread.
 
-    Nothing stays mapped: mapped weights count as the process's data, and thrash if they do not fit.
+    No file stays mapped: mapped weights count as the process's data, and thrash if they do not fit.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.paths = list(paths)
-        self.keep_pages = False  # whether the system may keep what was read
+        self.keep_pages = False  # whether the system may cache the pages that were read
         self.tensors: dict[str, StoredTensor] = {}
-        self.found: dict[str, StoredTensor] = {}  # by parameter: see `map_weights`
+        self.parameters: dict[str, StoredTensor] = {}  # by parameter: see `map_weights`
         self._descriptors: list[int] = []
         self._states: list[tuple[int, int]] = []
         try:
@@ -82,7 +82,7 @@ class CheckpointFiles:
 
     @classmethod
     def in_folder(cls, folder: Path) -> CheckpointFiles:
-        """Opens a checkpoint as ``save_pretrained`` writes it, in one file or in shards."""
+        """Open a checkpoint as ``save_pretrained`` writes it, in one file or in shards."""
         if (folder / SAFE_WEIGHTS_NAME).is_file():
             return cls([folder / SAFE_WEIGHTS_NAME])
         index = folder / SAFE_WEIGHTS_INDEX_NAME
@@ -106,7 +106,7 @@ class CheckpointFiles:
         return [(path.name, *state) for path, state in zip(self.paths, self._states, strict=True)]
 
     def read_into(self, file: int, start: int, target: memoryview) -> None:
-        """Reads bytes; safe in any thread."""
+        """Read bytes; safe in any thread."""
         path, descriptor = self.paths[file], self._descriptors[file]
         done, count = 0, -1
         try:
@@ -115,7 +115,7 @@ class CheckpointFiles:
                 done += count
             state = _state(descriptor)
         except OSError as error:
-            raise ValueError(f"'{path}' cannot be read any more ({error.strerror})") from error
+            raise ValueError(f"'{path}' can no longer be read ({error.strerror})") from error
         if done < len(target) or state != self._states[file]:
             raise ValueError(
                 f"'{path}' has changed while the model ran from it; leave the weights as they are"
@@ -123,22 +123,22 @@ class CheckpointFiles:
             )
 
     def read(self, stored: StoredTensor) -> torch.Tensor:
-        """Reads a tensor, to the CPU."""
+        """Read a tensor to the CPU."""
         tensor = torch.empty(stored.shape, dtype=stored.dtype)
         self.read_into(stored.file, stored.start, bytes_of(tensor))
         return tensor
 
     def read_unit(self, unit: Unit, pinned: bool = False) -> torch.Tensor:
-        block = torch.empty(block_bytes(unit.parts), dtype=torch.uint8, pin_memory=pinned)
+        block = torch.empty(block_bytes(unit.specs), dtype=torch.uint8, pin_memory=pinned)
         self.read_unit_into(unit, block)
         return block
 
     def read_unit_into(self, unit: Unit, block: torch.Tensor) -> None:
-        """Reads a unit into a uint8 block on the CPU, in the order of the file."""
-        parts = zip(unit.slots, parts_of(block, unit.parts), strict=True)
-        pairs = [(self.found[slot.name], part) for slot, part in parts]
-        for stored, part in sorted(pairs, key=lambda pair: (pair[0].file, pair[0].start)):
-            self.read_into(stored.file, stored.start, bytes_of(part))
+        """Read a unit into a uint8 block on the CPU, in the order of the file."""
+        views = zip(unit.slots, views_of(block, unit.specs), strict=True)
+        pairs = [(self.parameters[slot.name], view) for slot, view in views]
+        for stored, view in sorted(pairs, key=lambda pair: (pair[0].file, pair[0].start)):
+            self.read_into(stored.file, stored.start, bytes_of(view))
             if not self.keep_pages:
                 self.drop_pages(stored.file, stored.start, stored.nbytes)
 
@@ -153,7 +153,7 @@ class CheckpointFiles:
             self._descriptors.append(descriptor)
             self._states.append(_state(descriptor))
             start = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
-            # Tensors fill a safetensors file without gaps: their sizes tell where they begin.
+            # Tensors fill a safetensors file without gaps, so their sizes give their offsets.
             with safe_open(path, framework="np") as header:
                 for name in header.offset_keys():
                     entry = header.get_slice(name)
@@ -166,25 +166,25 @@ class CheckpointFiles:
 
 
 def _state(descriptor: int) -> tuple[int, int]:
-    """Size and modification time of an open file."""
+    """Return the size and modification time of an open file."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory, writable."""
+    """Return the memory of a contiguous CPU tensor, writable."""
     numbers: Any = tensor.view(-1).view(torch.uint8).numpy()
     return memoryview(numbers)
 
 
 def checkpoint_bytes(folder: Path) -> int:
-    """Size of a folder's weights, in whatever format."""
+    """Return the size of a folder's weights, safetensors or not."""
     paths = [*folder.glob("model*.safetensors")] or [*folder.glob("*.bin")]
     return sum(path.stat().st_size for path in paths)
 
 
 def weights_digest(config: PreTrainedConfig) -> str | None:
-    """Identifies the weights that belong to a config: by samples, or by the Hub's commit."""
+    """Return a digest of samples of a config's weights, or the Hub's commit."""
     folder = Path(config.name_or_path or "")
     if not config.name_or_path or not folder.is_dir():
         return getattr(config, "_commit_hash", None)
@@ -200,19 +200,19 @@ def weights_digest(config: PreTrainedConfig) -> str | None:
 
 
 def named_keys(meta: MetaModel, files: CheckpointFiles) -> dict[str, tuple[str, str | None]]:
-    """Maps each stored tensor to its parameter's name, and the pattern by which it is changed."""
+    """Map each stored tensor to its parameter's name, and the pattern that converts it."""
     model = meta.model
     state = model.state_dict()
     transforms = get_model_conversion_mapping(model)
-    renamings = [own for own in transforms if isinstance(own, WeightRenaming)]
-    converters = [own for own in transforms if isinstance(own, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
     named = {
         key: rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         for key in files.tensors
     }
     table = meta.embedding.name
     if meta.is_tied and all(name != table for name, _ in named.values()):
-        # Some checkpoints store tied weights as the head's.
+        # Some checkpoints store tied weights under the head's name.
         named = {
             key: (table if name == _head_name(meta) else name, pattern)
             for key, (name, pattern) in named.items()
@@ -221,14 +221,14 @@ def named_keys(meta: MetaModel, files: CheckpointFiles) -> dict[str, tuple[str, 
 
 
 def _head_name(meta: MetaModel) -> str:
-    """Name of the head's own weight, where it is not tied."""
+    """Return the name of the head's weight if it is not tied."""
     return f"{meta.units[-1].name}.weight"
 
 
 def open_checkpoint(
     config: PreTrainedConfig, folder: Path, dtype: torch.dtype | None
 ) -> tuple[MetaModel, CheckpointFiles]:
-    """Opens a model (``None``: in its own dtype); finds nothing if it must be converted first."""
+    """Open a model (``None``: in its dtype); without `parameters` if it must be converted."""
     files = CheckpointFiles.in_folder(folder)
     if dtype is None:
         dtype = getattr(config.get_text_config(), "dtype", None)
@@ -237,43 +237,43 @@ def open_checkpoint(
         dtype = dtype if dtype.is_floating_point else torch.float32
     meta = make_meta_model(config, dtype, str(folder))
     stored = {name: files.tensors[key] for key, (name, _) in named_keys(meta, files).items()}
-    table, own = stored.get(meta.embedding.name), stored.get(_head_name(meta))
-    if meta.is_tied and table and own and not _are_equal(files, table, own):
-        # Like `from_pretrained`, we believe the files rather than the config.
+    table, head_tensor = stored.get(meta.embedding.name), stored.get(_head_name(meta))
+    if meta.is_tied and table and head_tensor and not _are_equal(files, table, head_tensor):
+        # The files decide, not the config, as in `from_pretrained`.
         head: Any = meta.units[-1].module
         head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
         meta = split_model(meta.model)
-    files.found = map_weights(meta, files)
+    files.parameters = map_weights(meta, files)
     return meta, files
 
 
 def _are_equal(files: CheckpointFiles, first: StoredTensor, second: StoredTensor) -> bool:
-    """Compares two tensors, a part at a time."""
+    """Compare two tensors, a chunk at a time."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     for start in range(0, first.nbytes, _COMPARED):
-        parts = [bytearray(min(_COMPARED, first.nbytes - start)) for _ in range(2)]
-        for stored, part in zip((first, second), parts, strict=True):
-            files.read_into(stored.file, stored.start + start, memoryview(part))
-        if parts[0] != parts[1]:
+        chunks = [bytearray(min(_COMPARED, first.nbytes - start)) for _ in range(2)]
+        for stored, chunk in zip((first, second), chunks, strict=True):
+            files.read_into(stored.file, stored.start + start, memoryview(chunk))
+        if chunks[0] != chunks[1]:
             return False
     return True
 
 
 def map_weights(meta: MetaModel, files: CheckpointFiles) -> dict[str, StoredTensor]:
-    """Finds every parameter in the files; none if these must be converted to be read."""
+    """Map parameters to tensors of the files; an empty dict if these must be converted."""
     named = named_keys(meta, files)
     if any(pattern is not None for _, pattern in named.values()):
-        return {}  # transformers changes a tensor when it loads it
-    found = {name: files.tensors[key] for key, (name, _) in named.items()}
-    missing = sorted(slot.name for slot in meta.slots if slot.name not in found)
+        return {}  # transformers converts a tensor when it loads it
+    parameters = {name: files.tensors[key] for key, (name, _) in named.items()}
+    missing = sorted(slot.name for slot in meta.slots if slot.name not in parameters)
     if missing:
         raise ValueError(
             f"'{files.paths[0].parent}' is incomplete: {len(missing)} parameters are not in its"
             f" weights (the first is {missing[0]}); {_AGAIN}"
         )
     for slot in meta.slots:
-        stored = found[slot.name]
+        stored = parameters[slot.name]
         if stored.dtype != slot.dtype:
             return {}
         if stored.shape != tuple(slot.shape):
@@ -281,36 +281,36 @@ def map_weights(meta: MetaModel, files: CheckpointFiles) -> dict[str, StoredTens
                 f"the weights have {slot.name} with shape {list(stored.shape)}, the config asks for"
                 f" {list(slot.shape)}; {_AGAIN}"
             )
-    return found
+    return parameters
 
 
 def open_converted(meta: MetaModel, files: CheckpointFiles, folder: Path) -> CheckpointFiles:
-    """Opens a checkpoint's converted copy, made if it is not there; outdated ones are deleted."""
+    """Open a checkpoint's converted copy, writing it if needed; outdated copies are deleted."""
     source = files.paths[0].absolute()
     forms = sorted({slot.form for unit in meta.units for slot in unit.slots})
-    parts = (str(source), files.identity, [forms, type(meta.model).__name__])
-    place, content, form = (digest(json.dumps(part))[:12] for part in parts)
-    stem = f"{source.parent.name}-{place}"
-    path = folder / f"{stem}-{content}-{form}.safetensors"
+    keys = (str(source), files.identity, [forms, type(meta.model).__name__])
+    source_digest, content_digest, form_digest = (digest(json.dumps(key))[:12] for key in keys)
+    stem = f"{source.parent.name}-{source_digest}"
+    path = folder / f"{stem}-{content_digest}-{form_digest}.safetensors"
     if not path.exists():
         convert(meta, files, path)
         for other in folder.glob(f"{glob.escape(stem)}-*-*.safetensors*"):
-            if not other.name.startswith(f"{stem}-{content}-"):
+            if not other.name.startswith(f"{stem}-{content_digest}-"):
                 with contextlib.suppress(OSError):
                     other.unlink()
     with contextlib.suppress(ValueError):
         copy = CheckpointFiles([path])
-        copy.found = map_weights(meta, copy)
-        if copy.found:
+        copy.parameters = map_weights(meta, copy)
+        if copy.parameters:
             return copy
     raise ValueError(
         f"'{path}', a copy of the weights for streaming, is damaged; delete it, and it is"
-        " made again"
+        " written again"
     )
 
 
 def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
-    """Writes each layer contiguously, as transformers changes it; one at a time is in memory."""
+    """Write each layer contiguously, as transformers converts it; one at a time is in memory."""
     import fcntl
 
     named = named_keys(meta, files)
@@ -342,7 +342,7 @@ def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise ValueError(
-            f"the weights must be written anew to be streamed, {total} bytes to '{path}', and that"
+            f"the weights must be rewritten to be streamed, {total} bytes to '{path}', and that"
             f" failed ({reason}); give another --converted folder with room, or --weights device"
         ) from error
     finally:
@@ -351,7 +351,7 @@ def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
 
 
 class _LazyTensor:
-    """What transformers takes for a tensor that is not read yet."""
+    """A tensor of a file that transformers reads when it indexes it."""
 
     def __init__(self, files: CheckpointFiles, key: str) -> None:
         self._files, self._stored = files, files.tensors[key]
@@ -364,13 +364,13 @@ class _LazyTensor:
 
 
 def _groups(meta: MetaModel, named: dict[str, tuple[str, str | None]]) -> list[list[ParameterSlot]]:
-    """What is written, in groups that are loaded together; buffers, of experts, come last."""
+    """Return the slots to write, in groups loaded together; buffers, of experts, come last."""
     stored, seen, buffers = {name for name, _ in named.values()}, set[str](), []
-    for name, held in meta.model.named_buffers():
+    for name, buffer in meta.model.named_buffers():
         if name in stored:
             owner, _, attribute = name.rpartition(".")
-            place = meta.model.get_submodule(owner), attribute
-            buffers.append(ParameterSlot(name, *place, held.shape, held.dtype))
+            location = meta.model.get_submodule(owner), attribute
+            buffers.append(ParameterSlot(name, *location, buffer.shape, buffer.dtype))
     groups = []
     for slots in (*(unit.slots for unit in meta.units), (meta.embedding,), meta.others, buffers):
         fresh = {slot.name: slot for slot in slots if slot.name not in seen}
@@ -380,22 +380,22 @@ def _groups(meta: MetaModel, named: dict[str, tuple[str, str | None]]) -> list[l
 
 
 def _load(
-    meta: MetaModel, group: list[ParameterSlot], part: dict[str, Any]
+    meta: MetaModel, group: list[ParameterSlot], tensors: dict[str, Any]
 ) -> Iterator[torch.Tensor]:
-    """Fills parameters as transformers does, and gives what is to be written for them."""
+    """Load parameters as transformers does, and yield the tensors to write for them."""
     if not group:
         return
     model: Any = meta.model
     transforms: list[Any] = list(get_model_conversion_mapping(model))
     config = LoadStateDictConfig(dtype=model.dtype, weight_mapping=transforms)
-    info, _ = convert_and_load_state_dict_in_model(model, part, config)
+    info, _ = convert_and_load_state_dict_in_model(model, tensors, config)
     for slot in group:
-        own = getattr(slot.owner, slot.attribute)
-        if own.device.type == "meta":
-            # Tied weights lie where the checkpoint has them: in the embedding or in the head.
-            own = model.get_parameter(slot.name)
-        if own.device.type != "meta":
-            yield slot.to_bytes(own.detach())
+        tensor = getattr(slot.owner, slot.attribute)
+        if tensor.device.type == "meta":
+            # Tied weights are loaded by the checkpoint's name: the embedding's or the head's.
+            tensor = model.get_parameter(slot.name)
+        if tensor.device.type != "meta":
+            yield slot.to_bytes(tensor.detach())
         elif any(slot.name in entry for entry in info.mismatched_keys):
             raise ValueError(
                 f"the weights have {slot.name} in another shape than the config asks for; {_AGAIN}"
@@ -405,12 +405,12 @@ def _load(
         else:
             raise ValueError(
                 f"{slot.name} is in the weights, but transformers {transformers.__version__} could"
-                " not make it of them for streaming; give --weights device"
+                " not convert it for streaming; give --weights device"
             )
 
 
 def _header(slots: list[ParameterSlot]) -> tuple[bytes, int]:
-    """The beginning of a safetensors file, and the bytes of the file."""
+    """Return the header of a safetensors file, and the bytes of the file."""
     entries: dict[str, Any] = {}
     end = 0
     for slot in slots:

@@ -50,29 +50,29 @@ _UNSUPPORTED: Unsupported = {
 
 
 class Prompt(NamedTuple):
-    """What a line of the input asks for."""
+    """A request in a line of the input."""
 
     id: PromptId
     content: Any  # a text, tokens or messages
-    digest: str  # of the line, its id apart
-    fields: dict[str, Any] = {}  # those that say how the content is rendered
-    sampling: dict[str, Any] = {}  # parameters in place of the job's
+    digest: str  # of the line without its id
+    fields: dict[str, Any] = {}  # those that control how the content is rendered
+    sampling: dict[str, Any] = {}  # parameters that replace those of the job
     url: str | None = None  # of a line in OpenAI's batch format
 
 
 class PromptLine(NamedTuple):
-    """Where a prompt is in the input, and the digest of its content."""
+    """A prompt's line in the input, and the digest of its content."""
 
     number: int
     start: int  # its first byte
     digest: str
-    max_tokens: int | None  # that the line asks for
+    max_tokens: int | None  # of the line's parameters
 
 
 class PromptFile:
     """Lines ``{"id", "prompt"}`` or ``{"id", "messages"}``, or those of OpenAI's batch format.
 
-    Where a line has no id its number is, from 1. A line that changes later is noticed.
+    A line without an id has its number as id, from 1. A line that changes later is detected.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,14 +82,14 @@ class PromptFile:
         with naming(path, "read", "give a JSONL file"), path.open("rb") as file:
             for number, data in enumerate(file, start=1):
                 if data.strip(b"\xef\xbb\xbf \t\r\n"):
-                    place = f"line {number} of '{path}'"
-                    prompt = _parse(data, place, number)
+                    location = f"line {number} of '{path}'"
+                    prompt = _parse(data, location, number)
                     name = json.dumps(prompt.id)
                     limit = prompt.sampling.get("max_tokens")
                     line = PromptLine(number, start, prompt.digest, limit)
                     if (first := self.lines.setdefault(name, line)) is not line:
                         raise ValueError(
-                            f"{place}: id {name} is that of line {first.number} too; give every"
+                            f"{location}: id {name} is that of line {first.number} too; give every"
                             " prompt an id of its own"
                         )
                 start += len(data)
@@ -97,7 +97,7 @@ class PromptFile:
             raise ValueError(f"'{path}' has no prompts; give lines such as {_LINE}")
 
     def read(self, name: str) -> Prompt:
-        """Reads a prompt again, by its id as JSON."""
+        """Read a prompt again, by its id as JSON."""
         line = self.lines[name]
         with naming(self.path, "read", "give a JSONL file"), self.path.open("rb") as file:
             file.seek(line.start)
@@ -112,17 +112,17 @@ class PromptFile:
         )
 
 
-def _parse(data: bytes, place: str, number: int) -> Prompt:
-    fields = Record.parse(decode_text(data, place).strip(), place, _LINE).fields
+def _parse(data: bytes, location: str, number: int) -> Prompt:
+    fields = Record.parse(decode_text(data, location).strip(), location, _LINE).fields
     is_openai = "custom_id" in fields or "body" in fields
     try:
         return _read_openai_line(fields) if is_openai else _read_line(fields, number)
     except ValueError as error:
-        raise ValueError(f"{place}: {error}") from error
+        raise ValueError(f"{location}: {error}") from error
 
 
 def _read_line(fields: dict[str, Any], number: int) -> Prompt:
-    """Read a line of one's own: an id, a prompt or messages, and fields of a request."""
+    """Read a line of h2okv's format: an id, a prompt or messages, and fields of a request."""
     fields = known_fields(fields, _CHAT_FIELDS | {"id", "prompt"}, _UNSUPPORTED)
     prompt_id = fields.pop("id", number)
     if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
@@ -177,7 +177,7 @@ class TextCodec:
     """Encodes prompts and decodes results."""
 
     described: Described
-    sampling: SamplingParams = SamplingParams(max_tokens=1)  # where a line states nothing else
+    sampling: SamplingParams = SamplingParams(max_tokens=1)  # for a line without parameters
     is_raw: bool = False  # whether texts are continued, not answered through the chat template
 
     @property
@@ -186,7 +186,7 @@ class TextCodec:
         return not self.is_raw and bool(self.described.tokenizer.chat_template)
 
     def encode(self, prompt: Any, fields: Mapping[str, Any] | None = None) -> list[int]:
-        """Encode a text or messages; raise `ValueError` for what cannot be served."""
+        """Encode a text or messages; raise `ValueError` if they cannot be served."""
         return self.described.encode(self._rendered(prompt, fields or {}))
 
     def _rendered(self, prompt: Any, fields: Mapping[str, Any]) -> str | Conversation:
@@ -200,7 +200,7 @@ class TextCodec:
         return str(prompt)
 
     def sequence(self, prompt: Prompt, longest: int | None) -> BatchSequence:
-        """Encode a prompt, with as many new tokens as the context window has room for."""
+        """Encode a prompt; limit its new tokens to the room in the context window."""
         described, params = self.described, replace(self.sampling, **prompt.sampling)
         rendered = self._content(prompt)
         tokens = self._tokens(rendered)
@@ -213,7 +213,7 @@ class TextCodec:
             if token >= described.vocab_size:
                 problem = f"logit_bias: the token {token} is not one of the model's"
                 raise ValueError(f"{problem} {described.vocab_size}; leave it out")
-        # As the server has it: in the plain form an answer ends before the user's next line.
+        # As in the server: in the plain form an answer ends before the user's next line.
         is_plain = isinstance(rendered, Conversation) and not described.tokenizer.chat_template
         stop = (*params.stop, *(PLAIN_STOPS if is_plain else ()))
         strips_start = isinstance(rendered, Conversation) and is_plain and not rendered.continues
@@ -227,7 +227,7 @@ class TextCodec:
         )  # fmt: skip
 
     def _content(self, prompt: Prompt) -> str | Conversation | list[int]:
-        """Render a prompt as the server would, or as `encode` does a line of one's own."""
+        """Render a prompt as the server would, or as `encode` does a line of h2okv's format."""
         if prompt.url != COMPLETION:
             return self._rendered(prompt.content, prompt.fields)
         listed = prompt.content if isinstance(prompt.content, list) else [prompt.content]
@@ -313,7 +313,7 @@ def _error_record(prompt: Prompt, error: ValueError) -> dict[str, Any]:
 def generate_records(
     prompts: Iterable[Prompt], codec: TextCodec, runner: Runner
 ) -> Iterator[list[dict[str, Any]]]:
-    """Generates for prompts; yields the results of each weight pass, refusals among them."""
+    """Generate for prompts; yield the results of each weight pass, refusals included."""
     refused: list[dict[str, Any]] = []
 
     def sequences() -> Iterator[BatchSequence]:
@@ -333,17 +333,17 @@ def generate_records(
 class Summary:
     """A finished job."""
 
-    prompts: int  # of the whole job
+    prompts: int  # of the entire job
     skipped: int  # finished by an earlier run
-    errors: int  # results that are an error, those of earlier runs included
-    prompt_tokens: int = 0  # of this run, as all that follows
+    errors: int  # results with an error, of earlier runs too
+    prompt_tokens: int = 0  # of this run, like all fields below
     new_tokens: int = 0
     passes: int = 0
     seconds: float = 0.0
     predicted: float | None = None  # new tokens per second, by the plan
     bytes_read: int = 0  # weights, from the disk
     cache_bytes_read: int = 0  # keys and values, from the file
-    wait_seconds: float = 0.0  # that computing waited for weights
+    wait_seconds: float = 0.0  # that the computation waited for weights
     plan: dict[str, Any] | None = None
     peak_bytes: int | None = None  # peak resident memory
     data_bytes: int | None = None  # the process's data at the end
@@ -355,7 +355,7 @@ class Summary:
 
     def to_text(self) -> str:
         predicted = "" if self.predicted is None else f" ({self.predicted:,.1f} predicted)"
-        parts = [
+        phrases = [
             f"{self.prompts} prompts",
             f"{self.skipped} of them finished before" if self.skipped else "",
             f"{self.errors} with an error record" if self.errors else "",
@@ -364,16 +364,16 @@ class Summary:
             f"{format_bytes(self.bytes_read)} of weights read" if self.bytes_read else "",
             f"peak memory {format_bytes(self.peak_bytes)}" if self.peak_bytes is not None else "",
         ]
-        return ", ".join(filter(None, parts))
+        return ", ".join(filter(None, phrases))
 
 
 class Job(ResultFile):
-    """Prompts and the file of their results; what made these is in a file beside it."""
+    """Prompts and the file of their results; a second file has the settings of the job."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], prompts: PromptFile) -> None:
         self.prompts = prompts
         self.finished: dict[str, str] = {}  # the digest of each prompt, by its id as JSON
-        self.num_errors = 0  # results that say why a prompt could not be served
+        self.num_errors = 0  # results of prompts that could not be served
         super().__init__(path, "h2okv batch", settings=settings)
 
     def take(self, record: Record) -> None:
@@ -390,25 +390,25 @@ class Job(ResultFile):
         self.num_errors += fields.get("error") is not None
 
     def check_prompts(self) -> None:
-        """Refuses results of other prompts."""
-        for name, found in self.finished.items():
+        """Refuse results of other prompts."""
+        for name, prompt_digest in self.finished.items():
             line = self.prompts.lines.get(name)
-            if line is None or line.digest != found:
+            if line is None or line.digest != prompt_digest:
                 other = f"another prompt with id {name}"
-                what = f"id {name}, which is not in the input" if line is None else other
+                description = f"id {name}, which is not in the input" if line is None else other
                 raise ValueError(
-                    f"'{self.path}' has a result for {what}; choose another file, or give the input"
-                    " that it was begun with"
+                    f"'{self.path}' has a result for {description}; choose another file, or give"
+                    " the input that it was begun with"
                 )
 
     def unfinished(self) -> list[str]:
-        """The prompts without a result, by their ids as JSON."""
+        """Return the prompts without a result, by their ids as JSON."""
         return [name for name in self.prompts.lines if name not in self.finished]
 
     def collect(
-        self, blocks: Iterable[list[dict[str, Any]]], told: Callable[[float, int], None]
+        self, blocks: Iterable[list[dict[str, Any]]], report: Callable[[float, int], None]
     ) -> Summary:
-        """Writes results as they come; ``told`` hears the seconds and the new tokens so far."""
+        """Write results as they arrive; call ``report`` with the seconds and new tokens so far."""
         skipped, start, seconds = len(self.finished), time.perf_counter(), 0.0
         prompt_tokens = new_tokens = 0
         for records in blocks:
@@ -418,6 +418,6 @@ class Job(ResultFile):
                 read, new = _token_counts(record)
                 prompt_tokens, new_tokens = prompt_tokens + read, new_tokens + new
             seconds = time.perf_counter() - start
-            told(seconds, new_tokens)
+            report(seconds, new_tokens)
         counts = len(self.prompts.lines), skipped, self.num_errors, prompt_tokens, new_tokens
         return Summary(*counts, seconds=seconds)

@@ -1,4 +1,4 @@
-"""A model on the meta device, in parts in the order of a forward, and linear layers in few bits."""
+"""A model on the meta device, its units in the order of a forward, and packed linear layers."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from h2okv.console import optional
 from h2okv.integration.loading import drop_stored_modes
 
 _ALIGNMENT = 64
-_GROUPS = (64, 32)  # of int4: numbers that share a scale and a zero, the first that divides a row
-_OUTPUTS = 16  # the packing of int4 takes rows by so many
+_GROUPS = (64, 32)  # of int4: numbers with a common scale; the first that divides a row is used
+_OUTPUTS = 16  # int4 packs rows in multiples of this
 
-Part = tuple[torch.Size, torch.dtype]
-"""A tensor's shape and dtype, for its place among others in one block of bytes."""
+TensorSpec = tuple[torch.Size, torch.dtype]
+"""The shape and dtype of a tensor in a block of bytes."""
 
 
-def block_bytes(parts: Sequence[Part]) -> int:
-    """Bytes of a block with all parts, each where numbers of any dtype may begin."""
-    sizes = (shape.numel() * dtype.itemsize for shape, dtype in parts)
+def block_bytes(specs: Sequence[TensorSpec]) -> int:
+    """Return the bytes of a block of these tensors, each aligned for any dtype."""
+    sizes = (shape.numel() * dtype.itemsize for shape, dtype in specs)
     return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
 
 
-def parts_of(block: torch.Tensor, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
-    """Views of a uint8 block, one for each part."""
+def views_of(block: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[torch.Tensor]:
+    """Yield views of a uint8 block, one for each spec."""
     start = 0
-    for shape, dtype in parts:
+    for shape, dtype in specs:
         size = shape.numel() * dtype.itemsize
         yield block[start : start + size].view(dtype).view(shape)
         start += block_bytes([(shape, dtype)])
@@ -39,7 +39,7 @@ def parts_of(block: torch.Tensor, parts: Sequence[Part]) -> Iterator[torch.Tenso
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """A parameter's place in the model: the module that owns it, and its attribute there."""
+    """A parameter in the model: the module that owns it, and its attribute there."""
 
     name: str
     owner: nn.Module
@@ -61,15 +61,15 @@ class ParameterSlot:
         return self.shape.numel()
 
     def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Converts a loaded parameter to what is stored for it: dtype and shape of the slot."""
+        """Convert a loaded parameter to its stored form, in the slot's dtype and shape."""
         return parameter.to(self.dtype).contiguous()
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Installs a tensor; mutates the module."""
+        """Install a tensor; mutates the module."""
         self.owner._parameters[self.attribute] = nn.Parameter(tensor, requires_grad=False)
 
     def empty(self) -> None:
-        """Installs a meta tensor, so that using the parameter is an error."""
+        """Install a meta tensor, which makes any use of the parameter an error."""
         self.fill(torch.empty(self.shape, dtype=self.dtype, device="meta"))
 
 
@@ -86,18 +86,18 @@ class Unit:
         return sum(slot.nbytes for slot in self.slots)
 
     @property
-    def parts(self) -> list[Part]:
+    def specs(self) -> list[TensorSpec]:
         return [(slot.shape, slot.dtype) for slot in self.slots]
 
     def fill(self, block: torch.Tensor) -> None:
-        """Installs views of a uint8 block; mutates the module."""
-        for slot, part in zip(self.slots, parts_of(block, self.parts), strict=True):
-            slot.fill(part)
+        """Install views of a uint8 block; mutates the module."""
+        for slot, view in zip(self.slots, views_of(block, self.specs), strict=True):
+            slot.fill(view)
 
 
 @dataclass(frozen=True)
 class MetaModel:
-    """A model whose parameters take no memory, and its parts in the order of a forward."""
+    """A model whose parameters take no memory, and its units in the order of a forward."""
 
     model: PreTrainedModel
     units: tuple[Unit, ...]  # the decoder layers, then the output head
@@ -106,7 +106,7 @@ class MetaModel:
 
     @property
     def slots(self) -> list[ParameterSlot]:
-        """All parameters; a tied weight is listed in both places."""
+        """All parameters; a tied weight is listed twice."""
         in_units = (slot for unit in self.units for slot in unit.slots)
         return [self.embedding, *self.others, *in_units]
 
@@ -117,12 +117,12 @@ class MetaModel:
 
 
 def make_meta_model(config: PreTrainedConfig, dtype: torch.dtype, source: str) -> MetaModel:
-    """Builds a model whose parameters take no memory."""
+    """Build a model whose parameters take no memory."""
     accelerate = optional("accelerate", "streaming weights", "offload")
     with accelerate.init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.tie_weights()  # parameters were made anew on the way out of memory
-    # Without such a file what from_config made of the model's config holds, as in from_pretrained.
+    model.tie_weights()  # moving parameters to the meta device untied them
+    # Without such a file the config from from_config stays, as in from_pretrained.
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(source)
     drop_stored_modes(model)
@@ -130,11 +130,11 @@ def make_meta_model(config: PreTrainedConfig, dtype: torch.dtype, source: str) -
 
 
 def split_model(model: PreTrainedModel) -> MetaModel:
-    """Finds a model's layers, head and embedding."""
+    """Split a model into its layers, head and embedding."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    # The decoder layers are the largest list of the length that the config names.
+    # The decoder layers are the largest module list of the config's number of layers.
     lists = [
         (sum(p.numel() for p in module.parameters()), name, module)
         for name, module in model.named_modules()
@@ -148,7 +148,7 @@ def split_model(model: PreTrainedModel) -> MetaModel:
             f"{type(model).__name__} has {missing} that weights could be streamed to; give"
             " --weights device"
         )
-    _, prefix, layers = max(lists, key=lambda found: found[0])
+    _, prefix, layers = max(lists, key=lambda entry: entry[0])
     (table,) = [s for s in _slots(embedding, names[id(embedding)]) if s.attribute == "weight"]
     units = [
         Unit(f"{prefix}.{index}", layer, tuple(_slots(layer, f"{prefix}.{index}")))
@@ -159,8 +159,8 @@ def split_model(model: PreTrainedModel) -> MetaModel:
         if slot.owner._parameters[slot.attribute] is embedding.weight:
             head_slots[number] = replace(slot, name=table.name)
     units.append(Unit(names[id(head)], head, tuple(head_slots)))
-    taken = {id(slot.owner) for unit in units for slot in unit.slots} | {id(embedding)}
-    others = tuple(slot for slot in _slots(model, "") if id(slot.owner) not in taken)
+    assigned = {id(slot.owner) for unit in units for slot in unit.slots} | {id(embedding)}
+    others = tuple(slot for slot in _slots(model, "") if id(slot.owner) not in assigned)
     return MetaModel(model, tuple(units), table, others)
 
 
@@ -168,26 +168,26 @@ def _slots(module: nn.Module, prefix: str) -> Iterator[ParameterSlot]:
     for name, owner in module.named_modules():
         for attribute, parameter in owner._parameters.items():
             if parameter is not None:
-                full = ".".join(part for part in (prefix, name, attribute) if part)
-                yield ParameterSlot(full, owner, attribute, parameter.shape, parameter.dtype)
+                full_name = ".".join(filter(None, (prefix, name, attribute)))
+                yield ParameterSlot(full_name, owner, attribute, parameter.shape, parameter.dtype)
 
 
 @dataclass(frozen=True)
 class PackedSlot(ParameterSlot):
-    """A linear layer's weight, as the bytes of the 8- or 4-bit tensor that torchao takes."""
+    """A linear layer's weight, as the bytes of torchao's 8- or 4-bit tensor."""
 
     original_shape: torch.Size  # of the weight, [outputs, inputs]
-    original_dtype: torch.dtype  # that products with it have
+    original_dtype: torch.dtype  # of products with it
     bits: int
 
     @classmethod
     def of(cls, slot: ParameterSlot, bits: int) -> ParameterSlot:
-        """Makes a linear layer's slot a packed one; one that cannot be packed is given back."""
+        """Return a linear layer's slot as a packed one, or unchanged if it cannot be packed."""
         is_linear = type(slot.owner) is nn.Linear and slot.attribute == "weight"
-        parts = _parts(slot.shape, slot.dtype, bits) if is_linear else []
-        if not parts:
+        specs = _packed_specs(slot.shape, slot.dtype, bits) if is_linear else []
+        if not specs:
             return slot
-        size = torch.Size([block_bytes(parts)])
+        size = torch.Size([block_bytes(specs)])
         original = slot.shape, slot.dtype
         return cls(slot.name, slot.owner, slot.attribute, size, torch.uint8, *original, bits)
 
@@ -203,7 +203,7 @@ class PackedSlot(ParameterSlot):
 
     @property
     def _block_size(self) -> list[int]:
-        """The part of the weight that shares a scale: a row, or a group of one."""
+        """Shape of a block of the weight with one scale: a row, or a group of one."""
         inputs = self.original_shape[1]
         return [1, inputs if self.bits == 8 else _group(inputs)]
 
@@ -216,32 +216,32 @@ class PackedSlot(ParameterSlot):
             linear = nn.Linear(inputs, outputs, bias=False, device="meta")
             linear.weight = nn.Parameter(weight, requires_grad=False)
             torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
-            made: Any = linear.weight
-            # A zero-point is not among its parts: the quantization is symmetric.
-            tensors = made.qdata, made.scale
+            quantized: Any = linear.weight
+            # There is no zero point: the quantization is symmetric.
+            tensors = quantized.qdata, quantized.scale
         else:
-            made = load_int4().from_hp(weight, self._block_size)
-            tensors = made.qdata, made.scale_and_zero
-        for part, tensor in zip(self._parts_of(packed), tensors, strict=True):
-            part.copy_(tensor.view(part.shape))
+            quantized = load_int4().from_hp(weight, self._block_size)
+            tensors = quantized.qdata, quantized.scale_and_zero
+        for view, tensor in zip(self._packed_views(packed), tensors, strict=True):
+            view.copy_(tensor.view(view.shape))
         return packed
 
     def fill(self, tensor: torch.Tensor) -> None:
-        """Installs a tensor that multiplies, over the parameter, which stays on the meta device."""
+        """Install the packed tensor over the parameter, which stays on the meta device."""
         kind = load_torchao().Int8Tensor if self.bits == 8 else load_int4()
         last = self.original_dtype if self.bits == 8 else self.original_shape
-        vars(self.owner)[self.attribute] = kind(*self._parts_of(tensor), self._block_size, last)
+        vars(self.owner)[self.attribute] = kind(*self._packed_views(tensor), self._block_size, last)
 
     def empty(self) -> None:
         vars(self.owner).pop(self.attribute, None)
         super().fill(torch.empty(self.original_shape, dtype=self.original_dtype, device="meta"))
 
-    def _parts_of(self, packed: torch.Tensor) -> Iterator[torch.Tensor]:
-        return parts_of(packed, _parts(self.original_shape, self.original_dtype, self.bits))
+    def _packed_views(self, packed: torch.Tensor) -> Iterator[torch.Tensor]:
+        return views_of(packed, _packed_specs(self.original_shape, self.original_dtype, self.bits))
 
 
-def _parts(shape: torch.Size, dtype: torch.dtype, bits: int) -> list[Part]:
-    """The tensors that are stored for a weight; none if it cannot be packed."""
+def _packed_specs(shape: torch.Size, dtype: torch.dtype, bits: int) -> list[TensorSpec]:
+    """Return the tensors stored for a weight; an empty list if it cannot be packed."""
     outputs, inputs = shape
     if bits == 8:
         return [(shape, torch.int8), (torch.Size([outputs, 1]), torch.float32)]
@@ -256,12 +256,12 @@ def _group(inputs: int) -> int:
 
 
 def load_torchao() -> Any:
-    """Imports torchao's quantization, which is part of an extra."""
+    """Import torchao's quantization, which comes with an extra."""
     return optional("torchao.quantization", "--weight-bits", "quant")
 
 
 def load_int4() -> Any:
-    """Imports torchao's int4 tensor for CPUs, which is not among its lasting names."""
+    """Import torchao's int4 tensor for CPUs, which is not part of its stable API."""
     load_torchao()
     try:
         from torchao.prototype.quantization.int4 import Int4OpaqueTensor
@@ -274,7 +274,7 @@ def load_int4() -> Any:
 
 
 def pack_layers(meta: MetaModel, bits: int, device: torch.device) -> MetaModel:
-    """Packs the weights of the decoder layers' linear layers."""
+    """Pack the weights of the decoder layers' linear layers."""
     dtype = str(meta.embedding.dtype).removeprefix("torch.")
     if bits == 4 and device.type != "cpu":
         raise ValueError(

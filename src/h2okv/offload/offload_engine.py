@@ -1,4 +1,4 @@
-"""Batch jobs with models larger than memory: `plan` says how one would run, `run` runs it."""
+"""Batch jobs with models larger than memory: `plan` plans a job, `run` runs it."""
 
 from __future__ import annotations
 
@@ -48,33 +48,33 @@ PATIENCE = 60.0  # seconds until the first result, above which the user is told
 _UNSUPPORTED = ("n", "logprobs", "prompt_logprobs")
 BATCH_SIZE = 32
 _SMALL_MODEL = 0.5  # fraction of the free memory below which a model is simply loaded
-_SPARE = 4 << 20  # by which what a process holds differs between runs; a told amount must do
-_USABLE = 0.9  # fraction of the free memory that is allocated where no ``--memory`` is given
+_SPARE = 4 << 20  # variation of a process's memory between runs, added to suggested amounts
+_USABLE = 0.9  # fraction of the free memory that is allocated without ``--memory``
 
 
 class Interrupted(Exception):
-    """Ctrl-C ended the job; says how far it is."""
+    """Ctrl-C ended the job; the message has its progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadRequest:
-    """A model, its cache, and where they may go; ``None`` leaves a choice to the planner."""
+    """A model, its cache, and their tiers; ``None`` leaves a choice to the planner."""
 
-    model: str  # what `resolve_model` takes
+    model: str  # a name for `resolve_model`
     device: torch.device  # where the model computes
     cache: CacheConfig = CacheConfig()
     dtype: torch.dtype | None = None  # None for the checkpoint's own
     weight_bits: int | None = None  # 8 or 4 for quantized linear layers
     batch_size: int | None = None
     weight_placement: Fractions | None = None
-    cache_placement: Fractions | None = None  # of the layers whose keys and values are there
-    memory: int | None = None  # bytes that the process may allocate in all; None for what is free
+    cache_placement: Fractions | None = None  # of the layers, by the tier of their keys and values
+    memory: int | None = None  # total bytes that the process may allocate; None: all that is free
     keep_pages: bool = False  # whether streamed weights may stay in the page cache
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest(OffloadRequest):
-    """A job; refuses what a job cannot do of `sampling`."""
+    """A job; refuses `sampling` parameters that a job does not support."""
 
     input: Path
     output: Path
@@ -99,11 +99,11 @@ class BatchRequest(OffloadRequest):
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """The fastest plan that fits, and what it rests on."""
+    """The fastest plan that fits, and the planner with its measurements."""
 
     plan: Plan
     planner: Planner
-    sooner: Plan | None  # with a sooner first result, where that of `plan` is far off
+    sooner: Plan | None  # with an earlier first result, if that of `plan` is late
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -116,12 +116,12 @@ class PlannedJob:
 
 
 def plan(request: OffloadRequest, workload: Workload) -> PlannedJob:
-    """Plans a job, and a smaller batch if the first result is far off."""
+    """Plan a job, and a smaller batch if the first result is late."""
     meta, files = open_model(request, describe_for(request))
     planner = make_planner(request, meta, files, workload)
-    made = planner.plan()
-    is_late = made.estimate.first_result_seconds > PATIENCE
-    return PlannedJob(made, planner, planner.sooner(made, PATIENCE) if is_late else None)
+    fastest = planner.plan()
+    is_late = fastest.estimate.first_result_seconds > PATIENCE
+    return PlannedJob(fastest, planner, planner.sooner(fastest, PATIENCE) if is_late else None)
 
 
 def run(
@@ -129,9 +129,9 @@ def run(
     execute: Callable[[BatchRequest, Described, Job], Summary] | None = None,
     prompts: PromptFile | None = None,
 ) -> Summary:
-    """Run a job, or what an earlier run of it left, with ``execute`` or in this process.
+    """Run a job, or the rest of an interrupted one, with ``execute`` or in this process.
 
-    ``prompts`` are those of the request's input, where they were read already.
+    ``prompts`` are those of the request's input, if they were read already.
     """
     prompts = prompts or PromptFile(request.input)
     described = describe_for(request)
@@ -153,29 +153,29 @@ def _run_here(request: BatchRequest, described: Described, job: Job) -> Summary:
     codec = TextCodec(described, request.sampling, request.is_raw)
 
     def lengths() -> Iterator[int]:
-        """Tokens of each unfinished prompt that can be served."""
-        left = job.unfinished()
-        with Progress("counting tokens", len(left), "prompts") as progress:
-            for prompt in map(job.prompts.read, left):
+        """Yield the tokens of each unfinished prompt that can be served."""
+        unfinished = job.unfinished()
+        with Progress("counting tokens", len(unfinished), "prompts") as progress:
+            for prompt in map(job.prompts.read, unfinished):
                 with suppress(ValueError):
                     yield len(codec.sequence(prompt, None).prompt)
                 progress.advance()
 
     limits = [line.max_tokens or request.max_new_tokens for line in job.prompts.lines.values()]
-    # What is planned has room for the longest answer that a line asks for.
+    # The plan must have room for the longest answer of any line.
     longest = replace(request.sampling, max_tokens=max(limits))
     runner, chosen = open_runner(replace(request, sampling=longest), described, lengths())
     count, total, scheduler = len(limits), sum(limits), runner.scheduler
-    left = map(job.prompts.read, job.unfinished())
+    unfinished = map(job.prompts.read, job.unfinished())
 
-    def told(seconds: float, _: int) -> None:
+    def report(seconds: float, _: int) -> None:
         speed = runner.num_new_tokens / max(seconds, 1e-9)
         note = f"{len(job.finished)}/{count} prompts, {speed:,.1f} tokens/s"
         finished = total * len(job.finished) // count
         progress.update(finished + runner.unfinished_tokens, note=note)
 
     with closing(scheduler), Progress("batch", total) as progress:
-        summary = job.collect(generate_records(left, codec, runner), told)
+        summary = job.collect(generate_records(unfinished, codec, runner), report)
     return replace(
         summary,
         passes=runner.num_passes,
@@ -190,7 +190,7 @@ def _run_here(request: BatchRequest, described: Described, job: Job) -> Summary:
 
 
 def describe_for(request: OffloadRequest) -> Described:
-    """Describes the model, and checks the cache before anything slow."""
+    """Describe the model, and check the cache before anything slow."""
     described = describe(request.model)
     H2OCache.from_config(described.config, request.cache)
     if request.cache.positions != "original":
@@ -199,7 +199,7 @@ def describe_for(request: OffloadRequest) -> Described:
 
 
 def job_settings(request: BatchRequest, described: Described) -> dict[str, Any]:
-    """What the results depend on; not where the weights are or how large a batch is."""
+    """Return the settings that results depend on; not the placement or the batch size."""
     config = described.config
     cache, sampling = request.cache.to_dict(), asdict(request.sampling)
     cache["cache_seed"] = cache.pop("seed")
@@ -217,7 +217,7 @@ def job_settings(request: BatchRequest, described: Described) -> dict[str, Any]:
 
 
 def open_model(request: OffloadRequest, described: Described) -> tuple[MetaModel, CheckpointFiles]:
-    """Opens a checkpoint for streaming; see `open_checkpoint`."""
+    """Open a checkpoint for streaming; see `open_checkpoint`."""
     if request.memory is not None:
         process.give_memory_back()
     dtype = request.dtype or default_dtype(described.name, request.device)
@@ -225,12 +225,12 @@ def open_model(request: OffloadRequest, described: Described) -> tuple[MetaModel
     described.add_end_tokens(meta.model)
     if request.weight_bits is not None:
         meta = pack_layers(meta, request.weight_bits, request.device)
-        files.found = map_weights(meta, files)
+        files.parameters = map_weights(meta, files)
     return meta, files
 
 
 def _checkpoint_folder(described: Described) -> Path:
-    """The folder of a model's files; those of a Hub id are downloaded if they are not here yet."""
+    """Return the folder of a model's files, downloading those of a Hub id if needed."""
     folder = Path(described.source)
     if folder.is_dir():
         return folder
@@ -238,7 +238,7 @@ def _checkpoint_folder(described: Described) -> Path:
 
     try:
         return Path(snapshot_download(described.source, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # its failures have as many types as a network has
+    except Exception as error:  # its type depends on the network failure
         raise ValueError(
             f"the weights of --model {described.name!r} cannot be fetched"
             f" ({type(error).__name__}); check the network, or give a folder"
@@ -248,24 +248,24 @@ def _checkpoint_folder(described: Described) -> Path:
 def make_planner(
     request: OffloadRequest, meta: MetaModel, files: CheckpointFiles, workload: Workload
 ) -> Planner:
-    """Measures what a plan depends on."""
+    """Measure the machine and the process for a planner."""
     config, device, dtype = meta.model.config, request.device, meta.embedding.dtype
     memory = MemoryModel(config, H2OCache.from_config(config, request.cache), dtype)
-    # Before measuring: what the libraries keep of it, the first forward would take too, and that
-    # is counted. So a refusal and the next try, which measures more, count alike.
+    # Before measuring: the memory that libraries keep from it, the first forward would allocate
+    # too, and that is counted. A refusal and the next attempt, which measures more, count alike.
     if device.type == "cpu":
-        # The threads of a product come with the first one, and stay.
+        # The first product starts the threads, which stay.
         linear(torch.ones(64, 64), torch.ones(64, 64))
         used, host = process.data_bytes() or 0, 0
     else:
         used = torch.cuda.memory_allocated(device)
         host = (process.available_bytes(torch.device("cpu")) or 0) // 2
-    # Below zero if the process has more than was promised already.
+    # Below zero if the process already has more than the limit.
     room = int((process.available_bytes(device) or 0) * _USABLE)
     room = room if request.memory is None else request.memory - used
     caches = request.cache_placement
     if caches is not None and device.type == "cpu" and "cpu" in caches:
-        # There the CPU's memory is the device's.
+        # The CPU's memory is the device's memory here.
         near = caches["cpu"] + caches.get("device", 0.0)
         caches = {"device": near, **{k: v for k, v in caches.items() if k == "file"}}
     return Planner(
@@ -287,34 +287,34 @@ def make_planner(
 def open_runner(
     request: BatchRequest, described: Described, lengths: Iterable[int]
 ) -> tuple[Runner, Plan | None]:
-    """Loads the model, or plans for prompts of these lengths and places weights as planned."""
+    """Load the model, or plan for prompts of these lengths and place weights as planned."""
     device, sampling = request.device, request.sampling
-    if _fits_whole(request, described):
-        whole = load_weights(described, request.dtype, device)
-        cache = H2OCache.from_config(whole.config, request.cache)
+    if _fits_in_memory(request, described):
+        model = load_weights(described, request.dtype, device)
+        cache = H2OCache.from_config(model.config, request.cache)
         size, free = request.batch_size or BATCH_SIZE, process.available_bytes(device)
         limits = Limits(
             batch_size=size,
             micro_batch_tokens=MICRO_BATCH_TOKENS,
             decode_batch=size,
             cache_bytes=None if free is None else free // 4,
-            memory=MemoryModel(whole.config, cache, whole.dtype),
+            memory=MemoryModel(model.config, cache, model.dtype),
         )
-        return Runner(whole, ForwardScheduler(), sampling, request.cache, limits, device), None
+        return Runner(model, ForwardScheduler(), sampling, request.cache, limits, device), None
     meta, files = open_model(request, described)
-    known = list(lengths) or [1]
-    planner, chosen, longest = _plan_for(request, meta, files, known)
-    if not files.found:
-        # Only now: what does not fit was refused before anything is written. And once more: what
-        # writing has left in memory counts.
+    prompt_lengths = list(lengths) or [1]
+    planner, chosen, longest = _plan_for(request, meta, files, prompt_lengths)
+    if not files.parameters:
+        # Only now, because a job that does not fit is refused before anything is written. Plan
+        # again: memory left over from writing counts.
         converted = open_converted(meta, files, request.converted or cache_folder("weights"))
         files.close()
         files = converted
-        planner, chosen, longest = _plan_for(request, meta, files, known)
+        planner, chosen, longest = _plan_for(request, meta, files, prompt_lengths)
     if planner.is_ample(chosen):
         process.keep_memory()
-        # Measured again, for now not every large block is new memory, which takes time.
-        again = _plan_for(request, meta, files, known)
+        # Measure again: not every large block is new memory now, which took time.
+        again = _plan_for(request, meta, files, prompt_lengths)
         if again[0].is_ample(again[1]):
             planner, chosen, longest = again
     files.keep_pages = request.keep_pages
@@ -338,18 +338,18 @@ def open_runner(
 def _plan_for(
     request: BatchRequest, meta: MetaModel, files: CheckpointFiles, lengths: list[int]
 ) -> tuple[Planner, Plan, int]:
-    """Plans for those prompts that fit; returns the longest length that does too."""
+    """Plan for those prompts that fit; return the longest length that fits too."""
     new = request.max_new_tokens
     planner = make_planner(request, meta, files, Workload.of(lengths, new))
     longest = planner.longest_that_fits()
     if fitting := [length for length in lengths if length <= longest]:
         planner = replace(planner, workload=Workload.of(fitting, new))
-    # If none fits, the planner says what would be needed.
+    # If none fits, the planner raises with the memory needed.
     return planner, planner.plan(), longest
 
 
-def _fits_whole(request: BatchRequest, described: Described) -> bool:
-    """Whether the model is simply loaded: nothing is to be placed, and there is ample memory."""
+def _fits_in_memory(request: BatchRequest, described: Described) -> bool:
+    """Return whether the model is simply loaded: no placement requested, and ample memory."""
     if request.weight_bits is not None or request.memory is not None:
         return False
     if request.cache_placement not in (None, {"device": 1.0}):

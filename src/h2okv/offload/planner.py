@@ -1,4 +1,4 @@
-"""How many sequences run at once, and where weights and caches go."""
+"""Plan how many sequences run at once, and where weights and caches are stored."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ import torch
 
 from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import MetaModel
-from h2okv.offload.placement import PLACES, Fractions
+from h2okv.offload.placement import WEIGHT_TIERS, Fractions
 from h2okv.offload.profile import HardwareProfile
 from h2okv.offload.tiers import arena_bytes
 
 MICRO_BATCH_TOKENS = 2048  # of a prefill; more do not compute faster
-Places = tuple[str, ...]
-"""Of the units in the order of a forward, and of the embedding: on the disk, only the rows in use
-are read of it."""
+Placement = tuple[str, ...]
+"""Tiers of the units in the order of a forward, then of the embedding; of one on the disk, only the
+rows in use are read."""
 
 
 @dataclass(frozen=True)
 class Estimate:
     """A job's expected speed."""
 
-    step: dict[str, float]  # seconds of a decode step's parts, which overlap
+    step: dict[str, float]  # seconds of a decode step's activities, which overlap
     prefill_seconds: float  # of one batch's prompts
     first_result_seconds: float  # until the first sequences are finished
     decode_tokens_per_second: float  # of decode steps alone
-    tokens_per_second: float  # new tokens over the whole time, prefill included
+    tokens_per_second: float  # new tokens over the total time, prefill included
 
     @property
     def limit(self) -> str:
-        """The longest part of a step, which takes at least as long."""
+        """The longest activity of a step, a lower bound of its time."""
         return max(self.step, key=self.step.__getitem__)
 
 
 def interleave(fractions: Fractions, count: int) -> list[str]:
-    """Assigns places evenly, so that reading and computing alternate."""
+    """Spread tiers evenly over the units, to make reading and computing alternate."""
     assigned = dict.fromkeys(fractions, 0)
     order = []
     for number in range(1, count + 1):
-        place = max(fractions, key=lambda own: fractions[own] * number - assigned[own])
-        assigned[place] += 1
-        order.append(place)
+        tier = max(fractions, key=lambda name: fractions[name] * number - assigned[name])
+        assigned[tier] += 1
+        order.append(tier)
     return order
 
 
-def place_by_fractions(fractions: Fractions, count: int) -> Places:
-    """Places units by percentages, and the embedding where the head is."""
+def place_by_fractions(fractions: Fractions, count: int) -> Placement:
+    """Assign tiers to units by percentages, and the head's tier to the embedding."""
     units = interleave(fractions, count)
     return (*units, units[-1] if units[-1] != "cpu" else "device")
 
 
 _MAX_BATCH = 1024
-_MIN_GAIN = 1.02  # a larger batch must be so much faster, or the smaller one is chosen
-_MIN_FILE_GAIN = 1.1  # entries go to the file only where that is so much faster; it wears the disk
+_MIN_GAIN = 1.02  # a larger batch is chosen only if it is faster by this factor
+_MIN_FILE_GAIN = 1.1  # the same for entries in the file, which wear the disk
 _MICRO_BATCH_FRACTION = 0.3  # of the free memory, for a micro-batch's prefill
 _WAITING_FRACTION = 0.1  # of the free memory, for the hidden states of prompts between two layers
 _IN_MEMORY = {"device": 1.0}
@@ -66,7 +66,7 @@ _IN_FILE = {"file": 1.0}
 
 @dataclass(frozen=True)
 class Workload:
-    """What a job asks for: its prompts' mean and greatest length in tokens, and their number."""
+    """A job's load: its prompts' mean and greatest length in tokens, and their number."""
 
     mean_prompt: int
     longest_prompt: int
@@ -81,10 +81,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision, the device memory that it takes, and its expected speed."""
+    """Placement and batch size, the device memory that they take, and their expected speed."""
 
-    placement: Places
-    cache_placement: Fractions  # of the layers whose keys and values are in each place
+    placement: Placement
+    cache_placement: Fractions  # of the layers, by the tier of their keys and values
     batch_size: int
     micro_batch_tokens: int  # prompt tokens of a micro-batch's prefill
     pass_tokens: int  # prompt tokens that one weight pass prefills
@@ -101,7 +101,7 @@ class Plan:
     @property
     def counts(self) -> dict[str, int]:
         units = self.placement[:-1]
-        return {place: units.count(place) for place in PLACES if place in units}
+        return {tier: units.count(tier) for tier in WEIGHT_TIERS if tier in units}
 
     def gain(self, other: Plan) -> float:
         return self.estimate.tokens_per_second / other.estimate.tokens_per_second
@@ -112,7 +112,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Trades batch size against resident weights; what the user leaves open is ``None``."""
+    """Trades batch size against resident weights; ``None`` leaves a choice to the planner."""
 
     meta: MetaModel
     memory: MemoryModel
@@ -120,15 +120,15 @@ class Planner:
     room: int  # bytes for weights, caches and temporaries where the model computes
     workload: Workload
     device: torch.device
-    host_room: int = 0  # in the CPU's memory beside that; 0 if the model computes there
-    used: int = 0  # what the process has already, for messages about --memory
-    spare: int = 0  # by which that may be more in another run, for which an amount is told
+    host_room: int = 0  # further bytes in the CPU's memory; 0 if the model computes there
+    used: int = 0  # bytes that the process already has, for messages about --memory
+    spare: int = 0  # margin for variation of `used` between runs, in suggested amounts
     batch_size: int | None = None
     weights: Fractions | None = None
     caches: Fractions | None = None
 
     def plan(self) -> Plan:
-        """Finds the fastest plan that fits; if none does, says how much memory would do."""
+        """Find the fastest plan that fits; raise ValueError with the memory needed if none does."""
         sizes = [self.batch_size] if self.batch_size is not None else self._batch_sizes()
         best = self._best(sizes, self.caches or _IN_MEMORY)
         other = self._best(sizes, _IN_FILE) if self.caches is None else None
@@ -139,35 +139,37 @@ class Planner:
         return best
 
     def sooner(self, plan: Plan, seconds: float) -> Plan | None:
-        """Finds the largest smaller batch whose first results are there in a given time."""
-        found, first = None, plan.estimate.first_result_seconds
-        for size in reversed([own for own in self._batch_sizes() if own < plan.batch_size]):
+        """Find the largest smaller batch with first results within a number of seconds."""
+        smaller, first = None, plan.estimate.first_result_seconds
+        for size in reversed([size for size in self._batch_sizes() if size < plan.batch_size]):
             with suppress(ValueError):
-                found = replace(self, batch_size=size).plan()
-                if found.estimate.first_result_seconds <= seconds:
+                smaller = replace(self, batch_size=size).plan()
+                if smaller.estimate.first_result_seconds <= seconds:
                     break
-        is_sooner = found is not None and found.estimate.first_result_seconds <= first / 2
-        return found if is_sooner else None
+        is_sooner = smaller is not None and smaller.estimate.first_result_seconds <= first / 2
+        return smaller if is_sooner else None
 
     def cache_limit(self, plan: Plan) -> int:
-        """What the caches of a planned batch may take.
+        """Return the bytes that the caches of a planned batch may take.
 
         Sequences that are decoded together have as many slots each as the longest needs. A plan
-        counts with the mean; of the room that it leaves, half may make up for the rest.
+        counts with the mean; half of the memory that it leaves may be used for longer ones.
         """
         longest, new = self.workload.longest_prompt, self.workload.max_new_tokens
         away = 1 - plan.cache_placement.get("device", 0.0)
-        one = self.memory.sequence_bytes(self._slots(longest), longest + new, away)
+        sequence_bytes = self.memory.sequence_bytes(self._slots(longest), longest + new, away)
         spare = max(0, self.room - plan.total_bytes) // 2
-        return max(plan.cache_bytes, min(plan.batch_size * one, plan.cache_bytes + spare))
+        return max(
+            plan.cache_bytes, min(plan.batch_size * sequence_bytes, plan.cache_bytes + spare)
+        )
 
     def is_ample(self, plan: Plan) -> bool:
-        """Whether the C library may keep what a plan gives back, at most as much again."""
+        """Return whether the C library may keep freed memory, at most as much again."""
         caches = self.cache_limit(plan) - plan.cache_bytes
         return self.room >= plan.total_bytes + caches + plan.temporary_bytes
 
     def longest_that_fits(self) -> int:
-        """Finds the longest prompt that the memory allows, alone."""
+        """Return the length of the longest prompt that fits into the memory alone."""
 
         def is_too_long(tokens: int) -> bool:
             alone = Workload(tokens, tokens, self.workload.max_new_tokens, 1)
@@ -184,72 +186,72 @@ class Planner:
         return best
 
     def _batch_sizes(self) -> list[int]:
-        most = max(1, min(self.workload.num_prompts, _MAX_BATCH))
-        found, size = [], 1
-        while size < most:
-            found.append(size)
+        largest = max(1, min(self.workload.num_prompts, _MAX_BATCH))
+        sizes, size = [], 1
+        while size < largest:
+            sizes.append(size)
             size += max(1, size // 8)
-        return [*found, most]
+        return [*sizes, largest]
 
     def _fit(self, batch_size: int, caches: Fractions) -> Plan | None:
-        """The plan with the most resident weights that fits; ``None`` if none does."""
+        """Return the plan with the most resident weights that fits, or ``None``."""
         count = len(self.meta.units)
 
-        def plan_with(placement: Places) -> Plan | None:
+        def plan_with(placement: Placement) -> Plan | None:
             plan = self._plan(batch_size, placement, caches)
             return plan if plan.total_bytes <= self.room else None
 
-        whole = plan_with(place_by_fractions(self.weights or _IN_MEMORY, count))
-        if whole is not None or self.weights is not None:
-            return whole
+        everything = plan_with(place_by_fractions(self.weights or _IN_MEMORY, count))
+        if everything is not None or self.weights is not None:
+            return everything
         too_many = bisect_left(
             range(count + 1), True, key=lambda resident: plan_with(self._keep(resident)) is None
         )
         return plan_with(self._keep(too_many - 1)) if too_many else None
 
-    def _keep(self, resident: int) -> Places:
-        """Keeps some units on the device, evenly spread, and the others as near as possible."""
+    def _keep(self, resident: int) -> Placement:
+        """Keep units on the device, evenly spread, and the others in the fastest tier with room."""
         count = len(self.meta.units)
-        places = interleave({"device": resident / count, "disk": 1 - resident / count}, count)
+        placement = interleave({"device": resident / count, "disk": 1 - resident / count}, count)
         left = self.host_room if self.device.type != "cpu" else 0
         for index, unit in enumerate(self.meta.units):
-            if places[index] == "disk" and unit.nbytes <= left:
-                places[index] = "cpu"
+            if placement[index] == "disk" and unit.nbytes <= left:
+                placement[index] = "cpu"
                 left -= unit.nbytes
-        return (*places, "disk")
+        return (*placement, "disk")
 
-    def _plan(self, batch_size: int, placement: Places, caches: Fractions) -> Plan:
+    def _plan(self, batch_size: int, placement: Placement, caches: Fractions) -> Plan:
         memory, work, meta = self.memory, self.workload, self.meta
         # On a CPU, units in its memory are on the device.
         near = ("device", "cpu") if self.device.type == "cpu" else ("device",)
         placed = list(zip(meta.units, placement[:-1], strict=True))
-        weights = sum(unit.nbytes for unit, place in placed if place in near)
+        weights = sum(unit.nbytes for unit, tier in placed if tier in near)
         weights += sum(slot.nbytes for slot in meta.others)
         is_shared = meta.is_tied and placement[-2] == "device"
         if placement[-1] != "disk" and not is_shared:
             weights += meta.embedding.nbytes
-        buffers = arena_bytes([unit for unit, place in placed if place not in near])
+        buffers = arena_bytes([unit for unit, tier in placed if tier not in near])
         away = 1 - caches.get("device", 0.0)
-        slots, most = self._slots(work.mean_prompt), self._slots(work.longest_prompt)
+        slots, longest_slots = self._slots(work.mean_prompt), self._slots(work.longest_prompt)
         new = work.max_new_tokens
-        # The longest prompt must fit; most are shorter.
+        # The longest prompt must fit as well.
         cache_bytes = max(
             batch_size * memory.sequence_bytes(slots, work.mean_prompt + new, away),
-            memory.sequence_bytes(most, work.longest_prompt + new, away),
+            memory.sequence_bytes(longest_slots, work.longest_prompt + new, away),
         )
-        mean = max(batch_size * slots, most) / batch_size
-        # What is stored elsewhere is read into one of two workspaces.
+        mean = max(batch_size * slots, longest_slots) / batch_size
+        # Entries stored elsewhere are read into one of two workspaces.
         workspaces = int(2 * batch_size * mean * memory.entry_bytes) if away else 0
         fixed = memory.fixed_bytes + workspaces
         free = max(0, self.room - weights - buffers - cache_bytes - fixed)
         # Prompt tokens of a micro-batch, and of a weight pass.
-        wanted, at_once = batch_size * work.mean_prompt, int(free * _MICRO_BATCH_FRACTION)
+        prompt_tokens, at_once = batch_size * work.mean_prompt, int(free * _MICRO_BATCH_FRACTION)
         at_once //= max(1, memory.prefill_bytes(1))
-        micro_batch = max(work.longest_prompt, min(MICRO_BATCH_TOKENS, at_once, wanted))
-        # A long prompt may leave less than its fraction to those that wait.
+        micro_batch = max(work.longest_prompt, min(MICRO_BATCH_TOKENS, at_once, prompt_tokens))
+        # A long prompt may leave less than its fraction to waiting prompts.
         left = max(0, min(int(free * _WAITING_FRACTION), free - memory.prefill_bytes(micro_batch)))
-        tokens = max(micro_batch, min(left // max(1, memory.waiting_bytes(1)), wanted))
-        # While sequences are merged, one tensor of a layer is there twice.
+        tokens = max(micro_batch, min(left // max(1, memory.waiting_bytes(1)), prompt_tokens))
+        # While sequences are merged, one tensor of a layer exists twice.
         decode = memory.decode_bytes(batch_size, mean) + batch_size * memory.layer_bytes(mean)
         prefill = memory.prefill_bytes(micro_batch) + memory.waiting_bytes(tokens)
         return Plan(
@@ -271,36 +273,36 @@ class Planner:
     def _estimate(
         self,
         batch_size: int,
-        placement: Places,
+        placement: Placement,
         caches: Fractions,
         pass_tokens: int,
         micro_batch_tokens: int,
     ) -> Estimate:
         machine, units = self.hardware, self.meta.units
         prompt, new = self.workload.mean_prompt, self.workload.max_new_tokens
-        sizes = dict.fromkeys(PLACES, 0)
-        for unit, place in zip(units, placement[:-1], strict=True):
-            sizes[place] += unit.nbytes
-        # A disk, like a link, does one thing at a time: the caches come after the weights. On a
-        # CPU its reading and the computing slow each other.
+        sizes = dict.fromkeys(WEIGHT_TIERS, 0)
+        for unit, tier in zip(units, placement[:-1], strict=True):
+            sizes[tier] += unit.nbytes
+        # A disk, like a link, serves one transfer at a time: the caches come after the weights. On
+        # a CPU, reading and computing slow each other.
         on_cpu = self.device.type == "cpu"
         on_host = 0 if on_cpu else sizes["cpu"]
-        roads = {"file": (sizes["disk"], machine.disk), "cpu": (on_host, machine.host_device)}
-        weights = max(held / speed for held, speed in roads.values())
+        links = {"file": (sizes["disk"], machine.disk), "cpu": (on_host, machine.host_device)}
+        weights = max(num_bytes / speed for num_bytes, speed in links.values())
         slots = self._slots(prompt)
         moved = batch_size * self.memory.kv_bytes(slots)
         cache = batch_size * self.memory.sequence_bytes(slots, prompt + new) / machine.memory
-        for place, (held, speed) in roads.items():
-            if part := caches.get(place):
-                cache = max(cache, (held + part * moved) / speed)
-        # Multiplications and additions of a token, and the fixed cost of a micro-batch's forward.
+        for tier, (num_bytes, speed) in links.items():
+            if fraction := caches.get(tier):
+                cache = max(cache, (num_bytes + fraction * moved) / speed)
+        # Operations of a token, and the fixed cost of a micro-batch's forward.
         *layers, head = (2 * sum(slot.num_weights for slot in unit.slots) for unit in units)
         overhead = len(layers) * machine.layer_seconds + machine.forward_seconds
         gemm = batch_size * (sum(layers) + head) / machine.gemm_rate(batch_size)
         attention = len(layers) * batch_size * slots * machine.entry_seconds
         compute = max(gemm, sum(sizes.values()) / machine.memory) + attention + overhead
         step = {"weights": weights, "cache": cache, "compute": compute}
-        # On a CPU the thread that computes copies the caches too, out of the file's pages.
+        # On a CPU the computing thread also copies the caches out of the file's pages.
         copying = caches.get("file", 0.0) * moved / machine.disk if on_cpu else 0.0
         step["compute"] += copying
         together = machine.slowdown.together
@@ -308,7 +310,7 @@ class Planner:
         seconds = max(together(from_disk, step["compute"]), *step.values())
         passes = -(-batch_size // max(1, pass_tokens // prompt))
         micro_batches = -(-batch_size // max(1, micro_batch_tokens // prompt))
-        # Of a prompt only the last token passes the head.
+        # Only the last token of a prompt passes the head.
         operations = batch_size * (prompt * sum(layers) + head)
         compute = operations / machine.gemm_rate(min(batch_size * prompt, micro_batch_tokens))
         compute += len(layers) * batch_size * prompt * machine.token_seconds
@@ -320,7 +322,7 @@ class Planner:
             # Each pass gives every running sequence a token, also while others are prefilled.
             first_result_seconds=prefill * min(1.0, new / passes) + max(0, new - passes) * seconds,
             decode_tokens_per_second=batch_size / seconds,
-            # A last batch that is not full takes as many steps.
+            # A partial last batch takes as many steps.
             tokens_per_second=batches
             * batch_size
             * new
@@ -331,16 +333,18 @@ class Planner:
         least = place_by_fractions(self.weights or {"disk": 1.0}, len(self.meta.units))
         plan = self._plan(batch_size, least, self.caches or _IN_FILE)
         needed = self.used + plan.total_bytes + self.spare
-        given = self.used + self.room
-        what, remedy = "a batch of one needs", "more"
+        available = self.used + self.room
+        subject, remedy = "a batch of one needs", "more"
         if batch_size > 1:
-            what, remedy = f"a batch of {batch_size} needs", "a smaller --batch or more memory"
+            subject, remedy = f"a batch of {batch_size} needs", "a smaller --batch or more memory"
         elif self.weights is None:
-            what = "one layer of this model at a time and a batch of one need"
+            subject = "one layer of this model at a time and a batch of one need"
         if self.weights is not None and set(self.weights) != {"disk"}:
             remedy += ", or --weights disk"
-        told, enough = (f"{-(-amount // 2**20)}MiB" for amount in (given, needed))
+        available_text, needed_text = (
+            f"{-(-amount // 2**20)}MiB" for amount in (available, needed)
+        )
         return ValueError(
-            f"--memory {told} is too little: {what} {enough} with prompts of"
+            f"--memory {available_text} is too little: {subject} {needed_text} with prompts of"
             f" {self.workload.longest_prompt} tokens; give {remedy}"
         )

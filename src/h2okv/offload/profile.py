@@ -1,4 +1,4 @@
-"""What the machine can do: disk, memory, matrix products, and the overhead of a layer."""
+"""Measure the machine: disk, memory, matrix products, and the overhead of a layer."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _MIN_READ_BYTES = 1 << 16
 _SAMPLE_BYTES = 64 << 20
 _MIN_SAMPLE_BYTES = 1 << 20
 _GEMM_ROWS = (1, 8, 32, 256)
-_SEQUENCES = 16  # of a step, beside one of a single sequence
-_MAX_PROMPT = 512  # tokens that are timed, so that it is quick; of longer ones each takes longer
+_SEQUENCES = 16  # of a step that is compared with a step of one sequence
+_MAX_PROMPT = 512  # tokens that are timed, to be quick; each token of longer prompts takes longer
 _STATES_WRITTEN = 17  # times that norms, rotations and sums of a layer write a token's states
 _MIN_SECONDS = 0.05
-_LONGER_SECONDS = 0.3  # for two things at once, which the system gives the cores by turns
-_MIN_RUNS = 5  # on a busy machine a single run may have waited for others most of the time
+_LONGER_SECONDS = 0.3  # for two activities at once, between which the system switches the cores
+_MIN_RUNS = 5  # on a busy machine a single run may mostly wait for other processes
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Measures calls on a device; a GPU works on after a call has returned."""
+    """A timer of calls on a device; waits for a GPU, which works on after a call returns."""
 
     device: torch.device
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Runs a call until its work is done."""
+        """Return the seconds of a call, including its work on the device."""
         self._synchronise()
         start = time.perf_counter()
         call()
@@ -50,12 +50,12 @@ class Clock:
         return time.perf_counter() - start
 
     def samples(self, call: Callable[[], object], least: float = _MIN_SECONDS) -> list[float]:
-        """Seconds of some runs, at least so many in all, after one that does not count."""
-        found: list[float] = []
+        """Return the seconds of each run, at least ``least`` in total, after a warm-up run."""
+        seconds: list[float] = []
         call()
-        while sum(found) < least or len(found) < _MIN_RUNS:
-            found.append(self.seconds(call))
-        return found
+        while sum(seconds) < least or len(seconds) < _MIN_RUNS:
+            seconds.append(self.seconds(call))
+        return seconds
 
     def _synchronise(self) -> None:
         if self.device.type != "cpu":
@@ -63,13 +63,13 @@ class Clock:
 
 
 class Slowdown(NamedTuple):
-    """How many times as long reading and computing take while both go on."""
+    """Factors by which reading and computing take longer while both run."""
 
     reading: float = 1.0
     computing: float = 1.0
 
     def together(self, reading: float, computing: float) -> float:
-        """Seconds until both are done, begun at once, from those that each takes alone."""
+        """Return the seconds of both, started together, from the seconds of each alone."""
         both = min(reading * self.reading, computing * self.computing)
         return both + max(reading - both / self.reading, computing - both / self.computing)
 
@@ -84,15 +84,15 @@ class HardwareProfile:
     # Floating-point operations per second of a product with a weight matrix, for ascending numbers
     # of rows.
     gemm: tuple[tuple[int, float], ...]
-    # Of a forward through one layer of next to no size, dispatch of its operations and the cache's
+    # Fixed seconds of a forward: of a tiny layer, for dispatch of its operations and the cache's
     # bookkeeping, and the same outside the layers.
     layer_seconds: float = 0.0
     forward_seconds: float = 0.0
-    # What a layer's attention and cache take besides: in a step for each entry of a sequence, and
+    # Further seconds of a layer's attention and cache: in a step for each entry of a sequence, and
     # for each token of a prompt.
     entry_seconds: float = 0.0
     token_seconds: float = 0.0
-    # On a CPU the thread that reads weights takes time from those that compute.
+    # On a CPU the reader thread slows the computing threads.
     slowdown: Slowdown = Slowdown()
 
     def gemm_rate(self, rows: int) -> float:
@@ -108,7 +108,7 @@ def measure_hardware(
     device: torch.device,
     room: int,
 ) -> HardwareProfile:
-    """Measures the machine, in a second or two; the samples fit into so many bytes."""
+    """Measure the machine in a second or two, with samples of at most ``room`` bytes."""
     # A quarter each for the buffer and its copy, and for the matrices of the products.
     quarter = max(_MIN_SAMPLE_BYTES, room // 4)
     sample = min(_SAMPLE_BYTES, quarter)
@@ -131,9 +131,9 @@ def measure_hardware(
 
 
 def measure_disk(files: CheckpointFiles, read_bytes: int, until: Event | None = None) -> float:
-    """Reads a part of a checkpoint past the page cache, so many bytes at a time; bytes a second.
+    """Return the bytes per second of reading a checkpoint past the page cache.
 
-    With an event it reads that part again and again until it is set.
+    Reads ``read_bytes`` at a time, up to a limit; with an event, repeatedly until it is set.
     """
     buffer = memoryview(bytearray(read_bytes))
     size, largest = max((size, number) for number, (_, size, _) in enumerate(files.identity))
@@ -142,14 +142,14 @@ def measure_disk(files: CheckpointFiles, read_bytes: int, until: Event | None = 
     start = time.perf_counter()
     while read < size if until is None else not until.is_set():
         done = read % size
-        files.read_into(largest, done, part := buffer[: size - done])
-        files.drop_pages(largest, done, len(part))
-        read += len(part)
+        files.read_into(largest, done, view := buffer[: size - done])
+        files.drop_pages(largest, done, len(view))
+        read += len(view)
     return read / max(time.perf_counter() - start, 1e-9)
 
 
 class Gemm(NamedTuple):
-    """Products of rows with matrices of the model's size, as gated MLPs have them."""
+    """Products of rows with matrices of the model's size, as in gated MLPs."""
 
     gate: torch.Tensor  # [N, width, hidden]
     up: torch.Tensor  # [N, width, hidden]
@@ -159,14 +159,14 @@ class Gemm(NamedTuple):
     def make(
         cls, hidden: int, width: int, room: int, dtype: torch.dtype, device: torch.device
     ) -> Gemm:
-        # As many as a processor's cache does not hold, for a model's weights come from memory.
+        # More than a processor's cache holds, because a model's weights come from memory.
         each = 3 * width * hidden * dtype.itemsize
         count = max(1, min(-(-_SAMPLE_BYTES // each), room // each))
         shapes = ((count, width, hidden), (count, width, hidden), (count, hidden, width))
         return cls(*(torch.randn(shape, dtype=dtype, device=device) for shape in shapes))
 
     def samples(self, rows: int, least: float = _MIN_SECONDS) -> list[float]:
-        """Seconds of the products with so many rows, at least so many in all."""
+        """Return the seconds of each run of the products, at least ``least`` in total."""
         states = torch.randn(rows, self.gate.shape[2]).to(self.gate)
 
         def multiply() -> None:
@@ -176,13 +176,13 @@ class Gemm(NamedTuple):
         return Clock(self.gate.device).samples(multiply, least)
 
     def rates(self) -> tuple[tuple[int, float], ...]:
-        """Operations per second for `_GEMM_ROWS` rows."""
+        """Return the operations per second for `_GEMM_ROWS` rows."""
         operations = 2 * sum(weights.numel() for weights in self)
         return tuple((rows, rows * operations / min(self.samples(rows))) for rows in _GEMM_ROWS)
 
 
 def measure_slowdown(files: CheckpointFiles, read_bytes: int, gemm: Gemm) -> Slowdown:
-    """Reads and computes, each alone and then both at once."""
+    """Time reading and computing, each alone and then both together."""
     products = median(gemm.samples(_SEQUENCES, _LONGER_SECONDS))
     disk = measure_disk(files, read_bytes)
     ends = Event()
@@ -190,19 +190,19 @@ def measure_slowdown(files: CheckpointFiles, read_bytes: int, gemm: Gemm) -> Slo
         with small_stack():
             reading = thread.submit(measure_disk, files, read_bytes, ends)
         try:
-            beside = median(gemm.samples(_SEQUENCES, _LONGER_SECONDS))
+            concurrent = median(gemm.samples(_SEQUENCES, _LONGER_SECONDS))
         finally:
             ends.set()
-    return Slowdown(max(1.0, disk / reading.result()), max(1.0, beside / products))
+    return Slowdown(max(1.0, disk / reading.result()), max(1.0, concurrent / products))
 
 
 def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
-    """Reads, and copies, a buffer that no cache of a processor holds."""
+    """Return the bytes per second of reading or copying a buffer larger than any CPU cache."""
     if num_bytes is None:
         num_bytes = (1 if device.type == "cpu" else 4) << 30
         free = available_bytes(device)
         num_bytes = num_bytes if free is None else min(num_bytes, free // 8)
-    # Ones, not empty: memory that was never written to is no memory yet.
+    # Ones, not empty: memory is allocated only when it is written to.
     source = torch.ones(max(num_bytes, 1 << 20) // 4, dtype=torch.float32, device=device)
     target = torch.ones_like(source)
     clock = Clock(device)
@@ -213,11 +213,11 @@ def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> flo
 def measure_overhead(
     memory: MemoryModel, prompt: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, float]:
-    """Times steps and prompts of a model of next to no width that has the heads of this one."""
+    """Time steps and prompts of a very narrow model with the heads of this one."""
     from transformers import LlamaConfig, LlamaForCausalLM  # slow to import, and rarely needed
 
     cache_config = memory.cache.cache_config
-    if cache_config.positions == "clamped":  # for other families than the one that is timed
+    if cache_config.positions == "clamped":  # not supported by the family that is timed
         cache_config = replace(cache_config, positions="original")
     cache_config = replace(cache_config, layer_budgets=None)
     sizes: Any = {
@@ -243,21 +243,23 @@ def measure_overhead(
             return cache
 
         with torch.inference_mode(), enable(model):
-            # Not the best, as for bandwidths: whatever else runs here delays every operation.
+            # The median, not the best as for bandwidths: other processes delay every operation.
             for name, batch in (("step", 1), ("steps", _SEQUENCES)):
                 cache = read()
                 cache.batch_repeat_interleave(batch)
                 step = partial(model, tokens[:, :1].expand(batch, 1), **{CACHE: cache})
                 seconds[name].append(median(Clock(device).samples(step)))
             seconds["prompt"].append(median(Clock(device).samples(read)))
-    layer, many, read_once = (max(0.0, own[1] - own[0]) / 4 for own in seconds.values())
+    layer, steps, read_once = (
+        max(0.0, samples[1] - samples[0]) / 4 for samples in seconds.values()
+    )
     states = torch.ones((prompt, memory.hidden), dtype=dtype, device=device)
-    # Where the C library returns every large block, a result is new memory, page by page.
+    # If the C library returns every large block, a result is new memory, page by page.
     write = median(Clock(device).samples(lambda: states + states)) / prompt
     slots = memory.cache.slots_for(prompt, _MIN_RUNS)
     return {
         "layer_seconds": layer,
         "forward_seconds": max(0.0, seconds["step"][0] - layer),
-        "entry_seconds": max(0.0, many - layer) / ((_SEQUENCES - 1) * slots),
+        "entry_seconds": max(0.0, steps - layer) / ((_SEQUENCES - 1) * slots),
         "token_seconds": max(0.0, read_once - layer) / prompt + _STATES_WRITTEN * write,
     }

@@ -1,4 +1,4 @@
-"""What is not on the device: weights that stream layer by layer, caches in memory or in a file."""
+"""Storage off the device: weights streamed layer by layer, caches in memory or in a file."""
 
 from __future__ import annotations
 
@@ -23,25 +23,32 @@ from h2okv.cache import H2OCache
 from h2okv.cache.layer import SlotLayer
 from h2okv.cache.slot_state import ordinary_tensors
 from h2okv.offload.checkpoint import CheckpointFiles, bytes_of
-from h2okv.offload.meta_model import MetaModel, ParameterSlot, Part, Unit, block_bytes, parts_of
+from h2okv.offload.meta_model import (
+    MetaModel,
+    ParameterSlot,
+    TensorSpec,
+    Unit,
+    block_bytes,
+    views_of,
+)
 from h2okv.records import refusing
 
 _BUFFERS = 2
-_STACK_BYTES = 1 << 20  # of a reader thread; the usual 8 MiB count as data of the process
+_STACK_BYTES = 1 << 20  # of a reader thread; the default 8 MiB count as data of the process
 
 
 @contextmanager
 def small_stack() -> Iterator[None]:
-    """For threads that are begun in it."""
-    usual = threading.stack_size(_STACK_BYTES)
+    """Set a small stack size for threads started inside the block."""
+    default = threading.stack_size(_STACK_BYTES)
     try:
         yield
     finally:
-        threading.stack_size(usual)
+        threading.stack_size(default)
 
 
 class WeightStream:
-    """Two buffers and a thread that reads one unit after the other into them, round and round.
+    """Two buffers and a thread that reads one unit after the other into them, in a cycle.
 
     The thread is always one unit ahead, also across weight passes. The buffers are the two ends of
     one block. On an accelerator a pinned block is in front of it, and a copy stream between; only
@@ -67,7 +74,7 @@ class WeightStream:
         self._current: Unit | None = None
         self._num_loaded = 0
         self.bytes_read = 0
-        self.wait_seconds = 0.0  # that computing waited for reading
+        self.wait_seconds = 0.0  # that the computation waited for reading
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._reads: deque[Future[None]] = deque()
         with small_stack():
@@ -75,7 +82,7 @@ class WeightStream:
                 self._reads.append(self._thread.submit(self._read, number))
 
     def load(self, unit: Unit) -> None:
-        """Installs the next unit's weights, and removes those of the one before."""
+        """Install the next unit's weights, and remove those of the previous unit."""
         self.release()
         following = self.units[self._num_loaded % len(self.units)]
         assert following is unit, f"{unit.name} out of order, {following.name} is next"
@@ -90,7 +97,7 @@ class WeightStream:
         self._current = unit
 
     def release(self) -> None:
-        """Returns the current unit's buffer to the reader; call it after a weight pass."""
+        """Return the current unit's buffer to the reader; call it after a weight pass."""
         if self._current is None:
             return
         for slot in self._current.slots:
@@ -106,7 +113,7 @@ class WeightStream:
         self._current = None
 
     def _read(self, number: int) -> None:
-        """Reads the unit that is used after so many others; in the reader thread."""
+        """Read the unit of the n-th load, counted from 0; runs in the reader thread."""
         unit, buffer = self.units[number % len(self.units)], number % _BUFFERS
         host = self._in_host_memory.get(unit.name)
         if host is None:
@@ -122,23 +129,23 @@ class WeightStream:
                 self._copied[buffer].record(self._copies)
 
     def _buffer(self, block: torch.Tensor, number: int) -> torch.Tensor:
-        """The end of a block that a unit lies in; with an odd number of them each alternates."""
-        size = block_bytes(self.units[number % len(self.units)].parts)
+        """Return the unit's end of a block; with an odd number of units it alternates."""
+        size = block_bytes(self.units[number % len(self.units)].specs)
         return block[len(block) - size :] if number % _BUFFERS else block[:size]
 
 
 def arena_bytes(units: list[Unit]) -> int:
-    """Memory of two buffers, used and filled in turn, that are the two ends of one block."""
-    sizes = [block_bytes(unit.parts) for unit in units]
+    """Return the bytes of a block whose two ends are the buffers used and filled in turn."""
+    sizes = [block_bytes(unit.specs) for unit in units]
     return max(map(add, sizes, [*sizes[1:], *sizes[:1]]), default=0)
 
 
 class EmbeddingReader:
-    """Reads only the rows of the tokens at hand; the embedding's own forward runs on them."""
+    """Reads only the embedding's rows of the current tokens, before each forward of it."""
 
     def __init__(self, slot: ParameterSlot, files: CheckpointFiles, device: torch.device) -> None:
         self._slot, self._device = slot, device
-        self._files, self._stored = files, files.found[slot.name]
+        self._files, self._stored = files, files.parameters[slot.name]
         self.bytes_read = 0
         module: Any = slot.owner
         # It only stops gradients, and would be out of range in a table of a few rows.
@@ -159,40 +166,40 @@ class EmbeddingReader:
         return (indices, *args[1:])
 
     def _clear(self) -> None:
-        """Leaves no rows; on the device, for some models ask where the embedding is."""
+        """Drop all rows; stay on the device, because some models read the embedding's device."""
         shape = (0, *self._slot.shape[1:])
         self._slot.fill(torch.empty(shape, dtype=self._slot.dtype, device=self._device))
 
 
 def materialise(
-    meta: MetaModel, files: CheckpointFiles, places: Sequence[str], device: torch.device
+    meta: MetaModel, files: CheckpointFiles, placement: Sequence[str], device: torch.device
 ) -> tuple[WeightStream | None, EmbeddingReader | None]:
-    """Loads resident weights, and streams the others; the last place is the embedding's."""
-    *unit_places, embedding_place = places
+    """Load resident weights, and stream the others; the last tier is the embedding's."""
+    *unit_places, embedding_place = placement
     for name, buffer in [*meta.model.named_buffers(remove_duplicate=False)]:
         owner, _, attribute = name.rpartition(".")
-        if name in files.found:  # others are as the model made them
-            buffer.copy_(files.read(files.found[name]))
+        if name in files.parameters:  # the model has computed the others
+            buffer.copy_(files.read(files.parameters[name]))
         meta.model.get_submodule(owner)._buffers[attribute] = buffer.to(device)
     for slot in meta.others:
-        slot.fill(files.read(files.found[slot.name]).to(device))
+        slot.fill(files.read(files.parameters[slot.name]).to(device))
     streamed = []
     in_host_memory: dict[str, torch.Tensor] = {}
-    for unit, place in zip(meta.units, unit_places, strict=True):
-        if place == "disk" or (place == "cpu" and device.type != "cpu"):
+    for unit, tier in zip(meta.units, unit_places, strict=True):
+        if tier == "disk" or (tier == "cpu" and device.type != "cpu"):
             streamed.append(unit)
-            if place == "cpu":
+            if tier == "cpu":
                 in_host_memory[unit.name] = files.read_unit(unit, pinned=True)
         else:
             unit.fill(files.read_unit(unit).to(device))
     embedding = None
     if meta.is_tied and unit_places[-1] == "device":
-        (own,) = [slot for slot in meta.units[-1].slots if slot.name == meta.embedding.name]
-        meta.embedding.fill(own.owner.get_parameter(own.attribute).data)
+        (head_slot,) = [slot for slot in meta.units[-1].slots if slot.name == meta.embedding.name]
+        meta.embedding.fill(head_slot.owner.get_parameter(head_slot.attribute).data)
     elif embedding_place == "disk":
         embedding = EmbeddingReader(meta.embedding, files, device)
     else:
-        meta.embedding.fill(files.read(files.found[meta.embedding.name]).to(device))
+        meta.embedding.fill(files.read(files.parameters[meta.embedding.name]).to(device))
     stream = WeightStream(streamed, files, device, in_host_memory) if streamed else None
     return stream, embedding
 
@@ -202,29 +209,29 @@ class _StoredLayer:
     """A layer's entries in their tier, one after the other in a block of bytes."""
 
     names: list[str]
-    parts: list[Part]
+    specs: list[TensorSpec]
     block: torch.Tensor
     pages: mmap.mmap | None  # under the block, in the file
     num_tokens: int = 0
     free_slot: Any = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        return parts_of(self.block, self.parts)
+        return views_of(self.block, self.specs)
 
     def write_step(self, entries: Iterable[torch.Tensor]) -> int:
-        """Writes the one slot of each sequence and head that a step has filled."""
+        """Write the one slot of each sequence and head that a step has filled."""
         written = 0
         for target, tensor in zip(self.tensors(), entries, strict=True):
             batch, heads, slots = tensor.shape[:3]
             first = torch.arange(batch * heads).view(batch, heads, 1) * slots
-            places = (first + self.free_slot).flatten()  # of shared slots one for each head
-            filled = tensor.reshape(batch * heads * slots, -1)[places.to(tensor.device)].cpu()
-            target.view(batch * heads * slots, -1)[places] = filled
+            slot_indices = (first + self.free_slot).flatten()  # of shared slots one for each head
+            filled = tensor.reshape(batch * heads * slots, -1)[slot_indices.to(tensor.device)].cpu()
+            target.view(batch * heads * slots, -1)[slot_indices] = filled
             written += filled.nbytes
         return written
 
     def advise(self, advice: int) -> None:
-        """Tells the system about the pages: that they are needed soon, or no longer."""
+        """Tell the system whether the pages are needed soon, or no longer."""
         if self.pages is not None:
             self.pages.madvise(advice)
 
@@ -233,8 +240,8 @@ class _StoredLayer:
 class CacheStore:
     """Keeps the entries of each layer in its tier while other layers compute.
 
-    In the file tier each layer has a file of its own, without a name, mapped into memory: it is
-    gone with its layer, or with the process. Without tiers everything stays on the device.
+    In the file tier each layer has an unnamed file mapped into memory, which is deleted with its
+    layer, or with the process. Without tiers everything stays on the device.
     """
 
     tiers: Sequence[str] = ()
@@ -245,7 +252,7 @@ class CacheStore:
     _stored: dict[tuple[int, int], _StoredLayer] = field(default_factory=dict)
 
     def load(self, cache: H2OCache, layer_idx: int) -> None:
-        """Brings a layer's entries to the device; mutates the cache."""
+        """Bring a layer's entries to the device; mutates the cache."""
         stored = self._stored.get((id(cache), layer_idx))
         if stored is None:
             return
@@ -258,29 +265,29 @@ class CacheStore:
         stored.advise(mmap.MADV_DONTNEED)
 
     def prefetch(self, cache: H2OCache, layer_idx: int) -> None:
-        """Has the system read the layer that is loaded next, if there is one."""
+        """Make the system read the pages of a layer that will be loaded next."""
         if stored := self._stored.get((id(cache), layer_idx)):
             stored.advise(mmap.MADV_WILLNEED)
 
     def save(self, cache: H2OCache, layer_idx: int, is_new: bool = False) -> None:
-        """Takes a layer's entries off the device; after a step, only the slots it has filled."""
+        """Move a layer's entries off the device; after a step, only the slots it has filled."""
         if layer_idx >= len(self.tiers) or self.tiers[layer_idx] == "device":
             return
         layer: Any = cache.layers[layer_idx]
         if not isinstance(layer, SlotLayer) or not layer.holds_entries:
             return
-        layer.end_steps()  # which may wait for the last layer
+        layer.end_steps()  # they may be deferred to the last layer
         entries = layer.state.entry_tensors()
-        parts = [(tensor.shape, tensor.dtype) for tensor in entries.values()]
+        specs = [(tensor.shape, tensor.dtype) for tensor in entries.values()]
         num_tokens = int(layer.cumulative_length)
         stored = self._stored.pop((id(cache), layer_idx), None)
-        fits = stored is not None and stored.parts == parts and not is_new
+        fits = stored is not None and stored.specs == specs and not is_new
         if stored is not None and fits and num_tokens == stored.num_tokens + 1:
             written = stored.write_step(entries.values())
         else:
-            del stored  # its room is free before more is taken
-            block = self._make_block(self.tiers[layer_idx], block_bytes(parts))
-            stored = _StoredLayer(list(entries), parts, *block)
+            del stored  # frees its memory before the new allocation
+            block = self._make_block(self.tiers[layer_idx], block_bytes(specs))
+            stored = _StoredLayer(list(entries), specs, *block)
             pairs = zip(stored.tensors(), entries.values(), strict=True)
             written = sum(target.copy_(tensor).nbytes for target, tensor in pairs)
         if stored.pages is not None:
@@ -289,13 +296,13 @@ class CacheStore:
         stored.num_tokens = num_tokens
         stored.free_slot = layer.state.free_slot.cpu().clone()
         self._stored[id(cache), layer_idx] = stored
-        layer.state.set_tensors({name: own.new_empty(0) for name, own in entries.items()})
+        layer.state.set_tensors({name: tensor.new_empty(0) for name, tensor in entries.items()})
 
     @contextmanager
     def changing(self, layer_idx: int, cache: H2OCache, *others: H2OCache) -> Iterator[None]:
-        """Has a layer of some caches on the device; the first one is stored anew afterwards."""
-        for own in (cache, *others):
-            self.load(own, layer_idx)
+        """Load a layer of some caches to the device; store that of the first again afterwards."""
+        for other in (cache, *others):
+            self.load(other, layer_idx)
         yield
         self.save(cache, layer_idx, is_new=True)
 
@@ -311,10 +318,10 @@ class CacheStore:
         if tier == "cpu":
             return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda"), None
         problem = f"the cache's file in '{self.folder}' cannot be made or grow"
-        less = "give another --cache-folder or a smaller --batch and run the command again"
-        kept = refusing(problem, f"what was finished is kept, so {less}", OSError)
-        with kept, tempfile.TemporaryFile(dir=self.folder) as file:
-            # Room is taken now, when a full disk is an error and not yet a signal.
+        remedy = "give another --cache-folder or a smaller --batch and run the command again"
+        disk_errors = refusing(problem, f"what was finished is kept, so {remedy}", OSError)
+        with disk_errors, tempfile.TemporaryFile(dir=self.folder) as file:
+            # Allocate now, while a full disk is an error; later it would be a signal.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)
             else:  # macOS
