@@ -143,6 +143,10 @@ def command(capsys, monkeypatch):
         (("--max-num-seqs", 0), "--max-num-seqs 0 is too few"),
         (("--heavy", "much"), "--heavy 'much' is not an amount"),
         (("--heavy", 0, "--recent", 0), "keep nothing"),
+        (("--evict-every", -1), "--evict-every -1 is too few; give 0 or more"),
+        (("--policy", "snapkv", "--evict-every", 64), "leave out evict_every=64, or use policy"),
+        (("--prefix-cache", "much"), "--prefix-cache 'much' is not an amount"),
+        (("--prefix-cache", "1GiB", "--evict-every", 0), "--prefix-cache has no effect with"),
         (("--memory", "10MiB"), "has no room for a single sequence"),
         (("--max-prompt-tokens", 5000), "max_prompt_tokens=5000 is more than the model's context"),
         (("--system", "nowhere.txt"), "--system 'nowhere.txt' cannot be read"),
@@ -178,6 +182,30 @@ def no_weights(monkeypatch):
 def test_options_are_checked_before_the_weights_are_loaded(command, no_weights, options):
     code, err = command("--port", 0, *options)
     assert code == 2 and err.startswith("h2okv: ")
+
+
+def test_the_next_turn_continues_from_the_answer(server):
+    process, address = server("--port", 0, "--evict-every", 32)
+    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
+    messages, usages = [], []
+    for turn in range(2):
+        messages.append({"role": "user", "content": f"And then, number {turn}? " * 20})
+        answer = client.chat.completions.create(
+            model="bundled", messages=messages, max_tokens=40, temperature=0,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+        usages.append(answer.usage)
+    cached = [usage.prompt_tokens_details.cached_tokens for usage in usages]
+    assert cached[0] == 0 and cached[1] % 32 == 0
+    assert cached[1] > usages[0].prompt_tokens  # some of the answer is in the state
+    with urllib.request.urlopen(address.removesuffix("/v1") + "/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    assert "h2okv_prefix_hits_total 1.0" in lines
+    assert f"h2okv_reused_tokens_total {float(cached[1])}" in lines
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert "states of prompts and answers: up to" in err, err
 
 
 def test_fractions_of_short_prompts_are_raised(command, monkeypatch):

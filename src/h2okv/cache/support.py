@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from h2okv.cache.rope import BY_LENGTH, PositionRule
 from h2okv.config import CacheConfig
-from h2okv.policy import Rule, Sees
+from h2okv.policy import Rule, Sees, get_rule
 
 _REASONS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
 REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}
@@ -238,6 +238,11 @@ def check_rule(
             f"scoring={rule.scoring.name!r} has no effect with {name}, which {reason}; leave it "
             "out, or use policy='h2o'."
         )
+
+
+def can_score_spans(cache: CacheConfig) -> bool:
+    """Return whether scores can depend on the text alone, as ``evict_every`` needs."""
+    return get_rule(cache.policy, cache.seed, cache.scoring, cache.decay).scores_spans
 
 
 def check_by_head(cache: CacheConfig, rule: Rule, config: PreTrainedConfig) -> None:

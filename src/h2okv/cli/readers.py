@@ -61,12 +61,14 @@ def numbers(
         ) from None
 
 
-def memory(option: str, text: str) -> int:
-    """Read an amount of memory."""
+def memory(option: str, text: str, least: int = 1) -> int:
+    """Read an amount of memory, of at least 0 or 1 bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
-    if match is None or match[2] not in _UNITS or float(match[1]) == 0:
-        raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    if match is not None and match[2] in _UNITS:
+        amount = int(float(match[1]) * _UNITS[match[2]])
+        if amount >= least:
+            return amount
+    raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
 
 
 def torch_dtype(name: str) -> torch.dtype | None:

@@ -16,7 +16,7 @@ KEY_VARIABLE = "H2OKV_API_KEY"
 
 
 def serve(
-    cache: CacheConfig = args.cache_options(prefill_chunk=None),
+    cache: CacheConfig = args.cache_options(prefill_chunk=None, evict_every=None),
     model: ModelOptions = args.model_options(is_here=False),
     called: str | None = option(None, "What clients call the model (its own name).", "--name"),
     host: str = option("127.0.0.1", "The address to listen at."),
@@ -32,6 +32,19 @@ def serve(
     max_prefill_tokens: int = option(512, "Chunked prefill: prompt tokens between decode steps."),
     max_prefill_time_fraction: float = option(
         0.8, "Time for prefill while others decode: a fraction."
+    ),
+    evict_every: int | None = option(
+        None,
+        "Evict at multiples of this many tokens of a text (256); 0: after each block.",
+        read=least,
+        least=0,
+    ),
+    prefix_cache: Typed = option(
+        None,
+        "Memory for states that later prompts continue from, such as 1GiB; 0 for none (1GiB, or a"
+        " quarter of what is free).",
+        read=readers.memory,
+        least=0,
     ),
     max_new_tokens: int = option(4096, "Most new tokens that a request may ask for."),
     max_choices: int = option(128, "Most outputs of a request: prompts times n."),
@@ -59,6 +72,7 @@ def serve(
     replicas: int | None = option(None, "With --ray: copies of the model (one a GPU or machine)."),
 ) -> int:
     from h2okv.engine.config import EngineConfig
+    from h2okv.engine.serving import with_states
     from h2okv.server import config
 
     args.check_copies("replicas", replicas, ray, model.device_name)
@@ -70,7 +84,7 @@ def serve(
     # Clients see only the last part of a path, and a Hub id as it is.
     path = Path(model.name)
     name = path.resolve().name if path.exists() else model.name
-    engine = args.build(EngineConfig, locals())
+    engine, note = with_states(args.build(EngineConfig, locals()), evict_every)
     server = args.build(
         config.ServerSettings,
         locals(),
@@ -87,6 +101,7 @@ def serve(
         # Without the last line break, which editors add and no client sends.
         prefixes=tuple(readers.read_text("--prefix", path) for path in prefix or ()),
         systems=tuple(readers.read_text("--system", path) for path in system or ()),
+        notes=() if note is None else (note,),
     )
     # On a cluster each copy uses the device of its machine.
     request.loading.update({"dtype": model.dtype} | ({} if ray else {"device": model.device}))

@@ -92,6 +92,8 @@ class Replica:
     """A model that answers the requests that the front passes on."""
 
     def __init__(self, request: ServeRequest) -> None:
+        request = request.for_model()
+        self._notes = request.notes
         self._engine = AsyncLLM(request.model, config=request.engine, **request.loading)
         # The front has checked the client.
         self._app = make_app(self._engine, request.server)
@@ -101,7 +103,8 @@ class Replica:
             yield messages
 
     async def describe(self) -> tuple[str, int]:
-        return self._engine.describe(), self._engine.stats().max_num_seqs
+        lines = [self._engine.describe(), *self._notes]
+        return "\n".join(lines), self._engine.stats().max_num_seqs
 
     async def check_health(self) -> None:
         """Report to the front; raise, so that Serve replaces it, if the engine has stopped."""

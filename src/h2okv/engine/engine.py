@@ -16,7 +16,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import config_identity
 from h2okv.cache.slot_pool import check_poolable
-from h2okv.cache.support import window_by_length
 from h2okv.config import MEASURED, Budget
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.memory import MemoryModel, available_bytes, data_bytes, give_memory_back
@@ -35,6 +34,7 @@ from h2okv.engine.request import (
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
+from h2okv.engine.serving import length_limits
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import enable, input_device
 from h2okv.integration.layer_budgets import with_measured_budgets
@@ -42,7 +42,6 @@ from h2okv.integration.loading import Described, context_of, describe, load_weig
 from h2okv.provenance import fingerprint
 from h2okv.records import refusing, short_repr
 
-_DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64
 _FREE_FRACTION = 0.8
 _DEFAULT_STATES = 1 << 30  # bytes
@@ -413,20 +412,9 @@ class Engine:
 
     def _set_limits(self, probe: H2OCache, context: int | None) -> None:
         """Set the maximum lengths of prompts and texts, and of the entries of a sequence."""
-        # Frequencies that depend on the longest sequence of the batch (dynamic scaling, LongRoPE)
-        # are the same for all sequences below that length.
-        window = window_by_length(self._model_config)
-        if window is not None:
-            context = min(context or window, window)
-        self.max_context = None if probe.position_rule.rolls else context
-        requested = self.config.max_prompt_tokens
-        if self.max_context is not None and requested is not None and requested > self.max_context:
-            raise ValueError(
-                f"max_prompt_tokens={requested} is more than the model's context of "
-                f"{self.max_context}; lower it, or use positions='rolling'."
-            )
-        # A prompt that fills the context can still be scored (prompt_logprobs).
-        self.max_prompt_tokens = requested or min(context or _DEFAULT_PROMPT, _DEFAULT_PROMPT)
+        self.max_context, self.max_prompt_tokens = length_limits(
+            self.config, self._model_config, context
+        )
         self.max_budget = probe.entries_for(self.max_prompt_tokens)
         self.max_budgets = probe.layer_entries_for(self.max_prompt_tokens)
 

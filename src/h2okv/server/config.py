@@ -64,6 +64,17 @@ class ServeRequest:
     prefixes: tuple[str, ...] = ()  # texts that many prompts begin with
     systems: tuple[str, ...] = ()  # system messages of many chats
     loading: dict[str, Any] = field(default_factory=dict)  # further arguments of `AsyncLLM`
+    notes: tuple[str, ...] = ()  # lines about the options, for the user
+
+    def for_model(self) -> ServeRequest:
+        """Return the request with the budget that the model's prompts get."""
+        from h2okv.engine.serving import in_tokens
+
+        engine, note = in_tokens(self.engine, self.model)
+        if note is None:
+            return self
+        server = replace(self.server, budget=engine.cache.budget)
+        return replace(self, engine=engine, server=server, notes=(*self.notes, note))
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's config with the tokens of all shared prefixes."""

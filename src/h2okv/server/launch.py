@@ -27,11 +27,14 @@ def run_server(request: ServeRequest) -> int:
     settings = request.server
     # Open the port first: no other process can take it while the model is loaded.
     with open_port(settings.host, settings.port) as listening_socket:
+        request = request.for_model()
+        settings = request.server
         engine = AsyncLLM(request.model, config=request.engine_config(), **request.loading)
         listener = Listener(make_app(engine, settings), engine, settings)
         with listener.capture_signals():  # clients may stop it once the address is printed
             # Clients that connect before it listens wait.
-            announce(settings, listening_socket.getsockname()[1], engine.describe())
+            lines = "\n".join([engine.describe(), *request.notes])
+            announce(settings, listening_socket.getsockname()[1], lines)
             listener.run(sockets=[listening_socket])
     return 0
 
@@ -41,6 +44,7 @@ def follow(request: ServeRequest) -> int:
     # The first process gets the signal too, and needs this one to finish running requests.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    request = request.for_model()
     engine = Engine(request.model, config=request.engine_config(), **request.loading)
     with closing(engine):
         engine.runner.follow()
