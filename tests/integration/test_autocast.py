@@ -12,7 +12,7 @@ SIZES = (26, 1, 1, 1, 7, 1, 1, 2)
 PROMPT = sum(SIZES)
 BUDGETS = {"full slots": (5, 4), "empty slots": (PROMPT, PROMPT)}
 HALVES = (torch.bfloat16, torch.float16)
-PLACES = {"whole": (True, True), "prompt": (True, False), "steps": (False, True)}
+SCOPES = {"everything": (True, True), "prompt": (True, False), "steps": (False, True)}
 
 
 def tokens(length: int = PROMPT) -> torch.Tensor:
@@ -20,11 +20,11 @@ def tokens(length: int = PROMPT) -> torch.Tensor:
 
 
 @torch.no_grad()
-def forced(model, cache, dtype, place="whole") -> torch.Tensor:
-    """Logits of a prompt, single tokens and further turns; ``place`` is under autocast."""
+def forced(model, cache, dtype, scope="everything") -> torch.Tensor:
+    """Logits of a prompt, single tokens and further turns; ``scope`` is under autocast."""
     ids, logits, start = tokens(), [], 0
     for size in SIZES:
-        is_cast = dtype is not None and PLACES[place][start > 0]
+        is_cast = dtype is not None and SCOPES[scope][start > 0]
         with torch.autocast("cpu", dtype=dtype) if is_cast else nullcontext():
             block = ids[:, start : start + size]
             logits.append(model(block, past_key_values=cache).logits.double())
@@ -34,7 +34,7 @@ def forced(model, cache, dtype, place="whole") -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def models(make_llama):
-    """By name; OPT's keys are of another dtype under autocast, Gemma 2 caps and has windows."""
+    """Make models; autocast changes the dtype of OPT's keys, Gemma 2 caps and has windows."""
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
     torch.manual_seed(0)
     return {
@@ -51,24 +51,24 @@ def models(make_llama):
     }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", ["llama", "mha", "opt", "gemma2"])
-def test_as_near_to_the_truth_as_sdpa(models, name, dtype, place):
+def test_error_is_no_larger_than_that_of_sdpa(models, name, dtype, scope):
     model = models[name]
     # SDPA has no soft cap.
     model.set_attn_implementation("eager" if name == "gemma2" else "sdpa")
     truth = forced(model, DynamicCache(config=model.config), None)
-    plain = forced(model, DynamicCache(config=model.config), dtype, place)
+    plain = forced(model, DynamicCache(config=model.config), dtype, scope)
     model.set_attn_implementation("h2o")
     for simulate in (False, True):
         cache = h2okv.H2OCache(model.config, heavy=PROMPT, recent=PROMPT, simulate=simulate)
-        error = (forced(model, cache, dtype, place) - truth).abs().mean()
+        error = (forced(model, cache, dtype, scope) - truth).abs().mean()
         cache.check_integrity()
         assert error <= 1.25 * (plain - truth).abs().mean()
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("scope", SCOPES)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
     "options",
@@ -76,14 +76,14 @@ def test_as_near_to_the_truth_as_sdpa(models, name, dtype, place):
     ids=str,
 )
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
-def test_dropping_is_masking(models, kept_sets, budget, options, dtype, place):
+def test_dropping_is_masking(models, kept_sets, budget, options, dtype, scope):
     model = models["llama"]
     model.set_attn_implementation("h2o")
     caches, logits = [], []
     with h2okv.enable(model):
         for simulate in (False, True):
             cache = h2okv.H2OCache(model.config, *budget, simulate=simulate, **options)
-            logits.append(forced(model, cache, dtype, place))
+            logits.append(forced(model, cache, dtype, scope))
             cache.check_integrity()
             caches.append(cache)
     assert kept_sets(caches[0]) == kept_sets(caches[1])
@@ -130,7 +130,7 @@ def test_generate(models, budget, dtype):
 )  # fmt: skip
 def test_the_default_dtype_makes_no_difference(models, kept_sets, options, dtype):
     model = models["llama"]
-    made = []
+    outputs = []
     with h2okv.enable(model):
         for default in (torch.float32, dtype):
             torch.set_default_dtype(default)
@@ -140,6 +140,6 @@ def test_the_default_dtype_makes_no_difference(models, kept_sets, options, dtype
             finally:
                 torch.set_default_dtype(torch.float32)
             cache.check_integrity()
-            made.append((logits, kept_sets(cache), cache.scores(0)))
-    assert torch.equal(made[0][0], made[1][0]) and made[0][1] == made[1][1]
-    assert torch.equal(made[0][2], made[1][2]) and made[1][2].dtype == torch.float32
+            outputs.append((logits, kept_sets(cache), cache.scores(0)))
+    assert torch.equal(outputs[0][0], outputs[1][0]) and outputs[0][1] == outputs[1][1]
+    assert torch.equal(outputs[0][2], outputs[1][2]) and outputs[1][2].dtype == torch.float32

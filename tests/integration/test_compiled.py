@@ -32,12 +32,12 @@ def run(model, compile, mask=None, ids=None, **options):
     ids = prompt() if ids is None else ids
     cache = h2okv.H2OCache(model.config, **{"heavy": 5, "recent": 6} | options)
     with h2okv.enable(model, compile=compile):
-        made = model.generate(
+        output = model.generate(
             ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False
         )
         cache.check_integrity()
-        made = model.generate(made, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
-    return made, cache
+        output = model.generate(output, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+    return output, cache
 
 
 @pytest.mark.parametrize("options", [{}, {"positions": "rolling"}, {"sink": 2, "heavy": 0.1}])
@@ -47,8 +47,8 @@ def test_generate_gives_the_same_text(make_llama, kept_sets, counter, options, i
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[0, : 9 * is_padded] = 0
     expected, plain = run(model, False, mask, **options)
-    made, cache = run(model, True, mask, **options)
-    assert torch.equal(made, expected)
+    ids, cache = run(model, True, mask, **options)
+    assert torch.equal(ids, expected)
     assert kept_sets(cache) == kept_sets(plain)
     assert counter.frame_count >= 2  # the trial, and the step
     assert "forward" not in vars(model) and model.config._attn_implementation == "sdpa"
@@ -83,8 +83,8 @@ def test_what_cannot_be_compiled_runs_as_it_is(make_llama, counter):
     for options in ({"policy": "full"}, {"simulate": True}):
         expected, _ = run(model, False, **options)
         before = counter.frame_count
-        made, _ = run(model, True, **options)
-        assert torch.equal(made, expected)
+        ids, _ = run(model, True, **options)
+        assert torch.equal(ids, expected)
         assert counter.frame_count - before <= 1  # at most the trial
 
 

@@ -29,17 +29,17 @@ def test_a_turn_is_only_its_own_tokens(make_llama, kept_sets, monkeypatch, posit
     monkeypatch.setattr(dispatch, "blockwise_attention_with_scores", spy)
     model = make_llama()
     options = {"heavy": 5, "recent": 6, "positions": positions, "prefill_chunk": chunk}
-    cache, whole = h2okv.H2OCache(model.config, **options), h2okv.H2OCache(model.config, **options)
+    cache, full = h2okv.H2OCache(model.config, **options), h2okv.H2OCache(model.config, **options)
     text, unread = torch.empty(2, 0, dtype=torch.long), torch.empty(2, 0, dtype=torch.long)
     for seed in range(12):
         text = torch.cat([text, turn(seed)], dim=1)
         # The whole text to one cache, the new tokens to the other.
         mask = torch.ones_like(text)
-        expected = model.generate(text, attention_mask=mask, past_key_values=whole, **OPTIONS)
+        expected = model.generate(text, attention_mask=mask, past_key_values=full, **OPTIONS)
         new = torch.cat([unread, turn(seed)], dim=1)
-        made = model.generate(**cache.next_turn(new), past_key_values=cache, **OPTIONS)
-        assert torch.equal(made[:, new.shape[1] :], expected[:, text.shape[1] :])
-        assert kept_sets(cache) == kept_sets(whole)
+        output = model.generate(**cache.next_turn(new), past_key_values=cache, **OPTIONS)
+        assert torch.equal(output[:, new.shape[1] :], expected[:, text.shape[1] :])
+        assert kept_sets(cache) == kept_sets(full)
         text, unread = expected, expected[:, -1:]
         cache.check_integrity()
         assert cache.num_seen_tokens == text.shape[1] - 1
@@ -53,14 +53,14 @@ def test_a_turn_equals_the_same_tokens_by_hand(make_llama, kept_sets):
     model = make_llama()
     first, second = (h2okv.H2OCache(model.config, heavy=5, recent=6) for _ in range(2))
     text = turn(0)
-    made = model.generate(**first.next_turn(text), past_key_values=first, **OPTIONS)
+    output = model.generate(**first.next_turn(text), past_key_values=first, **OPTIONS)
     with torch.no_grad():
         tokens, logits = text, model(text, past_key_values=second).logits
         for step in range(NEW):
             tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
             if step < NEW - 1:
                 logits = model(tokens[:, -1:], past_key_values=second).logits
-    assert torch.equal(made, tokens)
+    assert torch.equal(output, tokens)
     assert kept_sets(first) == kept_sets(second)
 
 
@@ -80,7 +80,7 @@ def test_a_shared_context_is_read_once(make_llama):
     prompts = turn(1, 6, batch=3)
     together = model.generate(**many.next_turn(prompts), past_key_values=many, **OPTIONS)
     for row, prompt in enumerate(prompts):
-        one = context.fork(1)
-        alone = model.generate(**one.next_turn(prompt[None]), past_key_values=one, **OPTIONS)
+        fork = context.fork(1)
+        alone = model.generate(**fork.next_turn(prompt[None]), past_key_values=fork, **OPTIONS)
         assert torch.equal(together[row : row + 1], alone)
     assert context.num_seen_tokens == 40

@@ -18,7 +18,7 @@ def _tokens(length: int = PROMPT) -> torch.Tensor:
 
 
 def _forced_logits(model, cache, modes=(torch.no_grad,)) -> torch.Tensor:
-    """A prompt, single tokens, a second turn; each block in the next mode of ``modes``."""
+    """Read a prompt, single tokens, a second turn; each block in the next mode of ``modes``."""
     ids, logits, start = _tokens(), [], 0
     for step, size in enumerate((26, 1, 1, 1, 7, 1, 1, 2)):
         with modes[step % len(modes)]():
@@ -30,8 +30,8 @@ def _forced_logits(model, cache, modes=(torch.no_grad,)) -> torch.Tensor:
 
 @pytest.mark.parametrize("simulate", [False, True], ids=["dropping", "masking"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_every_dtype_is_as_near_to_the_truth_as_sdpa(make_llama, dtype, simulate):
-    """With a large budget nothing but the model's own rounding is between H2O and the truth."""
+def test_error_in_every_dtype_is_no_larger_than_that_of_sdpa(make_llama, dtype, simulate):
+    """Compare with float64: with a large budget H2O differs by the model's rounding only."""
     truth = _forced_logits(make_llama(attention="sdpa").double(), DynamicCache())
     plain = _forced_logits(make_llama(attention="sdpa").to(dtype), DynamicCache())
     model = make_llama().to(dtype)
@@ -46,7 +46,7 @@ def test_every_dtype_is_as_near_to_the_truth_as_sdpa(make_llama, dtype, simulate
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_scores_are_summed_in_fp32(make_llama, dtype):
-    """A sum in half precision would stop growing: 256 + 1 is 256 in bf16."""
+    """Sum many scores: a sum in half precision would stop growing: 256 + 1 is 256 in bf16."""
     model = make_llama().to(dtype)
     cache = h2okv.H2OCache(model.config, heavy=20, recent=20, policy="full")
     ids = _tokens(450)
@@ -110,7 +110,7 @@ def test_device_map(checkpoint, tmp_path, kind, budget):
     pytest.importorskip("accelerate", reason="accelerate is not installed")
     if kind == "gpu" and not torch.cuda.is_available():
         pytest.skip("no GPU here")
-    whole = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="h2o")
+    loaded = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="h2o")
     spread = AutoModelForCausalLM.from_pretrained(
         checkpoint,
         attn_implementation="h2o",
@@ -120,8 +120,8 @@ def test_device_map(checkpoint, tmp_path, kind, budget):
     ids = _tokens()
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
-    made = {}
-    for name, model in (("whole", whole), ("spread", spread)):
+    logits_by_map = {}
+    for name, model in (("whole", loaded), ("spread", spread)):
         cache = h2okv.H2OCache(model.config, **budget)
         device = model.get_input_embeddings().weight.device
         device = "cpu" if device.type == "meta" else device
@@ -134,7 +134,7 @@ def test_device_map(checkpoint, tmp_path, kind, budget):
             num_beams=2,
         )
         cache.check_integrity()
-        made[name] = output.cpu()
+        logits_by_map[name] = output.cpu()
         if name == "spread" and kind == "gpu":
             assert len({layer.keys.device for layer in cache.layers}) == 2
-    assert torch.equal(made["spread"], made["whole"])
+    assert torch.equal(logits_by_map["spread"], logits_by_map["whole"])

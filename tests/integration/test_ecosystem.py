@@ -26,10 +26,10 @@ def generate(model, ids, cache=None):
 
 
 def check(model, config, ids):
-    """A budget above the text gives the text of the full cache; a small one holds what it says."""
+    """Compare a large budget with the full cache; check the entries of a small one."""
     expected = generate(model, ids)
-    with h2okv.enable(model) as given:
-        assert given is model
+    with h2okv.enable(model) as enabled:
+        assert enabled is model
         assert torch.equal(generate(model, ids, h2okv.H2OCache(config, 40, 40)), expected)
         for positions in ("original", "rolling"):
             cache = h2okv.H2OCache(model, 4, 4, positions=positions)
@@ -59,7 +59,7 @@ def test_lora_adapters(adapted):
 
 
 def test_a_forward_of_a_model_with_adapters_is_checked(adapted):
-    """It calls the model's forward past the model's hooks."""
+    """Check that padding is found although PEFT bypasses the model's hooks."""
     ids = tokens(batch=2)
     ids[0, :5] = 0
     with h2okv.enable(adapted), pytest.raises(ValueError, match="padded on the left"):
@@ -124,8 +124,8 @@ def test_prompt_learning_is_refused_however_the_cache_was_made(prompted, tmp_pat
     expected = model.generate(ids, **OPTIONS)
     with prompted.disable_adapter():  # is the model itself
         cache = h2okv.H2OCache(prompted, 40, 40)
-        made = prompted.generate(input_ids=ids, **{CACHE: cache}, **OPTIONS)
-    assert torch.equal(made, expected)
+        output = prompted.generate(input_ids=ids, **{CACHE: cache}, **OPTIONS)
+    assert torch.equal(output, expected)
 
 
 def test_weights_of_eight_bits(model):
@@ -147,21 +147,21 @@ def test_offloaded_weights_and_a_cache_from_a_file(model, tmp_path):
     check(model, model.config, tokens())
     loaded = h2okv.H2OCache.load(tmp_path / "cache", model)
     with h2okv.enable(model):
-        made = model.generate(**loaded.next_turn(tokens(9, 1)), past_key_values=loaded, **OPTIONS)
-    assert torch.equal(made, expected)
+        output = model.generate(**loaded.next_turn(tokens(9, 1)), past_key_values=loaded, **OPTIONS)
+    assert torch.equal(output, expected)
 
 
-def test_threads_with_blocks_of_their_own(model):
+def test_threads_with_separate_enable_blocks(model):
     texts = [tokens(20 + n, n) for n in range(8)]
     expected = [generate(model, ids) for ids in texts]
 
-    def one(ids):
+    def generate_with_cache(ids):
         with h2okv.enable(model):
             return generate(model, ids, h2okv.H2OCache(model, 40, 40))
 
     with ThreadPoolExecutor(4) as pool:
-        made = list(pool.map(one, texts))
-    assert all(torch.equal(own, other) for own, other in zip(made, expected, strict=True))
+        output = list(pool.map(generate_with_cache, texts))
+    assert all(torch.equal(actual, other) for actual, other in zip(output, expected, strict=True))
     assert model.config._attn_implementation == "sdpa" and not model._forward_pre_hooks
 
 
@@ -172,7 +172,7 @@ def bundled():
 
 
 def test_a_pipeline_with_a_list_of_prompts(bundled):
-    """A list is read in one padded batch on one cache."""
+    """Read a list in one padded batch on one cache."""
     bundled.tokenizer.pad_token = bundled.tokenizer.pad_token or bundled.tokenizer.eos_token
     bundled.tokenizer.padding_side = "left"
     prompts = ["The old house stood at", "It was late"]
@@ -192,7 +192,7 @@ def test_a_streamer(bundled):
     assert "".join(streamer) == bundled.tokenizer.decode(expected)
 
 
-def test_the_evaluation_harness_s_own_model(bundled):
+def test_lm_eval_hflm_model(bundled):
     """Log-likelihoods come of a forward without a cache, texts of `generate` with ours."""
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
@@ -201,17 +201,19 @@ def test_the_evaluation_harness_s_own_model(bundled):
     harness = HFLM(pretrained=bundled.model, tokenizer=bundled.tokenizer, batch_size=1)
     start = "The old house stood at"
 
-    def asked(**options):
+    def log_likelihoods(**options):
         endings = [(start, end) for end in (" the end of the street.", " war with the sea.")]
         options |= {"until": ["\n\n"], "max_gen_toks": 8, "do_sample": False}
         scored = [Instance("loglikelihood", {}, pair, 0) for pair in endings]
         written = [Instance("generate_until", {}, (start, options), 0)]
         return harness.loglikelihood(scored), harness.generate_until(written)
 
-    expected, text = asked()
+    expected, text = log_likelihoods()
     with h2okv.enable(bundled.model):
-        for budget in (64, 2):  # the harness copies the cache that it is given
-            scores, made = asked(past_key_values=h2okv.H2OCache(bundled.model, budget, budget))
-            for own, other in zip(scores, expected, strict=True):
-                assert own == (pytest.approx(other[0], abs=1e-3), other[1])
-            assert (made == text) == (budget == 64)
+        for budget in (64, 2):  # the harness copies the cache
+            scores, output = log_likelihoods(
+                past_key_values=h2okv.H2OCache(bundled.model, budget, budget)
+            )
+            for actual, other in zip(scores, expected, strict=True):
+                assert actual == (pytest.approx(other[0], abs=1e-3), other[1])
+            assert (output == text) == (budget == 64)

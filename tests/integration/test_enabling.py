@@ -53,8 +53,8 @@ def test_padded_batch_without_a_mask_is_refused(model, side):
             model(input_ids, *arguments, past_key_values=h2okv.H2OCache(model.config))
 
 
-def test_a_mask_that_is_given_is_believed(model):
-    """The padding token is text in models where it also begins or ends one (SmolLM2, Granite)."""
+def test_an_explicit_mask_is_trusted(model):
+    """Read the padding token as text, which it also begins or ends in SmolLM2 and Granite."""
     ids, mask = torch.randint(2, 97, (3, 12)), torch.ones(3, 12, dtype=torch.long)
     ids[0, -1] = ids[1, 0] = ids[2, :5] = model.config.pad_token_id
     mask[2, :4] = 0  # and the fifth is text
@@ -63,20 +63,20 @@ def test_a_mask_that_is_given_is_believed(model):
     expected = model.generate(ids, attention_mask=mask, **options)
     cache = h2okv.H2OCache(model, heavy=20, recent=20)
     with h2okv.enable(model):
-        made = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
-    assert torch.equal(made, expected)
-    made = model.generate(ids, attention_mask=mask, heavy=20, recent=20, **options, **recipe)
-    assert torch.equal(made, expected)
+        output = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+    assert torch.equal(output, expected)
+    output = model.generate(ids, attention_mask=mask, heavy=20, recent=20, **options, **recipe)
+    assert torch.equal(output, expected)
     logits = h2okv.prefill(model, ids, h2okv.H2OCache(model, 20, 20), mask)
     torch.testing.assert_close(logits, model(ids, attention_mask=mask).logits[:, -1])
     unpadded = ids[:2], mask[:2]
     expected = model.generate(unpadded[0], attention_mask=unpadded[1], **options)
     cache = h2okv.H2OCache(model, heavy=20, recent=20)
     with h2okv.enable(model):  # generate drops a mask of ones
-        made = model.generate(
+        output = model.generate(
             unpadded[0], attention_mask=unpadded[1], past_key_values=cache, **options
         )
-    assert torch.equal(made, expected)
+    assert torch.equal(output, expected)
     logits = h2okv.prefill(model, ids[:2], h2okv.H2OCache(model, 20, 20, prefill_chunk=5), mask[:2])
     assert logits.shape == (2, 97)
     torch.testing.assert_close(logits, model(*unpadded).logits[:, -1], atol=1e-4, rtol=1e-4)
@@ -104,7 +104,7 @@ def test_blocks_may_be_nested(model):
 
 
 def test_blocks_may_overlap(model):
-    """As those of threads do: the last one to end restores the model, whichever began first."""
+    """End blocks in the order they began, as threads may: the last one restores the model."""
     first, second = h2okv.enable(model), h2okv.enable(model)
     first.__enter__()
     second.__enter__()
@@ -115,18 +115,18 @@ def test_blocks_may_overlap(model):
 
 
 def test_each_part_of_a_composite_model_gets_its_own_attention_back():
-    parts = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
     config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**parts, num_hidden_layers=1, image_size=8, patch_size=4),
-        text_config=LlamaConfig(**parts, num_hidden_layers=1, vocab_size=50),
+        vision_config=CLIPVisionConfig(**sizes, num_hidden_layers=1, image_size=8, patch_size=4),
+        text_config=LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=50),
     )
     model = LlavaForConditionalGeneration(config).eval()
     model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
 
     def attention():
-        own = model.config
-        parts = (own, own.text_config, own.vision_config)
-        return [part._attn_implementation for part in parts]
+        outer_config = model.config
+        sizes = (outer_config, outer_config.text_config, outer_config.vision_config)
+        return [subconfig._attn_implementation for subconfig in sizes]
 
     before = attention()
     with h2okv.enable(model):
@@ -141,8 +141,8 @@ def test_a_compiled_model_is_unwrapped(model):
     ids = torch.randint(2, 97, (1, 30))
     with h2okv.enable(model):
         expected = model(ids, past_key_values=h2okv.H2OCache(model.config, 3, 3)).logits
-    with h2okv.enable(compiled) as given:
-        assert given is compiled and model.config._attn_implementation == "h2o"
+    with h2okv.enable(compiled) as enabled:
+        assert enabled is compiled and model.config._attn_implementation == "h2o"
         logits = compiled(ids, past_key_values=h2okv.H2OCache(compiled, 3, 3)).logits
     torch.testing.assert_close(logits, expected)
     assert model.config._attn_implementation == "sdpa"
@@ -150,13 +150,13 @@ def test_a_compiled_model_is_unwrapped(model):
 
 
 @pytest.mark.parametrize("call", [h2okv.H2OCache, h2okv.check_model])
-def test_what_is_no_model_is_refused(call):
+def test_enable_refuses_other_types(call):
     with pytest.raises(ValueError, match="model=Linear is not a model of transformers"):
         call(torch.nn.Linear(2, 2))
 
 
 def test_attention_takes_its_arguments_in_the_order_of_transformers():
     """Packages that wrap all registered functions pass them by place."""
-    own = list(inspect.signature(h2o_attention).parameters)
-    theirs = list(inspect.signature(sdpa_attention_forward).parameters)
-    assert own[:7] == theirs[:7]
+    names = list(inspect.signature(h2o_attention).parameters)
+    expected = list(inspect.signature(sdpa_attention_forward).parameters)
+    assert names[:7] == expected[:7]

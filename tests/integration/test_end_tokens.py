@@ -39,11 +39,11 @@ def ends(added, **options):
         "<｜end▁of▁sentence｜>", "<turn|>", "<end_of_utterance>", "<|return|>", "[EOT]", "<eos>",
     ],
 )  # fmt: skip
-def test_by_their_text(text):
+def test_end_tokens_are_found_by_their_text(text):
     assert ends([(text, True)]) == {"<|endoftext|>", text}
 
 
-def test_not_other_special_tokens_nor_words():
+def test_other_special_tokens_and_words_are_not_end_tokens():
     # "</s>" is a word here, and "<fim_pad>" one that its tokenizer shows.
     assert ends([("<|im_start|>", True), ("<fim_pad>", False)]) == {"<|endoftext|>"}
     assert ends([("<|file_sep|>", False)]) == {"<|endoftext|>", "<|file_sep|>"}
@@ -51,7 +51,7 @@ def test_not_other_special_tokens_nor_words():
     assert end_token_ids(make_tokenizer(), vocab_size=4) == set()
 
 
-def test_marks_in_the_middle_of_a_turn():
+def test_tokens_inside_a_turn_are_not_end_tokens():
     harmony = [("<|end|>", True), ("<|return|>", True), ("<|call|>", True)]
     assert ends(harmony) == {"<|endoftext|>", "<|return|>", "<|call|>"}
     assert ends(harmony[:2]) == {"<|endoftext|>", "<|end|>", "<|return|>"}
@@ -64,7 +64,7 @@ def test_marks_in_the_middle_of_a_turn():
 @pytest.mark.parametrize(
     ("before", "after"), [(None, [4, 6]), (6, [6, 4]), ([2], [2, 4, 6]), ([6, 4], [6, 4])]
 )
-def test_added_behind_those_that_are_named(before, after):
+def test_end_tokens_are_added_after_those_of_the_checkpoint(before, after):
     config = GenerationConfig(eos_token_id=before)
     add_end_tokens(config, make_tokenizer([("<|im_end|>", True)]), 7)
     assert config.eos_token_id == after
@@ -72,7 +72,7 @@ def test_added_behind_those_that_are_named(before, after):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A model that says "hello world" and ends its turn; its generation_config names no turn."""
+    """Save a model that says "hello world" and a turn's end that its generation_config lacks."""
     tokenizer = make_tokenizer([("<|im_end|>", True), ("<|fim_pad|>", False)])
     size = len(tokenizer)
     config = LlamaConfig(
@@ -94,11 +94,11 @@ def folder(tmp_path):
     return str(tmp_path / "model")
 
 
-def test_every_command_stops_there(folder, tmp_path, capsys):
+def test_every_command_stops_at_end_tokens(folder, tmp_path, capsys):
     options = ["--model", folder, "--max-new-tokens", "9", "--heavy", "8", "--recent", "8", "--raw"]
     assert run(["generate", *options, "--json", "hello"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["text"].strip(), told["finish_reason"]) == ("world", "eos")
+    result = json.loads(capsys.readouterr().out)
+    assert (result["text"].strip(), result["finish_reason"]) == ("world", "eos")
     # A token that its tokenizer shows is no part of the text either.
     assert run(["generate", *options, "--json", "hello </s>"]) == 0
     assert json.loads(capsys.readouterr().out)["text"] == ""

@@ -43,7 +43,7 @@ def generate(model, cache, ids, mask=None, **options):
     )  # fmt: skip
 
 
-def test_as_for_a_static_cache(make_llama):
+def test_generate_compiles_as_with_a_static_cache(make_llama):
     model = make_llama(attention="sdpa")
     ids = torch.randint(2, 97, (2, 30))
     cache = StaticCache(config=model.config, max_cache_len=60)
@@ -53,7 +53,9 @@ def test_as_for_a_static_cache(make_llama):
 
 @pytest.mark.parametrize("options", [{}, {"positions": "rolling"}, {"sink": 2, "heavy": 0.1}])
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_one_graph_and_the_same_text(make_llama, kept_sets, options, is_padded):
+def test_generate_compiles_one_graph_and_gives_the_same_text(
+    make_llama, kept_sets, options, is_padded
+):
     model = make_llama()
     ids, mask = torch.randint(2, 97, (2, 30)), torch.ones(2, 30, dtype=torch.long)
     mask[0, : 9 * is_padded] = 0
@@ -65,14 +67,14 @@ def test_one_graph_and_the_same_text(make_llama, kept_sets, options, is_padded):
         for _ in range(2):
             cache = h2okv.H2OCache(model.config, **budget)
             assert cache.is_compileable
-            made = generate(model, cache, ids, mask, compile_config=everywhere())
-            assert torch.equal(made, expected)
+            output = generate(model, cache, ids, mask, compile_config=everywhere())
+            assert torch.equal(output, expected)
             assert kept_sets(cache) == kept_sets(plain)
             cache.check_integrity()
     assert counter.frame_count == 1
 
 
-def test_what_grows_is_not_compiled(make_llama):
+def test_a_growing_cache_is_not_compiled(make_llama):
     model = make_llama()
     for options in ({"policy": "full"}, {"simulate": True}):
         cache = h2okv.H2OCache(model.config, **options)

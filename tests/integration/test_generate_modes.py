@@ -46,10 +46,10 @@ def test_a_large_budget_gives_the_full_cache(make_llama, options, is_padded):
     ids, mask = _padded() if is_padded else (_prompt(), None)
     expected = _generate(model, ids, DynamicCache(), "sdpa", attention_mask=mask, **options)
     cache = h2okv.H2OCache(model.config, heavy=PROMPT, recent=PROMPT)
-    made = _generate(model, ids, cache, attention_mask=mask, **options)
+    output = _generate(model, ids, cache, attention_mask=mask, **options)
     cache.check_integrity()
-    assert made.shape[0] == 2 * options.get("num_return_sequences", 1)
-    assert torch.equal(made, expected)
+    assert output.shape[0] == 2 * options.get("num_return_sequences", 1)
+    assert torch.equal(output, expected)
 
 
 @every_mode
@@ -66,13 +66,13 @@ def test_a_small_budget_gives_what_masking_gives(
     }
     dropping = h2okv.H2OCache(model.config, **rules)
     masking = h2okv.H2OCache(model.config, **rules, simulate=True)
-    made = _generate(model, ids, dropping, attention_mask=mask, **options)
+    output = _generate(model, ids, dropping, attention_mask=mask, **options)
     expected = _generate(model, ids, masking, attention_mask=mask, **options)
     dropping.check_integrity()
-    assert torch.equal(made, expected)
+    assert torch.equal(output, expected)
     assert kept_sets(dropping) == kept_sets(masking)
-    whole = _generate(model, ids, DynamicCache(), "sdpa", attention_mask=mask, **options)
-    assert not torch.equal(made, whole), "nothing that mattered was evicted"
+    full = _generate(model, ids, DynamicCache(), "sdpa", attention_mask=mask, **options)
+    assert not torch.equal(output, full), "nothing that mattered was evicted"
 
 
 @torch.no_grad()
@@ -98,12 +98,12 @@ def test_scores_move_with_the_beams(make_llama):
         for token in texts[row]:
             expected = model(torch.tensor([[token]]), past_key_values=alone).logits
         torch.testing.assert_close(logits[row], expected[0], atol=1e-4, rtol=0)
-        held, entries = _entries(cache)[row], _entries(alone)[0]
-        assert held == pytest.approx(entries, abs=1e-4)
+        beam_entries, entries = _entries(cache)[row], _entries(alone)[0]
+        assert beam_entries == pytest.approx(entries, abs=1e-4)
 
 
 def _entries(cache) -> list[dict[tuple[int, int, int], float]]:
-    """For each row: (layer, head, position) -> score."""
+    """Return for each row: (layer, head, position) -> score."""
     rows: list[dict[tuple[int, int, int], float]] = []
     for layer in range(len(cache.layers)):
         positions, scores = cache.kept_positions(layer), cache.scores(layer)
@@ -120,7 +120,7 @@ def _entries(cache) -> list[dict[tuple[int, int, int], float]]:
 
 
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
-def test_a_second_generate_goes_on(make_llama, kept_sets, is_padded):
+def test_a_second_generate_continues_the_cache(make_llama, kept_sets, is_padded):
     model = make_llama()
     ids, mask = _padded() if is_padded else (_prompt(), torch.ones(2, PROMPT, dtype=torch.long))
     turns = {}

@@ -64,7 +64,7 @@ def add_tokenizer(writer):
 
 
 def write_gguf(path, kind=Kind.F32, architecture="llama", without=(), split=0, **metadata):
-    """A tiny random Llama with tied embeddings; `split`: with so many tensors in each file."""
+    """Write a tiny random Llama with tied embeddings; `split` is the tensors per file."""
     path.parent.mkdir(exist_ok=True)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=split)
     for key, value in metadata.items():
@@ -116,19 +116,19 @@ def greedy(model, tokenizer):
     [(Kind.F32, torch.float32), (Kind.F16, torch.float16), (Kind.Q4_1, torch.bfloat16)],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_writes_what_transformers_reads(tmp_path, kind, dtype):
+def test_converted_weights_equal_those_of_transformers(tmp_path, kind, dtype):
     path = write_gguf(tmp_path / "tiny.gguf", kind)
     folder = converted(path)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    given = {"gguf_file": path.name}
-    own_tokenizer = AutoTokenizer.from_pretrained(tmp_path, **given)
-    own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **given).eval()
+    options = {"gguf_file": path.name}
+    own_tokenizer = AutoTokenizer.from_pretrained(tmp_path, **options)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, **options).eval()
 
     assert model.dtype == dtype
-    own_weights = own.state_dict()
+    own_weights = reference.state_dict()
     assert all(torch.equal(value, own_weights[name]) for name, value in model.state_dict().items())
-    assert greedy(model, tokenizer) == greedy(own, own_tokenizer)
+    assert greedy(model, tokenizer) == greedy(reference, own_tokenizer)
     assert tokenizer(TEXT + "<turn>").input_ids == own_tokenizer(TEXT + "<turn>").input_ids
     assert tokenizer.chat_template == TEMPLATE
     assert model.config.max_position_embeddings == 256
@@ -158,18 +158,20 @@ def test_converting_tables_in_chunks_gives_the_same_weights(tmp_path, monkeypatc
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 2
     assert all(file.stat().st_size < 60000 for file in files)  # one tensor may be larger
-    given = {"dtype": torch.bfloat16, "output_loading_info": True}
-    model, info = AutoModelForCausalLM.from_pretrained(folder, **given)
+    options = {"dtype": torch.bfloat16, "output_loading_info": True}
+    model, info = AutoModelForCausalLM.from_pretrained(folder, **options)
     assert not any(info.values())
-    own, _ = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, **given)
-    weights = own.state_dict()
+    reference, _ = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, **options)
+    weights = reference.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
     ignored = {"_name_or_path", "architectures", "quantization_config"}
-    told, known = model.config.to_dict(), own.config.to_dict()
-    assert {name for name in known if known[name] != told.get(name)} <= ignored
+    config, expected_config = model.config.to_dict(), reference.config.to_dict()
+    assert {
+        name for name in expected_config if expected_config[name] != config.get(name)
+    } <= ignored
 
 
-def test_every_end_in_the_metadata(tmp_path):
+def test_end_tokens_of_the_metadata(tmp_path):
     more = {"eom_token_id": 7, "fim_pad_token_id": 8, "fim_sep_token_id": VOCABULARY}
     folder = converted(write_gguf(tmp_path / "tiny.gguf", **more))
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [
@@ -180,44 +182,44 @@ def test_every_end_in_the_metadata(tmp_path):
     ]
 
 
-def test_split_into_several(tmp_path, cache, monkeypatch, capsys):
-    whole = converted(write_gguf(tmp_path / "whole" / "tiny.gguf"))
+def test_split_gguf_files(tmp_path, cache, monkeypatch, capsys):
+    single = converted(write_gguf(tmp_path / "whole" / "tiny.gguf"))
     (folder := tmp_path / "split").mkdir()
     write_gguf(folder / "tiny.gguf", split=7)
-    parts = sorted(folder.iterdir())
-    assert len(parts) == 3
-    assert find_gguf(str(folder)) == parts[0]
-    joined = {converted(find_gguf(str(part))) for part in parts}
+    shards = sorted(folder.iterdir())
+    assert len(shards) == 3
+    assert find_gguf(str(folder)) == shards[0]
+    joined = {converted(find_gguf(str(shard))) for shard in shards}
     (joined,) = joined
-    assert {entry.name for entry in cache.iterdir()} == {whole.name, joined.name}
+    assert {entry.name for entry in cache.iterdir()} == {single.name, joined.name}
     for name in ("model.safetensors", "config.json", "generation_config.json", "tokenizer.json"):
-        assert (joined / name).read_bytes() == (whole / name).read_bytes()
+        assert (joined / name).read_bytes() == (single / name).read_bytes()
     monkeypatch.setattr(conversion.shutil, "disk_usage", lambda _: SimpleNamespace(free=64 << 20))
     shutil.rmtree(joined)
     with pytest.raises(ValueError, match="make room there"):
-        converted(parts[0])
-    parts[1].rename(tmp_path / "other.gguf")
-    for what in (folder, parts[0], parts[2]):
-        assert run(["generate", "--model", str(what), "a"]) == 2
-        told = capsys.readouterr().err
-        assert "one of 3 parts" in told
-        assert "'tiny-00002-of-00003.gguf' is not in its folder" in told
+        converted(shards[0])
+    shards[1].rename(tmp_path / "other.gguf")
+    for path in (folder, shards[0], shards[2]):
+        assert run(["generate", "--model", str(path), "a"]) == 2
+        stderr = capsys.readouterr().err
+        assert "one of 3 parts" in stderr
+        assert "'tiny-00002-of-00003.gguf' is not in its folder" in stderr
     with pytest.raises(ValueError, match="is part 2 of 3 of a model.*-00001-of-00003.gguf"):
         converted(tmp_path / "other.gguf")
 
 
-def test_says_what_it_does(tmp_path, capsys):
+def test_conversion_is_reported_on_stderr(tmp_path, capsys):
     path = write_gguf(tmp_path / "tiny.gguf", Kind.Q4_1)
     folder = converted(path)
-    told = capsys.readouterr().err
-    assert f"converting '{path}' (" in told
-    assert f"of bfloat16 weights to '{folder}'" in told
-    assert "converted in " in told
+    stderr = capsys.readouterr().err
+    assert f"converting '{path}' (" in stderr
+    assert f"of bfloat16 weights to '{folder}'" in stderr
+    assert "converted in " in stderr
     converted(path)
     assert not capsys.readouterr().err
 
 
-def test_what_an_earlier_version_wrote(tmp_path):
+def test_checkpoints_of_an_earlier_version_are_converted_again(tmp_path):
     path = write_gguf(tmp_path / "tiny.gguf")
     folder = converted(path)
     record = json.loads((folder / RECORD).read_text())
@@ -239,14 +241,14 @@ def test_what_an_earlier_version_wrote(tmp_path):
         ("glm4", ["a", "Ġ", "Ġ", "12", "Ġdon", "'t", "ĊĊ", "b"]),
     ],
 )
-def test_splits_text_as_the_file_says(tmp_path, split, pieces):
+def test_pre_tokenizer_of_the_file(tmp_path, split, pieces):
     folder = converted(write_gguf(tmp_path / "tiny.gguf", pre=split))
     pre_tokenizer = AutoTokenizer.from_pretrained(folder).backend_tokenizer.pre_tokenizer
     text = "a  12 don't\n\nb"
     assert [piece for piece, _ in pre_tokenizer.pre_tokenize_str(text)] == pieces
 
 
-def test_a_way_to_split_that_is_not_known(tmp_path, cache, capsys):
+def test_an_unknown_pre_tokenizer_is_refused(tmp_path, cache, capsys):
     path = write_gguf(tmp_path / "tiny.gguf", pre="foo-bpe")
     with pytest.raises(ValueError, match="tokenizer.ggml.pre is 'foo-bpe'.*get the model as"):
         converted(path)
@@ -292,7 +294,7 @@ def test_another_process_was_first(tmp_path, cache, monkeypatch):
     assert [entry.name for entry in cache.iterdir()] == [others[1].name]
 
 
-def test_does_not_take_what_is_still_being_written(tmp_path, cache):
+def test_unfinished_folders_are_ignored(tmp_path, cache):
     path = write_gguf(tmp_path / "tiny.gguf")
     folder = converted(path)
     unfinished = cache / ".converting-other"
@@ -301,7 +303,7 @@ def test_does_not_take_what_is_still_being_written(tmp_path, cache):
     assert unfinished.is_dir()
 
 
-def test_commands_take_a_folder_with_one(tmp_path, capsys):
+def test_commands_take_a_folder_with_a_gguf_file(tmp_path, capsys):
     write_gguf(tmp_path / "tiny.gguf", Kind.Q4_1)  # converted to bfloat16, with tied embeddings
     prompts, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(json.dumps({"id": "a", "prompt": TEXT}) + "\n")
@@ -313,7 +315,7 @@ def test_commands_take_a_folder_with_one(tmp_path, capsys):
     assert json.loads(results.read_text())["text"] == text
 
 
-def test_removes_what_a_killed_process_left(tmp_path, cache, monkeypatch):
+def test_folders_of_a_killed_process_are_removed(tmp_path, cache, monkeypatch):
     left, young = cache / ".converting-left", cache / ".converting-young"
     for folder in (left, young):
         folder.mkdir(parents=True)
@@ -326,12 +328,12 @@ def test_removes_what_a_killed_process_left(tmp_path, cache, monkeypatch):
 
 
 def patched_kind(path):
-    """A weight of a kind that no GGUF library knows."""
+    """Write a weight of a kind that no GGUF library knows."""
     data = bytearray(write_gguf(path).read_bytes())
     name = b"blk.0.attn_q.weight"
-    place = data.index(name) + len(name) + 4 + 2 * 8
-    assert data[place : place + 4] == bytes(4)
-    data[place] = 200
+    offset = data.index(name) + len(name) + 4 + 2 * 8
+    assert data[offset : offset + 4] == bytes(4)
+    data[offset] = 200
     path.write_bytes(data)
 
 
@@ -361,7 +363,7 @@ BAD_FILES = {
 
 
 @pytest.mark.parametrize(("write", "words"), BAD_FILES.values(), ids=BAD_FILES.keys())
-def test_bad_files(tmp_path, cache, capsys, write, words):
+def test_damaged_gguf_files_are_refused(tmp_path, cache, capsys, write, words):
     path = tmp_path / "bad.gguf"
     write(path)
     capsys.readouterr()
@@ -395,7 +397,7 @@ def test_a_full_disk(tmp_path, cache, monkeypatch):
         assert not list(cache.iterdir())
 
 
-def test_places_of_the_cache(tmp_path, monkeypatch):
+def test_cache_folder(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -408,7 +410,7 @@ def test_places_of_the_cache(tmp_path, monkeypatch):
         converted(path)
 
 
-def test_folders(tmp_path):
+def test_folders_with_gguf_files(tmp_path):
     assert find_gguf("owner/name") is None
     assert find_gguf(str(tmp_path)) is None
     file = tmp_path / "a.gguf"
@@ -434,7 +436,7 @@ def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
         converted(path)
 
 
-def test_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_packages_are_named(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[gguf\]'"):
@@ -450,12 +452,12 @@ def test_smollm2_is_as_transformers_reads_it_and_answers():
     inputs = tokenizer.apply_chat_template(
         question, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    own = AutoModelForCausalLM.from_pretrained(
+    reference = AutoModelForCausalLM.from_pretrained(
         REAL.parent, gguf_file=REAL.name, dtype=torch.bfloat16
     )
-    kept = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
-    assert kept.keys() == own.state_dict().keys()
-    assert all(torch.equal(kept[name], weight) for name, weight in own.state_dict().items())
+    stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    assert stored.keys() == reference.state_dict().keys()
+    assert all(torch.equal(stored[name], weight) for name, weight in reference.state_dict().items())
     # In bf16 the two likeliest first tokens are so near that each CPU chooses for itself.
     model = AutoModelForCausalLM.from_pretrained(
         folder, attn_implementation="h2o", dtype=torch.float32
@@ -485,8 +487,8 @@ print(Path("/proc/self/status").read_text().partition(key)[2].split()[0])
 @pytest.mark.slow  # two processes of their own
 @pytest.mark.skipif(REAL is None or sys.platform != "linux", reason="needs SmolLM2, and /proc")
 def test_converting_needs_little_more_than_the_model():
-    def kib(what):
-        command = [sys.executable, "-c", _PEAK, what, str(REAL)]
+    def kib(action):
+        command = [sys.executable, "-c", _PEAK, action, str(REAL)]
         return int(subprocess.run(command, check=True, capture_output=True).stdout)
 
     peak = kib("convert")

@@ -42,16 +42,16 @@ def models(make_llama):
     """Tiny models by family; Gemma 2 caps its logits, and every other layer slides."""
     torch.manual_seed(0)
     gemma = Gemma2Config(**SIZES, head_dim=16, sliding_window=8, attn_logit_softcapping=5.0)
-    found = {
+    models_by_family = {
         "llama": make_llama(),
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES)).eval(),
         "gemma2": Gemma2ForCausalLM(gemma).eval(),
     }
-    for model in found.values():
+    for model in models_by_family.values():
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.data *= 4
             layer.self_attn.k_proj.weight.data *= 4
-    return found
+    return models_by_family
 
 
 def tokens(rows: int = 3) -> torch.Tensor:
@@ -76,36 +76,36 @@ def widened(mask: torch.Tensor, read: int, width: str) -> torch.Tensor:
 
 
 WIDTHS = ("exact", "+1 ones", "+1 zeros", "+many ones", "+many zeros")
-WAYS = {"prompt and steps": (20, 1, 1, 1), "chunks": (14, 3, 3, 1), "turns": (20, 1, 7, 1, 5)}
+PATTERNS = {"prompt and steps": (20, 1, 1, 1), "chunks": (14, 3, 3, 1), "turns": (20, 1, 7, 1, 5)}
 
 
 @torch.no_grad()
-def read(model, cache, mask, width, way, attention="h2o"):
+def read(model, cache, mask, width, pattern, attention="h2o"):
     """Reads the text in blocks by hand; the logits of all real tokens."""
     model.set_attn_implementation(attention)
-    ids, places, logits, seen = tokens(), (mask.cumsum(dim=1) - 1).clamp(min=0), [], 0
-    for size in WAYS[way]:
-        part = slice(seen, seen := seen + size)
-        given = {"attention_mask": widened(mask, seen, width), "position_ids": places[:, part]}
-        logits.append(model(ids[:, part], **given, **{CACHE: cache}).logits)
+    ids, positions, logits, seen = tokens(), (mask.cumsum(dim=1) - 1).clamp(min=0), [], 0
+    for size in PATTERNS[pattern]:
+        block = slice(seen, seen := seen + size)
+        kwargs = {"attention_mask": widened(mask, seen, width), "position_ids": positions[:, block]}
+        logits.append(model(ids[:, block], **kwargs, **{CACHE: cache}).logits)
     return torch.cat(logits, dim=1)[mask[:, :seen].bool()]
 
 
-def reference(model, mask, way):
+def reference(model, mask, pattern):
     # SDPA has no caps on logits.
     attention = "eager" if model.config.model_type == "gemma2" else "sdpa"
-    return read(model, DynamicCache(config=model.config), mask, "exact", way, attention)
+    return read(model, DynamicCache(config=model.config), mask, "exact", pattern, attention)
 
 
 @pytest.mark.parametrize(
     "padding",
     ["left", *(pytest.param(name, marks=pytest.mark.slow) for name in list(PADDINGS)[1:])],
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
-def test_a_mask_of_any_width_gives_what_sdpa_gives(models, family, way, padding):
+def test_a_mask_of_any_width_equals_sdpa(models, family, pattern, padding):
     model, mask = models[family], real_tokens(padding)
-    expected = reference(model, mask, way)
+    expected = reference(model, mask, pattern)
     caches = {
         "h2o": partial(h2okv.H2OCache, model.config, **BIG),
         "oracle": partial(h2okv.H2OCache, model.config, **BIG, simulate=True),
@@ -115,11 +115,13 @@ def test_a_mask_of_any_width_gives_what_sdpa_gives(models, family, way, padding)
     for name, make in caches.items():
         for width in WIDTHS:
             cache = make()
-            made = read(model, cache, mask, width, way)
-            torch.testing.assert_close(made, expected, atol=2e-4, rtol=1e-4, msg=f"{name} {width}")
+            logits = read(model, cache, mask, width, pattern)
+            torch.testing.assert_close(
+                logits, expected, atol=2e-4, rtol=1e-4, msg=f"{name} {width}"
+            )
             if isinstance(cache, h2okv.H2OCache):
                 cache.check_integrity()
-                assert cache.num_seen_tokens == sum(WAYS[way])
+                assert cache.num_seen_tokens == sum(PATTERNS[pattern])
 
 
 @pytest.mark.parametrize(
@@ -129,23 +131,23 @@ def test_a_mask_of_any_width_gives_what_sdpa_gives(models, family, way, padding)
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("width", WIDTHS)
-def test_a_padded_row_gives_what_it_gives_alone(models, kept_sets, options, width):
-    model, mask, way = models["llama"], real_tokens("all"), "turns"
+def test_a_padded_row_equals_the_row_alone(models, kept_sets, options, width):
+    model, mask, pattern = models["llama"], real_tokens("all"), "turns"
     make = partial(h2okv.H2OCache, model.config, **SMALL | options)
     together, cache = make(), None
-    made = read(model, together, mask, width, way)
-    assert together.num_seen_tokens == sum(WAYS[way])
-    expected, kept = [], []
+    logits = read(model, together, mask, width, pattern)
+    assert together.num_seen_tokens == sum(PATTERNS[pattern])
+    expected, kept_alone = [], []
     for row, count in enumerate(PADDINGS["all"][0]):
         cache, start = make(), count
-        for size in (LENGTH - count, *WAYS[way][1:]):
-            part = slice(start, start := start + size)
+        for size in (LENGTH - count, *PATTERNS[pattern][1:]):
+            block = slice(start, start := start + size)
             with torch.no_grad():
-                expected.append(model(tokens()[row : row + 1, part], **{CACHE: cache}).logits[0])
-        kept.append(kept_sets(cache))
-    torch.testing.assert_close(made, torch.cat(expected), atol=2e-4, rtol=1e-4)
+                expected.append(model(tokens()[row : row + 1, block], **{CACHE: cache}).logits[0])
+        kept_alone.append(kept_sets(cache))
+    torch.testing.assert_close(logits, torch.cat(expected), atol=2e-4, rtol=1e-4)
     for layer, rows in enumerate(kept_sets(together)):
-        assert rows == [alone[layer][0] for alone in kept]
+        assert rows == [alone[layer][0] for alone in kept_alone]
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -153,34 +155,38 @@ def test_a_padded_row_gives_what_it_gives_alone(models, kept_sets, options, widt
 def test_a_compiled_step_reads_its_own_column(models, monkeypatch, width, by_place):
     torch._dynamo.reset()
     counter, plain = CompileCounterWithBackend("eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **how: plain(model, backend=counter, **how))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda model, **compile_options: plain(model, backend=counter, **compile_options),
+    )
     model, mask = models["llama"], real_tokens("left")
     expected = reference(model, mask, "prompt and steps")
     cache, ids, seen, logits = h2okv.H2OCache(model.config, **BIG), tokens(), 0, []
-    places = mask.cumsum(dim=1) - 1
+    positions = mask.cumsum(dim=1) - 1
     with h2okv.enable(model, compile=True), torch.no_grad():
         before = counter.frame_count
-        for size in WAYS["prompt and steps"]:
-            part = slice(seen, seen := seen + size)
-            given = widened(mask, seen, width), places[:, part].clamp(min=0)
+        for size in PATTERNS["prompt and steps"]:
+            block = slice(seen, seen := seen + size)
+            kwargs = widened(mask, seen, width), positions[:, block].clamp(min=0)
             if by_place:
-                output = model(ids[:, part], *given, cache)
+                output = model(ids[:, block], *kwargs, cache)
             else:
-                names = {"attention_mask": given[0], "position_ids": given[1], CACHE: cache}
-                output = model(ids[:, part], **names)
+                names = {"attention_mask": kwargs[0], "position_ids": kwargs[1], CACHE: cache}
+                output = model(ids[:, block], **names)
             logits.append(output.logits)
         assert counter.frame_count - before == 1
         with pytest.raises(ValueError, match=r"attention_mask of shape \[3, 23\] must have"):
             model(ids[:, :1], attention_mask=mask[:, :seen], **{CACHE: cache})
     torch._dynamo.reset()
-    made = torch.cat(logits, dim=1)[mask[:, :seen].bool()]
-    torch.testing.assert_close(made, expected, atol=2e-4, rtol=1e-4)
+    actual = torch.cat(logits, dim=1)[mask[:, :seen].bool()]
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("cache", ["h2o", "oracle", "dynamic"])
 @pytest.mark.parametrize("size", [1, 5])
 def test_a_mask_that_ends_too_soon_is_refused(models, cache, size):
-    """Such as the prompt's at the next token, or that of the new tokens alone."""
+    """Pass the prompt's mask at the next token, or that of the new tokens alone."""
     model, mask, ids = models["llama"], real_tokens("left"), tokens()
     model.set_attn_implementation("h2o")
     cache = {
@@ -209,54 +215,54 @@ def test_a_mask_of_another_batch_is_refused(models):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_no_cache(models, family, width):
+def test_masks_without_a_cache(models, family, width):
     """transformers' own attention fails here, on shapes."""
     model, mask, ids = models[family], real_tokens("left")[:, :LENGTH], tokens()[:, :LENGTH]
-    places = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     expected = reference(model, real_tokens("left"), "prompt and steps")
     model.set_attn_implementation("h2o")
     with torch.no_grad():
-        given = {"attention_mask": widened(mask, LENGTH, width), "position_ids": places}
-        made = model(ids, **given, use_cache=False).logits
+        kwargs = {"attention_mask": widened(mask, LENGTH, width), "position_ids": positions}
+        logits = model(ids, **kwargs, use_cache=False).logits
     count = int(mask[0].sum())
-    torch.testing.assert_close(made[0], expected[:count], atol=2e-4, rtol=1e-4)
-    made = made[mask.bool()]
-    real = real_tokens("left")[:, : sum(WAYS["prompt and steps"])]
+    torch.testing.assert_close(logits[0], expected[:count], atol=2e-4, rtol=1e-4)
+    logits = logits[mask.bool()]
+    real = real_tokens("left")[:, : sum(PATTERNS["prompt and steps"])]
     in_prompt = torch.arange(real.shape[1]).expand_as(real)[real.bool()] < LENGTH
-    torch.testing.assert_close(made, expected[in_prompt], atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(logits, expected[in_prompt], atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("chunk", [None, 4])
-def test_prefill_takes_a_mask_of_the_whole_text_and_no_other(models, is_padded, chunk):
+def test_prefill_takes_only_a_mask_of_the_full_text(models, is_padded, chunk):
     model, mask = models["llama"], real_tokens("left" if is_padded else "none")
     expected = reference(model, mask, "turns").split(mask[:, :34].sum(dim=1).tolist())
     expected = torch.stack([logits[-1] for logits in expected])  # of the last token of a turn
     cache = h2okv.H2OCache(model.config, **BIG | {"prefill_chunk": chunk})
     h2okv.prefill(model, tokens()[:, :LENGTH], cache, mask[:, :LENGTH])
-    rest = tokens()[:, LENGTH:34]
+    turn = tokens()[:, LENGTH:34]
     for columns in (mask[:, :35], mask[:, LENGTH:34], mask[:, :33], mask[0, :34], mask[:2, :34]):
         with pytest.raises(ValueError, match=r"attention_mask of shape .* must be \[3, 34\]: a"):
-            h2okv.prefill(model, rest, cache, columns)
+            h2okv.prefill(model, turn, cache, columns)
     assert cache.num_seen_tokens == LENGTH
-    made = h2okv.prefill(model, rest, cache, mask[:, :34])
-    torch.testing.assert_close(made, expected, atol=2e-4, rtol=1e-4)
+    last_logits = h2okv.prefill(model, turn, cache, mask[:, :34])
+    torch.testing.assert_close(last_logits, expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("width", ["exact", "+1 ones", "+many ones"])
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(1, 2)])
 @pytest.mark.parametrize("options", [BIG, SMALL | {"prefill_chunk": 4}], ids=["big", "chunks"])
-def test_the_recipe(models, width, rows, options):
-    """A padded row in a batch of its own is cut into chunks by its own tokens, too."""
+def test_padded_batches_of_the_recipe(models, width, rows, options):
+    """Check that a padded row in a batch alone is cut into chunks by its tokens, too."""
     model, mask = models["llama"], real_tokens("all")
     model.set_attn_implementation("h2o")
     recipe = {"custom_generate": str(h2okv.recipe_path()), "trust_remote_code": True, **options}
     new = {"max_new_tokens": 6, "do_sample": False}
-    ids, given = tokens()[rows, :LENGTH], widened(mask, LENGTH, width)[rows]
-    made = model.generate(ids, attention_mask=given, **recipe, **new)[:, LENGTH:]
+    ids, kwargs = tokens()[rows, :LENGTH], widened(mask, LENGTH, width)[rows]
+    output = model.generate(ids, attention_mask=kwargs, **recipe, **new)[:, LENGTH:]
     for row, count in list(enumerate(PADDINGS["all"][0]))[rows]:
         alone = model.generate(tokens()[row : row + 1, count:LENGTH], **recipe, **new)
-        assert torch.equal(made[row - (rows.start or 0)], alone[0, LENGTH - count :])
+        assert torch.equal(output[row - (rows.start or 0)], alone[0, LENGTH - count :])
 
 
 @pytest.mark.parametrize(
@@ -267,11 +273,11 @@ def test_the_recipe(models, width, rows, options):
 )  # fmt: skip
 def test_prefill_gives_the_logits_of_each_last_token(models, family, padding):
     model, mask = models[family], real_tokens(padding)[:, :LENGTH]
-    made = h2okv.prefill(model, tokens()[:, :LENGTH], h2okv.H2OCache(model.config, **BIG), mask)
+    logits = h2okv.prefill(model, tokens()[:, :LENGTH], h2okv.H2OCache(model.config, **BIG), mask)
     for row, real in enumerate(mask.bool()):
         cache = h2okv.H2OCache(model.config, **BIG)
         alone = h2okv.prefill(model, tokens()[row : row + 1, :LENGTH][:, real], cache)
-        torch.testing.assert_close(made[row], alone[0], atol=2e-4, rtol=1e-4)
+        torch.testing.assert_close(logits[row], alone[0], atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -281,12 +287,12 @@ def test_positions_of_other_tokens_are_refused(models, size):
     cache = h2okv.H2OCache(model.config, **SMALL)
     with torch.no_grad():
         model(ids[:, :LENGTH], **{CACHE: cache})
-        places = torch.arange(LENGTH + size).unsqueeze(0)
+        positions = torch.arange(LENGTH + size).unsqueeze(0)
         if size == 1:  # more of them fit no shape in transformers
             with pytest.raises(ValueError, match="got positions of 21 tokens and 1 of text"):
-                model(ids[:, :1], position_ids=places, **{CACHE: cache})
+                model(ids[:, :1], position_ids=positions, **{CACHE: cache})
         with pytest.raises(ValueError, match="does not go on from there"):
-            model(ids[:, :3], position_ids=places[:, :3], **{CACHE: cache})
+            model(ids[:, :3], position_ids=positions[:, :3], **{CACHE: cache})
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -305,10 +311,10 @@ def test_a_turn_after_padding_behind_text(models, family):
         for call in (cache.next_turn, lambda ids: h2okv.prefill(model, ids, cache)):
             with pytest.raises(ValueError, match="padding came behind text, and layers .* slide"):
                 call(new)
-        made = h2okv.prefill(model, new, cache, mask[:, :34])
+        logits = h2okv.prefill(model, new, cache, mask[:, :34])
     else:
-        made = h2okv.prefill(model, new, cache)
-    torch.testing.assert_close(made, expected[last], atol=2e-4, rtol=1e-4)
+        logits = h2okv.prefill(model, new, cache)
+    torch.testing.assert_close(logits, expected[last], atol=2e-4, rtol=1e-4)
     cache.reset()
     h2okv.prefill(model, tokens()[:, :LENGTH], cache, real_tokens("left")[:, :LENGTH])
     assert cache.next_turn(new)["attention_mask"][:, :LENGTH].tolist() == (
@@ -322,7 +328,11 @@ def test_positions_that_a_model_counts_in_its_mask(monkeypatch, width, is_compil
     """OPT does, and fails on shapes where a mask is wider, unless its positions are clamped."""
     torch._dynamo.reset()
     plain = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda model, **how: plain(model, backend="eager", **how))
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda model, **compile_options: plain(model, backend="eager", **compile_options),
+    )
     torch.manual_seed(0)
     config = OPTConfig(
         vocab_size=97, hidden_size=64, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
@@ -333,10 +343,10 @@ def test_positions_that_a_model_counts_in_its_mask(monkeypatch, width, is_compil
     clamped = {} if width == "exact" else {"positions": "clamped"}
     cache, seen, logits = h2okv.H2OCache(config, **BIG, **clamped), 0, []
     with h2okv.enable(model, compile=is_compiled), torch.no_grad():
-        for size in WAYS["turns"]:
-            part = slice(seen, seen := seen + size)
-            given = {"attention_mask": widened(mask, seen, width), CACHE: cache}
-            logits.append(model(tokens()[:, part], **given).logits)
+        for size in PATTERNS["turns"]:
+            block = slice(seen, seen := seen + size)
+            kwargs = {"attention_mask": widened(mask, seen, width), CACHE: cache}
+            logits.append(model(tokens()[:, block], **kwargs).logits)
     torch._dynamo.reset()
-    made = torch.cat(logits, dim=1)[mask[:, :seen].bool()]
-    torch.testing.assert_close(made, expected, atol=2e-4, rtol=1e-4)
+    actual = torch.cat(logits, dim=1)[mask[:, :seen].bool()]
+    torch.testing.assert_close(actual, expected, atol=2e-4, rtol=1e-4)

@@ -96,7 +96,7 @@ TOOLS = "tools are not supported yet"
         ([{"role": "user", "content": "\ud800"}], "[0].content", "half of a surrogate pair"),
     ],
 )  # fmt: skip
-def test_messages_that_are_refused_by_their_place(messages, path, words):
+def test_invalid_messages_are_refused_with_their_path(messages, path, words):
     with pytest.raises(FieldError) as caught:
         read_messages(messages)
     assert caught.value.name == path and words in str(caught.value)
@@ -140,7 +140,7 @@ def test_other_ends_of_a_chat(templated, plain):
     # Nothing to continue is an answer that begins.
     empty = {"role": "assistant", "content": None}
     assert both(USER, empty) == ("<user>Hi</s><assistant>", "User: Hi\n\nAssistant:")
-    # Messages that nobody has read are rendered alike, with nothing else said.
+    # Messages that were not parsed are rendered alike, without switches.
     assert chat_text(templated, [USER, BEGUN]) == "<user>Hi</s><assistant>The capital is"
     assert chat_text(templated, [USER, BEGUN], to_answer=False).endswith("is</s>")
 

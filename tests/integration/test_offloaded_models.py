@@ -37,10 +37,10 @@ def test_prefill_of_an_offloaded_model(make_llama, offloaded, options):
     ids, mask, logits = tokens(rows=2), torch.ones(2, 40, dtype=torch.long), []
     padded = mask.clone()
     padded[1, :9] = 0
-    for given in (None, mask, padded):
+    for attention_mask in (None, mask, padded):
         for model in (make_llama(), offloaded):
             cache = h2okv.H2OCache(model.config, **SMALL, **options)
-            logits.append(h2okv.prefill(model, ids, cache, given))
+            logits.append(h2okv.prefill(model, ids, cache, attention_mask))
             cache.check_integrity()
         torch.testing.assert_close(logits.pop(), logits.pop(), atol=1e-5, rtol=1e-5)
 
@@ -49,8 +49,8 @@ def test_engine_evaluation_and_analysis_of_an_offloaded_model(make_llama, offloa
     loaded, ids = make_llama(), tokens()
     assert torch.equal(*(dense_losses_of(model, ids) for model in (loaded, offloaded)))
     config = CacheConfig("h2o", **SMALL)
-    made, expected = (Scorer(model, config).logits(ids) for model in (offloaded, loaded))
-    torch.testing.assert_close(made, expected)
+    logits, expected = (Scorer(model, config).logits(ids) for model in (offloaded, loaded))
+    torch.testing.assert_close(logits, expected)
     budgets = [measure_layer_budgets(model, ids) for model in (loaded, offloaded)]
     assert budgets[0] == budgets[1]
     params = h2okv.SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
@@ -68,7 +68,7 @@ def dense_losses_of(model, ids):
 
 
 def test_tokens_go_where_the_embedding_runs(make_llama):
-    """Where a model is spread, its first parameter may be on another device than its input."""
+    """Spread a model: its first parameter may be on another device than its input."""
     model = make_llama()
     assert input_device(model) == model.device
     with torch.device("meta"):

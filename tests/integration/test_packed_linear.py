@@ -23,11 +23,11 @@ pytestmark = pytest.mark.skipif(
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def close(found, expected):
-    assert found.dtype == expected.dtype
+def close(actual, expected):
+    assert actual.dtype == expected.dtype
     # In bf16 both round fp32 sums, which may be of another order.
-    atol = 1e-5 if found.dtype == torch.float32 else 0.02
-    torch.testing.assert_close(found, expected, atol=atol, rtol=atol)
+    atol = 1e-5 if actual.dtype == torch.float32 else 0.02
+    torch.testing.assert_close(actual, expected, atol=atol, rtol=atol)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -41,13 +41,13 @@ def test_products_are_those_of_the_layer(dtype, bias):
         states[:1].expand(4, -1, -1), states.transpose(0, 1),
         torch.randn(65, 96, dtype=dtype)[:, ::2],
     ]  # fmt: skip
-    expected = [layer(own) for own in inputs]
+    expected = [layer(sample) for sample in inputs]
     weight = layer.weight.detach().clone()
     assert pack_linear_layers(layer) == 1
     assert torch.equal(layer.weight.to_dense(), weight)
     assert layer.weight.nbytes == weight.nbytes
-    for own, right in zip(inputs, expected, strict=True):
-        close(layer(own), right)
+    for sample, right in zip(inputs, expected, strict=True):
+        close(layer(sample), right)
 
 
 def make(tied, dtype=torch.float32):
@@ -78,8 +78,8 @@ def test_text_and_saved_caches_are_the_same(dtype, tmp_path):
     def answer():
         cache = h2okv.H2OCache(model.config, heavy=6, recent=6)
         with h2okv.enable(model):
-            made = model.generate(ids, **{CACHE: cache}, max_new_tokens=8, do_sample=False)
-        return made, cache
+            output = model.generate(ids, **{CACHE: cache}, max_new_tokens=8, do_sample=False)
+        return output, cache
 
     expected, cache = answer()
     cache.save(tmp_path / "cache.safetensors")
@@ -98,7 +98,7 @@ def test_where_it_was_not_measured_nothing_is_packed(monkeypatch):
 
 
 def on_a_grid(outputs, inputs):
-    """A weight whose groups of 32 have 16 values each, with steps that bf16 holds."""
+    """Make a weight whose groups of 32 have 16 values each, with steps that bf16 holds."""
     generator = torch.Generator().manual_seed(2)
     codes = torch.randint(0, 16, (outputs, inputs // 32, 32), generator=generator)
     codes[..., 0], codes[..., 1] = 0, 15  # both ends are there
@@ -114,13 +114,13 @@ def test_weights_that_were_of_4_bits_stay_what_they_were(shape, bias):
     layer.weight.data = on_a_grid(outputs, inputs)
     states = torch.randn(2, 9, inputs, dtype=torch.bfloat16)
     rows = [states[:1, :1], states[:, :1], states[:, :2], states[0, 0], states, states[:, :0]]
-    expected = [layer(own) for own in rows]
+    expected = [layer(sample) for sample in rows]
     weight = layer.weight.detach().clone()
     assert pack_linear_layers(layer, 4) == 1
     assert type(layer) is Int4Linear
     assert torch.equal(layer.weight.to_dense(), weight)
-    for own, right in zip(rows, expected, strict=True):
-        torch.testing.assert_close(layer(own), right, atol=0.01, rtol=0.02)
+    for sample, right in zip(rows, expected, strict=True):
+        torch.testing.assert_close(layer(sample), right, atol=0.01, rtol=0.02)
 
 
 def test_any_weights_are_rounded_and_all_rows_see_the_same():
@@ -145,7 +145,7 @@ def test_sizes_that_do_not_fit_are_packed_only():
         fitting = nn.Linear(32, 16, dtype=torch.bfloat16)
         layers = nn.Sequential(nn.Linear(*sizes, dtype=torch.bfloat16), fitting)
         assert pack_linear_layers(layers, 4) == 2
-        assert [type(own) for own in layers] == [PackedLinear, Int4Linear]
+        assert [type(layer) for layer in layers] == [PackedLinear, Int4Linear]
 
 
 def test_a_model_without_layers_that_fit_is_refused():
@@ -167,14 +167,16 @@ def test_where_few_bits_do_not_pay_they_are_refused(bits, dtype, device, words):
 
 
 def test_the_engine_loads_them():
-    asked = h2okv.SamplingParams(max_tokens=6, temperature=0.0)
+    params = h2okv.SamplingParams(max_tokens=6, temperature=0.0)
     prompts = [[5, 6, 7], [8, 9]]
     llm = h2okv.LLM("bundled", weight_bits=4, max_num_seqs=2)
-    layers = [own for own in llm.engine.model.modules() if isinstance(own, Int4Linear)]
+    layers = [output for output in llm.engine.model.modules() if isinstance(output, Int4Linear)]
     assert llm.engine.model.dtype == torch.bfloat16
     assert len(layers) > 0
     assert "bundled in bfloat16 and 4-bit weights on cpu" in llm.describe()
-    assert all(len(own.completions[0].token_ids) == 6 for own in llm.generate(prompts, asked))
+    assert all(
+        len(output.completions[0].token_ids) == 6 for output in llm.generate(prompts, params)
+    )
     with pytest.raises(ValueError, match="weight_bits=4 is for a model that is loaded here"):
         h2okv.LLM(llm.engine.model, weight_bits=4)
     with pytest.raises(ValueError, match="exclude each other"):

@@ -36,9 +36,9 @@ def test_recipe_generates_with_an_h2o_cache(model):
 
 
 def test_recipe_takes_a_budget(model):
-    whole = by_recipe(model, heavy=40, recent=40)
-    assert torch.equal(whole, generate(model))
-    assert not torch.equal(by_recipe(model, heavy=2, recent=2), whole)
+    full = by_recipe(model, heavy=40, recent=40)
+    assert torch.equal(full, generate(model))
+    assert not torch.equal(by_recipe(model, heavy=2, recent=2), full)
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_recipe_takes_what_the_cache_takes(model, options):
     with h2okv.enable(model):
         expected = generate(model, past_key_values=cache, output_logits=True,
                             return_dict_in_generate=True)  # fmt: skip
-    own, plain = (
-        by_recipe(model, **given, output_logits=True, return_dict_in_generate=True)
-        for given in (options, {"heavy": 3, "recent": 2})
+    passed, plain = (
+        by_recipe(model, **options_of_cache, output_logits=True, return_dict_in_generate=True)
+        for options_of_cache in (options, {"heavy": 3, "recent": 2})
     )
-    logits, others = torch.stack(own.logits), torch.stack(plain.logits)
+    logits, others = torch.stack(passed.logits), torch.stack(plain.logits)
     assert torch.equal(logits, torch.stack(expected.logits))
     assert not torch.equal(logits, others)  # the option changes something here
 

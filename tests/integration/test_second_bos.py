@@ -42,11 +42,11 @@ def make_tokenizer(template="<s> $A"):
         ("$A", "<s>hello", [1, 3]),
     ],
 )
-def test_ids(template, text, ids):
+def test_a_second_bos_token_is_dropped(template, text, ids):
     tokenizer = make_tokenizer(template)
     assert encode(tokenizer, text) == ids
-    own = [WORDS.index(word) for word in text.replace("<s>", "<s> ").split()]
-    assert encode(tokenizer, text, special=False) == own
+    expected_ids = [WORDS.index(word) for word in text.replace("<s>", "<s> ").split()]
+    assert encode(tokenizer, text, special=False) == expected_ids
 
 
 def test_pins_of_a_text_with_its_own():
@@ -69,7 +69,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_wherever_a_text_is_read(folder: Path, capsys):
+def test_every_reader_of_text_drops_a_second_bos_token(folder: Path, capsys):
     described = describe(str(folder))
     assert described.encode("<s>hello") == [1, 3]
     assert TextCodec(described, is_raw=True).encode("<s>hello") == [1, 3]

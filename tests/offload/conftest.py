@@ -45,29 +45,29 @@ def run_engine():
             torch.device("cpu"),
         )
         with h2okv.enable(model):
-            done = [own for group in runner.run(sequences) for own in group]
-        assert len({own.id for own in done}) == len(done) == len(sequences)
-        return {own.id: own.new_tokens for own in done}
+            done = [sequence for group in runner.run(sequences) for sequence in group]
+        assert len({sequence.id for sequence in done}) == len(done) == len(sequences)
+        return {sequence.id: sequence.new_tokens for sequence in done}
 
     return run
 
 
 @pytest.fixture(scope="session")
 def alone():
-    """What transformers' own generate gives for each prompt by itself."""
+    """Return the tokens of transformers' generate for each prompt alone."""
 
     def generate(model: PreTrainedModel, sequences, **cache_options):
         options = {"heavy": 0.2, "recent": 0.2} | cache_options
         texts = {}
         with h2okv.enable(model):
-            for own in sequences:
-                made = model.generate(
-                    torch.tensor([own.prompt]),
+            for sequence in sequences:
+                output = model.generate(
+                    torch.tensor([sequence.prompt]),
                     past_key_values=h2okv.H2OCache(model.config, **options),
-                    max_new_tokens=own.max_new_tokens,
+                    max_new_tokens=sequence.max_new_tokens,
                     do_sample=False,
                 )
-                texts[own.id] = made[0, len(own.prompt) :].tolist()
+                texts[sequence.id] = output[0, len(sequence.prompt) :].tolist()
         return texts
 
     return generate

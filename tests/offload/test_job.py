@@ -165,10 +165,10 @@ def test_prompts_stay_in_the_file(tmp_path):
     tracemalloc.start()
     file = PromptFile(path)
     sizes = [len(file.read(name).content) for name in file.lines]
-    _, most = tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert sizes == [50_000] * 200
-    assert most < path.stat().st_size / 10
+    assert peak < path.stat().st_size / 10
 
 
 def record(name, **values):
@@ -182,8 +182,8 @@ def open_job(tmp_path):
     def make(settings=SETTINGS, **prompts):
         prompts = prompts or {"a": "x"}
         lines = [json.dumps({"id": name, "prompt": text}) for name, text in prompts.items()]
-        given = PromptFile(write(tmp_path, "\n".join(lines)))
-        return Job(tmp_path / "out.jsonl", settings, given)
+        prompt_file = PromptFile(write(tmp_path, "\n".join(lines)))
+        return Job(tmp_path / "out.jsonl", settings, prompt_file)
 
     return make
 
@@ -206,7 +206,7 @@ def test_results_are_there_again(open_job):
         (b'{"id": "a", "text": "x", "prompt_digest": "d"}\n', "cannot be read"),
     ],
 )
-def test_a_file_of_somebody_else_is_left_alone(open_job, tmp_path, content, words):
+def test_a_result_file_of_another_program_is_not_changed(open_job, tmp_path, content, words):
     path = tmp_path / "out.jsonl"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=words):
@@ -244,7 +244,7 @@ def tokenizer():
 
 @pytest.fixture
 def codec(tokenizer, monkeypatch):
-    """With a chat template, if one is given, or continuing texts as they are."""
+    """Make a codec with a chat template, if one is passed, or one that continues texts."""
 
     def make(template=None, is_raw=False):
         monkeypatch.setattr(tokenizer, "chat_template", template)
@@ -291,10 +291,10 @@ def test_prompts_that_cannot_be_served(codec, prompt, words):
 
 def test_messages_are_read_as_the_server_reads_them(codec):
     system = {"role": "system", "content": "Be kind."}
-    parts = {"role": "user", "content": [{"type": "text", "text": "the "}, "cat"]}
+    message = {"role": "user", "content": [{"type": "text", "text": "the "}, "cat"]}
     for template in (None, TEMPLATE):
         encode = codec(template).encode
-        assert encode([system, *MESSAGES]) == encode([system | {"role": "developer"}, parts])
+        assert encode([system, *MESSAGES]) == encode([system | {"role": "developer"}, message])
         empty = {"role": "assistant", "content": None}
         assert encode([*MESSAGES, empty, *MESSAGES]) == encode(
             [*MESSAGES, empty | {"content": ""}, *MESSAGES]

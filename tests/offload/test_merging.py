@@ -26,16 +26,16 @@ def test_joined_rows_go_on_as_alone(make_llama, kept_sets, options, share):
     model = make_llama()
     ids = torch.randint(2, 97, (2, 70), generator=torch.Generator().manual_seed(0))
     prompts = [ids[:1, :30], ids[1:, :20]]
-    alone, parts = (
+    alone, caches = (
         [h2okv.H2OCache(model.config, share, share, **options) for _ in prompts] for _ in range(2)
     )
     with torch.no_grad():
-        for cache, other, prompt in zip(alone, parts, prompts, strict=True):
+        for cache, other, prompt in zip(alone, caches, prompts, strict=True):
             model(prompt, past_key_values=cache)
             model(prompt, past_key_values=other)
     first, second = (
         MicroBatch([BatchSequence(n, prompt[0].tolist(), 15)], cache, torch.device("cpu"))
-        for n, (prompt, cache) in enumerate(zip(prompts, parts, strict=True))
+        for n, (prompt, cache) in enumerate(zip(prompts, caches, strict=True))
     )
     first.append(second, CacheStore())
     joined = first.cache
@@ -46,8 +46,8 @@ def test_joined_rows_go_on_as_alone(make_llama, kept_sets, options, share):
             token = following[:, step : step + 1]
             together = model(token, position_ids=position_ids + step, past_key_values=joined).logits
             for row, cache in enumerate(alone):
-                own = model(token[row : row + 1], past_key_values=cache).logits
-                torch.testing.assert_close(together[row : row + 1], own, atol=2e-4, rtol=1e-4)
+                logits = model(token[row : row + 1], past_key_values=cache).logits
+                torch.testing.assert_close(together[row : row + 1], logits, atol=2e-4, rtol=1e-4)
     for row, cache in enumerate(alone):
         assert [layer[row] for layer in kept_sets(joined)] == [
             layer[0] for layer in kept_sets(cache)

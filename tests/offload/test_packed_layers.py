@@ -19,8 +19,8 @@ def slots_of(packed):
     return {slot.name.split(".")[-2]: slot for slot in packed.units[0].slots}
 
 
-@pytest.mark.parametrize(("bits", "most"), [(8, 0.02), (4, 0.15)])
-def test_products_are_near_what_they_were(tmp_path, bits, most):
+@pytest.mark.parametrize(("bits", "max_error"), [(8, 0.02), (4, 0.15)])
+def test_products_are_near_what_they_were(tmp_path, bits, max_error):
     pytest.importorskip("torchao")
     packed = pack_layers(meta(tmp_path), bits, CPU)
     slot = slots_of(packed)["gate_proj"]
@@ -29,16 +29,16 @@ def test_products_are_near_what_they_were(tmp_path, bits, most):
     rows = torch.randn(5, 64, generator=generator).bfloat16()
     stored = slot.to_bytes(weight)
     slot.fill(stored)
-    made = slot.owner(rows).float()
+    output = slot.owner(rows).float()
     expected = rows.float() @ weight.float().T
-    assert 0 < (made - expected).norm() < most * expected.norm()
+    assert 0 < (output - expected).norm() < max_error * expected.norm()
     assert slot.nbytes == stored.nbytes
     assert stored.nbytes == {8: 96 * 64 + 4 * 96, 4: 96 * 64 // 2 + 4 * 96}[bits]
     slot.empty()
     assert slot.owner.weight.device.type == "meta"
 
 
-def test_what_int4_cannot_pack_stays(tmp_path):
+def test_weights_that_int4_cannot_pack_stay(tmp_path):
     pytest.importorskip("torchao")
     # 40 numbers are no whole groups of 32, and 40 outputs no multiple of 16.
     packed = pack_layers(meta(tmp_path, intermediate_size=40), 4, CPU)
@@ -63,6 +63,6 @@ def test_bytes_of_another_processor_are_another_file(tmp_path, monkeypatch):
         (CPU, torch.float32, "in float32 a product takes.*--dtype bfloat16"),
     ],
 )
-def test_where_there_is_no_int4(tmp_path, device, dtype, words):
+def test_missing_int4_is_refused(tmp_path, device, dtype, words):
     with pytest.raises(ValueError, match=words):
         pack_layers(meta(tmp_path, dtype), 4, device)

@@ -33,10 +33,10 @@ def meta(tmp_path_factory):
 @pytest.fixture
 def planner(meta):
     def make(room, work, batch_size=None, weights=None, caches=None, **options):
-        given = {"batch_size": batch_size, "weights": weights, "caches": caches}
+        choices = {"batch_size": batch_size, "weights": weights, "caches": caches}
         cache = h2okv.H2OCache(meta.model.config, **options)
         memory = MemoryModel(meta.model.config, cache, torch.bfloat16)
-        return Planner(meta, memory, PROFILE, room, work, CPU, used=USED, **given)
+        return Planner(meta, memory, PROFILE, room, work, CPU, used=USED, **choices)
 
     return make
 
@@ -46,7 +46,7 @@ WORK = Workload(mean_prompt=400, longest_prompt=900, max_new_tokens=100, num_pro
 
 @pytest.mark.parametrize("options", POLICIES, ids=str)
 @pytest.mark.parametrize("shares", [None, {"disk": 1.0}, {"device": 0.5, "disk": 0.5}])
-def test_no_plan_is_above_its_room(planner, options, shares):
+def test_plans_fit_into_memory(planner, options, shares):
     rows = set()
     for room in range(0, 800 * MIB, 57 * MIB):
         try:
@@ -63,7 +63,7 @@ def test_no_plan_is_above_its_room(planner, options, shares):
 @pytest.mark.parametrize("options", POLICIES, ids=str)
 @pytest.mark.parametrize("room", [-50 * MIB, 0, MIB, 60 * MIB])
 @pytest.mark.parametrize("rows", [None, 1, 7])
-def test_the_least_that_is_named_works_and_less_does_not(planner, options, room, rows):
+def test_the_suggested_memory_is_the_least_that_fits(planner, options, room, rows):
     with pytest.raises(ValueError, match="is too little.*give ") as refusal:
         planner(room, WORK, rows, **options).plan()
     assert f"--memory {(USED + room) // MIB}MiB is too little" in str(refusal.value)
@@ -88,18 +88,18 @@ def test_the_longest_prompt_that_fits(planner, options):
 
 
 def test_smaller_entries_make_room_for_more(planner):
-    full, own, packed = (
+    full, candidate, packed = (
         planner(250 * MIB, WORK, weights={"disk": 1.0}, caches={"device": 1}, **options).plan()
         for options in ({"policy": "full"}, {}, {"kv_bits": 4})
     )
-    assert full.batch_size < own.batch_size < packed.batch_size
+    assert full.batch_size < candidate.batch_size < packed.batch_size
 
 
 def test_caches_may_take_what_a_plan_leaves(planner):
     ample = planner(4000 * MIB, WORK, 8)
     plan = ample.plan()
-    one = ample.memory.sequence_bytes(ample._slots(900), 900 + 100)
-    assert plan.cache_bytes < ample.cache_limit(plan) == 8 * one
+    sequence_bytes = ample.memory.sequence_bytes(ample._slots(900), 900 + 100)
+    assert plan.cache_bytes < ample.cache_limit(plan) == 8 * sequence_bytes
     tight = replace(ample, room=plan.total_bytes)
     assert tight.cache_limit(plan) == plan.cache_bytes
     assert ample.is_ample(plan) and not tight.is_ample(plan)
@@ -117,7 +117,9 @@ def test_each_forward_through_a_layer_takes_a_while_however_small_it_is(planner)
     work = Workload(mean_prompt=1000, longest_prompt=1000, max_new_tokens=4, num_prompts=8)
     free = planner(4000 * MIB, work, 8)
     profile = replace(PROFILE, layer_seconds=0.25, forward_seconds=1.0)
-    quick, slow = (own.plan().estimate for own in (free, replace(free, hardware=profile)))
+    quick, slow = (
+        candidate.plan().estimate for candidate in (free, replace(free, hardware=profile))
+    )
     forward = 6 * 0.25 + 1.0
     assert slow.step["compute"] == pytest.approx(quick.step["compute"] + forward)
     # 8 prompts of 1,000 tokens are read in four micro-batches of up to 2,048.
@@ -130,8 +132,8 @@ def test_reading_and_computing_slow_each_other(planner):
     free = planner(4000 * MIB, work, 8, weights={"disk": 1.0}, caches={"device": 1.0})
     slowdown = Slowdown(reading=1.5, computing=2.0)
     quick, slow = (
-        own.plan().estimate
-        for own in (free, replace(free, hardware=replace(PROFILE, slowdown=slowdown)))
+        candidate.plan().estimate
+        for candidate in (free, replace(free, hardware=replace(PROFILE, slowdown=slowdown)))
     )
     assert slow.step == quick.step
     step = slowdown.together(slow.step["weights"], slow.step["compute"])
@@ -144,7 +146,9 @@ def test_attention_and_a_last_batch_count(planner):
     work = Workload(mean_prompt=100, longest_prompt=100, max_new_tokens=11, num_prompts=12)
     free = planner(4000 * MIB, work, 8)
     profile = replace(PROFILE, entry_seconds=1e-3, token_seconds=1e-2)
-    quick, slow = (own.plan().estimate for own in (free, replace(free, hardware=profile)))
+    quick, slow = (
+        candidate.plan().estimate for candidate in (free, replace(free, hardware=profile))
+    )
     slots = free.memory.cache.slots_for(100, 11)
     assert slow.step["compute"] == pytest.approx(quick.step["compute"] + 6 * 8 * slots * 1e-3)
     assert slow.prefill_seconds == pytest.approx(quick.prefill_seconds + 6 * 8 * 100 * 1e-2)
@@ -159,13 +163,13 @@ def test_attention_and_a_last_batch_count(planner):
 def test_the_overhead_of_a_layer_is_measured(meta, options):
     config = OPTConfig() if options.get("positions") == "clamped" else meta.model.config
     memory = MemoryModel(config, h2okv.H2OCache(config, **options), torch.bfloat16)
-    found = measure_overhead(memory, 400, torch.bfloat16, CPU)
+    overhead = measure_overhead(memory, 400, torch.bfloat16, CPU)
     # A step is of both; on a busy machine five layers may take no longer than one.
-    assert found["layer_seconds"] + found["forward_seconds"] > 0
-    assert all(0 <= seconds < 1 for seconds in found.values())
-    assert found["token_seconds"] > 0
+    assert overhead["layer_seconds"] + overhead["forward_seconds"] > 0
+    assert all(0 <= seconds < 1 for seconds in overhead.values())
+    assert overhead["token_seconds"] > 0
 
 
 def test_percentages_may_have_no_digit_before_the_point():
-    found = parse_placement("weights", "device=.5,disk=99.5%", WEIGHT_TIERS)
-    assert found == pytest.approx({"device": 0.005, "disk": 0.995})
+    fractions = parse_placement("weights", "device=.5,disk=99.5%", WEIGHT_TIERS)
+    assert fractions == pytest.approx({"device": 0.005, "disk": 0.995})

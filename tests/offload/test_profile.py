@@ -40,10 +40,10 @@ def files(tmp_path):
 
 def test_a_slowdown_is_measured_and_the_reader_ends(files):
     before = threading.active_count()
-    found = measure_slowdown(
+    measured = measure_slowdown(
         files, 1 << 10, Gemm.make(32, 64, 1 << 20, torch.float32, torch.device("cpu"))
     )
-    assert min(found) >= 1
+    assert min(measured) >= 1
     assert threading.active_count() == before
 
 

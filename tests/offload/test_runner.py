@@ -31,8 +31,10 @@ def model(make_llama):
 @pytest.mark.parametrize(
     "limits",
     [
-        pytest.param(own, id=name, marks=() if name == "a few at a time" else pytest.mark.slow)
-        for name, own in LIMITS.items()
+        pytest.param(
+            model_limits, id=name, marks=() if name == "a few at a time" else pytest.mark.slow
+        )
+        for name, model_limits in LIMITS.items()
     ],
 )
 @pytest.mark.parametrize(
@@ -48,7 +50,9 @@ def model(make_llama):
     ],
     ids=["fractions", "tokens", "budget of one", "full", "rolling", "rolling shares", "chunks"],
 )
-def test_same_as_alone(model, make_sequences, run_engine, alone, limits, options):
+def test_tokens_equal_those_of_each_prompt_alone(
+    model, make_sequences, run_engine, alone, limits, options
+):
     rooms = [3, 9, 1, 9, 30, 9, 5, 9, 9, 40]
     sequences = make_sequences(LENGTHS, rooms)
     expected = alone(model, sequences, **options)
@@ -62,7 +66,9 @@ def test_same_as_alone(model, make_sequences, run_engine, alone, limits, options
      {"heavy": 3, "recent": 2, "kv_bits": 4}],
     ids=["the newest alone", "one heavy hitter", "8 bits", "4 bits"],
 )  # fmt: skip
-def test_same_as_masking_a_full_cache(model, make_sequences, run_engine, alone, options):
+def test_tokens_equal_those_of_masking_a_full_cache(
+    model, make_sequences, run_engine, alone, options
+):
     # Not held to the same slots alone, but to another implementation; texts outgrow their prompts.
     sequences = make_sequences(LENGTHS, 45)
     expected = alone(model, sequences, **options, simulate=True)
@@ -74,7 +80,7 @@ def test_same_as_masking_a_full_cache(model, make_sequences, run_engine, alone, 
 @pytest.mark.parametrize("name", ["Gemma 2", "Llama 4 (text)", "Qwen3-Next"])
 def test_padding_is_seen_by_no_kind_of_layer(name, make_sequences, run_engine, alone):
     # Layers that keep transformers' own entries hold padding too, and need the mask at every step.
-    (family,) = [own for own in FAMILIES if own.name == name]
+    (family,) = [candidate for candidate in FAMILIES if candidate.name == name]
     config = AutoConfig.for_model(family.model_type, **config_options(family, 2))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
@@ -84,7 +90,7 @@ def test_padding_is_seen_by_no_kind_of_layer(name, make_sequences, run_engine, a
 
 
 @pytest.mark.slow
-def test_longer_than_the_full_caches_growth(model, make_sequences, run_engine, alone):
+def test_texts_longer_than_the_growth_of_a_full_cache(model, make_sequences, run_engine, alone):
     # Rows joined at different times of their lives must all find a slot, hundreds of steps later.
     lengths, limits = (40, 5, 60, 3), Limits(4, 60, 4)
     sequences = make_sequences(lengths, [300, 280, 20, 300])
@@ -92,7 +98,7 @@ def test_longer_than_the_full_caches_growth(model, make_sequences, run_engine, a
     assert run_engine(model, sequences, limits, policy="full") == expected
 
 
-def test_sampling_is_each_prompts_own(model, make_sequences, run_engine):
+def test_sampling_depends_on_the_prompt_alone(model, make_sequences, run_engine):
     def run(limits, reverse=False, seed=0):
         sequences = make_sequences(LENGTHS)
         params = h2okv.SamplingParams(temperature=0.9, top_p=0.8, seed=seed)
@@ -108,14 +114,14 @@ def test_sampling_is_each_prompts_own(model, make_sequences, run_engine):
 def test_sampling_draws_what_the_probabilities_say(model, make_sequences, run_engine):
     # Many ids with one prompt: the first tokens are spread as one softmax says.
     sequences = make_sequences([9] * 400, 1)
-    for own in sequences:
-        own.prompt = sequences[0].prompt
+    for sequence in sequences:
+        sequence.prompt = sequences[0].prompt
     limits = Limits(100, 10_000, 100)
-    made = run_engine(model, sequences, limits, params=h2okv.SamplingParams())
+    output = run_engine(model, sequences, limits, params=h2okv.SamplingParams())
     with torch.no_grad():
         logits = model(torch.tensor([sequences[0].prompt])).logits[0, -1]
     probabilities = torch.softmax(logits, dim=-1)
-    counts = torch.bincount(torch.tensor([t[0] for t in made.values()]), minlength=97)
+    counts = torch.bincount(torch.tensor([t[0] for t in output.values()]), minlength=97)
     distance = (counts / 400 - probabilities).abs().sum() / 2
     draws = torch.multinomial(probabilities, 400 * 200, replacement=True).view(200, 400)
     usual = torch.stack([(torch.bincount(d, minlength=97) / 400 - probabilities).abs().sum() / 2
@@ -128,26 +134,26 @@ def test_processors_of_the_models_own_config(model, make_sequences, run_engine):
     before = model.generation_config.repetition_penalty
     model.generation_config.repetition_penalty = 50.0
     try:
-        made = run_engine(model, sequences)
+        output = run_engine(model, sequences)
     finally:
         model.generation_config.repetition_penalty = before
-    for own in sequences:
-        tokens = own.prompt + made[own.id]
-        assert len(set(made[own.id])) == len(made[own.id]), tokens
+    for sequence in sequences:
+        tokens = sequence.prompt + output[sequence.id]
+        assert len(set(output[sequence.id])) == len(output[sequence.id]), tokens
 
 
-def test_the_end_of_a_text(model, make_sequences, run_engine, alone):
+def test_end_tokens_finish_a_sequence(model, make_sequences, run_engine, alone):
     expected = alone(model, make_sequences(LENGTHS, 12))
     end = expected["s0"][4]
     before = model.generation_config.eos_token_id
     model.generation_config.eos_token_id = [end]
     try:
         sequences = make_sequences(LENGTHS, 12)
-        made = run_engine(model, sequences, Limits(4, 60, 4))
+        output = run_engine(model, sequences, Limits(4, 60, 4))
     finally:
         model.generation_config.eos_token_id = before
     for name, tokens in expected.items():
         cut = tokens.index(end) + 1 if end in tokens else len(tokens)
-        assert made[name] == tokens[:cut]
-    assert {own.finish_reason for own in sequences} <= {"eos", "length"}
+        assert output[name] == tokens[:cut]
+    assert {sequence.finish_reason for sequence in sequences} <= {"eos", "length"}
     assert sequences[0].finish_reason == "eos"

@@ -47,7 +47,7 @@ def save_family(family, folder):
 
 
 def stream(folder, placement, converted=None, dtype=torch.float32):
-    """The model in the folder with some of its weights on the disk."""
+    """Open the model in the folder with some of its weights on the disk."""
     meta, files = open_checkpoint(AutoConfig.from_pretrained(folder), folder, dtype)
     if not files.parameters:
         files = open_converted(meta, files, converted or folder / "converted")
@@ -67,18 +67,20 @@ def mixed(count):
 @pytest.mark.parametrize(
     "name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:])]
 )
-def test_families(name, tmp_path, make_sequences, run_engine):
-    (family,) = [own for own in FAMILIES if own.name == name]
+def test_streamed_families_equal_loaded_ones(name, tmp_path, make_sequences, run_engine):
+    (family,) = [candidate for candidate in FAMILIES if candidate.name == name]
     save_family(family, tmp_path)
     limits = Limits(batch_size=7, micro_batch_tokens=60, decode_batch=4)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     expected = run_engine(model, make_sequences(LENGTHS), limits)
-    whole = Limits(batch_size=7, micro_batch_tokens=1000, decode_batch=7)
-    for placement, own in ((everything_on_disk, limits), (mixed, whole)):
+    unlimited = Limits(batch_size=7, micro_batch_tokens=1000, decode_batch=7)
+    for placement, setting in ((everything_on_disk, limits), (mixed, unlimited)):
         offloaded = stream(tmp_path, placement)
-        made = run_engine(offloaded.meta.model, make_sequences(LENGTHS), own, offloaded.scheduler)
+        output = run_engine(
+            offloaded.meta.model, make_sequences(LENGTHS), setting, offloaded.scheduler
+        )
         offloaded.close()
-        assert made == expected
+        assert output == expected
 
 
 @pytest.fixture(scope="module")
@@ -89,30 +91,30 @@ def llama_folder(make_llama, tmp_path_factory):
 
 
 def logits_of(model, scheduler, sequences):
-    """Every logit of every pass."""
+    """Return every logit of every pass."""
     from h2okv.offload.batch_runner import MicroBatch
 
     batches = [
         MicroBatch(group, h2okv.H2OCache(model.config, heavy=4, recent=4), CPU)
         for group in (sequences[:3], sequences[3:])
     ]
-    found = []
+    all_logits = []
     with h2okv.enable(model), torch.inference_mode():
         for _ in range(5):
             for batch, logits in scheduler.run(model, batches):
-                found.append(logits.clone())
+                all_logits.append(logits.clone())
                 batch.take(logits.argmax(dim=-1).tolist(), frozenset())
-    return torch.cat(found)
+    return torch.cat(all_logits)
 
 
-def test_the_same_to_the_last_bit(llama_folder, make_sequences):
+def test_streamed_logits_are_bitwise_equal(llama_folder, make_sequences):
     model = AutoModelForCausalLM.from_pretrained(llama_folder)
     expected = logits_of(model, ForwardScheduler(), make_sequences(LENGTHS))
     for placement in (everything_on_disk, mixed):
         offloaded = stream(llama_folder, placement)
-        made = logits_of(offloaded.meta.model, offloaded.scheduler, make_sequences(LENGTHS))
+        output = logits_of(offloaded.meta.model, offloaded.scheduler, make_sequences(LENGTHS))
         offloaded.close()
-        assert torch.equal(made, expected)
+        assert torch.equal(output, expected)
 
 
 def test_each_byte_is_read_once_in_a_pass(llama_folder, make_sequences, run_engine):
@@ -120,8 +122,8 @@ def test_each_byte_is_read_once_in_a_pass(llama_folder, make_sequences, run_engi
     sizes = [unit.nbytes for unit in offloaded.meta.units]
     run_engine(offloaded.meta.model, make_sequences((9, 8), 20), scheduler=offloaded.scheduler)
     offloaded.close()
-    held = [p for p in offloaded.meta.model.parameters() if p.device.type != "meta"]
-    assert sum(p.nbytes for p in held) < min(sizes)
+    resident = [p for p in offloaded.meta.model.parameters() if p.device.type != "meta"]
+    assert sum(p.nbytes for p in resident) < min(sizes)
     # 20 passes, and up to two units that were read ahead of one that did not come.
     assert 0 <= offloaded.scheduler.stream.bytes_read - 20 * sum(sizes) <= sum(sizes[:2])
 
@@ -144,27 +146,27 @@ def test_scattered_and_half_precision_checkpoints_are_converted_once(
     expected = run_engine(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), make_sequences(LENGTHS)
     )
-    kept = tmp_path / "kept"
+    copies = tmp_path / "kept"
     for _ in range(2):
-        offloaded = stream(folder, everything_on_disk, kept)
-        made = run_engine(
+        offloaded = stream(folder, everything_on_disk, copies)
+        output = run_engine(
             offloaded.meta.model, make_sequences(LENGTHS), scheduler=offloaded.scheduler
         )
         offloaded.close()
-        assert made == expected
-        assert len(list(kept.iterdir())) == 1
+        assert output == expected
+        assert len(list(copies.iterdir())) == 1
 
 
-def converted_texts(folder, dtype, make_sequences, run_engine, kept):
-    """What a checkpoint gives in a dtype, streamed and held in memory alike."""
+def converted_texts(folder, dtype, make_sequences, run_engine, copies):
+    """Return the texts of a checkpoint in a dtype, equal when streamed and when loaded."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     expected = run_engine(model, make_sequences(LENGTHS))
     for placement in (everything_on_disk, mixed):
-        offloaded = stream(folder, placement, kept, dtype)
+        offloaded = stream(folder, placement, copies, dtype)
         model = offloaded.meta.model
-        made = run_engine(model, make_sequences(LENGTHS), scheduler=offloaded.scheduler)
+        output = run_engine(model, make_sequences(LENGTHS), scheduler=offloaded.scheduler)
         offloaded.close()
-        assert made == expected
+        assert output == expected
     return expected
 
 
@@ -174,7 +176,9 @@ DTYPES = [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize(("stored", "run"), DTYPES, ids=["to fp32", "to bf16"])
-def test_another_dtype(make_llama, tmp_path, make_sequences, run_engine, tied, stored, run):
+def test_streaming_in_another_dtype(
+    make_llama, tmp_path, make_sequences, run_engine, tied, stored, run
+):
     make_llama(tie_word_embeddings=tied).to(stored).save_pretrained(tmp_path)
     converted_texts(tmp_path, run, make_sequences, run_engine, tmp_path / "kept")
     (path,) = (tmp_path / "kept").iterdir()
@@ -183,7 +187,7 @@ def test_another_dtype(make_llama, tmp_path, make_sequences, run_engine, tied, s
 
 @pytest.mark.slow
 def test_buffers_of_the_checkpoint_are_converted_too(tmp_path, make_sequences, run_engine):
-    (family,) = [own for own in FAMILIES if own.name == "Apertus"]
+    (family,) = [candidate for candidate in FAMILIES if candidate.name == "Apertus"]
     save_family(family, tmp_path)
     texts = []
     for factor in (1, 20):
@@ -231,8 +235,8 @@ def test_a_head_that_is_stored_apart_although_the_config_ties_it(
         table = weights["model.embed_tokens.weight"]
         weights["lm_head.weight"] = table.clone() if same else table.flip(0).contiguous()
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        kept = folder / "kept"
-        texts.append(converted_texts(folder, run, make_sequences, run_engine, kept))
+        copies = folder / "kept"
+        texts.append(converted_texts(folder, run, make_sequences, run_engine, copies))
     assert texts[0] != texts[1]
 
 
@@ -252,20 +256,20 @@ def test_a_head_that_is_stored_twice_is_held_once(make_llama, tmp_path, same):
 def test_other_weights_of_the_same_size_are_converted_again(
     make_llama, tmp_path, make_sequences, run_engine
 ):
-    texts, kept = [], tmp_path / "kept"
+    texts, copies = [], tmp_path / "kept"
     make_llama(seed=2).save_pretrained(tmp_path / "other" / tmp_path.name)
-    stream(tmp_path / "other" / tmp_path.name, everything_on_disk, kept, torch.bfloat16).close()
-    (other,) = kept.iterdir()
+    stream(tmp_path / "other" / tmp_path.name, everything_on_disk, copies, torch.bfloat16).close()
+    (other,) = copies.iterdir()
     for seed in (0, 1):
         make_llama(seed=seed).save_pretrained(tmp_path)
-        texts.append(converted_texts(tmp_path, torch.bfloat16, make_sequences, run_engine, kept))
+        texts.append(converted_texts(tmp_path, torch.bfloat16, make_sequences, run_engine, copies))
         # The copy of what the checkpoint held before is gone; that of another one is not.
-        assert len([path for path in kept.iterdir() if path.name != other.name]) == 1
+        assert len([path for path in copies.iterdir() if path.name != other.name]) == 1
     assert texts[0] != texts[1]
     assert other.exists()
 
 
-def test_a_killed_process_leaves_nothing_for_ever(llama_folder, tmp_path):
+def test_files_of_a_killed_process_are_deleted(llama_folder, tmp_path):
     files = CheckpointFiles.in_folder(llama_folder)
     meta = make_meta_model(
         AutoConfig.from_pretrained(llama_folder), torch.bfloat16, str(llama_folder)
@@ -291,7 +295,7 @@ def test_two_processes_write_one_copy(llama_folder, tmp_path):
         path.write_bytes(b"the first one's")
         fcntl.flock(first, fcntl.LOCK_UN)
         second.result(timeout=30)
-    assert [own.read_bytes() for own in tmp_path.iterdir()] == [b"the first one's"]
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [b"the first one's"]
 
 
 def test_a_disk_without_room_is_seen_before_anything_is_written(
@@ -310,29 +314,29 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(
 
 def test_a_damaged_copy_is_not_blamed_on_the_model(make_llama, tmp_path):
     make_llama().to(torch.bfloat16).save_pretrained(tmp_path)
-    kept = tmp_path / "kept"
-    stream(tmp_path, everything_on_disk, kept).close()
-    (path,) = kept.iterdir()
+    copies = tmp_path / "kept"
+    stream(tmp_path, everything_on_disk, copies).close()
+    (path,) = copies.iterdir()
     os.truncate(path, path.stat().st_size - 9)
     with pytest.raises(ValueError, match=f"'{path}', a copy of the weights.*delete it"):
-        stream(tmp_path, everything_on_disk, kept)
+        stream(tmp_path, everything_on_disk, copies)
 
 
-def test_a_failure_of_ours_is_not_blamed_on_the_model(make_llama, tmp_path, monkeypatch):
+def test_a_failed_conversion_is_not_blamed_on_the_model(make_llama, tmp_path, monkeypatch):
     make_llama().to(torch.bfloat16).save_pretrained(tmp_path)
     load = checkpoint.convert_and_load_state_dict_in_model
 
-    def fail(model, part, config):
-        info, rest = load(model, {}, config)
+    def fail(model, tensors, config):
+        info, other_info = load(model, {}, config)
         info.missing_keys.clear()
-        return info, rest
+        return info, other_info
 
     monkeypatch.setattr(checkpoint, "convert_and_load_state_dict_in_model", fail)
     with pytest.raises(ValueError, match="is in the weights, but.*give --weights device"):
         stream(tmp_path, everything_on_disk)
 
 
-@pytest.mark.parametrize("change", ["cut off", "written anew"])
+@pytest.mark.parametrize("change", ["cut off", "overwritten"])
 def test_a_file_that_changes_while_it_is_read(
     llama_folder, tmp_path, make_sequences, run_engine, change
 ):

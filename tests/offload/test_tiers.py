@@ -15,7 +15,7 @@ from h2okv.offload.tiers import CacheStore
 CPU = torch.device("cpu")
 LENGTHS = (23, 7, 40, 31, 12, 40, 2, 18)
 LAYERS = 4
-PLACES = {
+PLACEMENTS = {
     "file": ["file"] * LAYERS,
     "cpu": ["cpu"] * LAYERS,
     "mixed": ["device", "file", "cpu", "file"],
@@ -28,8 +28,8 @@ def model(make_llama):
     return make_llama(layers=LAYERS)
 
 
-def tiered(model, places, folder):
-    store = CacheStore(places, Path(folder), CPU)
+def tiered(model, tiers, folder):
+    store = CacheStore(tiers, Path(folder), CPU)
     return ForwardScheduler(split_model(model).units, store=store)
 
 
@@ -49,26 +49,28 @@ PACKED = {
     "4 bits, rolling": {"kv_bits": 4, "positions": "rolling", "heavy": 6, "recent": 4},
     "8 bits, by norm, in blocks": {"kv_bits": 8, "scoring": "value_norm", "prefill_chunk": 7},
 }
-CASES = {f"{o}, {p}": (OPTIONS[o], PLACES[p]) for o in OPTIONS for p in PLACES}
-CASES |= {name: (options, PLACES["mixed"]) for name, options in PACKED.items()}
+CASES = {f"{o}, {p}": (OPTIONS[o], PLACEMENTS[p]) for o in OPTIONS for p in PLACEMENTS}
+CASES |= {name: (options, PLACEMENTS["mixed"]) for name, options in PACKED.items()}
 QUICK = ("tokens, mixed", "by head, mixed")
 
 
 @pytest.mark.parametrize(
-    ("options", "places"),
+    ("options", "tiers"),
     [
         pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow)
         for name, case in CASES.items()
     ],
 )
-def test_same_as_in_memory(model, make_sequences, run_engine, tmp_path, places, options):
+def test_tokens_equal_those_with_caches_in_memory(
+    model, make_sequences, run_engine, tmp_path, tiers, options
+):
     rooms = [3, 9, 1, 9, 30, 9, 5, 40]
     for limits in (Limits(8, 60, 8), Limits(5, 40, 2)):
         expected = run_engine(model, make_sequences(LENGTHS, rooms), limits, **options)
-        scheduler = tiered(model, places, tmp_path)
-        made = run_engine(model, make_sequences(LENGTHS, rooms), limits, scheduler, **options)
+        scheduler = tiered(model, tiers, tmp_path)
+        output = run_engine(model, make_sequences(LENGTHS, rooms), limits, scheduler, **options)
         scheduler.close()
-        assert made == expected
+        assert output == expected
 
 
 @pytest.mark.slow
@@ -77,26 +79,26 @@ def test_growing_past_the_first_slots(model, make_sequences, run_engine, tmp_pat
     sequences = [make_sequences((30, 20), [280, 300]) for _ in range(2)]
     options = {"policy": "full", "kv_bits": bits}
     expected = run_engine(model, sequences[0], **options)
-    scheduler = tiered(model, PLACES["mixed"], tmp_path)
+    scheduler = tiered(model, PLACEMENTS["mixed"], tmp_path)
     assert run_engine(model, sequences[1], None, scheduler, **options) == expected
     scheduler.close()
 
 
 def states(scheduler, model, batches, steps):
-    """What each layer of each cache holds after some steps, keys and values too."""
+    """Return the state of each layer of each cache after some steps, keys and values too."""
     with h2okv.enable(model), torch.inference_mode():
         for _ in range(steps):
             for batch, logits in scheduler.run(model, batches):
                 batch.take(logits.argmax(dim=-1).tolist(), frozenset())
-    found = []
+    all_states = []
     for batch in batches:
         for index, layer in enumerate(batch.cache.layers):
             scheduler.store.load(batch.cache, index)
             entries = layer.state.entry_tensors()
             entries |= {"scores": layer.state.scores, "positions": layer.state.positions}
-            found.append({name: tensor.clone() for name, tensor in entries.items()})
+            all_states.append({name: tensor.clone() for name, tensor in entries.items()})
             scheduler.store.save(batch.cache, index, is_new=True)
-    return found
+    return all_states
 
 
 def micro_batches(model, sequences, bits=None):
@@ -109,26 +111,26 @@ def micro_batches(model, sequences, bits=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [None, 8, 4])
-@pytest.mark.parametrize("places", PLACES.values(), ids=PLACES.keys())
-def test_every_entry_and_score_is_its_own(model, make_sequences, tmp_path, places, bits):
+@pytest.mark.parametrize("tiers", PLACEMENTS.values(), ids=PLACEMENTS.keys())
+def test_entries_and_scores_of_caches_stay_apart(model, make_sequences, tmp_path, tiers, bits):
     # The fork lets micro-batches share a workspace, and layers a score buffer: then one would hold
     # what is another's. Generation goes on for longer than the prompts are.
     steps = 45
-    own, other = (micro_batches(model, make_sequences(LENGTHS, 99), bits) for _ in range(2))
+    batches, other = (micro_batches(model, make_sequences(LENGTHS, 99), bits) for _ in range(2))
     expected = states(ForwardScheduler(), model, other, steps)
-    scheduler = tiered(model, places, tmp_path)
-    made = states(scheduler, model, own, steps)
+    scheduler = tiered(model, tiers, tmp_path)
+    actual = states(scheduler, model, batches, steps)
     scheduler.close()
     if sys.platform == "linux":  # the disk has its room again
         assert str(tmp_path) not in Path("/proc/self/maps").read_text()
-    assert len(made) == 2 * LAYERS
-    for layer, same in zip(made, expected, strict=True):
+    assert len(actual) == 2 * LAYERS
+    for layer, same in zip(actual, expected, strict=True):
         assert layer.keys() == same.keys() and len(layer) == (4 if bits is None else 6)
         assert all(torch.equal(layer[name], same[name]) for name in same)
-    scores = [layer["scores"] for layer in made[:LAYERS]]
+    scores = [layer["scores"] for layer in actual[:LAYERS]]
     assert not any(torch.equal(scores[0], other) for other in scores[1:])
-    for batch in (made[:LAYERS], made[LAYERS:]):
-        # Padding was never an entry, and is none after 45 steps.
+    for batch in (actual[:LAYERS], actual[LAYERS:]):
+        # Padding never becomes an entry, not in 45 steps either.
         assert all(int((layer["positions"] >= 0).sum(dim=-1).min()) == 7 for layer in batch)
 
 
@@ -154,7 +156,7 @@ def test_only_the_changed_slot_is_written(model, make_sequences, tmp_path, bits,
 
 @pytest.fixture
 def used(model, make_sequences, tmp_path):
-    """A store with a file for each layer, and a cache in them."""
+    """Make a store with a file for each layer, and a cache in them."""
     store = CacheStore(["file"] * LAYERS, tmp_path, CPU)
     scheduler = ForwardScheduler(split_model(model).units, store=store)
     batch = MicroBatch(make_sequences((9,), 9), h2okv.H2OCache(model.config), CPU)
