@@ -437,6 +437,12 @@ class H2OCache(Cache):
                 seen = int(layer.cumulative_length) if columns > 0 else 0
                 layer.log.prompt_columns = columns - seen
 
+    def end_past_recording(self) -> None:
+        """Record nothing from now on; tokens that were read stay."""
+        for layer in self.layers:
+            if isinstance(layer, BaseLayer):
+                layer.log = None
+
     def pin(self, spans: Iterable[Sequence[int]], length: int | None = None) -> None:
         """Protects tokens of the prompt that is read next: they are never evicted.
 

@@ -10,6 +10,8 @@ from h2okv.config import CacheConfig
 from h2okv.engine.sampling_params import UNLIMITED, check_numbers
 from h2okv.records import unknown_name
 
+MOST_DRAFTS = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -34,6 +36,9 @@ class EngineConfig:
             beginning continue (`h2okv.engine.prefix_cache`); 0: none. Only with
             ``cache.evict_every`` and a budget in tokens. ``None``: 1 GiB, or a quarter of the free
             memory if that is less.
+        speculate: Tokens to draft at a time by prompt lookup, for a sequence that decodes alone.
+            They are verified in one forward, and the output stays the same. Only while it saves
+            time.
         weight_bits: 4 lets steps of up to four sequences read linear weights of 4 bits, in bfloat16
             on an x86 CPU, of a model that is loaded by name; ``None``: weights as loaded.
         tensor_parallel: Whether each process started by ``torchrun`` holds a shard of the model.
@@ -52,6 +57,7 @@ class EngineConfig:
     max_prefill_time_fraction: float = 0.8
     prefixes: Sequence[str | Sequence[int]] = ()
     prefix_cache: int | None = None
+    speculate: int = 0
     weight_bits: int | None = None
     tensor_parallel: bool = False
 
@@ -61,6 +67,7 @@ class EngineConfig:
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
         check_numbers(self, {name: (int, 1, UNLIMITED) for name in counts})
         check_numbers(self, {name: (int, 0, UNLIMITED) for name in ("max_waiting", "prefix_cache")})
+        check_numbers(self, {"speculate": (int, 0, MOST_DRAFTS)})
         if not 0 < self.max_prefill_time_fraction < 1:
             raise ValueError(
                 "max_prefill_time_fraction must be a number between 0 and 1, got"

@@ -141,7 +141,7 @@ class Engine:
             self.scheduler.record_time(output.prefill_seconds, output.decode_seconds)
             if output.decode_logits is not None:
                 self._counters.steps += 1
-                self._sample(list(self.scheduler.running), output.decode_logits, in_pool=True)
+                self._after_decode(step, output)
             if step.prefill:
                 self._after_prefill(step.prefill, output)
         except BaseException as error:
@@ -152,6 +152,28 @@ class Engine:
             if not isinstance(error, Exception):  # Ctrl-C in the middle of a forward
                 raise
         return True
+
+    def _after_decode(self, step: ScheduledStep, output: StepOutput) -> None:
+        """Sample what follows the newest tokens, and the drafts that turn out right."""
+        running, logits = list(self.scheduler.running), output.decode_logits
+        assert logits is not None
+        if not step.drafts:
+            self._sample(running, logits, in_pool=True)
+        else:
+            accepted = 0
+            for draft in (*step.drafts, None):
+                accepted += 1
+                self._sample(running, logits[accepted - 1 : accepted], in_pool=True)
+                finished = running[0].is_finished or running[0].request.is_over
+                if finished or running[0].tokens[-1] != draft:
+                    break
+            self.scheduler.accepted = accepted
+            self._counters.drafted_tokens += len(step.drafts)
+            self._counters.accepted_tokens += accepted - 1
+        if len(running) == 1 and not step.prefill:
+            num_tokens = self.scheduler.accepted or 1
+            seconds = output.decode_seconds
+            self.scheduler.draft_gain.record(seconds, num_tokens, bool(step.drafts))
 
     def _add_states(self, step: ScheduledStep, output: StepOutput) -> None:
         """Note the states that a step has saved, and what is to be dropped for them."""

@@ -77,6 +77,7 @@ class ModelRunner:
         self._make_cache = make_cache
         self.states: dict[str, H2OCache] = {}  # of prefixes, by keys; only copies are mutated
         self._prefilled: H2OCache | None = None
+        self._num_drafted = 0  # tokens of a step that may be taken back
         self._size = (max_num_seqs, capacities)
         self.pool = self._make_pool()
 
@@ -129,6 +130,8 @@ class ModelRunner:
         output = StepOutput()
         for key in step.drop:
             self.states.pop(key, None)
+        if step.accepted is not None:
+            output.evictions = self._end_drafts(step.accepted)
         for number in step.release:
             self.pool.release(number)
         if step.admit is not None:
@@ -139,8 +142,16 @@ class ModelRunner:
         start_time = self._now()
         if step.decode:
             tokens, positions = torch.tensor([step.decode, step.positions]).unsqueeze(-1)
-            output.decode_logits = self._forward(tokens, positions, self.pool.cache)[:, -1]
-            output.evictions = self.pool.count_step()
+            if step.drafts:
+                tokens = torch.cat([tokens, torch.tensor([step.drafts])], dim=1)
+                positions = positions + torch.arange(tokens.shape[1])
+                self.pool.cache.activate_past_recording()
+                self._num_drafted = tokens.shape[1]
+            keep = tokens.shape[1]
+            logits = self._forward(tokens, positions, self.pool.cache, keep=keep)
+            output.decode_logits = logits[0] if step.drafts else logits[:, -1]
+            if not step.drafts:
+                output.evictions += self.pool.count_step()
             for row, key in step.save:
                 self.states[key] = self._make_cache(None)
                 self.pool.copy_to(self.states[key], row)
@@ -158,6 +169,12 @@ class ModelRunner:
                 output.error = str(error) if is_refusal else f"{type(error).__name__}: {error}"
             output.prefill_seconds = self._now() - decode_time
         return output
+
+    def _end_drafts(self, accepted: int) -> int:
+        """Take back the rejected tokens of the step before; return the entries that it evicted."""
+        self.pool.cache.crop(accepted - self._num_drafted)
+        self.pool.cache.end_past_recording()
+        return sum(self.pool.count_step() for _ in range(accepted))
 
     def _now(self) -> float:
         if self._device.type == "cuda":  # kernels run asynchronously

@@ -134,6 +134,8 @@ class EngineStats:
     prefix_bytes: int = _number("Bytes of these states.")
     prefix_evictions: int = _number("States that were dropped for newer ones.", True)
     new_tokens: int = _number("Tokens that were generated.", True)
+    drafted_tokens: int = _number("Tokens that were drafted by prompt lookup.", True)
+    accepted_tokens: int = _number("Drafted tokens that the model confirmed.", True)
     finished: int = _number("Requests to the engine that ended well.", True)
     failed: int = _number("Requests to the engine that ended with an error.", True)
     aborted: int = _number("Requests to the engine whose client went away.", True)

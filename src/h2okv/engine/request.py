@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from h2okv.config import Budget
 from h2okv.engine.detokenizer import Detokenizer, StopText
+from h2okv.engine.drafts import PromptLookup
 from h2okv.engine.outputs import (
     Completion,
     OutputDelta,
@@ -61,6 +62,10 @@ class ScheduledStep:
     # The newest token of each running sequence, and its position.
     decode: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
+    # Drafts behind the token of a sequence that decodes alone; and how many tokens of the step
+    # before stay, if it had drafts.
+    drafts: tuple[int, ...] = ()
+    accepted: int | None = None
     # Rows whose states are saved after decoding, with their keys; keys of states to drop before.
     save: tuple[tuple[int, str], ...] = ()
     drop: tuple[str, ...] = ()
@@ -79,6 +84,7 @@ class Output:
         self.tokens = self.completion.token_ids
         self._detokenizer = Detokenizer(tokenizer, request.prompt)
         self._text = StopText(request.params.stop, strips_start=False)
+        self.lookup = PromptLookup()
         self.saved: str | None = None  # key of the newest state that decoding has saved
 
     @property

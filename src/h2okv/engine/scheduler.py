@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import replace
 
 from h2okv.engine.config import EngineConfig
+from h2okv.engine.drafts import DraftGain
 from h2okv.engine.outputs import QueueFullError
 from h2okv.engine.prefix_cache import PrefixCache
 from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
@@ -28,6 +29,8 @@ class Scheduler:
     ) -> None:
         self.max_num_seqs, self.prefix_cache = max_num_seqs, prefix_cache
         self.dropped_states: list[str] = []  # with the next step
+        self.accepted: int | None = None  # tokens of the step before, if it had drafts
+        self.draft_gain, self._max_drafts = DraftGain(), config.speculate
         self.running: list[Output] = []
         self.waiting: deque[Request] = deque()
         # Requests whose prompts are being prefilled, several if they fit into one chunk.
@@ -68,7 +71,7 @@ class Scheduler:
     def clear(self) -> list[Request]:
         """Remove and return all requests that have started."""
         started = dict.fromkeys([*(output.request for output in self.running), *self.prefilling])
-        self.running, self.prefilling = [], []
+        self.running, self.prefilling, self.accepted = [], [], None
         return list(started)
 
     def record_time(self, prefill: float, decode: float) -> None:
@@ -87,7 +90,8 @@ class Scheduler:
     def schedule(self) -> ScheduledStep:
         """Return the next step, which the caller must run: the scheduler's state assumes it."""
         dropped, self.dropped_states = tuple(self.dropped_states), []
-        return ScheduledStep(
+        accepted, self.accepted = self.accepted, None
+        step = ScheduledStep(
             release=self._release(),
             admit=self._admit(),
             decode=tuple(output.tokens[-1] for output in self.running),
@@ -96,8 +100,24 @@ class Scheduler:
             ),
             save=self._states_to_save(),
             drop=dropped,
+            accepted=accepted,
             prefill=self._next_chunks(),
         )
+        drafts = self._drafts(step)
+        return replace(step, drafts=drafts) if drafts else step
+
+    def _drafts(self, step: ScheduledStep) -> tuple[int, ...]:
+        """Return the drafts of a step, if one sequence decodes and nothing else is done."""
+        if not self._max_drafts or len(step.decode) != 1 or step.prefill or step.save:
+            return ()
+        output = self.running[0]
+        tokens = [*output.request.prompt, *output.tokens]
+        limit = min(self._max_drafts, output.request.max_new_tokens - len(output.tokens) - 1)
+        if self.prefix_cache is not None:  # the state at the end of a span is to be saved
+            limit = min(limit, self.prefix_cache.span - len(tokens) % self.prefix_cache.span - 1)
+        if limit < 1 or output.request.kept_every is not None or not self.draft_gain.is_open:
+            return ()
+        return output.lookup.draft(tokens, limit)
 
     def _states_to_save(self) -> tuple[tuple[int, str], ...]:
         """Return the rows whose span the next decode step ends, with the keys of their states."""

@@ -1,0 +1,123 @@
+"""Speculation in the engine: the same outputs from fewer forwards, and only where it pays."""
+
+import random
+
+import pytest
+
+import h2okv
+from h2okv.engine.drafts import DraftGain, PromptLookup
+
+BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
+
+
+@pytest.fixture(scope="module")
+def double_model(make_llama):
+    return make_llama(sharpness=3.0).double()
+
+
+@pytest.fixture
+def always(monkeypatch):
+    """Draft in every step, whatever it takes."""
+    monkeypatch.setattr(DraftGain, "is_open", True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"policy": "best"}, {"kv_bits": 8}, {"positions": "rolling"}, {"scoring": "decay"},
+        {"layer_budgets": BY_HEAD, "policy": "best"}, {"evict_every": 8},
+        {"evict_every": 8, "layer_budgets": BY_HEAD, "policy": "best"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_outputs_are_those_without_drafts(make_llm, double_model, greedy, always, options):
+    options = {"heavy": 8, "recent": 6, "max_prompt_tokens": 200, "max_num_seqs": 3} | options
+    plain, drafting = (make_llm(double_model, speculate=n, **options) for n in (0, 4))
+    rng = random.Random(3)
+    for _ in range(3):
+        base = [rng.randrange(2, 97) for _ in range(9)]
+        prompts = [(base * 6)[: rng.randint(12, 50)]]
+        if rng.random() < 0.5:  # one that ends early, after which the other decodes alone
+            prompts.append([rng.randrange(2, 97) for _ in range(20)])
+        params = [greedy(50), greedy(5)][: len(prompts)]
+        params += [greedy(60, n=1)] * (len(prompts) - len(params))
+        tokens = [
+            [list(r.completions[0].token_ids) for r in llm.generate(prompts, params)]
+            for llm in (plain, drafting)
+        ]
+        assert tokens[0] == tokens[1]
+    stats = drafting.stats()
+    assert stats.accepted_tokens > 0
+    assert stats.drafted_tokens > stats.accepted_tokens
+    assert stats.steps < plain.stats().steps
+    assert stats.new_tokens == plain.stats().new_tokens
+    for layer in drafting.engine.runner.pool.cache.layers:
+        assert layer.log is None or len(layer.log) <= 5
+
+
+def test_sampled_outputs_are_the_same_too(make_llm, double_model, always):
+    options = {"heavy": 8, "recent": 6, "max_prompt_tokens": 200}
+    params = h2okv.SamplingParams(
+        max_tokens=40, temperature=0.7, seed=5, ignore_eos=True, frequency_penalty=0.2
+    )
+    prompt = list(range(2, 12)) * 4
+    texts = [
+        make_llm(double_model, speculate=n, **options).generate([prompt], params)[0] for n in (0, 3)
+    ]
+    assert texts[0].completions[0].token_ids == texts[1].completions[0].token_ids
+
+
+def test_states_of_prefixes_are_saved_between_drafts(make_llm, double_model, greedy, always):
+    llm = make_llm(
+        double_model, speculate=4, heavy=8, recent=6, evict_every=8, max_prompt_tokens=200
+    )
+    prompt = list(range(2, 12)) * 4
+    first = llm.generate([prompt], greedy(50))[0]
+    text = prompt + list(first.completions[0].token_ids)
+    second = llm.generate([[*text, 7]], greedy(3))[0]
+    assert second.prompt.num_reused == (len(text) - 1) // 8 * 8
+
+
+def test_a_stop_text_within_drafts_ends_the_output(make_llm, double_model, greedy, always):
+    llms = [
+        make_llm(double_model, speculate=n, heavy=8, recent=6, max_prompt_tokens=200)
+        for n in (0, 4)
+    ]
+    prompt = list(range(2, 12)) * 4
+    tokens = llms[0].generate([prompt], greedy(40))[0].completions[0].token_ids
+    params = h2okv.SamplingParams(
+        max_tokens=40, temperature=0, ignore_eos=True, stop_token_ids=(tokens[25],)
+    )
+    for llm in llms:
+        completion = llm.generate([prompt], params)[0].completions[0]
+        assert completion.finish_reason == "stop"
+        assert list(completion.token_ids) == list(tokens[: tokens.index(tokens[25]) + 1])
+        again = llm.generate([prompt], greedy(40))[0].completions[0]  # nothing is left of it
+        assert again.token_ids == tokens
+
+
+def test_lookup_continues_the_longest_repetition():
+    lookup = PromptLookup()
+    assert lookup.draft([1, 2, 3, 4], 3) == ()
+    assert lookup.draft([1, 2, 3, 4, 1, 2], 3) == (3, 4, 1)
+    assert lookup.draft([1, 2, 3, 4, 1, 2, 9, 9, 3, 4, 1, 2], 2) == (9, 9)
+    assert lookup.draft([1, 2, 3, 4, 1, 2, 9, 9, 3, 4, 1, 2, 8], 2) == ()
+
+
+def test_drafts_stop_where_they_gain_nothing():
+    gain = DraftGain()
+    assert not gain.is_open  # no plain step was measured yet
+    gain.record(1.0, 1, False)
+    for _ in range(20):
+        assert gain.is_open
+        gain.record(2.0, 3, True)  # three tokens in the time of two
+    for _ in range(40):
+        if not gain.is_open:
+            break
+        gain.record(3.0, 2, True)
+    assert not gain.is_open
+    for _ in range(200):
+        gain.record(1.0, 1, False)
+    assert gain.is_open  # another try
+    gain.record(3.0, 1, True)
+    assert not gain.is_open
