@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from hypothesis_examples import examples
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import h2okv
@@ -40,8 +39,12 @@ def conversations(rng, texts):
     return prompts
 
 
+# Some 2.5 conversations a round: 1,000 of all options together in the slow run.
+@pytest.mark.parametrize("rounds", [6, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_conversations_give_the_tokens_of_a_cold_engine(make_llm, double_model, greedy, options):
+def test_conversations_give_the_tokens_of_a_cold_engine(
+    make_llm, double_model, greedy, options, rounds
+):
     options = {
         "heavy": 8, "recent": 6, "evict_every": 8, "max_prompt_tokens": 150, "max_num_seqs": 3,
         "max_prefill_tokens": 24,
@@ -49,7 +52,7 @@ def test_conversations_give_the_tokens_of_a_cold_engine(make_llm, double_model, 
     warm = make_llm(double_model, prefix_cache=1 << 20, **options)
     cold = make_llm(double_model, prefix_cache=0, **options)
     rng, texts = random.Random(str(options)), []
-    for _ in range(examples(30) // 2):
+    for _ in range(rounds):
         prompts, new = conversations(rng, texts), rng.randint(1, 25)
         if rng.random() < 0.2:
             warm.generate(prompts, greedy(1))  # what is read now and continued later

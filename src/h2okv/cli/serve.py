@@ -51,6 +51,9 @@ def serve(
     max_body: Typed = option("8MiB", "Largest request body.", read=readers.memory),
     timeout: float = option(600.0, "Seconds that a request may take, waiting included."),
     drain: float = option(30.0, "Seconds for running requests to finish at shutdown."),
+    speculate: int = option(
+        0, "Tokens to draft by prompt lookup while one sequence runs, where that saves time."
+    ),
     weight_bits: int | None = WEIGHT_BITS,
     prefix: list[Path] | None = option(
         None, "File with a prefix of many prompts; may be repeated.", read=readers.readable
