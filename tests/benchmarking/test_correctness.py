@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-import h2okv.cache.layer as cache_layer
+import h2okv.cache.slot_layer as cache_layer
 import h2okv.ops.decode as step
 from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
 

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, StaticCache
 
 import h2okv
-import h2okv.cache.layer as cache_layer
+import h2okv.cache.slot_layer as cache_layer
 from h2okv.policy import get_rule
 
 SMALL = {"heavy": 5, "recent": 4}

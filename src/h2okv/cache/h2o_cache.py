@@ -20,9 +20,10 @@ from h2okv.cache import support, validation
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.checkpoint import load_cache, save_cache
 from h2okv.cache.deferred_steps import DeferredSteps
-from h2okv.cache.layer import CacheLayer, SlotLayer
+from h2okv.cache.layer import CacheLayer
 from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
+from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.spans import Spans
 from h2okv.config import MEASURED, CacheConfig

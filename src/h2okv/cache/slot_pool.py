@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from h2okv.cache.h2o_cache import H2OCache
-from h2okv.cache.layer import SlotLayer
 from h2okv.cache.rope import PositionRule
+from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.config import Budget, TokenBudget
 from h2okv.policy import get_rule

@@ -24,7 +24,8 @@ from transformers.cache_utils import Cache
 
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
-from h2okv.cache.layer import CacheLayer, SlotLayer
+from h2okv.cache.layer import CacheLayer
+from h2okv.cache.slot_layer import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.console import Progress, discard, format_bytes, write_text
 from h2okv.engine.detokenizer import Detokenizer, StopText

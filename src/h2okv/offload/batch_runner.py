@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
-from h2okv.cache.layer import SlotLayer
+from h2okv.cache.slot_layer import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.console import optional
 from h2okv.engine.memory import MemoryModel

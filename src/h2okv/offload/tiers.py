@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from h2okv.cache import H2OCache
-from h2okv.cache.layer import SlotLayer
+from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import ordinary_tensors
 from h2okv.offload.checkpoint import CheckpointFiles, bytes_of
 from h2okv.offload.meta_model import (

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig
 
 from h2okv.cache.block import Block
-from h2okv.cache.layer import SlotLayer
 from h2okv.cache.rope import PositionRule, Rotation
+from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotState, empty_value
 from h2okv.config import CacheConfig
 from h2okv.ops.indexed import Indexed

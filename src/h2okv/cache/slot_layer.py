@@ -1,0 +1,301 @@
+"""A layer of slots: where its entries are, and how a single token passes through them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.deferred_steps import DeferredSteps
+from h2okv.cache.layer import CacheLayer
+from h2okv.cache.rope import PositionRule, ranks_of, rotate_to_ranks
+from h2okv.cache.slot_state import SlotState, ordinary_tensors
+from h2okv.cache.slots import SlotPlan
+from h2okv.cache.spans import Spans
+from h2okv.config import Budget
+from h2okv.ops.decode import StepRules, decode_step, keep_indices, protected_entries
+from h2okv.ops.dispatch import operations
+from h2okv.ops.reference import Visibility
+from h2okv.policy import Rule, Sees
+
+
+class SlotLayer(CacheLayer):
+    """Keys, values, scores and positions in slots, of which one is always free.
+
+    The order of the slots means nothing. A decode step writes into the free slot, attends over
+    all slots, adds to the scores and finds the slot to free next; nothing is moved or sorted. How
+    many slots there are is up to the `SlotPlan`. When positions roll, keys are un-rotated, pairs
+    next to each other.
+    """
+
+    def __init__(
+        self,
+        layer_idx: int,
+        budget: Budget,
+        rule: Rule,
+        position_rule: PositionRule,
+        kv_bits: int | None = None,
+        head_budgets: Sequence[Budget] | None = None,
+        spans: Spans | None = None,
+    ) -> None:
+        self.deferred: DeferredSteps | None = None  # one for all layers of a cache
+        super().__init__(layer_idx, budget, rule, position_rule, kv_bits, head_budgets, spans)
+
+    def _forget(self) -> None:
+        super()._forget()
+        span = 1 if self.spans is None else self.spans.length
+        self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None, span)
+
+    @property
+    def is_compileable(self) -> bool:  # type: ignore[override]
+        """Whether all steps are alike, so that ``generate`` may compile or record them on a GPU."""
+        is_static = self.rule.is_bounded and not self.position_rule.rewrites
+        return is_static and self.spans is None and self.log is None
+
+    def move(self, device: torch.device) -> None:
+        super().move(device)
+        self.slots.operations = self.slots.filled = None
+
+    def end_steps(self) -> None:
+        if self.deferred is not None:
+            self.deferred.end()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"deferred": None}
+
+    def _count_on_meta(self, length: int) -> None:
+        if not self.state.budgets:
+            prompt = self.prompt.expected_length or length
+            self._set_budgets([prompt] * self.batch_size)
+            budgets = [budget.resolve(prompt) for budget in self.head_budgets or (self.budget,)]
+            self.slots.begin_on_meta(self.state, budgets, length, self.position_rule.rolls)
+        self.cumulative_length += length
+        self.num_forwards += 1
+        self.slots.grow_on_meta(self.state, int(self.cumulative_length))
+
+    # --- a block ----------------------------------------------------------------------------------
+
+    def _place(self, block: Block) -> BlockEntries:
+        state, past = self.state, self.state.num_slots
+        if state.head_of_slot is not None:
+            state.unshare()
+            past = state.num_slots
+        key, value = block.key, block.value
+        scores, positions = self._block_entries(block)
+        if past:
+            key = torch.cat([self.storage.read(state.keys, self.dtype), key], dim=2)
+            value = torch.cat([self.storage.read(state.values, self.dtype), value], dim=2)
+            scores = torch.cat([state.scores, scores], dim=2)
+            positions = torch.cat([state.positions, positions], dim=2)
+        attended_key, attended_value = (
+            self._as_attended(states, past, block.real) for states in (key, value)
+        )
+        query = block.query
+        if self.rotations.rolling is not None:
+            query, attended_key = self._rotate_block(query, attended_key, positions, past)
+        is_entry = None if past == 0 and block.real is None else positions >= 0
+        return BlockEntries(
+            past, key, value, scores, positions, query, attended_key, attended_value, is_entry
+        )
+
+    def _rotate_block(
+        self, query: Tensor, key: Tensor, positions: Tensor, past: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate a block's queries and all keys ``[B, H, past + T, D]`` to their ranks."""
+        assert self.rotations.rolling is not None
+        is_entry = positions >= 0
+        num_cached = is_entry[..., :past].sum(dim=-1, keepdim=True)
+        ranks = num_cached + is_entry[..., past:].cumsum(dim=-1) - 1
+        # All heads of a sequence have the same number of entries.
+        query_ranks = ranks[:, :1]
+        if past:
+            ranks = torch.cat([self.state.ranks, ranks], dim=-1)
+        factors = self.rotations.rolling.of_ranks(self._rank_limit(query.shape[2]))
+        return rotate_to_ranks(query, query_ranks, factors), rotate_to_ranks(key, ranks, factors)
+
+    def _rank_limit(self, length: int) -> int:
+        if not self.holds_entries:
+            return length
+        if length == 1:
+            # Not by the budgets: the sequence of a larger one may have been taken out.
+            return max(self.slots.capacity or 0, self.state.num_slots)
+        return int(self.state.counts().max()) + length
+
+    def _attend(self, block: Block, entries: BlockEntries) -> tuple[Tensor, Tensor]:
+        self._choose_operations(block.query)
+        assert self.slots.operations is not None
+        attend: Callable[..., tuple[Tensor, Tensor]] = self.slots.operations.attend
+        visibility = Visibility(entries.past, entries.is_entry, block.real)
+        states = entries.query, entries.attended_key, entries.attended_value
+        arguments = *states, visibility, block.scale, block.softcap, self._query_weights(block)
+        if self._shared_attention is not None:
+            output, sums = self._shared_attention(attend, *arguments)
+            return output, sums
+        options = {} if self._needs_sums(block) else {"needs_sums": False}
+        return attend(*arguments, **options)
+
+    def _needs_sums(self, block: Block) -> bool:
+        if self.scores_spans:
+            return False
+        if block.length == 1:
+            return True
+        if self.rule.observes is Sees.QUERIES:
+            # A padded sequence's only token adds its probabilities.
+            return block.real is not None
+        return self.rule.observes is not Sees.KEYS
+
+    def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
+        if self._shared_attention is None:
+            return super()._attend_from_behind(block, entries)
+        result: Tensor = self._shared_attention.once(
+            lambda: super(SlotLayer, self)._attend_from_behind(block, entries)
+        )
+        return result
+
+    def _choose_operations(self, query: Tensor) -> None:
+        """Choose the operations of all tokens until the next block; mutates the plan."""
+        groups, is_packed = query.shape[1] // self.num_kv_heads, self.storage.bits is not None
+        self.slots.operations = operations(
+            query.device, self.dtype, self.key_size, self.value_size, groups, is_packed
+        )
+
+    def _evict(self, entries: BlockEntries) -> None:
+        state, slots = self.state, self.slots
+        self.prompt.was_partial = self.prompt.is_partial
+        if self.prompt.is_partial:  # more of the block is to come: nothing is evicted yet
+            with ordinary_tensors():
+                state.keys, state.values = entries.key.clone(), entries.value.clone()
+                state.scores, state.positions = entries.scores.clone(), entries.positions.clone()
+            return
+        positions, total = entries.positions, state.total
+        limit = max(budget.total for budget in state.budgets)
+        slots.capacity = limit + slots.span if self.rule.is_bounded else None
+        if not self.rule.is_bounded:
+            if not self.rule.evicts:
+                total = (positions >= 0).sum(dim=-1, keepdim=True)
+            limit = int(total.max())
+        elif self.spans is not None:
+            total = self.spans.totals(state, positions)
+            limit = int(total.max())
+        protected = protected_entries(positions, self.newest(), state.sink, state.recent)
+        rank = self.rank_block(entries)
+        slots.store(state, entries, *keep_indices(rank, positions, protected, total, limit))
+        if self.rotations.rolling is not None:
+            with ordinary_tensors():
+                state.ranks = ranks_of(state.positions)
+                self.rotations.make_tables(self._rank_limit(1))
+        state.slot_mask = slots.slots_within_budget(state)
+        slots.refresh(state, self.dtype)
+        # CUDA graphs must be told that steps write where they read.
+        if self.device.type == "cuda" and not torch.compiler.is_compiling():
+            for tensor in (*state.tensors().values(), self.cumulative_length):
+                torch._dynamo.mark_static_address(tensor)
+
+    # --- a single token ---------------------------------------------------------------------------
+
+    def _takes_step(self, block: Block) -> bool:
+        if self.deferred is not None and self.deferred.waits_for(self):
+            self.deferred.end()
+        prompt = self.prompt
+        is_plain = not (prompt.was_partial or prompt.is_partial or prompt.pins)
+        return block.length == 1 and self.holds_entries and is_plain
+
+    def _read_token(self, block: Block) -> Tensor:
+        query, key, value, real, _, _, scale, softcap, _ = block
+        state, slots, rotations = self.state, self.slots, self.rotations
+        if torch.compiler.is_compiling():  # a count that changes would compile the step again
+            slots.make_static(state, self.dtype)
+        else:
+            slots.count_down(state, self.dtype)
+        if self.scores_spans:
+            assert self.spans is not None
+            self.spans.add_queries(state, block)
+        filled = None if torch.compiler.is_compiling() else slots.filled
+        if filled is not None:  # after padding the slots may no longer be taken in their order
+            slots.filled = filled + 1 if real is None else None
+        if not self.rule.is_plain_sum:
+            self._prepare_step(block)
+        if rotations.rolling is not None and rotations.tables is None:
+            rotations.make_tables(self._rank_limit(1))
+        # A ranking by the scores alone is what a kernel can do.
+        rank = None if self.rule.ranks_by_sums or self.rule.sees is Sees.WINDOW else self._rank
+        sink = state.sink if slots.has_sinks else None
+        rule_adds = self.rule.observes not in (Sees.KEYS, Sees.QUERIES)
+        rules = StepRules(
+            scale, state.recent, sink, softcap, rotations.tables, rank, slots.is_full, filled,
+            evicts=self.spans is None, adds=self.spans is None or rule_adds,
+        )  # fmt: skip
+        run = decode_step
+        # On a CPU inductor makes more of operations that it sees than of a package of its own.
+        is_compiled = torch.compiler.is_compiling() and not query.is_cuda
+        if not is_compiled and state.head_of_slot is None:
+            if slots.operations is None:
+                self._choose_operations(query)
+            assert slots.operations is not None
+            run = slots.operations.step
+        if self.deferred is not None and run is decode_step and real is None and self.log is None:
+            rules = rules._replace(deferred=self.deferred.takes(self, rules))
+        output = run(query, key, value, state, rules, real)
+        if self.deferred is not None and not torch.compiler.is_compiling():
+            self.deferred.add(self, rules)
+        self.cumulative_length += 1
+        if self.spans is not None and not torch.compiler.is_compiling():
+            self.end_step()
+        return output
+
+    def plan(self) -> dict[str, Any] | None:
+        return self.slots.counters()
+
+    def restore_plan(self, plan: dict[str, Any]) -> None:
+        vars(self.slots).update(plan)
+
+    def end_step(self) -> None:
+        """Evict where a step has ended a span; mutates the layer. Compiled steps need it called."""
+        assert self.spans is not None
+        self.slots.steps_to_cut -= 1
+        if self.slots.steps_to_cut <= 0:  # padding can only delay the end
+            self.spans.evict(self)
+            self.slots.refresh(self.state, self.dtype)
+
+    def _prepare_step(self, block: Block) -> None:
+        """Do what a scoring other than the sum needs before a step; mutates the state."""
+        state = self.state
+        if self.rule.scoring.factor is not None:
+            state.scores.copy_(self._decayed(state.scores, block.counts()))
+        if state.value_weights is not None:
+            weights = self.rule.value_weights(self.storage.round(block.value))
+            state.value_weights.scatter_(-1, state.free_slot, weights.view_as(state.free_slot))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a decode step needs nothing that only a block learns."""
+        is_known = self.slots.operations is not None and self.module is not None
+        is_known &= self.rotations.rolling is None or self.rotations.tables is not None
+        return is_known and self.holds_entries and self.rule.is_bounded and self.log is None
+
+    def join(self, other: SlotLayer) -> None:
+        """Put another layer's sequences behind these; mutates this layer, uses up the other."""
+        state, slots = self.state, self.slots
+        state.slot_mask = other.state.slot_mask = None
+        state.cat(other.state)
+        self.cumulative_length = torch.maximum(self.cumulative_length, other.cumulative_length)
+        if slots.capacity is not None and other.slots.capacity is not None:
+            slots.capacity = max(slots.capacity, other.slots.capacity, state.num_slots)
+            state.slot_mask = slots.slots_within_budget(state)
+        self.rotations.tables = None  # of the former number of slots
+        slots.refresh(state, self.dtype)
+        other.reset()
+
+    def load_state(self, state: SlotState, seen: Tensor, weights: str | None) -> None:
+        super().load_state(state, seen, weights)
+        slots = self.slots
+        if self.rule.is_bounded:
+            largest = max(budget.total for budget in state.budgets)
+            slots.capacity = max(largest + slots.span, state.num_slots)
+            if state.head_of_slot is not None:
+                slots.capacity = int((state.total + slots.span).sum(dim=1).max())
+            state.slot_mask = slots.slots_within_budget(state)
+        slots.refresh(state, self.dtype)
