@@ -161,6 +161,16 @@ class BaseLayer(CacheLayerMixin):
         return self.state.batch_size
 
     @property
+    def key_size(self) -> int:
+        """D of a key."""
+        return self.state.entry_size("keys")
+
+    @property
+    def value_size(self) -> int:
+        """Dv of a value."""
+        return self.state.entry_size("values")
+
+    @property
     def device(self) -> torch.device:
         """Device of the entries."""
         return self.state.device
@@ -168,7 +178,6 @@ class BaseLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note shapes, dtype and device; the slots follow when the prompt's length is known."""
         self.dtype, self.num_kv_heads = key_states.dtype, key_states.shape[1]
-        self.key_size, self.value_size = key_states.shape[-1], value_states.shape[-1]
         self.state = SlotState.empty(
             key_states, value_states, self.storage if self.drops else KVStorage()
         )

@@ -294,6 +294,11 @@ class SlotState(Slots):
             return value.codes, value.grid
         return () if value is None else (value,)
 
+    def entry_size(self, name: str) -> int:
+        """Return the numbers of an entry of keys or values."""
+        value = vars(self)[name]
+        return int(value.size if isinstance(value, Packed) else value.shape[-1])
+
     def stored(self, name: str) -> Tensor:
         """Return a field's numbers; of packed entries their codes."""
         value = vars(self)[name]

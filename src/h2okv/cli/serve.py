@@ -75,7 +75,6 @@ def serve(
     replicas: int | None = option(None, "With --ray: copies of the model (one a GPU or machine)."),
 ) -> int:
     from h2okv.engine.config import EngineConfig
-    from h2okv.engine.serving import with_states
     from h2okv.server import config
 
     args.check_copies("replicas", replicas, ray, model.device_name)
@@ -87,7 +86,7 @@ def serve(
     # Clients see only the last part of a path, and a Hub id as it is.
     path = Path(model.name)
     name = path.resolve().name if path.exists() else model.name
-    engine, note = with_states(args.build(EngineConfig, locals()), evict_every)
+    engine = args.build(EngineConfig, locals())
     server = args.build(
         config.ServerSettings,
         locals(),
@@ -97,13 +96,19 @@ def serve(
         cors_origins=tuple(cors_origin or ()),
         view_page=None if view_page is None else readers.read_text("--view-page", view_page),
     )
+    # Without the last line break, which editors add and no client sends.
+    prefixes = tuple(readers.read_text("--prefix", path) for path in prefix or ())
+    systems = tuple(readers.read_text("--system", path) for path in system or ())
+    # After the checks above, which need no torch.
+    from h2okv.engine.serving import with_states
+
+    engine, note = with_states(engine, evict_every)
     request = config.ServeRequest(
         model=model.name,
         server=server,
         engine=engine,
-        # Without the last line break, which editors add and no client sends.
-        prefixes=tuple(readers.read_text("--prefix", path) for path in prefix or ()),
-        systems=tuple(readers.read_text("--system", path) for path in system or ()),
+        prefixes=prefixes,
+        systems=systems,
         notes=() if note is None else (note,),
     )
     # On a cluster each copy uses the device of its machine.
