@@ -40,6 +40,7 @@ OPTIONS = {
     "full": {"policy": "full"},
     "rolling": {"positions": "rolling", "heavy": 6, "recent": 4},
     "by head": {"layer_budgets": ((0.5, 1.5), (1.75, 0.25)) * 2},
+    "in spans": {"heavy": 6, "recent": 4, "evict_every": 6, "policy": "best"},
 }
 PACKED = {
     "8 bits": {"kv_bits": 8},
@@ -51,7 +52,7 @@ PACKED = {
 }
 CASES = {f"{o}, {p}": (OPTIONS[o], PLACEMENTS[p]) for o in OPTIONS for p in PLACEMENTS}
 CASES |= {name: (options, PLACEMENTS["mixed"]) for name, options in PACKED.items()}
-QUICK = ("tokens, mixed", "by head, mixed")
+QUICK = ("tokens, mixed", "by head, mixed", "in spans, mixed")
 
 
 @pytest.mark.parametrize(

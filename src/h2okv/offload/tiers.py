@@ -281,7 +281,9 @@ class CacheStore:
         specs = [(tensor.shape, tensor.dtype) for tensor in entries.values()]
         num_tokens = int(layer.cumulative_length)
         stored = self._stored.pop((id(cache), layer_idx), None)
-        fits = stored is not None and stored.specs == specs and not is_new
+        # At the end of a span entries have moved from slot to slot.
+        has_moved = layer.spans is not None and bool(layer.spans.is_over(layer.state).any())
+        fits = stored is not None and stored.specs == specs and not is_new and not has_moved
         if stored is not None and fits and num_tokens == stored.num_tokens + 1:
             written = stored.write_step(entries.values())
         else:
