@@ -60,7 +60,103 @@ def test_messages_that_are_read(message, expected):
     assert read_messages([message]) == [expected]
 
 
-TOOLS = "tools are not supported yet"
+TOOLS = "tools are supported in the form of OpenAI's chats"
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 5}'}}
+READ_CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 5}}}
+
+
+def called(arguments):
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    (message,) = read_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    return message["tool_calls"][0]["function"]["arguments"]
+
+
+def test_tool_calls_and_their_results_are_read():
+    begun = {"role": "assistant", "content": None, "tool_calls": [{**CALL, "index": 0}]}
+    answered = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "4"}]}
+    assert read_messages([begun, answered]) == [
+        {"role": "assistant", "content": "", "tool_calls": [READ_CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "4"},
+    ]
+    assert called("") == called(None) == called({}) == {}
+    # What a model wrote badly is still its message.
+    for text in ("{", "5", '{"a": NaN}', "[" * 100_000):
+        assert called(text) == text
+
+
+FUNCTION = {"name": "f", "description": "Add.", "parameters": {"type": "object"}}
+TOOL = {"type": "function", "function": FUNCTION}
+
+
+def test_tools_are_read_without_hints():
+    tools = [{**TOOL, "function": {**FUNCTION, "strict": True}, "cache_control": {}}]
+    fields = {"messages": [USER], "tools": tools}
+    assert read_conversation(fields).tools == [TOOL]
+    assert read_conversation({**fields, "tool_choice": "none"}).tools == []
+    assert read_conversation({"messages": [USER], "tools": None}).tools == []
+
+
+@pytest.mark.parametrize(
+    ("tools", "path", "words"),
+    [
+        ({"a": 5}, "", "give a list of functions"),
+        ([5], "[0]", "=5 does not fit"),
+        ([{"type": "web_search"}], "[0].type", "='web_search' is not supported"),
+        ([{"type": "function"}], "[0].function", " is missing"),
+        ([{"function": {"description": "a"}}], "[0].function.name", "=None does not fit"),
+        ([TOOL, {"function": {"name": ""}}], "[1].function.name", "='' does not fit"),
+        ([{"function": {**FUNCTION, "parameters": []}}], "[0].function.parameters", "JSON schema"),
+        ([{"function": {**FUNCTION, "strict": 5}}], "[0].function.strict", "true or false"),
+        ([{"function": {**FUNCTION, "description": "\ud800"}}], "[0]", "half of a surrogate"),
+    ],
+)
+def test_tools_that_are_refused_by_their_place(tools, path, words):
+    for choice in ("auto", "none"):
+        with pytest.raises(FieldError) as caught:
+            read_conversation({"messages": [USER], "tools": tools, "tool_choice": choice})
+        assert caught.value.name == f"tools{path}" and words in str(caught.value)
+
+
+TEMPLATE_OF_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}({{ c.function.arguments.a }}){% endfor %}"
+    "{% endfor %}<assistant>"
+)
+CHAT = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "4"}, {"role": "tool", "content": "7"}, USER]  # fmt: skip
+
+
+def test_tools_go_to_a_template_that_takes_them(plain):
+    tokenizer = copy.deepcopy(plain)
+    tokenizer.chat_template = TEMPLATE_OF_TOOLS
+    text = chat_text(tokenizer, read_conversation({"messages": CHAT, "tools": [TOOL]}))
+    start = '[{"type": "function", "function": {"name": "f", "description": "Add.", "parameters":'
+    assert text.startswith(start)
+    assert text.endswith("<user>Hi<assistant>(5)<tool>4<tool>7<user>Hi<assistant>")
+
+
+def test_tools_are_written_out_for_a_template_without_them(templated, plain):
+    results = "<tool_response>\n4\n</tool_response>\n<tool_response>\n7\n</tool_response>\nHi"
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 5}}\n</tool_call>'
+    chat = read_conversation({"messages": CHAT, "tools": [TOOL]})
+    text = chat_text(templated, chat)
+    assert text.startswith("<system>You may call functions") and str(FUNCTION["name"]) in text
+    assert text.endswith(f"</s><user>Hi</s><assistant>{call}</s><user>{results}</s><assistant>")
+    assert chat_text(plain, chat).endswith(
+        f"\n\nUser: Hi\n\nAssistant: {call}\n\nUser: {results}\n\nAssistant:"
+    )
+    system = {"role": "system", "content": "Be brief."}
+    text = chat_text(templated, read_conversation({"messages": [system, USER], "tools": [TOOL]}))
+    assert text.startswith("<system>Be brief.\n\nYou may") and text.count("<system>") == 1
+
+
+def test_no_message_is_continued_within_its_calls(templated):
+    messages = [USER, {"role": "assistant", "content": "Well", "tool_calls": [CALL]}]
+    assert chat_text(templated, read_conversation({"messages": messages})).endswith("<assistant>")
+    with pytest.raises(FieldError, match="cannot continue a message with tool_calls"):
+        read_conversation({"messages": messages, "continue_final_message": True})
 
 
 @pytest.mark.parametrize(
@@ -74,11 +170,18 @@ TOOLS = "tools are not supported yet"
         ([{"role": "user"}], "[0].content", " is missing"),
         ([{"role": "robot", "content": "Hi"}], "[0].role", "='robot' does not fit; give one of"),
         ([{"role": ["user"], "content": "Hi"}], "[0].role", "does not fit"),
-        ([USER, {"role": "tool", "tool_call_id": "c", "content": "4"}], "[1].role", TOOLS),
+        ([USER, {"role": "tool", "tool_call_id": 4, "content": "4"}], "[1].tool_call_id", "=4"),
+        ([USER, {"role": "tool", "tool_call_id": "c"}], "[1].content", " is missing"),
+        ([{**USER, "tool_call_id": "c"}], "[0].tool_call_id", "is for messages of role tool"),
+        ([{**USER, "tool_calls": [CALL]}], "[0].tool_calls", "is for messages of role assistant"),
         ([{"role": "function", "name": "f", "content": "4"}], "[0].role", TOOLS),
-        ([{**BEGUN, "tool_calls": [{"id": "c"}]}], "[0].tool_calls", TOOLS),
-        ([{**BEGUN, "content": None, "function_call": {}, "tool_calls": [{}]}],
-         "[0].tool_calls", TOOLS),
+        ([{**BEGUN, "tool_calls": [{"id": "c"}]}], "[0].tool_calls[0].function", " is missing"),
+        ([{**BEGUN, "tool_calls": "f()"}], "[0].tool_calls", "give a list of tool calls"),
+        ([{**BEGUN, "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
+         "[0].tool_calls[0].function.arguments", "=5 does not fit; give JSON in a string"),
+        ([{**BEGUN, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}],
+         "[0].tool_calls[0].function.arguments", "half of a surrogate pair"),
+        ([{**BEGUN, "function_call": {"name": "f"}}], "[0].function_call", TOOLS),
         ([{"type": "function_call", "call_id": "c", "name": "f"}], "[0]", TOOLS),
         ([{"type": "function_call_output", "output": "4"}], "[0]", TOOLS),
         ([{"type": "item_reference", "id": "m"}], "[0]", "only messages are supported"),
@@ -160,7 +263,7 @@ def test_variables_of_a_template(plain):
     fields = {"chat_template_kwargs": {"mood": "good"}, "reasoning_effort": "low"}
     assert chat_text(tokenizer, read_conversation({"messages": [USER], **fields})) == "goodlowHi"
     assert chat_text(tokenizer, read_conversation({"messages": [USER]})) == "Hi"
-    for name, words in [("tokenize", "not a template's variable"), ("tools", TOOLS)]:
+    for name, words in [("tokenize", "not a template's variable"), ("tools", "a field")]:
         with pytest.raises(FieldError, match=words) as caught:
             read_conversation({"messages": [USER], "chat_template_kwargs": {name: [{}]}})
         assert caught.value.name == f"chat_template_kwargs.{name}"

@@ -112,7 +112,7 @@ def test_lines_in_openais_batch_format(tmp_path):
         ({"prompt": "a", "stream": True}, "stream=True: the answers of a batch are whole"),
         ({"prompt": "a", "n": 2}, "n=2: a line of a batch has one answer"),
         ({"prompt": "a", "logprobs": 1}, "logprobs=1: a batch has no log-probabilities"),
-        ({"messages": MESSAGES, "tools": [{}]}, "tools=.*: tools are not supported yet"),
+        ({"messages": MESSAGES, "tools": [{}]}, "tools=.*: tools are for /v1/chat/completions"),
         ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "plain text"),
         ({"custom_id": "a"}, "url is missing; give it"),
         ({"body": {}}, "custom_id is missing; give it"),
@@ -279,7 +279,7 @@ def test_messages_for_a_model_without_a_template_are_a_plain_dialogue(codec, tok
         ([{"role": "user"}], r"messages\[0\].content is missing"),
         (["a"], r"messages\[0\]='a' is not a message"),
         ([{"role": "robot", "content": "a"}], r"messages\[0\].role='robot' does not fit; give"),
-        ([{"role": "tool", "content": "a"}], r"messages\[0\].role='tool': tools are not supported"),
+        ([{"role": "function", "content": "a"}], r"messages\[0\].role='function': tools are"),
         ([{"role": "user", "content": "\ud800"}], r"messages\[0\].content has half of a surrog"),
     ],
 )

@@ -84,7 +84,8 @@ def test_client_hints_change_no_response(served, fake, change):
 @pytest.mark.parametrize(
     ("path", "change", "param"),
     [
-        ("/chat/completions", {"tools": [{"type": "function"}]}, "tools"),
+        ("/chat/completions", {"tools": [{"type": "function"}]}, "tools[0].function"),
+        ("/completions", {"tools": [{"type": "function"}]}, "tools"),
         ("/chat/completions", {"temperture": 1}, "temperture"),
         ("/chat/completions", {"min_tokens": 5}, "min_tokens"),
         ("/chat/completions", {"skip_special_tokens": False}, "skip_special_tokens"),

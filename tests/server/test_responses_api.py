@@ -85,19 +85,20 @@ def test_response_with_kept_tokens(served):
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools are not supported yet; leave it out"),
-        ({"text": {"format": {"type": "json_object"}}}, "text", "answers are plain text; leave"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools are for /v1/chat/completions"),
+        ({"text": {"format": {"type": "json"}}}, "text.format", "give a type of text, json_object"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "give a JSON schema"),
         ({"previous_response_id": "resp-1"}, "previous_response_id", "no responses are stored"),
         ({"background": True}, "background", "while the client waits"),
         ({"input": []}, "input", "input is empty; give at least one"),
         ({"input": 5}, "input", "input=5 does not fit"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content", "part of type 'input_image'; only text is supported"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0]", "tools are not supported yet"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0]", "tools are supported in the"),
         ({"n": 2}, "n", "a response has one output"),
         ({"max_tokens": 2}, "max_tokens", "give max_output_tokens"),
         ({"max_output_token": 2}, "max_output_token", "did you mean max_output_tokens"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "answers are plain text"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "give text.format"),
     ],
 )  # fmt: skip
 def test_unsupported_fields_raise_with_their_names(served, fake, change, param, words):

@@ -15,9 +15,14 @@ _UNFINISHED = "\ufffd"
 class Detokenizer:
     """Passes on text once it can no longer change: a character may need several tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        skip_special_tokens: bool = True,
+    ) -> None:
         self.token_ids: list[int] = []
-        self._tokenizer = tokenizer
+        self._tokenizer, self._skips_special = tokenizer, skip_special_tokens
         # The tokens of the last text that was passed on and those after it, and the number of
         # tokens whose text was passed on.
         self._window = list(prompt[-_LEAD:])
@@ -35,9 +40,9 @@ class Detokenizer:
 
     def _next(self, is_end: bool = False) -> str:
         # Decode with some earlier tokens: a decoder may drop the space at the start.
-        tokens, decode = self._window, self._tokenizer.decode
-        shown = str(decode(tokens[: self._num_shown], skip_special_tokens=True))
-        piece = str(decode(tokens, skip_special_tokens=True))[len(shown) :]
+        tokens, decode, skips = self._window, self._tokenizer.decode, self._skips_special
+        shown = str(decode(tokens[: self._num_shown], skip_special_tokens=skips))
+        piece = str(decode(tokens, skip_special_tokens=skips))[len(shown) :]
         if not piece or (piece.endswith(_UNFINISHED) and not is_end):
             return ""
         self._window = tokens[self._num_shown :]

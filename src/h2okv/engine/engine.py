@@ -35,6 +35,7 @@ from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
 from h2okv.engine.serving import length_limits
+from h2okv.engine.structured import GrammarCompiler
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import enable, input_device
 from h2okv.integration.layer_budgets import with_measured_budgets
@@ -127,6 +128,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens, self.prefix_cache)
         self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)
+        self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos)
         self._counters = EngineStats()
 
     def step(self) -> bool:
@@ -226,7 +228,8 @@ class Engine:
             self._end(request)
             return
         for index in range(request.params.n):
-            sampler = Sampler(self.model, request.params, request.prompt, index)
+            token_mask = request.grammar_mask and request.grammar_mask.copy()
+            sampler = Sampler(self.model, request.params, request.prompt, index, token_mask)
             request.outputs.append(Output(request, index, sampler, self.tokenizer))
         logits = logits[-1:].expand(request.params.n, -1)
         self._sample(request.outputs, logits, in_pool=False)
@@ -369,6 +372,7 @@ class Engine:
             matches = (saved for saved in self._prefixes if tokens[:-1][: len(saved)] == saved)
             prefix = max(matches, key=len, default=())
         room = UNLIMITED if self.max_context is None else self.max_context - len(tokens)
+        grammar = params.grammar
         return Request(
             prompt=tokens,
             params=params,
@@ -378,6 +382,7 @@ class Engine:
             ),
             notify=notify,
             kept_every=kept_every,
+            grammar_mask=None if grammar is None else self._grammars.compile(grammar),
         )
 
     def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
@@ -389,10 +394,14 @@ class Engine:
         self._check_tokens("the prompt: token", tokens)
         return tuple(map(int, tokens))
 
+    @property
+    def _vocab_size(self) -> int:
+        table: Any = self.model.get_input_embeddings()
+        return int(table.weight.shape[0])
+
     def _check_tokens(self, name: str, tokens: Iterable[Any]) -> None:
         """Raise ValueError for anything but a token of the model's vocabulary."""
-        table: Any = self.model.get_input_embeddings()
-        vocabulary = table.weight.shape[0]
+        vocabulary = self._vocab_size
         for token in tokens:
             is_int = isinstance(token, Integral) and not isinstance(token, bool)
             if not is_int or not 0 <= token < vocabulary:

@@ -20,6 +20,7 @@ from h2okv.engine.outputs import (
 )
 from h2okv.engine.sampler import Sampler
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.engine.structured import GrammarMask
 
 Event = OutputDelta | Exception | None
 """Message to a client: a delta, the error of its request, or ``None`` at the end."""
@@ -82,7 +83,8 @@ class Output:
         self.request, self.sampler = request, sampler
         self.completion = Completion(index)
         self.tokens = self.completion.token_ids
-        self._detokenizer = Detokenizer(tokenizer, request.prompt)
+        skips_special = request.params.skip_special_tokens
+        self._detokenizer = Detokenizer(tokenizer, request.prompt, skips_special)
         self._text = StopText(request.params.stop, strips_start=False)
         self.lookup = PromptLookup()
         self.saved: str | None = None  # key of the newest state that decoding has saved
@@ -124,6 +126,7 @@ class Request:
     start: PromptStart
     notify: Callable[[Event], None]  # called in the engine's thread
     kept_every: int | None = None  # new tokens between two reports of what the cache holds
+    grammar_mask: GrammarMask | None = None  # before the first token, copied for each output
     num_prefilled: int = 0
     saves: dict[int, str] = field(default_factory=dict)  # keys of states to save, by their lengths
     outputs: list[Output] = field(default_factory=list)  # once the prompt is prefilled

@@ -15,9 +15,12 @@ Unsupported = Mapping[str, tuple[Any, ...]]
 """Unsupported fields: the reason, and the values that have no effect."""
 
 SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams)) - {
-    "prompt_logprobs"
+    "prompt_logprobs",
+    "grammar",
+    "skip_special_tokens",
 }
-_TOOLS = "tools are not supported yet; leave it out"
+_TOOLS = "tools are for /v1/chat/completions; leave it out"
+_FUNCTIONS = "functions are given as tools, and function_call as tool_choice; use these"
 _PLAIN_TEXT = "answers are plain text; leave it out"
 _TEXT_ONLY = "answers are text only; leave it out, or give ['text']"
 _STORED = "no responses are stored; send the whole conversation"
@@ -25,9 +28,9 @@ _UNKNOWN = "this is not supported; leave it out"
 UNSUPPORTED: Unsupported = {
     "tools": (_TOOLS,),
     "tool_choice": (_TOOLS, "none", "auto"),
-    "functions": (_TOOLS,),
-    "function_call": (_TOOLS, "none", "auto"),
-    "web_search_options": (_TOOLS,),
+    "functions": (_FUNCTIONS,),
+    "function_call": (_FUNCTIONS, "none", "auto"),
+    "web_search_options": ("there is no web search; leave it out",),
     "response_format": (_PLAIN_TEXT, {"type": "text"}),
     "structured_outputs": (_PLAIN_TEXT,),
     "modalities": (_TEXT_ONLY, ["text"]),

@@ -15,6 +15,7 @@ from transformers.generation import logits_process
 
 from h2okv.engine.outputs import RequestFailedError, TokenLogprob
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.engine.structured import TokenMask
 
 NOT_A_NUMBER = (
     "the model's output is not a number (NaN); its data type may be too narrow, try dtype float32"
@@ -117,14 +118,20 @@ class Sampler:
     """Chooses the tokens of one output, independent of the other sequences of the batch."""
 
     def __init__(
-        self, model: PreTrainedModel, params: SamplingParams, prompt: Sequence[int], index: int = 0
+        self,
+        model: PreTrainedModel,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        index: int = 0,
+        token_mask: TokenMask | None = None,
     ) -> None:
         self.params = params
         self.warpers = _warpers(params)
         # Samplers with equal values share one call of the warpers.
         self.warping = tuple(getattr(params, name) for name in _WARPERS)
         self._text_processors = _text_processors(model, params, len(prompt))
-        self.sees_text = bool(self._text_processors)
+        self._token_mask = token_mask
+        self.sees_text = bool(self._text_processors) or token_mask is not None
         self._prompt = prompt
         self.generator = None if params.is_greedy else torch.Generator()
         if self.generator is not None:
@@ -135,8 +142,12 @@ class Sampler:
 
     def process(self, logits: Any, text: Sequence[int]) -> Any:
         """Apply the processors that depend on the new tokens to fp32 ``[1, V]`` on the CPU."""
-        so_far: Any = torch.tensor([[*self._prompt, *text]])
-        return self._text_processors(so_far, logits)
+        if self._text_processors:
+            so_far: Any = torch.tensor([[*self._prompt, *text]])
+            logits = self._text_processors(so_far, logits)
+        if self._token_mask is not None:  # last: no bias makes another token possible
+            logits = logits.masked_fill(~self._token_mask.mask(text), -math.inf)
+        return logits
 
 
 def sample(

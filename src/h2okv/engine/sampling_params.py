@@ -58,6 +58,9 @@ class SamplingParams:
         logprobs: Number of alternatives returned with the log-probability of each new token;
             ``None`` for no log-probabilities.
         prompt_logprobs: Likewise for the prompt's tokens.
+        skip_special_tokens: Whether the text leaves out special tokens.
+        grammar: A grammar, in the Lark syntax of llguidance, that outputs follow up to their end
+            token, such as ``h2okv.engine.structured.json_grammar(schema)``; ``None`` for any text.
 
     Raises:
         ValueError: If a value has the wrong type or is out of range; integers are converted to
@@ -80,15 +83,19 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self, _LIMITS)
         if self.top_p == 0:
             raise ValueError("top_p=0 leaves no token to draw; give more than 0, at most 1.")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(
-                f"ignore_eos must be True or False, got {short_repr(self.ignore_eos)}."
-            )
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                value = short_repr(getattr(self, name))
+                raise ValueError(f"{name} must be True or False, got {value}.")
+        if self.grammar is not None and not isinstance(self.grammar, str):
+            raise ValueError(f"grammar must be a text, got {short_repr(self.grammar)}.")
         fields = vars(self)  # the dataclass is frozen
         fields["temperature"] = 0.0 if self.temperature < _GREEDY_BELOW else self.temperature
         fields["stop"] = _listed("stop", self.stop, "a text, or a list of them")

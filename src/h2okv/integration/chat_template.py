@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from h2okv.integration.messages import Conversation
+from h2okv.integration.tool_messages import as_plain_messages, takes_tools
 from h2okv.records import unknown_name
 
 if TYPE_CHECKING:
@@ -54,6 +55,18 @@ def chat_text(
     chat = messages
     if not isinstance(chat, Conversation):
         chat = Conversation(chat, to_answer, None if to_answer is None else False)
+    has_tools = bool(chat.tools) or any(
+        message["role"] == "tool" or "tool_calls" in message for message in chat.messages
+    )
+    if has_tools and not takes_tools(tokenizer):
+        plain = as_plain_messages(chat.messages, chat.tools)
+        chat = replace(
+            chat,
+            messages=plain,
+            tools=(),
+            add_generation_prompt=chat.begins_answer,
+            continue_final_message=chat.continues,
+        )
     *earlier, final = chat.messages
     continues, begins_answer = chat.continues, chat.begins_answer
     if continues and final["role"] == "assistant" and not final["content"]:
@@ -70,6 +83,7 @@ def chat_text(
         return str(
             apply(
                 list(chat.messages),
+                tools=list(chat.tools) or None,
                 tokenize=False,
                 add_generation_prompt=begins_answer,
                 continue_final_message=continues,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,8 +15,11 @@ Message = dict[str, Any]
 EMPTY: tuple[Any, ...] = (None, [], {}, "")
 """Values that mean the same as leaving a field out."""
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-_TEMPLATE_FIELDS = ("name", "reasoning", "reasoning_content")
+_ROLES = {
+    "system": "system", "developer": "system", "user": "user", "assistant": "assistant",
+    "tool": "tool",
+}  # fmt: skip
+_TEMPLATE_FIELDS = ("name", "reasoning", "reasoning_content", "tool_call_id")
 _IGNORED_FIELDS = frozenset(
     {"annotations", "cache_control", "created_at", "id", "metadata", "phase", "prefix",
      "provider_specific_fields", "reasoning_details", "status", "thinking_blocks", "timestamp",
@@ -28,9 +32,16 @@ _IGNORED_PART_FIELDS = frozenset(
     {"annotations", "cache_control", "citations", "id", "logprobs", "prompt_cache_breakpoint",
      "signature"}
 )  # fmt: skip
-_TOOLS = "tools are not supported yet; leave out tools, tool calls and tool messages"
+_CHATS_ONLY = (
+    "tools are supported in the form of OpenAI's chats; give tool_calls of assistants, and messages"
+    " of role tool"
+)
 _TEXT_ONLY = "only text is supported; leave it out"
 _EXAMPLE = '{"role": "user", "content": "..."}'
+_CALL_EXAMPLE = '{"id": "...", "type": "function", "function": {"name": "f", "arguments": "{}"}}'
+_TOOL_EXAMPLE = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}'
+_SIGNATURE = ("name", "description", "parameters")
+"""Fields of a function that a model sees."""
 
 
 class FieldError(ValueError):
@@ -56,17 +67,17 @@ def format_path(path: Sequence[str | int]) -> str:
 
 
 def tools_error(path: Sequence[str | int], value: Any) -> FieldError:
-    """Return the error of a field that needs tools."""
-    return FieldError(path, f"={short_repr(value)}: {_TOOLS}")
+    """Return the error of tools in another form than that of OpenAI's chats."""
+    return FieldError(path, f"={short_repr(value)}: {_CHATS_ONLY}")
 
 
 def read_messages(messages: Any) -> list[Message]:
     """Parse messages of OpenAI's chat completions, or input items of OpenAI's responses.
 
     Args:
-        messages: A list of objects with ``role`` (system, developer, user, assistant) and
-            ``content``, a text, ``None`` or a list of text parts. Hints that change no answer and
-            separate reasoning items are dropped.
+        messages: A list of objects with ``role`` (system, developer, user, assistant, tool) and
+            ``content``, a text, ``None`` or a list of text parts; assistants may have
+            ``tool_calls``. Hints that change no answer and separate reasoning items are dropped.
 
     Returns:
         Messages for chat templates, with a text as ``content``.
@@ -93,14 +104,16 @@ def _read_message(message: Any, at: int) -> Message:
     kind = message.get("type") or "message"
     if kind != "message":
         if not isinstance(kind, str) or "call" in kind or "tool" in kind or "mcp" in kind:
-            raise FieldError((at,), f": item of type {short_repr(kind)}; {_TOOLS}")
+            raise FieldError((at,), f": item of type {short_repr(kind)}; {_CHATS_ONLY}")
         raise FieldError((at,), f": item of type {short_repr(kind)}; only messages are supported")
     role = message.get("role")
-    if role in ("tool", "function"):
-        raise tools_error((at, "role"), role)
-    for name in ("tool_calls", "function_call", "tool_call_id"):
-        if message.get(name) not in EMPTY:
-            raise tools_error((at, name), message[name])
+    if role == "function" or message.get("function_call") not in EMPTY:
+        name = "role" if role == "function" else "function_call"
+        raise tools_error((at, name), message[name])
+    for name, owner in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
+        if message.get(name) not in EMPTY and role != owner:
+            problem = f" is for messages of role {owner}, got role={short_repr(role)}; leave it out"
+            raise FieldError((at, name), problem)
     if role is None:
         raise FieldError((at, "role"), " is missing; give it", "missing_field")
     if not isinstance(role, str) or role not in _ROLES:
@@ -108,23 +121,131 @@ def _read_message(message: Any, at: int) -> Message:
         raise FieldError((at, "role"), f"={short_repr(role)} does not fit; give one of {roles}")
     if "content" not in message and role != "assistant":
         raise FieldError((at, "content"), " is missing; give it", "missing_field")
-    return {
+    turn = {
         "role": _ROLES[role],
         "content": _read_content(message, at),
         **_read_template_fields(message, at),
     }
+    if (calls := message.get("tool_calls")) not in EMPTY:
+        turn["tool_calls"] = _read_tool_calls(calls, (at, "tool_calls"))
+    return turn
+
+
+def _read_tool_calls(calls: Any, path: tuple[str | int, ...]) -> list[dict[str, Any]]:
+    """Read the calls of an earlier answer, with arguments as objects, as templates take them."""
+    if not isinstance(calls, (list, tuple)):
+        raise FieldError(path, f"={short_repr(calls)} does not fit; give a list of tool calls")
+    read = []
+    for number, call in enumerate(calls):
+        at: tuple[str | int, ...] = (*path, number)
+        function = _read_function(call, at, _CALL_EXAMPLE)
+        name = _read_name(function, at)
+        arguments: Any = function.get("arguments")
+        if not isinstance(arguments, (str, Mapping)) and arguments is not None:
+            problem = f"={short_repr(arguments)} does not fit; give JSON in a string"
+            raise FieldError((*at, "function", "arguments"), problem)
+        if isinstance(arguments, str):
+            # What is no JSON object stays a text: the model wrote it, and may see it again.
+            parsed = parse_object(arguments)
+            arguments = arguments if arguments and parsed is None else parsed
+        arguments = {} if arguments is None else arguments
+        _check_writable(arguments, (*at, "function", "arguments"))
+        identifier = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        called = {"name": name, "arguments": arguments}
+        read.append({**identifier, "type": "function", "function": called})
+    return read
+
+
+def _read_function(entry: Any, path: tuple[str | int, ...], example: str) -> Mapping[str, Any]:
+    """Return the function of a tool or of a call; no other type is known."""
+    if not isinstance(entry, Mapping):
+        raise FieldError(path, f"={short_repr(entry)} does not fit; give such as {example}")
+    if (kind := entry.get("type") or "function") != "function":
+        problem = f"={short_repr(kind)} is not supported; give a function"
+        raise FieldError((*path, "type"), problem)
+    function = entry.get("function")
+    if not isinstance(function, Mapping):
+        problem = "is missing" if function is None else f"={short_repr(function)} does not fit"
+        problem = problem if problem.startswith("=") else f" {problem}"
+        raise FieldError((*path, "function"), f"{problem}; give such as {example}")
+    return function
+
+
+def _read_name(function: Mapping[str, Any], path: tuple[str | int, ...]) -> str:
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        problem = f"={short_repr(name)} does not fit; give a non-empty string"
+        raise FieldError((*path, "function", "name"), problem)
+    return _checked_text(name, (*path, "function", "name"))
+
+
+def parse_object(text: str) -> dict[str, Any] | None:
+    """Return a JSON object, or ``None`` for any other text."""
+    try:
+        value = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_writable(value: Any, path: Sequence[str | int]) -> None:
+    """Refuse a JSON value that a template could not write."""
+    try:
+        _checked_text(json.dumps(value, ensure_ascii=False, allow_nan=False), path)
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, FieldError):
+            raise
+        raise FieldError(path, f"={short_repr(value)} is not JSON; correct it") from error
+
+
+def read_tools(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Read a request's ``tools``; none with ``tool_choice="none"``, which lets it call none.
+
+    Returns:
+        Tools as chat templates take them, without hints that are not for the model.
+
+    Raises:
+        FieldError: If one of them is not a function, or not well formed.
+    """
+    tools = fields.get("tools")
+    if tools in EMPTY:
+        return []
+    if not isinstance(tools, (list, tuple)):
+        raise FieldError(("tools",), f"={short_repr(tools)} does not fit; give a list of functions")
+    read: list[dict[str, Any]] = []
+    for number, tool in enumerate(tools):
+        at = ("tools", number)
+        function = _read_function(tool, at, _TOOL_EXAMPLE)
+        _read_name(function, at)
+        for name, kind, remedy in (
+            ("description", str, "give a text"),
+            ("parameters", Mapping, "give a JSON schema"),
+            ("strict", bool, "give true or false"),
+        ):
+            value = function.get(name)
+            if value is not None and not isinstance(value, kind):
+                problem = f"={short_repr(value)} does not fit; {remedy}"
+                raise FieldError((*at, "function", name), problem)
+        signature = {name: function[name] for name in _SIGNATURE if function.get(name) is not None}
+        _check_writable(signature, at)
+        read.append({"type": "function", "function": signature})
+    return [] if fields.get("tool_choice") == "none" else read
 
 
 def _read_template_fields(message: Mapping[str, Any], at: int) -> Message:
     """Read the fields that only some templates use; refuse those that need more than text."""
     turn: Message = {}
     for name, value in message.items():
-        if value in EMPTY or name in ("role", "content", "refusal", *_IGNORED_FIELDS):
+        if value in EMPTY or name in ("role", "content", "refusal", "tool_calls", *_IGNORED_FIELDS):
             continue
         if name in _TEMPLATE_FIELDS:
             if isinstance(value, str):
                 turn[name] = _checked_text(value, (at, name))
-            elif name == "name":
+            elif name in ("name", "tool_call_id"):
                 problem = f"={short_repr(value)} does not fit; give a valid string"
                 raise FieldError((at, name), problem)
         elif name in ("audio", "images"):
@@ -153,7 +274,7 @@ def _read_part(content: Any, path: tuple[str | int, ...]) -> str:
     if kind in _REASONING_PARTS:
         return ""
     if kind in ("tool_use", "tool_result", "tool_call"):
-        raise FieldError(path[:-1], f": part of type {short_repr(kind)}; {_TOOLS}")
+        raise FieldError(path[:-1], f": part of type {short_repr(kind)}; {_CHATS_ONLY}")
     if kind not in (*_TEXT_PARTS, "refusal"):
         such = "only text is supported, so give parts such as {'type': 'text', 'text': '...'}"
         raise FieldError(path[:-1], f": part of type {short_repr(kind)}; {such}")
@@ -190,6 +311,7 @@ class Conversation:
         continue_final_message: Whether the text ends within the final message; ``None``: if that is
             an assistant's and ``add_generation_prompt`` is not true.
         template_kwargs: Further variables of the template.
+        tools: Functions that the model may call, as `read_tools` returns them.
 
     Raises:
         FieldError: If the switches contradict each other, or a switch is not a bool.
@@ -199,6 +321,7 @@ class Conversation:
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
         for name in ("add_generation_prompt", "continue_final_message"):
@@ -211,12 +334,22 @@ class Conversation:
                 ("continue_final_message",),
                 "=true contradicts add_generation_prompt=true; give one of them",
             )
+        if self.continue_final_message and self._ends_in_calls:
+            raise FieldError(
+                ("continue_final_message",),
+                "=true cannot continue a message with tool_calls; give the tools' results",
+            )
+
+    @property
+    def _ends_in_calls(self) -> bool:
+        return bool(self.messages) and "tool_calls" in self.messages[-1]
 
     @property
     def continues(self) -> bool:
         """Whether the answer goes on within the final message."""
         if self.continue_final_message is None:
-            return not self.add_generation_prompt and self.messages[-1]["role"] == "assistant"
+            is_answer = self.messages[-1]["role"] == "assistant" and not self._ends_in_calls
+            return is_answer and not self.add_generation_prompt
         return self.continue_final_message
 
     @property
@@ -238,7 +371,8 @@ def read_conversation(fields: Mapping[str, Any], name: str = "messages") -> Conv
 
     Args:
         fields: A request, of which ``add_generation_prompt``, ``continue_final_message``,
-            ``chat_template_kwargs`` and ``reasoning_effort`` are read as well.
+            ``chat_template_kwargs``, ``reasoning_effort``, ``tools`` and ``tool_choice`` are read
+            as well.
         name: The field with the messages.
 
     Returns:
@@ -262,9 +396,11 @@ def read_conversation(fields: Mapping[str, Any], name: str = "messages") -> Conv
     }
     for variable in variables:
         if variable == "tools":
-            raise tools_error((field_name, variable), variables[variable])
+            problem = " is not a template's variable; give tools as a field of the request"
+            raise FieldError((field_name, variable), problem)
         if variable in _RESERVED:
             raise FieldError((field_name, variable), " is not a template's variable; leave it out")
     if fields.get("reasoning_effort") is not None:
         variables.setdefault("reasoning_effort", fields["reasoning_effort"])
-    return Conversation(messages, **switches, template_kwargs=variables)
+    tools = read_tools(fields)
+    return Conversation(messages, **switches, template_kwargs=variables, tools=tools)

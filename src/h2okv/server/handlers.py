@@ -21,6 +21,7 @@ from h2okv.server.errors import ApiError, as_api_error, invalid, timed_out
 from h2okv.server.metrics import Metrics, RequestMetrics
 from h2okv.server.protocol import DetokenizeRequest, SampledRequest, TokenizeRequest, read_body
 from h2okv.server.responses import ResponseBuilder
+from h2okv.server.structured import CallSyntax
 from h2okv.server.tokenization import Prompt, PromptReader, TokenText, off_the_loop
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Handlers:
         self.metrics = Metrics(engine)
         self.reader = PromptReader(engine.tokenizer, engine.max_prompt_tokens)
         self.tokens = TokenText(engine.tokenizer)
+        self.call_syntax = CallSyntax.of(engine.tokenizer)
         self._any_length = PromptReader(engine.tokenizer)
 
     @property
@@ -135,6 +137,10 @@ class TextRoute:
         """Check a request and tokenize its prompts; generates nothing yet."""
         body, size = await self.handlers.read(request, self.kind)
         texts, params = body.prompts, body.params(self.engine.model_sampling)
+        syntax = self.handlers.call_syntax
+        params = dataclasses.replace(params, grammar=body.grammar(syntax))
+        if body.may_call and syntax.special_markers:  # the text would be without them
+            params = dataclasses.replace(params, skip_special_tokens=False)
         n, max_choices = params.n, self.settings.max_choices
         if len(texts) * n > max_choices:
             raise invalid(

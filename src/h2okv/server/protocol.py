@@ -25,10 +25,17 @@ from pydantic_core import PydanticCustomError
 from h2okv.config import Budget
 from h2okv.engine.request_fields import UNSUPPORTED, Unsupported, known_fields, sampling_values
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.engine.structured import json_grammar
 from h2okv.integration.messages import Conversation, FieldError, format_path, read_conversation
 from h2okv.records import short_repr
 from h2okv.server import responses
 from h2okv.server.errors import ApiError, invalid
+from h2okv.server.structured import (
+    CallSyntax,
+    answer_grammar,
+    read_response_format,
+    read_tool_choice,
+)
 from h2okv.server.tokenization import off_the_loop
 
 _NAME = re.compile(r"(\w+)[\[=:]")
@@ -58,6 +65,10 @@ class Strict(BaseModel):
     def _read_fields(cls, value: Any) -> Any:
         is_object = isinstance(value, dict)
         return known_fields(value, cls.model_fields, cls.unsupported) if is_object else value
+
+
+def _without(unsupported: Unsupported, *names: str) -> Unsupported:
+    return {name: reason for name, reason in unsupported.items() if name not in names}
 
 
 class StreamOptions(Strict):
@@ -90,7 +101,7 @@ class CacheChoice(Strict):
 class SampledRequest(Strict):
     """Common fields of all requests for text; ``null`` means the same as a missing field."""
 
-    unsupported: ClassVar[Unsupported] = UNSUPPORTED
+    unsupported: ClassVar[Unsupported] = _without(UNSUPPORTED, "response_format")
     path: ClassVar[str]
     builder: ClassVar[type[responses.ResponseBuilder]]
     default_max_tokens: ClassVar[int | None] = None
@@ -114,11 +125,18 @@ class SampledRequest(Strict):
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[Integer], Field(max_length=1024)] | None = None
+    response_format: Any = None
     # Only of this server.
     h2o: Annotated[CacheChoice, NULL_IS_EMPTY] = CacheChoice()
 
+    _schema: Mapping[str, Any] | None = PrivateAttr(default=None)  # that answers must fit
+
     @model_validator(mode="after")
     def _streams(self) -> Self:
+        try:
+            self._schema = read_response_format(self.response_format)
+        except FieldError as error:
+            raise error.within("response_format") from error
         return self._need("stream_options", self.stream_options is None, "stream")
 
     @property
@@ -140,6 +158,15 @@ class SampledRequest(Strict):
         """Return parameters that have other names, or values, than their fields."""
         return {}
 
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call tools."""
+        return False
+
+    def grammar(self, syntax: CallSyntax) -> str | None:
+        """Return the grammar that answers must follow; ``None`` for any text."""
+        return None if self._schema is None else json_grammar(self._schema)
+
     def params(self, standard: Mapping[str, float]) -> SamplingParams:
         """Return the sampling parameters; missing ones are taken from ``standard``."""
         try:
@@ -153,7 +180,8 @@ class SampledRequest(Strict):
 
     def field_of(self, parameter: str) -> str:
         """Return the field that a parameter of `SamplingParams` came from."""
-        return "logprobs" if parameter == "prompt_logprobs" else parameter
+        names = {"prompt_logprobs": "logprobs", "grammar": "response_format"}
+        return names.get(parameter, parameter)
 
     def refusal(self, error: ValueError) -> ApiError:
         """Translate the error of a parameter into that of the field that it came from."""
@@ -169,6 +197,8 @@ class Templated(Strict):
     """Messages, and how the model's chat template is applied to them."""
 
     messages: Any = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -195,6 +225,9 @@ class Templated(Strict):
 class ChatRequest(SampledRequest, Templated):
     """A request for the next message of a chat."""
 
+    unsupported: ClassVar[Unsupported] = _without(
+        SampledRequest.unsupported, "tools", "tool_choice"
+    )
     path: ClassVar[str] = "/v1/chat/completions"
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.ChatResponseBuilder
 
@@ -202,10 +235,34 @@ class ChatRequest(SampledRequest, Templated):
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
+    parallel_tool_calls: bool | None = None
+
+    _choice: str | Mapping[str, str] = PrivateAttr("auto")
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
+        names = [tool["function"]["name"] for tool in self.conversation.tools]
+        try:
+            self._choice = read_tool_choice(self.tool_choice, names)
+        except FieldError as error:
+            raise error.within("tool_choice") from error
         return self._need("top_logprobs", self.top_logprobs is None, "logprobs")
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self.conversation.tools)
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many calls an answer may have; ``None`` for any number."""
+        return 1 if self.parallel_tool_calls is False else None
+
+    def grammar(self, syntax: CallSyntax) -> str | None:
+        tools, is_parallel = self.conversation.tools, self.max_calls is None
+        try:
+            return answer_grammar(self._schema, tools, self._choice, is_parallel, syntax)
+        except FieldError as error:
+            raise _field_error(error) from error
 
     @property
     def prompts(self) -> list[Any]:
@@ -217,6 +274,8 @@ class ChatRequest(SampledRequest, Templated):
     def field_of(self, parameter: str) -> str:
         if parameter == "max_tokens" and self.max_tokens is None:
             return "max_completion_tokens"
+        if parameter == "grammar":
+            return "response_format" if self._choice in ("auto", "none") else "tools"
         return "top_logprobs" if parameter == "logprobs" else parameter
 
 
@@ -274,6 +333,7 @@ class ResponsesRequest(SampledRequest):
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.ResponsesBuilder
     unsupported: ClassVar[Unsupported] = {
         **UNSUPPORTED,
+        "response_format": ("a response has no such field; give text.format",),
         "n": ("a response has one output; leave it out", 1),
         "max_tokens": ("a response has no such field; give max_output_tokens",),
         "logprobs": ("a response has no log-probabilities; leave it out", False),
@@ -301,15 +361,16 @@ class ResponsesRequest(SampledRequest):
             system = {"role": "system", "content": self.instructions}
             chat = dataclasses.replace(chat, messages=[system, *chat.messages])
         self._conversation = chat
+        stated = (self.text or {}).get("format")  # verbosity is only a hint
+        if isinstance(stated, dict) and stated.get("type") == "json_schema":
+            stated = {"type": "json_schema", "json_schema": stated}
+        try:
+            self._schema = read_response_format(stated)
+        except FieldError as error:
+            path = [step for step in error.path if step != "json_schema"]
+            problem = FieldError(("text", "format", *path), error.problem, error.code)
+            raise problem from error
         return self
-
-    @field_validator("text")
-    @classmethod
-    def _plain(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Raise an error for other formats than text; verbosity is only a hint."""
-        if (value or {}).get("format") not in (None, {"type": "text"}):
-            raise FieldError((), f"={short_repr(value)}: answers are plain text; leave it out")
-        return value
 
     @field_validator("include")
     @classmethod
@@ -328,7 +389,8 @@ class ResponsesRequest(SampledRequest):
         return {"max_tokens": self.max_output_tokens}
 
     def field_of(self, parameter: str) -> str:
-        return "max_output_tokens" if parameter == "max_tokens" else parameter
+        names = {"max_tokens": "max_output_tokens", "grammar": "text"}
+        return names.get(parameter, parameter)
 
 
 class TokenizeRequest(Templated):

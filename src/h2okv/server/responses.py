@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 from h2okv.engine.outputs import Completion, KeptTokens, OutputDelta, PromptRead, TokenLogprob
 from h2okv.server.tokenization import Prompt, TokenText
+from h2okv.server.tools import Segment, ToolCall, ToolCallParser
 
 _FINGERPRINT = "h2okv"
 """OpenAI's ``system_fingerprint``: the same seed gives the same text only on the same server."""
@@ -114,15 +115,56 @@ class ResponseBuilder(ABC):
         }
 
 
+def _as_object(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _as_deltas(call: ToolCall, number: int) -> Iterable[dict[str, Any]]:
+    """Yield what a stream says of a call: first its id and name, then its arguments."""
+    yield {"index": number, **_as_object(replace(call, arguments=""))}
+    yield {"index": number, "function": {"arguments": call.arguments}}
+
+
 class ChatResponseBuilder(ResponseBuilder):
     """An assistant's messages."""
 
     kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._parsers: dict[int, ToolCallParser] = defaultdict(ToolCallParser)
+        self._num_calls: dict[int, int] = defaultdict(int)
+
     def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": output.text}
+        message: dict[str, Any] = {"role": "assistant", "content": output.text}
+        if self.body.may_call:
+            segments = self._segments(output.index, output.text, is_end=True)
+            text = "".join(segment for segment in segments if isinstance(segment, str))
+            calls = [segment for segment in segments if isinstance(segment, ToolCall)]
+            if calls:
+                message |= {"content": text or None, "tool_calls": [*map(_as_object, calls)]}
+        reason = self._reason(output.index, finish_reason)
         fields = {"message": message, "logprobs": self._logprobs(output.logprobs)}
-        return super()._choice(output, finish_reason) | fields
+        return super()._choice(output, reason) | fields
+
+    def _segments(self, index: int, text: str, is_end: bool) -> list[Segment]:
+        """Return the next segments of an output, and count its calls."""
+        if not self.body.may_call:
+            return [text] if text else []
+        parser, limit = self._parsers[index], self.body.max_calls
+        segments = [*parser.add(text), *(parser.end() if is_end else ())]
+        passed: list[Segment] = []
+        for segment in segments:
+            if isinstance(segment, ToolCall):
+                if self._num_calls[index] == limit:
+                    continue
+                self._num_calls[index] += 1
+            passed.append(segment)
+        return passed
+
+    def _reason(self, index: int, reason: str) -> str:
+        return "tool_calls" if self._num_calls[index] and reason == "stop" else reason
 
     def opening(self) -> Iterable[dict[str, Any]]:
         for output in self.outputs:
@@ -130,14 +172,24 @@ class ChatResponseBuilder(ResponseBuilder):
             yield self._chunk(output.index, None, delta=delta, logprobs=None)
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
-        text, kept_field = delta.text, self._kept_field(delta.index, delta.kept)
+        index, more = delta.index, self._kept_field(delta.index, delta.kept)
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
-        if text or kept_field or logprobs:
-            yield self._chunk(
-                delta.index, None, delta={"content": text}, logprobs=logprobs, **kept_field
-            )
+        before, is_end = self._num_calls[index], delta.finish_reason is not None
+        entries: list[dict[str, Any]] = []
+        for segment in self._segments(index, delta.text, is_end):
+            if isinstance(segment, str):
+                entries.append({"content": segment})
+            else:
+                entries += [{"tool_calls": [entry]} for entry in _as_deltas(segment, before)]
+                before += 1
+        if not entries and (more or logprobs):
+            entries = [{"content": ""}]
+        for entry in entries:
+            yield self._chunk(index, None, delta=entry, logprobs=logprobs, **more)
+            logprobs, more = None, {}  # with the first one
         if delta.finish_reason is not None:
-            yield self._chunk(delta.index, delta.finish_reason, delta={}, logprobs=None)
+            reason = self._reason(index, delta.finish_reason)
+            yield self._chunk(index, reason, delta={}, logprobs=None)
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         def fields(token: int, logprob: float) -> dict[str, Any]:
@@ -253,7 +305,7 @@ class ResponsesBuilder(ResponseBuilder):
             "output": [self._choice(self.outputs[0], self._status)] if is_over else [],
             "usage": self._usage() if is_over else None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tools": [],
             "tool_choice": "none",
             "parallel_tool_calls": False,
