@@ -107,6 +107,8 @@ def answer_grammar(
     if not tools or choice == "none" or (choice == "auto" and schema is None):
         return None if schema is None else json_grammar(schema)
     functions = [tool["function"] for tool in tools]
+    if choice == "auto" and schema is not None and syntax.form == "llama":
+        return json_grammar(_either(schema, functions))
     if isinstance(choice, Mapping):
         functions = [entry for entry in functions if entry["name"] == choice["name"]][:1]
         is_parallel = False
@@ -133,6 +135,21 @@ def answer_grammar(
             f"arguments_{number}: {json_rule(_parameters(function, number))}",
         ]
     return "\n".join(lines)
+
+
+def _either(schema: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return a schema of answers that fit another, or are a call: both begin alike."""
+    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": entry["name"]}, "parameters": {"type": "object"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for entry in functions
+    ]
+    return {**definitions, "anyOf": [schema, *calls]}
 
 
 def _parameters(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:

@@ -1,0 +1,258 @@
+"""Tool calls: parsed the same however the text is cut, and sent as OpenAI sends them."""
+
+import copy
+import json
+
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from h2okv.engine.outputs import OutputDelta, PromptRead
+from h2okv.server.tools import ToolCall, ToolCallParser
+
+F = '{"name": "f", "arguments": {"a": "}\\"{ </tool_call>"}}'
+G = '{"name": "g", "parameters": {}}'
+CALL_F, CALL_G = ToolCall("f", '{"a": "}\\"{ </tool_call>"}'), ToolCall("g", "{}")
+ANSWERS = [
+    # Hermes and Qwen.
+    (f"<tool_call>\n{F}\n</tool_call>", [CALL_F]),
+    (f"Let me see.\n\n<tool_call>{F}</tool_call>", ["Let me see.", CALL_F]),
+    (f"<tool_call>{F}</tool_call>\n<tool_call>\n{G}\n</tool_call>\n", [CALL_F, CALL_G]),
+    (f"<tool_call>{F}\n{G}</tool_call>", [CALL_F, CALL_G]),
+    (f"<tool_call>{F}", [CALL_F]),
+    (f"<tool_call>{F}</tool_call>\nDone. ", [CALL_F, "Done."]),
+    (f"See: <tool_call>{G}</tool_call>\nDone.", ["See:", CALL_G, " \nDone."]),
+    # Llama 3.
+    (G, [CALL_G]),
+    (f"<|python_tag|>{G}", [CALL_G]),
+    (f"<|python_tag|>{G}; {F}", [CALL_G, CALL_F]),
+    (f"\n{G}\n{F}", [CALL_G, CALL_F]),
+    (f"[{F}, {G}]", [CALL_F, CALL_G]),
+    ('{"type": "function", "name": "g", "parameters": {}}', [CALL_G]),
+    # Qwen2.5-Coder.
+    (f"```json\n{F}\n```", [CALL_F]),
+    (f"```json\n{F}\n```\n```json\n{G}\n```\nDone.", [CALL_F, CALL_G, "Done."]),
+    # Arguments as JSON in a string; names that no tool has.
+    ('<tool_call>{"name": "h", "arguments": "{\\"a\\": 5}"}</tool_call>',
+     [ToolCall("h", '{"a": 5}')]),
+    ('{"name": "ü", "arguments": {"a": "🙂"}}', [ToolCall("ü", '{"a": "🙂"}')]),
+    ('{"name": "f", "arguments": {"a": "\\ud800"}}', [ToolCall("f", '{"a": "\\ud800"}')]),
+    # What is no call is text, as it is.
+    ("", []),
+    ("  Hello, <tool> \n", ["  Hello, <tool> \n"]),
+    ("Hello <tool_ca", ["Hello <tool_ca"]),
+    ("<tool_call>", ["<tool_call>"]),
+    ("<tool_call>{bad}</tool_call>", ["<tool_call>{bad}</tool_call>"]),
+    (f"<tool_call>{F[:-3]}", [f"<tool_call>{F[:-3]}"]),
+    (f"<tool_call>{F[:-3]}</tool_call> <tool_call>{G}</tool_call>",
+     [f"<tool_call>{F[:-3]}</tool_call>", CALL_G]),
+    (f'<tool_call>{{"a": "5" tall"}}</tool_call> <tool_call>{G}</tool_call>',
+     ['<tool_call>{"a": "5" tall"}</tool_call>', CALL_G]),
+    ('<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
+    ('{"name": "f", "arguments": 5}', ['{"name": "f", "arguments": 5}']),
+    ('{"name": "f", "arguments": {"a": NaN}}', ['{"name": "f", "arguments": {"a": NaN}}']),
+    ('{"name": "\\ud800", "arguments": {}}', ['{"name": "\\ud800", "arguments": {}}']),
+    (f"[{F}, 5]", [f"[{F}, 5]"]),
+    ('{"city": "Paris"}', ['{"city": "Paris"}']),
+    ('```json\n{"city": "Paris"}\n```', ['```json\n{"city": "Paris"}\n```']),
+    (f"So {G}", [f"So {G}"]),
+    (f"{G}, as {G}", [CALL_G, f", as {G}"]),
+    ('<|python_tag|>search.call(query="a")', ['<|python_tag|>search.call(query="a")']),
+    (f"<tool_call>{'[' * 300}", [f"<tool_call>{'[' * 300}"]),
+]  # fmt: skip
+
+
+def read(text, cuts):
+    parser, parts = ToolCallParser(), []
+    edges = [0, *sorted(cuts), len(text)]
+    for start, stop in zip(edges, edges[1:], strict=False):
+        parts += parser.add(text[start:stop])
+    parts += parser.end()
+    joined = []
+    for part in parts:
+        if isinstance(part, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    return joined
+
+
+@pytest.mark.parametrize(("text", "expected"), ANSWERS, ids=[text[:40] for text, _ in ANSWERS])
+def test_calls_are_the_same_at_any_cut(text, expected):
+    assert read(text, []) == expected
+    assert read(text, range(1, len(text))) == expected
+    for cut in range(len(text)):
+        assert read(text, [cut]) == expected
+
+
+@given(st.data())
+def test_any_pieces_of_any_text_give_the_same_calls(data):
+    pieces = st.sampled_from(
+        ["<tool_call>", "</tool_call>", "<|python_tag|>", "```json", "```", F, G, F[:30], G[9:],
+         "{", "}", "[", '"', "\\", ";", ",", " ", "\n", "<", "Hello"]
+    )  # fmt: skip
+    text = "".join(data.draw(st.lists(pieces, max_size=8)))
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=6))
+    expected = read(text, [])
+    assert read(text, cuts) == expected == read(text, range(1, len(text)))
+    # Nothing but whitespace and what belongs to calls is lost.
+    if not any(isinstance(part, ToolCall) for part in expected):
+        assert "".join(expected) == text
+
+
+def test_text_is_not_held_back():
+    parser = ToolCallParser()
+    assert parser.add("{") == [] and parser.add('"city": 5') == ['{"city": 5']
+    assert parser.add(" Hello") == [" Hello"] and parser.add(" <tool") == []
+    assert parser.add("box>") == [" <toolbox>"]
+
+
+USER = {"role": "user", "content": "Hi"}
+TOOLS = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}},
+    {"type": "function", "function": {"name": "g"}},
+]
+CHAT = {"model": "fake", "messages": [USER], "tools": TOOLS}
+
+
+@pytest.fixture
+def scripted(served, fake):
+    """Return a server whose answers are the text in ``script``, character by character."""
+
+    async def pieces(prompt, params):
+        for index in range(params.n):
+            for at, letter in enumerate(fake.script):
+                is_last = at + 1 == len(fake.script)
+                reason = fake.ending if is_last else None
+                start = PromptRead(prompt) if at == 0 else None
+                yield OutputDelta(index, letter, (5,), finish_reason=reason, prompt=start)
+
+    fake.script, fake.ending, fake._pieces = "", "stop", pieces
+    with served.client() as served.only_client:
+        yield served
+
+
+def complete(served, script, **options):
+    served.engine.script = script
+    return served.only_client.chat.completions.create(**{**CHAT, **options})
+
+
+def accumulated(stream):
+    """Put a stream together as OpenAI's guide for clients does."""
+    content, calls, reasons = "", [], []
+    for chunk in stream:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        for call in choice.delta.tool_calls or []:
+            if call.index == len(calls):
+                assert call.id.startswith("call_") and call.type == "function"
+                assert call.function.name and call.function.arguments == ""
+                calls.append([call.function.name, ""])
+            else:
+                assert call.id is None and call.function.name is None
+                calls[call.index][1] += call.function.arguments
+        if choice.finish_reason:
+            reasons.append(choice.finish_reason)
+    return content, [tuple(call) for call in calls], reasons
+
+
+@pytest.mark.parametrize(
+    ("script", "content", "calls"),
+    [
+        (f"<tool_call>\n{F}\n</tool_call>", None, [CALL_F]),
+        (f"Well.\n<tool_call>{F}</tool_call>\n<tool_call>{G}</tool_call>", "Well.",
+         [CALL_F, CALL_G]),
+        (f"{G}; {F}", None, [CALL_G, CALL_F]),
+        ("Hello.\n", "Hello.\n", []),
+        ("<tool_call>{bad}</tool_call>", "<tool_call>{bad}</tool_call>", []),
+    ],
+)  # fmt: skip
+def test_calls_complete_and_streamed(scripted, script, content, calls):
+    (choice,) = complete(scripted, script).choices
+    message, expected = choice.message, [(call.name, call.arguments) for call in calls]
+    functions = [call.function for call in message.tool_calls or []]
+    assert [(function.name, function.arguments) for function in functions] == expected
+    assert message.content == content
+    reason = "tool_calls" if calls else "stop"
+    assert choice.finish_reason == reason
+    stream = complete(scripted, script, stream=True)
+    assert accumulated(stream) == (content or "", expected, [reason])
+
+
+def test_only_the_first_of_calls_that_are_not_parallel(scripted):
+    script = f"<tool_call>{F}</tool_call><tool_call>{G}</tool_call>"
+    options = {"parallel_tool_calls": False}
+    (call,) = complete(scripted, script, **options).choices[0].message.tool_calls
+    assert call.function.name == "f"
+    _, calls, _ = accumulated(complete(scripted, script, stream=True, **options))
+    assert [name for name, _ in calls] == ["f"]
+
+
+def test_text_is_as_it_is_without_tools(scripted):
+    script = f"<tool_call>{F}</tool_call>"
+    for options in ({"tools": None}, {"tool_choice": "none"}):
+        (choice,) = complete(scripted, script, **options).choices
+        assert choice.message.content == script and choice.message.tool_calls is None
+        assert choice.finish_reason == "stop"
+
+
+def test_length_ends_an_answer_with_calls_too(scripted):
+    scripted.engine.ending = "length"
+    (choice,) = complete(scripted, f"<tool_call>{G}</tool_call>\nSo").choices
+    assert choice.finish_reason == "length" and len(choice.message.tool_calls) == 1
+
+
+def test_every_choice_has_its_calls(scripted):
+    answer = complete(scripted, G, n=2)
+    ids = {choice.message.tool_calls[0].id for choice in answer.choices}
+    assert len(ids) == 2
+    reasons = [chunk.choices[0].finish_reason for chunk in complete(scripted, G, n=2, stream=True)]
+    assert reasons.count("tool_calls") == 2
+
+
+def test_tools_are_in_the_prompt(scripted):
+    complete(scripted, "Hello.")
+    prompt = scripted.engine.tokenizer.decode(scripted.engine.requests[-1][0])
+    assert json.dumps(TOOLS[1]) in prompt
+    complete(scripted, "Hello.", tool_choice="none")
+    assert "<tools>" not in scripted.engine.tokenizer.decode(scripted.engine.requests[-1][0])
+
+
+def test_openai_parses_the_stream(scripted):
+    scripted.engine.script = f"<tool_call>{F}</tool_call>"
+    with scripted.only_client.chat.completions.stream(**CHAT) as stream:
+        (call,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("f", CALL_F.arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [
+        ({"tool_choice": "any"}, "tool_choice", "='any' does not fit; give one of auto, none"),
+        ({"tool_choice": {"type": "function", "function": {"name": "h"}}},
+         "tool_choice.function.name", "='h' is not one of the tools (f, g)"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "does not fit"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type", "='custom' is not supported"),
+        ({"tool_choice": "required", "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+         "tools[0].function.parameters.type", "arguments are an object"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "does not fit"),
+    ],
+)  # fmt: skip
+def test_bad_tools_are_refused(scripted, change, param, words):
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as caught:
+            complete(scripted, "Hello.", stream=stream, **change)
+        assert caught.value.body["param"] == param and words in caught.value.body["message"]
+
+
+def test_special_markers_stay_in_the_text(serve, make_fake, bundled_tokenizer):
+    fake = make_fake()
+    fake.tokenizer = copy.deepcopy(bundled_tokenizer)
+    fake.tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
+    with serve(fake).client() as client:
+        for options, skips in (({}, False), ({"tool_choice": "none"}, True)):
+            client.chat.completions.create(**CHAT, max_tokens=1, **options)
+            assert fake.requests[-1][1].skip_special_tokens is skips
