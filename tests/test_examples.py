@@ -9,7 +9,9 @@ from h2okv.integration.names import BUNDLED, PACKAGED, SMOLLM2
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+FOLDER = Path(__file__).parents[1] / "examples"
+OF_SERVERS = ("agent_loop",)  # tests/server/test_tools.py
+EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in OF_SERVERS)
 
 
 @pytest.mark.parametrize("model", [(), (BUNDLED,), (SMOLLM2,)], ids=["none", BUNDLED, SMOLLM2])

@@ -205,7 +205,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("form", WRITTEN)
 def test_grammars_of_calls_take_what_the_parser_reads(compiler, bundled_tokenizer, form):
-    syntax, tools = CallSyntax(form, frozenset()), TOOLS
+    syntax, tools = CallSyntax(form, {}), TOOLS
     first, second, separator = WRITTEN[form]
     both = f"{first}{separator}{second}"
 
@@ -224,6 +224,17 @@ def test_grammars_of_calls_take_what_the_parser_reads(compiler, bundled_tokenize
     parser = ToolCallParser()
     calls = [ToolCall("f", F), ToolCall('the "g"', G)]
     assert [*parser.add(both), *parser.end()] == calls
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_markers_that_are_tokens(bundled_tokenizer, is_special):
+    tokenizer = copy.deepcopy(bundled_tokenizer)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=is_special)
+    syntax = CallSyntax.of(tokenizer)
+    assert len(syntax.marker_tokens) == 2 and syntax.has_special_markers is is_special
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    grammar = answer_grammar(None, TOOLS, "required", True, syntax)
+    assert fits(compiler, tokenizer, grammar, "\n".join(WRITTEN["hermes"][:2]))
 
 
 def test_a_mask_follows_rejected_tokens_back(compiler, bundled_tokenizer):

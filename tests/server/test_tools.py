@@ -2,6 +2,8 @@
 
 import copy
 import json
+import runpy
+from pathlib import Path
 
 import openai
 import pytest
@@ -121,14 +123,15 @@ def scripted(served, fake):
     """Return a server whose answers are the text in ``script``, character by character."""
 
     async def pieces(prompt, params):
+        script = fake.scripts.pop(0) if fake.scripts else fake.script
         for index in range(params.n):
-            for at, letter in enumerate(fake.script):
-                is_last = at + 1 == len(fake.script)
+            for at, letter in enumerate(script):
+                is_last = at + 1 == len(script)
                 reason = fake.ending if is_last else None
                 start = PromptRead(prompt) if at == 0 else None
                 yield OutputDelta(index, letter, (5,), finish_reason=reason, prompt=start)
 
-    fake.script, fake.ending, fake._pieces = "", "stop", pieces
+    fake.script, fake.scripts, fake.ending, fake._pieces = "", [], "stop", pieces
     with served.client() as served.only_client:
         yield served
 
@@ -224,6 +227,30 @@ def test_openai_parses_the_stream(scripted):
     with scripted.only_client.chat.completions.stream(**CHAT) as stream:
         (call,) = stream.get_final_completion().choices[0].message.tool_calls
     assert (call.function.name, call.function.arguments) == ("f", CALL_F.arguments)
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "agent_loop.py"
+
+
+def test_example_of_an_agent_calls_its_tools(scripted, capsys, monkeypatch):
+    if not EXAMPLE.is_file():
+        pytest.skip("the examples are not beside these tests")
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    weather = call % ("get_weather", '{"city": "Paris"}')
+    both = "\n".join((call % ("add", '{"a": 2, "b": 3}'), call % ("subtract", "{}")))
+    scripted.engine.scripts = [weather, both, "Rain, and five."]
+    monkeypatch.setattr("sys.argv", [str(EXAMPLE), f"{scripted.address}/v1"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == [
+        'get_weather({"city": "Paris"}) = Rain in Paris',
+        'add({"a": 2, "b": 3}) = 5',
+        "subtract({}) = error: KeyError('subtract')",
+        "Rain, and five.",
+    ]
+    prompt = scripted.engine.tokenizer.decode(scripted.engine.requests[-1][0])
+    assert f"{weather}" in prompt and both in prompt
+    assert "<tool_response>\n5\n</tool_response>\n<tool_response>\nerror" in prompt
+    assert len(EXAMPLE.read_text().splitlines()) < 40
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,10 @@ class GrammarCompiler:
                 size = max(self._vocab_size, len(self._tokenizer))
                 read = optional("llguidance.hf", "structured output", "serve").from_tokenizer
                 self._vocabulary = read(self._tokenizer, size, self._eos)
+        if any(text in grammar for text in self._tokenizer.get_added_vocab()):
+            # A constant with the text of an added token would be forced as that token, which then
+            # does not fit.
+            grammar = f'%llguidance {{"no_forcing": true}}\n{grammar}'
         # No text of a request in the log of the server.
         limits = guidance.LLParserLimits(verbose_errors=False)
         matcher = guidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)

@@ -139,7 +139,7 @@ class TextRoute:
         texts, params = body.prompts, body.params(self.engine.model_sampling)
         syntax = self.handlers.call_syntax
         params = dataclasses.replace(params, grammar=body.grammar(syntax))
-        if body.may_call and syntax.special_markers:  # the text would be without them
+        if body.may_call and syntax.has_special_markers:  # the text would be without them
             params = dataclasses.replace(params, skip_special_tokens=False)
         n, max_choices = params.n, self.settings.max_choices
         if len(texts) * n > max_choices:

@@ -22,20 +22,26 @@ _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": Fa
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a model writes tool calls, and which of their markers are special tokens to it."""
+    """How a model writes tool calls, and which of their markers are tokens of their own to it."""
 
     form: CallForm
-    special_markers: frozenset[str]
+    marker_tokens: Mapping[str, int]
+    has_special_markers: bool = False  # which texts leave out
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> CallSyntax:
         """Return the syntax of a tokenizer and its chat template."""
-        special = frozenset(MARKERS).intersection(tokenizer.all_special_tokens)
-        return cls(call_form(tokenizer), special)
+        added = tokenizer.get_added_vocab()
+        tokens = {marker: added[marker] for marker in MARKERS if marker in added}
+        decoder = tokenizer.added_tokens_decoder
+        is_special = any(decoder[token].special for token in tokens.values())
+        return cls(call_form(tokenizer), tokens, is_special)
 
     def marker(self, text: str) -> str:
         """Return a marker as a grammar has it."""
-        return text if text in self.special_markers else json.dumps(text)
+        # llguidance knows added tokens by their numbers only, special or not.
+        token = self.marker_tokens.get(text)
+        return json.dumps(text) if token is None else f"<[{token}]>"
 
 
 def read_response_format(value: Any) -> Mapping[str, Any] | None:
