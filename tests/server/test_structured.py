@@ -237,6 +237,15 @@ def test_markers_that_are_tokens(bundled_tokenizer, is_special):
     assert fits(compiler, tokenizer, grammar, "\n".join(WRITTEN["hermes"][:2]))
 
 
+def test_json_may_be_indented_but_not_padded(compiler, bundled_tokenizer):
+    grammar = json_grammar(SCHEMA)
+    for indent in (None, 2, 4, "\t"):
+        text = json.dumps(json.loads(F), indent=indent)
+        assert fits(compiler, bundled_tokenizer, grammar, text)
+    assert fits(compiler, bundled_tokenizer, grammar, F.replace(" ", ""))
+    assert not fits(compiler, bundled_tokenizer, grammar, F.replace(" ", "  "))
+
+
 def test_a_mask_follows_rejected_tokens_back(compiler, bundled_tokenizer):
     tokenizer = bundled_tokenizer
     token_ids = tokenizer(F, add_special_tokens=False)["input_ids"]

@@ -16,8 +16,9 @@ from h2okv.engine.outputs import RequestFailedError
 
 _LOCATION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _BITS = torch.arange(8, dtype=torch.uint8)
-_SPACES = r"[ \n\t\r]{1,16}"
-"""Whitespace between two tokens of JSON; bounded, or a model may write nothing else."""
+_SPACES = r" |\n[ \t]{0,20}"
+"""Whitespace between two tokens of JSON: a space, or a line break with its indentation. With more,
+small models may write nothing else."""
 
 
 class TokenMask(Protocol):
