@@ -113,7 +113,7 @@ def test_number_of_sequences_by_free_memory(make_llama, make_llm):
 
 def test_unused_memory_is_returned_only_with_a_memory_limit(make_llama, make_llm, monkeypatch):
     calls = []
-    monkeypatch.setattr("h2okv.engine.engine.give_memory_back", lambda: calls.append(1))
+    monkeypatch.setattr("h2okv.engine.serving.give_memory_back", lambda: calls.append(1))
     make_llm(make_llama(), max_num_seqs=None)
     assert not calls  # it would double the time of a prompt
     if data_bytes() is not None:

@@ -1,12 +1,16 @@
 """What `h2okv serve` makes of its options: states that later prompts continue from."""
 
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
+import torch
 
+from h2okv import LLM, SamplingParams
 from h2okv.config import CacheConfig
 from h2okv.engine.config import EngineConfig
-from h2okv.engine.serving import in_tokens, with_states
+from h2okv.engine.memory import data_bytes
+from h2okv.engine.serving import in_tokens, plan_serving, with_states
 
 GIB = 1 << 30
 
@@ -63,3 +67,41 @@ def test_a_fraction_becomes_tokens_of_the_longest_prompt(longest, tokens):
 )
 def test_other_budgets_stay_as_they_are(config):
     assert in_tokens(config, "no model") == (config, None)
+
+
+@pytest.fixture(scope="module")
+def after_a_first_load():
+    """Imports and pools of the libraries, which a process allocates once."""
+    LLM("bundled", max_num_seqs=1, max_prompt_tokens=64, device="cpu").close()
+
+
+@pytest.mark.usefixtures("after_a_first_load")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"policy": "best"}, {"kv_bits": 8}, {"positions": "rolling"}, {"prefix_cache": 0},
+        {"max_num_seqs": 3, "prefix_cache": 32 << 20},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_plan_is_what_an_engine_then_does(options):
+    memory = data_bytes() + (400 << 20)
+    config, _ = with_states(EngineConfig.from_options(memory=memory, **options), None)
+    config, _ = in_tokens(config, "bundled")
+    plan = plan_serving(config, "bundled", None, torch.device("cpu"))
+    with closing(LLM("bundled", config=config, device="cpu")) as llm:
+        engine = llm.engine
+        stats = engine.stats()
+        assert plan.weights == pytest.approx(
+            sum(p.nbytes for p in engine.model.parameters()), rel=0.01
+        )
+        assert plan.num_seqs == pytest.approx(stats.max_num_seqs, rel=0.01, abs=1)
+        assert plan.sequence == pytest.approx(stats.reserved_bytes / stats.max_num_seqs, rel=0.01)
+        assert plan.full_sequence == engine.runner.pool.full_bytes_of(plan.longest)
+        if engine.prefix_cache is None:
+            assert plan.prefix_cache == 0
+            return
+        assert plan.prefix_cache == pytest.approx(engine.prefix_cache.max_bytes, rel=0.01)
+        llm.generate([[5] * 1300], SamplingParams(max_tokens=1))
+        (size,) = set(engine.prefix_cache._sizes.values())
+        assert plan.state == pytest.approx(size, rel=0.01)

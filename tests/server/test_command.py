@@ -208,6 +208,15 @@ def test_the_next_turn_continues_from_the_answer(server):
     assert "states of prompts and answers: up to" in err, err
 
 
+def test_dry_run_says_what_fits_without_the_weights(command, no_weights, capsys):
+    assert run(["serve", "--dry-run", "--max-num-seqs", "5", "--prefix-cache", "1GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "sequences: 5 of 408 entries and 256 more" in out
+    assert "prefix cache: 1.0 GiB, " in out and "a full cache of 2,048 tokens takes" in out
+    code, err = command("--dry-run", "--memory", "10MiB")
+    assert code == 2 and "has no room for a single sequence" in err
+
+
 def test_fractions_of_short_prompts_are_raised(command, monkeypatch):
     requests = []
     monkeypatch.setattr(

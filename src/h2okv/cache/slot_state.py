@@ -153,13 +153,17 @@ class SlotBytes:
 
     def total(self, slots: float) -> float:
         """Return the bytes of a number of slots, with what each sequence has once."""
-        # Score (fp32) and position (int32); rank (int32) and norm (fp32) where they are needed.
-        metadata = 4 + 4 + 4 * self.has_ranks + 4 * self.has_norms
         # The free slot of each head; tokens seen and the parts of the budget, all int64.
         once = 8 * self.num_heads + 8 * (4 + self.has_static_mask)
         if self.is_by_head:
-            metadata, once = metadata + 1, once + 8 * (self.num_heads - 1)
-        return slots * self.num_heads * (self.entry + metadata) + once + self.queries
+            once += 8 * (self.num_heads - 1)
+        return self.entries(slots) + once + self.queries
+
+    def entries(self, slots: float) -> float:
+        """Return the bytes of a number of slots alone, as `SlotState.nbytes` counts them."""
+        # Score (fp32) and position (int32); rank (int32) and norm (fp32) where they are needed.
+        metadata = 4 + 4 + 4 * self.has_ranks + 4 * self.has_norms + self.is_by_head
+        return slots * self.num_heads * (self.entry + metadata)
 
 
 @dataclass

@@ -154,8 +154,11 @@ def plan(
     prompt: int = option(512, "Tokens of a prompt.", read=least),
     gen: int = option(128, "New tokens for a prompt.", read=least),
     prompts: int = option(1000, "Prompts of the job.", read=least),
+    serve: bool = option(False, "Plan h2okv serve instead: how many users fit.", "--serve"),
     as_json: bool = JSON,
 ) -> None:
+    if serve:
+        return _plan_server(cache, model, offload, as_json)
     _check_budgets(cache)
     cache, _ = args.with_least_entries(cache)
     from h2okv.offload import offload_engine
@@ -170,6 +173,29 @@ def plan(
         write_text(format_table((), _plan_rows(planned)))
     if planned.plan.estimate.first_result_seconds > offload_engine.PATIENCE:
         write_remark(_warning(planned))
+
+
+def _plan_server(
+    cache: CacheConfig, model: ModelOptions, offload: OffloadOptions, as_json: bool
+) -> None:
+    from h2okv.engine.config import EngineConfig
+    from h2okv.engine.serving import in_tokens, plan_serving, with_states
+
+    given = {name: value for name, value in vars(offload).items() if value is not None}
+    if given.keys() - {"memory", "weight_bits"}:
+        raise ValueError("--batch, --weights and --cache must be left out with --serve.")
+    cache, _ = args.with_least_entries(cache)
+    every, cache = cache.evict_every, replace(cache, evict_every=None)
+    config, note = with_states(EngineConfig(cache=cache, **given), every)
+    config, note_in_tokens = in_tokens(config, model.name)
+    planned = plan_serving(config, model.name, model.dtype, model.device)
+    if as_json:
+        write_json(asdict(planned))
+        return
+    write_text("\n".join([planned.to_text(), ""]))
+    for remark in (note, note_in_tokens):
+        if remark is not None:
+            write_remark(remark)
 
 
 def _warning(planned: PlannedJob) -> str:

@@ -72,6 +72,9 @@ def serve(
     tensor_parallel: bool = option(
         False, "Under torchrun: split the model over the ranks.", "--tensor-parallel"
     ),
+    dry_run: bool = option(
+        False, "Say what fits, before any weights are loaded, and end.", "--dry-run"
+    ),
     replicas: int | None = option(None, "With --ray: copies of the model (one a GPU or machine)."),
 ) -> int:
     from h2okv.engine.config import EngineConfig
@@ -116,9 +119,13 @@ def serve(
     # Before the imports below, which need the extra.
     for package in ("fastapi", "uvicorn", "pydantic", "prometheus_client"):
         optional(package, "a server", "serve")
+    if dry_run and (ray or tensor_parallel):
+        raise ValueError("--dry-run is for one process; leave out --ray and --tensor-parallel.")
     if not ray:
-        from h2okv.server.launch import follow, run_server
+        from h2okv.server.launch import announce_plan, follow, run_server
 
+        if dry_run:
+            return announce_plan(request)
         is_follower = tensor_parallel and os.environ.get("RANK", "0") != "0"
         return follow(request) if is_follower else run_server(request)
     from h2okv.cluster.ray_cluster import import_ray

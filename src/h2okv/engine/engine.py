@@ -18,7 +18,7 @@ from h2okv.cache.checkpoint import config_identity
 from h2okv.cache.slot_pool import check_poolable
 from h2okv.config import MEASURED, Budget
 from h2okv.engine.config import EngineConfig
-from h2okv.engine.memory import MemoryModel, available_bytes, data_bytes, give_memory_back
+from h2okv.engine.memory import MemoryModel, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
 from h2okv.engine.outputs import EngineStats, OutputDelta, PromptTooLongError, RequestFailedError
 from h2okv.engine.prefix_cache import PrefixCache
@@ -34,7 +34,7 @@ from h2okv.engine.request import (
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
-from h2okv.engine.serving import length_limits
+from h2okv.engine.serving import length_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import enable, input_device
@@ -43,9 +43,6 @@ from h2okv.integration.loading import Described, context_of, describe, load_weig
 from h2okv.provenance import fingerprint
 from h2okv.records import refusing, short_repr
 
-_DEFAULT_SEQS = 64
-_FREE_FRACTION = 0.8
-_DEFAULT_STATES = 1 << 30  # bytes
 _MIB = 1 << 20
 
 
@@ -96,6 +93,8 @@ class Engine:
         self._set_limits(probe, described.context)
         if isinstance(model, str):
             target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            if config.memory is not None and target.type == "cpu":
+                give_memory_back()  # also what loading takes for a while
             load_options = config.tensor_parallel, True, config.weight_bits
             model = load_weights(described, dtype, target, *load_options)
         self.model = model.eval()
@@ -110,7 +109,10 @@ class Engine:
         self.memory = MemoryModel(self.model.config, probe, self.model.dtype).serving(
             self.max_budgets, self.max_prompt_tokens, config.max_prefill_tokens, ranks
         )
-        self.max_num_seqs, prefix_bytes = self._share_memory()
+        share = share_memory(config, self.memory, input_device(self.model))
+        self.max_num_seqs = share.num_seqs
+        if self.group is not None and config.max_num_seqs is None:
+            self.max_num_seqs = self.group.smallest(share.num_seqs)
         with ExitStack() as stack:
             stack.enter_context(enable(self.model))
             self.runner = ModelRunner(
@@ -124,7 +126,7 @@ class Engine:
         self.prefix_cache: PrefixCache | None = None
         if self.config.caches_prefixes:
             span = self.config.cache.evict_every or 1
-            self.prefix_cache = PrefixCache(span, prefix_bytes, self._state_identity())
+            self.prefix_cache = PrefixCache(span, share.states, self._state_identity())
         self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens, self.prefix_cache)
         self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)
@@ -448,33 +450,3 @@ class Engine:
         )
         self.max_budget = probe.entries_for(self.max_prompt_tokens)
         self.max_budgets = probe.layer_entries_for(self.max_prompt_tokens)
-
-    def _share_memory(self) -> tuple[int, int]:
-        """Return the number of sequences and the bytes of states that fit into memory.
-
-        Raises:
-            ValueError: if not even one sequence fits.
-        """
-        device = input_device(self.model)
-        used, limit = 0, _DEFAULT_SEQS
-        promised = int(_FREE_FRACTION * (available_bytes(device) or 0))
-        if self.config.memory is not None:
-            promised, limit = self.config.memory, UNLIMITED
-            if device.type == "cpu":
-                give_memory_back()
-            on_gpu = device.type == "cuda"
-            used = torch.cuda.memory_allocated(device) if on_gpu else data_bytes() or 0
-        states = self.config.prefix_cache or 0
-        if self.config.prefix_cache is None and self.config.caches_prefixes:
-            states = min(_DEFAULT_STATES, max(promised - used, 0) // 4)
-        if self.config.max_num_seqs is not None:
-            return self.config.max_num_seqs, states
-        seqs = min(self.memory.num_seqs(promised - used - states), limit)
-        if seqs < 1:
-            least = used + states + self.memory.least
-            raise ValueError(
-                f"memory of {promised / _MIB:.0f} MiB has no room for a single sequence; give "
-                f"{least / _MIB + 1:.0f} MiB, or lower the budget, max_prompt_tokens or "
-                "max_prefill_tokens."
-            )
-        return (seqs if self.group is None else self.group.smallest(seqs)), states

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from h2okv.cache import H2OCache
-from h2okv.cache.slot_state import SlotBytes
+from h2okv.cache.slot_state import SlotBytes, slots_for
 
 _STRICT = ((-3, 128 << 10), (-1, 4 << 20), (-8, 2))
 """M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX."""
@@ -136,6 +136,7 @@ class ServingMemory:
     sequence: int  # one sequence's slots in all layers, as `SlotPool` allocates them
     step: int  # temporaries of a decode step, for each sequence
     prefill: int  # entries and temporaries of prefill, and the libraries' scratch memory
+    state: int = 0  # a state that later prompts continue from
 
     def num_seqs(self, free: int) -> int:
         """Return the number of sequences that fit into ``free`` bytes."""
@@ -235,8 +236,15 @@ class MemoryModel:
         if not self.slots.is_by_head and span == 1:
             sequence += self.num_kv_heads * sum(budget + 1 for budget in marked)
         sequence += sum(self.window_slots.total(window) for window in self.windows)
+        room = [
+            budget + span if self.slots.is_by_head else slots_for(int(budget), int(budget + span))
+            for budget in budgets
+        ]
+        state = sum(map(self.slots.entries, room))
+        state += sum(self.window_slots.entries(window - 1) for window in self.windows)
         return ServingMemory(
             sequence=-(-int(sequence) // ranks),
+            state=-(-int(state) // ranks),
             step=self.decode_bytes(1, max(budgets) + span),
             prefill=prefill + self.fixed_bytes,
         )

@@ -1,18 +1,36 @@
-"""What a server adds to an engine's config: states that later prompts continue from."""
+"""What a server does with its memory, and what it adds to an engine's config: shared states."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedConfig
 
+from h2okv.cache import H2OCache
+from h2okv.cache.slot_pool import check_poolable
 from h2okv.cache.support import can_score_spans, window_by_length
+from h2okv.config import MEASURED
+from h2okv.console import format_bytes
 from h2okv.engine.config import EngineConfig
-from h2okv.integration.loading import describe
+from h2okv.engine.memory import (
+    MemoryModel,
+    ServingMemory,
+    available_bytes,
+    data_bytes,
+    give_memory_back,
+)
+from h2okv.engine.sampling_params import UNLIMITED
+from h2okv.integration.loading import describe, loaded_dtype, weight_bytes
 
 SPAN = 256
 """Tokens between two evictions, where prompts share states and the user chose no number."""
 _DEFAULT_PROMPT = 8192
+_DEFAULT_SEQS = 64
+_DEFAULT_STATES = 1 << 30  # bytes
+_FREE_FRACTION = 0.8
+_MIB = 1 << 20
 
 
 def length_limits(
@@ -82,3 +100,130 @@ def in_tokens(config: EngineConfig, model: str) -> tuple[EngineConfig, str | Non
     )
     cache = replace(cache, heavy=tokens.heavy, recent=tokens.recent)
     return replace(config, cache=cache), note
+
+
+class MemoryShare(NamedTuple):
+    """How much of a device's memory a server may use, and what for."""
+
+    promised: int  # bytes, weights included
+    used: int  # bytes of them before there are slots
+    states: int  # bytes of states that later prompts continue from
+    num_seqs: int
+
+
+def share_memory(
+    config: EngineConfig, memory: ServingMemory, device: torch.device, unloaded: int = 0
+) -> MemoryShare:
+    """Return what fits into memory; ``unloaded`` are the bytes of weights that are still to come.
+
+    Raises:
+        ValueError: If not even one sequence fits.
+    """
+    used, limit = unloaded, _DEFAULT_SEQS
+    promised = int(_FREE_FRACTION * max((available_bytes(device) or 0) - unloaded, 0)) + unloaded
+    if config.memory is not None:
+        promised, limit = config.memory, UNLIMITED
+        if device.type == "cpu":
+            give_memory_back()
+        on_gpu = device.type == "cuda"
+        used += torch.cuda.memory_allocated(device) if on_gpu else data_bytes() or 0
+    states = config.prefix_cache or 0
+    if not config.caches_prefixes:
+        states = 0
+    elif config.prefix_cache is None:
+        states = min(_DEFAULT_STATES, max(promised - used, 0) // 4)
+    if config.max_num_seqs is not None:
+        return MemoryShare(promised, used, states, config.max_num_seqs)
+    num_seqs = min(memory.num_seqs(promised - used - states), limit)
+    if num_seqs < 1:
+        least = used + states + memory.least
+        raise ValueError(
+            f"memory of {promised / _MIB:.0f} MiB has no room for a single sequence; give "
+            f"{least / _MIB + 1:.0f} MiB, or lower the budget, max_prompt_tokens or "
+            "max_prefill_tokens."
+        )
+    return MemoryShare(promised, used, states, num_seqs)
+
+
+@dataclass(frozen=True)
+class ServingPlan:
+    """How many users fit, by arithmetic, before any weights are loaded; sizes in bytes."""
+
+    memory: int  # that may be used, weights included
+    process: int  # of the process before the weights
+    weights: int
+    num_seqs: int
+    entries: float  # of a sequence, and
+    span: int  # tokens until it evicts again
+    sequence: int
+    temporaries: int  # of prefill and of a step of all sequences
+    prefix_cache: int
+    state: int
+    longest: int  # tokens of the longest text
+    full_sequence: int  # a full cache of it
+    full_seqs: int  # that the same memory holds
+
+    def to_text(self) -> str:
+        """Return the plan in lines for people."""
+        states = f"{format_bytes(self.prefix_cache)}, {self.prefix_cache // self.state:,} states"
+        return "\n".join(
+            [
+                f"memory: {format_bytes(self.memory)}, of which the process takes"
+                f" {format_bytes(self.process)} and the weights {format_bytes(self.weights)}",
+                f"sequences: {self.num_seqs:,} of {self.entries:,g} entries and {self.span} more"
+                f" until the next eviction, {format_bytes(self.sequence)} each,"
+                f" {format_bytes(self.num_seqs * self.sequence)} together",
+                f"temporaries: {format_bytes(self.temporaries)}",
+                f"prefix cache: {states} of {format_bytes(self.state)}"
+                if self.prefix_cache
+                else "prefix cache: none",
+                f"a full cache of {self.longest:,} tokens takes {format_bytes(self.full_sequence)};"
+                f" the same memory holds {self.full_seqs:,} of them",
+            ]
+        )
+
+
+def plan_serving(
+    config: EngineConfig, model: str, dtype: torch.dtype | None, device: torch.device
+) -> ServingPlan:
+    """Say what an engine would do with its memory, without loading the weights.
+
+    Raises:
+        ValueError: If the engine would refuse the config, or not even one sequence fits.
+    """
+    described = describe(model)
+    stored = getattr(described.config.get_text_config(decoder=True), "dtype", None)
+    dtype = loaded_dtype(described, dtype, device, config.weight_bits) or stored or torch.float32
+    cache_config = config.cache
+    if cache_config.layer_budgets == MEASURED:
+        cache_config = replace(cache_config, layer_budgets=None)
+    cache = H2OCache.from_config(described.config, cache_config)
+    check_poolable(cache)
+    max_context, longest = length_limits(config, described.config, described.context)
+    budgets = cache.layer_entries_for(longest)
+    model_memory = MemoryModel(described.config, cache, dtype)
+    memory = model_memory.serving(budgets, longest, config.max_prefill_tokens)
+    weights = weight_bytes(described, dtype, config.weight_bits)
+    share = share_memory(config, memory, device, weights)
+    text = max_context or longest
+    full = len(budgets) * model_memory.window_slots.entry * model_memory.num_kv_heads * text
+    full += sum(
+        model_memory.window_slots.entry * model_memory.num_kv_heads * min(text, window - 1)
+        for window in model_memory.windows
+    )
+    free = share.promised - share.used - memory.prefill
+    return ServingPlan(
+        memory=share.promised,
+        process=share.used - weights,
+        weights=weights,
+        num_seqs=share.num_seqs,
+        entries=max(budgets),
+        span=cache_config.evict_every or 1,
+        sequence=memory.sequence,
+        temporaries=memory.prefill + share.num_seqs * memory.step,
+        prefix_cache=share.states,
+        state=memory.state,
+        longest=text,
+        full_sequence=full,
+        full_seqs=max(0, free // (full + model_memory.decode_bytes(1, text))),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from h2okv.integration.end_tokens import add_end_tokens
 from h2okv.integration.gguf import check_complete
 from h2okv.integration.messages import Conversation
 from h2okv.integration.models import default_dtype, resolve_model
-from h2okv.integration.packed_linear import check_weight_bits, pack_linear_layers
+from h2okv.integration.packed_linear import check_weight_bits, int4_bytes, pack_linear_layers
 from h2okv.records import first_line, refusing
 
 _NUMBERS_AT_ONCE = 4 << 20  # numbers at a time
@@ -74,6 +75,30 @@ def describe(name: str) -> Described:
     return Described(name, source, config, read("tokenizer", AutoTokenizer), context_of(config))
 
 
+def loaded_dtype(
+    described: Described,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    weight_bits: int | None = None,
+) -> torch.dtype | None:
+    """Return the dtype that weights are loaded in; ``None`` for that of the checkpoint."""
+    if weight_bits is not None:
+        check_weight_bits(weight_bits, dtype, device)
+        return torch.bfloat16
+    return dtype or default_dtype(described.name, device)
+
+
+def weight_bytes(described: Described, dtype: torch.dtype, weight_bits: int | None = None) -> int:
+    """Return the bytes of a model's weights and buffers, without loading them."""
+    with torch.device("meta"):
+        config = copy.deepcopy(described.config)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.tie_weights()
+    tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    return total + (0 if weight_bits is None else int4_bytes(model))
+
+
 def load_weights(
     described: Described,
     dtype: torch.dtype | None,
@@ -86,10 +111,7 @@ def load_weights(
 
     ``packed`` and ``weight_bits`` are for inference that is not compiled; see `packed_linear`.
     """
-    if weight_bits is not None:
-        check_weight_bits(weight_bits, dtype, device)
-        dtype = torch.bfloat16
-    dtype = dtype or default_dtype(described.name, device)
+    dtype = loaded_dtype(described, dtype, device, weight_bits)
     options: dict[str, Any] = {"config": described.config, "dtype": dtype or "auto"}
     if tensor_parallel:
         options["distributed_config"] = DistributedConfig(tp_plan="auto")

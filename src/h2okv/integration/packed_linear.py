@@ -137,6 +137,13 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
     return len(layers)
 
 
+def int4_bytes(model: nn.Module) -> int:
+    """Return the bytes that weights of 4 bits take besides the dense ones."""
+    weights = [m.weight for m in model.modules() if type(m) is nn.Linear]
+    fitting = [w for w in weights if not (w.shape[1] % _GROUP or len(w) % _OUTPUTS)]
+    return sum(w.numel() // 2 + 2 * w.numel() // _GROUP * w.element_size() for w in fitting)
+
+
 def _to_int4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return packed codes and scales, and the dequantized weight ``[outputs, inputs]``."""
     outputs, inputs = weight.shape

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from h2okv.console import INTERRUPTED, write_remark, write_text
 from h2okv.engine.engine import Engine
 from h2okv.engine.llm import AsyncLLM
+from h2okv.engine.serving import plan_serving
 from h2okv.records import refusing
 from h2okv.server.app import guarded, make_app
 from h2okv.server.config import ServeRequest, ServerSettings
@@ -36,6 +37,14 @@ def run_server(request: ServeRequest) -> int:
             lines = "\n".join([engine.describe(), *request.notes])
             announce(settings, listening_socket.getsockname()[1], lines)
             listener.run(sockets=[listening_socket])
+    return 0
+
+
+def announce_plan(request: ServeRequest) -> int:
+    """Print what would fit, before any weights are loaded; return the exit code."""
+    request = request.for_model()
+    plan = plan_serving(request.engine, request.model, **request.loading)
+    write_text("\n".join([plan.to_text(), *request.notes, ""]))
     return 0
 
 
