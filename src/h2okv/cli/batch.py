@@ -181,12 +181,12 @@ def _plan_server(
     from h2okv.engine.config import EngineConfig
     from h2okv.engine.serving import in_tokens, plan_serving, with_states
 
-    given = {name: value for name, value in vars(offload).items() if value is not None}
-    if given.keys() - {"memory", "weight_bits"}:
+    options = {name: value for name, value in vars(offload).items() if value is not None}
+    if options.keys() - {"memory", "weight_bits"}:
         raise ValueError("--batch, --weights and --cache must be left out with --serve.")
     cache, _ = args.with_least_entries(cache)
     every, cache = cache.evict_every, replace(cache, evict_every=None)
-    config, note = with_states(EngineConfig(cache=cache, **given), every)
+    config, note = with_states(EngineConfig(cache=cache, **options), every)
     config, note_in_tokens = in_tokens(config, model.name)
     planned = plan_serving(config, model.name, model.dtype, model.device)
     if as_json:
