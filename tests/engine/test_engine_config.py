@@ -66,7 +66,10 @@ def test_final_assistant_message_is_continued(make_llm, tokenizer, greedy):
     ]
     system = {"role": "system", "content": "Be kind."}
     assert llm.chat(with_parts, greedy(4)) == llm.chat([system, question], greedy(4))
-    for messages, words in (([[]], "messages is empty"), ([{"role": "tool"}], "tools are not")):
+    for messages, words in (
+        ([[]], "messages is empty"),
+        ([{"role": "tool"}], "content is missing"),
+    ):
         with pytest.raises(ValueError, match=words):
             llm.chat(messages)
 
