@@ -117,7 +117,7 @@ def test_a_plan_is_what_an_engine_then_does(options):
 
 @pytest.mark.slow
 def test_a_dry_run_says_how_many_sequences_a_server_then_has():
-    memory = 1200
+    memory = 2048
     dry_run = [sys.executable, "-m", "h2okv", "serve", f"--memory={memory}MiB", "--dry-run"]
     result = subprocess.run(dry_run, check=True, capture_output=True, text=True)
     planned = int(re.search(r"sequences: (\d+) of", result.stdout + result.stderr)[1])

@@ -73,11 +73,17 @@ def client(address):
 
 @pytest.fixture(scope="module")
 def expected():
-    """Return the text of a single engine, by number of tokens."""
+    """Return the text of a single engine with a server's defaults, by number of tokens."""
+    from h2okv.engine.config import EngineConfig
     from h2okv.engine.llm import AsyncLLM
+    from h2okv.engine.serving import in_tokens, with_states
+
+    options = {"max_num_seqs": SEQS, "max_prompt_tokens": 256, "min_tokens": 64}
+    config, _ = with_states(EngineConfig.from_options(**options), None)
+    config, _ = in_tokens(config, "bundled")
 
     async def texts():
-        engine = AsyncLLM("bundled", max_num_seqs=SEQS, max_prompt_tokens=256, min_tokens=64)
+        engine = AsyncLLM("bundled", config=config)
         results = {}
         for count in (20, TOKENS):
             params = SamplingParams(max_tokens=count, temperature=0)
