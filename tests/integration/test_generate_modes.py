@@ -214,6 +214,29 @@ def test_drafted_tokens_give_the_text_and_the_state_of_plain_decoding(make_llama
         assert min(verified) < 0  # drafts were rejected
 
 
+@pytest.mark.parametrize("options", [{}, {"evict_every": 8}, {"policy": "best"}], ids=str)
+def test_pins_stay_where_drafts_are_taken_back(make_llama, options):
+    model = make_llama().double()
+    ids = _prompt(rows=1, length=10).repeat(1, 4)[:, :37]
+    texts, positions = [], []
+    # The model drafts for itself, and another one whose drafts are rejected.
+    for drafts in (
+        {},
+        {"assistant_model": model},
+        {"assistant_model": make_llama(seed=1).double()},
+    ):
+        cache = h2okv.H2OCache(model.config, heavy=8, recent=6, **options)
+        cache.pin([(2, 5)])
+        texts.append(_generate(model, ids, cache, max_new_tokens=30, **drafts))
+        cache.check_integrity()
+        kept = cache.kept_positions(0)[0]
+        positions.append([sorted(set(head) - {-1}) for head in kept.tolist()])
+        assert all({2, 3, 4} <= set(head) for head in positions[-1])
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+    assert positions[0] == positions[1] == positions[2]
+
+
 def test_a_cache_goes_on_after_drafts(make_llama):
     model = make_llama().double()
     ids = _prompt(rows=1, length=10).repeat(1, 4)

@@ -203,8 +203,9 @@ class CacheLayer(BaseLayer):
         return (self.cumulative_length + torch.arange(length, device=self.device)).unsqueeze(0)
 
     def _read(self, block: Block) -> Tensor:
+        takes_step = self._takes_step(block)
         if self.log is not None and block.length == 1 and self.holds_entries:
-            self.log.add(self)
+            self.log.add(self, takes_step)
         if self.rule.sees is Sees.WINDOW and self.holds_entries:  # tokens after the prompt stay
             count = block.counts()
             count = count if isinstance(count, int) else count.view(-1, 1, 1)
@@ -217,7 +218,7 @@ class CacheLayer(BaseLayer):
             both = rotate(interleave_pairs(both, rolling.width, rolling.layout), block.undo)
             query, key = both.split([block.query.shape[1], block.key.shape[1]], dim=1)
             block = block._replace(query=query, key=key.to(self.dtype))
-        read = self._read_token if self._takes_step(block) else self._read_block
+        read = self._read_token if takes_step else self._read_block
         return read(block).to(self.dtype)
 
     # --- a block: a prompt, a chunk of it, a later turn -------------------------------------------

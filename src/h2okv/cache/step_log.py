@@ -22,8 +22,8 @@ class StepLog:
     """The state before each of a layer's newest tokens, since `crop` was called.
 
     Of a step it holds the scores and positions, and the entries that the step overwrites in the
-    free slots. Where a step moves entries, at the end of a span or when slots are added, it holds
-    the whole state.
+    free slots. Where entries move, in a block, at the end of a span or when slots are added, it
+    holds the whole state.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,16 @@ class StepLog:
         """Forget all tokens; mutates the log."""
         self._records.clear()
 
-    def add(self, layer: Any) -> None:
+    def add(self, layer: Any, takes_step: bool) -> None:
         """Note a layer before it reads one token of each sequence; mutates the log."""
         state, plan = layer.state, layer.plan()
         with ordinary_tensors():
-            if plan is None or plan["steps_left"] == 0 or plan["steps_to_cut"] == 1:
+            if (
+                not takes_step
+                or plan is None
+                or plan["steps_left"] == 0
+                or plan["steps_to_cut"] == 1
+            ):
                 self._records.append((state.map(Tensor.clone), plan or {}))
                 return
             record: dict[str, Any] = {
