@@ -111,10 +111,10 @@ def measure_turn(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any
         progress(f"second turn: round {number + 1} of {args.rounds}")
         message = tokens[args.first_turn + number * MESSAGE :][:MESSAGE]
         prompt = [*first, *answer, *message]
-        taken, token_ids, num_reused = states.ask(prompt)
+        seconds_to_first, token_ids, num_reused = states.ask(prompt)
         other, expected, _ = cold.ask(prompt)
         check_equal(setting["dtype"], token_ids, expected)
-        seconds[STATES].append(taken)
+        seconds[STATES].append(seconds_to_first)
         seconds[COLD].append(other)
         shares.append(num_reused / len(prompt))
     progress("")
@@ -147,22 +147,22 @@ def measure_loop(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any
     for turn in range(1, args.turns + 1):
         progress(f"agent turn {turn} of {args.turns}")
         prompt += source[(turn - 1) * added : turn * added]
-        taken, answer, _ = states.ask(prompt, ANSWER)
+        seconds_to_first, answer, _ = states.ask(prompt, ANSWER)
         start = time.perf_counter()
         read_on(plain, full, prompt)
-        seconds = {STATES: [taken], DYNAMIC: [time.perf_counter() - start]}
+        seconds = {STATES: [seconds_to_first], DYNAMIC: [time.perf_counter() - start]}
         if turn == 1 or turn % COLD_EVERY == 0:
             other, expected, _ = cold.ask(prompt)
             check_equal(setting["dtype"], answer[:1], expected)
             seconds[COLD] = [other]
         stats = states.llm.stats()
-        held = {
+        mebibytes = {
             STATES: [(stats.reserved_bytes + stats.prefix_bytes) / 2**20],
             DYNAMIC: [stored_bytes(full) / 2**20],
         }
         row = setting | {"prompt": len(prompt), "budget": args.loop_budget}
         rows += rows_for(LOOP, "s", seconds, [], row)
-        rows += rows_for("agent turn, memory", "MiB", held, [], row)
+        rows += rows_for("agent turn, memory", "MiB", mebibytes, [], row)
         prompt += answer
     progress("")
     return rows

@@ -1,6 +1,5 @@
 """What `h2okv serve` makes of its options: states that later prompts continue from."""
 
-import gc
 import re
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import torch
 from h2okv import LLM, SamplingParams
 from h2okv.config import CacheConfig
 from h2okv.engine.config import EngineConfig
-from h2okv.engine.memory import data_bytes
 from h2okv.engine.serving import in_tokens, plan_serving, with_states
 
 GIB = 1 << 30
@@ -73,13 +71,6 @@ def test_other_budgets_stay_as_they_are(config):
     assert in_tokens(config, "no model") == (config, None)
 
 
-@pytest.fixture(scope="module")
-def after_a_first_load():
-    """Imports and pools of the libraries, which a process allocates once."""
-    LLM("bundled", max_num_seqs=1, max_prompt_tokens=64, device="cpu").close()
-
-
-@pytest.mark.usefixtures("after_a_first_load")
 @pytest.mark.parametrize(
     "options",
     [
@@ -88,28 +79,27 @@ def after_a_first_load():
     ],
     ids=str,
 )  # fmt: skip
-def test_a_plan_is_what_an_engine_then_does(options):
-    gc.collect()  # engines of other tests
-    memory = data_bytes() + (400 << 20)
+def test_a_plan_is_what_an_engine_then_does(options, monkeypatch):
+    before = 300 << 20  # a process that runs other tests has leftovers of theirs
+    monkeypatch.setattr("h2okv.engine.serving.data_bytes", lambda: before)
+    memory = before + (400 << 20)
     config, _ = with_states(EngineConfig.from_options(memory=memory, **options), None)
     config, _ = in_tokens(config, "bundled")
     plan = plan_serving(config, "bundled", None, torch.device("cpu"))
+    monkeypatch.setattr("h2okv.engine.serving.data_bytes", lambda: before + plan.weights)
     with closing(LLM("bundled", config=config, device="cpu")) as llm:
         engine = llm.engine
         stats = engine.stats()
         assert plan.weights == pytest.approx(
             sum(p.nbytes for p in engine.model.parameters()), rel=0.01
         )
-        # What the process takes besides is compared where it has done nothing else, below.
-        if config.max_num_seqs is not None:
-            assert plan.num_seqs == stats.max_num_seqs
+        assert plan.num_seqs == stats.max_num_seqs
         assert plan.sequence == pytest.approx(stats.reserved_bytes / stats.max_num_seqs, rel=0.01)
         assert plan.full_sequence == engine.runner.pool.full_bytes_of(plan.longest)
         if engine.prefix_cache is None:
             assert plan.prefix_cache == 0
             return
-        if config.prefix_cache is not None:
-            assert plan.prefix_cache == engine.prefix_cache.max_bytes
+        assert plan.prefix_cache == engine.prefix_cache.max_bytes
         llm.generate([[5] * 1300], SamplingParams(max_tokens=1))
         (size,) = set(engine.prefix_cache._sizes.values())
         assert plan.state == pytest.approx(size, rel=0.01)

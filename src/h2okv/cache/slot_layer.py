@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,15 +11,13 @@ from torch import Tensor
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.deferred_steps import DeferredSteps
 from h2okv.cache.layer import CacheLayer
-from h2okv.cache.rope import PositionRule, ranks_of, rotate_to_ranks
+from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
-from h2okv.cache.spans import Spans
-from h2okv.config import Budget
 from h2okv.ops.decode import StepRules, decode_step, keep_indices, protected_entries
 from h2okv.ops.dispatch import operations
 from h2okv.ops.reference import Visibility
-from h2okv.policy import Rule, Sees
+from h2okv.policy import Sees
 
 
 class SlotLayer(CacheLayer):
@@ -31,18 +29,7 @@ class SlotLayer(CacheLayer):
     next to each other.
     """
 
-    def __init__(
-        self,
-        layer_idx: int,
-        budget: Budget,
-        rule: Rule,
-        position_rule: PositionRule,
-        kv_bits: int | None = None,
-        head_budgets: Sequence[Budget] | None = None,
-        spans: Spans | None = None,
-    ) -> None:
-        self.deferred: DeferredSteps | None = None  # one for all layers of a cache
-        super().__init__(layer_idx, budget, rule, position_rule, kv_bits, head_budgets, spans)
+    deferred: DeferredSteps | None = None  # one for all layers of a cache
 
     def _forget(self) -> None:
         super()._forget()
