@@ -75,7 +75,7 @@ OPTIONS = {
     "prompt that is not text": (("\udcff",), ("not UTF-8",)),
     "prompt beyond the context": (
         (WIDE_PROMPT,),
-        ("tokens", "context", "256", "255", "--positions rolling"),
+        ("tokens", "context", "256", "--positions rolling"),
     ),
     "file that is not there": (("--file", "nowhere.txt"), ("--file 'nowhere.txt'", "no such file")),
     "file that is a folder": (("--file", "."), ("--file '.'", "a folder")),
@@ -161,7 +161,10 @@ CHECKPOINTS = {
     "infinity": (lambda f: spoil_weights(f, NORM, torch.inf), ("infinity", NORM)),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), ("tokenizer",)),
     "broken tokenizer": (lambda f: cut(f / "tokenizer.json", 100), ("tokenizer", "again")),
-    "small vocabulary": (lambda f: edit_config(f, vocab_size=5), ("tokenizer", "knows only 5")),
+    "small vocabulary": (
+        lambda f: edit_config(f, vocab_size=5),
+        ("tokenizer", "be 0 to 4"),
+    ),
     "encoder-decoder": (lambda f: use_config(f, T5Config()), ("'t5'", "not supported")),
     "own attention": (lambda f: use_config(f, BloomConfig()), ("'bloom'", "not supported")),
 }

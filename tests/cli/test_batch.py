@@ -118,7 +118,7 @@ def test_invalid_prompts_get_error_records(job, tmp_path):
     errors = {name: record["error"] for name, record in records.items() if "error" in record}
     assert set(errors) == {"empty", "long", "none", "odd"}
     assert "empty" in errors["empty"]
-    assert "context is 256" in errors["long"]
+    assert "context of 256 tokens" in errors["long"]
     assert "not a text" in errors["none"]
     assert "surrogate" in errors["odd"]
     again, same = job(prompts, "--json", code=1)

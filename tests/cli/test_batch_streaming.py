@@ -388,7 +388,7 @@ def test_prompts_beyond_the_memory_limit_get_error_records(processes, model_fold
     records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     by_id = {record["id"]: record for record in records}
     assert [by_id[n]["new_tokens"] for n in (0, 2)] == [2, 2]
-    assert "the memory that was promised is enough for" in by_id[1]["error"]
+    assert "shorten it, or give more --memory" in by_id[1]["error"]
 
 
 def test_a_full_disk_while_weights_are_converted(processes, job, model_folder, tmp_path, prompts):

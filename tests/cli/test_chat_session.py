@@ -268,7 +268,7 @@ def test_a_turn_beyond_the_context_does_not_change_the_chat(load):
     before, seen = chat.transcript, chat.cache.num_seen_tokens
     with pytest.raises(
         ValueError,
-        match=rf"the chat has {seen} tokens .*context window of --model .* is 256; .*rolling",
+        match=rf"a chat of {seen} tokens and this turn .* context of 256 tokens, got .*rolling",
     ):
         chat.say(LONG_TURN * 5, ignore)
     assert chat.transcript is before
@@ -284,7 +284,9 @@ def test_an_answer_ends_with_the_context(load):
     answer = chat.say("the cat?", ignore)
     assert answer.finish_reason == "context"
     assert len(chat.transcript.token_ids) == 256
-    with pytest.raises(ValueError, match="context window of --model .* is 256;"):
+    with pytest.raises(
+        ValueError, match="this turn and its output must fit the model's context of 256"
+    ):
         chat.say("the dog?", ignore)
 
 

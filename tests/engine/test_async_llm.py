@@ -6,7 +6,8 @@ import time
 import pytest
 
 import h2okv
-from h2okv.engine.outputs import EngineStoppedError, PromptTooLongError
+from h2okv.engine.outputs import EngineStoppedError
+from h2okv.integration.limits import PromptTooLongError
 
 
 @pytest.fixture

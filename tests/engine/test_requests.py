@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.engine.outputs import OutputDelta, PromptTooLongError, QueueFullError, RequestFailedError
+from h2okv.engine.outputs import OutputDelta, QueueFullError, RequestFailedError
 from h2okv.engine.request import Output
 from h2okv.engine.sampler import Sampler
+from h2okv.integration.limits import PromptTooLongError
 
 
 def run(llm):
@@ -175,14 +176,20 @@ def test_text_ends_at_the_context_limit(make_llama, make_llm, make_prompts):
     ("prompt", "params", "budget", "error", "message"),
     [
         ([], {}, None, ValueError, "no tokens"),
-        ([5] * 512, {}, None, PromptTooLongError, "512 tokens, and at most 511"),
-        ([5, 97], {}, None, ValueError, "token 97 is not one of the model's 97"),
-        ([5, -1], {}, None, ValueError, "token -1"),
-        ([5, True], {}, None, ValueError, "token True"),
-        ([5, 6.0], {}, None, ValueError, "token 6.0"),
+        ([5] * 512, {}, None, PromptTooLongError, "context of 512 tokens, got 512 and 1"),
+        ([5, 97], {}, None, ValueError, "token must be 0 to 96 for this model, got 97"),
+        ([5, -1], {}, None, ValueError, "got -1"),
+        ([5, True], {}, None, ValueError, "got True"),
+        ([5, 6.0], {}, None, ValueError, "got 6.0"),
         ("\ud800", {}, None, ValueError, "prompt cannot be read"),
         (5, {}, None, ValueError, "prompt cannot be read"),
-        ([5], {"logit_bias": {97: 1}}, None, ValueError, "logit_bias: the token 97 is not one"),
+        (
+            [5],
+            {"logit_bias": {97: 1}},
+            None,
+            ValueError,
+            "logit_bias: the token must be 0 to 96",
+        ),
         ([5], {"n": 4}, None, ValueError, "n=4 is more than max_num_seqs=3"),
         ([5], {}, h2okv.Budget(300, 1), ValueError, "budget of 301 entries is larger than the 204"),
     ],

@@ -21,6 +21,7 @@ from h2okv.engine.outputs import (
     RequestFailedError,
     TokenLogprob,
 )
+from h2okv.integration.limits import PromptLimits
 from h2okv.server.app import make_app
 from h2okv.server.config import ServerSettings
 from h2okv.server.launch import Listener, open_port
@@ -45,7 +46,7 @@ class FakeEngine:
     ):
         self.tokenizer, self.pause = tokenizer, pause
         self.max_num_seqs, self.max_waiting = max_num_seqs, max_waiting
-        self.max_context, self.max_prompt_tokens, self.max_budget = 2048, 2048, 400
+        self.limits, self.max_budget = PromptLimits(len(tokenizer), 2048, 2048), 400
         self.is_healthy, self.is_held, self.model_sampling = True, False, {}
         self.running = 0
         self.retry_after = 2.5

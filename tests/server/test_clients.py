@@ -10,6 +10,7 @@ import openai
 import pytest
 
 import h2okv
+from h2okv.integration.limits import PromptLimits
 from h2okv.server.tokenization import PromptReader
 
 USER = {"role": "user", "content": "Who are you?"}
@@ -156,14 +157,14 @@ def test_leading_space_of_a_continued_message_stays(bundled_tokenizer):
 
 def test_prompt_of_max_model_len_is_accepted(serve, make_fake):
     fake = make_fake()
-    fake.max_context, fake.max_prompt_tokens = 4096, 512
+    fake.limits = PromptLimits(len(fake.tokenizer), 4096, 512)
     served = serve(fake)
     (model,) = served.client().models.list()
     assert model.max_model_len == 512
     send(served, "/completions", {**TEXT, "prompt": [7] * model.max_model_len})
     with pytest.raises(openai.BadRequestError, match="at most 512 tokens"):
         send(served, "/completions", {**TEXT, "prompt": [7] * (model.max_model_len + 1)})
-    fake.max_context = None
+    fake.limits = PromptLimits(len(fake.tokenizer), None, 512)
     assert served.client().models.retrieve("fake").max_model_len == 512
 
 

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from h2okv.engine.outputs import RequestFailedError
+from h2okv.integration.limits import PromptLimits
 from h2okv.server.errors import LOG
 
 PROMPT = "It was a bright morning, and the"
@@ -221,7 +222,7 @@ def test_shutdown_finishes_running_requests(start, slow):
 
 def test_many_prompts_at_once_leave_the_server_responsive(serve, fake):
     # Reading a prompt of half a megabyte must not hold up the others.
-    fake.max_prompt_tokens = fake.max_context = 10**6
+    fake.limits = PromptLimits(len(fake.tokenizer), 10**6, 10**6)
     served = serve(fake)
     text = "word " * 100_000
 

@@ -65,9 +65,9 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"prompt": [True]}, "prompt", "does not fit; give a text"),
         ({"prompt": {"text": "a"}}, "prompt", "does not fit; give a text"),
         ({"prompt": None}, "prompt", "does not fit; give a text"),
-        ({"prompt": [4096]}, "prompt", "the token 4096, but the model's tokens are 0 to 4095"),
-        ({"prompt": [-1]}, "prompt", "the token -1, but"),
-        ({"prompt": [10**30]}, "prompt", "the token 1000000000000000000000000000000, but"),
+        ({"prompt": [4096]}, "prompt", "prompt: token must be 0 to 4095 for this model, got 4096"),
+        ({"prompt": [-1]}, "prompt", "for this model, got -1"),
+        ({"prompt": [10**30]}, "prompt", "for this model, got 1000"),
         ({"h2o": {"heavy": 1000}}, "h2o", "= 1001 tokens for this prompt, but this server keeps"),
         ({"h2o": {"heavy": 0, "recent": 0}}, "h2o", "keep nothing"),
         ({"h2o": {"heavy": "much"}}, None, "heavy"),
@@ -155,10 +155,13 @@ def test_prompt_without_tokens_is_refused(serve, make_fake, bundled_tokenizer, s
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"prompt": "word " * 2100}, "prompt has 2103 tokens, but this server reads"),
-        ({"prompt": "x" * 100_000}, "prompt has 100000 characters, but"),
-        ({"prompt": [7] * 2049}, "prompt has 2049 tokens, but"),
-        ({"prompt": [7] * 2040, "max_tokens": 9}, "2040 tokens and max_tokens=9 are more than the"),
+        ({"prompt": "word " * 2100}, "prompt must have at most 2048 tokens, got 2103"),
+        ({"prompt": "x" * 100_000}, "at most 2048 tokens, got a text of 100000 characters"),
+        ({"prompt": [7] * 2049}, "prompt must have at most 2048 tokens, got 2049"),
+        (
+            {"prompt": [7] * 2040, "max_tokens": 9},
+            "got 2040 and 9; shorten it or lower max_tokens.",
+        ),
     ],
     ids=["text", "very long text", "tokens", "with its output"],
 )

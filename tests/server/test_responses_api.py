@@ -149,7 +149,7 @@ def test_tokenize_and_detokenize(served, fake):
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user"}]}, "give either prompt"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "is not served here"),
         ("/tokenize", {"text": "a"}, "text is not known"),
-        ("/detokenize", {"tokens": [4096]}, "the model's tokens are 0 to 4095"),
+        ("/detokenize", {"tokens": [4096]}, "token must be 0 to 4095 for this model, got 4096"),
         ("/detokenize", {"tokens": "a"}, "tokens='a' does not fit"),
     ],
 )

@@ -293,7 +293,7 @@ def generate_once(
         attention = enable(job.model, compile=job.compiled)
         cache.pin(job.pins)
     tokenizer, ids = job.described.tokenizer, job.prompt_ids
-    room = job.described.room(len(ids), int(job.params.max_tokens or 0))
+    room = job.described.limits.room(len(ids), int(job.params.max_tokens or 0))
     torch.manual_seed(int(job.params.seed or 0))
     with attention:
         generation = GenerationRun(

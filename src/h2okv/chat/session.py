@@ -20,7 +20,6 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import (
     ChatTemplateError,
     chat_text,
-    check_vocabulary,
     encode,
     message_spans,
 )
@@ -236,8 +235,7 @@ class Chat:
         new = transcript.token_ids[seen:]
         if self.pin and not seen:
             self.cache.pin(message_spans(form.tokenizer, transcript.messages, self.pin))
-        check_vocabulary(new, self.described.vocab_size)
-        room = self._room(seen, len(new))
+        room = self._room(seen, new)
         params = replace(self.params, stop=(*form.stop_strings, *self.params.stop))
         with Interrupt(self.model.base_model) as interrupt:
             generation = GenerationRun(
@@ -271,19 +269,17 @@ class Chat:
             text += str(self.form.tokenizer.convert_ids_to_tokens(token_ids[-1]))
         self.transcript = transcript.then("assistant", answer.text, token_ids, text)
 
-    def _room(self, seen: int, new: int) -> int:
-        """Return the maximum number of tokens of an answer."""
-        described, max_tokens = self.described, int(self.params.max_tokens or 0)
+    def _room(self, seen: int, new: Sequence[int]) -> int:
+        """Return the maximum number of tokens of an answer to new tokens after those seen."""
+        limits = self.described.limits
         if self.cache.position_rule.positions != "original":
-            return max_tokens
-        room = described.room(seen + new, max_tokens)
-        if room < 1:
-            raise ValueError(
-                f"the chat has {seen} tokens and this turn adds {new}, but the context window of"
-                f" --model {described.name!r} is {described.context}; write less, /reset, or"
-                " start with --positions rolling (clamped for learned positions)"
-            )
-        return room
+            limits = replace(limits, max_context=None)
+        limits.check_tokens(new, "this turn: token")
+        name = f"a chat of {seen} tokens and this turn"
+        option = "--positions rolling (clamped for learned positions)"
+        remedy = f"write less, /reset, or start with {option}"
+        limits.check_length(seen + len(new), name=name, remedy=remedy)
+        return limits.room(seen + len(new), int(self.params.max_tokens or 0))
 
     def reset(self) -> None:
         """Begin a new chat with the same system text."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from h2okv.config import MEASURED, Budget
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.memory import MemoryModel, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
-from h2okv.engine.outputs import EngineStats, OutputDelta, PromptTooLongError, RequestFailedError
+from h2okv.engine.outputs import EngineStats, OutputDelta, RequestFailedError
 from h2okv.engine.prefix_cache import PrefixCache
 from h2okv.engine.request import (
     Event,
@@ -34,14 +33,14 @@ from h2okv.engine.request import (
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
-from h2okv.engine.serving import length_limits, share_memory
+from h2okv.engine.serving import prompt_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import enable, input_device
 from h2okv.integration.layer_budgets import with_measured_budgets
 from h2okv.integration.loading import Described, context_of, describe, load_weights
 from h2okv.provenance import fingerprint
-from h2okv.records import refusing, short_repr
+from h2okv.records import refusing
 
 _MIB = 1 << 20
 
@@ -90,7 +89,7 @@ class Engine:
                 "layer_budgets has a factor for each head, and with tensor parallelism a process"
                 " holds some of the heads; give one factor for each layer."
             )
-        self._set_limits(probe, described.context)
+        self._set_limits(probe, described)
         if isinstance(model, str):
             target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             if config.memory is not None and target.type == "cpu":
@@ -103,11 +102,11 @@ class Engine:
             measured_config = with_measured_budgets(cache_config, self.model, described)
             self.config = config = replace(config, cache=measured_config)
             probe = self._make_cache(None)
-            self._set_limits(probe, described.context)
+            self._set_limits(probe, described)
         self.group = TensorParallelGroup() if config.tensor_parallel else None
         ranks = 1 if self.group is None else self.group.world_size
         self.memory = MemoryModel(self.model.config, probe, self.model.dtype).serving(
-            self.max_budgets, self.max_prompt_tokens, config.max_prefill_tokens, ranks
+            self.max_budgets, self.limits.max_prompt_tokens, config.max_prefill_tokens, ranks
         )
         share = share_memory(config, self.memory, input_device(self.model))
         self.max_num_seqs = share.num_seqs
@@ -130,7 +129,7 @@ class Engine:
         self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens, self.prefix_cache)
         self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)
-        self._grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos)
+        self._grammars = GrammarCompiler(self.tokenizer, described.vocab_size, self._eos)
         self._counters = EngineStats()
 
     def step(self) -> bool:
@@ -309,14 +308,14 @@ class Engine:
         dtype = str(self.model.dtype).removeprefix("torch.")
         if self.config.weight_bits is not None:
             dtype += f" and {self.config.weight_bits}-bit weights"
-        longest = self.max_context or self.max_prompt_tokens
+        longest = self.limits.max_context or self.limits.max_prompt_tokens
         full = pool.full_bytes_of(longest)
         shards = "" if self.group is None else f" in {self.group.world_size} parts"
         device = input_device(self.model)
         lines = [
             f"{self.name} in {dtype} on {device}{shards}, {self._make_cache(None)!r}",
             f"{num_seqs} sequences of {self.max_budget} entries (prompts up to "
-            f"{self.max_prompt_tokens:,} tokens): {pool.nbytes / num_seqs / _MIB:.2f} MiB "
+            f"{self.limits.max_prompt_tokens:,} tokens): {pool.nbytes / num_seqs / _MIB:.2f} MiB "
             f"each, {pool.nbytes / _MIB:.1f} MiB together",
             f"beside weights and slots at most {memory.prefill / _MIB:.0f} MiB "
             f"for prefill and {num_seqs * memory.step / _MIB:.0f} MiB for a decode step",
@@ -349,15 +348,9 @@ class Engine:
         if kept_every is not None:
             check_number("kept_every", kept_every, int, 1, UNLIMITED)
         tokens = self._tokens(prompt)
-        limit = self.max_prompt_tokens
-        if self.max_context is not None and params.max_tokens != 0:
-            limit = min(limit, self.max_context - 1)
-        if not tokens:
-            raise ValueError("the prompt has no tokens; give at least one.")
-        if len(tokens) > limit:
-            problem = f"the prompt has {len(tokens):,} tokens, and at most {limit:,} can be read"
-            raise PromptTooLongError(f"{problem}; shorten it.")
-        self._check_tokens("logit_bias: the token", params.logit_bias)
+        max_tokens = UNLIMITED if params.max_tokens is None else params.max_tokens
+        self.limits.check_length(len(tokens), min(1, max_tokens))
+        self.limits.check_tokens(params.logit_bias, "logit_bias: the token")
         if params.n > (seqs := self.max_num_seqs):
             raise ValueError(f"n={params.n} is more than max_num_seqs={seqs}; ask for less.")
         cache = self._make_cache(budget)
@@ -373,12 +366,11 @@ class Engine:
             # The longest saved prefix that leaves at least one token of the prompt.
             matches = (saved for saved in self._prefixes if tokens[:-1][: len(saved)] == saved)
             prefix = max(matches, key=len, default=())
-        room = UNLIMITED if self.max_context is None else self.max_context - len(tokens)
         grammar = params.grammar
         return Request(
             prompt=tokens,
             params=params,
-            max_new_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+            max_new_tokens=self.limits.room(len(tokens), max_tokens),
             start=PromptStart(
                 len(tokens), budget, self._prefixes.get(prefix), len(prefix), tuple(pins)
             ),
@@ -393,30 +385,16 @@ class Engine:
             if isinstance(prompt, str):
                 prompt = encode(self.tokenizer, prompt)
             tokens: Any = tuple(prompt)
-        self._check_tokens("the prompt: token", tokens)
+        self.limits.check_tokens(tokens)
         return tuple(map(int, tokens))
-
-    @property
-    def _vocab_size(self) -> int:
-        table: Any = self.model.get_input_embeddings()
-        return int(table.weight.shape[0])
-
-    def _check_tokens(self, name: str, tokens: Iterable[Any]) -> None:
-        """Raise ValueError for anything but a token of the model's vocabulary."""
-        vocabulary = self._vocab_size
-        for token in tokens:
-            is_int = isinstance(token, Integral) and not isinstance(token, bool)
-            if not is_int or not 0 <= token < vocabulary:
-                problem = f"{name} {short_repr(token)} is not one of the model's {vocabulary}"
-                raise ValueError(f"{problem}; give tokens of this model.")
 
     def _save_prefix(self, text: str | Sequence[int]) -> None:
         tokens = self._tokens(text)
-        if not tokens or len(tokens) >= self.max_prompt_tokens:
+        longest = self.limits.max_prompt_tokens
+        if not 1 <= len(tokens) < longest:
             raise ValueError(
-                f"a prefix must have 1 to {self.max_prompt_tokens - 1:,} tokens, got"
-                f" {len(tokens):,}, to start prompts of up to {self.max_prompt_tokens:,} tokens;"
-                " give another text."
+                f"a prefix must have 1 to {longest - 1:,} tokens, got {len(tokens):,}, to start"
+                f" prompts of up to {longest:,} tokens; give another text."
             )
         key = self._prefixes[tokens] = f"prefix {len(self._prefixes)}"
         self.runner.save_prefix(key, tokens, self.config.max_prefill_tokens)
@@ -443,10 +421,8 @@ class Engine:
             cache.allow_non_finite()
         return cache
 
-    def _set_limits(self, probe: H2OCache, context: int | None) -> None:
+    def _set_limits(self, probe: H2OCache, described: Described) -> None:
         """Set the maximum lengths of prompts and texts, and of the entries of a sequence."""
-        self.max_context, self.max_prompt_tokens = length_limits(
-            self.config, self._model_config, context
-        )
-        self.max_budget = probe.entries_for(self.max_prompt_tokens)
-        self.max_budgets = probe.layer_entries_for(self.max_prompt_tokens)
+        self.limits = prompt_limits(self.config, described)
+        self.max_budget = probe.entries_for(self.limits.max_prompt_tokens)
+        self.max_budgets = probe.layer_entries_for(self.limits.max_prompt_tokens)

@@ -43,8 +43,7 @@ class _Front:
         engine_config = EngineConfig.from_options(config, **options)
         self.engine = engine = Engine(model, tokenizer, engine_config, dtype=dtype, device=device)
         self.name, self.tokenizer = engine.name, engine.tokenizer
-        self.max_budget, self.max_context = engine.max_budget, engine.max_context
-        self.max_prompt_tokens = engine.max_prompt_tokens
+        self.max_budget, self.limits = engine.max_budget, engine.limits
         self.model_sampling = model_sampling(engine.model.generation_config)
         self._start()
 
@@ -227,8 +226,8 @@ class AsyncLLM(_Front):
     Attributes:
         name: The model's name.
         tokenizer: The model's tokenizer.
-        max_context: Maximum length of a prompt and its output together; ``None`` for no limit.
-        max_prompt_tokens: Maximum length of a prompt.
+        limits: Limits of a prompt: ``max_prompt_tokens``; ``max_context`` of a prompt and its
+            output together, ``None`` for no limit; ``vocab_size``.
         model_sampling: Sampling settings of the model's ``generation_config``, by fields of
             `SamplingParams`.
         max_budget: Maximum number of entries of a sequence, per layer and KV head.

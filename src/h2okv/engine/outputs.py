@@ -108,10 +108,6 @@ class EngineStoppedError(RuntimeError):
     """The engine is shutting down, or has stopped by an error."""
 
 
-class PromptTooLongError(ValueError):
-    """A prompt is longer than the model or the engine accepts."""
-
-
 def _number(meaning: str, is_counter: bool = False) -> Any:
     """Return a field of `EngineStats` with its help text in ``/metrics``."""
     return field(default=0, metadata={"meaning": meaning, "is_counter": is_counter})

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedConfig
 
 from h2okv.cache import H2OCache
 from h2okv.cache.slot_pool import check_poolable
@@ -22,7 +21,8 @@ from h2okv.engine.memory import (
     give_memory_back,
 )
 from h2okv.engine.sampling_params import UNLIMITED
-from h2okv.integration.loading import describe, loaded_dtype, weight_bytes
+from h2okv.integration.limits import PromptLimits
+from h2okv.integration.loading import Described, describe, loaded_dtype, weight_bytes
 
 SPAN = 256
 """Tokens between two evictions, where prompts share states and the user chose no number."""
@@ -33,13 +33,11 @@ _FREE_FRACTION = 0.8
 _MIB = 1 << 20
 
 
-def length_limits(
-    config: EngineConfig, model_config: PreTrainedConfig, context: int | None
-) -> tuple[int | None, int]:
-    """Return the most tokens of a text, ``None`` for no limit, and those of a prompt."""
+def prompt_limits(config: EngineConfig, described: Described) -> PromptLimits:
+    """Return the limits of an engine's prompts."""
     # Frequencies that depend on the longest sequence of the batch (dynamic scaling, LongRoPE)
     # are the same for all sequences below that length.
-    window = window_by_length(model_config)
+    context, window = described.context, window_by_length(described.config)
     if window is not None:
         context = min(context or window, window)
     max_context = None if config.cache.positions == "rolling" else context
@@ -50,7 +48,8 @@ def length_limits(
             f"{max_context}; lower it, or use positions='rolling'."
         )
     # A prompt that fills the context can still be scored (prompt_logprobs).
-    return max_context, requested or min(context or _DEFAULT_PROMPT, _DEFAULT_PROMPT)
+    longest = requested or min(context or _DEFAULT_PROMPT, _DEFAULT_PROMPT)
+    return PromptLimits(described.vocab_size, max_context, longest)
 
 
 def with_states(config: EngineConfig, evict_every: int | None) -> tuple[EngineConfig, str | None]:
@@ -92,7 +91,7 @@ def in_tokens(config: EngineConfig, model: str) -> tuple[EngineConfig, str | Non
     if cache.evict_every is None or config.prefix_cache == 0 or not cache.budget.is_relative:
         return config, None
     described = describe(model)
-    _, longest = length_limits(config, described.config, described.context)
+    longest = prompt_limits(config, described).max_prompt_tokens
     tokens = cache.budget.resolve(longest)
     note = (
         f"prefix cache: on, so every text gets the entries of the longest prompt, {tokens.heavy} "
@@ -199,13 +198,14 @@ def plan_serving(
         cache_config = replace(cache_config, layer_budgets=None)
     cache = H2OCache.from_config(described.config, cache_config)
     check_poolable(cache)
-    max_context, longest = length_limits(config, described.config, described.context)
+    limits = prompt_limits(config, described)
+    longest = limits.max_prompt_tokens
     budgets = cache.layer_entries_for(longest)
     model_memory = MemoryModel(described.config, cache, dtype)
     memory = model_memory.serving(budgets, longest, config.max_prefill_tokens)
     weights = weight_bytes(described, dtype, config.weight_bits)
     share = share_memory(config, memory, device, weights)
-    text = max_context or longest
+    text = limits.max_context or longest
     full = len(budgets) * model_memory.window_slots.entry * model_memory.num_kv_heads * text
     full += sum(
         model_memory.window_slots.entry * model_memory.num_kv_heads * min(text, window - 1)

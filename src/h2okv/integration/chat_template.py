@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
+from h2okv.integration.limits import PromptLimits
 from h2okv.integration.messages import Conversation
 from h2okv.integration.tool_messages import as_plain_messages, takes_tools
 from h2okv.records import unknown_name
@@ -94,15 +95,6 @@ def chat_text(
         raise ChatTemplateError(str(error)) from error
 
 
-def check_vocabulary(ids: Sequence[int], vocab_size: int) -> None:
-    """Refuse tokens that a model has no embedding for."""
-    if ids and max(ids) >= vocab_size:
-        raise ValueError(
-            f"the tokenizer gives token {max(ids)}, but the model knows only {vocab_size}; get the"
-            " model again, with its own tokenizer"
-        )
-
-
 def encode(
     tokenizer: PreTrainedTokenizerBase,
     prompt: str | Conversation | Sequence[Mapping[str, Any]],
@@ -118,7 +110,7 @@ def encode(
         unprefixed = tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
         ids = ids[1:] if len(unprefixed) < len(ids) else ids
     if vocab_size is not None:
-        check_vocabulary(ids, vocab_size)
+        PromptLimits(vocab_size).check_tokens(ids)
     return ids
 
 

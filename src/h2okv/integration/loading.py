@@ -16,6 +16,7 @@ from h2okv.cache.support import check_model
 from h2okv.integration.chat_template import encode
 from h2okv.integration.end_tokens import add_end_tokens
 from h2okv.integration.gguf import check_complete
+from h2okv.integration.limits import PromptLimits
 from h2okv.integration.messages import Conversation
 from h2okv.integration.models import default_dtype, resolve_model
 from h2okv.integration.packed_linear import check_weight_bits, int4_bytes, pack_linear_layers
@@ -38,9 +39,9 @@ class Described:
     def vocab_size(self) -> int:
         return self.config.get_text_config().vocab_size
 
-    def room(self, num_read: int, limit: int) -> int:
-        """Return how many tokens fit into the context after those read, at most `limit`."""
-        return limit if self.context is None else min(limit, self.context - num_read)
+    @property
+    def limits(self) -> PromptLimits:
+        return PromptLimits(self.vocab_size, self.context)
 
     def add_end_tokens(self, model: transformers.PreTrainedModel) -> None:
         """Make the model stop at each token that ends a text or a turn. Mutates the model."""
@@ -48,19 +49,13 @@ class Described:
 
     def encode(self, prompt: str | Conversation | Sequence[Mapping[str, Any]]) -> list[int]:
         """Encode a text, or messages; refuse one that leaves no room for an answer."""
-        ids = encode(self.tokenizer, prompt, self.vocab_size)
-        self.check_length(len(ids))
-        return ids
+        return self.checked(encode(self.tokenizer, prompt))
 
-    def check_length(self, length: int) -> None:
-        """Refuse a number of tokens that leaves no room for an answer in the context."""
-        if not length:
-            raise ValueError("the prompt has no tokens for this model; give some text")
-        if self.context is not None and length >= self.context:
-            raise ValueError(
-                f"the prompt has {length} tokens, but the model's context is {self.context};"
-                f" shorten it to {self.context - 1} or fewer, or add --positions rolling"
-            )
+    def checked(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a prompt; refuse those that leave no room for an answer."""
+        self.limits.check_tokens(ids)
+        self.limits.check_length(len(ids), remedy="shorten it, or add --positions rolling")
+        return ids
 
 
 def describe(name: str) -> Described:

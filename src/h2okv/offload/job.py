@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -203,16 +204,13 @@ class TextCodec:
         """Encode a prompt; limit its new tokens to the room in the context window."""
         described, params = self.described, replace(self.sampling, **prompt.sampling)
         rendered = self._content(prompt)
-        tokens = self._tokens(rendered)
-        if longest is not None and len(tokens) > longest:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens, and the memory that was promised is enough"
-                f" for {longest}; shorten it or give more --memory"
-            )
-        for token in params.logit_bias:
-            if token >= described.vocab_size:
-                problem = f"logit_bias: the token {token} is not one of the model's"
-                raise ValueError(f"{problem} {described.vocab_size}; leave it out")
+        if isinstance(rendered, list):
+            tokens = described.checked(rendered)
+        else:
+            tokens = described.encode(rendered)
+        limits = replace(described.limits, max_prompt_tokens=longest or sys.maxsize)
+        limits.check_length(len(tokens), remedy="shorten it, or give more --memory")
+        limits.check_tokens(params.logit_bias, "logit_bias: the token")
         # As in the server: in the plain form an answer ends before the user's next line.
         is_plain = isinstance(rendered, Conversation) and not described.tokenizer.chat_template
         stop = (*params.stop, *(PLAIN_STOPS if is_plain else ()))
@@ -220,7 +218,7 @@ class TextCodec:
         if "seed" not in prompt.sampling:
             params = replace(params, seed=sequence_seed(params.seed, prompt.id))
         limit = params.max_tokens or 1
-        left = described.room(len(tokens), limit)
+        left = limits.room(len(tokens), limit)
         return BatchSequence(
             prompt.id, tokens, left, prompt.digest, left < limit, params=params, url=prompt.url,
             text=SequenceText(described.tokenizer, tokens, stop, strips_start) if stop else None,
@@ -236,16 +234,6 @@ class TextCodec:
         if len(listed) != 1:
             raise ValueError("the prompt is a list; give one text, or the tokens of one")
         return check_text(listed[0], "the prompt")
-
-    def _tokens(self, rendered: str | Conversation | list[int]) -> list[int]:
-        if not isinstance(rendered, list):
-            return self.described.encode(rendered)
-        for token in rendered:
-            if not 0 <= token < (count := self.described.vocab_size):
-                problem = f"the prompt has the token {token}, but the model's are 0 to {count - 1}"
-                raise ValueError(f"{problem}; encode it with the model's own tokenizer")
-        self.described.check_length(len(rendered))
-        return rendered
 
     def record(self, sequence: BatchSequence) -> dict[str, Any]:
         """Return a finished sequence's result; its text has the space that follows the prompt."""

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from h2okv.engine import outputs
+from h2okv.integration.limits import PromptTooLongError
 
 LOG = logging.getLogger("h2okv.server")
 
@@ -87,8 +88,8 @@ def timed_out(seconds: float) -> ApiError:
     return ApiError(504, message, code="timeout")
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Translate an exception into the client's error."""
+def as_api_error(error: Exception, field: str | None = None) -> ApiError:
+    """Translate an exception, of a field of the request or of all of it, for the client."""
     message = str(error)
     match error:
         case ApiError():
@@ -99,10 +100,10 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, message, code="engine_stopped", retry_after=5)
         case outputs.RequestFailedError():
             return ApiError(500, message, code="request_failed")
-        case outputs.PromptTooLongError():
-            return invalid(message, code="context_length_exceeded")
+        case PromptTooLongError():
+            return invalid(message, field, code="context_length_exceeded")
         case ValueError():
-            return invalid(message)
+            return invalid(message, field)
     LOG.error("a request failed", exc_info=error)
     message = "the request failed with an internal error; the server's log has the details."
     return ApiError(500, message, code="internal_error")

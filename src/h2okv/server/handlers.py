@@ -41,7 +41,7 @@ class Handlers:
     def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
         self.metrics = Metrics(engine)
-        self.reader = PromptReader(engine.tokenizer, engine.max_prompt_tokens)
+        self.reader = PromptReader(engine.tokenizer, engine.limits.max_prompt_tokens)
         self.tokens = TokenText(engine.tokenizer)
         self.call_syntax = CallSyntax.of(engine.tokenizer)
         self._any_length = PromptReader(engine.tokenizer)
@@ -49,15 +49,17 @@ class Handlers:
     @property
     def max_model_len(self) -> int:
         """Length of prompt that is never too long, for clients."""
-        limits = (self.engine.max_prompt_tokens, self.engine.max_context)
-        return min(limit for limit in limits if limit is not None)
+        longest = self.engine.limits.max_prompt_tokens
+        return min(longest, self.engine.limits.max_context or longest)
 
     def stats(self) -> dict[str, Any]:
-        limits = ("max_budget", "max_context", "max_prompt_tokens")
+        limits = self.engine.limits
         return {
             "model": self.settings.model_name,
             "tokens_per_second": self.metrics.tokens_per_second(),
-            **{name: getattr(self.engine, name) for name in limits},
+            "max_budget": self.engine.max_budget,
+            "max_context": limits.max_context,
+            "max_prompt_tokens": limits.max_prompt_tokens,
             "max_new_tokens": self.settings.max_new_tokens,
             "sampling": self.engine.model_sampling,
             **dataclasses.asdict(self.engine.stats()),
@@ -166,25 +168,21 @@ class TextRoute:
         self, body: SampledRequest, prompt: Prompt, params: SamplingParams
     ) -> SamplingParams:
         """Return the parameters with the prompt's stops, and ``max_tokens`` within all limits."""
-        context, length = self.engine.max_context, len(prompt.token_ids)
+        limits, length = self.engine.limits, len(prompt.token_ids)
         limit, max_tokens = self.settings.max_new_tokens, params.max_tokens
-        name = body.field_of("max_tokens")
-        if not length:
-            raise invalid("prompt has no tokens; give at least one.", "prompt")
+        name, room = body.field_of("max_tokens"), limits.room(length, limit)
         if max_tokens is not None and max_tokens > limit:
             message = f"{name}={max_tokens} is more than this server writes; give {limit} at most."
             raise invalid(message, name)
-        room = limit if context is None else context - length
-        if room < (1 if max_tokens is None else max_tokens):
-            requested = "at least 1" if max_tokens is None else max_tokens
-            raise invalid(
-                f"a prompt of {length} tokens and {name}={requested} are more than the model's"
-                f" context of {context} tokens; shorten the prompt or ask for less.",
-                name if room > 0 else None,
-                code="context_length_exceeded",
-            )
+        try:
+            num_new = 1 if max_tokens is None else max_tokens
+            remedy = f"shorten it or lower {name}"
+            limits.check_length(length, num_new, "prompt", remedy)
+        except ValueError as error:
+            field = "prompt" if not length else name if room > 0 else None
+            raise as_api_error(error, field) from error
         if max_tokens is None:
-            max_tokens = min(body.default_max_tokens or limit, room, limit)
+            max_tokens = min(body.default_max_tokens or limit, room)
         return dataclasses.replace(
             params, max_tokens=max_tokens, stop=(*params.stop, *prompt.stops)
         )

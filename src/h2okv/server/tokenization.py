@@ -14,8 +14,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.integration.chat_template import PLAIN_STOPS, ChatTemplateError, chat_text, encode
+from h2okv.integration.limits import PromptLimits
 from h2okv.integration.messages import Conversation
-from h2okv.server.errors import invalid
+from h2okv.server.errors import as_api_error, invalid
 
 Result = TypeVar("Result")
 
@@ -40,10 +41,9 @@ class PromptReader:
     """Tokenizes prompts, and refuses those that are too long."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = UNLIMITED) -> None:
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
-        longest = max(map(len, tokenizer.get_vocab()), default=1)
-        # Any text with more characters has too many tokens.
-        self._max_characters = longest * max_tokens
+        self.tokenizer = tokenizer
+        self._limits = PromptLimits(len(tokenizer), None, max_tokens)
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         tokenizer("a")  # the first call may initialize the tokenizer, which is not thread-safe
 
     def read(self, prompt: Conversation | Sequence[Any], *, special: bool = True) -> Prompt:
@@ -62,32 +62,26 @@ class PromptReader:
                 raise invalid(str(error), field) from error
         else:
             return self._read_tokens(tuple(prompt))
-        self._check_length(len(text), self._max_characters, "characters", field)
+        characters = f"a text of {len(text)} characters"
+        self._check_length(-(-len(text) // self._longest), field, characters)
         token_ids = tuple(encode(self.tokenizer, text, special=special))
-        self._check_length(len(token_ids), self.max_tokens, "tokens", field)
+        self._check_length(len(token_ids), field)
         return Prompt(token_ids, text, True, stops, strips_start)
 
     def _read_tokens(self, token_ids: tuple[int, ...]) -> Prompt:
-        self._check_length(len(token_ids), self.max_tokens, "tokens", "prompt")
-        count = len(self.tokenizer)
-        for token in token_ids:
-            if not 0 <= token < count:
-                raise invalid(
-                    f"prompt has the token {token}, but the model's tokens are 0 to {count - 1};"
-                    " encode it with the model's own tokenizer.",
-                    "prompt",
-                )
+        self._check_length(len(token_ids), "prompt")
+        try:
+            self._limits.check_tokens(token_ids, "prompt: token")
+        except ValueError as error:
+            raise as_api_error(error, "prompt") from error
         text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return Prompt(token_ids, str(text), False)
 
-    def _check_length(self, length: int, limit: int, unit: str, field: str) -> None:
-        if length > limit:
-            raise invalid(
-                f"{field} has {length} {unit}, but this server reads prompts of at most"
-                f" {self.max_tokens} tokens; send a shorter one.",
-                field,
-                code="context_length_exceeded",
-            )
+    def _check_length(self, length: int, field: str, got: str | None = None) -> None:
+        try:  # no tokens are an error only where something is generated
+            self._limits.check_length(max(1, length), name=field, got=got)
+        except ValueError as error:
+            raise as_api_error(error, field) from error
 
 
 class TokenText:
