@@ -281,8 +281,15 @@ class SlotPool:
             )
             layer.lazy_initialization(key, value)
             layer.load_state(state, layer.cumulative_length + seen, None)
-            layer.writer, layer.num_forwards = pool_layer.writer, 1
-            layer.rotations.follow(pool_layer.rotations)
+        self.adopt(cache)
+
+    def adopt(self, cache: H2OCache) -> None:
+        """Let a cache with a sequence's entries go on as if the model had written them; mutates."""
+        layers: list[Any] = cache.layers
+        for layer, pool_layer in zip(layers, self._layers, strict=True):
+            if pool_layer.window is None:
+                layer.writer, layer.num_forwards = pool_layer.writer, 1
+                layer.rotations.follow(pool_layer.rotations)
 
     def count_step(self) -> int:
         """Note that a decode step has run; returns the entries that it evicted."""

@@ -46,6 +46,9 @@ def serve(
         read=readers.memory,
         least=0,
     ),
+    prefix_cache_folder: Path | None = option(
+        None, "Folder that keeps these states over a restart, up to as many bytes."
+    ),
     max_new_tokens: int = option(4096, "Most new tokens that a request may ask for."),
     max_choices: int = option(128, "Most outputs of a request: prompts times n."),
     max_body: Typed = option("8MiB", "Largest request body.", read=readers.memory),
@@ -81,6 +84,11 @@ def serve(
     from h2okv.server import config
 
     args.check_copies("replicas", replicas, ray, model.device_name)
+    if prefix_cache_folder is not None and ray:
+        raise ValueError(
+            "--prefix-cache-folder is for one process, and --ray starts several; leave one of them"
+            " out."
+        )
     if tensor_parallel and ray:
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
     if not ray:  # the machines of a cluster may have other models

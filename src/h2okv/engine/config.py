@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from h2okv.config import CacheConfig
@@ -36,6 +37,8 @@ class EngineConfig:
             beginning continue (`h2okv.engine.prefix_cache`); 0: none. Only with
             ``cache.evict_every`` and a budget in tokens. ``None``: 1 GiB, or a quarter of the free
             memory if that is less.
+        prefix_cache_folder: Folder that keeps these states over a restart, up to as many bytes;
+            ``None`` for none.
         speculate: Tokens to draft at a time by prompt lookup, for a sequence that decodes alone.
             They are verified in one forward, and the output stays the same. Only while it saves
             time.
@@ -57,6 +60,7 @@ class EngineConfig:
     max_prefill_time_fraction: float = 0.8
     prefixes: Sequence[str | Sequence[int]] = ()
     prefix_cache: int | None = None
+    prefix_cache_folder: str | Path | None = None
     speculate: int = 0
     weight_bits: int | None = None
     tensor_parallel: bool = False
@@ -75,6 +79,11 @@ class EngineConfig:
             )
         if self.weight_bits is not None and self.tensor_parallel:
             raise ValueError("weight_bits and tensor_parallel exclude each other; choose one.")
+        if self.prefix_cache_folder is not None and self.tensor_parallel:
+            raise ValueError(
+                "prefix_cache_folder is for one process, and with tensor_parallel each holds a part"
+                " of a state; leave one of them out."
+            )
 
     @property
     def caches_prefixes(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from h2okv.engine.memory import MemoryModel, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
 from h2okv.engine.outputs import EngineStats, OutputDelta, RequestFailedError
 from h2okv.engine.prefix_cache import PrefixCache
+from h2okv.engine.prefix_folder import PrefixFolder
 from h2okv.engine.request import (
     Event,
     Output,
@@ -84,6 +84,7 @@ class Engine:
             self.config = replace(config, cache=replace(cache_config, layer_budgets=None))
         probe = self._make_cache(None)
         check_poolable(probe)
+        self._folder = PrefixFolder.of(config)
         if config.tensor_parallel and probe.cache_config.is_by_head:
             raise ValueError(
                 "layer_budgets has a factor for each head, and with tensor parallelism a process"
@@ -120,12 +121,17 @@ class Engine:
             self._prefixes: dict[tuple[int, ...], str] = {}  # keys of saved texts
             for text in config.prefixes:
                 self._save_prefix(text)
+            if self._folder is not None:
+                stack.callback(self._folder.close)
             self.close = stack.pop_all().close  # gives the model its own attention back
         chunk_tokens = self.runner.chunk_tokens(config.max_prefill_tokens)
         self.prefix_cache: PrefixCache | None = None
         if self.config.caches_prefixes:
             span = self.config.cache.evict_every or 1
-            self.prefix_cache = PrefixCache(span, share.states, self._state_identity())
+            identity = self._state_identity()
+            self.prefix_cache = PrefixCache(span, share.states, identity, self._load_state)
+        if self._folder is not None:
+            self._folder.limit(share.states)
         self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens, self.prefix_cache)
         self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)
@@ -180,21 +186,42 @@ class Engine:
 
     def _add_states(self, step: ScheduledStep, output: StepOutput) -> None:
         """Note the states that a step has saved, and what is to be dropped for them."""
-        cache = self.prefix_cache
+        cache, folder = self.prefix_cache, self._folder
         if cache is None:
             return
-        dropped: list[str] = []
         saved = [chunk.save for chunk in step.prefill if chunk.save and output.error is None]
-        for key in saved:
-            dropped += cache.add(key, self.runner.states[key].nbytes)
+        for key in (*saved, *(key for _, key in step.save)):
+            self._add_state(key)
+            if folder is not None and key in cache:
+                folder.write(key, self.runner.states[key])
         for row, key in step.save:
-            dropped += cache.add(key, self.runner.states[key].nbytes)
             # A conversation continues from the end of its answer.
             answer = self.scheduler.running[row]
             if answer.saved is not None and cache.remove(answer.saved):
-                dropped.append(answer.saved)
+                self.scheduler.dropped_states.append(answer.saved)
+                if folder is not None:
+                    folder.remove(answer.saved)
             answer.saved = key
+
+    def _add_state(self, key: str) -> None:
+        assert self.prefix_cache is not None
+        dropped = self.prefix_cache.add(key, self.runner.states[key].nbytes)
         self.scheduler.dropped_states += dropped
+        if self._folder is not None:
+            for other in dropped:
+                self._folder.forget(other)
+
+    def _load_state(self, key: str, length: int) -> bool:
+        """Bring a state back from its file; return whether there was one."""
+        if self._folder is None:
+            return False
+        state = self._folder.read(key, length, self.model, self._make_cache(None))
+        if state is None:
+            return False
+        self.runner.pool.adopt(state)
+        self.runner.states[key] = state
+        self._add_state(key)
+        return self.prefix_cache is not None and key in self.prefix_cache
 
     def _after_prefill(self, chunks: tuple[PrefillChunk, ...], output: StepOutput) -> None:
         requests = list(self.scheduler.prefilling)
@@ -223,7 +250,10 @@ class Engine:
         if not chunk.is_last:
             return
         self._counters.reused_tokens += request.start.num_reused
-        self._counters.prefix_hits += request.start.state is not None
+        if (state := request.start.state) is not None:
+            self._counters.prefix_hits += 1
+            if self._folder is not None:
+                self._folder.touch(state)
         if request.max_new_tokens == 0:
             request.notify(OutputDelta(0, "", finish_reason="length", prompt=request.prompt_read()))
             self._end(request)
@@ -291,6 +321,12 @@ class Engine:
         """Return counters and the present memory of the cache; may be called from any thread."""
         pool = self.runner.pool
         states = {} if self.prefix_cache is None else self.prefix_cache.stats()
+        if (folder := self._folder) is not None:
+            states |= {
+                "prefix_disk_states": len(folder),
+                "prefix_disk_bytes": folder.num_bytes,
+                "prefix_disk_hits": folder.num_hits,
+            }
         return replace(
             self._counters,
             **states,
@@ -329,6 +365,8 @@ class Engine:
         if self.prefix_cache is not None:
             limit = self.prefix_cache.max_bytes / _MIB
             lines.append(f"states of prompts and answers: up to {limit:.0f} MiB, for later prompts")
+        if self._folder is not None:
+            lines.append(f"prefix cache folder: {self._folder}")
         if lengths := ", ".join(f"{len(tokens):,}" for tokens in self._prefixes):
             lines.append(f"saved prefixes: {lengths} tokens")
         return "\n".join(lines)
@@ -401,15 +439,13 @@ class Engine:
 
     def _state_identity(self) -> dict[str, Any]:
         """Return what a state depends on besides the tokens that it has read."""
-        weights = hashlib.sha256()
-        for module in self.model.modules():
-            if hasattr(module, "layer_idx"):
-                weights.update(str(fingerprint(module)).encode())
         return {
             "cache": self.config.cache.identity(),
             "dtype": str(self.model.dtype),
             "model": config_identity(self._model_config),
-            "weights": weights.hexdigest(),
+            # Within one process there is one model.
+            "weights": None if self._folder is None else fingerprint(self.model),
+            "weight_bits": self.config.weight_bits,
         }
 
     def _make_cache(self, budget: Budget | None) -> H2OCache:

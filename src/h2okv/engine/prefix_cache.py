@@ -6,7 +6,7 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 # Beginnings of texts that are remembered without a state: of 100 bytes each.
@@ -28,10 +28,17 @@ class PrefixCache:
         span: tokens between two evictions.
         max_bytes: of all states together.
         identity: what the states depend on besides tokens; JSON.
+        load: brings a state of some tokens back by its key, if it can, and calls `add`.
     """
 
-    def __init__(self, span: int, max_bytes: int, identity: Any) -> None:
-        self.span, self.max_bytes = span, max_bytes
+    def __init__(
+        self,
+        span: int,
+        max_bytes: int,
+        identity: Any,
+        load: Callable[[str, int], bool] = lambda key, length: False,
+    ) -> None:
+        self.span, self.max_bytes, self._load = span, max_bytes, load
         self._root = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).digest()
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._beginnings: OrderedDict[str, None] = OrderedDict()
@@ -39,6 +46,9 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._sizes)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._sizes
 
     def keys_of(self, tokens: Sequence[int]) -> list[str]:
         """Return the keys of a text's states, one for each whole span."""
@@ -58,7 +68,9 @@ class PrefixCache:
         """
         keys = self.keys_of(tokens)
         usable = keys[: (len(tokens) - 1) // self.span]
-        count = max((n for n, key in enumerate(usable, 1) if key in self._sizes), default=0)
+        count = len(usable)
+        while count and not self._brings(usable[count - 1], count):
+            count -= 1
         shared = max((n for n, key in enumerate(keys, 1) if key in self._beginnings), default=0)
         for key in keys:
             self._beginnings[key] = None
@@ -71,6 +83,9 @@ class PrefixCache:
             return 0, None, saves
         self._sizes.move_to_end(keys[count - 1])
         return count * self.span, keys[count - 1], saves
+
+    def _brings(self, key: str, num_spans: int) -> bool:
+        return key in self or self._load(key, num_spans * self.span)
 
     def add(self, key: str, num_bytes: int) -> list[str]:
         """Note a saved state; return the keys of those that are to be dropped for it."""
@@ -91,11 +106,6 @@ class PrefixCache:
         size = self._sizes.pop(key, None)
         self.num_bytes -= size or 0
         return size is not None
-
-    def clear(self) -> None:
-        """Forget all states, whose tensors are gone; what was counted stays."""
-        self._sizes.clear()
-        self.num_bytes = 0
 
     def stats(self) -> dict[str, int]:
         """Return the fields of `EngineStats` that are about states."""

@@ -89,7 +89,6 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep:
         """Return the next step, which the caller must run: the scheduler's state assumes it."""
-        dropped, self.dropped_states = tuple(self.dropped_states), []
         accepted, self.accepted = self.accepted, None
         step = ScheduledStep(
             release=self._release(),
@@ -99,10 +98,13 @@ class Scheduler:
                 len(output.request.prompt) + len(output.tokens) - 1 for output in self.running
             ),
             save=self._states_to_save(),
-            drop=dropped,
             accepted=accepted,
             prefill=self._next_chunks(),
         )
+        if self.prefix_cache is not None and self.dropped_states:
+            # A prompt may have brought one of them back.
+            dropped = [key for key in self.dropped_states if key not in self.prefix_cache]
+            step, self.dropped_states = replace(step, drop=tuple(dropped)), []
         drafts = self._drafts(step)
         return replace(step, drafts=drafts) if drafts else step
 

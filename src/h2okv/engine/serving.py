@@ -20,6 +20,7 @@ from h2okv.engine.memory import (
     data_bytes,
     give_memory_back,
 )
+from h2okv.engine.prefix_folder import PrefixFolder
 from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.integration.limits import PromptLimits
 from h2okv.integration.loading import Described, describe, loaded_dtype, weight_bytes
@@ -77,8 +78,10 @@ def with_states(config: EngineConfig, evict_every: int | None) -> tuple[EngineCo
         if config.prefix_cache != 0:
             return config, None
         reason = "--prefix-cache 0"
-    if config.prefix_cache:
-        raise ValueError(f"--prefix-cache has no effect with {reason}; leave one of them out.")
+    for option in ("prefix_cache", "prefix_cache_folder"):
+        if getattr(config, option):
+            flag = f"--{option.replace('_', '-')}"
+            raise ValueError(f"{flag} has no effect with {reason}; leave one of them out.")
     return config, f"prefix cache: off with {reason}"
 
 
@@ -161,6 +164,7 @@ class ServingPlan:
     longest: int  # tokens of the longest text
     full_sequence: int  # a full cache of it
     full_seqs: int  # that the same memory holds
+    folder: str | None = None  # that keeps states over a restart
 
     def to_text(self) -> str:
         """Return the plan in lines for people."""
@@ -176,6 +180,7 @@ class ServingPlan:
                 f"prefix cache: {states} of {format_bytes(self.state)}"
                 if self.prefix_cache
                 else "prefix cache: none",
+                *([] if self.folder is None else [f"prefix cache folder: {self.folder}"]),
                 f"a full cache of {self.longest:,} tokens takes {format_bytes(self.full_sequence)};"
                 f" the same memory holds {self.full_seqs:,} of them",
             ]
@@ -211,6 +216,9 @@ def plan_serving(
         model_memory.window_slots.entry * model_memory.num_kv_heads * min(text, window - 1)
         for window in model_memory.windows
     )
+    folder = PrefixFolder.of(config)
+    if folder is not None:
+        folder.max_bytes = share.states
     free = share.promised - share.used - memory.prefill
     return ServingPlan(
         memory=share.promised,
@@ -226,4 +234,5 @@ def plan_serving(
         longest=text,
         full_sequence=full,
         full_seqs=max(0, free // (full + model_memory.decode_bytes(1, text))),
+        folder=None if folder is None else str(folder),
     )

@@ -1,0 +1,194 @@
+"""States of texts in the files of a folder, which outlive the process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from h2okv.cache import H2OCache
+from h2okv.cache.checkpoint import read_notes
+from h2okv.console import format_bytes
+from h2okv.engine.config import EngineConfig
+from h2okv.engine.memory import release_workers
+from h2okv.records import naming
+
+_LOG = logging.getLogger("h2okv.engine")
+_NAME = re.compile(r"([0-9a-f]{64})\.safetensors(\.[0-9a-f]+\.tmp)?")
+_NOTE = "prefix"
+_STALE = 3600.0  # seconds after which nobody writes a draft any more
+
+
+class PrefixFolder:
+    """The states of a `PrefixCache` as `H2OCache.save` writes them, least recently used deleted.
+
+    A file is named by its state's key, so that it is read only for the text, weights and options
+    that it was written for, and it is checked before it is used. A thread writes: no step waits for
+    the disk. A state that is dropped from memory before its turn is not written.
+
+    Args:
+        path: The folder, which is created.
+
+    Raises:
+        ValueError: If it cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self.max_bytes = Path(path).expanduser(), 0
+        self.num_bytes = self.num_hits = 0
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        self._refused: set[str] = set()
+        self._pending: dict[str, H2OCache] = {}
+        self._lock = threading.Lock()  # for the files' sizes, between the two threads
+        self._writer = ThreadPoolExecutor(1, "h2okv-states")
+        with naming(self.path, "written", "give a folder for prefix_cache_folder that can be"):
+            self.path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.path):
+                self._list()
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> PrefixFolder | None:
+        """Return the folder of a config, if it has one.
+
+        Raises:
+            ValueError: If it cannot be written, or the config keeps no states.
+        """
+        if config.prefix_cache_folder is None:
+            return None
+        if not config.caches_prefixes:
+            raise ValueError(
+                "prefix_cache_folder is for states of prompts, and this config keeps none; give"
+                " evict_every and a budget in tokens, and no prefix_cache of 0."
+            )
+        return cls(config.prefix_cache_folder)
+
+    def _list(self) -> None:
+        files, others = [], []
+        for entry in os.scandir(self.path):
+            match = _NAME.fullmatch(entry.name)
+            if match is None or not entry.is_file():
+                others.append(entry.name)
+            elif match[2] is None:
+                status = entry.stat()
+                files.append((status.st_mtime_ns, match[1], status.st_size))
+            elif entry.stat().st_mtime < time.time() - _STALE:
+                os.unlink(entry)
+        for _, key, size in sorted(files):
+            self._add(key, size)
+        if others:
+            count, first = len(others), min(others)
+            _LOG.warning(
+                "'%s' has %d other entries, such as %r, which stay as they are",
+                self.path, count, first,
+            )  # fmt: skip
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __str__(self) -> str:
+        size, limit = format_bytes(self.num_bytes), format_bytes(self.max_bytes)
+        return f"'{self.path}' has {len(self):,} states of {size}, up to {limit}"
+
+    def limit(self, max_bytes: int) -> None:
+        """Set the most bytes of all files, and delete those beyond; mutates the folder."""
+        with self._lock:
+            self.max_bytes = max_bytes
+            self._trim()
+
+    def read(self, key: str, length: int, model: Any, like: H2OCache) -> H2OCache | None:
+        """Return the state of a text of some tokens; ``None`` if no file has it.
+
+        Args:
+            key: Of the state.
+            length: Tokens that it has read.
+            model: That continues it.
+            like: A cache with its options.
+        """
+        if key not in self._sizes or key in self._refused:
+            return None
+        path = self._file(key)
+        try:
+            if read_notes(path).get(_NOTE) != key:
+                raise ValueError(f"'{path}' holds the state of another text or model.")
+            state = H2OCache.load(path, model, like.rule)
+            is_same = state.cache_config.identity() == like.cache_config.identity()
+            if not is_same or (state.batch_size, state.num_seen_tokens) != (1, length):
+                raise ValueError(f"'{path}' holds the state of another text or cache.")
+        except Exception as error:  # whatever is wrong with a file, the text can be read again
+            self._refused.add(key)
+            _LOG.warning("state skipped: %s", " ".join(str(error).split()))
+            return None
+        self.touch(key)
+        self.num_hits += 1
+        return state
+
+    def touch(self, key: str) -> None:
+        """Note that a state was used; mutates the order of use."""
+        with self._lock, suppress(KeyError, OSError):
+            self._sizes.move_to_end(key)
+            os.utime(self._file(key))
+
+    def write(self, key: str, state: H2OCache) -> None:
+        """Write a state soon; nobody mutates it. Mutates the folder."""
+        self._pending[key] = state
+        self._writer.submit(self._write, key)
+
+    def forget(self, key: str) -> None:
+        """Write a state no more, which memory has dropped; mutates the folder."""
+        with self._lock:
+            self._pending.pop(key, None)
+
+    def remove(self, key: str) -> None:
+        """Delete a state that nobody will ask for; mutates the folder."""
+        self.forget(key)
+        with self._lock:
+            self._delete(key)
+
+    def close(self) -> None:
+        """Write what is left to be written."""
+        self._writer.shutdown()
+
+    def _write(self, key: str) -> None:
+        state = self._pending.get(key)
+        if state is None:
+            return
+        try:
+            state.save(self._file(key), notes={_NOTE: key})
+            size = self._file(key).stat().st_size
+        except Exception as error:  # such as a full disk; the state is still in memory
+            self.forget(key)
+            _LOG.warning("state not kept: %s", " ".join(str(error).split()))
+            return
+        finally:
+            release_workers()
+        with self._lock:
+            self._refused.discard(key)
+            self._add(key, size)
+            if self._pending.pop(key, None) is None:  # removed meanwhile
+                self._delete(key)
+            self._trim()
+
+    def _add(self, key: str, size: int) -> None:
+        self.num_bytes += size - self._sizes.pop(key, 0)
+        self._sizes[key] = size
+
+    def _trim(self) -> None:
+        while self.num_bytes > self.max_bytes:
+            self._delete(next(iter(self._sizes)))
+
+    def _delete(self, key: str) -> None:
+        if key in self._sizes:
+            self.num_bytes -= self._sizes.pop(key)
+            with suppress(OSError):
+                self._file(key).unlink()
+
+    def _file(self, key: str) -> Path:
+        return self.path / f"{key}.safetensors"

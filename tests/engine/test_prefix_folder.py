@@ -1,0 +1,189 @@
+"""States over a restart: equal tokens, and files that are no good are skipped."""
+
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from h2okv.engine.prefix_folder import PrefixFolder
+
+BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
+OPTIONS = {"heavy": 8, "recent": 6, "evict_every": 8, "max_prompt_tokens": 200}
+TEXT = list(range(2, 42))
+
+
+@pytest.fixture(scope="module")
+def double_model(make_llama):
+    return make_llama().double()
+
+
+@pytest.fixture
+def run(make_llm, greedy, double_model):
+    """Generate in an engine that starts, answers and stops; return tokens, reused and engine."""
+
+    def generate(prompt, new, folder=None, model=double_model, **options):
+        llm = make_llm(model, **(OPTIONS | {"prefix_cache_folder": folder} | options))
+        result = llm.generate([prompt], greedy(new))[0]
+        llm.close()
+        return list(result.completions[0].token_ids), result.prompt.num_reused, llm
+
+    return generate
+
+
+def files(folder):
+    return sorted(folder.glob("*.safetensors"))
+
+
+def gemma():
+    config = Gemma3TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
+        sliding_window=12, layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Gemma3ForCausalLM(config).eval().double()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"policy": "best"}, {"policy": "best", "layer_budgets": BY_HEAD}, {"kv_bits": 8},
+        {"positions": "rolling"}, {"scoring": "expected"}, {"model": gemma()},
+    ],
+    ids=lambda options: str(sorted(options)),
+)  # fmt: skip
+def test_a_conversation_goes_on_after_a_restart(run, tmp_path, options):
+    """The state of a prompt and the one of an answer, which the pool has held."""
+    folder = tmp_path / "new" / "states"
+    answer, reused, llm = run(TEXT, 30, folder, **options)
+    assert reused == 0
+    assert len(files(folder)) == 2
+    text = TEXT + answer
+    for prompt, length in ((TEXT, 32), ([*text, 7, 8, 9], (len(text) - 1) // 8 * 8)):
+        tokens, reused, llm = run(prompt, 20, folder, **options)
+        stats = llm.stats()
+        assert reused == length
+        assert (stats.prefix_disk_hits, stats.prefix_hits) == (1, 1)
+        assert stats.prefix_disk_bytes == sum(f.stat().st_size for f in files(folder)) > 0
+        assert tokens == run(prompt, 20, prefix_cache=0, **options)[0]
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[100:110] = b"??????????"
+    path.write_bytes(content)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("harm", [truncate, damage, empty])
+def test_a_damaged_file_is_skipped_and_written_again(run, tmp_path, caplog, harm):
+    cold = run(TEXT, 5, tmp_path)[0]
+    (path,) = files(tmp_path)
+    harm(path)
+    with caplog.at_level(logging.WARNING, "h2okv.engine"):
+        tokens, reused, _ = run(TEXT, 5, tmp_path)
+    assert (tokens, reused) == (cold, 0)
+    assert len(caplog.messages) == 1
+    assert path.name in caplog.messages[0] and "\n" not in caplog.messages[0]
+    assert run(TEXT, 5, tmp_path)[:2] == (cold, 32)
+
+
+def test_states_of_other_models_and_options_are_not_used(run, make_llama, tmp_path, caplog):
+    other = make_llama(heads=8).double()
+    cold = run(TEXT, 5, tmp_path)[0]
+    (path,) = files(tmp_path)
+    alike = make_llama().double()
+    with torch.no_grad():  # no weight of the attention
+        alike.lm_head.weight.mul_(1.5)
+    for options in ({"model": other}, {"model": alike}, {"recent": 5}, {"kv_bits": 8}):
+        assert run(TEXT, 5, tmp_path, **options)[1] == 0
+    assert not caplog.messages  # their files have other names
+    for other_path in [p for p in files(tmp_path) if p != path]:
+        shutil.copy(other_path, path)
+        with caplog.at_level(logging.WARNING, "h2okv.engine"):
+            assert run(TEXT, 5, tmp_path)[:2] == (cold, 0)
+        assert len(caplog.messages) == 1 and path.name in caplog.messages[0]
+        caplog.clear()
+
+
+def test_other_files_are_named_once_and_left_alone(run, tmp_path, caplog):
+    (tmp_path / "notes.txt").write_text("mine")
+    draft = tmp_path / f"{'ab' * 32}.safetensors.0123abcd.tmp"
+    draft.write_bytes(b"half a state")
+    os.utime(draft, (0, 0))  # of a process that is gone
+    with caplog.at_level(logging.WARNING, "h2okv.engine"):
+        run(TEXT, 5, tmp_path)
+    assert len(caplog.messages) == 1 and "notes.txt" in caplog.messages[0]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert not draft.exists()
+
+
+def test_the_file_that_was_used_least_is_deleted(run, tmp_path):
+    texts = [[first, *range(2, 42)] for first in (50, 51, 52)]
+    run(texts[0], 1, tmp_path)
+    size = files(tmp_path)[0].stat().st_size
+    limit = {"prefix_cache": 2 * size + size // 2}
+    run(texts[1], 1, tmp_path, **limit)
+    assert run(texts[0], 1, tmp_path, **limit)[1] == 40  # used again
+    run(texts[2], 1, tmp_path, **limit)
+    assert len(files(tmp_path)) == 2
+    assert [run(text, 1, tmp_path, **limit)[1] for text in (texts[0], texts[2])] == [40, 40]
+    assert run(texts[1], 1, tmp_path, **limit)[1] == 0
+    run(texts[0], 1, tmp_path, prefix_cache=size // 2)  # a smaller limit holds from the start
+    assert files(tmp_path) == []
+
+
+def test_what_memory_has_dropped_comes_back(make_llm, greedy, double_model, tmp_path):
+    llm = make_llm(double_model, prefix_cache_folder=tmp_path, **OPTIONS)
+    cold = llm.generate([TEXT], greedy(5))[0]
+    llm.engine._folder._writer.submit(int).result()  # everything is written
+    for key in list(llm.engine.runner.states):
+        llm.engine.prefix_cache.remove(key)
+        llm.engine.scheduler.dropped_states.append(key)
+    again = llm.generate([TEXT], greedy(5))[0]  # in the step that drops it
+    assert again.prompt.num_reused == 32
+    assert again.completions[0].token_ids == cold.completions[0].token_ids
+    assert llm.generate([TEXT], greedy(5))[0].prompt.num_reused == 32
+    assert llm.stats().prefix_disk_hits == 1
+
+
+def test_superseded_states_of_an_answer_are_deleted(run, tmp_path):
+    run(TEXT, 60, tmp_path)
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_full_disk_fails_nothing(run, tmp_path, caplog, monkeypatch):
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("h2okv.cache.checkpoint.save_file", lambda *a, **k: fail())
+    tokens, _, llm = run(TEXT, 5, tmp_path)
+    assert len(tokens) == 5
+    assert llm.stats().prefix_states == 1 and llm.stats().prefix_disk_states == 0
+    assert len(caplog.messages) == 1 and "No space left" in caplog.messages[0]
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("options", [{"prefix_cache": 0}, {"evict_every": None}, {"heavy": 0.2}])
+def test_a_folder_without_states_is_refused(run, tmp_path, options):
+    with pytest.raises(ValueError, match="prefix_cache_folder is for states"):
+        run(TEXT, 1, tmp_path, **options)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "states"):
+        with pytest.raises(ValueError, match="cannot be written .*give a folder") as error:
+            PrefixFolder(path)
+        assert "\n" not in str(error.value)
