@@ -26,7 +26,7 @@ from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.spans import Spans
-from h2okv.config import MEASURED, CacheConfig
+from h2okv.config import MEASURED, Budget, CacheConfig
 from h2okv.policy import Rule, Sees, get_rule
 
 
@@ -113,24 +113,7 @@ class H2OCache(Cache):
             budget, head_budgets = cache.layer_budget(number), cache.head_budgets(number)
             layers[index] = layer_class(index, budget, *alike, head_budgets, spans)
         self._scored = [layer for layer in layers if isinstance(layer, BaseLayer)]
-        kind = config.model_type
-        if not self._scored:
-            kinds = sorted({type(layer).__name__ for layer in layers})
-            problem = (
-                f"has no full-attention layer (its cache layers: {', '.join(kinds)}), so there is "
-                "nothing for H2O to evict"
-            )
-            if any("FullAttention" in name for name in kinds):
-                problem = (
-                    f"caches attention and a linear state in one layer ({', '.join(kinds)}), of "
-                    "which H2O cannot evict the attention alone"
-                )
-            raise ValueError(f"model type {kind!r} {problem}; use transformers' own cache.")
-        if self.position_rule.rewrites and len(self._scored) != len(layers):
-            raise ValueError(
-                f"positions={positions!r} would give the layers of model type {kind!r} that are "
-                "not full attention other positions too; use positions='original' for it."
-            )
+        support.check_layers(config, layers, len(self._scored), self.position_rule)
         self._last_updated: BaseLayer | None = None
         self._expects_turn = False
         self._connect_layers()
@@ -194,13 +177,9 @@ class H2OCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _check_goes_on(self, length: int) -> None:
-        """Refuses to go on after half a forward; warns of fractions of a first part alone."""
+        """Refuse to go on after half a forward; warn of fractions of a first part alone."""
         first, last = self._scored[0], self._scored[-1]
-        if first.num_forwards != last.num_forwards:
-            raise ValueError(
-                "H2OCache: the last forward was interrupted, so that layers have seen different "
-                "numbers of tokens; call cache.reset() and read the prompt again."
-            )
+        self._check_alike("numbers of forwards", {first.num_forwards, last.num_forwards})
         if length == 1 or first.num_forwards != 1 or first.prompt.expected_length is not None:
             return
         follows_at_once = length <= first.cumulative_length and not self._expects_turn
@@ -310,7 +289,7 @@ class H2OCache(Cache):
         return duplicate
 
     def reset(self) -> None:
-        """Forgets everything; the next forward is a prompt, of a batch of any size."""
+        """Forget everything; the next forward is a prompt, of a batch of any size."""
         super().reset()
         # Linear layers of transformers keep the shapes of their states over a reset.
         for index, layer in enumerate(DynamicCache(config=self.config).layers):
@@ -332,32 +311,38 @@ class H2OCache(Cache):
         self._connect_layers()
 
     def _connect_layers(self) -> None:
-        """Lets layers share what is learned of a model, and end their steps together."""
+        """Let layers share what is learned of a model, and end their steps together."""
         rotations: list[Rotation] = []
         deferred = DeferredSteps()
         for layer in self._scored:
             layer.rotations.found_rotations = rotations
-            if isinstance(layer, SlotLayer):
-                layer.deferred = deferred
+        for layer in self._slot_layers:
+            layer.deferred = deferred
         self._scored[-1].ends_forward = True
+
+    @property
+    def _slot_layers(self) -> list[SlotLayer]:
+        return [layer for layer in self._scored if isinstance(layer, SlotLayer)]
 
     def entries_for(self, length: int) -> int:
         """Return the entries of each layer and KV head after a prompt of this length."""
-        return self.rule.allocate_budget(self.budget.resolve(length)).total
+        return self._entries(self.budget, length)
+
+    def _entries(self, budget: Budget, length: int) -> int:
+        return self.rule.allocate_budget(budget.resolve(length)).total
 
     def layer_entries_for(self, length: int) -> tuple[float, ...]:
         """Return `entries_for` of each layer with H2O entries, by the layer's budget.
 
         The mean over its heads, where these have budgets of their own.
         """
-        entries = []
-        for layer in self._scored:
-            budgets = [budget.resolve(length) for budget in layer.head_budgets or (layer.budget,)]
-            entries.append(mean(self.rule.allocate_budget(budget).total for budget in budgets))
-        return tuple(entries)
+        return tuple(
+            mean(self._entries(budget, length) for budget in layer.head_budgets or (layer.budget,))
+            for layer in self._scored
+        )
 
     def slots_for(self, prompt: int, new: int) -> int:
-        """Slots of a sequence in each layer, at most: the budget and the free slot.
+        """Return the slots of a sequence in each layer, at most: the budget and the free slot.
 
         Where nothing is evicted, an upper bound for the prompt and the new tokens after it.
         """
@@ -400,7 +385,7 @@ class H2OCache(Cache):
         return self.position_rule.rewrites
 
     def place(self, position_ids: Tensor) -> Tensor:
-        """Says where the model shall put tokens ``[B or 1, T]`` of the text; for `h2okv.enable`."""
+        """Say where the model shall put tokens ``[B or 1, T]`` of the text; for `h2okv.enable`."""
         for layer in self._scored:
             layer.is_placed = True
         return (
@@ -410,7 +395,7 @@ class H2OCache(Cache):
         )
 
     def expect(self, length: int | None) -> None:
-        """Announces a prompt that comes in several forwards, for budgets in fractions.
+        """Announce a prompt that comes in several forwards, for budgets in fractions.
 
         Ignored when the cache holds something, or knows its length already. ``None`` takes back
         what was said, if nothing was read yet.
@@ -440,12 +425,11 @@ class H2OCache(Cache):
 
     def end_past_recording(self) -> None:
         """Record nothing from now on; tokens that were read stay."""
-        for layer in self.layers:
-            if isinstance(layer, BaseLayer):
-                layer.log = None
+        for layer in self._scored:
+            layer.log = None
 
     def pin(self, spans: Iterable[Sequence[int]], length: int | None = None) -> None:
-        """Protects tokens of the prompt that is read next: they are never evicted.
+        """Protect tokens of the prompt that is read next: they are never evicted.
 
         They take their room of the heavy part, so that the budget does not change. ``cache.scores``
         is infinite for them.
@@ -471,17 +455,16 @@ class H2OCache(Cache):
 
     def allow_non_finite(self) -> None:
         """Read blocks whatever comes of them; one rank alone must not stop in the middle."""
-        for layer in self.layers:
-            if isinstance(layer, SlotLayer):
-                layer.checks_numbers = False
+        for layer in self._slot_layers:
+            layer.checks_numbers = False
 
     def prepare_step(self) -> bool:
-        """Tells whether the next token can go through a compiled step, and prepares for it.
+        """Return whether the next token can go through a compiled step, and prepare for it.
 
         All layers must hold entries in slots, and all that is learned from the model at its first
         forward must be known. Waits for the device only when a layer becomes full.
         """
-        layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
+        layers = self._slot_layers
         if len(layers) < len(self.layers) or not all(layer.is_ready for layer in layers):
             return False
         for layer in layers:
@@ -491,8 +474,8 @@ class H2OCache(Cache):
 
     def end_step(self) -> None:
         """Evict where a compiled step has ended a span; mutates the layers."""
-        for layer in self.layers:
-            if isinstance(layer, SlotLayer) and layer.spans is not None:
+        for layer in self._slot_layers:
+            if layer.spans is not None:
                 layer.end_step()
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
@@ -567,20 +550,15 @@ class H2OCache(Cache):
         return scores
 
     def _layer(self, layer_idx: int) -> BaseLayer:
-        if not 0 <= layer_idx < len(self.layers):
+        layers = {layer.layer_idx: layer for layer in self._scored}
+        if layer_idx not in layers:
             raise ValueError(
-                f"layer_idx={layer_idx} is out of range; the model has layers 0 to "
-                f"{len(self.layers) - 1}."
+                f"layer_idx must be that of a full-attention layer, one of {[*layers]}, got"
+                f" {layer_idx!r}."
             )
-        layer = self.layers[layer_idx]
-        if not isinstance(layer, BaseLayer):
-            raise ValueError(
-                f"layer_idx={layer_idx} is not a full-attention layer and has no H2O entries; "
-                f"choose one of {[layer.layer_idx for layer in self._scored]}."
-            )
-        if not layer.holds_entries:
+        if not layers[layer_idx].holds_entries:
             raise ValueError("the cache is empty; run the model with it first.")
-        return layer
+        return layers[layer_idx]
 
     def check_integrity(self) -> None:
         """Check what must hold between any two forwards; for tests and after an interruption.
@@ -589,19 +567,21 @@ class H2OCache(Cache):
             ValueError: if a layer breaks the contract, naming the layer and what it breaks.
         """
         lengths = {int(layer.get_seq_length()) for layer in self._scored}
-        if len(lengths) > 1:
-            raise ValueError(
-                f"layers have seen different numbers of tokens ({sorted(lengths)}): a forward was "
-                "interrupted; call cache.reset() and read the prompt again."
-            )
+        self._check_alike("numbers of tokens", lengths)
         filled_layers = [layer for layer in self._scored if layer.holds_entries]
-        if len({tuple(layer.state.num_real_tokens.tolist()) for layer in filled_layers}) > 1:
-            raise ValueError(
-                "layers have seen different numbers of real tokens; call cache.reset() and read "
-                "the prompt again."
-            )
+        real = {tuple(layer.state.num_real_tokens.tolist()) for layer in filled_layers}
+        self._check_alike("numbers of real tokens", real)
         for layer in filled_layers:
             validation.check_integrity(layer)
+
+    @staticmethod
+    def _check_alike(counted: str, counts: set[Any]) -> None:
+        """Refuse layers that differ in what they have seen, after half a forward."""
+        if len(counts) > 1:
+            raise ValueError(
+                f"H2OCache: layers have seen different {counted} ({sorted(counts)}), because a"
+                " forward was interrupted; call cache.reset() and read the prompt again."
+            )
 
 
 def _signature() -> inspect.Signature:

@@ -246,7 +246,7 @@ def can_score_spans(cache: CacheConfig) -> bool:
 
 
 def check_by_head(cache: CacheConfig, rule: Rule, config: PreTrainedConfig) -> None:
-    """Refuses budgets that differ by head where heads must hold alike, or of another model."""
+    """Refuse budgets that differ by head where heads must hold alike, or of another model."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     counts = sorted(
@@ -275,3 +275,26 @@ def check_by_head(cache: CacheConfig, rule: Rule, config: PreTrainedConfig) -> N
                 f"{name} needs heads with equal budgets, and layer_budgets has a factor for each;"
                 " give one factor for each layer."
             )
+
+
+def check_layers(
+    config: PreTrainedConfig, layers: Sequence[object], num_scored: int, positions: PositionRule
+) -> None:
+    """Refuse a model without layers to evict from, or whose other layers have no such positions."""
+    name, kinds = config.model_type, ", ".join(sorted({type(layer).__name__ for layer in layers}))
+    if not num_scored:
+        problem = (
+            f"has no full-attention layer (its cache layers: {kinds}), so there is nothing for H2O"
+            " to evict"
+        )
+        if "FullAttention" in kinds:
+            problem = (
+                f"caches attention and a linear state in one layer ({kinds}), of which H2O cannot"
+                " evict the attention alone"
+            )
+        raise ValueError(f"model type {name!r} {problem}; use transformers' own cache.")
+    if positions.rewrites and num_scored != len(layers):
+        raise ValueError(
+            f"positions={positions.positions!r} would give the layers of model type {name!r} that"
+            " are not full attention other positions too; use positions='original' for it."
+        )
