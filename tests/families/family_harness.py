@@ -1,5 +1,6 @@
 """Builds a family's tiny model and drives it through a fixed sequence of blocks."""
 
+import inspect
 from copy import deepcopy
 from functools import lru_cache
 
@@ -9,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from transformers.cache_utils import Cache
 
 import h2okv
+from h2okv.cache.argument import CACHE
 
 PROMPT = 40
 # A prompt, single tokens, a second turn of several tokens, single tokens again.
@@ -48,9 +50,14 @@ def forced_logits(
     model.set_attn_implementation(attention)
     ids = tokens(2, sum(blocks))
     logits, start = [], 0
+    # Some models forget the past in the positions that they make themselves.
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     for size in blocks:
         block = ids[:, start : start + size]
-        logits.append(model(block, past_key_values=cache, use_cache=True).logits)
+        options = (
+            {"position_ids": torch.arange(start, start + size)[None]} if takes_positions else {}
+        )
+        logits.append(model(block, **{CACHE: cache}, use_cache=True, **options).logits)
         start += size
     return torch.cat(logits, dim=1)
 

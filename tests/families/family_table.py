@@ -136,6 +136,14 @@ FAMILIES = (
         _SLIDING | _WIDE_HEADS | {"query_pre_attn_scalar": 4},
         note="sliding layers beside full ones",
     ),
+    Family(
+        "Gemma 4 (text)",
+        "gemma4_text",
+        _SLIDING
+        | {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": VOCABULARY},
+        note="sliding layers beside full ones; without shared layers",
+    ),
     Family("Phi-1, Phi-2", "phi", {"partial_rotary_factor": 0.5}),
     Family("Phi-3, Phi-4", "phi3", {"sliding_window": None}, note="without a sliding window"),
     Family("Phi-3.5-MoE", "phimoe", {"num_local_experts": 4, "sliding_window": None}),

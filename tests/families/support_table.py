@@ -5,17 +5,14 @@ python tests/families/support_table.py --check   only say whether it is up to da
 """
 
 import sys
-from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "src"), str(Path(__file__).parent)]
 
+import walk  # noqa: E402
 from family_table import FAMILIES, Family  # noqa: E402
-from transformers import PreTrainedConfig  # noqa: E402
-
-from h2okv.cache import support  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "support-table.md"
 README = ROOT / "README.md"
@@ -28,34 +25,27 @@ what it gives alone. Layers that are not full attention keep transformers' own c
 and the GPT-2 kind, whose positions are learned, also roll their positions past the context window.
 """
 _OTHERS = """\
-Other model types are untested: they work, or stop with an error where their attention asks for what
-H2O does not model. A model in which every layer has a sliding window (Mistral-7B v0.1,
-Phi-3-mini-4k) or is recurrent (Mamba) has nothing for H2O to evict and is refused. So are, by name
-or by their config:
+## All types
+
+Every causal LM type of transformers {transformers} was tried once more with a tiny random config
+made by rules (`python tests/families/walk.py --write`, which writes this page): `H2OCache` accepts
+it, a budget above the text gives the full cache's logits, dropping gives what masking does, and
+evicting changes the output. {count} types do: {works}.
+
+A type is refused when its cache is made, never in the middle of a forward. What it does depends on
+its config too: a model in which every layer has a sliding window (Mistral-7B v0.1, Phi-3-mini-4k),
+or whose layers share keys (Gemma 4 E2B), is refused by that. So are encoder-decoder models (T5).
 """
-
-
-def _reason(**settings: object) -> str | None:
-    config = PreTrainedConfig(**settings)
-    return support._refusal(config, config)
-
-
-_BY_CONFIG = {
-    "DeepSeek-V2, DeepSeek-V3, Kimi, MiniCPM3 and others with `kv_lora_rank`": _reason(
-        kv_lora_rank=1
-    ),
-    "Gemma 3n, Gemma 4 with `num_kv_shared_layers`": _reason(num_kv_shared_layers=1),
-    "DeepSeek-V3.2, GLM-5 and others with indexed attention": _reason(
-        layer_types=["indexed_attention"]
-    ),
-    "T5, BART and other encoder-decoder models": "H2O is defined for decoder-only models",
-}
 
 
 def _heads(family: Family) -> str:
     if family.kv_heads is None:
         return "MQA" if "one KV head" in family.note else "MHA"
     return ", ".join("MHA" if heads == 4 else "GQA" for heads in family.kv_heads)
+
+
+def _listed(types: str) -> str:
+    return ", ".join(f"`{model_type}`" for model_type in types.split())
 
 
 def table() -> str:
@@ -65,12 +55,14 @@ def table() -> str:
         lines.append(
             f"| {family.name} | `{family.model_type}` | {_heads(family)} | {family.note} |"
         )
-    lines += ["", _OTHERS, "| Refused | Why |", "|---|---|"]
-    lines += [f"| {models} | {reason} |" for models, reason in _BY_CONFIG.items()]
-    reasons = defaultdict(list)
-    for model_type in sorted(support.REFUSED):
-        reasons[support.REFUSED[model_type]].append(f"`{model_type}`")
-    lines += [f"| {', '.join(types)} | {reason} |" for reason, types in reasons.items()]
+    walked = walk.results()
+    works, not_tiny = (_listed(walked[name]) for name in ("works", "not_tiny"))
+    count = len(walked["works"].split())
+    others = _OTHERS.format(transformers=walked["transformers"], count=count, works=works)
+    lines += ["", others, "| Refused | Why |", "|---|---|"]
+    lines += [f"| {_listed(types)} | {reason} |" for reason, types in walked["refused"].items()]
+    if not_tiny:
+        lines += ["", f"Not tried, as no tiny config could be made: {not_tiny}."]
     return "\n".join(lines) + "\n"
 
 

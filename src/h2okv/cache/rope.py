@@ -264,6 +264,8 @@ def _keys(module: torch.nn.Module, hidden: Tensor, embeddings: Any) -> Tensor:
     taker = _KeyTaker()
     names = inspect.signature(module.forward).parameters
     arguments = {"hidden_states": hidden, "position_embeddings": embeddings, "attention_mask": None}
+    if "shared_kv_states" in names:  # Gemma 4
+        arguments["shared_kv_states"] = {}
     arguments["layer_past" if "layer_past" in names else CACHE] = taker
     try:
         with torch.no_grad():

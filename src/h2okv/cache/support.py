@@ -34,8 +34,9 @@ def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
     text_config = config.get_text_config(decoder=True)
     reason = _refusal(config, text_config)
     if reason is not None:
+        kind = (config if config.model_type in REFUSED else text_config).model_type
         raise ValueError(
-            f"model type {text_config.model_type!r} is not supported: {reason}; "
+            f"model type {kind!r} is not supported: {reason}; "
             "use transformers' own cache for it, or a model of docs/support-table.md."
         )
 
@@ -120,13 +121,14 @@ def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | N
             return REFUSED[candidate.model_type]
     if not getattr(text_config, "is_causal", True):
         return "its config says is_causal=False, and H2O is defined for causal attention"
-    if getattr(text_config, "kv_lora_rank", None):
+    if size_of(text_config, "kv_lora_rank"):
         return (
             "it caches one compressed latent for all heads (MLA), so that a head cannot drop a "
             "token that another one keeps"
         )
     sharing = getattr(text_config, "kv_sharing_modes", None) or ()
-    if getattr(text_config, "num_kv_shared_layers", 0) or any(sharing):
+    # Gemma 4 calls layers whose keys another one may read "store", where none does too.
+    if getattr(text_config, "num_kv_shared_layers", 0) or "reuse" in sharing:
         return (
             "some of its layers attend to the keys of another layer, which evicts by its own scores"
         )
@@ -139,6 +141,15 @@ def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | N
             if not model_class._can_set_attn_implementation():
                 return _OWN_ATTENTION
     return None
+
+
+def size_of(text_config: PreTrainedConfig, name: str) -> Any:
+    """Return a size in a config, the largest where layers differ (Gemma 4); ``None`` without it."""
+    try:
+        return getattr(text_config, name, None)
+    except RuntimeError:
+        layers: Any = text_config
+        return max(getattr(layer, name) for layer in layers.per_layer_config)
 
 
 def context_window(config: PreTrainedConfig) -> int | None:
@@ -248,7 +259,7 @@ def can_score_spans(cache: CacheConfig) -> bool:
 def check_by_head(cache: CacheConfig, rule: Rule, config: PreTrainedConfig) -> None:
     """Refuse budgets that differ by head where heads must hold alike, or of another model."""
     text = config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    heads = size_of(text, "num_key_value_heads") or text.num_attention_heads
     counts = sorted(
         {len(factors) for factors in cache.layer_budgets or () if isinstance(factors, Sequence)}
     )

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from h2okv.cache import H2OCache
 from h2okv.cache.slot_state import SlotBytes, slots_for
+from h2okv.cache.support import size_of
 
 _STRICT = ((-3, 128 << 10), (-1, 4 << 20), (-8, 2))
 """M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX."""
@@ -160,8 +161,8 @@ class MemoryModel:
         self.cache = cache  # of the same layout as all others
         self.hidden, self.width, self.vocabulary = text.hidden_size, _width(text), text.vocab_size
         self.num_heads: int = text.num_attention_heads
-        self.num_kv_heads: int = getattr(text, "num_key_value_heads", None) or self.num_heads
-        self.key_size: int = getattr(text, "head_dim", None) or self.hidden // self.num_heads
+        self.num_kv_heads: int = size_of(text, "num_key_value_heads") or self.num_heads
+        self.key_size: int = size_of(text, "head_dim") or self.hidden // self.num_heads
         self.element = dtype.itemsize  # bytes of an element
         self.slots = cache.slot_bytes(self.num_kv_heads, self.key_size, dtype)  # of a layer
         self.window_slots = SlotBytes(self.num_kv_heads, 2 * self.key_size * self.element)

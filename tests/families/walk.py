@@ -1,0 +1,246 @@
+"""Tries H2O on every causal LM of the installed transformers, with a tiny config made by rules.
+
+python tests/families/walk.py TYPE ...    say what these types do
+python tests/families/walk.py --write     try all, and write walk.toml and docs/support-table.md
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import tomllib
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+FOLDER = Path(__file__).parent
+if __name__ == "__main__":
+    sys.path[:0] = [str(FOLDER.parents[1] / "src"), str(FOLDER)]
+
+from family_harness import forced_logits, kept_sets  # noqa: E402
+from family_table import VOCABULARY  # noqa: E402
+from transformers import (  # noqa: E402
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+
+import h2okv  # noqa: E402
+
+RESULTS = FOLDER / "walk.toml"
+TYPES = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+BLOCKS = (40, 1, 1, 1, 7, 1, 1)
+TOLERANCE = 1e-4  # of logits, of their largest number if that is above 1
+# Numbers of a config by their names, first match first; what none matches stays.
+_RULES = (
+    (r"initializer_range", 0.3),
+    (r"pad_token_id", 0),
+    (r"bos_token_id", 1),
+    (r"eos_token_id", 2),
+    (r"(sliding_window|window_size|chunk_size|chunk_length|local_attention|index_topk)", 8),
+    (r"vocab", VOCABULARY),
+    (r"(position_embeddings|n_positions|n_ctx|max_seq_len|max_length)$", 256),
+    (r"first_k_dense|num_nextn|num_kv_shared", 0),
+    (r"mamba_(n|num)_heads$|linear_num_value_heads", 8),
+    (r"(key_value|kv|query_groups|linear_num_key|linear_key).*heads|num_query_groups", 2),
+    (r"(^|_)(heads|n_head)$", 4),
+    (r"experts_per_tok|top_?k$", 2),
+    (r"experts$", 4),
+    (r"n_group|topk_group|shared_experts", 1),
+    (r"(layers|n_layer|num_blocks)$", 4),
+    (r"(head_dim|head_size|kv_channels|d_head|dim_head|d_kv|headdim)$", 8),
+    (r"rotary_dim|d_rel", 8),
+    (r"intermediate|ffn|d_ff|dim_ff|dff|inner|feed_forward", 48),
+    (r"hidden_size|d_model|n_embd|embedding_size|embd|emb_dim|hidden_dim|word_embed", 32),
+    (r"rank", 16),
+    (r"d_state|state_size", 8),
+)
+
+
+# Fields that the rules cannot know, by model type.
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4}
+            for kind in ("sliding_attention", "full_attention")
+        }
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "ernie4_5_moe": {"moe_k": 2},
+    "gemma4_assistant": {
+        "text_config": {
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_hidden_layers": 30,
+            "num_kv_shared_layers": 30,
+        }
+    },
+    "gemma3n": {"text_config": {"num_kv_shared_layers": 2}},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "hrm_text": {"initializer_range": 0.1},  # loops magnify what rounding leaves
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "ministral": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "mistral": {"sliding_window": None},
+    "nemotron": {"num_key_value_heads": 2},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+}
+
+
+def tiny_options(kind: type[PreTrainedConfig]) -> dict[str, Any]:
+    """Return small numbers for a config's fields that have large ones."""
+    special = _SPECIAL.get(kind.model_type, {})
+    try:
+        default = kind()
+    except Exception:  # of a validator
+        default = kind(**special)
+    options: dict[str, Any] = {}
+    fields = {field.name for field in dataclasses.fields(kind)}
+    for name in fields:
+        try:
+            value = getattr(default, name, None)
+        except RuntimeError:  # it differs by layer
+            continue
+        if isinstance(value, PreTrainedConfig):
+            options[name] = {"model_type": value.model_type, **tiny_options(type(value))}
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            rule = next((new for rule, new in _RULES if re.search(rule, name)), None)
+            if rule is not None and (value > rule or name == "initializer_range"):
+                options[name] = rule
+        elif name == "head_dim":
+            options[name] = 8
+    layer_types = getattr(default, "layer_types", None)
+    if layer_types and "layer_types" in fields:  # each kind, the last one of the model last
+        kinds = list(dict.fromkeys(reversed(layer_types)))[::-1]
+        options["layer_types"] = (kinds * 4)[-4:]
+    return options | special
+
+
+def tiny_config(model_type: str) -> PreTrainedConfig:
+    """Make a type's config small."""
+    kind = CONFIG_MAPPING[model_type]
+    return kind(**tiny_options(kind))
+
+
+def results() -> dict[str, Any]:
+    """Read what was found when the table was written."""
+    return tomllib.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def summary(outcomes: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    """Group outcomes by type as `results` has them; of reasons what differs by type is left out."""
+    refused = defaultdict(list)
+    for model_type, (kind, why) in sorted(outcomes.items()):
+        if kind == "refused":
+            refused[_reason(why)].append(model_type)
+    return {
+        "transformers": transformers.__version__,
+        "works": " ".join(t for t, (kind, _) in sorted(outcomes.items()) if kind == "works"),
+        "not_tiny": " ".join(t for t, (kind, _) in sorted(outcomes.items()) if kind == "not tiny"),
+        "refused": {reason: " ".join(types) for reason, types in sorted(refused.items())},
+    }
+
+
+def _reason(message: str) -> str:
+    """Cut the reason out of a refusal."""
+    message = message.removeprefix("ValueError: ").partition("; use transformers' own cache")[0]
+    message = re.sub(r"^model type '[^']+' (is not supported: )?", "", message)
+    return re.sub(r" \([^()]*Layer[^()]*\)", "", message)
+
+
+def outcome(model_type: str) -> tuple[str, str]:
+    """Tell what a type does: ``works``, ``refused``, ``not tiny`` or ``wrong``, and why."""
+    try:
+        config = tiny_config(model_type)
+    except Exception as error:
+        return "not tiny", _line(error)
+    try:
+        h2okv.H2OCache(config)
+    except ValueError as error:
+        is_ours = "use transformers' own cache" in str(error)
+        return "refused" if is_ours else "wrong", _line(error)
+    except Exception as error:
+        return "wrong", _line(error)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            size = sum(parameter.numel() for parameter in model.parameters())
+            if size > 5_000_000:
+                return "not tiny", f"{size} parameters"
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            expected = forced_logits(model, DynamicCache(config=model.config), "eager", BLOCKS)
+    except Exception as error:
+        return "not tiny", _line(error)
+    try:
+        budget = sum(BLOCKS)
+        full = h2okv.H2OCache(config, heavy=budget, recent=budget)
+        logits = forced_logits(model, full, "h2o", BLOCKS)
+        _require_close(logits, expected, "a budget above the text differs from the full cache")
+        small = {"heavy": 6, "recent": 4, "sink": 1}
+        dropping = h2okv.H2OCache(config, **small)
+        masking = h2okv.H2OCache(config, **small, simulate=True)
+        logits = forced_logits(model, dropping, "h2o", BLOCKS)
+        masked = forced_logits(model, masking, "h2o", BLOCKS)
+        _require_close(logits, masked, "dropping differs from masking")
+        assert kept_sets(dropping) == kept_sets(masking), "dropping keeps other entries"
+        assert dropping.num_cached_tokens == 11
+        assert (logits - expected).abs().max() > 0, "eviction changed nothing"
+    except Exception as error:
+        return "wrong", _line(error)
+    return "works", ""
+
+
+def _require_close(logits: torch.Tensor, expected: torch.Tensor, message: str) -> None:
+    assert torch.isfinite(expected).all(), "the full cache gives no finite numbers"
+    limit = TOLERANCE * max(1.0, float(expected.abs().max()))
+    error = float((logits - expected).abs().max())
+    assert error <= limit, f"{message} by {error:.1e}"
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def main(arguments: list[str]) -> int:
+    """Try types, or all and write what they do; returns 1 if one is wrong."""
+    outcomes = {}
+    for model_type in TYPES if arguments == ["--write"] else arguments:
+        outcomes[model_type] = kind, why = outcome(model_type)
+        print(f"{kind:9} {model_type:28} {why}", flush=True)
+    if arguments == ["--write"]:
+        found = summary(outcomes)
+        refused = found.pop("refused")
+        lines = [f'{name} = "{text}"' for name, text in found.items()]
+        lines += [
+            "",
+            "[refused]",
+            *(f'"{reason}" = "{types}"' for reason, types in refused.items()),
+        ]
+        text = "\n".join(["# Written by walk.py: what every causal LM type does.", *lines])
+        RESULTS.write_text(text + "\n", encoding="utf-8")
+        import support_table
+
+        support_table.main([])
+    return int(any(kind == "wrong" for kind, _ in outcomes.values()))
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    sys.exit(main(sys.argv[1:]))
