@@ -7,10 +7,12 @@ import sys
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.cli.chat import converse
+from h2okv.cli.chat import converse, plan_cache
+from h2okv.config import CacheConfig
 
 BUDGET = ("--heavy", "16", "--recent", "16", "--max-new-tokens", "12")
 EMPTY = "there is nothing in the cache yet; send a message first.\n"
@@ -66,7 +68,7 @@ def test_original_positions_end_at_the_context_window_and_keep_the_chat(chat):
     lines = "abcdefghijklmnopqrstuvwxyz0123456789\n" * 6 + "/cache\n/reset\nthe cat\n"
     outcome = chat(lines, "--positions", "original")
     assert outcome.code == 0
-    refusals = [line for line in remarks(outcome) if " is 256; write less" in line]
+    refusals = [line for line in remarks(outcome) if "context of 256" in line]
     assert refusals and all("--positions rolling" in line for line in refusals)
     assert "[-evicted-]: " in outcome.out
     assert outcome.err.splitlines()[-2] == "a new chat"
@@ -106,6 +108,31 @@ def test_reset_begins_a_new_chat(chat):
     answer = chat("the cat\n").out
     assert twice.out == answer * 2
     assert twice.err.endswith(EMPTY)
+
+
+def test_undo_and_retry(chat):
+    plain = chat("the cat\n/undo\nthe dog\n/retry\n/undo\n/undo\n")
+    dog = chat("the dog\n").out
+    assert plain.out == chat("the cat\n").out + dog * 2
+    taken_back, again, none = remarks(plain)
+    assert taken_back == again == "the last turn is taken back"
+    assert none.startswith("no earlier turn is kept")
+
+
+@pytest.mark.parametrize(
+    ("window", "options", "expected"),
+    [
+        (1024, {}, 256), (1024, {"policy": "best"}, 256), (512, {}, None),
+        (1024, {"prefill_chunk": 64}, None), (1024, {"policy": "full"}, None),
+    ],
+)  # fmt: skip
+def test_it_evicts_where_a_server_does(window, options, expected):
+    config = LlamaConfig(max_position_embeddings=window, num_attention_heads=2, head_dim=16)
+    cache = CacheConfig(**({"heavy": 200, "recent": 200} | options))
+    assert plan_cache(config, cache, "auto")[0].evict_every == expected
+    assert plan_cache(config, cache, "auto", 0)[0].evict_every is None
+    if expected:
+        assert plan_cache(config, cache, "auto", 64)[0].evict_every == 64
 
 
 def test_cache_shows_kept_and_evicted_tokens(chat):

@@ -186,7 +186,6 @@ def test_ctrl_c_ends_the_answer_and_the_chat_continues(partner):
     assert answer.finish_reason == "interrupted"
     assert 3 <= len(answer.token_ids) < ANSWER
     assert signal.getsignal(signal.SIGINT) is before
-    assert not chat.is_broken
     chat.cache.check_integrity()
     fed = chat.transcript.token_ids[: -len(answer.token_ids)]
     assert by_hand(partner, cache, fed, len(answer.token_ids)) == answer.token_ids
@@ -227,7 +226,7 @@ def test_ctrl_c_during_prefill_leaves_unread_tokens_for_the_next_turn(partner):
 # After the first layer, when the others have not read the block, and in the last one, whose
 # progress is not visible from outside.
 @pytest.mark.parametrize("layer", [0, -1])
-def test_a_second_ctrl_c_in_a_forward_makes_the_cache_unusable(partner, layer):
+def test_a_second_ctrl_c_in_a_forward_takes_the_turn_back(partner, layer):
     chat = Chat(*partner, make_cache(partner))
     chat.say("the cat?", ignore)
 
@@ -239,12 +238,88 @@ def test_a_second_ctrl_c_in_a_forward_makes_the_cache_unusable(partner, layer):
     answer = chat.say("the dog?", ignore)
     hook.remove()
     assert answer.finish_reason == "interrupted"
-    assert chat.is_broken
-    with pytest.raises(ValueError, match="/reset begins a new chat"):
-        chat.say("well?", ignore)
-    chat.reset()
     fresh = Chat(*partner, make_cache(partner))
+    fresh.say("the cat?", ignore)
+    assert_same_cache(chat.cache, fresh.cache)
     assert chat.say("well?", ignore).token_ids == fresh.say("well?", ignore).token_ids
+    assert chat.transcript == fresh.transcript
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"evict_every": 8}, {"evict_every": 8, "positions": "original"},
+        {"policy": "best", "evict_every": 8}, {"kv_bits": 8, "evict_every": 8},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("pin", [(), ("system",)])
+def test_undo_and_retry_equal_a_chat_without_the_turn(partner, options, pin):
+    def begin():
+        config = CacheConfig(**{"heavy": 12, "recent": 12, "positions": "rolling"} | options)
+        cache = h2okv.H2OCache.from_config(partner.model.config, config)
+        return Chat(*partner, cache, "be brief", pin)
+
+    read = []
+    chat, cold = begin(), begin()
+    assert [other.say("the cat?", ignore).text for other in (chat, cold)][0]
+    chat.say("an owl, a fox; 7 herons?", ignore)
+    assert chat.undo() == "an owl, a fox; 7 herons?"
+    assert_same_cache(chat.cache, cold.cache)
+    hook = partner.model.base_model.register_forward_hook(
+        lambda module, args, output: read.append(output.last_hidden_state.shape[1])
+    )
+    seen = chat.cache.num_seen_tokens
+    answer = chat.say("the dog?", ignore)
+    hook.remove()
+    assert sum(read) == chat.cache.num_seen_tokens - seen  # what is new and nothing else
+    assert answer.token_ids == cold.say("the dog?", ignore).token_ids
+    assert_same_cache(chat.cache, cold.cache)
+    assert chat.say(chat.undo(), ignore).token_ids == answer.token_ids
+    assert chat.transcript == cold.transcript
+    for message in ("the dog?", "the cat?"):
+        assert chat.undo() == message
+    with pytest.raises(ValueError, match="no earlier turn is kept"):
+        chat.undo()
+    again = begin()
+    assert chat.say("a heron?", ignore).token_ids == again.say("a heron?", ignore).token_ids
+    assert_same_cache(chat.cache, again.cache)
+
+
+def test_with_spans_a_chat_equals_the_engine(partner, load):
+    """A turn's answer is that of an engine that reads the whole chat, and one that has states."""
+    options = {"heavy": 12, "recent": 12, "evict_every": 8, "positions": "rolling"}
+    config = CacheConfig(**options)
+    chat = Chat(*partner, h2okv.H2OCache.from_config(partner.model.config, config), "be brief")
+    params = SamplingParams(max_tokens=ANSWER, temperature=0.0)
+    engines = [
+        h2okv.LLM(load().model, partner.described.tokenizer, prefix_cache=size, **options)
+        for size in (0, 1 << 24)
+    ]
+    turns = ["the cat?", "an owl, a fox?", "the dog?", "and the bird?"]
+    for number, turn in enumerate(turns):
+        answer = chat.say(turn, ignore)
+        prompt = chat.transcript.token_ids[: -len(answer.token_ids)]
+        for llm in engines:
+            output = llm.generate([prompt], params, show_progress=False)[0]
+            assert list(output.completions[0].token_ids) == answer.token_ids
+        if number == 1:
+            chat.undo()
+    assert engines[1].stats().prefix_hits >= 2
+    for llm in engines:
+        llm.close()
+
+
+def test_copies_before_turns_are_limited(partner, monkeypatch):
+    chat = Chat(*partner, make_cache(partner))
+    chat.say("the cat?", ignore)
+    monkeypatch.setattr("h2okv.chat.session._TURNS_BYTES", 2 * chat.cache.nbytes)
+    for _ in range(4):
+        chat.say(LONG_TURN, ignore)
+    for _ in range(2):
+        chat.undo()
+    with pytest.raises(ValueError, match="no earlier turn is kept"):
+        chat.undo()
 
 
 def test_a_second_ctrl_c_between_forwards_keeps_the_cache_usable(partner):
@@ -256,7 +331,6 @@ def test_a_second_ctrl_c_between_forwards_keeps_the_cache_usable(partner):
 
     answer = chat.say("the cat?", write)
     assert answer.finish_reason == "interrupted"
-    assert not chat.is_broken
     assert chat.cache.num_seen_tokens == len(chat.transcript.token_ids) - 1
     assert len(chat.say("the dog?", ignore).token_ids) == ANSWER
 
@@ -298,7 +372,6 @@ def test_a_turn_that_the_cache_refuses_is_not_part_of_the_chat(partner):
     with pytest.raises(ValueError, match="window of 256"):
         chat.say(LONG_TURN * 5, ignore)
     assert chat.transcript is before
-    assert not chat.is_broken
     assert len(chat.say("the dog?", ignore).token_ids) == ANSWER
 
 

@@ -224,9 +224,8 @@ class GenerationRun(StoppingCriteria):
 def mean_cached_tokens(cache: H2OCache) -> float:
     """Return the mean number of entries of a cache's heads."""
     scored = [index for index, layer in enumerate(cache.layers) if isinstance(layer, CacheLayer)]
-    counts = [(cache.kept_positions(index) >= 0).sum(dim=-1) for index in scored]
-    heads = torch.cat([count.flatten() for count in counts])
-    return float(heads.double().mean())
+    counts = [(cache.kept_positions(index) >= 0).sum(dim=-1).flatten() for index in scored]
+    return float(torch.cat(counts).double().mean())
 
 
 def break_even_tokens(cache: H2OCache) -> int | None:
@@ -383,10 +382,9 @@ def generate_and_compare(
                 compared = cache.label if label == FULL else label
                 _record_agreement(job, comparison, compared, make[compared]())
             if run.interrupted:
-                break
+                raise KeyboardInterrupt
     except KeyboardInterrupt:
         comparison.interrupted = True
-    comparison.interrupted |= any(run.interrupted for run in comparison.runs.values())
     return comparison
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,7 @@ _PLACEHOLDER = "anearlieranswerstoodhere"
 _ANCHOR = "a"
 _SEPARATOR = "\n\nUser:"
 _LOOK_BACK = 16
-BROKEN = (
-    "the last answer was interrupted in the middle of a token, so the cache is unusable; /reset"
-    " begins a new chat, /load FILE returns to a saved one"
-)
+_TURNS_BYTES = 1 << 30  # of the caches before earlier turns
 _NOTE = "chat"
 _VERSION = 1
 
@@ -212,24 +210,22 @@ class Chat:
     ) -> None:
         self.model, self.described, self.params, self.pin = model, described, params, pin
         self._begin(cache, system, Transcript())
-        self._end_tokens = eos_token_ids(model)
         torch.manual_seed(int(params.seed or 0))
 
     def _begin(self, cache: H2OCache, system: str, transcript: Transcript) -> None:
         self.cache = cache
         self.form = TurnForm(self.described.tokenizer, system)
         self.transcript = transcript
-        self.is_broken = False
+        self._turns: list[tuple[Transcript, H2OCache]] = []  # what was before each
 
     def say(
         self, message: str, write: Callable[[str], None], show_progress: bool = False
     ) -> Generation:
         """Generate the answer to a message of the user. Mutates the cache and the transcript.
 
-        Ctrl-C ends the answer early; the chat continues from there. A second one may leave a token
-        that only some layers have read, which sets `is_broken`.
+        Ctrl-C ends the answer early; the chat continues from there. A second one in the middle of
+        a token takes the turn back.
         """
-        self.check_usable()
         seen, form = self.cache.num_seen_tokens, self.form
         transcript = form.ask(self.transcript, message)
         new = transcript.token_ids[seen:]
@@ -239,27 +235,41 @@ class Chat:
         params = replace(self.params, stop=(*form.stop_strings, *self.params.stop))
         with Interrupt(self.model.base_model) as interrupt:
             generation = GenerationRun(
-                form.tokenizer, new, params, room, write, self._end_tokens,
+                form.tokenizer, new, params, room, write, eos_token_ids(self.model),
                 should_stop=lambda: interrupt.requested, strips_start=True,
             )  # fmt: skip
+            self._turns.append((self.transcript, self.cache.fork(1)))
             try:
-                generation.run(self.model, self.cache, show_progress)
-            except KeyboardInterrupt:
-                self.is_broken = interrupt.in_forward
+                with suppress(KeyboardInterrupt):
+                    generation.run(self.model, self.cache, show_progress)
             finally:
                 interrupt.settle()
                 answer = generation.result(self.cache)
-                self._commit(transcript, answer, seen)
+                self._commit(transcript, answer, interrupt.in_forward)
         return answer
 
-    def _commit(self, transcript: Transcript, answer: Generation, seen_before: int) -> None:
-        """Add the turn and its answer to the transcript, unless the cache read none of it."""
+    def undo(self) -> str:
+        """Return to before the last turn; return its message. Mutates the chat."""
+        if not self._turns:
+            raise ValueError("no earlier turn is kept; send a message, or /reset for a new chat")
+        message = self.transcript.messages[-2]["content"]
+        self.transcript, self.cache = self._turns.pop()
+        return message
+
+    def _commit(self, transcript: Transcript, answer: Generation, is_broken: bool) -> None:
+        """Add a turn and its answer, unless the cache read none of it or is of no use."""
+        before = self._turns[-1][1]
         try:
             self.cache.check_integrity()
         except ValueError:
-            self.is_broken = True
-        if not self.is_broken and self.cache.num_seen_tokens == seen_before:
+            is_broken = True
+        if is_broken:
+            self.cache = before
+        if self.cache.num_seen_tokens == before.num_seen_tokens:
+            self._turns.pop()
             return
+        while sum(cache.nbytes for _, cache in self._turns) > _TURNS_BYTES:
+            del self._turns[0]
         token_ids, text = answer.token_ids, answer.text
         is_eos = answer.finish_reason == "eos"
         if answer.finish_reason == "stop" or (is_eos and self.form.is_plain):
@@ -288,16 +298,12 @@ class Chat:
 
     def save(self, path: Path) -> None:
         """Write the chat and its cache to one file atomically."""
-        self.check_usable()
         if not self.transcript.token_ids:
             raise ValueError("there is nothing to save yet; send a message first")
         if path.exists():
-            try:
+            problem = f"'{path}' exists and is not a saved chat"
+            with refusing(problem, "choose another file", ValueError):
                 read_notes(path)
-            except ValueError as error:
-                raise ValueError(
-                    f"'{path}' exists and is not a saved chat; choose another file"
-                ) from error
         chat = SavedChat(self.transcript, self.form.system, self.params)
         self.cache.save(path, notes={_NOTE: chat.to_note()})
 
@@ -306,7 +312,3 @@ class Chat:
         cache, saved = read_chat(path, self.model)
         self._begin(cache, saved.system, saved.transcript)
         return saved
-
-    def check_usable(self) -> None:
-        if self.is_broken:
-            raise ValueError(BROKEN)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from h2okv.chat.generation import Generation
     from h2okv.chat.session import Chat
 
-_COMMANDS = ("/help", "/cache", "/save", "/load", "/reset", "/quit")
+_COMMANDS = ("/help", "/cache", "/undo", "/retry", "/save", "/load", "/reset", "/quit")
 _BLOCK_MARK = '"""'
 _PROMPT, _MORE = "> ", "... "
 ReadLine = Callable[[str], str | None]
@@ -59,7 +59,7 @@ def saved_chat(option: str, path: Path) -> Path:
 
 
 def chat(
-    cache: CacheConfig = args.cache_options("512", positions="original"),
+    cache: CacheConfig = args.cache_options("512", positions="original", evict_every=None),
     model: ModelOptions = args.model_options(),
     sampling: SamplingOptions = args.sampling_options(256),
     positions: Typed = option(
@@ -67,6 +67,12 @@ def chat(
         "auto (rolling where possible), original, rolling or clamped.",
         read=readers.choice,
         words=("auto", *POSITIONS),
+    ),
+    evict_every: int | None = option(
+        None,
+        "Evict at multiples of this many tokens of the chat (256); 0: after each block.",
+        read=readers.least,
+        least=0,
     ),
     system: str = option("", "System message, before the first turn."),
     pin: Typed = PIN,
@@ -89,7 +95,7 @@ def chat(
 
     described = model.describe()
     params = sampling.params(described)
-    cache, remark = plan_cache(described.config, cache, positions)
+    cache, remark = plan_cache(described.config, cache, positions, evict_every)
     if load is not None:
         read_chat(load, described.config)  # mistakes show before the weights load
     loaded = model.load(described, compile, weight_bits)
@@ -109,10 +115,14 @@ def chat(
 
 
 def plan_cache(
-    config: PreTrainedConfig, cache: CacheConfig, positions: Any
+    config: PreTrainedConfig, cache: CacheConfig, positions: Any, evict_every: int | None = None
 ) -> tuple[CacheConfig, str | None]:
-    """Return the cache with positions and chunk set, and a note if positions stay original."""
-    from h2okv.cache.support import context_window
+    """Return the cache with positions and blocks set, and a note if positions stay original.
+
+    It evicts where a server's does, unless that has no place in the context or with other options.
+    """
+    from h2okv.cache.support import can_score_spans, context_window
+    from h2okv.engine.serving import SPAN
 
     is_auto = positions == "auto"
     args.check_cache(config, cache)
@@ -123,6 +133,10 @@ def plan_cache(
         except ValueError as error:
             cache, remark = _with_original(cache, error)
     entries, window = int(cache.sink + cache.heavy + cache.recent), context_window(config)
+    fits = window is None or entries + SPAN <= window
+    if evict_every is None and fits and cache.block is None and not cache.is_full:
+        evict_every = SPAN if can_score_spans(cache) else None
+    cache = replace(cache, evict_every=evict_every or None)
     room = window - entries if cache.positions == "rolling" and window is not None else _CHUNK
     cache = cache.in_blocks(max(1, min(_CHUNK, room)))
     if reason := cache.past_window(entries, cache.block or 1, window):
@@ -161,7 +175,7 @@ def run_command(session: Chat, line: str) -> None:
     name, _, argument = line.strip().partition(" ")
     argument = argument.strip()
     if name not in _COMMANDS:
-        close = difflib.get_close_matches(name, _COMMANDS, n=1)
+        close = difflib.get_close_matches(name, _COMMANDS, n=1, cutoff=0.7)
         hint = f"did you mean {close[0]}" if close else "/help lists the commands"
         block = 'put a message that begins with / between two lines of """'
         raise ValueError(f"{name!r} is not a command; {hint} ({block})")
@@ -171,6 +185,11 @@ def run_command(session: Chat, line: str) -> None:
         write_text(args.helps()["/help"])
     elif name == "/cache":
         show_cache(session, argument)
+    elif name == "/undo":
+        session.undo()
+        write_remark("the last turn is taken back")
+    elif name == "/retry":
+        _answer(session, session.undo())
     elif name == "/load":
         load_and_report(session, Path(argument).expanduser())
     elif name == "/save":
@@ -214,7 +233,6 @@ def show_cache(session: Chat, argument: str) -> None:
     token_ids, tokenizer = session.transcript.token_ids, session.described.tokenizer
     if not token_ids:
         raise ValueError("there is nothing in the cache yet; send a message first")
-    session.check_usable()
     shares = kept_shares(session.cache, *indices)
     shorten = _SHORTEN_ABOVE if len(token_ids) > _LONG_CHAT else None
     runs = list(runs_of(tokenizer, token_ids, shares, shorten))
@@ -337,14 +355,13 @@ def _answer(session: Chat, message: str) -> None:
     """Stream an answer, followed by a line on its cost."""
     from rich.console import Console
 
-    from h2okv.chat.session import BROKEN
-
     pieces: list[str] = []
 
     def write(piece: str) -> None:
         pieces.append(piece)
         write_text(piece)
 
+    before = session.transcript
     try:
         answer = session.say(message, write, show_progress=True)
     finally:
@@ -352,8 +369,10 @@ def _answer(session: Chat, message: str) -> None:
             write_text("\n")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(status_line(session, answer), style="dim", markup=False)
-    if session.is_broken:
-        write_remark(f"{BROKEN}.")
+    if session.transcript is before:
+        write_remark(
+            "the model was interrupted in the middle of a token, so the turn is taken back."
+        )
 
 
 def status_line(session: Chat, answer: Generation) -> str:
