@@ -14,9 +14,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet $(PIP_ARGS) -c constraints.txt
 PINS := pyproject.toml constraints.txt
-# Folders whose names, docstrings and messages use the field's words.
-CHECKED := analysis benchmarking cache chat cli cluster engine evaluation integration offload ops policy server vllm_plugin \
-	__init__.py __main__.py config.py console.py plots.py provenance.py records.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -77,7 +74,7 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/check_words.py $(CHECKED:%=src/h2okv/%)
+	$(BIN)/python scripts/check_words.py src tests benchmarks examples
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .

@@ -30,7 +30,7 @@ for turn in ("What is the capital of France?", "And of Italy?", "Which of the tw
     # The last token of an answer has not been through the model yet; its end is in the template.
     unread = [] if ids[-1] == tokenizer.eos_token_id else ids[-1:]
     messages.append({"role": "assistant", "content": answer})
-    whole = chat_text(tokenizer, messages, to_answer=False)
-    read = whole.rindex(answer) + len(answer)
+    transcript = chat_text(tokenizer, messages, to_answer=False)
+    read = transcript.rindex(answer) + len(answer)
     print(f"{turn}\n  {answer}")
     print(f"  [{cache.num_seen_tokens} tokens seen, {cache.num_cached_tokens} held]")

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-# Nobody's earlier runs may decide what a test runs through; tests of other ways say so themselves.
+# Earlier runs must not decide which code a test runs; tests of other code set it themselves.
 os.environ["H2OKV_OPS"] = "plain"
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"

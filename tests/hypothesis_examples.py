@@ -6,5 +6,5 @@ QUICK = 25
 
 
 def examples(count: int) -> int:
-    """The count of the full run; fewer in the quick one."""
+    """Return the count of the full run, or fewer in the quick one."""
     return count if os.environ.get("H2OKV_TESTS") == "all" else min(count, QUICK)

@@ -21,11 +21,10 @@ for folder in sorted(runs, key=lambda run: (run.name.split("model=")[0], FULL no
         and "perturbation" not in stat["name"]
     ]
     states = json.loads((folder / "scenario_state.json").read_text())["request_states"]
-    said = [state["result"]["completions"][0] for state in states]
-    said = [(one["text"], round(one["logprob"], 2)) for one in said]
-    same = sum(
-        one == other for one, other in zip(said, full.setdefault(scenario, said), strict=True)
-    )
+    completions = [state["result"]["completions"][0] for state in states]
+    answers = [(text["text"], round(text["logprob"], 2)) for text in completions]
+    expected = full.setdefault(scenario, answers)
+    same = sum(answer == other for answer, other in zip(answers, expected, strict=True))
     method = "" if "method=" not in scenario else ", " + scenario.split("method=")[1].rstrip(":,")
     name = scenario.replace(",", ":").split(":")[0] + method
     cache = model.removeprefix("h2okv_")

@@ -115,7 +115,7 @@ class NaiveH2O:
         return output.reshape(length, -1)
 
     def _blocks(self, seen, length):
-        """Where a block's tokens are cut, as pairs of numbers of tokens."""
+        """Return the pairs of numbers of tokens into which a block is cut."""
         every = self.options["evict_every"]
         chunk, first = self.options["prefill_chunk"] or length, 0
         if every:
@@ -230,27 +230,27 @@ class NaiveH2O:
         factor = 1.0 if options["layer_budgets"] is None else options["layer_budgets"][layer]
         factor = factor[head] if isinstance(factor, list) else factor
 
-        def tokens(part):
-            if isinstance(part, float) and part:
-                return max(1, options["min_tokens"], math.floor(part * length + 1e-6))
-            return int(part)
+        def tokens(size):
+            if isinstance(size, float) and size:
+                return max(1, options["min_tokens"], math.floor(size * length + 1e-6))
+            return int(size)
 
         heavy = options["heavy"] * factor
         heavy = tokens(heavy if isinstance(options["heavy"], float) else round(heavy))
         sink, recent = options["sink"], tokens(options["recent"])
-        whole = heavy + recent
+        unpinned = heavy + recent
         if options["policy"] == "heavy":
-            return sink, whole, 0, 0
+            return sink, unpinned, 0, 0
         if options["policy"] == "recent":
-            return sink, 0, whole, 0
+            return sink, 0, unpinned, 0
         if options["policy"] == "sink_recent":
-            total, sink = sink + whole, sink or 4
+            total, sink = sink + unpinned, sink or 4
             sink = min(sink, total - 1)
             return sink, 0, total - sink, 0
         if options["policy"] == "snapkv":
-            return sink, whole - max(recent, 1), max(recent, 1), 0
+            return sink, unpinned - max(recent, 1), max(recent, 1), 0
         if options["policy"] in ("strided", "fixed"):
-            return sink, 0, whole - whole // 2, whole // 2
+            return sink, 0, unpinned - unpinned // 2, unpinned // 2
         if options["policy"] in ("strided_heavy", "fixed_heavy"):
             return sink, heavy, recent - recent // 2, recent // 2
         return sink, heavy, recent, 0
@@ -282,7 +282,7 @@ class NaiveH2O:
             directions = [e.key / np.linalg.norm(e.key) for e in entries]
             mean = sum(directions)
             # Two keys are equally far from their mean.
-            ranks = [-(own @ mean) / np.linalg.norm(mean) for own in directions]
+            ranks = [-(direction @ mean) / np.linalg.norm(mean) for direction in directions]
             ranks = ranks if len(entries) > 2 else [0.0] * len(entries)
         elif policy == "snapkv":
             ranks = [entry.observed for entry in entries]
@@ -290,14 +290,14 @@ class NaiveH2O:
             ranks = [0.0] * len(entries)
         else:
             ranks = [self.score(entry, newest) for entry in entries]
-        found = {e.position: rank for e, rank in zip(entries, ranks, strict=True)}
+        rank_by_position = {e.position: rank for e, rank in zip(entries, ranks, strict=True)}
         for entry in entries:
             if entry.is_pinned or (pattern and self._is_in_pattern(entry, newest, pattern)):
-                found[entry.position] = math.inf
-        return found
+                rank_by_position[entry.position] = math.inf
+        return rank_by_position
 
     def _is_in_pattern(self, entry, newest, pattern):
-        """Whether the smallest power of two that fits has this position."""
+        """Return whether the smallest power of two that fits has this position."""
         cells = min(8, pattern) if self.options["policy"].startswith("fixed") else 1
         stride = 1
         if cells == 1 and self.options["policy"].startswith("strided"):
@@ -313,8 +313,8 @@ class NaiveH2O:
             _rounded(states, self.options["kv_bits"]) for states in (entry.key, entry.value)
         )
 
-    def kept(self, sequence, layer, head):
-        """Scores by position."""
+    def scores_by_position(self, sequence, layer, head):
+        """Return the score of each entry, by position."""
         newest = sequence.num_seen - 1
         return {e.position: self.score(e, newest) for e in sequence.entries[layer][head]}
 
@@ -341,7 +341,7 @@ def _rounded(numbers, bits):
 
 
 def _to_bf16(number, direction):
-    """The next number of eight significant bits below, or above."""
+    """Return the next number of eight significant bits below, or above."""
     if number == 0:
         return 0.0
     unit = 2.0 ** (math.floor(math.log2(abs(number))) - 7)

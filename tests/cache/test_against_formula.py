@@ -201,7 +201,7 @@ def check_entries(cache, naive, sequences, options, layers):
             for head, numbers in enumerate(positions[row].tolist()):
                 entries = dict(zip(numbers, scores[row, head].tolist(), strict=True))
                 entries.pop(-1, None)
-                expected = naive.kept(sequence, layer, head)
+                expected = naive.scores_by_position(sequence, layer, head)
                 assert entries.keys() == expected.keys(), (layer, row, head)
                 if options["policy"] in WITHOUT_SCORES:
                     continue

@@ -28,9 +28,9 @@ def test_examples_use_the_name_that_is_installed(path):
 
 @pytest.mark.parametrize("name", h2okv.__all__)
 def test_docstrings_that_show_one_name_tell_the_other(name):
-    found = getattr(h2okv, name)
-    methods = vars(found).values() if inspect.isclass(found) else ()
-    for documented in (found, *methods):
+    value = getattr(h2okv, name)
+    methods = vars(value).values() if inspect.isclass(value) else ()
+    for documented in (value, *methods):
         text = getattr(documented, "__doc__", None) or ""
         if "cache=cache" in text:
             assert "past_key_values=cache" in text

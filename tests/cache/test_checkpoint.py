@@ -24,7 +24,7 @@ def tokens(length, seed=0, batch=1):
 
 @torch.no_grad()
 def follow(model, cache, ids):
-    return torch.cat([model(part, past_key_values=cache).logits for part in ids], dim=1)
+    return torch.cat([model(token, past_key_values=cache).logits for token in ids], dim=1)
 
 
 CONTINUATION = [tokens(1, 1), tokens(1, 2), tokens(7, 3), tokens(1, 4)]
@@ -78,10 +78,10 @@ def test_padded_rows_and_fractions_survive(model, tmp_path):
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
     step = tokens(1, batch=2)
     mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
-    place = mask.cumsum(dim=1)[:, -1:] - 1
+    position_ids = mask.cumsum(dim=1)[:, -1:] - 1
     with torch.no_grad():
         first, second = (
-            model(step, attention_mask=mask, position_ids=place, past_key_values=c).logits
+            model(step, attention_mask=mask, position_ids=position_ids, past_key_values=c).logits
             for c in (cache, loaded)
         )
     assert torch.equal(first, second)
@@ -153,15 +153,15 @@ def test_another_model_is_refused(make_llama, model, tmp_path):
 
 def test_what_generation_is_told_makes_no_other_model(model, tmp_path):
     cache, path = saved(model, tmp_path)
-    twin = copy.deepcopy(model)
-    twin.config.pad_token_id, twin.config.use_cache = 5, False
-    twin.config.output_hidden_states = True
-    loaded = h2okv.H2OCache.load(path, twin)
-    assert torch.equal(follow(twin, loaded, CONTINUATION), follow(model, cache, CONTINUATION))
+    duplicate = copy.deepcopy(model)
+    duplicate.config.pad_token_id, duplicate.config.use_cache = 5, False
+    duplicate.config.output_hidden_states = True
+    loaded = h2okv.H2OCache.load(path, duplicate)
+    assert torch.equal(follow(duplicate, loaded, CONTINUATION), follow(model, cache, CONTINUATION))
 
 
 def with_head(path, change):
-    """Writes the file anew with a header that a function has changed."""
+    """Write the file again with a header that a function has changed."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     head = json.loads(metadata["h2okv"])
@@ -278,7 +278,7 @@ DAMAGES = {
     "no positions": ("0.positions", lambda t: t.fill_(-1)),
     "one position many times": ("0.positions", lambda t: t.clamp_(max=5)),
     "a position that was not seen": ("0.positions", lambda t: t.mul_(9)),
-    "another position that is none": ("0.positions", lambda t: t.clamp_(max=-2)),
+    "another negative position": ("0.positions", lambda t: t.clamp_(max=-2)),
     "more tokens than were seen": ("0.num_real_tokens", lambda t: t.fill_(1 << 40)),
     "no tokens": ("1.num_real_tokens", lambda t: t.zero_()),
     "another total": ("0.total", lambda t: t.add_(1)),
@@ -391,12 +391,12 @@ def test_a_window_of_another_text_is_refused(window_model, tmp_path, name, cut, 
         h2okv.H2OCache.load(path, window_model)
 
 
-def places(value, path=()):
-    """Paths to all parts of a JSON value."""
+def json_paths(value, path=()):
+    """Yield the paths to all parts of a JSON value."""
     yield path
     if isinstance(value, dict | list):
         for key in list(value) if isinstance(value, dict) else range(len(value)):
-            yield from places(value[key], (*path, key))
+            yield from json_paths(value[key], (*path, key))
 
 
 WRONG = [None, True, -1, 0, 7, 1 << 70, 0.5, "", "h2o", "float32", [], [1], {}, {"a": 1}]
@@ -407,21 +407,21 @@ WRONG = [None, True, -1, 0, 7, 1 << 70, 0.5, "", "h2o", "float32", [], [1], {}, 
 def test_a_crafted_header_is_refused_or_harmless(rolling_file, data):
     _, _, tensors, metadata = rolling_file
     head = json.loads(metadata["h2okv"])
-    path = data.draw(st.sampled_from(sorted(places(head), key=str)))
+    path = data.draw(st.sampled_from(sorted(json_paths(head), key=str)))
     action = data.draw(st.sampled_from(["replace", "remove", "add"]))
     wrong = data.draw(st.sampled_from(WRONG))
     if path == ():
         head = wrong
     else:
-        whole = head
+        container = head
         for key in path[:-1]:
-            whole = whole[key]
+            container = container[key]
         if action == "replace":
-            whole[path[-1]] = wrong
+            container[path[-1]] = wrong
         elif action == "remove":
-            del whole[path[-1]]
-        elif isinstance(whole, dict):
-            whole["unknown"] = wrong
+            del container[path[-1]]
+        elif isinstance(container, dict):
+            container["unknown"] = wrong
     try:
         load_with(rolling_file, tensors, json.dumps(head))
     except ValueError as error:

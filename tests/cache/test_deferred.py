@@ -26,16 +26,16 @@ def _state(cache):
 def _read(model, ids, **options):
     cache = h2okv.H2OCache(model.config, 6, 5, **options)
     with torch.no_grad():
-        parts = (ids[:, :LENGTH], *ids[:, LENGTH:].split(1, dim=1))
-        logits = [model(part, past_key_values=cache, logits_to_keep=1).logits for part in parts]
+        chunks = (ids[:, :LENGTH], *ids[:, LENGTH:].split(1, dim=1))
+        logits = [model(chunk, past_key_values=cache, logits_to_keep=1).logits for chunk in chunks]
     return cache, torch.cat(logits, dim=1)
 
 
 def _same(cache, other):
     return all(
-        torch.equal(own, wanted)
-        for parts in zip(_state(cache), _state(other), strict=True)
-        for own, wanted in zip(*parts, strict=True)
+        torch.equal(tensor, expected)
+        for states in zip(_state(cache), _state(other), strict=True)
+        for tensor, expected in zip(*states, strict=True)
     )
 
 
@@ -122,8 +122,8 @@ def test_each_layer_does_what_it_does_alone(make_llama, monkeypatch, options, ch
 
     monkeypatch.setattr(CacheLayer, "attend", listen)
     with torch.no_grad():
-        for part in ids.split([11, 4, 1, 1, 6, 1, 9, 1, 1, 5], dim=1):
-            model(part, past_key_values=together)
+        for block in ids.split([11, 4, 1, 1, 6, 1, 9, 1, 1, 5], dim=1):
+            model(block, past_key_values=together)
             together.check_integrity()
     monkeypatch.setattr(CacheLayer, "attend", attend)
     for index, args, expected in read:
@@ -197,20 +197,20 @@ class _Operations(TorchDispatchMode):
 def _operations_of_a_step(model, cache):
     ids = torch.randint(3, 97, (1, LENGTH + STEPS), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():
-        for part in (ids[:, :LENGTH], *ids[:, LENGTH:].split(1, dim=1)):
+        for chunk in (ids[:, :LENGTH], *ids[:, LENGTH:].split(1, dim=1)):
             with _Operations() as operations:
-                model(part, past_key_values=cache)
+                model(chunk, past_key_values=cache)
     return operations.count
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2), (torch.bfloat16, 5)])
-def test_a_step_has_few_more_operations_a_layer_than_a_static_cache(make_llama, dtype, most):
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 2), (torch.bfloat16, 5)])
+def test_a_step_has_few_more_operations_a_layer_than_a_static_cache(make_llama, dtype, limit):
     """A step of a small model takes as long as the number of its operations lets it."""
-    own, static = [], []
+    evicting, static = [], []
     for layers in (2, 3):
         model = make_llama(layers=layers).to(dtype)
-        own.append(_operations_of_a_step(model, h2okv.H2OCache(model.config, 6, 5)))
+        evicting.append(_operations_of_a_step(model, h2okv.H2OCache(model.config, 6, 5)))
         model.set_attn_implementation("sdpa")
         cache = StaticCache(model.config, max_cache_len=LENGTH + STEPS)
         static.append(_operations_of_a_step(model, cache))
-    assert (own[1] - own[0]) - (static[1] - static[0]) <= most, (own, static)
+    assert (evicting[1] - evicting[0]) - (static[1] - static[0]) <= limit, (evicting, static)

@@ -75,9 +75,9 @@ def test_rolling_holds_nothing_of_a_forward(make_llama):
         gc.enable()
 
 
-@pytest.mark.parametrize("way", ["next_turn", "prefill"])
+@pytest.mark.parametrize("method", ["next_turn", "prefill"])
 @pytest.mark.parametrize("options", [{}, {"prefill_chunk": 8}, {"positions": "rolling"}], ids=str)
-def test_a_turn_after_a_padded_prompt(model, options, way):
+def test_a_turn_after_a_padded_prompt(model, options, method):
     ids, mask = padded()
     more = tokens(6, rows=2, seed=1)
     budget = {"heavy": 0.2, "recent": 0.2} | options
@@ -85,59 +85,59 @@ def test_a_turn_after_a_padded_prompt(model, options, way):
     h2okv.prefill(model, ids, cache, mask)
     alone = h2okv.H2OCache(model.config, **budget)
     h2okv.prefill(model, ids[1:, 25:], alone)
-    if way == "prefill":
-        made, expected = h2okv.prefill(model, more, cache), h2okv.prefill(model, more[1:], alone)
+    if method == "prefill":
+        logits, expected = h2okv.prefill(model, more, cache), h2okv.prefill(model, more[1:], alone)
     else:
         turn = cache.next_turn(more)
         assert turn["attention_mask"].sum(dim=1).tolist() == [51, 26]
-        made, expected = (
+        logits, expected = (
             model.generate(
-                **turn, past_key_values=own, max_new_tokens=1, do_sample=False,
+                **turn, past_key_values=continued, max_new_tokens=1, do_sample=False,
                 output_logits=True, return_dict_in_generate=True,
             ).logits[0]
-            for turn, own in ((turn, cache), (alone.next_turn(more[1:]), alone))
+            for turn, continued in ((turn, cache), (alone.next_turn(more[1:]), alone))
         )  # fmt: skip
-    torch.testing.assert_close(made[1:], expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits[1:], expected, atol=1e-4, rtol=1e-4)
 
 
-def _copy(cache, way, path):
-    if way == "pickle":
+def _copy(cache, method, path):
+    if method == "pickle":
         return pickle.loads(pickle.dumps(cache))
-    if way == "torch.save":
+    if method == "torch.save":
         file = io.BytesIO()
         torch.save(cache, file)
         file.seek(0)
         return torch.load(file, weights_only=False)
-    if way == "fork":
+    if method == "fork":
         return cache.fork(1)
     cache.save(path / "cache")
     return h2okv.H2OCache.load(path / "cache")
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("way", ["fork", "load", "pickle", "torch.save"])
+@pytest.mark.parametrize("method", ["fork", "load", "pickle", "torch.save"])
 @pytest.mark.parametrize(
     "options", [{}, {"positions": "rolling"}, {"kv_bits": 8}, {"simulate": True}], ids=str
 )
-def test_a_copy_goes_on_as_the_cache_does(model, tmp_path, options, way, mode):
-    if way == "load" and "simulate" in options and "kv_bits" in options:
+def test_a_copy_goes_on_as_the_cache_does(model, tmp_path, options, method, mode):
+    if method == "load" and "simulate" in options and "kv_bits" in options:
         pytest.skip("saves nothing")
     cache = h2okv.H2OCache(model.config, **SMALL, **options)
     read(model, tokens(30), cache)
     with mode():
-        twin = _copy(cache, way, tmp_path)
+        duplicate = _copy(cache, method, tmp_path)
     for at in range(3):
         ids = tokens(1, seed=at)
-        assert torch.equal(read(model, ids, twin), read(model, ids, cache))
-    twin.check_integrity()
+        assert torch.equal(read(model, ids, duplicate), read(model, ids, cache))
+    duplicate.check_integrity()
 
 
 def test_an_unpickled_cache_knows_its_weights(model, make_llama):
     cache = h2okv.H2OCache(model.config, **SMALL)
     read(model, tokens(30), cache)
-    twin = pickle.loads(pickle.dumps(cache))
+    duplicate = pickle.loads(pickle.dumps(cache))
     with pytest.raises(ValueError, match="saved with other weights"):
-        read(make_llama(layers=3, seed=1), tokens(1), twin)
+        read(make_llama(layers=3, seed=1), tokens(1), duplicate)
 
 
 def test_rolling_rows_of_a_batch_go_on_alone(model, tmp_path):
@@ -151,25 +151,25 @@ def test_rolling_rows_of_a_batch_go_on_alone(model, tmp_path):
     cache.save(tmp_path / "row")
     loaded = h2okv.H2OCache.load(tmp_path / "row", model)
     for at in range(20, 25):
-        token, place = tokens(1, seed=at), torch.tensor([[at]])
-        expected = read(model, token, alone, position_ids=place)
-        for own in (cache, loaded):
-            made = read(model, token, own, position_ids=place)
-            torch.testing.assert_close(made, expected, atol=1e-4, rtol=1e-4)
-            own.check_integrity()
+        token, position_ids = tokens(1, seed=at), torch.tensor([[at]])
+        expected = read(model, token, alone, position_ids=position_ids)
+        for continued in (cache, loaded):
+            logits = read(model, token, continued, position_ids=position_ids)
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+            continued.check_integrity()
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"simulate": True}, {"kv_bits": 8}, {"positions": "rolling"}], ids=str
 )
 def test_rows_may_be_chosen_by_a_mask(model, kept_sets, options):
-    made = []
+    logits = []
     for rows in (torch.tensor([True, False, True]), torch.tensor([0, 2])):
         cache = h2okv.H2OCache(model.config, **SMALL, **options)
         read(model, tokens(20, rows=3), cache)
         cache.batch_select_indices(rows)
-        made.append(read(model, tokens(1, rows=2), cache))
-    assert torch.equal(*made)
+        logits.append(read(model, tokens(1, rows=2), cache))
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("length", [1, 4])
@@ -186,10 +186,10 @@ def test_an_interrupted_forward_is_noticed(make_llama, layer, length):
     with pytest.raises(KeyboardInterrupt):
         read(model, tokens(1), cache)
     hook.remove()
-    before = [int(own.cumulative_length) for own in cache.layers]
+    before = [int(cache_layer.cumulative_length) for cache_layer in cache.layers]
     with pytest.raises(ValueError, match=r"interrupted.*cache\.reset"):
         read(model, tokens(length), cache)
-    assert [int(own.cumulative_length) for own in cache.layers] == before
+    assert [int(cache_layer.cumulative_length) for cache_layer in cache.layers] == before
     cache.reset()
     read(model, tokens(20), cache)
     cache.check_integrity()
@@ -233,15 +233,15 @@ def test_a_soft_cap_on_a_static_cache():
     for attention in ("eager", "h2o"):
         model.set_attn_implementation(attention)
         for cache in (StaticCache(model.config, max_cache_len=32), DynamicCache()):
-            parts = [read(model, part, cache) for part in tokens(9).split([7, 1, 1], dim=1)]
-            logits.append(torch.cat(parts, dim=1))
+            outputs = [read(model, chunk, cache) for chunk in tokens(9).split([7, 1, 1], dim=1)]
+            logits.append(torch.cat(outputs, dim=1))
     for other in logits[1:]:
         torch.testing.assert_close(other, logits[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.fixture
 def warned(caplog):
-    """The text of transformers' warnings, each of which is given once."""
+    """Return the text of transformers' warnings, each of which is given once."""
     import logging
 
     from h2okv.integration import attention as hf

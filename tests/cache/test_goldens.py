@@ -34,10 +34,10 @@ def entries(cache, num_layers):
     """Positions and scores of all layers, ascending by position, ``[L, B, H, entries]``."""
     positions, scores = [], []
     for layer in range(num_layers):
-        held, received = cache.kept_positions(layer).long(), cache.scores(layer)
-        count = int((held >= 0).sum(dim=-1).max())
-        order = torch.where(held < 0, 1 << 30, held).argsort(dim=-1)[..., :count]
-        positions.append(held.gather(-1, order))
+        unsorted, received = cache.kept_positions(layer).long(), cache.scores(layer)
+        count = int((unsorted >= 0).sum(dim=-1).max())
+        order = torch.where(unsorted < 0, 1 << 30, unsorted).argsort(dim=-1)[..., :count]
+        positions.append(unsorted.gather(-1, order))
         scores.append(received.gather(-1, order))
     return torch.stack(positions), torch.stack(scores)
 

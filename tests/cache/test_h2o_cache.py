@@ -85,9 +85,9 @@ def test_two_caches_on_one_model(model):
         alone.append([read(model, cache, n, seed=s + offset) for n, s in inputs])
     caches = [h2okv.H2OCache(model.config, heavy=3, recent=3) for _ in range(2)]
     for step, (length, seed) in enumerate(inputs):
-        for which, offset in enumerate((0, 100)):
-            logits = read(model, caches[which], length, seed=seed + offset)
-            assert torch.equal(logits, alone[which][step])
+        for number, offset in enumerate((0, 100)):
+            logits = read(model, caches[number], length, seed=seed + offset)
+            assert torch.equal(logits, alone[number][step])
 
 
 def test_without_an_h2o_cache_the_attention_is_plain(make_llama):
@@ -99,9 +99,9 @@ def test_without_an_h2o_cache_the_attention_is_plain(make_llama):
         for own_mask in (None, mask):
             caches = DynamicCache(), DynamicCache()
             for tokens, seen in ((input_ids, 20), (input_ids[:, :3], 23), (input_ids[:, :1], 24)):
-                part = None if own_mask is None else own_mask[:, :seen]
+                seen_mask = None if own_mask is None else own_mask[:, :seen]
                 logits = [
-                    each(tokens, attention_mask=part, past_key_values=cache).logits
+                    each(tokens, attention_mask=seen_mask, past_key_values=cache).logits
                     for each, cache in zip((model, reference), caches, strict=True)
                 ]
                 keep = slice(None) if own_mask is None or seen > 20 else mask[:, :20].bool()
@@ -207,8 +207,8 @@ def test_crop_takes_back_the_tokens_of_a_forward(model, drafted, options):
     assert caches[0].num_seen_tokens == 25 - drafted
     torch.testing.assert_close(go_on(caches[0], 25 - drafted, 25), logits[0][:, -drafted:])
     for layer in range(2):
-        kept = [cache.kept_positions(layer).sort(dim=-1).values for cache in caches]
-        assert torch.equal(*kept)
+        positions = [cache.kept_positions(layer).sort(dim=-1).values for cache in caches]
+        assert torch.equal(*positions)
     caches[0].crop(0)
     with pytest.raises(ValueError, match="can take back its last 0 tokens"):
         caches[0].crop(-1)
@@ -265,10 +265,12 @@ def test_decode_keeps_its_tensors(model):
     read(model, cache)
     layer = cache.layers[0]
     before = (layer.keys.data_ptr(), layer.values.data_ptr(), layer.state.scores.data_ptr())
-    held = layer.state.positions.clone()
+    positions = layer.state.positions.clone()
     read(model, cache, length=1)
     assert before == (layer.keys.data_ptr(), layer.values.data_ptr(), layer.state.scores.data_ptr())
-    assert int((layer.state.positions != held).sum(-1).max()) <= 2  # the written and the freed slot
+    assert (
+        int((layer.state.positions != positions).sum(-1).max()) <= 2
+    )  # the written and the freed slot
 
 
 @pytest.mark.parametrize("positions", ["original", "rolling"])

@@ -28,22 +28,22 @@ def run(model, cache, input_ids, blocks, mask=None):
     at, logits = 0, []
     for size in blocks:
         seen = None if mask is None else mask[:, : at + size]
-        own = input_ids[:, at : at + size]
-        logits.append(model(own, past_key_values=cache, attention_mask=seen).logits)
+        block = input_ids[:, at : at + size]
+        logits.append(model(block, past_key_values=cache, attention_mask=seen).logits)
         at += size
     return torch.cat(logits, dim=1)
 
 
-def both(model, parts, input_ids, blocks, mask=None, **options):
-    """Logits and caches of dropping and of masking."""
-    found = []
+def both(model, budget, input_ids, blocks, mask=None, **options):
+    """Return the logits and caches of dropping and of masking."""
+    results = []
     for simulate in (False, True):
         cache = h2okv.H2OCache(
-            model.config, *parts, layer_budgets=FACTORS, simulate=simulate, **options
+            model.config, *budget, layer_budgets=FACTORS, simulate=simulate, **options
         )
-        found.append((run(model, cache, input_ids, blocks, mask), cache))
+        results.append((run(model, cache, input_ids, blocks, mask), cache))
         cache.check_integrity()
-    return found
+    return results
 
 
 class WideWindow(h2okv.Rule):
@@ -56,17 +56,19 @@ class WideWindow(h2okv.Rule):
         return TokenBudget(budget.sink, budget.heavy + budget.recent - recent, recent)
 
 
-@pytest.mark.parametrize("parts", [(8, 4), (0.2, 0.1), (0.5, 4), (30, 20)])
+@pytest.mark.parametrize("budget", [(8, 4), (0.2, 0.1), (0.5, 4), (30, 20)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_dropping_equals_masking_and_each_head_keeps_its_own(make_llama, kept_sets, parts, options):
+def test_dropping_equals_masking_and_each_head_keeps_its_own(
+    make_llama, kept_sets, budget, options
+):
     model, input_ids, blocks = make_llama(layers=3), tokens(1, 2, 60), [40, *[1] * 12, 8]
-    (dropped, cache), (masked, simulated) = both(model, parts, input_ids, blocks, **options)
+    (dropped, cache), (masked, simulated) = both(model, budget, input_ids, blocks, **options)
     assert kept_sets(cache) == kept_sets(simulated)
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
-    for place, layer in enumerate(kept_sets(cache)):
-        budgets = [own.resolve(40).total for own in cache.cache_config.head_budgets(place)]
+    for index, layer in enumerate(kept_sets(cache)):
+        budgets = [single.resolve(40).total for single in cache.cache_config.head_budgets(index)]
         for row in layer:
-            assert [len(head) for head in row] == [min(60, own) for own in budgets]
+            assert [len(head) for head in row] == [min(60, single) for single in budgets]
     # No head pays for another's slots.
     for layer in cache.layers:
         assert layer.state.num_slots == int(layer.state.total.sum(dim=1).max()) + 2
@@ -78,7 +80,7 @@ def test_scores_are_in_the_order_of_kept_positions(make_llama, options, kv_heads
     model, input_ids, blocks = make_llama(kv_heads=kv_heads), tokens(7, 2, 40), [30, *[1] * 6, 4]
     factors = ((1.5,), (0.5,)) if kv_heads == 1 else ((0.25, 1.75), (1.5, 0.5))
     mask = torch.ones(2, 40, dtype=torch.long)
-    mask[1, :7] = 0  # so that some shared slots are nobody's
+    mask[1, :7] = 0  # which leaves some shared slots unused
     caches = []
     for simulate in (False, True):
         cache = h2okv.H2OCache(
@@ -87,8 +89,8 @@ def test_scores_are_in_the_order_of_kept_positions(make_llama, options, kv_heads
         run(model, cache, input_ids, blocks, mask)
         caches.append(cache)
     for layer in range(2):
-        kept, scores = (cache.kept_positions(layer) for cache in caches), []
-        for cache, positions in zip(caches, kept, strict=True):
+        kept_positions, scores = (cache.kept_positions(layer) for cache in caches), []
+        for cache, positions in zip(caches, kept_positions, strict=True):
             assert cache.scores(layer).shape == positions.shape
             assert not cache.scores(layer)[positions < 0].any()
             by_position = torch.zeros(2, kv_heads, 41)  # the last is for empty slots
@@ -109,19 +111,19 @@ def test_padded_sequences_have_budgets_of_their_own(make_llama, kept_sets):
     torch.testing.assert_close(dropped[:, 15:], masked[:, 15:], atol=2e-4, rtol=1e-4)
     assert bool((cache.layers[0].state.head_of_slot[1] == NO_HEAD).any())  # the longer one has more
     alone = h2okv.H2OCache(model.config, 0.2, 0.1, layer_budgets=FACTORS)
-    own = run(model, alone, input_ids[1:, 15:], [25, *[1] * 12, 8])
-    torch.testing.assert_close(dropped[1:, 15:], own, atol=2e-4, rtol=1e-4)
+    expected = run(model, alone, input_ids[1:, 15:], [25, *[1] * 12, 8])
+    torch.testing.assert_close(dropped[1:, 15:], expected, atol=2e-4, rtol=1e-4)
 
 
 def test_beams_select_whole_rows(make_llama):
     model, input_ids = make_llama(layers=3), tokens(3, 2, 30)
     options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
-    made = []
+    outputs = []
     for simulate in (False, True):
         cache = h2okv.H2OCache(model.config, 6, 3, layer_budgets=FACTORS, simulate=simulate)
         with h2okv.enable(model):
-            made.append(model.generate(input_ids, past_key_values=cache, **options))
-    assert torch.equal(*made)
+            outputs.append(model.generate(input_ids, past_key_values=cache, **options))
+    assert torch.equal(*outputs)
 
 
 def test_pins_fit_the_smallest_head(make_llama):
@@ -145,7 +147,7 @@ def test_saved_and_loaded(make_llama, kept_sets, tmp_path, simulate):
     cache.save(tmp_path / "c")
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
     assert loaded.cache_config == cache.cache_config and loaded.nbytes == cache.nbytes
-    ends = [run(model, one, input_ids[:, 50:], [1] * 10) for one in (cache, loaded)]
+    ends = [run(model, continued, input_ids[:, 50:], [1] * 10) for continued in (cache, loaded)]
     assert kept_sets(cache) == kept_sets(loaded) and torch.equal(*ends)
 
 
@@ -166,20 +168,20 @@ def test_they_are_measured(make_llama):
     # A head without values changes nothing and needs nothing.
     attention = model.model.layers[1].self_attn
     attention.v_proj.weight.data[: attention.head_dim] *= 1e-4
-    found = h2okv.measure_layer_budgets(model, tokens(3, 1, 200), by_head=True)
-    assert [len(own) for own in found] == [2, 2, 2] and found[1][0] == 0.3 < found[1][1]
-    assert sum(map(sum, found)) / 6 == pytest.approx(1, abs=1e-3)
-    h2okv.H2OCache(model.config, 0.15, 0.05, layer_budgets=found)
+    budgets = h2okv.measure_layer_budgets(model, tokens(3, 1, 200), by_head=True)
+    assert [len(heads) for heads in budgets] == [2, 2, 2] and budgets[1][0] == 0.3 < budgets[1][1]
+    assert sum(map(sum, budgets)) / 6 == pytest.approx(1, abs=1e-3)
+    h2okv.H2OCache(model.config, 0.15, 0.05, layer_budgets=budgets)
 
 
 def test_slots_are_shared_by_budget():
     indices = torch.tensor([[[0, 1, 9], [3, 4, 5]], [[7, 8, 9], [2, 9, 9]]])
-    kept = torch.tensor([[[True, True, False], [True] * 3], [[True] * 3, [True, False, False]]])
+    is_kept = torch.tensor([[[True, True, False], [True] * 3], [[True] * 3, [True, False, False]]])
     total = torch.tensor([[[2], [3]], [[3], [1]]])
-    chosen, stays, owner = share_slots(indices, kept, total)
+    chosen, stays, owner = share_slots(indices, is_kept, total)
     assert owner[:, 0].tolist() == [[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, NO_HEAD]]
-    held = [row[mask].tolist() for row, mask in zip(chosen[:, 0], stays[:, 0], strict=True)]
-    assert held == [[0, 1, 3, 4, 5], [7, 8, 9, 2]]
+    slots = [row[mask].tolist() for row, mask in zip(chosen[:, 0], stays[:, 0], strict=True)]
+    assert slots == [[0, 1, 3, 4, 5], [7, 8, 9, 2]]
 
 
 @pytest.mark.parametrize(

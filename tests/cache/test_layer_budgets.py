@@ -21,27 +21,27 @@ def run(model, cache, input_ids, blocks):
     return torch.cat(logits, dim=1)
 
 
-@pytest.mark.parametrize("parts", [(8, 4), (0.2, 0.1), (0.5, 4)])
+@pytest.mark.parametrize("budget", [(8, 4), (0.2, 0.1), (0.5, 4)])
 @pytest.mark.parametrize("options", [{}, {"positions": "rolling", "prefill_chunk": 16}], ids=str)
 def test_dropping_equals_masking_and_each_layer_keeps_its_own(
-    make_llama, kept_sets, parts, options
+    make_llama, kept_sets, budget, options
 ):
     model, input_ids, blocks = make_llama(layers=3), tokens(1, 2, 60), [40, *[1] * 12, 8]
     results = []
     for simulate in (False, True):
         cache = h2okv.H2OCache(
-            model.config, *parts, layer_budgets=FACTORS, simulate=simulate, **options
+            model.config, *budget, layer_budgets=FACTORS, simulate=simulate, **options
         )
         cache.expect(40)
         results.append((run(model, cache, input_ids, blocks), kept_sets(cache)))
         cache.check_integrity()
-    (dropped, kept), (masked, alive) = results
-    assert kept == alive
+    (dropped, remaining), (masked, alive) = results
+    assert remaining == alive
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
-    heavy, recent = (part if isinstance(part, int) else int(part * 40) for part in parts)
-    sizes = [len(layer[0][0]) for layer in kept]
+    heavy, recent = (size if isinstance(size, int) else int(size * 40) for size in budget)
+    sizes = [len(layer[0][0]) for layer in remaining]
     assert sizes == [int(heavy * factor) + recent for factor in FACTORS]
-    uniform = h2okv.H2OCache(model.config, *parts, **options)
+    uniform = h2okv.H2OCache(model.config, *budget, **options)
     uniform.expect(40)
     run(model, uniform, input_ids, blocks)
     assert sum(sizes) == sum(len(layer[0][0]) for layer in kept_sets(uniform))
@@ -54,8 +54,8 @@ def test_saved_and_loaded(make_llama, kept_sets, tmp_path):
     cache.save(tmp_path / "c")
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
     assert loaded.cache_config == cache.cache_config
-    for one in (cache, loaded):
-        run(model, one, input_ids[:, 50:], [1] * 10)
+    for continued in (cache, loaded):
+        run(model, continued, input_ids[:, 50:], [1] * 10)
     assert kept_sets(cache) == kept_sets(loaded)
 
 
@@ -63,9 +63,9 @@ def test_they_are_measured(make_llama):
     model = make_llama(layers=3)
     # A layer without values changes nothing and needs nothing.
     model.model.layers[1].self_attn.v_proj.weight.data *= 1e-4
-    found = h2okv.measure_layer_budgets(model, tokens(3, 1, 200))
-    assert found[1] == 0.3 and sum(found) / 3 == pytest.approx(1, abs=1e-3)
-    h2okv.H2OCache(model.config, 0.15, 0.05, layer_budgets=found)
+    budgets = h2okv.measure_layer_budgets(model, tokens(3, 1, 200))
+    assert budgets[1] == 0.3 and sum(budgets) / 3 == pytest.approx(1, abs=1e-3)
+    h2okv.H2OCache(model.config, 0.15, 0.05, layer_budgets=budgets)
     with pytest.raises(ValueError, match="a text of 3 tokens, .* leave nothing to divide"):
         h2okv.measure_layer_budgets(model, tokens(3, 1, 3))
 

@@ -14,7 +14,7 @@ POLICIES = h2okv.policy_names(dropping=True)
 
 
 def fitting(policy, positions, chunk):
-    """What a policy takes: not all can roll."""
+    """Return the options that a policy takes: not all can roll."""
     if policy == "snapkv":
         chunk = None
     return ("original" if policy in ("full", "snapkv", "keydiff") else positions), chunk
@@ -26,11 +26,11 @@ def run(model, cache, input_ids, mask, blocks):
     position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
     with torch.no_grad():
         for size in blocks:
-            part = slice(at, at + size)
+            block = slice(at, at + size)
             out = model(
-                input_ids[:, part],
+                input_ids[:, block],
                 attention_mask=mask[:, : at + size],
-                position_ids=position_ids[:, part],
+                position_ids=position_ids[:, block],
                 past_key_values=cache,
             )
             logits.append(out.logits)
@@ -119,8 +119,8 @@ def test_dropping_equals_masking(
         cache.check_integrity()
         scores = [held_scores(cache, 1, row) for row in range(len(pads))]
         results.append((logits[mask.bool()], kept_sets(cache), scores))
-    (dropped, kept, received), (masked, alive, expected) = results
-    assert kept == alive
+    (dropped, remaining, received), (masked, alive, expected) = results
+    assert remaining == alive
     torch.testing.assert_close(received, expected, atol=1e-3, rtol=1e-4)
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
@@ -150,7 +150,7 @@ def test_padded_row_equals_the_row_alone(
     for row in range(len(pads)):
         alone = h2okv.H2OCache(model.config, heavy, recent, **options)
         real = mask[row].bool()
-        own_blocks = [int(part.sum()) for part in real.split(blocks) if part.any()]
+        own_blocks = [int(cut.sum()) for cut in real.split(blocks) if cut.any()]
         own_ids = input_ids[row : row + 1, real]
         expected = run(model, alone, own_ids, torch.ones_like(own_ids), own_blocks)
         assert [layer[0] for layer in kept_sets(alone)] == [
@@ -194,17 +194,17 @@ def test_token_by_token_is_algorithm_1(make_llama, kept_sets, blocks, chunk):
             sin,
         )
     for head in range(4):
-        kept: list[int] = []
+        stored: list[int] = []
         scores = dict.fromkeys(range(30), 0.0)
         for token in range(30):
-            kept.append(token)
-            logits = (query[0, head, token] @ key[0, head, kept].T) * 16**-0.5
-            for position, received in zip(kept, torch.softmax(logits, -1).tolist(), strict=True):
+            stored.append(token)
+            logits = (query[0, head, token] @ key[0, head, stored].T) * 16**-0.5
+            for position, received in zip(stored, torch.softmax(logits, -1).tolist(), strict=True):
                 scores[position] += received
-            if len(kept) > 7:
-                candidates = [p for p in kept if p <= token - 4]
-                kept.remove(min(candidates, key=lambda p: (scores[p], p)))
-        assert set(kept) == kept_sets(cache)[0][0][head]
+            if len(stored) > 7:
+                candidates = [p for p in stored if p <= token - 4]
+                stored.remove(min(candidates, key=lambda p: (scores[p], p)))
+        assert set(stored) == kept_sets(cache)[0][0][head]
 
 
 @pytest.mark.parametrize("simulate", [False, True])
@@ -230,12 +230,12 @@ def test_evicted_entries_never_return(make_llama, kept_sets):
     cache = h2okv.H2OCache(model.config, heavy=5, recent=5)
     previous = None
     with torch.no_grad():
-        for part in [input_ids[:, :20], *input_ids[:, 20:].split(1, dim=1)]:
-            model(part, past_key_values=cache)
-            kept, newest = kept_sets(cache), cache.num_seen_tokens - 1
+        for chunk in [input_ids[:, :20], *input_ids[:, 20:].split(1, dim=1)]:
+            model(chunk, past_key_values=cache)
+            remaining, newest = kept_sets(cache), cache.num_seen_tokens - 1
             if previous is not None:
-                for now, before in zip(kept, previous, strict=True):
+                for now, before in zip(remaining, previous, strict=True):
                     for head_now, head_before in zip(now[0], before[0], strict=True):
                         assert head_now <= head_before | {newest}
                         assert len(head_now) == 10
-            previous = kept
+            previous = remaining

@@ -28,14 +28,14 @@ def run(model, cache, input_ids, blocks, pads=()):
     mask = torch.ones_like(input_ids)
     for row, pad in enumerate(pads):
         mask[row, :pad] = 0
-    places, at, logits = (mask.cumsum(1) - 1).clamp(min=0), 0, []
+    positions, at, logits = (mask.cumsum(1) - 1).clamp(min=0), 0, []
     for size in blocks:
-        part = slice(at, at + size)
+        block = slice(at, at + size)
         logits.append(
             model(
-                input_ids[:, part],
+                input_ids[:, block],
                 attention_mask=mask[:, : at + size],
-                position_ids=places[:, part],
+                position_ids=positions[:, block],
                 past_key_values=cache,
             ).logits
         )
@@ -44,7 +44,7 @@ def run(model, cache, input_ids, blocks, pads=()):
 
 
 def missing(sets):
-    return [PINNED - kept for layer in sets for row in layer for kept in row if PINNED - kept]
+    return [PINNED - head for layer in sets for row in layer for head in row if PINNED - head]
 
 
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
@@ -86,8 +86,8 @@ def test_pins_stay_and_dropping_equals_masking(
         for row, pad in enumerate(pads):
             real[row, :pad] = False
         results.append((sets, logits[real]))
-    (kept, dropped), (alive, masked) = results
-    assert kept == alive
+    (remaining, dropped), (alive, masked) = results
+    assert remaining == alive
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
 
@@ -121,15 +121,15 @@ def test_saved_forked_selected_and_reset(make_llama, kept_sets, tmp_path):
     cache.pin(SPANS)
     run(model, cache, input_ids[:, :40], [30, *[1] * 10])
     cache.save(tmp_path / "c")
-    loaded, twin = h2okv.H2OCache.load(tmp_path / "c", model), cache.fork(2)
-    twin.batch_select_indices(torch.tensor([3, 0]))
+    loaded, forked = h2okv.H2OCache.load(tmp_path / "c", model), cache.fork(2)
+    forked.batch_select_indices(torch.tensor([3, 0]))
     with torch.no_grad():
-        for one in (cache, loaded):
+        for continued in (cache, loaded):
             for token in input_ids[:, 40:].split(1, dim=1):
-                model(token, past_key_values=one)
+                model(token, past_key_values=continued)
         for token in input_ids[[1, 0], 40:].split(1, dim=1):
-            model(token, past_key_values=twin)
-    assert kept_sets(loaded) == kept_sets(cache) == [own[::-1] for own in kept_sets(twin)]
+            model(token, past_key_values=forked)
+    assert kept_sets(loaded) == kept_sets(cache) == [layer[::-1] for layer in kept_sets(forked)]
     assert not missing(kept_sets(loaded))
     cache.reset()
     run(model, cache, input_ids, [60])

@@ -57,8 +57,8 @@ def test_dropping_equals_masking(
         cache.check_integrity()
         scores = [held_scores(cache, 0, row) for row in range(len(pads))]
         results.append((logits[mask.bool()], kept_sets(cache), scores))
-    (dropped, kept, received), (masked, alive, expected) = results
-    assert kept == alive
+    (dropped, remaining, received), (masked, alive, expected) = results
+    assert remaining == alive
     torch.testing.assert_close(received, expected, atol=1e-3, rtol=1e-4)
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
@@ -87,7 +87,7 @@ def test_padded_row_equals_the_row_alone(
     for row in range(len(pads)):
         alone = h2okv.H2OCache(model.config, **options)
         real = mask[row].bool()
-        own_blocks = [int(part.sum()) for part in real.split(blocks) if part.any()]
+        own_blocks = [int(block.sum()) for block in real.split(blocks) if block.any()]
         own_ids = input_ids[row : row + 1, real]
         expected = run(model, alone, own_ids, torch.ones_like(own_ids), own_blocks)
         assert kept_sets(alone)[0][0] == kept_sets(together)[0][row]
@@ -102,26 +102,26 @@ def read(model, ids, blocks, **options):
 @pytest.mark.parametrize("bits", BITS)
 def test_a_prompt_is_read_in_full_precision_and_kept_rounded(make_llama, kept_sets, bits):
     model, ids = make_llama(), tokens(1, 2, 40)
-    (packed, logits), (whole, expected) = (read(model, ids, [40], kv_bits=n) for n in (bits, None))
-    assert torch.equal(logits, expected) and kept_sets(packed) == kept_sets(whole)
-    for layer, other in zip(packed.layers, whole.layers, strict=True):
+    (packed, logits), (plain, expected) = (read(model, ids, [40], kv_bits=n) for n in (bits, None))
+    assert torch.equal(logits, expected) and kept_sets(packed) == kept_sets(plain)
+    for layer, other in zip(packed.layers, plain.layers, strict=True):
         stored = (layer.state.keys, layer.state.values)
-        for held, full in zip(stored, (other.keys, other.values), strict=True):
-            assert torch.equal(unpack(held), unpack(pack(full, bits)).to(full.dtype))
+        for codes, full in zip(stored, (other.keys, other.values), strict=True):
+            assert torch.equal(unpack(codes), unpack(pack(full, bits)).to(full.dtype))
 
 
 def codes_by_position(cache):
-    """All bytes of what is held, by layer, row, head and position."""
-    found = {}
+    """Return the bytes of all entries, by layer, row, head and position."""
+    codes = {}
     for index, layer in enumerate(cache.layers):
-        parts = list(layer.state.entry_tensors().values())
+        tensors = list(layer.state.entry_tensors().values())
         for row, heads in enumerate(layer.state.positions.tolist()):
             for head, slots in enumerate(heads):
                 for slot, position in enumerate(slots):
                     if position >= 0:
-                        held = torch.cat([p[row, head, slot].float() for p in parts])
-                        found[index, row, head, position] = held
-    return found
+                        entry = torch.cat([p[row, head, slot].float() for p in tensors])
+                        codes[index, row, head, position] = entry
+    return codes
 
 
 RULES = [
@@ -140,15 +140,15 @@ def test_rules_that_look_at_values_or_keys_see_them_rounded(
 ):
     ids = tokens(2, 1, 44)
     for seed in range(6):
-        model, found = make_llama(layers=1, seed=seed), []
+        model, results = make_llama(layers=1, seed=seed), []
         for simulate in (False, True):
             cache, _ = read(
                 model, ids, [40, 1, 3], simulate=simulate, kv_bits=bits, prefill_chunk=chunk,
                 **options,
             )  # fmt: skip
-            found.append((kept_sets(cache), held_scores(cache, 0, 0)))
-        assert found[0][0] == found[1][0]
-        torch.testing.assert_close(found[0][1], found[1][1], atol=1e-3, rtol=1e-4)
+            results.append((kept_sets(cache), held_scores(cache, 0, 0)))
+        assert results[0][0] == results[1][0]
+        torch.testing.assert_close(results[0][1], results[1][1], atol=1e-3, rtol=1e-4)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -156,15 +156,15 @@ def test_the_first_eviction_ranks_by_rounded_values(make_llama, bits):
     """The rule once more, from the model's own values: the highest of attention times norm stay."""
     model, ids = make_llama(layers=1).double(), tokens(3, 1, 40)
     attention = model.model.layers[0].self_attn
-    whole, _ = read(model, ids, [40], policy="full")
+    full, _ = read(model, ids, [40], policy="full")
     hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
     values = attention.v_proj(hidden).view(40, 2, 16).transpose(0, 1)
     norms = unpack(pack(values.detach(), bits)).abs().sum(dim=-1)
     cache, _ = read(model, ids, [40], heavy=12, recent=1, scoring="value_norm", kv_bits=bits)
-    for head, received in enumerate(held_scores(whole, 0, 0)):
+    for head, received in enumerate(held_scores(full, 0, 0)):
         best = (received * norms[head])[:39].topk(12).indices
-        held = {p for p in cache.kept_positions(0)[0, head].tolist() if p >= 0}
-        assert held == {*best.tolist(), 39}
+        positions = {p for p in cache.kept_positions(0)[0, head].tolist() if p >= 0}
+        assert positions == {*best.tolist(), 39}
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -188,14 +188,14 @@ def test_a_single_token_of_a_padded_block_is_what_it_is_alone(
 
 @pytest.mark.parametrize("bits", BITS)
 def test_a_pinned_prompt_in_single_tokens_is_rounded_alike(make_llama, kept_sets, bits):
-    model, ids, found = make_llama(layers=1).double(), tokens(5, 1, 30), []
+    model, ids, results = make_llama(layers=1).double(), tokens(5, 1, 30), []
     for simulate in (False, True):
         cache = h2okv.H2OCache(model.config, 8, 4, kv_bits=bits, simulate=simulate, prefill_chunk=1)
         cache.pin([(3, 9)])
         logits = run(model, cache, ids, torch.ones_like(ids), [30])
-        found.append((kept_sets(cache), logits))
-    assert found[0][0] == found[1][0]
-    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-5, rtol=1e-5)
+        results.append((kept_sets(cache), logits))
+    assert results[0][0] == results[1][0]
+    torch.testing.assert_close(results[0][1], results[1][1], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -205,12 +205,12 @@ def test_what_is_packed_is_never_packed_again(make_llama, bits, positions):
     model, ids = make_llama(), tokens(1, 2, 60)
     cache, _ = read(model, ids, [40], kv_bits=bits, positions=positions)
     survived = 0
-    for part in ids[:, 40:].split([1, 8, 1, 3, 7], dim=1):
+    for chunk in ids[:, 40:].split([1, 8, 1, 3, 7], dim=1):
         before = codes_by_position(cache)
-        model(part, past_key_values=cache)
+        model(chunk, past_key_values=cache)
         after = codes_by_position(cache)
         survived += len(before.keys() & after.keys())
-        assert all(torch.equal(before[own], after[own]) for own in before.keys() & after.keys())
+        assert all(torch.equal(before[e], after[e]) for e in before.keys() & after.keys())
     assert survived > 50
 
 
@@ -256,13 +256,13 @@ def test_a_file_and_a_fork_go_on_alike(make_llama, tmp_path, bits, positions, dt
         copy.deepcopy(cache),
     ]
     twice = cache.fork(2)
-    parts = ids[:, 41:].split([1, 9, 1, 8], dim=1)
-    expected = [model(part, past_key_values=cache).logits for part in parts]
+    chunks = ids[:, 41:].split([1, 9, 1, 8], dim=1)
+    expected = [model(chunk, past_key_values=cache).logits for chunk in chunks]
     for other in others:
         assert other.kv_bits == bits and other.nbytes == cache.nbytes
         assert other.layers[0].dtype == dtype
-        for part, logits in zip(parts, expected, strict=True):
-            assert torch.equal(model(part, past_key_values=other).logits, logits)
+        for chunk, logits in zip(chunks, expected, strict=True):
+            assert torch.equal(model(chunk, past_key_values=other).logits, logits)
     twice.reorder_cache(torch.tensor([2, 2, 0, 1]))
     twice.batch_select_indices(torch.tensor([1, 2]))
     step = model(ids[[1, 0]][:, 41:42], past_key_values=twice).logits
@@ -312,9 +312,9 @@ def test_other_bits_are_refused(make_llama, wrong, simulate):
         h2okv.H2OCache(make_llama().config, kv_bits=wrong, simulate=simulate)
 
 
-@pytest.mark.parametrize(("bits", "mean", "most"), [(8, 1e-4, 1e-3), (4, 2e-2, 1e-1)])
+@pytest.mark.parametrize(("bits", "mean", "maximum"), [(8, 1e-4, 1e-3), (4, 2e-2, 1e-1)])
 @torch.no_grad()
-def test_a_trained_model_says_nearly_the_same(bits, mean, most):
+def test_a_trained_model_says_nearly_the_same(bits, mean, maximum):
     """The divergence of next-token distributions, in nats, over 60 steps of a novel."""
     path = bundled_model_path()
     model = AutoModelForCausalLM.from_pretrained(
@@ -323,12 +323,12 @@ def test_a_trained_model_says_nearly_the_same(bits, mean, most):
     text = sample_prompt()[:2000]
     ids = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt").input_ids[:, :360]
     assert ids.shape[1] == 360
-    packed, whole = (
+    packed, full = (
         read(model, ids, [300, *[1] * 60], heavy=32, recent=32, kv_bits=n)[1][0, 300:].log_softmax(
             dim=-1
         )
         for n in (bits, None)
     )
-    divergence = (whole.exp() * (whole - packed)).sum(dim=-1)
-    assert divergence.mean() < mean and divergence.max() < most
+    divergence = (full.exp() * (full - packed)).sum(dim=-1)
+    assert divergence.mean() < mean and divergence.max() < maximum
     assert divergence.max() > 0

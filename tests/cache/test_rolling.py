@@ -21,7 +21,7 @@ def tokens(length, seed=0, batch=1):
 @torch.no_grad()
 @pytest.mark.parametrize("frequencies", [torch.float32, torch.bfloat16])
 def test_a_million_tokens_in_bf16_are_as_precise_as_a_short_text(make_llama, frequencies):
-    """One layer, one head: what is kept, read anew as a short text in fp32, is the oracle."""
+    """One layer, one head: the oracle reads the kept tokens again as a short text in fp32."""
     model = make_llama(1, 1, layers=1, sharpness=20.0)
     rotary = model.model.rotary_emb
     kept_fp32 = rotary.inv_freq.clone()
@@ -40,14 +40,14 @@ def test_a_million_tokens_in_bf16_are_as_precise_as_a_short_text(make_llama, fre
     h2okv.prefill(model, ids[:, :total], cache)
     sensitivity = []
     for at in range(total, total + 8):
-        kept = cache.kept_positions(0)[0, 0].sort().values
-        kept = torch.cat([kept[kept >= 0].long(), torch.tensor([at])])
-        made = model(ids[:, at : at + 1], past_key_values=cache).logits[0, -1].float()
-        expected = precise(ids[:, kept], use_cache=False).logits[0, -1]
-        rounded = rough(ids[:, kept], use_cache=False).logits[0, -1].float()
-        rotated = precise(ids[:, kept[[*range(47, -1, -1), 48]]], use_cache=False).logits[0, -1]
+        stored = cache.kept_positions(0)[0, 0].sort().values
+        stored = torch.cat([stored[stored >= 0].long(), torch.tensor([at])])
+        logits = model(ids[:, at : at + 1], past_key_values=cache).logits[0, -1].float()
+        expected = precise(ids[:, stored], use_cache=False).logits[0, -1]
+        rounded = rough(ids[:, stored], use_cache=False).logits[0, -1].float()
+        rotated = precise(ids[:, stored[[*range(47, -1, -1), 48]]], use_cache=False).logits[0, -1]
         bound = 2 * (rounded - expected).abs().max() + 0.01 * expected.abs().max()
-        assert (made - expected).abs().max() <= bound
+        assert (logits - expected).abs().max() <= bound
         sensitivity.append(float((rotated - expected).abs().max() / bound))
     assert max(sensitivity) > 3  # positions matter for this model, so that wrong ones would show
     assert cache.num_seen_tokens == total + 8
@@ -61,9 +61,9 @@ def test_blocks_inside_a_forward_are_blocks_fed_by_hand(make_llama, kept_sets, p
     model = make_llama(sharpness=2.0)
     ids = tokens(100, batch=2)
     results = []
-    for chunk, parts in ((16, [100]), (None, [16] * 6 + [4]), (16, [40, 60])):
+    for chunk, blocks in ((16, [100]), (None, [16] * 6 + [4]), (16, [40, 60])):
         cache = h2okv.H2OCache(model.config, 6, 6, positions=positions, prefill_chunk=chunk)
-        logits = [model(part, past_key_values=cache).logits for part in ids.split(parts, dim=1)]
+        logits = [model(block, past_key_values=cache).logits for block in ids.split(blocks, dim=1)]
         results.append((torch.cat(logits, dim=1), kept_sets(cache)))
     assert results[0][1] == results[1][1]
     torch.testing.assert_close(results[0][0], results[1][0], atol=1e-4, rtol=1e-4)
@@ -132,8 +132,8 @@ def test_within_the_budget_a_rank_is_a_position(make_llama, dtype):
     ids, logits = tokens(500), []
     for positions in ("original", "rolling"):
         cache = h2okv.H2OCache(model.config, 250, 250, positions=positions)
-        parts = [ids[:, :400], ids[:, 400:480], *ids[:, 480:].split(1, dim=1)]
-        outputs = [model(part, past_key_values=cache).logits for part in parts]
+        chunks = [ids[:, :400], ids[:, 400:480], *ids[:, 480:].split(1, dim=1)]
+        outputs = [model(chunk, past_key_values=cache).logits for chunk in chunks]
         logits.append(torch.cat(outputs, dim=1).float())
     original, rolling = logits
     error = (rolling - original).norm() / original.norm()
@@ -145,7 +145,7 @@ def test_rows_with_budgets_of_their_own_keep_their_ranks(make_llama):
     model = make_llama(sharpness=2.0)
     ids, mask = tokens(110, batch=2), torch.ones(2, 110, dtype=torch.long)
     mask[0, :30] = 0  # 20 % of 10 tokens, and of 40: slots that the first row must not use
-    place = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
     logits = []
     for simulate in (False, True):
         cache = h2okv.H2OCache(model.config, 0.1, 0.1, positions="rolling", simulate=simulate)
@@ -153,7 +153,7 @@ def test_rows_with_budgets_of_their_own_keep_their_ranks(make_llama):
             output = model(
                 ids[:, start:stop],
                 attention_mask=mask[:, :stop],
-                position_ids=place[:, start:stop],
+                position_ids=position_ids[:, start:stop],
                 past_key_values=cache,
             )
         cache.check_integrity()
@@ -176,8 +176,12 @@ def test_a_row_that_waits_for_a_longer_one_loses_no_rank(make_llama, chunk, ops)
         cache = h2okv.H2OCache(model.config, 4, 3, positions="rolling", prefill_chunk=chunk)
         logits = []
         for step in range(9):
-            places = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            options = {"attention_mask": mask, "position_ids": places, "past_key_values": cache}
+            position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+            options = {
+                "attention_mask": mask,
+                "position_ids": position_ids,
+                "past_key_values": cache,
+            }
             logits.append(model(ids, **options).logits[:, -1])
             ids = torch.full((len(ids), 1), 5 + step)
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
@@ -194,13 +198,13 @@ def test_far_past_the_window_it_stays_finite_and_whole(make_llama):
     model = make_llama()  # window 512
     cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", prefill_chunk=64)
     logits = h2okv.prefill(model, tokens(3000), cache)
-    made = model.generate(
+    output = model.generate(
         torch.cat([tokens(3000), logits.argmax(-1, keepdim=True)], dim=1),
         past_key_values=cache,
         max_new_tokens=30,
         do_sample=False,
     )
-    assert made.shape[1] == 3031 and cache.num_seen_tokens == 3030
+    assert output.shape[1] == 3031 and cache.num_seen_tokens == 3030
     cache.check_integrity()
 
 
@@ -222,11 +226,11 @@ def test_a_refused_turn_loses_nothing(make_llama):
     model = make_llama()
     cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling")
     model(tokens(90), past_key_values=cache)
-    twin = cache.fork(1)
+    untouched = cache.fork(1)
     with pytest.raises(ValueError, match="block of 480 tokens after 40 entries"):
         model(tokens(480), past_key_values=cache)
     step = tokens(1)
-    expected = model(step, past_key_values=twin).logits
+    expected = model(step, past_key_values=untouched).logits
     torch.testing.assert_close(model(step, past_key_values=cache).logits, expected)
     cache.check_integrity()
 
@@ -277,22 +281,22 @@ def test_position_ids_that_a_caller_overwrites_in_place(make_llama):
     results = []
     for reuse in (False, True):
         cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling")
-        place = torch.empty(1, 1, dtype=torch.long)
+        position_ids = torch.empty(1, 1, dtype=torch.long)
         for at in range(40):
-            step = place.fill_(at) if reuse else torch.tensor([[at]])
+            step = position_ids.fill_(at) if reuse else torch.tensor([[at]])
             logits = model(ids[:, at : at + 1], position_ids=step, past_key_values=cache).logits
         results.append(logits)
     assert torch.equal(*results)
 
 
-def _with_longer_table(model, length, wanted):
+def _with_longer_table(model, length, new_length):
     longer = copy.deepcopy(model)
     for module in longer.modules():
         table = getattr(module, "weight", None)
         if isinstance(module, torch.nn.Embedding) and length <= len(table) < length + 3:
-            last = table[-1:].expand(wanted - length, -1)
+            last = table[-1:].expand(new_length - length, -1)
             module.weight = torch.nn.Parameter(torch.cat([table, last]))
-    longer.config.max_position_embeddings = wanted
+    longer.config.max_position_embeddings = new_length
     return longer
 
 
@@ -322,11 +326,11 @@ def test_the_models_own_rounding_is_undone(make_llama):
     model = make_llama(1, 1, layers=1).to(torch.bfloat16)
     cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling")
     model(tokens(9), past_key_values=cache)
-    place = torch.arange(5000, 5009)[None]
-    cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), place)
+    position_ids = torch.arange(5000, 5009)[None]
+    cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), position_ids)
     factors = torch.stack([cos[..., :8], sin[..., :8]], dim=-1).float()
     key = torch.randn(1, 1, 9, 16)
-    undo = cache.layers[0].rotations.rolling.of_text(place)
+    undo = cache.layers[0].rotations.rolling.of_text(position_ids)
     torch.testing.assert_close(rotate(rotate(key, factors), undo), key, atol=1e-5, rtol=1e-5)
 
 
@@ -346,14 +350,14 @@ def test_learned_positions_stop_at_the_last_one(kind):
     with pytest.raises(ValueError, match="with h2okv.enable"):
         model(ids[:, :9], past_key_values=cache)
     cache.reset()
-    made = h2okv.prefill(model, ids, cache)
+    logits = h2okv.prefill(model, ids, cache)
     # The same with a model whose table of positions is longer and repeats its last row.
     longer = _with_longer_table(model, 40, 100)
     plain = h2okv.H2OCache(longer.config, 6, 6, prefill_chunk=16)
-    torch.testing.assert_close(made, h2okv.prefill(longer, ids, plain))
+    torch.testing.assert_close(logits, h2okv.prefill(longer, ids, plain))
     with h2okv.enable(model):
         text = model.generate(
-            torch.cat([ids, made.argmax(-1, keepdim=True)], dim=1),
+            torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1),
             past_key_values=cache,
             max_new_tokens=5,
             do_sample=False,

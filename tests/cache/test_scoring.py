@@ -20,11 +20,11 @@ def run(model, cache, input_ids, mask, blocks):
     logits, at = [], 0
     position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
     for size in blocks:
-        part = slice(at, at + size)
+        block = slice(at, at + size)
         out = model(
-            input_ids[:, part],
+            input_ids[:, block],
             attention_mask=mask[:, : at + size],
-            position_ids=position_ids[:, part],
+            position_ids=position_ids[:, block],
             past_key_values=cache,
         )
         logits.append(out.logits)
@@ -98,8 +98,8 @@ def test_dropping_equals_masking(
         cache.check_integrity()
         scores = [held_scores(cache, 1, row) for row in range(len(pads))]
         results.append((logits[mask.bool()], kept_sets(cache), scores))
-    (dropped, kept, received), (masked, alive, expected) = results
-    assert kept == alive
+    (dropped, remaining, received), (masked, alive, expected) = results
+    assert remaining == alive
     torch.testing.assert_close(received, expected, atol=1e-3, rtol=1e-4)
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
@@ -128,7 +128,7 @@ def test_padded_row_equals_the_row_alone(
     for row in range(len(pads)):
         alone = h2okv.H2OCache(model.config, heavy, recent, **options)
         real = mask[row].bool()
-        own_blocks = [int(part.sum()) for part in real.split(blocks) if part.any()]
+        own_blocks = [int(cut.sum()) for cut in real.split(blocks) if cut.any()]
         own_ids = input_ids[row : row + 1, real]
         expected = run(model, alone, own_ids, torch.ones_like(own_ids), own_blocks)
         assert [layer[0] for layer in kept_sets(alone)] == [
@@ -140,13 +140,13 @@ def test_padded_row_equals_the_row_alone(
         torch.testing.assert_close(logits[row, real], expected[0], atol=2e-4, rtol=1e-4)
 
 
-def first_layer(model, input_ids, place=None):
-    """Queries ``[HQ, T, D]``, keys and values ``[H, T, D]`` of the first layer; in one place."""
+def first_layer(model, input_ids, position=None):
+    """Return queries ``[HQ, T, D]``, keys and values ``[H, T, D]`` of the first layer."""
     attention, length = model.model.layers[0].self_attn, input_ids.shape[1]
     with torch.no_grad():
         hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(input_ids))
-        places = torch.arange(length) if place is None else torch.full((length,), place)
-        cos, sin = model.model.rotary_emb(hidden, places[None])
+        position_ids = torch.arange(length) if position is None else torch.full((length,), position)
+        cos, sin = model.model.rotary_emb(hidden, position_ids[None])
         query, key, value = (
             project(hidden).view(1, length, -1, 16).transpose(1, 2)
             for project in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -156,7 +156,7 @@ def first_layer(model, input_ids, place=None):
 
 
 def by_definition(scoring, decay, received, norm):
-    """A score from the list of ``(query, probability)`` that an entry received."""
+    """Return the score from the list of ``(query, probability)`` that an entry received."""
     last = received[-1][0]
     total = sum(p for _, p in received)
     decayed = sum(p * decay ** (last - query) for query, p in received)
@@ -182,32 +182,32 @@ def test_token_by_token_is_algorithm_1_with_other_scores(
     cache = h2okv.H2OCache(model.config, 3, 4, prefill_chunk=chunk, **options_of(scoring, decay))
     run(model, cache, input_ids, torch.ones_like(input_ids), blocks)
     for head in range(2):
-        kept: list[int] = []
+        stored: list[int] = []
         received: dict[int, list[tuple[int, float]]] = {token: [] for token in range(36)}
         for token in range(36):
-            kept.append(token)
+            stored.append(token)
             for member in (2 * head, 2 * head + 1):
-                logits = (query[member, token] @ key[head, kept].T) * 16**-0.5
+                logits = (query[member, token] @ key[head, stored].T) * 16**-0.5
                 weights = torch.softmax(logits, -1).tolist()
-                for position, weight in zip(kept, weights, strict=True):
+                for position, weight in zip(stored, weights, strict=True):
                     received[position].append((token, weight))
             scores = {
                 p: by_definition(scoring, decay, received[p], float(value[head, p].abs().sum()))
-                for p in kept
+                for p in stored
             }
-            if len(kept) > 7:
-                candidates = [p for p in kept if p <= token - 4]
-                kept.remove(min(candidates, key=lambda p: (scores[p], p)))
-        assert set(kept) == kept_sets(cache)[0][0][head]
-        expected = torch.tensor([scores[p] for p in sorted(kept)])
+            if len(stored) > 7:
+                candidates = [p for p in stored if p <= token - 4]
+                stored.remove(min(candidates, key=lambda p: (scores[p], p)))
+        assert set(stored) == kept_sets(cache)[0][0][head]
+        expected = torch.tensor([scores[p] for p in sorted(stored)])
         torch.testing.assert_close(held_scores(cache, 0, 0)[head], expected, atol=1e-4, rtol=1e-4)
 
 
-def asked_again(model, input_ids, key, place):
-    """L2 norms of what all queries give the keys from one place behind them."""
-    query = first_layer(model, input_ids, place)[0]
-    given = (query @ key.repeat_interleave(2, 0).transpose(1, 2) * 16**-0.5).softmax(-1)
-    return given.unflatten(0, (2, 2)).square().sum(dim=(1, 2)).sqrt()
+def reevaluated_norms(model, input_ids, key, position):
+    """Return the L2 norms of the attention of all queries at one position behind the keys."""
+    query = first_layer(model, input_ids, position)[0]
+    weights = (query @ key.repeat_interleave(2, 0).transpose(1, 2) * 16**-0.5).softmax(-1)
+    return weights.unflatten(0, (2, 2)).square().sum(dim=(1, 2)).sqrt()
 
 
 @pytest.mark.parametrize("scoring", VARIANTS)
@@ -228,7 +228,7 @@ def test_a_prompt_in_one_block_by_definition(make_llama, scoring):
         "last": shares[:, -1],
         "decay": decayed,
         "value_norm": shares.sum(1) * norms,
-        "expected": asked_again(model, input_ids, key, length - 1 + 16) * norms,
+        "expected": reevaluated_norms(model, input_ids, key, length - 1 + 16) * norms,
         DECAYED_NORM: decayed * norms,
     }[scoring]
     torch.testing.assert_close(held_scores(cache, 0, 0), expected, atol=1e-4, rtol=1e-4)
@@ -260,26 +260,26 @@ def test_saved_forked_and_selected_rows_go_on(make_llama, kept_sets, tmp_path, s
     model, input_ids = make_llama(), tokens(2, 2, 60)
     options = {**options_of(scoring, 0.9), "simulate": simulate}
     cache = h2okv.H2OCache(model.config, 5, 5, **options)
-    ones = torch.ones_like(input_ids)
-    run(model, cache, input_ids[:, :40], ones[:, :40], [30, *[1] * 10])
+    mask = torch.ones_like(input_ids)
+    run(model, cache, input_ids[:, :40], mask[:, :40], [30, *[1] * 10])
     cache.save(tmp_path / "c")
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
     assert type(loaded.rule.scoring) is type(cache.rule.scoring)
     assert loaded.rule.scoring.decay == cache.rule.scoring.decay
     assert loaded.nbytes == cache.nbytes
-    twin = cache.fork(2)
-    twin.batch_select_indices(torch.tensor([3, 0]))  # the second row, then the first
+    forked = cache.fork(2)
+    forked.batch_select_indices(torch.tensor([3, 0]))  # the second row, then the first
 
     def go_on(cache, ids):
         with torch.no_grad():
-            parts = [model(part, past_key_values=cache).logits for part in ids.split(1, dim=1)]
-            return torch.cat([*parts, model(ids.flip(1), past_key_values=cache).logits], dim=1)
+            logits = [model(token, past_key_values=cache).logits for token in ids.split(1, dim=1)]
+            return torch.cat([*logits, model(ids.flip(1), past_key_values=cache).logits], dim=1)
 
     expected = go_on(cache, input_ids[:, 40:])
     assert torch.equal(go_on(loaded, input_ids[:, 40:]), expected)
-    swapped = go_on(twin, input_ids[[1, 0], 40:])
+    swapped = go_on(forked, input_ids[[1, 0], 40:])
     torch.testing.assert_close(swapped, expected[[1, 0]], atol=1e-4, rtol=1e-4)
-    assert [layer[::-1] for layer in kept_sets(twin)] == kept_sets(cache) == kept_sets(loaded)
+    assert [layer[::-1] for layer in kept_sets(forked)] == kept_sets(cache) == kept_sets(loaded)
 
 
 @pytest.mark.parametrize("scoring", VARIANTS)

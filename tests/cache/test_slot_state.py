@@ -20,13 +20,13 @@ def tokens(length, batch=1, seed=0):
 @torch.no_grad()
 def follow(model, cache, ids, mask, blocks):
     """Logits of a text read in blocks."""
-    logits, place = [], (mask.cumsum(dim=1) - 1).clamp(min=0)
+    logits, position_ids = [], (mask.cumsum(dim=1) - 1).clamp(min=0)
     at = 0
     for size in blocks:
         to = at + size
         logits.append(
             model(
-                ids[:, at:to], attention_mask=mask[:, :to], position_ids=place[:, at:to],
+                ids[:, at:to], attention_mask=mask[:, :to], position_ids=position_ids[:, at:to],
                 past_key_values=cache,
             ).logits
         )  # fmt: skip
@@ -71,8 +71,8 @@ def test_growing_changes_nothing(make_llama, kept_sets, monkeypatch, options, bu
 def pad_one(model, cache):
     mask = torch.ones(2, cache.num_seen_tokens + 1, dtype=torch.long)
     mask[0, -1] = 0
-    place = cache.num_seen_tokens + torch.zeros(2, 1, dtype=torch.long)
-    args = {"attention_mask": mask, "position_ids": place, "past_key_values": cache}
+    position_ids = cache.num_seen_tokens + torch.zeros(2, 1, dtype=torch.long)
+    args = {"attention_mask": mask, "position_ids": position_ids, "past_key_values": cache}
     model(tokens(1, batch=2), **args)
 
 
@@ -107,9 +107,9 @@ def test_taking_slots_in_their_order_changes_nothing(make_llama, kept_sets, dtyp
         counts.append(in_order.layers[0].slots.filled)
         for layer in searched.layers:
             layer.slots.filled = None
-        own = tokens(1, batch=in_order.layers[0].batch_size, seed=step)
-        made, expected = (model(own, past_key_values=c).logits for c in (in_order, searched))
-        torch.testing.assert_close(made, expected, atol=1e-5, rtol=1e-4)
+        token = tokens(1, batch=in_order.layers[0].batch_size, seed=step)
+        logits, expected = (model(token, past_key_values=c).logits for c in (in_order, searched))
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
     assert counts[0] == 50 and counts[9] == 59 and counts[-1] is None
     assert kept_sets(in_order) == kept_sets(searched)
     in_order.check_integrity()
@@ -121,12 +121,12 @@ def test_a_budget_in_tokens_costs_what_the_text_needs(make_llama, dtype):
     """Of a head of 64 numbers, a tenth more than a full cache, however large the budget is."""
     model = make_llama(layers=2, head_dim=64).to(dtype)
     caches = [h2okv.H2OCache(model.config, 8192, 8192), h2okv.H2OCache(model.config, 1 << 50, 1)]
-    most = 1.1 if dtype == torch.float32 else 1.12  # scores and positions are 8 bytes of each slot
+    limit = 1.1 if dtype == torch.float32 else 1.12  # scores and positions are 8 bytes of each slot
     for cache in caches:
         slots = []
         for length in (64, *[1] * 200):
             model(tokens(length), past_key_values=cache)
-            assert cache.nbytes <= most * cache.full_nbytes
+            assert cache.nbytes <= limit * cache.full_nbytes
             slots.append(cache.kept_positions(0).shape[2])
         # Steps keep their tensors but for a few.
         assert len(set(slots)) < 40 and max(slots) < 300
@@ -153,9 +153,11 @@ def test_slots_for():
     assert slots_for(10, 31) == 31  # too few to be worth growing into
     assert slots_for(64, 16385) == 69
     assert slots_for(16384, 16385) == 16385
-    sizes = [slots_for(own) for own in range(0, 4000)]
-    assert all(one <= other for one, other in pairwise(sizes))
-    assert all(own + 1 < size <= own + 1 + max(4, own / 16) for own, size in enumerate(sizes))
+    sizes = [slots_for(count) for count in range(0, 4000)]
+    assert all(smaller <= other for smaller, other in pairwise(sizes))
+    assert all(
+        count + 1 < size <= count + 1 + max(4, count / 16) for count, size in enumerate(sizes)
+    )
 
 
 def test_a_selected_sequence_rolls_on_from_a_file(make_llama, tmp_path):
@@ -170,12 +172,14 @@ def test_a_selected_sequence_rolls_on_from_a_file(make_llama, tmp_path):
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
     with torch.no_grad():
         for step in range(8):
-            place = torch.tensor([[20 + step]])
-            made, expected = (
-                model(tokens(1, seed=step), position_ids=place, past_key_values=own).logits
-                for own in (loaded, cache)
+            position_ids = torch.tensor([[20 + step]])
+            logits, expected = (
+                model(
+                    tokens(1, seed=step), position_ids=position_ids, past_key_values=continued
+                ).logits
+                for continued in (loaded, cache)
             )
-            assert torch.equal(made, expected)
+            assert torch.equal(logits, expected)
     loaded.check_integrity()
 
 
@@ -190,8 +194,8 @@ def test_a_move_asks_the_model_anew_how_it_rotates(make_llama):
     assert layer.rotations.rolling is None and layer.rotations.tables is None
     assert layer.slots.operations is None
     assert not layer.rotations.is_known
-    held = [*layer.state.tensors().values(), layer.cumulative_length]
-    assert {tensor.device.type for tensor in held} == {"meta"}
+    tensors = [*layer.state.tensors().values(), layer.cumulative_length]
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
 
 
 @pytest.mark.parametrize("bits", [None, 4])
@@ -202,29 +206,31 @@ def test_sequences_are_selected_put_together_and_copied(bits):
     state.keys, state.values = storage.store(key), storage.store(2 * key)
     state.scores, state.positions = torch.rand(3, 2, 5), torch.arange(30).int().view(3, 2, 5)
     state.ranks = state.positions % 5
-    twin = state.index_select(torch.tensor([2, 0]))
+    selected = state.index_select(torch.tensor([2, 0]))
     copied = state.like(1, 7)
     copied.copy_sequence(0, state, 1)
     assert torch.equal(copied.positions[0, :, :5], state.positions[1])
     assert (copied.positions[0, :, 5:] == -1).all() and (copied.ranks[0, :, 5:] == 6).all()
     expected = {name: t[[2, 0, 1]] for name, t in state.tensors().items()}
     # Of different numbers of slots.
-    twin.cat(copied)
-    for name, tensor in twin.tensors().items():
+    selected.cat(copied)
+    for name, tensor in selected.tensors().items():
         wide = expected[name].dim() > 2 and expected[name].shape[2] == 5
         assert torch.equal(tensor[:, :, :5] if wide else tensor, expected[name])
-    assert twin.nbytes == sum(
-        own.nbytes for name, own in twin.tensors().items() if twin.num_slots in own.shape
+    assert selected.nbytes == sum(
+        selected_tensor.nbytes
+        for name, selected_tensor in selected.tensors().items()
+        if selected.num_slots in selected_tensor.shape
     )
 
 
 def test_no_getattr_on_layers():
     source = Path(h2okv.__file__).parent
-    asked = re.compile(r"(?:getattr|hasattr|setattr)\((?:layer|upper|lower|own)\b")
-    found = [
+    lookup = re.compile(r"(?:getattr|hasattr|setattr)\((?:layer|upper|lower|own)\b")
+    files = [
         path.name
         for folder in ("cache", "engine", "offload")
         for path in (source / folder).rglob("*.py")
-        if asked.search(path.read_text(encoding="utf-8"))
+        if lookup.search(path.read_text(encoding="utf-8"))
     ]
-    assert found == []
+    assert files == []

@@ -91,13 +91,13 @@ def test_any_way_to_cut_a_text_gives_the_same_state(model, data):
     total = data.draw(st.integers(20, 100))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
     ids = torch.randint(2, 97, (1, total), generator=generator)
-    whole = h2okv.H2OCache(model.config, **options)
-    expected = read(model, whole, ids, [total])
+    at_once = h2okv.H2OCache(model.config, **options)
+    expected = read(model, at_once, ids, [total])
     for simulate in (False, True):
         cache = h2okv.H2OCache(model.config, simulate=simulate, **options)
         logits = read(model, cache, ids, cuts_of(data.draw, total))
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        assert_same_entries(cache, whole)
+        assert_same_entries(cache, at_once)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -185,9 +185,9 @@ def test_the_file_of_an_ended_span_has_no_queries(model, tmp_path):
     assert (tmp_path / "begun").stat().st_size > read_sizes + 2 * 16 * 4 * 16 * 4
     with torch.no_grad():
         loaded = h2okv.H2OCache.load(tmp_path / "begun", model)
-        rest = {"position_ids": torch.arange(65, 80)[None]}
-        again = model(ids[:, 65:], past_key_values=loaded, **rest).logits
-        expected = model(ids[:, 65:], past_key_values=cache, **rest).logits
+        options = {"position_ids": torch.arange(65, 80)[None]}
+        again = model(ids[:, 65:], past_key_values=loaded, **options).logits
+        expected = model(ids[:, 65:], past_key_values=cache, **options).logits
     assert torch.equal(again, expected)
 
 

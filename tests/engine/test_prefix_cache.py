@@ -1,4 +1,4 @@
-"""Automatic prefix caching: tokens equal those of an engine that starts every prompt anew."""
+"""Automatic prefix caching: tokens equal those of an engine without it."""
 
 import random
 

@@ -57,7 +57,7 @@ def gemma():
     ids=lambda options: str(sorted(options)),
 )  # fmt: skip
 def test_a_conversation_goes_on_after_a_restart(run, tmp_path, options):
-    """The state of a prompt and the one of an answer, which the pool has held."""
+    """Return the state of a prompt and that of an answer, which was in the pool."""
     folder = tmp_path / "new" / "states"
     answer, reused, llm = run(TEXT, 30, folder, **options)
     assert reused == 0

@@ -20,14 +20,14 @@ TOLERANCE = 2e-4
 
 @lru_cache(maxsize=4)
 def tiny_model(family: Family, kv_heads: int | None) -> PreTrainedModel:
-    """The family's random model."""
+    """Return the family's random model."""
     config = AutoConfig.for_model(family.model_type, **config_options(family, kv_heads))
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 def _fresh(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy: dynamic RoPE scaling remembers the longest text that a model has seen."""
+    """Copy a model: dynamic RoPE scaling remembers the longest text that a model has seen."""
     return deepcopy(model)
 
 
@@ -68,7 +68,7 @@ def generate(
     """Six greedy tokens: (ids ``[B, 6]``, their logits ``[B, 6, V]``)."""
     model = _fresh(model)
     model.set_attn_implementation(attention)
-    made = model.generate(
+    output = model.generate(
         ids,
         past_key_values=cache,
         max_new_tokens=6,
@@ -77,13 +77,13 @@ def generate(
         return_dict_in_generate=True,
         **options,
     )
-    return made.sequences[:, ids.shape[1] :], torch.stack(made.logits, dim=1)
+    return output.sequences[:, ids.shape[1] :], torch.stack(output.logits, dim=1)
 
 
 def kept_sets(cache: h2okv.H2OCache) -> dict[int, list[list[set[int]]]]:
-    """What each full-attention layer holds, for each row and head."""
-    kept = {}
+    """Return the positions in each full-attention layer, for each row and head."""
+    sets = {}
     for layer in cache._scored:
         positions = cache.kept_positions(layer.layer_idx).tolist()
-        kept[layer.layer_idx] = [[{p for p in head if p >= 0} for head in row] for row in positions]
-    return kept
+        sets[layer.layer_idx] = [[{p for p in head if p >= 0} for head in row] for row in positions]
+    return sets

@@ -188,7 +188,7 @@ FAMILIES = (
 
 
 def variants() -> list[tuple[Family, int | None]]:
-    """Every family with each number of KV heads."""
+    """Yield every family with each number of KV heads."""
     return [(family, heads) for family in FAMILIES for heads in family.kv_heads or (None,)]
 
 

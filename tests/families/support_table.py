@@ -49,7 +49,7 @@ def _listed(types: str) -> str:
 
 
 def table() -> str:
-    """The families and the refusals in Markdown."""
+    """Return the families and the refusals in Markdown."""
     lines = [_INTRODUCTION, "| Family | Model type | Heads | Remarks |", "|---|---|---|---|"]
     for family in FAMILIES:
         lines.append(
@@ -67,7 +67,7 @@ def table() -> str:
 
 
 def document() -> str:
-    """The whole of docs/support-table.md."""
+    """Return the text of docs/support-table.md."""
     return f"# Models\n\n{table()}"
 
 

@@ -39,10 +39,10 @@ def test_generate_with_a_large_budget_gives_the_full_cache(variant):
         model, ids, full_cache(model), "sdpa" if _has_sdpa(model) else "eager"
     )
     cache = h2okv.H2OCache(model.config, heavy=PROMPT, recent=PROMPT)
-    made, logits = generate(model, ids, cache, "h2o")
+    generated, logits = generate(model, ids, cache, "h2o")
     cache.check_integrity()
     torch.testing.assert_close(logits, expected_logits, atol=TOLERANCE, rtol=0)
-    assert torch.equal(made, expected)
+    assert torch.equal(generated, expected)
 
 
 @every_family
@@ -59,8 +59,8 @@ def test_dropping_equals_masking(variant):
     assert dropping.num_cached_tokens == 11
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     # The test would be empty if nothing that mattered had been evicted.
-    whole = forced_logits(model, full_cache(model), "eager")
-    assert (logits - whole).abs().max() > 100 * TOLERANCE
+    full_logits = forced_logits(model, full_cache(model), "eager")
+    assert (logits - full_logits).abs().max() > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -75,15 +75,15 @@ def test_a_padded_row_gives_what_it_gives_alone(variant):
     mask[0, : PROMPT - 27] = 0
     budget = {"heavy": 0.15, "recent": 0.1}
     together = h2okv.H2OCache(model.config, **budget)
-    made, logits = generate(model, batch, together, "h2o", attention_mask=mask)
+    generated, logits = generate(model, batch, together, "h2o", attention_mask=mask)
     together.check_integrity()
     for row, ids in enumerate((short, long)):
         alone = h2okv.H2OCache(model.config, **budget)
         made_alone, logits_alone = generate(model, ids, alone, "h2o")
         torch.testing.assert_close(logits[row], logits_alone[0], atol=TOLERANCE, rtol=0)
-        assert torch.equal(made[row], made_alone[0])
-        for layer, kept in kept_sets(alone).items():
-            assert kept_sets(together)[layer][row] == kept[0]
+        assert torch.equal(generated[row], made_alone[0])
+        for layer, sets in kept_sets(alone).items():
+            assert kept_sets(together)[layer][row] == sets[0]
 
 
 def _has_sdpa(model) -> bool:

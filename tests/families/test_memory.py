@@ -17,13 +17,13 @@ class SquareTensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, tuple[int, ...]]] = []
+        self.results: list[tuple[str, tuple[int, ...]]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and sum(n >= LENGTH for n in leaf.shape) >= 2:
-                self.found.append((str(func), tuple(leaf.shape)))
+                self.results.append((str(func), tuple(leaf.shape)))
         return result
 
 
@@ -74,7 +74,7 @@ def test_no_square_tensor_in_two_turns(kind, padding):
             )
     cache.check_integrity()
     assert cache.num_seen_tokens == 2 * LENGTH
-    assert not squares.found
+    assert not squares.results
 
 
 @torch.no_grad()
@@ -84,4 +84,4 @@ def test_the_test_sees_square_tensors():
     ids = torch.ones(1, LENGTH, dtype=torch.long)
     with SquareTensors() as squares:
         model(ids, logits_to_keep=1)
-    assert squares.found
+    assert squares.results

@@ -76,7 +76,7 @@ def test_indexed_layers_are_refused():
         h2okv.H2OCache(config)
 
 
-# Known reasons, checked on the model itself: each must fail loudly even if nobody had listed it.
+# Known reasons, checked on the model itself: each must fail loudly even if it was not listed.
 _LOUD = [
     ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
     ("diffllama", {}, "attends twice"),

@@ -38,7 +38,7 @@ def one_layer(family: Family) -> list[dict]:
 @pytest.mark.parametrize("variant", ROTARY, ids=variant_id)
 @torch.no_grad()
 def test_entries_sit_at_their_ranks(variant):
-    """A layer's keys depend on nothing but its token, so kept tokens read anew are the oracle."""
+    """A layer's keys depend on nothing but its token, so the oracle reads the kept tokens again."""
     family, heads = variant
     for options in one_layer(family):
         single = replace(family, options=family.options | options)
@@ -53,10 +53,13 @@ def test_entries_sit_at_their_ranks(variant):
             block = model(ids[:, :LENGTH], past_key_values=cache).logits[:, -CHUNK:]
             for at in (LENGTH, LENGTH + 1):
                 step = model(ids[:, at : at + 1], past_key_values=cache).logits
-        for made, start, stop in ((block, LENGTH - CHUNK, LENGTH), (step, LENGTH + 1, LENGTH + 2)):
-            kept = torch.cat([ids[:, :SINK], ids[:, start - RECENT : stop]], dim=1)
-            expected = model(kept, use_cache=False).logits[:, start - stop :]
-            torch.testing.assert_close(made, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        for logits, start, stop in (
+            (block, LENGTH - CHUNK, LENGTH),
+            (step, LENGTH + 1, LENGTH + 2),
+        ):
+            remaining = torch.cat([ids[:, :SINK], ids[:, start - RECENT : stop]], dim=1)
+            expected = model(remaining, use_cache=False).logits[:, start - stop :]
+            torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("variant", ROTARY, ids=variant_id)
@@ -75,27 +78,27 @@ def test_dropping_gives_what_masking_gives(variant):
         logits = []
         with h2okv.enable(model):
             for start, stop in ((0, LENGTH), *((at, at + 1) for at in range(LENGTH, LENGTH + 4))):
-                place = (mask[:, :stop].cumsum(dim=1) - 1).clamp(min=0)[:, start:]
+                position_ids = (mask[:, :stop].cumsum(dim=1) - 1).clamp(min=0)[:, start:]
                 output = model(
                     ids[:, start:stop],
                     attention_mask=mask[:, :stop],
-                    position_ids=place,
+                    position_ids=position_ids,
                     past_key_values=cache,
                 )
                 logits.append(output.logits)
         cache.check_integrity()
         results.append((torch.cat(logits, dim=1), cache))
-    (dropped, one), (masked, other) = results
+    (dropped, dropping), (masked, other) = results
     real = mask.bool()
     torch.testing.assert_close(dropped[real], masked[real], atol=TOLERANCE, rtol=TOLERANCE)
-    for layer in one._scored:
+    for layer in dropping._scored:
         index = layer.layer_idx
         sets = [
             [
                 [{p for p in head if p >= 0} for head in row]
                 for row in c.kept_positions(index).tolist()
             ]
-            for c in (one, other)
+            for c in (dropping, other)
         ]
         assert sets[0] == sets[1]
 

@@ -40,9 +40,9 @@ def test_requests_share_rows_and_give_what_generate_gives(variant, tokenizer):
     assert prompts
     with llm:
         if limit is not None:
-            with pytest.raises(ValueError, match=f"at most {limit - 1}"):
+            with pytest.raises(ValueError, match=f"context of {limit} tokens, got {limit} and 1"):
                 llm.generate([[5] * limit], params)
-        outputs = llm.generate([own[0].tolist() for own in prompts], params)
+        outputs = llm.generate([ids[0].tolist() for ids in prompts], params)
     for prompt, output in zip(prompts, outputs, strict=True):
         expected, _ = generate(model, prompt, h2okv.H2OCache(model.config, **budget), "h2o")
         assert output.completions[0].token_ids == expected[0].tolist()

@@ -33,14 +33,14 @@ def test_equals_the_dense_mask(window, past, padded, softcap):
     real = torch.ones(2, total, dtype=torch.bool)
     if padded:
         real[0, : past + 70] = False
-    places = {"q_length": length, "kv_length": total, "q_offset": past, "kv_offset": 0}
+    sizes = {"q_length": length, "kv_length": total, "q_offset": past, "kv_offset": 0}
     pattern = {
         "mask_function": sliding_window_causal_mask_function(window),
         "local_size": window,
         "attention_mask": real,
     }
-    mask = h2o_mask(**places, **pattern, **SIZES)
-    dense = sdpa_mask(**places, **pattern, **SIZES, allow_is_causal_skip=False)
+    mask = h2o_mask(**sizes, **pattern, **SIZES)
+    dense = sdpa_mask(**sizes, **pattern, **SIZES, allow_is_causal_skip=False)
     assert mask is None or mask.shape[-2] == 1
     module = torch.nn.Module()
     module.num_key_value_groups = 2
@@ -88,9 +88,9 @@ def test_gradients_pass():
     ids=["chunked", "chunked-padded", "chunks-of-one", "unnamed", "overlaid", "bidirectional"],
 )
 def test_other_patterns_keep_their_dense_mask(pattern, options):
-    places = {"q_length": 20, "kv_length": 20, "mask_function": pattern, **SIZES}
-    mask = h2o_mask(**places, **options)
-    dense = sdpa_mask(**places, **options)
+    sizes = {"q_length": 20, "kv_length": 20, "mask_function": pattern, **SIZES}
+    mask = h2o_mask(**sizes, **options)
+    dense = sdpa_mask(**sizes, **options)
     if options.get("local_size") == 1:
         # Chunks of one token and a window of one are the same pattern.
         assert mask.dtype == WINDOW_DTYPE

@@ -225,9 +225,9 @@ def main(arguments: list[str]) -> int:
         outcomes[model_type] = kind, why = outcome(model_type)
         print(f"{kind:9} {model_type:28} {why}", flush=True)
     if arguments == ["--write"]:
-        found = summary(outcomes)
-        refused = found.pop("refused")
-        lines = [f'{name} = "{text}"' for name, text in found.items()]
+        results = summary(outcomes)
+        refused = results.pop("refused")
+        lines = [f'{name} = "{text}"' for name, text in results.items()]
         lines += [
             "",
             "[refused]",

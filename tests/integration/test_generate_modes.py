@@ -229,8 +229,8 @@ def test_pins_stay_where_drafts_are_taken_back(make_llama, options):
         cache.pin([(2, 5)])
         texts.append(_generate(model, ids, cache, max_new_tokens=30, **drafts))
         cache.check_integrity()
-        kept = cache.kept_positions(0)[0]
-        positions.append([sorted(set(head) - {-1}) for head in kept.tolist()])
+        head_positions = cache.kept_positions(0)[0]
+        positions.append([sorted(set(head) - {-1}) for head in head_positions.tolist()])
         assert all({2, 3, 4} <= set(head) for head in positions[-1])
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])

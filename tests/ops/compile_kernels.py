@@ -43,9 +43,9 @@ class Compiler:
         signature |= dict.fromkeys(constants, "constexpr")
         source = ASTSource(self.kernel, signature, constants, attributes)
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        made = triton.compile(source, target=self.target, options=options)
+        compiled = triton.compile(source, target=self.target, options=options)
         name = self.kernel.__name__
-        print(json.dumps({"kernel": name, "shared": made.metadata.shared, "sizes": constants}))
+        print(json.dumps({"kernel": name, "shared": compiled.metadata.shared, "sizes": constants}))
 
 
 def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2, indexed=False):
@@ -64,8 +64,11 @@ def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2, indexed=Fal
         column(batch), None, ranks if width else None,
     )  # fmt: skip
     if indexed:
-        places = column(batch)
-        slots.keys, slots.values = Indexed(slots.keys, places), Indexed(slots.values, places)
+        block_index = column(batch)
+        slots.keys, slots.values = (
+            Indexed(slots.keys, block_index),
+            Indexed(slots.values, block_index),
+        )
     token = [torch.zeros(batch, heads * groups, 1, size, dtype=dtype)]
     token += [torch.zeros(batch, heads, 1, size, dtype=dtype) for _ in range(2)]
     rules = StepRules(0.1, column(batch, 1, 1), rotary=rotations, full=True)

@@ -25,8 +25,8 @@ def _whole_products(monkeypatch):
             return handle
         return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
 
-    def create_dot(self, a, b, *rest):
-        return plain(self, widen(a), widen(b), *rest)
+    def create_dot(self, a, b, *others):
+        return plain(self, widen(a), widen(b), *others)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
@@ -37,7 +37,7 @@ def garbage(monkeypatch):
     plain = torch.Tensor.new_empty
 
     def new_empty(self, *args, **kwargs):
-        made = plain(self, *args, **kwargs)
-        return made.fill_(torch.nan) if made.is_floating_point() else made.fill_(-7)
+        tensor = plain(self, *args, **kwargs)
+        return tensor.fill_(torch.nan) if tensor.is_floating_point() else tensor.fill_(-7)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)

@@ -21,7 +21,7 @@ def draw(batch, kv_heads, groups, length, past, size, dtype=torch.float32, value
 
 
 def visible_matrix(length, past, entries=None, queries=None, window=None):
-    """The T x N matrix that a `Visibility` stands for."""
+    """Return the T x N matrix that a `Visibility` stands for."""
     visible = torch.ones(length, past + length, dtype=torch.bool).tril(past)
     if window is not None:
         visible &= ~visible.tril(past - window)
@@ -79,7 +79,7 @@ def test_little_scratch_means_fewer_rows(monkeypatch):
 
 @pytest.fixture(params=[2, 3, 4])
 def apart(request, monkeypatch):
-    """As many threads, each with tiles of its own, whatever the length."""
+    """Run as many threads, each with tiles of its own, whatever the length."""
     before = torch.get_num_threads()
     monkeypatch.setattr(blockwise, "_MANY_LOGITS", 0)
     monkeypatch.setattr(blockwise, "_TILE_ROWS", 16)
@@ -145,8 +145,8 @@ def test_padding_is_neither_query_nor_entry(side, past):
         counts = torch.tensor([40, 1, 0, 17])
         real = torch.arange(length) < counts.unsqueeze(1)
         real = real.flip(1) if side == "left" else real
-    kept = torch.rand(4, 2, past) < 0.8
-    entries = torch.cat([kept, real[:, None].expand(4, 2, length)], dim=2)
+    is_kept = torch.rand(4, 2, past) < 0.8
+    entries = torch.cat([is_kept, real[:, None].expand(4, 2, length)], dim=2)
     query, key, value = draw(4, 2, 2, length, past, 16)
     visibility = Visibility(past=past, entries=entries, queries=real)
     compare(query, key, value, visibility, entries=entries, queries=real)
@@ -195,8 +195,10 @@ def test_what_is_kept_of_a_block_serves_every_mode(window):
         expected = blockwise_attention_with_scores(*case, visibility, 0.25)
     for mode in (torch.no_grad, torch.enable_grad):
         with mode():
-            made = blockwise_attention_with_scores(*case, visibility, 0.25)
-        assert all(torch.equal(own, other) for own, other in zip(made, expected, strict=True))
+            results = blockwise_attention_with_scores(*case, visibility, 0.25)
+        assert all(
+            torch.equal(result, other) for result, other in zip(results, expected, strict=True)
+        )
     assert blockwise._kept_unseen.cache_info().hits
     compare(*case, visibility, window=window)
 
@@ -212,9 +214,7 @@ def test_padding_known_from_the_keys_only():
 def test_logits_beyond_what_powers_of_two_can_hold(monkeypatch, past, softcap):
     """Such rows are done again relative to their maximum."""
     seen, look = [], blockwise._in_range
-    monkeypatch.setattr(
-        blockwise, "_in_range", lambda *given: seen.append(look(*given)) or seen[-1]
-    )
+    monkeypatch.setattr(blockwise, "_in_range", lambda *args: seen.append(look(*args)) or seen[-1])
     query, key, value = draw(1, 2, 2, 70, past, 16)
     # Each key is far more like the next query than like its own.
     query, key = query.sign() * 8, key.sign() * 8
@@ -294,8 +294,8 @@ def test_weights_count_in_the_sums_alone(groups, padded):
     query, key, value = draw(3, 2, groups, length, past, 16)
     entries = None
     if real is not None:
-        kept = torch.ones(3, 2, past, dtype=torch.bool)
-        entries = torch.cat([kept, real[:, None].expand(3, 2, length)], dim=2)
+        is_kept = torch.ones(3, 2, past, dtype=torch.bool)
+        entries = torch.cat([is_kept, real[:, None].expand(3, 2, length)], dim=2)
     weights = torch.rand(3, length) * (torch.rand(3, length) < 0.8)
     scale = query.shape[-1] ** -0.5
     visibility = Visibility(past=past, entries=entries, queries=real)
@@ -309,8 +309,8 @@ def test_weights_count_in_the_sums_alone(groups, padded):
     expected = torch.zeros_like(sums)
     for i in range(length):
         alone = visible & (torch.arange(length) == i)[:, None]
-        _, own = attention_with_scores(query, key, value, alone, scale)
-        expected += own * weights[:, i, None, None]
+        _, row_sums = attention_with_scores(query, key, value, alone, scale)
+        expected += row_sums * weights[:, i, None, None]
     torch.testing.assert_close(sums, expected, atol=5e-5, rtol=2e-5)
     _, reference = attention_with_scores(query, key, value, visible, scale, weights=weights)
     torch.testing.assert_close(sums, reference, atol=5e-5, rtol=2e-5)

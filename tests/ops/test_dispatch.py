@@ -104,15 +104,15 @@ def test_kernels_that_disagree_are_not_used(monkeypatch, fault, where):
     def wrong(*args, **options):
         if fault == "error":
             raise RuntimeError("PTX was compiled with an unsupported toolchain\nand more")
-        made = right(*args, **options)
-        return (made[0], 2 * made[1]) if where == "attend" else made + 1
+        result = right(*args, **options)
+        return (result[0], 2 * result[1]) if where == "attend" else result + 1
 
     monkeypatch.setattr(module, name, wrong)
     arguments = torch.device("cpu"), torch.float32, 16, 16, 2
     text = "differ from plain PyTorch" if fault == "number" else "unsupported toolchain"
     with dispatch.use("triton"), pytest.raises(ValueError, match=text):
         dispatch.operations(*arguments)
-    # On a GPU that nobody asked about, the same is a warning and plain PyTorch.
+    # On a GPU that was not chosen explicitly, the same is a warning and plain PyTorch.
     monkeypatch.setattr(dispatch, "_interprets", lambda: True)
     with pytest.warns(UserWarning, match=text):
         assert dispatch.operations(*arguments).name == "plain"

@@ -17,7 +17,7 @@ def test_it_is_the_norm_of_the_matrix(monkeypatch, groups, softcap, padded, tile
     key = 3 * torch.randn(2, 2, 17, 8, generator=generator)
     entries = torch.rand(2, 2, 17, generator=generator) < 0.7 if padded else None
     queries = torch.rand(2, 11, generator=generator) < 0.7 if padded else None
-    found = expected.expected_attention(query, key, entries, queries, 0.4, softcap)
+    squares = expected.expected_attention(query, key, entries, queries, 0.4, softcap)
     logits = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * 0.4
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -27,8 +27,8 @@ def test_it_is_the_norm_of_the_matrix(monkeypatch, groups, softcap, padded, tile
     weights = logits.softmax(-1)
     if padded:
         weights = weights * queries[:, None, :, None]
-    wanted = weights.unflatten(1, (2, groups)).square().sum(dim=(2, 3)).sqrt()
-    torch.testing.assert_close(found, wanted)
+    reference = weights.unflatten(1, (2, groups)).square().sum(dim=(2, 3)).sqrt()
+    torch.testing.assert_close(squares, reference)
 
 
 @pytest.mark.parametrize("softcap", [None, 60.0])
@@ -36,19 +36,19 @@ def test_it_is_the_norm_of_the_matrix(monkeypatch, groups, softcap, padded, tile
 def test_logits_whose_squares_would_leave_fp32(monkeypatch, softcap, seed):
     """Such rows are done again relative to their maximum; keys that are no entries stay hidden."""
     seen, look = [], expected._in_range
-    monkeypatch.setattr(expected, "_in_range", lambda *own: seen.append(look(*own)) or seen[-1])
+    monkeypatch.setattr(expected, "_in_range", lambda *args: seen.append(look(*args)) or seen[-1])
     generator = torch.Generator().manual_seed(seed)
     # Whole numbers and a power of two: both sides have the same logits.
     query = torch.randn(1, 4, 40, 16, generator=generator).mul(8).round()
     key = torch.randn(1, 2, 60, 16, generator=generator).mul(2).round()
     entries = torch.rand(1, 2, 60, generator=generator) < 0.7
-    made = expected.expected_attention(query, key, entries, None, 0.5, softcap)
+    squares = expected.expected_attention(query, key, entries, None, 0.5, softcap)
     logits = query.double().unflatten(1, (2, 2)) @ key.double()[:, :, None].mT * 0.5
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     weights = logits.masked_fill(~entries[:, :, None, None], -torch.inf).softmax(-1)
-    wanted = weights.square().sum(dim=(2, 3)).sqrt()
-    torch.testing.assert_close(made.double(), wanted, atol=1e-5, rtol=1e-4)
+    reference = weights.square().sum(dim=(2, 3)).sqrt()
+    torch.testing.assert_close(squares.double(), reference, atol=1e-5, rtol=1e-4)
     assert seen and not all(seen)
 
 
@@ -60,21 +60,21 @@ def test_threads_share_heads_and_their_queries(monkeypatch, threads):
     generator = torch.Generator().manual_seed(threads)
     query = torch.randn(1, 6, 23, 8, generator=generator)
     key = torch.randn(1, 3, 40, 8, generator=generator)
-    wanted = expected.expected_attention(query, key, None, None, 0.5)
+    reference = expected.expected_attention(query, key, None, None, 0.5)
     monkeypatch.setattr(expected, "_MANY_LOGITS", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with torch.no_grad():
-            found = expected.expected_attention(query, key, None, None, 0.5)
+            squares = expected.expected_attention(query, key, None, None, 0.5)
     finally:
         torch.set_num_threads(before)
     assert jobs == [{2: 6, 3: 3, 4: 12}[threads]]
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(squares, reference)
 
 
 def test_a_batch_of_none_is_zero():
-    made = expected.expected_attention(
+    squares = expected.expected_attention(
         torch.ones(1, 2, 3, 4), torch.ones(1, 1, 5, 4), None, torch.zeros(1, 3).bool(), 1.0
     )
-    assert not made.any()
+    assert not squares.any()

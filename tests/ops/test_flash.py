@@ -13,8 +13,8 @@ from h2okv.ops.reference import attention_with_scores, causal
 
 
 def hidden_keys(num_queries, num_keys):
-    own = torch.arange(num_keys - num_queries, num_keys).unsqueeze(1)
-    return torch.arange(num_keys) > own
+    positions = torch.arange(num_keys - num_queries, num_keys).unsqueeze(1)
+    return torch.arange(num_keys) > positions
 
 
 def varlen_attn(
@@ -28,9 +28,11 @@ def varlen_attn(
     outputs, limits = [], []
     for row in range(len(cu_seq_q) - 1):
         q = query[cu_seq_q[row] : cu_seq_q[row + 1]].transpose(0, 1)
-        k, v = (part[cu_seq_k[row] : cu_seq_k[row + 1]].transpose(0, 1) for part in (key, value))
+        k, v = (
+            tensor[cu_seq_k[row] : cu_seq_k[row + 1]].transpose(0, 1) for tensor in (key, value)
+        )
         assert (q.shape[1], k.shape[1]) == (max_q, max_k)
-        k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
+        k, v = (tensor.repeat_interleave(len(q) // len(tensor), dim=0) for tensor in (k, v))
         hidden = hidden_keys(max_q, max_k)
         logits = (q @ k.transpose(1, 2) * scale).masked_fill(hidden, -torch.inf)
         outputs.append((logits.softmax(dim=-1) @ v).transpose(0, 1))
@@ -50,8 +52,8 @@ def test_a_block_by_flash_and_sums(monkeypatch, past, groups):
     keys = key.repeat_interleave(groups, dim=1)
     hidden = hidden_keys(50, past + 50)
     shares = (query @ keys.mT * 0.3 - limits.unsqueeze(-1)).exp().masked_fill(hidden, 0.0)
-    made = shares.sum(dim=2).unflatten(1, (2, groups)).sum(dim=2)
-    torch.testing.assert_close(made, sums, atol=1e-4, rtol=1e-4)
+    flash_sums = shares.sum(dim=2).unflatten(1, (2, groups)).sum(dim=2)
+    torch.testing.assert_close(flash_sums, sums, atol=1e-4, rtol=1e-4)
 
 
 def test_a_cpu_has_no_flash():
@@ -119,16 +121,16 @@ def test_keys_that_ask_back_find_their_sums(past, groups, weighted, size):
 
 def test_keys_that_ask_back_find_the_squares():
     query, key, _ = draw_bf16(140, 0, 3)
-    found = flash.expected_squares(query[0].unflatten(0, (2, 3)), key[0], 0.125)
+    squares = flash.expected_squares(query[0].unflatten(0, (2, 3)), key[0], 0.125)
     keys = key.repeat_interleave(3, 1).double()
     weights = (query.double() @ keys.mT * 0.125).softmax(-1)
-    wanted = weights.square().sum(2).unflatten(1, (2, 3)).sum(2)
-    torch.testing.assert_close(found[None].double(), wanted, atol=1e-6, rtol=4e-4)
+    expected = weights.square().sum(2).unflatten(1, (2, 3)).sum(2)
+    torch.testing.assert_close(squares[None].double(), expected, atol=1e-6, rtol=4e-4)
 
 
 @pytest.fixture
 def amx(monkeypatch):
-    """A processor that has it, and what it was used for."""
+    """Return a processor that has it, and what it was used for."""
     used = []
 
     def spy(name):
@@ -150,11 +152,11 @@ def amx(monkeypatch):
 @torch.no_grad()
 def test_a_padded_batch_takes_it_and_stays_itself(amx):
     query, key, value = draw_bf16(200, 0, 3)
-    twice = [part.expand(2, -1, -1, -1).clone() for part in (query, key, value)]
+    twice = [tensor.expand(2, -1, -1, -1).clone() for tensor in (query, key, value)]
     queries = torch.ones(2, 200, dtype=torch.bool)
     queries[1, :50] = False
     output, sums = blockwise_attention_with_scores(*twice, Visibility(queries=queries), 0.125)
-    short = [part[:, :, 50:] for part in (query, key, value)]
+    short = [tensor[:, :, 50:] for tensor in (query, key, value)]
     alone, own_sums = blockwise_attention_with_scores(*short, Visibility(), 0.125)
     assert torch.equal(output[1:, :, 50:], alone) and torch.equal(sums[1:, :, 50:], own_sums)
     assert not output[1, :, :50].any() and not sums[1, :, :50].any()
@@ -178,24 +180,24 @@ def test_what_the_kernel_does_not_know_goes_by_tiles(amx, visibility, softcap):
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_entries_are_put_together_where_heads_hold_as_many(amx, dtype):
-    query, key, value = (part.to(dtype) for part in draw_bf16(140, 60, 3))
+    query, key, value = (tensor.to(dtype) for tensor in draw_bf16(140, 60, 3))
     entries = torch.ones(1, 2, 200, dtype=torch.bool)
     for head, hidden in enumerate(([3, 59], [0, 17])):
         entries[0, head, hidden] = False
     visibility = Visibility(past=60, entries=entries)
     output, sums = blockwise_attention_with_scores(query, key, value, visibility, 0.125)
     visible = causal(query, key) & entries.unsqueeze(2)
-    states = (part.double() for part in (query, key, value))
+    states = (tensor.double() for tensor in (query, key, value))
     expected, expected_sums = attention_with_scores(*states, visible, 0.125)
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(sums.double(), expected_sums, atol=1e-6, rtol=2e-4)
     squares = expected_attention(query, key, entries, None, 0.125)
     assert (squares[~entries] == 0).all() and (squares[entries] > 0).all()
-    rest = (part.where(entries[..., None], torch.nan) for part in (key, value))
-    again = blockwise_attention_with_scores(query, *rest, visibility, 0.125)
+    masked = (tensor.where(entries[..., None], torch.nan) for tensor in (key, value))
+    again = blockwise_attention_with_scores(query, *masked, visibility, 0.125)
     assert torch.equal(again[0], output) and torch.equal(again[1], sums)
-    wanted = expected_attention(query.float(), key.float(), entries, None, 0.125)
-    torch.testing.assert_close(squares, wanted, atol=1e-6, rtol=4e-4)
+    expected_squares = expected_attention(query.float(), key.float(), entries, None, 0.125)
+    torch.testing.assert_close(squares, expected_squares, atol=1e-6, rtol=4e-4)
     on_amx = ["attention_with_sums", "expected_squares", "attention_with_sums"]
     assert amx == (on_amx if dtype == torch.bfloat16 else [])
 
@@ -208,9 +210,9 @@ def test_a_gradient_goes_by_tiles(amx):
 @torch.no_grad()
 def test_expected_attention_takes_it(amx):
     query, key, _ = draw_bf16(200, 0, 3)
-    found = expected_attention(query.float(), key, None, None, 0.125)
-    wanted = expected_attention(query.float(), key.float(), None, None, 0.125)
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=4e-4)
+    squares = expected_attention(query.float(), key, None, None, 0.125)
+    expected = expected_attention(query.float(), key.float(), None, None, 0.125)
+    torch.testing.assert_close(squares, expected, atol=1e-6, rtol=4e-4)
     assert amx == ["expected_squares"]
 
 

@@ -12,11 +12,11 @@ from h2okv.ops.indexed import Indexed
 def test_blocks_are_read_where_they_lie(monkeypatch, largest, dtype):
     monkeypatch.setattr(indexed, "_SMALL_BLOCK", largest)
     blocks = torch.randn(7, 2, 3, 9, 16).to(dtype)[:, 1]  # of a pool that holds more
-    places = torch.tensor([5, 0, 3])
+    block_index = torch.tensor([5, 0, 3])
     query, weights = torch.randn(9, 4, 16), torch.rand(9, 4, 9)
-    own = blocks[places].flatten(0, 1)
-    entries = Indexed(blocks, places)
-    torch.testing.assert_close(entries.logits(query), query @ own.float().transpose(1, 2))
+    selected = blocks[block_index].flatten(0, 1)
+    entries = Indexed(blocks, block_index)
+    torch.testing.assert_close(entries.logits(query), query @ selected.float().transpose(1, 2))
     # Few values are converted; else the weights are rounded as the values are.
     used = weights if largest else weights.to(dtype).float()
-    torch.testing.assert_close(entries.mix(weights), torch.bmm(used, own.float()).to(dtype))
+    torch.testing.assert_close(entries.mix(weights), torch.bmm(used, selected.float()).to(dtype))

@@ -21,7 +21,7 @@ SIZES = [1, 7, 16, 40, 45, 64, 80, 96, 128, 256]
 
 
 def rounded(entries, bits):
-    """What is left of entries that were packed and unpacked."""
+    """Return entries after packing and unpacking."""
     return unpack(pack(entries, bits)).to(entries.dtype)
 
 
@@ -110,10 +110,10 @@ def test_writing_packs_one_slot_and_leaves_the_others(bits, size):
     slots = pack(torch.randn(3, 2, 11, size), bits)
     free = torch.randint(0, 11, (3, 2, 1))
     entry = torch.randn(3, 1, 2, size).transpose(1, 2)
-    expected, one = unpack(slots), rounded(entry, bits)
+    expected, new_entry = unpack(slots), rounded(entry, bits)
     for row in range(3):
         for head in range(2):
-            expected[row, head, free[row, head, 0]] = one[row, head, 0]
+            expected[row, head, free[row, head, 0]] = new_entry[row, head, 0]
     write_slot(slots, free, entry)
     assert torch.equal(unpack(slots), expected)
 
@@ -126,9 +126,9 @@ def test_decoding_is_that_of_the_unpacked(bits, size, groups, monkeypatch):
     query = torch.randn(2, 3 * groups, 1, size)
     keys, values = (pack(torch.randn(2, 3, 19, width), bits) for width in (size, 2 * size))
     hidden = torch.rand(2, 3, 19) < 0.3
-    made = decode_with_scores(query, keys, values, hidden, 0.5)
+    output = decode_with_scores(query, keys, values, hidden, 0.5)
     expected = decode_with_scores(query, unpack(keys), unpack(values), hidden, 0.5)
-    torch.testing.assert_close(made, expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(output, expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -137,17 +137,17 @@ def test_what_a_compiler_gets_is_the_same(bits, size):
     packed = pack(torch.randn(5, 19, size) + 1, bits)
     query, weights = torch.randn(5, 3, size), torch.rand(5, 3, 19)
     numbers = unpack(packed).double()
-    for made, expected in (
+    for result, expected in (
         (_fused_logits(query, packed), query.double() @ numbers.transpose(1, 2)),
         (_fused_output(weights, packed), weights.double() @ numbers),
     ):
-        torch.testing.assert_close(made.double(), expected, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(result.double(), expected, atol=1e-4, rtol=1e-5)
 
 
 def test_a_packed_entry_is_read_through_views():
     packed = pack(torch.randn(4, 6, 128), 4)
-    part = packed._replace(codes=packed.codes[1:3], grid=packed.grid[1:3])
-    assert isinstance(part, Packed) and torch.equal(unpack(part), unpack(packed)[1:3])
+    view = packed._replace(codes=packed.codes[1:3], grid=packed.grid[1:3])
+    assert isinstance(view, Packed) and torch.equal(unpack(view), unpack(packed)[1:3])
 
 
 def test_the_gpu_kernels_leave_packed_slots_to_pytorch():

@@ -27,10 +27,10 @@ def test_a_rotation_is_the_models_own(layout):
     else:
         cos, sin = cos.repeat_interleave(2, -1), sin.repeat_interleave(2, -1)
         expected = interleaved(query, key, cos[None], sin[None])
-    for states, made in zip((query, key), expected, strict=True):
+    for states, reference in zip((query, key), expected, strict=True):
         rotated = rotate(interleave_pairs(states, 16, layout), factors)
         torch.testing.assert_close(
-            rotated, interleave_pairs(made, 16, layout), atol=1e-6, rtol=1e-5
+            rotated, interleave_pairs(reference, 16, layout), atol=1e-6, rtol=1e-5
         )
 
 

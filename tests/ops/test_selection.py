@@ -11,7 +11,7 @@ from h2okv.ops.decode import Slots, StepRules, compact, evict_one, keep_indices,
 
 @st.composite
 def layers(draw):
-    """A layer's entries in any order of the slots, few different priorities, some slots empty."""
+    """Draw a layer's entries in any order of the slots; few priorities, some slots empty."""
     batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     slots = draw(st.integers(1, 12))
     levels = draw(st.sampled_from([[0.0], [0.0, 1.0], [0.0, 0.5, 0.5, 2.0]]))
@@ -19,12 +19,12 @@ def layers(draw):
     newest = torch.zeros(batch, 1, 1, dtype=torch.int64)
     for row in range(batch):
         seen = draw(st.integers(1, 20))
-        held = draw(st.integers(1, min(seen, slots)))
+        num_entries = draw(st.integers(1, min(seen, slots)))
         newest[row] = seen - 1
         for head in range(heads):
             # The newest token is always held.
-            older = draw(st.permutations(range(seen - 1)))[: held - 1]
-            order = draw(st.permutations([*older, seen - 1, *[-1] * (slots - held)]))
+            older = draw(st.permutations(range(seen - 1)))[: num_entries - 1]
+            order = draw(st.permutations([*older, seen - 1, *[-1] * (slots - num_entries)]))
             positions[row, head] = torch.tensor(order)
     priority = torch.tensor(
         draw(
@@ -41,7 +41,7 @@ def column(values):
 
 
 def ranked(priority, positions, newest, sink, recent):
-    """The slots of entries, first to be evicted first, protected ones last."""
+    """Return the slots of entries, first to be evicted first, protected ones last."""
 
     def key(slot):
         position = positions[slot]
@@ -63,25 +63,27 @@ def test_keep_indices_against_a_sort(data, layer):
         s + r + data.draw(st.integers(0, 4)) or 1 for s, r in zip(sinks, recents, strict=True)
     ]
     protected = protected_entries(positions, newest, column(sinks), column(recents))
-    indices, kept = keep_indices(priority, positions, protected, column(totals), max(totals))
+    indices, is_kept = keep_indices(priority, positions, protected, column(totals), max(totals))
     for row in range(batch):
         for head in range(heads):
             order = ranked(
                 priority[row, head].tolist(), positions[row, head].tolist(),
                 int(newest[row]), sinks[row], recents[row],
             )  # fmt: skip
-            chosen = indices[row, head][kept[row, head]].tolist()
+            chosen = indices[row, head][is_kept[row, head]].tolist()
             assert chosen == sorted(order[-totals[row] :])
 
 
 def freed(priority, positions, newest, sink, recent, slot_mask, full):
-    """The slots that a step frees, which are empty then; nothing else changes."""
-    unread, held = torch.empty(0), positions.clone()
+    """Return the slots that a step frees, which are empty then; nothing else changes."""
+    unread, remaining = torch.empty(0), positions.clone()
     free = torch.zeros(*positions.shape[:2], 1, dtype=torch.int64)
-    slots = Slots(unread, unread, priority.clone(), held, free, newest.flatten() + 1, slot_mask)
+    slots = Slots(
+        unread, unread, priority.clone(), remaining, free, newest.flatten() + 1, slot_mask
+    )
     evict_one(slots, StepRules(1.0, recent, sink), full)
     assert slots.free_slot is free and torch.equal(slots.scores, priority)
-    assert torch.equal(held, positions.scatter(-1, free, -1))
+    assert torch.equal(remaining, positions.scatter(-1, free, -1))
     return free
 
 
@@ -104,17 +106,19 @@ def test_the_freed_slot_against_a_sort(data, layer):
         assert torch.equal(chosen, same)
     for row in range(batch):
         for head in range(heads):
-            held = positions[row, head].tolist()
+            slot_positions = positions[row, head].tolist()
             open_slots = [
                 slot
                 for slot in range(slots)
-                if held[slot] < 0 and (slot_mask is None or slot_mask[row, 0, slot])
+                if slot_positions[slot] < 0 and (slot_mask is None or slot_mask[row, 0, slot])
             ]
             slot = int(chosen[row, head, 0])
             if open_slots:
                 assert slot in open_slots
             else:
-                order = ranked(priority[row, head].tolist(), held, int(newest[row]), sink, recent)
+                order = ranked(
+                    priority[row, head].tolist(), slot_positions, int(newest[row]), sink, recent
+                )
                 # With everything protected any entry is as good: the budget rules that out.
                 if not protected[row, head][positions[row, head] >= 0].all():
                     assert slot == order[0]
@@ -135,6 +139,6 @@ def test_whole_entries_are_copied_whatever_their_strides(dtype, size):
     if dtype.is_floating_point:
         entries[:, :, 0] = torch.nan  # what was not chosen must not come into empty slots
     for num_slots in (41, 35):
-        made = compact(entries, indices, num_slots)
-        assert made.is_contiguous() and made.shape == (2, 3, num_slots, size)
-        assert torch.equal(made[:, :, :35], expected) and not made[:, :, 35:].any()
+        copied = compact(entries, indices, num_slots)
+        assert copied.is_contiguous() and copied.shape == (2, 3, num_slots, size)
+        assert torch.equal(copied[:, :, :35], expected) and not copied[:, :, 35:].any()

@@ -18,11 +18,11 @@ SMALLEST = 99 << 10
 def test_every_kernel_compiles_and_fits(architecture, tmp_path):
     surroundings = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     surroundings.pop("TRITON_INTERPRET", None)
-    made = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(SCRIPT), architecture],
         env=surroundings, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert made.returncode == 0, made.stderr[-2000:]
-    kernels = [json.loads(line) for line in made.stdout.splitlines()]
+    assert process.returncode == 0, process.stderr[-2000:]
+    kernels = [json.loads(line) for line in process.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in kernels} == {"_attend", "_finish", "_forward", "_sums"}
     assert [kernel for kernel in kernels if kernel["shared"] > SMALLEST] == []

@@ -17,10 +17,10 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 BATCH, HEADS = 2, 2
 
 
-def state(device, num_slots, held, size, value_size, dtype, rolls):
+def state(device, num_slots, num_entries, size, value_size, dtype, rolls):
     shape = BATCH, HEADS, num_slots
     ages = torch.rand(shape, device=device).argsort(dim=-1)
-    positions = torch.where(ages < held, ages + 3, -1).to(torch.int32)
+    positions = torch.where(ages < num_entries, ages + 3, -1).to(torch.int32)
     free = (positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
     # What an empty slot holds must not matter.
     empty = (positions < 0).unsqueeze(-1)
@@ -29,7 +29,7 @@ def state(device, num_slots, held, size, value_size, dtype, rolls):
     scores = torch.rand(shape, device=device).mul(4).round()  # with ties
     return Slots(
         keys.to(dtype), values.to(dtype), scores, positions, free,
-        torch.full((BATCH,), held + 3, device=device), None,
+        torch.full((BATCH,), num_entries + 3, device=device), None,
         ranks_of(positions) if rolls else None,
     )  # fmt: skip
 
@@ -41,39 +41,39 @@ def tables_of(device, num_slots, width):
 
 
 def copy(slots):
-    parts = vars(slots).values()
-    return Slots(*(None if part is None else part.clone() for part in parts))
+    tensors = vars(slots).values()
+    return Slots(*(None if tensor is None else tensor.clone() for tensor in tensors))
 
 
 def in_blocks(entries):
-    """The same entries in blocks of a pool, which lie apart, among others' that are no numbers."""
+    """Return the same entries in separate blocks of a pool, among others' that are NaN."""
     num_blocks, size = 5, entries[0].numel()
     pages = torch.full(
         (num_blocks, size + 3), torch.nan, dtype=entries.dtype, device=entries.device
     )
     blocks = pages[:, 2 : size + 2].view(num_blocks, *entries.shape[1:])
-    places = torch.tensor([[3, 1], [0, 1]], device=entries.device)[:, 0]  # of a larger tensor
-    blocks[places] = entries
-    return Indexed(blocks, places)
+    block_index = torch.tensor([[3, 1], [0, 1]], device=entries.device)[:, 0]  # of a larger tensor
+    blocks[block_index] = entries
+    return Indexed(blocks, block_index)
 
 
-def run(device, dtype=torch.float32, groups=2, num_slots=63, held=None, size=32, value_size=None,
-        width=0, sink=None, recent=7, cores=1, real=None, slot_mask=None, indexed=False,
-        **rules):  # fmt: skip
-    held = num_slots - 1 if held is None else held
+def run(device, dtype=torch.float32, groups=2, num_slots=63, num_entries=None, size=32,
+        value_size=None, width=0, sink=None, recent=7, cores=1, real=None, slot_mask=None,
+        indexed=False, **rules):  # fmt: skip
+    num_entries = num_slots - 1 if num_entries is None else num_entries
     value_size = value_size or size
-    slots = state(device, num_slots, held, size, value_size, dtype, width > 0)
+    slots = state(device, num_slots, num_entries, size, value_size, dtype, width > 0)
     slots = replace(slots, slot_mask=slot_mask)
 
     def column(count):
         return torch.full((BATCH, 1, 1), count, device=device)
 
-    how = StepRules(
+    step_rules = StepRules(
         size**-0.5, column(recent), None if sink is None else column(sink),
         rotary=tables_of(device, num_slots, width) if width else None,
-        full=held == num_slots - 1 and slot_mask is None, **rules,
+        full=num_entries == num_slots - 1 and slot_mask is None, **rules,
     )  # fmt: skip
-    twin = copy(slots)
+    reference = copy(slots)
     if indexed:
         slots = replace(slots, keys=in_blocks(slots.keys), values=in_blocks(slots.values))
     for _ in range(4):
@@ -82,25 +82,27 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, held=None, size=32,
             torch.randn(BATCH, HEADS, 1, size).mul(2).to(device, dtype),
             torch.randn(BATCH, HEADS, 1, value_size).to(device, dtype),
         )
-        output = triton_decode.decode_step(*token, slots, how, real, num_cores=cores)
-        expected = step.decode_step(*token, twin, how, real)
+        output = triton_decode.decode_step(*token, slots, step_rules, real, num_cores=cores)
+        expected = step.decode_step(*token, reference, step_rules, real)
         rows = slice(None) if real is None else real[:, 0]
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(output[rows], expected[rows], atol=tolerance, rtol=tolerance)
         for name in ("positions", "free_slot", "num_real_tokens", "ranks"):
-            one, other = getattr(slots, name), getattr(twin, name)
-            assert one is None or torch.equal(one, other), name
-        taken = slots.positions >= 0
+            tensor, other = getattr(slots, name), getattr(reference, name)
+            assert tensor is None or torch.equal(tensor, other), name
+        is_entry = slots.positions >= 0
         for name in ("keys", "values"):
             entries = getattr(slots, name)
             if indexed:
-                others = [place for place in range(5) if place not in entries.block_index]
+                others = [block for block in range(5) if block not in entries.block_index]
                 assert entries.blocks[others].isnan().all()
                 entries = entries.blocks[entries.block_index]
-            assert torch.equal(entries[taken], getattr(twin, name)[taken]), name
-        torch.testing.assert_close(slots.scores[taken], twin.scores[taken], atol=1e-4, rtol=1e-4)
+            assert torch.equal(entries[is_entry], getattr(reference, name)[is_entry]), name
+        torch.testing.assert_close(
+            slots.scores[is_entry], reference.scores[is_entry], atol=1e-4, rtol=1e-4
+        )
         # Only entries count: a difference in the last bits must not become another choice later.
-        slots.scores.copy_(twin.scores)
+        slots.scores.copy_(reference.scores)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -120,32 +122,41 @@ def test_head_sizes(device, size, dtype):
 @pytest.mark.parametrize("num_slots", [2, 17, 63, 300])
 @pytest.mark.parametrize("sink", [None, 4])
 def test_slots_that_fill_up(device, num_slots, sink):
-    run(device, num_slots=num_slots, held=num_slots // 2, sink=sink, cores=9)
+    run(device, num_slots=num_slots, num_entries=num_slots // 2, sink=sink, cores=9)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [16, 32])
-@pytest.mark.parametrize("held", [40, 62])
-def test_rolling_positions(device, dtype, width, held):
-    run(device, dtype, held=held, width=width, cores=3)
+@pytest.mark.parametrize("num_entries", [40, 62])
+def test_rolling_positions(device, dtype, width, num_entries):
+    run(device, dtype, num_entries=num_entries, width=width, cores=3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("held", [40, 62])
-def test_entries_in_the_blocks_of_a_pool(device, dtype, held):
-    run(device, dtype, groups=3, held=held, size=40, value_size=16, cores=9, indexed=True)
+@pytest.mark.parametrize("num_entries", [40, 62])
+def test_entries_in_the_blocks_of_a_pool(device, dtype, num_entries):
+    run(
+        device,
+        dtype,
+        groups=3,
+        num_entries=num_entries,
+        size=40,
+        value_size=16,
+        cores=9,
+        indexed=True,
+    )
 
 
 def test_sequences_with_budgets_of_their_own(device):
     slot_mask = torch.ones(BATCH, HEADS, 63, dtype=torch.bool, device=device)
     slot_mask[1, :, 40:] = False
-    run(device, held=30, slot_mask=slot_mask)
+    run(device, num_entries=30, slot_mask=slot_mask)
 
 
 @pytest.mark.parametrize("width", [0, 32])
 def test_a_token_that_is_padding(device, width):
     real = torch.tensor([[True], [False]], device=device)
-    run(device, held=30, real=real, width=width)
+    run(device, num_entries=30, real=real, width=width)
 
 
 def test_soft_caps(device):
@@ -167,6 +178,6 @@ def test_a_policy_that_ranks_by_its_own_code(device):
 def test_the_slots_are_shared_out_without_gaps():
     for rows in (1, 16, 4000):
         for slots in (1, 2, 64, 65, 411, 8193):
-            parts = triton_decode.share_out(rows, slots, 64, 132)
-            size = triton_decode._split_size(slots, parts, 64)
-            assert (parts - 1) * size < slots <= parts * size
+            splits = triton_decode.share_out(rows, slots, 64, 132)
+            size = triton_decode._split_size(slots, splits, 64)
+            assert (splits - 1) * size < slots <= splits * size

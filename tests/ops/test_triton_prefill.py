@@ -13,8 +13,8 @@ SUMS = {torch.float32: 1e-4, torch.bfloat16: 2e-3, torch.float16: 1e-3}
 
 def draw(device, batch, kv_heads, groups, past, length, size, value_size=None, dtype=None):
     def states(heads, count, width):
-        made = torch.randn(batch, count, heads, width) * 1.5
-        return made.to(device, dtype or torch.float32).transpose(1, 2)
+        tensor = torch.randn(batch, count, heads, width) * 1.5
+        return tensor.to(device, dtype or torch.float32).transpose(1, 2)
 
     query = states(kv_heads * groups, length, size)
     key = states(kv_heads, past + length, size)
@@ -22,10 +22,10 @@ def draw(device, batch, kv_heads, groups, past, length, size, value_size=None, d
 
 
 def visible_of(visibility, shape, length, device):
-    """The whole matrix of who sees what, bool ``[B, H, T, N]``."""
-    own = visibility.past + torch.arange(length, device=device).unsqueeze(1)
+    """Return the matrix of which query sees which key, bool ``[B, H, T, N]``."""
+    positions = visibility.past + torch.arange(length, device=device).unsqueeze(1)
     columns = torch.arange(shape[2], device=device)
-    seen = (columns <= own).expand(*shape[:2], -1, -1).clone()
+    seen = (columns <= positions).expand(*shape[:2], -1, -1).clone()
     if visibility.entries is not None:
         seen &= visibility.entries.unsqueeze(2)
     if visibility.queries is not None:
@@ -115,16 +115,18 @@ def test_all_at_once(device, softcap):
 
 def test_two_runs_are_equal_to_the_last_bit(device):
     query, key, value = draw(device, 1, 2, 4, 0, 200, 64, dtype=torch.bfloat16)
-    one, two = (
+    first, second = (
         triton_prefill.attention_with_scores(query, key, value, Visibility(), 0.125)
         for _ in range(2)
     )
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def test_sums_that_nobody_looks_at_are_not_made(device):
     query, key, value = draw(device, 1, 2, 2, 5, 63, 32)
-    how = Visibility(past=5), 0.2
-    output, sums = triton_prefill.attention_with_scores(query, key, value, *how, needs_sums=False)
-    assert torch.equal(output, triton_prefill.attention_with_scores(query, key, value, *how)[0])
+    options = Visibility(past=5), 0.2
+    output, sums = triton_prefill.attention_with_scores(
+        query, key, value, *options, needs_sums=False
+    )
+    assert torch.equal(output, triton_prefill.attention_with_scores(query, key, value, *options)[0])
     assert sums.shape == key.shape[:3] and not sums.any()

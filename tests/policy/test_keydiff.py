@@ -12,7 +12,7 @@ def kept_by_definition(keys, budget):
     """Positions that stay of one KV head's keys ``[T, D]``, as the paper has it."""
     directions = [key / key.norm() for key in keys]
     mean = sum(directions) / len(directions)
-    likeness = [float(torch.dot(own, mean) / mean.norm()) for own in directions]
+    likeness = [float(torch.dot(direction, mean) / mean.norm()) for direction in directions]
     return set(sorted(range(len(keys)), key=likeness.__getitem__)[:budget])
 
 
@@ -24,7 +24,7 @@ def test_the_published_ranking(make_llama, kept_sets, first_layer, kv_heads, sim
     cache = h2okv.H2OCache(model.config, 11, 0, policy="keydiff", simulate=simulate)
     h2okv.prefill(model, input_ids, cache)
     _, keys = first_layer(model, input_ids)
-    assert kept_sets(cache)[0][0] == [kept_by_definition(own, 11) for own in keys]
+    assert kept_sets(cache)[0][0] == [kept_by_definition(head_keys, 11) for head_keys in keys]
 
 
 @torch.no_grad()
@@ -36,17 +36,19 @@ def test_each_step_evicts_what_is_most_like_the_rest(make_llama, kept_sets, firs
     for token in input_ids[:, 20:].split(1, dim=1):
         model(token, past_key_values=cache)
     _, keys = first_layer(model, input_ids)
-    for head, own in enumerate(keys):
-        held = sorted(kept_by_definition(own[:20], 8))
+    for head, head_keys in enumerate(keys):
+        positions = sorted(kept_by_definition(head_keys[:20], 8))
         for new in range(20, 30):
-            held.append(new)
-            held = sorted(held[place] for place in kept_by_definition(own[held], 8))
-        assert kept_sets(cache)[0][0][head] == set(held)
+            positions.append(new)
+            positions = sorted(
+                positions[index] for index in kept_by_definition(head_keys[positions], 8)
+            )
+        assert kept_sets(cache)[0][0][head] == set(positions)
 
 
 @pytest.mark.parametrize("options", [{"kv_bits": 8}, {"sink": 2}])
 def test_dropping_equals_masking_whatever_is_stored(make_llama, kept_sets, options):
-    model, found = make_llama(), []
+    model, results = make_llama(), []
     input_ids = torch.randint(2, 97, (2, 40), generator=torch.Generator().manual_seed(5))
     for simulate in (False, True):
         cache = h2okv.H2OCache(
@@ -57,8 +59,8 @@ def test_dropping_equals_masking_whatever_is_stored(make_llama, kept_sets, optio
                 input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache,
                 max_new_tokens=12, do_sample=False,
             )  # fmt: skip
-        found.append((output.tolist(), kept_sets(cache)))
-    assert found[0] == found[1]
+        results.append((output.tolist(), kept_sets(cache)))
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("simulate", [False, True])
@@ -101,7 +103,7 @@ def test_a_policy_without_its_ranking_says_so():
 def test_an_empty_slot_has_no_say():
     keys = torch.randn(1, 1, 5, 8)
     positions = torch.tensor([[[0, 1, -1, 2, 3]]], dtype=torch.int32)
-    taken = [0, 1, 3, 4]
-    ranks = KeyDiff().key_priority(keys, positions)[..., taken]
-    alone = KeyDiff().key_priority(keys[:, :, taken], positions[..., taken])
+    filled = [0, 1, 3, 4]
+    ranks = KeyDiff().key_priority(keys, positions)[..., filled]
+    alone = KeyDiff().key_priority(keys[:, :, filled], positions[..., filled])
     torch.testing.assert_close(ranks, alone)

@@ -23,17 +23,17 @@ def strided(newest, limit):
 
 
 def fixed(newest, limit, cells=8):
-    """The last cells of every block, for the smallest block that has at most ``limit`` of them."""
+    """Return the last cells of every block, of the smallest size with at most ``limit`` cells."""
     cells = min(cells, limit)
     if cells == 0:
         return set()
     block = cells
     while True:
-        kept = {p for p in range(newest + 1) if p % block >= block - cells}
+        cells_of_pattern = {p for p in range(newest + 1) if p % block >= block - cells}
         # A block that has begun to end counts whole: its other cells are about to come.
-        whole = cells * len({p // block for p in kept})
-        if whole <= limit:
-            return kept
+        count = cells * len({p // block for p in cells_of_pattern})
+        if count <= limit:
+            return cells_of_pattern
         block *= 2
 
 
@@ -76,7 +76,7 @@ def test_powers_of_two():
 
 
 @pytest.mark.parametrize(
-    ("name", "parts"),
+    ("name", "expected"),
     [
         ("strided", TokenBudget(2, 0, 6, 6)),
         ("fixed", TokenBudget(2, 0, 6, 6)),
@@ -84,8 +84,8 @@ def test_powers_of_two():
         ("fixed_heavy", TokenBudget(2, 5, 4, 3)),
     ],
 )
-def test_how_the_budget_is_divided(name, parts):
-    assert get_rule(name).allocate_budget(TokenBudget(sink=2, heavy=5, recent=7)) == parts
+def test_how_the_budget_is_divided(name, expected):
+    assert get_rule(name).allocate_budget(TokenBudget(sink=2, heavy=5, recent=7)) == expected
 
 
 @torch.no_grad()
@@ -96,13 +96,13 @@ def read(model, cache, length, prompt):
 
 
 def held_by(pattern, limit, window, total, length, prompt):
-    """The frame in plain Python: the oldest of what neither window nor pattern keeps goes."""
-    kept: set[int] = set()
+    """Apply the frame in plain Python: the oldest entry outside window and pattern goes."""
+    entries: set[int] = set()
     for newest in range(prompt - 1, length):
-        kept |= set(range(newest + 1)) if newest == prompt - 1 else {newest}
+        entries |= set(range(newest + 1)) if newest == prompt - 1 else {newest}
         stays = pattern(newest, limit) | set(range(newest - window + 1, newest + 1))
-        kept -= set(sorted(kept - stays)[: max(0, len(kept) - total)])
-    return kept
+        entries -= set(sorted(entries - stays)[: max(0, len(entries) - total)])
+    return entries
 
 
 @pytest.mark.parametrize("prompt", [1, 60])
@@ -130,10 +130,10 @@ def test_heavy_hitters_fill_the_rest(make_llama, kept_sets, name, pattern):
     for cache in caches:
         read(model, cache, 80, 80)
     scores = caches[1].scores(0)[0]
-    kept = pattern(79, 6) | set(range(74, 80))
-    for head, held in enumerate(kept_sets(caches[0])[0][0]):
-        rest = sorted(set(range(80)) - kept, key=lambda p: (float(scores[head, p]), p))
-        assert held == kept | set(rest[len(kept) - 22 :])
+    protected = pattern(79, 6) | set(range(74, 80))
+    for head, positions in enumerate(kept_sets(caches[0])[0][0]):
+        others = sorted(set(range(80)) - protected, key=lambda p: (float(scores[head, p]), p))
+        assert positions == protected | set(others[len(protected) - 22 :])
 
 
 @pytest.mark.parametrize("name", NAMES)

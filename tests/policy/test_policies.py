@@ -79,12 +79,12 @@ def test_priority_is_elementwise_over_rows(policy):
     together = policy.priority(scores, positions, newest, 1)
     assert together.shape == scores.shape and bool(torch.isfinite(together).all())
     for row in range(3):
-        part = slice(row, row + 1)
-        alone = policy.priority(scores[part], positions[part], newest[part], 1)
-        assert torch.equal(alone, together[part])
+        single = slice(row, row + 1)
+        alone = policy.priority(scores[single], positions[single], newest[single], 1)
+        assert torch.equal(alone, together[single])
 
 
-def kept(model, policy, **options):
+def read_prompt(model, policy, **options):
     cache = h2okv.H2OCache(model.config, policy=policy, **options)
     with torch.no_grad():
         model(torch.arange(2, 42)[None], past_key_values=cache)
@@ -93,7 +93,7 @@ def kept(model, policy, **options):
 
 
 def test_recent_keeps_the_newest(make_llama):
-    heads, _ = kept(make_llama(), "recent", heavy=4, recent=4)
+    heads, _ = read_prompt(make_llama(), "recent", heavy=4, recent=4)
     assert heads == [set(range(32, 40))] * 2
 
 
@@ -105,25 +105,30 @@ def test_sinks_stay_whatever_the_policy(make_llama, policy):
         "sink": 3,
         "simulate": get_rule(policy).sees is Sees.EACH_QUERY,
     }
-    for head in kept(make_llama(), policy, **options)[0]:
+    for head in read_prompt(make_llama(), policy, **options)[0]:
         assert head >= {0, 1, 2}
 
 
 def test_recent_keeps_the_sinks_that_it_is_given(make_llama):
-    heads, _ = kept(make_llama(), "recent", heavy=4, recent=4, sink=3)
+    heads, _ = read_prompt(make_llama(), "recent", heavy=4, recent=4, sink=3)
     assert heads == [{0, 1, 2, *range(32, 40)}] * 2
 
 
 def test_sink_recent_keeps_both_ends(make_llama):
     model = make_llama()
-    assert kept(model, "sink_recent", heavy=4, recent=4)[0] == [{0, 1, 2, 3, 36, 37, 38, 39}] * 2
-    assert kept(model, "sink_recent", heavy=4, recent=4, sink=1)[0] == [{0, *range(32, 40)}] * 2
+    assert (
+        read_prompt(model, "sink_recent", heavy=4, recent=4)[0]
+        == [{0, 1, 2, 3, 36, 37, 38, 39}] * 2
+    )
+    assert (
+        read_prompt(model, "sink_recent", heavy=4, recent=4, sink=1)[0] == [{0, *range(32, 40)}] * 2
+    )
 
 
 def test_heavy_keeps_the_highest_scores_only(make_llama):
     model = make_llama()
-    heads, _ = kept(model, "heavy", heavy=4, recent=4)
-    _, everything = kept(model, "full", heavy=4, recent=4)
+    heads, _ = read_prompt(model, "heavy", heavy=4, recent=4)
+    _, everything = read_prompt(model, "full", heavy=4, recent=4)
     scores = everything.scores(0)[0, :, :40]
     positions = everything.kept_positions(0)[0, :, :40]
     for head, expected in enumerate(scores.topk(8, dim=-1).indices):
@@ -132,8 +137,8 @@ def test_heavy_keeps_the_highest_scores_only(make_llama):
 
 def test_h2o_keeps_recent_and_heavy(make_llama):
     model = make_llama()
-    heads, _ = kept(model, "h2o", heavy=4, recent=4, sink=1)
-    _, everything = kept(model, "full", heavy=4, recent=4)
+    heads, _ = read_prompt(model, "h2o", heavy=4, recent=4, sink=1)
+    _, everything = read_prompt(model, "full", heavy=4, recent=4)
     for head in range(2):
         scores = dict(
             zip(
@@ -148,9 +153,9 @@ def test_h2o_keeps_recent_and_heavy(make_llama):
 
 def test_random_depends_on_the_seed_and_on_nothing_else(make_llama):
     model = make_llama()
-    first, _ = kept(model, "random", heavy=8, recent=4, seed=1)
-    again, _ = kept(model, "random", heavy=8, recent=4, seed=1)
-    other, _ = kept(model, "random", heavy=8, recent=4, seed=2)
+    first, _ = read_prompt(model, "random", heavy=8, recent=4, seed=1)
+    again, _ = read_prompt(model, "random", heavy=8, recent=4, seed=1)
+    other, _ = read_prompt(model, "random", heavy=8, recent=4, seed=2)
     assert first == again != other
     assert first[0] != first[1]
     assert all(set(range(36, 40)) <= head for head in first)

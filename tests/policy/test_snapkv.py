@@ -19,7 +19,7 @@ def read(model, cache, *blocks):
 
 
 def voted(query, key, heavy, window, kernel):
-    """The paper's Listing 1 for one KV head in loops: the prompt's positions that stay."""
+    """Return the prompt's positions that stay: the paper's Listing 1 for one KV head in loops."""
     length = query.shape[1]
     votes = [0.0] * (length - window)
     for member in query:
@@ -42,8 +42,8 @@ def test_the_published_selection(
     cache = h2okv.H2OCache(model.config, heavy, window, policy=SnapKV(kernel), simulate=simulate)
     read(model, cache, ids)
     query, key = first_layer(model, ids)
-    for head, own in enumerate(query.unflatten(0, (kv_heads, -1))):
-        assert kept_sets(cache)[0][0][head] == voted(own, key[head], heavy, window, kernel)
+    for head, queries in enumerate(query.unflatten(0, (kv_heads, -1))):
+        assert kept_sets(cache)[0][0][head] == voted(queries, key[head], heavy, window, kernel)
 
 
 @pytest.mark.parametrize("simulate", [False, True])
@@ -55,7 +55,7 @@ def test_what_follows_the_prompt_stays(make_llama, kept_sets, simulate):
     # Past the room that slots are made with, steps and a turn.
     read(model, cache, *ids[:, 40:340].split(1, dim=1), ids[:, 340:])
     cache.check_integrity()
-    assert kept_sets(cache)[0][0] == [held | set(range(40, 360)) for held in prompt]
+    assert kept_sets(cache)[0][0] == [positions | set(range(40, 360)) for positions in prompt]
     assert cache.num_cached_tokens == 16 + 320
 
 

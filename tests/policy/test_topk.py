@@ -16,11 +16,11 @@ def read(model, cache, ids, mask, blocks):
     logits, at = [], 0
     position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
     for size in blocks:
-        part = slice(at, at + size)
+        block = slice(at, at + size)
         out = model(
-            ids[:, part],
+            ids[:, block],
             attention_mask=mask[:, : at + size],
-            position_ids=position_ids[:, part],
+            position_ids=position_ids[:, block],
             past_key_values=cache,
         )
         logits.append(out.logits)
@@ -35,7 +35,7 @@ def accumulated(query, key, blocks, sink, heavy, chosen):
     for size in blocks:
         others = sorted(range(sink, begin), key=lambda p: (scores[p], p))
         always = {*range(min(sink, begin)), *others[max(0, len(others) - heavy) :]}
-        given = list(scores)
+        added = list(scores)
         for i in range(begin, begin + size):
             for member in query:
                 logits = member[i] @ key.T * 16**-0.5
@@ -46,28 +46,29 @@ def accumulated(query, key, blocks, sink, heavy, chosen):
                     always | set(free[max(0, len(free) - chosen) :]) | set(range(begin, i + 1))
                 )
                 shares = torch.softmax(logits[seen], dim=0).tolist()
-                for position, part in zip(seen, shares, strict=True):
-                    given[position] += part
-        scores, begin = given, begin + size
+                for position, share in zip(seen, shares, strict=True):
+                    added[position] += share
+        scores, begin = added, begin + size
     return torch.tensor(scores)
 
 
 @pytest.mark.parametrize(("blocks", "chunk"), [([1] * 40, None), ([40], 1), ([25, 1, 6, 8], None)])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize(
-    ("policy", "parts"), [("topk", (2, 0, 7)), ("topk_heavy", (2, 4, 3)), ("topk_heavy", (0, 4, 3))]
+    ("policy", "budget"),
+    [("topk", (2, 0, 7)), ("topk_heavy", (2, 4, 3)), ("topk_heavy", (0, 4, 3))],
 )
-def test_each_query_sees_its_own(make_llama, first_layer, policy, parts, kv_heads, blocks, chunk):
+def test_each_query_sees_its_own(make_llama, first_layer, policy, budget, kv_heads, blocks, chunk):
     model, ids = make_llama(layers=1, kv_heads=kv_heads), tokens(40)
     cache = h2okv.H2OCache(
-        model.config, 4, 3, parts[0], policy=policy, prefill_chunk=chunk, simulate=True
+        model.config, 4, 3, budget[0], policy=policy, prefill_chunk=chunk, simulate=True
     )
     read(model, cache, ids, torch.ones_like(ids), blocks)
     cache.check_integrity()
     query, key = first_layer(model, ids)
     steps = [1] * 40 if chunk else blocks
-    for head, own in enumerate(query.unflatten(0, (kv_heads, -1))):
-        expected = accumulated(own, key[head], steps, *parts)
+    for head, queries in enumerate(query.unflatten(0, (kv_heads, -1))):
+        expected = accumulated(queries, key[head], steps, *budget)
         torch.testing.assert_close(cache.scores(0)[0, head], expected, atol=1e-4, rtol=1e-4)
 
 
@@ -82,20 +83,20 @@ def test_a_padded_row_sees_what_it_sees_alone(make_llama, policy):
     logits = read(model, together, ids, mask, blocks)
     for row in range(3):
         real = mask[row].bool()
-        own = ids[row : row + 1, real]
-        own_blocks = [int(part.sum()) for part in real.split(blocks)]
+        real_ids = ids[row : row + 1, real]
+        own_blocks = [int(block.sum()) for block in real.split(blocks)]
         alone = h2okv.H2OCache(model.config, 0.2, 0.15, 1, policy=policy, simulate=True)
-        expected = read(model, alone, own, torch.ones_like(own), own_blocks)
+        expected = read(model, alone, real_ids, torch.ones_like(real_ids), own_blocks)
         torch.testing.assert_close(logits[row, real], expected[0], atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("policy", ["topk", "topk_heavy"])
 def test_room_for_all_is_full_attention(make_llama, policy):
     model, ids = make_llama(), tokens(40, batch=2)
-    ones, blocks = torch.ones_like(ids), [25, 1, 1, 8, 1, 4]
+    mask, blocks = torch.ones_like(ids), [25, 1, 1, 8, 1, 4]
     cache = h2okv.H2OCache(model.config, 20, 20, policy=policy, simulate=True)
     full = h2okv.H2OCache(model.config, policy="full")
-    actual, expected = (read(model, each, ids, ones, blocks) for each in (cache, full))
+    actual, expected = (read(model, each, ids, mask, blocks) for each in (cache, full))
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -66,17 +66,17 @@ ANSWERS = [
 
 
 def read(text, cuts):
-    parser, parts = ToolCallParser(), []
+    parser, pieces = ToolCallParser(), []
     edges = [0, *sorted(cuts), len(text)]
     for start, stop in zip(edges, edges[1:], strict=False):
-        parts += parser.add(text[start:stop])
-    parts += parser.end()
+        pieces += parser.add(text[start:stop])
+    pieces += parser.end()
     joined = []
-    for part in parts:
-        if isinstance(part, str) and joined and isinstance(joined[-1], str):
-            joined[-1] += part
+    for piece in pieces:
+        if isinstance(piece, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += piece
         else:
-            joined.append(part)
+            joined.append(piece)
     return joined
 
 
@@ -99,7 +99,7 @@ def test_any_pieces_of_any_text_give_the_same_calls(data):
     expected = read(text, [])
     assert read(text, cuts) == expected == read(text, range(1, len(text)))
     # Nothing but whitespace and what belongs to calls is lost.
-    if not any(isinstance(part, ToolCall) for part in expected):
+    if not any(isinstance(piece, ToolCall) for piece in expected):
         assert "".join(expected) == text
 
 

@@ -17,10 +17,10 @@ def test_windows_begin_with_bos_and_have_their_length(corpus):
 
 
 def test_a_window_depends_on_seed_and_number_alone(corpus):
-    one, two = TrainingWindows(corpus, seed=3), TrainingWindows(corpus, seed=3)
-    one.batch(0, 7, 128)
-    assert (one.batch(5, 2, 256) == two.batch(5, 2, 256)).all()
-    assert (one.batch(5, 2, 256) != TrainingWindows(corpus, seed=4).batch(5, 2, 256)).any()
+    windows, same = TrainingWindows(corpus, seed=3), TrainingWindows(corpus, seed=3)
+    windows.batch(0, 7, 128)
+    assert (windows.batch(5, 2, 256) == same.batch(5, 2, 256)).all()
+    assert (windows.batch(5, 2, 256) != TrainingWindows(corpus, seed=4).batch(5, 2, 256)).any()
 
 
 def test_plain_windows_begin_at_a_sentence(corpus):

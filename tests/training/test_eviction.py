@@ -37,14 +37,14 @@ def test_recall_counts_answers_stated_in_the_prompt_and_asked_after_it(net, corp
     stated = [
         {a.fact for a in window.answers if a.occurrence == 0 and a.stop <= 128} for window in facts
     ]
-    asked = [
+    answers = [
         a
-        for window, known in zip(facts, stated, strict=True)
+        for window, prompt_facts in zip(facts, stated, strict=True)
         for a in window.answers
-        if a.start >= 128 and a.fact in known
+        if a.start >= 128 and a.fact in prompt_facts
     ]
     assert measured.tokens == 26
-    assert measured.answers == len(asked) > 0
+    assert measured.answers == len(answers) > 0
 
 
 def test_heavy_positions_lie_outside_the_recent_window(net, corpus):

@@ -48,5 +48,5 @@ def test_a_resumed_run_takes_the_same_step(tokenizer, tmp_path):
     its_optimizers.load_state_dict(states["optimizers"])
     step(again, its_optimizers)
     assert loaded == progress
-    for one, two in zip(net.parameters(), again.parameters(), strict=True):
-        assert torch.equal(one, two)
+    for parameter, restored in zip(net.parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, restored)

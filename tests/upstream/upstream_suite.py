@@ -111,7 +111,7 @@ def put_in_place() -> None:
         stands_in = Recorder.h2o and requested in (None, "sdpa")
         return "h2o" if stands_in else choose(self, requested, *args, **options)
 
-    def made(cls, *args, config=None, **options):
+    def new_cache(cls, *args, config=None, **options):
         if Recorder.h2o and config is not None and config._attn_implementation == "h2o":
             try:
                 with unittest.mock.patch.object(Recorder, "h2o", False):  # it makes one itself
@@ -126,7 +126,7 @@ def put_in_place() -> None:
 
     AttentionInterface.register("h2o", attention)
     PreTrainedModel.get_correct_attn_implementation = chosen
-    DynamicCache.__new__ = staticmethod(made)
+    DynamicCache.__new__ = staticmethod(new_cache)
 
 
 class Tester:
@@ -136,8 +136,10 @@ class Tester:
     hidden_size, num_hidden_layers, num_attention_heads, pad_token_id = 32, 2, 4, 0
 
     def __init__(self, family: str) -> None:
-        found = next(one for one in family_table.FAMILIES if one.model_type == family)
-        self.options = family_table.config_options(found, found.kv_heads and found.kv_heads[-1])
+        entry = next(
+            candidate for candidate in family_table.FAMILIES if candidate.model_type == family
+        )
+        self.options = family_table.config_options(entry, entry.kv_heads and entry.kv_heads[-1])
         self.family = family
 
     def get_config(self):
@@ -158,7 +160,7 @@ class GenerationFacts:
         self.model = self.make(Recorder.h2o)
 
     def make(self, h2o: bool, dtype: torch.dtype = torch.float32):
-        """The same weights with H2O or, as the reference, the family's own attention."""
+        """Make the same weights with H2O or, as the reference, with the family's own attention."""
         config = self.model_tester.get_config()
         capped = getattr(config, "attn_logit_softcapping", None)  # which SDPA leaves out
         torch.manual_seed(0)
@@ -189,22 +191,22 @@ class GenerationFacts:
             )
 
     def same(self, rows=2, **options):
-        made = [
+        outputs = [
             self.generate(model, self.ids[:rows], **options)
             for model in (self.model, self.make(False))
         ]
-        assert torch.equal(made[0].sequences, made[1].sequences)
-        for own, expected in zip(made[0].scores, made[1].scores, strict=True):
-            torch.testing.assert_close(own, expected, **TOLERANCE)
+        assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+        for scores, expected in zip(outputs[0].scores, outputs[1].scores, strict=True):
+            torch.testing.assert_close(scores, expected, **TOLERANCE)
 
     def goes_on(self, first, start):
-        """A second generate from a cache, and from its copy, makes the rest of the same text."""
-        whole = self.generate(self.model, self.ids).sequences
+        """Generate twice from a cache, and from its copy, the rest of the same text."""
+        expected = self.generate(self.model, self.ids).sequences
         ids = torch.cat([start, first.sequences], 1)
-        assert torch.equal(ids, whole[:, : LENGTH + 3])
+        assert torch.equal(ids, expected[:, : LENGTH + 3])
         for cache in (copy.deepcopy(first.past_key_values), first.past_key_values):
             more = self.generate(self.model, ids, NEW - 3, past_key_values=cache)
-            assert torch.equal(more.sequences, whole)
+            assert torch.equal(more.sequences, expected)
 
     def test_goes_on_with_a_cache(self):
         self.goes_on(self.generate(self.model, self.ids, 3), self.ids[:, :0])
@@ -231,8 +233,10 @@ class GenerationFacts:
         eager = self.make(False, dtype)
         eager.set_attn_implementation("eager")
         expected = eager(self.ids).logits.float()
-        made = self.make(Recorder.h2o, dtype)(self.ids).logits.float()
-        torch.testing.assert_close(made, expected, rtol=0, atol=atol * float(expected.abs().max()))
+        logits = self.make(Recorder.h2o, dtype)(self.ids).logits.float()
+        torch.testing.assert_close(
+            logits, expected, rtol=0, atol=atol * float(expected.abs().max())
+        )
 
     test_equals_eager_fp32 = partialmethod(equals_eager, torch.float32, 1e-5)
     test_equals_eager_fp16 = partialmethod(equals_eager, torch.float16, 1e-2)
@@ -251,8 +255,10 @@ def upstream_mixin() -> type:
         run([sys.executable, "-m", "pip", "download", "-q", *options, name], check=True)
         with tarfile.open(next(FOLDER.glob("*.tar.gz"))) as archive:
             top = archive.getnames()[0].split("/")[0]
-            wanted = [one for one in archive.getmembers() if one.name.startswith(f"{top}/tests/")]
-            archive.extractall(FOLDER, wanted, filter="data")
+            members = [
+                member for member in archive.getmembers() if member.name.startswith(f"{top}/tests/")
+            ]
+            archive.extractall(FOLDER, members, filter="data")
         (FOLDER / top / "tests").rename(FOLDER / "tests")
     package = sys.modules["upstream"] = types.ModuleType("upstream")
     package.__path__ = [str(FOLDER / "tests")]
@@ -270,7 +276,7 @@ def upstream_mixin() -> type:
 
 
 def row_of(family: str, only: str = "") -> tuple[str, list[str]]:
-    """A family's line of the table, and what failed without a reason."""
+    """Return a family's line of the table, and what failed without a reason."""
     put_in_place()
     torch.set_num_threads(1)
     config = Tester(family).get_config()
@@ -287,25 +293,26 @@ def row_of(family: str, only: str = "") -> tuple[str, list[str]]:
     applicable = recorders[0].passed - recorders[1].idle
     facts = {name.removeprefix("test_") for name in dir(GenerationFacts)}
     cells = [
-        f"{len(part & passed)} / {len(part)}" for part in (applicable - facts, applicable & facts)
+        f"{len(tests & passed)} / {len(tests)}"
+        for tests in (applicable - facts, applicable & facts)
     ]
     failed = applicable - passed
     marks = [str(number) for number, name in enumerate(BY_DESIGN, 1) if name in failed]
-    told = [
+    failures = [
         f"{family} {name}: {recorders[1].failed.get(name, 'skipped')}"
         for name in sorted(failed - BY_DESIGN.keys())
     ]
     if not applicable:
-        told.append(f"{family}: not a single test applies")
-    return f"| {family} | {' | '.join(cells)} | {', '.join(marks) or '-'} |", told
+        failures.append(f"{family}: not a single test applies")
+    return f"| {family} | {' | '.join(cells)} | {', '.join(marks) or '-'} |", failures
 
 
 def main(families: list[str]) -> int:
     """Prints the table; returns 1 if a test fails that is not expected to, 2 for wrong names."""
-    known = [one.model_type for one in family_table.FAMILIES]
+    names = [entry.model_type for entry in family_table.FAMILIES]
     for family in families:
-        if family not in known:
-            print(unknown_name("family", family, known), file=sys.stderr)
+        if family not in names:
+            print(unknown_name("family", family, names), file=sys.stderr)
             return 2
     upstream_mixin()
     with multiprocessing.get_context("spawn").Pool(2, maxtasksperchild=1) as pool:
@@ -314,7 +321,7 @@ def main(families: list[str]) -> int:
     print("\n".join(row for row, _ in results), end="\n\n")
     for number, (name, why) in enumerate(BY_DESIGN.items(), 1):
         print(f"{number}. `{name}`: {why}.")
-    unknown = [line for _, told in results for line in told]
+    unknown = [line for _, failures in results for line in failures]
     print("\n".join(["", "Failed without a reason:", *unknown]) if unknown else "")
     return bool(unknown)
 

@@ -18,5 +18,5 @@ def sample_article() -> str:
 
 
 def sample_prompt() -> str:
-    """The opening of "A Scandal in Bohemia" (Conan Doyle, 1892), unknown to the bundled model."""
+    """Return the opening of "A Scandal in Bohemia" (1892), unknown to the bundled model."""
     return (_FOLDER / "sample_prompt.txt").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ from h2okv.records import naming
 _LOG = logging.getLogger("h2okv.engine")
 _NAME = re.compile(r"([0-9a-f]{64})\.safetensors(\.[0-9a-f]+\.tmp)?")
 _NOTE = "prefix"
-_STALE = 3600.0  # seconds after which nobody writes a draft any more
+_STALE = 3600.0  # seconds after which a draft counts as abandoned
 
 
 class PrefixFolder:
@@ -137,7 +137,7 @@ class PrefixFolder:
             os.utime(self._file(key))
 
     def write(self, key: str, state: H2OCache) -> None:
-        """Write a state soon; nobody mutates it. Mutates the folder."""
+        """Write a state soon, which must not change any more. Mutates the folder."""
         self._pending[key] = state
         self._writer.submit(self._write, key)
 
@@ -147,7 +147,7 @@ class PrefixFolder:
             self._pending.pop(key, None)
 
     def remove(self, key: str) -> None:
-        """Delete a state that nobody will ask for; mutates the folder."""
+        """Delete a state that is not needed any more; mutates the folder."""
         self.forget(key)
         with self._lock:
             self._delete(key)
