@@ -1,11 +1,13 @@
 """Speculation in the engine: the same outputs from fewer forwards, and only where it pays."""
 
+import json
 import random
 
 import pytest
 
 import h2okv
 from h2okv.engine.drafts import DraftGain, PromptLookup
+from h2okv.engine.structured import json_grammar
 
 BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
 
@@ -76,6 +78,39 @@ def test_states_of_prefixes_are_saved_between_drafts(make_llm, double_model, gre
     text = prompt + list(first.completions[0].token_ids)
     second = llm.generate([[*text, 7]], greedy(3))[0]
     assert second.prompt.num_reused == (len(text) - 1) // 8 * 8
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_grammars_mask_drafts_too(make_llm, make_llama, tokenizer, always, temperature):
+    """Drafts that a grammar forbids are rejected, and those that it allows are taken as they are."""
+    model = make_llama(sharpness=3.0).double()
+    model.resize_token_embeddings(len(tokenizer))
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    entry = {
+        "type": "object",
+        "properties": {"name": {"enum": ["heron", "fox"]}, "legs": {"enum": [2, 4]}},
+        "required": ["name", "legs"],
+        "additionalProperties": False,
+    }
+    schema = {"type": "array", "items": entry, "minItems": 4, "maxItems": 6}
+    params = h2okv.SamplingParams(
+        max_tokens=200, temperature=temperature, seed=3, grammar=json_grammar(schema)
+    )
+    prompt = 'Zoo: [{"name": "heron", "legs": 2}, {"name": "heron", "wings": 2}]\n' * 2
+    llms = [
+        make_llm(model, speculate=n, heavy=16, recent=16, max_prompt_tokens=400) for n in (0, 4)
+    ]
+    texts = []
+    for llm in llms:
+        outputs = [llm.generate([prompt], params)[0].completions[0] for _ in range(2)]
+        assert outputs[0].token_ids == outputs[1].token_ids  # nothing is left of a grammar
+        assert outputs[0].finish_reason == "stop"
+        texts.append(outputs[0])
+    assert texts[0].token_ids == texts[1].token_ids
+    assert 4 <= len(json.loads(texts[1].text)) <= 6
+    stats = llms[1].stats()
+    assert 0 < stats.accepted_tokens < stats.drafted_tokens
+    assert stats.steps < llms[0].stats().steps
 
 
 def test_a_stop_text_within_drafts_ends_the_output(make_llm, double_model, greedy, always):
