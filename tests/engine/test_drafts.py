@@ -82,7 +82,7 @@ def test_states_of_prefixes_are_saved_between_drafts(make_llm, double_model, gre
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_grammars_mask_drafts_too(make_llm, make_llama, tokenizer, always, temperature):
-    """Drafts that a grammar forbids are rejected, and those that it allows are taken as they are."""
+    """Drafts that a grammar forbids are rejected, and tokens are those without drafts."""
     model = make_llama(sharpness=3.0).double()
     model.resize_token_embeddings(len(tokenizer))
     model.generation_config.eos_token_id = tokenizer.eos_token_id

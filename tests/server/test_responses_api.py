@@ -85,7 +85,21 @@ def test_response_with_kept_tokens(served):
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools", "tools are for /v1/chat/completions"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "='web_search' is not supported"),
+        ({"tools": [{"type": "function", "name": 5}]}, "tools[0].name", "=5 does not fit"),
+        ({"tools": [{"type": "function", "name": "f"}], "tool_choice": {
+            "type": "function", "name": "g"}}, "tool_choice.name", "is not one of the tools (f)"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tool_choice": "required", "tools": [
+            {"type": "function", "name": "f", "parameters": {"type": "string"}}]},
+         "tools[0].parameters.type", "arguments are an object"),
+        ({"input": [{"type": "function_call", "name": ""}]}, "input[0].name", "does not fit"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": 5}]},
+         "input[0].arguments", "=5 does not fit"),
+        ({"input": [{"type": "function_call_output", "output": 5}]}, "input[0].output", "=5"),
+        ({"input": [{"type": "function_call_output", "output": "a", "call_id": 5}]},
+         "input[0].call_id", "=5 does not fit"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0]", "item of type 'web_search_call'"),
         ({"text": {"format": {"type": "json"}}}, "text.format", "give a type of text, json_object"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "give a JSON schema"),
         ({"previous_response_id": "resp-1"}, "previous_response_id", "no responses are stored"),
@@ -94,7 +108,7 @@ def test_response_with_kept_tokens(served):
         ({"input": 5}, "input", "input=5 does not fit"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content", "part of type 'input_image'; only text is supported"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0]", "tools are supported in the"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].output", "is missing"),
         ({"n": 2}, "n", "a response has one output"),
         ({"max_tokens": 2}, "max_tokens", "give max_output_tokens"),
         ({"max_output_token": 2}, "max_output_token", "did you mean max_output_tokens"),

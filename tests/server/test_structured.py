@@ -11,6 +11,7 @@ import pytest
 import h2okv
 from h2okv.engine.structured import GrammarCompiler, json_grammar
 from h2okv.integration.tool_messages import call_form
+from h2okv.server.protocol import ChatRequest
 from h2okv.server.structured import CallSyntax, answer_grammar
 from h2okv.server.tools import ToolCall, ToolCallParser
 
@@ -235,6 +236,40 @@ def test_markers_that_are_tokens(bundled_tokenizer, is_special):
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     grammar = answer_grammar(None, TOOLS, "required", True, syntax)
     assert fits(compiler, tokenizer, grammar, "\n".join(WRITTEN["hermes"][:2]))
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_strict_arguments_of_calls_that_are_free(bundled_tokenizer, is_special):
+    """Any text, and then calls, of which those to strict tools fit their schemas."""
+    tokenizer = copy.deepcopy(bundled_tokenizer)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=is_special)
+    syntax = CallSyntax.of(tokenizer)
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    first, second, _ = WRITTEN["hermes"]
+    body = {"model": "fake", "messages": [USER]}
+
+    def check(text, strict=True, schema=None, **fields):
+        tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": strict}}]
+        request = ChatRequest(**body, tools=[*tools, TOOLS[1]], response_format=schema, **fields)
+        grammar = request.grammar(syntax)
+        return grammar is None or fits(compiler, tokenizer, grammar, text)
+
+    wrong = first.replace("22", "23")
+    assert check(wrong, strict=False) and check(wrong, tool_choice="none")
+    for before in ("", "Well, {}:\n<tool\n"):
+        assert check(f"{before}{first}") and check(f"{before}{first}\n{second}")
+        assert check(f"{before}{second.replace('{}', '{1: 2}'.replace('1', chr(34) * 2))}")
+        assert not check(f"{before}{wrong}") and not check(f"{before}{first}\n{wrong}")
+        assert not check(f"{before}<tool_call>\n{{") and not check(f"{before}{first} And")
+    assert check("Hello.\n") and check('{"name": "f"}')
+    assert check(first, schema=FORMAT) and check(F, schema=FORMAT)
+    assert not check(wrong, schema=FORMAT) and check(wrong, False, FORMAT)
+    assert not check(f"{first}\n{second}", parallel_tool_calls=False)
+    # Without tokens of their own, a marker is text like any other.
+    plain = CallSyntax.of(bundled_tokenizer)
+    function = {**TOOLS[0]["function"], "strict": True}
+    request = ChatRequest(**body, tools=[{"type": "function", "function": function}])
+    assert request.grammar(plain) is None
 
 
 def test_json_may_be_indented_but_not_padded(compiler, bundled_tokenizer):

@@ -229,6 +229,108 @@ def test_openai_parses_the_stream(scripted):
     assert (call.function.name, call.function.arguments) == ("f", CALL_F.arguments)
 
 
+FLAT = [{"type": "function", **tool["function"], "strict": True} for tool in TOOLS]
+
+
+def respond(scripted, script, **options):
+    scripted.engine.script = script
+    options = {"model": "fake", "input": "Hi", "tools": FLAT} | options
+    return scripted.only_client.responses.create(**options)
+
+
+def parts(items):
+    return [
+        (item.name, item.arguments) if item.type == "function_call" else item.content[0].text
+        for item in items
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (f"<tool_call>\n{F}\n</tool_call>", [CALL_F]),
+        (f"Well.\n<tool_call>{F}</tool_call>\n<tool_call>{G}</tool_call>",
+         ["Well.", CALL_F, CALL_G]),
+        (f"{G}; {F}", [CALL_G, CALL_F]),
+        (f"One <tool_call>{F}</tool_call> two", ["One", CALL_F, "two"]),
+        ("Hello.\n", ["Hello.\n"]),
+        ("<tool_call>{bad}</tool_call>", ["<tool_call>{bad}</tool_call>"]),
+    ],
+)  # fmt: skip
+def test_calls_of_responses_complete_and_streamed(scripted, script, expected):
+    expected = [(e.name, e.arguments) if isinstance(e, ToolCall) else e for e in expected]
+    response = respond(scripted, script)
+    assert parts(response.output) == expected
+    assert all(item.status == "completed" for item in response.output)
+    assert [tool.name for tool in response.tools] == ["f", "g"]
+    events = list(respond(scripted, script, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1].response
+    assert events[-1].type == "response.completed" and parts(last.output) == expected
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert [event.item for event in done] == last.output
+    assert [event.output_index for event in done] == list(range(len(expected)))
+    added = [event.item.id for event in events if event.type == "response.output_item.added"]
+    assert added == [item.id for item in last.output]
+    pieces = {identifier: "" for identifier in added}
+    for event in events:
+        if event.type.endswith(".delta"):
+            pieces[event.item_id] += event.delta
+    assert list(pieces.values()) == [
+        part if isinstance(part, str) else part[1] for part in expected
+    ]
+    scripted.engine.script = script  # the client's own bookkeeping
+    options = {"model": "fake", "input": "Hi", "tools": FLAT}
+    with scripted.only_client.responses.stream(**options) as stream:
+        assert parts(stream.get_final_response().output) == expected
+
+
+def test_an_answer_of_no_text_is_an_empty_message(scripted):
+    scripted.engine.ending = "length"
+    response = respond(scripted, "\n")
+    assert parts(response.output) == [""] and response.status == "incomplete"
+    assert response.output[0].status == "incomplete"
+
+
+def test_calls_and_results_of_responses_are_read(scripted):
+    call = f"Well. <tool_call>{F}</tool_call>\n<tool_call>{G}</tool_call>"
+    response = respond(scripted, call)
+    outputs = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": output}
+        for item, output in zip(
+            response.output[1:], ["5", [{"type": "input_text", "text": "none"}]], strict=True
+        )
+    ]
+    user = {"role": "user", "content": "Hi"}
+    respond(scripted, "So.", input=[user, *response.output, *outputs])
+    read = scripted.engine.requests[-1][0]
+    calls = [
+        {"id": f"call_{name}", "type": "function",
+         "function": {"name": call.name, "arguments": call.arguments}}
+        for name, call in (("a", CALL_F), ("b", CALL_G))
+    ]  # fmt: skip
+    chat = [
+        user,
+        {"role": "assistant", "content": "Well.", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_a", "content": "5"},
+        {"role": "tool", "tool_call_id": "call_b", "content": "none"},
+    ]
+    complete(scripted, "So.", messages=chat)
+    assert scripted.engine.requests[-1][0] == read
+
+
+def test_choices_of_responses(scripted):
+    script = f"<tool_call>{F}</tool_call><tool_call>{G}</tool_call>"
+    one = respond(scripted, script, parallel_tool_calls=False)
+    assert [item.name for item in one.output] == ["f"] and one.parallel_tool_calls is False
+    none = respond(scripted, script, tool_choice="none")
+    assert none.output_text == script
+    for choice in ("required", {"type": "function", "name": "f"}):
+        response = respond(scripted, script, tool_choice=choice)
+        assert scripted.engine.requests[-1][1].grammar and response.tool_choice
+    assert respond(scripted, script) and scripted.engine.requests[-1][1].grammar is None
+
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent_loop.py"
 
 

@@ -19,7 +19,7 @@ SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
     "grammar",
     "skip_special_tokens",
 }
-_TOOLS = "tools are for /v1/chat/completions; leave it out"
+_TOOLS = "tools are for /v1/chat/completions and /v1/responses; leave it out"
 _FUNCTIONS = "functions are given as tools, and function_call as tool_choice; use these"
 _PLAIN_TEXT = "answers are plain text; leave it out"
 _TEXT_ONLY = "answers are text only; leave it out, or give ['text']"

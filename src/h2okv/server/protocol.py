@@ -30,6 +30,7 @@ from h2okv.integration.messages import Conversation, FieldError, format_path, re
 from h2okv.records import short_repr
 from h2okv.server import responses
 from h2okv.server.errors import ApiError, invalid
+from h2okv.server.response_items import nested, read_response_conversation
 from h2okv.server.structured import (
     CallSyntax,
     answer_grammar,
@@ -222,7 +223,47 @@ class Templated(Strict):
         return self._conversation
 
 
-class ChatRequest(SampledRequest, Templated):
+class CallingRequest(SampledRequest):
+    """A request whose answer may call tools."""
+
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    _conversation: Conversation = PrivateAttr()
+    _choice: str | Mapping[str, str] = PrivateAttr("auto")
+
+    def _located(self, error: FieldError) -> FieldError:
+        """Return an error of a chat's fields with the path that it has in this request."""
+        return error
+
+    def _read_choice(self) -> None:
+        names = [tool["function"]["name"] for tool in self._conversation.tools]
+        try:
+            self._choice = read_tool_choice(nested(self.tool_choice), names)
+        except FieldError as error:
+            raise self._located(error.within("tool_choice")) from error
+
+    @property
+    def may_call(self) -> bool:
+        return bool(self._conversation.tools)
+
+    @property
+    def max_calls(self) -> int | None:
+        """How many calls an answer may have; ``None`` for any number."""
+        return 1 if self.parallel_tool_calls is False else None
+
+    def grammar(self, syntax: CallSyntax) -> str | None:
+        tools, is_parallel = self._conversation.tools, self.max_calls is None
+        stated = [nested(tool)["function"] for tool in self.tools or ()] if tools else []
+        strict = {function["name"] for function in stated if function.get("strict")}
+        try:
+            return answer_grammar(self._schema, tools, self._choice, is_parallel, syntax, strict)
+        except FieldError as error:
+            raise _field_error(self._located(error)) from error
+
+
+class ChatRequest(CallingRequest, Templated):
     """A request for the next message of a chat."""
 
     unsupported: ClassVar[Unsupported] = _without(
@@ -235,34 +276,11 @@ class ChatRequest(SampledRequest, Templated):
     max_completion_tokens: Integer | None = None
     logprobs: bool | None = None
     top_logprobs: Integer | None = None
-    parallel_tool_calls: bool | None = None
-
-    _choice: str | Mapping[str, str] = PrivateAttr("auto")
 
     @model_validator(mode="after")
     def _fit(self) -> Self:
-        names = [tool["function"]["name"] for tool in self.conversation.tools]
-        try:
-            self._choice = read_tool_choice(self.tool_choice, names)
-        except FieldError as error:
-            raise error.within("tool_choice") from error
+        self._read_choice()
         return self._need("top_logprobs", self.top_logprobs is None, "logprobs")
-
-    @property
-    def may_call(self) -> bool:
-        return bool(self.conversation.tools)
-
-    @property
-    def max_calls(self) -> int | None:
-        """How many calls an answer may have; ``None`` for any number."""
-        return 1 if self.parallel_tool_calls is False else None
-
-    def grammar(self, syntax: CallSyntax) -> str | None:
-        tools, is_parallel = self.conversation.tools, self.max_calls is None
-        try:
-            return answer_grammar(self._schema, tools, self._choice, is_parallel, syntax)
-        except FieldError as error:
-            raise _field_error(error) from error
 
     @property
     def prompts(self) -> list[Any]:
@@ -326,13 +344,13 @@ def _are_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-class ResponsesRequest(SampledRequest):
+class ResponsesRequest(CallingRequest):
     """A request for the next message, in the format of OpenAI's Responses API."""
 
     path: ClassVar[str] = "/v1/responses"
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.ResponsesBuilder
     unsupported: ClassVar[Unsupported] = {
-        **UNSUPPORTED,
+        **_without(UNSUPPORTED, "tools", "tool_choice"),
         "response_format": ("a response has no such field; give text.format",),
         "n": ("a response has one output; leave it out", 1),
         "max_tokens": ("a response has no such field; give max_output_tokens",),
@@ -351,16 +369,15 @@ class ResponsesRequest(SampledRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
-    _conversation: Conversation = PrivateAttr()
-
     @model_validator(mode="after")
     def _read(self) -> Self:
         fields = {**dict(self), "reasoning_effort": (self.reasoning or {}).get("effort")}
-        chat = read_conversation(fields, "input")
+        chat = read_response_conversation(fields)
         if self.instructions:
             system = {"role": "system", "content": self.instructions}
             chat = dataclasses.replace(chat, messages=[system, *chat.messages])
         self._conversation = chat
+        self._read_choice()
         stated = (self.text or {}).get("format")  # verbosity is only a hint
         if isinstance(stated, dict) and stated.get("type") == "json_schema":
             stated = {"type": "json_schema", "json_schema": stated}
@@ -385,11 +402,16 @@ class ResponsesRequest(SampledRequest):
     def prompts(self) -> list[Any]:
         return [self._conversation]
 
+    def _located(self, error: FieldError) -> FieldError:
+        path = [step for step in error.path if step != "function"]
+        return FieldError(path, error.problem, error.code)
+
     def _parameters(self) -> dict[str, Any]:
         return {"max_tokens": self.max_output_tokens}
 
     def field_of(self, parameter: str) -> str:
-        names = {"max_tokens": "max_output_tokens", "grammar": "text"}
+        grammar = "text" if self._choice in ("auto", "none") else "tools"
+        names = {"max_tokens": "max_output_tokens", "grammar": grammar}
         return names.get(parameter, parameter)
 
 

@@ -40,6 +40,8 @@ class ResponseBuilder(ABC):
         self._decoders: dict[int, codecs.IncrementalDecoder] = defaultdict(
             lambda: codecs.getincrementaldecoder("utf-8")("replace")
         )
+        self._parsers: dict[int, ToolCallParser] = defaultdict(ToolCallParser)
+        self._num_calls: dict[int, int] = defaultdict(int)
         self._shared = {
             "id": f"{self.kinds[0]}-{secrets.token_hex(12)}",
             "created": int(time.time()),
@@ -91,6 +93,21 @@ class ResponseBuilder(ABC):
         usage = {"usage": None} if self.body.wants_usage else {}
         return {"object": self.kinds[2], "choices": [choice], **usage, **self._shared}
 
+    def _segments(self, index: int, text: str, is_end: bool) -> list[Segment]:
+        """Return the next segments of an output, and count its calls."""
+        if not self.body.may_call:
+            return [text] if text else []
+        parser, limit = self._parsers[index], self.body.max_calls
+        segments = [*parser.add(text), *(parser.end() if is_end else ())]
+        passed: list[Segment] = []
+        for segment in segments:
+            if isinstance(segment, ToolCall):
+                if self._num_calls[index] == limit:
+                    continue
+                self._num_calls[index] += 1
+            passed.append(segment)
+        return passed
+
     def _kept_field(self, index: int, kept_tokens: KeptTokens | None) -> dict[str, Any]:
         """Return the tokens that the cache holds, with the texts that were not sent yet."""
         if kept_tokens is None:
@@ -131,11 +148,6 @@ class ChatResponseBuilder(ResponseBuilder):
 
     kinds = ("chatcmpl", "chat.completion", "chat.completion.chunk")
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._parsers: dict[int, ToolCallParser] = defaultdict(ToolCallParser)
-        self._num_calls: dict[int, int] = defaultdict(int)
-
     def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": output.text}
         if self.body.may_call:
@@ -147,21 +159,6 @@ class ChatResponseBuilder(ResponseBuilder):
         reason = self._reason(output.index, finish_reason)
         fields = {"message": message, "logprobs": self._logprobs(output.logprobs)}
         return super()._choice(output, reason) | fields
-
-    def _segments(self, index: int, text: str, is_end: bool) -> list[Segment]:
-        """Return the next segments of an output, and count its calls."""
-        if not self.body.may_call:
-            return [text] if text else []
-        parser, limit = self._parsers[index], self.body.max_calls
-        segments = [*parser.add(text), *(parser.end() if is_end else ())]
-        passed: list[Segment] = []
-        for segment in segments:
-            if isinstance(segment, ToolCall):
-                if self._num_calls[index] == limit:
-                    continue
-                self._num_calls[index] += 1
-            passed.append(segment)
-        return passed
 
     def _reason(self, index: int, reason: str) -> str:
         return "tool_calls" if self._num_calls[index] and reason == "stop" else reason
@@ -277,7 +274,7 @@ class CompletionResponseBuilder(ResponseBuilder):
 
 
 class ResponsesBuilder(ResponseBuilder):
-    """A response of OpenAI's Responses API: one message of text, or its events."""
+    """A response of OpenAI's Responses API: messages of text and calls, or their events."""
 
     kinds = ("resp", "response", "response")
     says_done: ClassVar[bool] = False
@@ -285,7 +282,8 @@ class ResponsesBuilder(ResponseBuilder):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._item = f"msg-{secrets.token_hex(12)}"
+        self._items: list[dict[str, Any]] = []
+        self._is_open = False  # whether the last item is a message that goes on
         self._num_events = 0
 
     @property
@@ -294,21 +292,25 @@ class ResponsesBuilder(ResponseBuilder):
         return {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
 
     def response(self) -> dict[str, Any]:
-        body, is_over = self.body, self._status != "in_progress"
+        body, output, is_over = self.body, self.outputs[0], self._status != "in_progress"
         is_cut = self._status == "incomplete"
+        if is_over and not body.stream:
+            for _ in self._events_of(output.text, is_end=True):
+                pass
+            self._items[-1] |= self._kept_field(0, output.kept)
         return {
             "id": self._shared["id"],
             "object": "response",
             "created_at": self._shared["created"],
             "status": self._status,
             **{name: getattr(body, name) for name in self._repeated},
-            "output": [self._choice(self.outputs[0], self._status)] if is_over else [],
+            "output": self._items if is_over else [],
             "usage": self._usage() if is_over else None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
-            "tools": [],
-            "tool_choice": "none",
-            "parallel_tool_calls": False,
+            "tools": body.tools or [],
+            "tool_choice": (body.tool_choice or "auto") if body.may_call else "none",
+            "parallel_tool_calls": body.may_call and body.max_calls is None,
             "previous_response_id": None,
             "metadata": body.metadata or {},
             "store": False,
@@ -320,38 +322,77 @@ class ResponsesBuilder(ResponseBuilder):
             yield self._event(
                 kind, response=self.response() | {"status": "in_progress", "output": []}
             )
-        item = self._message("in_progress", [])
-        yield self._event("response.output_item.added", item=item, output_index=0)
-        yield self._part_event("response.content_part.added", part=self._content_part(""))
+        if not self.body.may_call:
+            yield from self._open_message()
 
     def chunks(self, delta: OutputDelta) -> Iterable[dict[str, Any]]:
-        text, kept_field = delta.text, self._kept_field(0, delta.kept)
-        if text or kept_field:
-            yield self._part_event(
-                "response.output_text.delta", delta=text, logprobs=[], **kept_field
-            )
+        events = list(self._events_of(delta.text, is_end=False))
+        if kept_field := self._kept_field(0, delta.kept):
+            if not any(event["type"].endswith(".delta") for event in events):
+                events += [*self._open_message(), self._text_event("")]
+            next(event for event in events if event["type"].endswith(".delta")).update(kept_field)
+        return events
 
     def closing(self) -> Iterable[dict[str, Any]]:
-        text = self.outputs[0].text
-        yield self._part_event("response.output_text.done", text=text, logprobs=[])
-        yield self._part_event("response.content_part.done", part=self._content_part(text))
-        item = self._choice(self.outputs[0], self._status)
-        yield self._event("response.output_item.done", item=item, output_index=0)
+        yield from self._events_of("", is_end=True)
         yield self._event(f"response.{self._status}", response=self.response())
 
-    def _choice(self, output: Completion, finish_reason: str) -> dict[str, Any]:
-        message = self._message(finish_reason, [self._content_part(output.text)])
-        return message | (self._kept_field(0, output.kept) if not self.body.stream else {})
+    def _events_of(self, text: str, is_end: bool) -> Iterable[dict[str, Any]]:
+        """Yield the events of the next text; mutates the items."""
+        for segment in self._segments(0, text, is_end):
+            if isinstance(segment, ToolCall):
+                yield from self._close_message("completed")
+                yield from self._call_events(segment)
+                continue
+            if self._items and not self._is_open:  # a text after a call
+                segment = segment.lstrip()
+            yield from self._open_message()
+            self._items[-1]["content"][0]["text"] += segment
+            yield self._text_event(segment)
+        if is_end:
+            if not self._items:
+                yield from self._open_message()
+            yield from self._close_message(self._status)
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        head = {"id": self._item, "type": "message", "role": "assistant"}
-        return {**head, "status": status, "content": content}
+    def _open_message(self) -> Iterable[dict[str, Any]]:
+        if self._is_open:
+            return
+        self._is_open = True
+        item: dict[str, Any] = {"id": f"msg-{secrets.token_hex(12)}", "type": "message"}
+        item |= {"role": "assistant", "status": "in_progress", "content": []}
+        self._items.append(item)
+        yield self._item_event("response.output_item.added", item=dict(item))
+        item["content"] = [_content_part("")]
+        yield self._part_event("response.content_part.added", part=_content_part(""))
 
-    def _content_part(self, text: str) -> dict[str, Any]:
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    def _close_message(self, status: str) -> Iterable[dict[str, Any]]:
+        if not self._is_open:
+            return
+        self._is_open, item = False, self._items[-1]
+        item["status"], text = status, item["content"][0]["text"]
+        yield self._part_event("response.output_text.done", text=text, logprobs=[])
+        yield self._part_event("response.content_part.done", part=_content_part(text))
+        yield self._item_event("response.output_item.done", item=item)
+
+    def _call_events(self, call: ToolCall) -> Iterable[dict[str, Any]]:
+        item = {"id": f"fc-{secrets.token_hex(12)}", "type": "function_call", "call_id": call.id}
+        item |= {"name": call.name, "arguments": "", "status": "in_progress"}
+        self._items.append(item)
+        yield self._item_event("response.output_item.added", item=dict(item))
+        item |= {"arguments": call.arguments, "status": "completed"}
+        kind, where = "response.function_call_arguments", {"item_id": item["id"]}
+        yield self._item_event(f"{kind}.delta", delta=call.arguments, **where)
+        yield self._item_event(f"{kind}.done", arguments=call.arguments, name=call.name, **where)
+        yield self._item_event("response.output_item.done", item=item)
+
+    def _text_event(self, text: str) -> dict[str, Any]:
+        return self._part_event("response.output_text.delta", delta=text, logprobs=[])
 
     def _part_event(self, kind: str, **more: Any) -> dict[str, Any]:
-        return self._event(kind, item_id=self._item, output_index=0, content_index=0, **more)
+        return self._item_event(kind, item_id=self._items[-1]["id"], content_index=0, **more)
+
+    def _item_event(self, kind: str, **more: Any) -> dict[str, Any]:
+        return self._event(kind, output_index=len(self._items) - 1, **more)
 
     def _event(self, kind: str, **more: Any) -> dict[str, Any]:
         self._num_events += 1
@@ -366,3 +407,7 @@ class ResponsesBuilder(ResponseBuilder):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
         }
+
+
+def _content_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

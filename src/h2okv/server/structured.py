@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,7 @@ def answer_grammar(
     choice: str | Mapping[str, str],
     is_parallel: bool,
     syntax: CallSyntax,
+    strict: Collection[str] = (),
 ) -> str | None:
     """Return the grammar of an answer; ``None`` where any text is allowed.
 
@@ -109,8 +110,12 @@ def answer_grammar(
         choice: As `read_tool_choice` returns it.
         is_parallel: Whether one answer may have several calls.
         syntax: How the model writes calls.
+        strict: Functions whose arguments must fit their schemas in calls that the model is free to
+            make. Only where a token of its own begins a call, which no other text can contain.
     """
-    if not tools or choice == "none" or (choice == "auto" and schema is None):
+    is_hermes = syntax.form == "hermes"
+    masks_text = bool(strict) and is_hermes and OPEN in syntax.marker_tokens
+    if not tools or choice == "none" or (choice == "auto" and schema is None and not masks_text):
         return None if schema is None else json_grammar(schema)
     functions = [tool["function"] for tool in tools]
     if choice == "auto" and schema is not None and syntax.form == "llama":
@@ -122,11 +127,12 @@ def answer_grammar(
     lines = []
     if choice == "auto":
         # Which arguments are right is left to the model here, as in answers of plain text.
-        assert schema is not None
-        functions = [{**entry, "parameters": {"type": "object"}} for entry in functions]
-        start = "answer | calls"
-        lines = [f"answer: {json_rule(schema)}"]
-    is_hermes = syntax.form == "hermes"
+        functions = [
+            entry if entry["name"] in strict else {**entry, "parameters": {"type": "object"}}
+            for entry in functions
+        ]
+        start = "TEXT? calls?" if schema is None else "answer | calls"
+        lines = [r"TEXT: /(?s:.+)/" if schema is None else f"answer: {json_rule(schema)}"]
     key, separator = ("arguments", r"\n") if is_hermes else ("parameters", "; ")
     names = [f"call_{number}" for number in range(len(functions))]
     call = " | ".join(names)
