@@ -152,27 +152,27 @@ class NaiveH2O:
             [self._rotated(e.key, rank) if rolls else e.key for rank, e in enumerate(entries)]
         )
         values = np.array([e.value for e in entries])
+        sinks = self._sinks(layer, head, query.shape[1])
         for group in range(query.shape[1]):
             for token in range(length):
                 rank_of_query = len(cached) + token if rolls else start + token
                 visible = len(cached) + token + 1
                 rotated_query = self._rotated(query[token, group], rank_of_query)
-                weights = _softmax(keys[:visible], rotated_query)
+                weights = _softmax(keys[:visible], rotated_query, sinks[group])
                 probabilities[group, token, :visible] = weights
                 output[token, group] = weights @ values[:visible]
                 if options["scoring"] != "expected":
                     continue
                 last = len(entries) - 1 if rolls else start + length - 1
                 rotated_query = self._rotated(query[token, group], last + AHEAD)
-                again[group, token] = _softmax(keys, rotated_query)
+                again[group, token] = _softmax(keys, rotated_query, sinks[group])
         waits = every > 1 and (start + length) % every != 0
         if options["scoring"] == "expected" and every > 1:
             sequence.queries.setdefault((layer, head), []).extend(query)
             if not waits:
                 span = sequence.queries.pop((layer, head))
-                self._score_span(
-                    entries, keys, span, len(keys) - 1 if rolls else start + length - 1
-                )
+                last = len(keys) - 1 if rolls else start + length - 1
+                self._score_span(entries, keys, span, last, sinks)
         else:
             self._score(entries, probabilities, again, length)
         if options["policy"] == "snapkv" and not cached:
@@ -190,6 +190,13 @@ class NaiveH2O:
         sequence.entries[layer][head] = entries
         return output
 
+    def _sinks(self, layer, head, groups):
+        """Return the learned logits of a KV head's query heads; -inf without any."""
+        name = f"model.layers.{layer}.self_attn.sinks"
+        if name not in self.weights:
+            return np.full(groups, -np.inf)
+        return self.weights[name][head * groups : (head + 1) * groups]
+
     def _score(self, entries, probabilities, again, length):
         scoring = self.options["scoring"]
         decay = self.options["decay"] or {"decay": 0.995}.get(scoring, 1.0)
@@ -205,12 +212,12 @@ class NaiveH2O:
             for token in range(length):
                 entry.received += received[:, token].sum() * decay ** (length - 1 - token)
 
-    def _score_span(self, entries, keys, queries, last):
+    def _score_span(self, entries, keys, queries, last, sinks):
         """Ask the queries of a span again, from behind its end."""
         squares = np.zeros(len(entries))
         for query in queries:
-            for vector in query:
-                squares += _softmax(keys, self._rotated(vector, last + AHEAD)) ** 2
+            for vector, sink in zip(query, sinks, strict=True):
+                squares += _softmax(keys, self._rotated(vector, last + AHEAD), sink) ** 2
         for entry, square in zip(entries, squares, strict=True):
             entry.received += math.sqrt(square)
 
@@ -319,10 +326,11 @@ class NaiveH2O:
         return {e.position: self.score(e, newest) for e in sequence.entries[layer][head]}
 
 
-def _softmax(keys, query):
+def _softmax(keys, query, sink):
     logits = keys @ query / math.sqrt(len(query))
-    weights = np.exp(logits - logits.max())
-    return weights / weights.sum()
+    highest = max(logits.max(), sink)
+    weights = np.exp(logits - highest)
+    return weights / (weights.sum() + np.exp(sink - highest))
 
 
 def _rounded(numbers, bits):

@@ -46,6 +46,7 @@ CHOICES = {
     "by_head": [(0.5, 1.5, 1.0, 1.0), (1.5, 0.5, 0.0, 2.0), (0.25, 1.75, 1, 1)],
     "simulate": [True],
     "pins": [((3, 5),), ((1, 2), (6, 8))],
+    "learned_sinks": [True],
 }  # fmt: skip
 
 
@@ -136,6 +137,8 @@ def agrees(make_llama, tmp_path_factory, values, kv_heads, *, pads, prompt, even
     if prompt - max(pads) < 8:
         options["pins"] = ()
     model = make_llama(heads=HEADS, kv_heads=kv_heads, layers=layers, seed=seed % 7, sharpness=4.0)
+    if values.get("learned_sinks"):
+        give_sinks(model)
     model = model.double()
     naive = NaiveH2O(
         {name: tensor.numpy() for name, tensor in model.state_dict().items()},
@@ -191,6 +194,17 @@ def agrees(make_llama, tmp_path_factory, values, kv_heads, *, pads, prompt, even
         cache.check_integrity()
         check_entries(cache, naive, sequences, options, layers)
     return True
+
+
+def give_sinks(model):
+    """Give each head one more logit, as gpt-oss passes it to its attention."""
+
+    def pass_sinks(module, args, options):
+        return args, options | {"s_aux": module.sinks}
+
+    for layer in model.model.layers:
+        layer.self_attn.sinks = torch.nn.Parameter(torch.linspace(-2.0, 4.0, HEADS))
+        layer.self_attn.register_forward_pre_hook(pass_sinks, with_kwargs=True)
 
 
 def check_entries(cache, naive, sequences, options, layers):

@@ -23,7 +23,11 @@ def tiny_model(family: Family, kv_heads: int | None) -> PreTrainedModel:
     """Return the family's random model."""
     config = AutoConfig.for_model(family.model_type, **config_options(family, kv_heads))
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):  # which some types begin with zero
+            torch.nn.init.normal_(parameter, mean=1.0, std=2.0)
+    return model
 
 
 def _fresh(model: PreTrainedModel) -> PreTrainedModel:

@@ -54,6 +54,8 @@ class Family:
     note: str = ""
 
 
+_SINKS = _SLIDING | {"head_dim": 8}
+_SINKS_NOTE = "learned sinks; sliding layers beside full ones"
 _GPT_2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_inner": 48}
 _DYNAMIC = "dynamic scaling follows the longest row of the batch"
 
@@ -178,6 +180,38 @@ FAMILIES = (
     Family("Seed-OSS", "seed_oss", {"head_dim": 8}),
     Family("Apertus", "apertus"),
     Family("ERNIE 4.5", "ernie4_5", {"head_dim": 8}),
+    Family(
+        "gpt-oss",
+        "gpt_oss",
+        _SINKS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+        note=_SINKS_NOTE,
+    ),
+    Family(
+        "Flint",
+        "flint",
+        _SINKS | _EXPERTS | {"shared_expert_intermediate_size": 24},
+        note=_SINKS_NOTE,
+    ),
+    Family("Granite SWA", "granite_swa", _SINKS | {"attention_multiplier": 0.35}, note=_SINKS_NOTE),
+    Family(
+        "Granite MoE SWA",
+        "granitemoe_swa",
+        _SINKS | {"num_local_experts": 4, "attention_multiplier": 0.35},
+        note=_SINKS_NOTE,
+    ),
+    Family(
+        "MiMo-V2-Flash",
+        "mimo_v2_flash",
+        _SINKS
+        | {
+            "v_head_dim": 6,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+        },
+        (2,),
+        note="learned sinks in sliding layers, which have twice the KV heads",
+    ),
     Family(
         "LFM2",
         "lfm2",

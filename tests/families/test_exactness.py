@@ -87,5 +87,6 @@ def test_a_padded_row_gives_what_it_gives_alone(variant):
 
 
 def _has_sdpa(model) -> bool:
-    # transformers runs Gemma 2 in eager mode, for SDPA has no soft cap.
-    return getattr(model.config, "attn_logit_softcapping", None) is None
+    # transformers runs Gemma 2 in eager mode, for SDPA has no soft cap, and models with sinks.
+    has_softcap = getattr(model.config, "attn_logit_softcapping", None) is not None
+    return model._supports_sdpa and not has_softcap

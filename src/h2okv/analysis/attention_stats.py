@@ -21,6 +21,7 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.support import check_model
 from h2okv.integration.attention import h2o_mask, plain_attention
 from h2okv.integration.enable import input_device
+from h2okv.ops.reference import softmax
 
 ATTENTION_NAME = "h2okv_observe"
 _MOST_ELEMENTS = 1 << 20
@@ -42,6 +43,7 @@ class LayerAttention:
     value: torch.Tensor
     scale: float
     softcap: float | None
+    sink_logits: torch.Tensor | None = None  # [HQ], as in `h2okv.ops.reference`
 
     def logits(self, first: int, last: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return logits ``[H, G, last - first, last]`` of some queries, without a causal mask."""
@@ -72,7 +74,9 @@ class LayerAttention:
             if hidden is not None:
                 unseen = hidden[:, None, :last] & (columns[:last] != queries)
                 logits.masked_fill_(unseen.unsqueeze(1), -torch.inf)
-            yield first, logits.softmax(dim=-1)
+            sinks = self.sink_logits
+            sinks = None if sinks is None else sinks.view(*logits.shape[:2], 1, 1)
+            yield first, softmax(logits, sinks)
 
 
 Handler = Callable[[LayerAttention], torch.Tensor | None]
@@ -97,7 +101,8 @@ def _observed_attention(
     layer_idx: Any = getattr(module, "layer_idx", None)
     if handler := _handlers.get().get(layer_idx):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        output = handler(LayerAttention(layer_idx, query[0], key[0], value[0], scale, softcap))
+        states, sinks = (query[0], key[0], value[0]), options.get("s_aux")
+        output = handler(LayerAttention(layer_idx, *states, scale, softcap, sinks))
         if output is not None:
             return output.transpose(0, 1).unsqueeze(0).to(query.dtype).contiguous(), None
     return plain_attention(

@@ -27,6 +27,8 @@ class CacheLayer(BaseLayer):
     """One attention layer's entries; subclasses say where entries are and what evicting means."""
 
     checks_numbers = True  # refuses attention that is not finite; one rank alone must not stop
+    # [HQ], one more logit in each head's normaliser, as the model's last forward passed them.
+    sink_logits: Tensor | None = None
     # Called with the operation and its arguments in place of a block's attention.
     _shared_attention: Any = None
 
@@ -291,7 +293,7 @@ class CacheLayer(BaseLayer):
         return BlockView(
             entries.query, entries.attended_key, entries.attended_value, entries.is_entry,
             block.real, block.scale, sums, self.layer_idx, self.module,
-            lambda: self._attend_from_behind(block, entries),
+            lambda: self._attend_from_behind(block, entries), self.sink_logits,
         )  # fmt: skip
 
     def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
@@ -306,7 +308,8 @@ class CacheLayer(BaseLayer):
             assert block.position_ids is not None
             position_ids = block.position_ids[:, 0, :, 0]
             query, keys = rotations.moved_behind(query, keys, real, position_ids, AHEAD)
-        return expected_attention(query, keys, is_entry, real, block.scale, block.softcap)
+        options = block.scale, block.softcap, self.sink_logits
+        return expected_attention(query, keys, is_entry, real, *options)
 
     @abstractmethod
     def _rank_limit(self, length: int) -> int:

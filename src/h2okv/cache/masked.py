@@ -98,7 +98,7 @@ class MaskedLayer(CacheLayer):
             keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
         weights = self._query_weights(block)
         output, sums = attention_with_scores(
-            query, keys, values, visible, block.scale, block.softcap, weights
+            query, keys, values, visible, block.scale, block.softcap, weights, self.sink_logits
         )
         return output, sums.unflatten(1, (self.num_kv_heads, -1)).sum(dim=2)
 

@@ -73,6 +73,8 @@ class _Attention:
 class SharedLayer(BaseLayer):
     """One layer of several caches: all read the first block, then each decodes its sequences."""
 
+    sink_logits: Tensor | None = None
+
     def __init__(self, layers: Sequence[CacheLayer]) -> None:
         first = layers[0]
         rules = (layer.rule for layer in layers if layer.rule.observes is Sees.QUERIES)
@@ -118,6 +120,8 @@ class SharedLayer(BaseLayer):
         Arguments and result as for `CacheLayer.attend`.
         """
         self.awaits_attention = False
+        for layer in self.layers:
+            layer.sink_logits = self.sink_logits
         self.cumulative_length += query.shape[2]
         self.num_forwards += 1
         options = scale, softcap

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,8 @@ class SlotLayer(CacheLayer):
         self._choose_operations(block.query)
         assert self.slots.operations is not None
         attend: Callable[..., tuple[Tensor, Tensor]] = self.slots.operations.attend
+        if self.sink_logits is not None:
+            attend = functools.partial(attend, sink_logits=self.sink_logits)
         visibility = Visibility(entries.past, entries.is_entry, block.real)
         states = entries.query, entries.attended_key, entries.attended_value
         arguments = *states, visibility, block.scale, block.softcap, self._query_weights(block)
@@ -214,6 +217,7 @@ class SlotLayer(CacheLayer):
         rules = StepRules(
             scale, state.recent, sink, softcap, rotations.tables, rank, slots.is_full, filled,
             evicts=self.spans is None, adds=self.spans is None or rule_adds,
+            sink_logits=self.sink_logits,
         )  # fmt: skip
         run = decode_step
         # On a CPU inductor makes more of operations that it sees than of a package of its own.

@@ -22,9 +22,9 @@ from h2okv.ops.reference import Visibility, attention_with_scores, causal
 ATTENTION_NAME = "h2o"
 logger = logging.get_logger(__name__)
 
-# Arguments that change the probabilities and that SDPA silently ignores: learned sinks, and the
-# keys that an indexer selected.
-_IGNORED_BY_SDPA = ("s_aux", "sinks", "indices", "block_indices")
+# Arguments that change the probabilities and that SDPA silently ignores: sinks of another kind than
+# `s_aux`, and the keys that an indexer selected.
+_IGNORED_BY_SDPA = ("sinks", "indices", "block_indices")
 
 # A mask of this dtype holds for each key the window in which it is visible; 0 for padding. The
 # window is stored in the values because nothing else always survives: not every model passes a
@@ -150,7 +150,8 @@ def plain_attention(
     softcap: float | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Run SDPA, or what it lacks: a window without a T x T mask, and soft-capped logits."""
+    """Run SDPA, or what it lacks: a window without a T x T mask, soft caps, learned sinks."""
+    sink_logits = options.get("s_aux")
     if query.is_meta:  # there are no values, so the window in a mask cannot be read
         batch, heads, length, _ = query.shape
         return query.new_empty(batch, length, heads, value.shape[-1]), None
@@ -158,7 +159,7 @@ def plain_attention(
     if mask is not None:
         mask = mask[..., : key.shape[2]]  # without a cache it has all columns of the user's mask
     has_window = mask is not None and mask.dtype == WINDOW_DTYPE
-    if softcap is None and not has_window:
+    if softcap is None and sink_logits is None and not has_window:
         if mask is not None and mask.shape[-2] == 1 < query.shape[2]:
             mask = mask & causal(query, key)
         return sdpa_attention_forward(
@@ -168,35 +169,45 @@ def plain_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (states.to(dtype) for states in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
-        if softcap is not None:
-            output = _capped(query, key, value, mask, scale, softcap)
+        if softcap is not None or sink_logits is not None:
+            output = _normalised(query, key, value, mask, scale, softcap, sink_logits)
         else:
             window, real = _read_window(mask)
             output = windowed_attention(query, key, value, real, window, scale, dropout)
     return output.transpose(1, 2).contiguous(), None
 
 
-def _capped(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
+def _normalised(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
-    """Compute soft-capped attention, ``[B, HQ, T, Dv]``; blockwise unless a gradient is needed."""
+    """Attend with soft caps or sinks, ``[B, HQ, T, Dv]``; blockwise unless gradients are needed."""
+    options: Any = {"sink_logits": sink_logits}
     if mask is not None and mask.shape[-2] != 1:
-        return attention_with_scores(query, key, value, mask, scale, softcap)[0]
+        return attention_with_scores(query, key, value, mask, scale, softcap, **options)[0]
     if mask is None and query.shape[2] > 1:
         # As SDPA's is_causal does: a prompt on a static cache, whose other slots are empty.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     past = key.shape[2] - query.shape[2]
     window, real = (None, None) if mask is None else _read_window(mask)
-    if not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
+    trained = [t for t in (query, key, value, sink_logits) if t is not None and t.requires_grad]
+    if not (torch.is_grad_enabled() and trained):
         entries = None if real is None else real[:, None, :]
         visibility = Visibility(past=past, entries=entries, window=window)
-        return blockwise_attention_with_scores(query, key, value, visibility, scale, softcap)[0]
+        options["needs_sums"] = False
+        states = query, key, value, visibility
+        return blockwise_attention_with_scores(*states, scale, softcap, **options)[0]
     visible = causal(query, key)
     if window is not None:
         visible = visible & ~visible.tril(past - window)
     if real is not None:
         visible = visible & real[:, None, None, :]
-    return attention_with_scores(query, key, value, visible, scale, softcap)[0]
+    return attention_with_scores(query, key, value, visible, scale, softcap, **options)[0]
 
 
 def _read_window(mask: Any) -> tuple[Any, Tensor]:
@@ -223,7 +234,10 @@ def h2o_attention(
     """
     layer: CacheLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if layer is None:
-        _check_modelled(module, options, _IGNORED_BY_SDPA)
+        is_causal = getattr(module, "is_causal", True)
+        _check_modelled(
+            module, options, _IGNORED_BY_SDPA if is_causal else (*_IGNORED_BY_SDPA, "s_aux")
+        )
         return plain_attention(
             module, query, key, value, attention_mask, scaling, dropout, softcap, options
         )
@@ -261,6 +275,7 @@ def h2o_attention(
     if not layer.rotations.is_known:
         rotation = find_rotation(module, layer.layer_idx, key, layer.rotations.found_rotations)
         layer.learn_rotation(rotation)
+    layer.sink_logits = options.get("s_aux")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if real is not None and layer.ends_forward and not torch.compiler.is_compiling():
         _note_padding(layer, real)

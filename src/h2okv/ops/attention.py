@@ -50,6 +50,7 @@ def blockwise_attention_with_scores(
     softcap: float | None = None,
     weights: Tensor | None = None,
     needs_sums: bool = True,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends over kept entries and the block itself, by tiles.
 
@@ -63,6 +64,7 @@ def blockwise_attention_with_scores(
         softcap: as in `reference.attention_with_scores`.
         weights: as in `reference.attention_with_scores`.
         needs_sums: whether to compute the sums; zero otherwise.
+        sink_logits: as in `reference.attention_with_scores`.
 
     Returns:
         ``(output, sums)`` as in `reference.attention_with_scores`, computed in fp32. The output's
@@ -79,6 +81,8 @@ def blockwise_attention_with_scores(
     entries = visibility.entries
     if entries is not None:
         entries = entries.expand(batch, num_kv_heads, num_keys)
+    if sink_logits is not None:
+        sink_logits = sink_logits.float().view(num_kv_heads, -1)
     for row in range(batch):
         columns: Any = slice(None)
         seen: Any = slice(None)
@@ -102,8 +106,8 @@ def blockwise_attention_with_scores(
                 states = [tensor.gather(1, _wide(entry_columns, tensor)) for tensor in states]
         entry_sums = row_sums if entry_columns is None else row_sums.new_zeros(entry_columns.shape)
         _attend_row(
-            _Row(row_past, visibility.window, softcap, row_weights, needs_sums), scale, row_output,
-            entry_sums, grouped_query[row][:, :, columns], states[0], states[1], bias,
+            _Row(row_past, visibility.window, softcap, row_weights, needs_sums, sink_logits),
+            scale, row_output, entry_sums, grouped_query[row][:, :, columns], *states, bias,
         )  # fmt: skip
         if entry_columns is not None:
             row_sums.scatter_(1, entry_columns, entry_sums)
@@ -132,13 +136,14 @@ def _wide(columns: Tensor, states: Tensor) -> Tensor:
 
 
 class _Row(NamedTuple):
-    """What all heads of one sequence share; `weights` are those of its T real tokens."""
+    """What the heads of one sequence share; `weights` are those of its T real tokens."""
 
     past: int
     window: int | None
     softcap: float | None
     weights: Tensor | None
     needs_sums: bool
+    sink_logits: Tensor | None  # fp32 [H, G]
 
 
 def _attend_row(
@@ -157,7 +162,7 @@ def _attend_row(
     is_plain = _is_plain(query)
     sees_all = bias is None and row.softcap is None and reach == key.shape[1]
     if is_plain and sees_all and flash.sums_apply(query, key, value, row.needs_sums):
-        options = row.past, scale, row.weights, row.needs_sums
+        options = row.past, scale, row.weights, row.needs_sums, row.sink_logits
         output[:], sums[:] = flash.attention_with_sums(query, key, value, *options)
         return
     is_kept = _MULTIPLIES_BF16 and value.is_cpu and value.dtype == torch.bfloat16
@@ -173,7 +178,9 @@ def _attend_row(
             (output[at], head_sums[at]),
             (query[at], key[at], value[at].to(dtype)),
         )
-        _attend_heads(row, share, scratch_elements, factor, *outputs, *head_states, head_bias)
+        sinks = None if row.sink_logits is None else row.sink_logits[at]
+        shared = row._replace(sink_logits=sinks)
+        _attend_heads(shared, share, scratch_elements, factor, *outputs, *head_states, head_bias)
 
     threads = torch.get_num_threads() if query.device.type == "cpu" else num_heads
     many = length * reach * num_heads * groups >= _MANY_LOGITS
@@ -231,7 +238,7 @@ def _attend_heads(
     numbers. Values of fewer bits are multiplied by probabilities of as many, as in the model's own
     attention; the sums stay fp32.
     """
-    past, window, softcap, weights, needs_sums = row
+    past, window, softcap, weights, needs_sums, sink_logits = row
     heads, groups, length, _ = query.shape
     num_keys = key.shape[1]
     # Minus the logit of the query's own key is added by one more column of the product, not by a
@@ -252,6 +259,11 @@ def _attend_heads(
         if shifted:
             scaled = torch.cat([scaled, own_logits], dim=-1)
         row_queries = scaled.reshape(heads, height, -1)
+        sinks = None
+        if sink_logits is not None:
+            sinks = (sink_logits * _LOG2_E)[..., None, None].expand_as(own_logits)
+            sinks = sinks - own_logits if shifted else sinks
+            sinks = sinks.reshape(heads, height, 1)
         first = 0 if window is None else max(0, past + top - window + 1)
         edges = range(first, past + bottom, _TILE_KEYS)
         slices = [slice(left, min(left + _TILE_KEYS, past + bottom)) for left in edges]
@@ -285,6 +297,8 @@ def _attend_heads(
                 total = tile_total if total is None else total.add_(tile_total)
                 mixed = product if mixed is None else mixed.add_(product)
             assert total is not None and mixed is not None
+            if sinks is not None:
+                total.add_((sinks if shift is None else sinks - shift).exp2())
             return tiles, total, mixed
 
         # A running maximum would cost two more passes. Relative to the logit of the query's own
@@ -296,6 +310,8 @@ def _attend_heads(
         tiles, total, mixed = attend(shift)
         if not _in_range(total, 1 / _MOST, _MOST):
             highest = [logits(columns).amax(dim=-1, keepdim=True) for columns in slices]
+            if sinks is not None:
+                highest.append(sinks)
             tiles, total, mixed = attend(torch.cat(highest, -1).amax(-1, True).clamp_(min=_LOWEST))
         # A row that sees nothing has a sum of zero: the limit makes its output zero, not NaN.
         factor = total.clamp_(min=torch.finfo(total.dtype).tiny).reciprocal_()
@@ -363,6 +379,7 @@ def expected_attention(
     queries: Tensor | None,
     scale: float,
     softcap: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Lets every query attend to all entries, whichever came first.
 
@@ -373,6 +390,7 @@ def expected_attention(
         queries: bool ``[B, T]``, queries that are real tokens; ``None`` if all are.
         scale: factor on the logits.
         softcap: as in `reference.attention_with_scores`.
+        sink_logits: likewise; the next queries will have them too.
 
     Returns:
         fp32 ``[B, H, N]``: for each key the L2 norm of its probabilities, over the queries and the
@@ -381,6 +399,8 @@ def expected_attention(
     """
     batch, heads, count, _ = key.shape
     sums = torch.zeros(batch, heads, count, dtype=torch.float32, device=key.device)
+    if sink_logits is not None:
+        sink_logits = sink_logits.float().view(heads, -1)
     for row in range(batch):
         columns: Any = slice(None) if queries is None else queries[row]
         queries_of_row, keys_of_row = query[row].unflatten(0, (heads, -1))[:, :, columns], key[row]
@@ -392,7 +412,8 @@ def expected_attention(
                 bias = torch.zeros_like(sums[row]).masked_fill_(~entries[row], floor).unsqueeze(1)
             else:
                 keys_of_row = keys_of_row.gather(1, _wide(entry_columns, keys_of_row))
-        squares = _expected_squares(queries_of_row, keys_of_row, bias, scale, softcap)
+        options = scale, softcap, sink_logits
+        squares = _expected_squares(queries_of_row, keys_of_row, bias, *options)
         if entry_columns is None:
             sums[row] = squares
         else:
@@ -401,16 +422,21 @@ def expected_attention(
 
 
 def _expected_squares(
-    query: Tensor, key: Tensor, bias: Tensor | None, scale: float, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:
     """Sum squares for one sequence, ``[H, G, T, D]`` and ``[H, N, D]``.
 
-    The bias ``[H, 1, N]`` hides keys.
+    The bias ``[H, 1, N]`` hides keys; sinks are ``[H, G]``.
     """
     if bias is None and softcap is None and _is_plain(query):
         rounded = query.to(key.dtype)
         if flash.sums_apply(rounded, key, key):
-            return flash.expected_squares(rounded, key, scale)
+            return flash.expected_squares(rounded, key, scale, sink_logits)
     heads, count, _ = key.shape
     sums = torch.zeros(heads, count, dtype=torch.float32, device=key.device)
     rows = max(1, (_TILE_ELEMENTS_GPU if key.is_cuda else _TILE_ELEMENTS) // count)
@@ -418,27 +444,36 @@ def _expected_squares(
     queries, keys = query.float().flatten(1, 2) * factor, key.float().transpose(1, 2)
     if queries.shape[1] == 0:  # a sequence that is all padding in this block
         return sums
+    sinks = None
+    if sink_logits is not None:
+        sinks = (sink_logits * _LOG2_E).repeat_interleave(query.shape[2], dim=1)
 
     def square_head(head: int, share: slice, head_sums: Tensor) -> None:
         scratch = head_sums.new_empty(min(rows, queries.shape[1]) * count)
 
-        def powers(rows_of_queries: Tensor, shifts: bool) -> tuple[Tensor, Tensor]:
+        def powers(start: int, shifts: bool) -> tuple[Tensor, Tensor]:
+            rows_of_queries = queries[head, start : start + rows]
             tile = scratch[: len(rows_of_queries) * count].view(len(rows_of_queries), count)
             torch.mm(rows_of_queries, keys[head], out=tile)
             if softcap is not None:
                 tile.tanh_().mul_(softcap * _LOG2_E)
             if bias is not None:
                 tile += bias[head]
+            row_sinks = None if sinks is None else sinks[head, start : start + rows]
             if shifts:
-                tile.sub_(tile.amax(dim=-1, keepdim=True).clamp_(min=_LOWEST))
-            tile.exp2_()
-            return tile, tile.sum(dim=-1)
+                highest = tile.amax(dim=-1).clamp_(min=_LOWEST)
+                if row_sinks is not None:
+                    highest = torch.maximum(highest, row_sinks)
+                    row_sinks = row_sinks - highest
+                tile.sub_(highest.unsqueeze(-1))
+            total = tile.exp2_().sum(dim=-1)
+            return tile, total if row_sinks is None else total.add_(row_sinks.exp2())
 
-        for rows_of_queries in queries[head].split(rows)[share]:
+        for start in range(0, queries.shape[1], rows)[share]:
             # As in tiles: a maximum only where squares would leave fp32. A GPU need not wait then.
-            tile, total = powers(rows_of_queries, key.is_cuda)
+            tile, total = powers(start, key.is_cuda)
             if not key.is_cuda and not _in_range(total, _LEAST_TO_SQUARE, _MOST_TO_SQUARE):
-                tile, total = powers(rows_of_queries, True)
+                tile, total = powers(start, True)
             head_sums[head].addmv_(tile.square_().T, total.square_().reciprocal_())
 
     threads = torch.get_num_threads()

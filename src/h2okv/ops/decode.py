@@ -12,6 +12,7 @@ from torch import Tensor
 
 from h2okv.ops.indexed import Indexed, mix_values
 from h2okv.ops.quant import Entries, Packed, pack, packed_logits, packed_output
+from h2okv.ops.reference import softmax
 from h2okv.ops.rope import rotate
 
 # Numbers of keys rotated at a time on a CPU: 2.5 MiB in fp32, which its cache holds.
@@ -112,6 +113,7 @@ def decode_with_scores(
     softcap: float | None = None,
     ranks: Ranks | None = None,
     scores: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends with one query over all slots.
 
@@ -127,6 +129,7 @@ def decode_with_scores(
         softcap: as in `reference.attention_with_scores`.
         ranks: rotations that the keys, but not the query, still need; ``None`` if none.
         scores: fp32 ``[B, H, S]``, contiguous; the sums are added to them. Mutated.
+        sink_logits: as in `reference.attention_with_scores`.
 
     Returns:
         ``(output, sums)``: output ``[B, HQ, 1, Dv]`` in the query's dtype, sums fp32 ``[B, H, S]``,
@@ -144,7 +147,9 @@ def decode_with_scores(
         unseen = hidden.view(rows, -1, 1, num_slots)
         by_head = logits.view(rows, unseen.shape[1], -1, num_slots)
         by_head.masked_fill_(unseen, torch.finfo(torch.float32).min)
-    weights = torch.softmax(logits, dim=-1)
+    if sink_logits is not None:
+        sink_logits = sink_logits.view(num_kv_heads, groups, 1).repeat(batch, 1, 1)
+    weights = softmax(logits, sink_logits)
     # Of shared slots every head has one at least, and the others' come out as zero.
     if hidden is not None and hidden.shape[1] == num_kv_heads:
         # The finite floor keeps a sequence without entries free of NaN; zero it here.
@@ -364,6 +369,7 @@ class StepRules(NamedTuple):
     # there is one.
     evicts: bool = True
     adds: bool = True  # whether the step adds its probabilities to the scores
+    sink_logits: Tensor | None = None  # [HQ], as in `reference.attention_with_scores`
 
 
 def decode_step(
@@ -403,7 +409,7 @@ def decode_step(
         hidden = others if hidden is None else others | hidden
     output, sums = decode_with_scores(
         query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks,
-        slots.scores if real is None and rules.adds else None,
+        slots.scores if real is None and rules.adds else None, rules.sink_logits,
     )  # fmt: skip
     if rules.deferred:
         return output
@@ -457,7 +463,9 @@ def _fill_slot(
         end = min(-(-end // _SHAPE_STEP) * _SHAPE_STEP, slots.positions.shape[2])
         hidden = slots.positions.narrow(2, 0, end) < 0
     keys, values = slots.keys.narrow(2, 0, end), slots.values.narrow(2, 0, end)
-    output, sums = decode_with_scores(query, keys, values, hidden, rules.scale, rules.softcap)
+    output, sums = decode_with_scores(
+        query, keys, values, hidden, rules.scale, rules.softcap, sink_logits=rules.sink_logits
+    )
     if rules.adds:
         slots.scores.narrow(2, 0, end).add_(sums)
     slots.num_real_tokens.add_(1)

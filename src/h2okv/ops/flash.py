@@ -51,6 +51,7 @@ def attention_with_sums(
     scale: float,
     weights: Tensor | None,
     needs_sums: bool = True,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends over ``past`` entries and the block itself.
 
@@ -62,6 +63,7 @@ def attention_with_sums(
         scale: factor on the logits.
         weights: fp32 ``[T]``, what each query counts for in the sums; ``None``: one.
         needs_sums: whether to compute the sums; zero otherwise.
+        sink_logits: ``[H, G]``, as in `reference.attention_with_scores`.
 
     Returns:
         ``(output, sums)``: ``[H, G, T, D]`` in the query's dtype, as the model would have it
@@ -81,6 +83,8 @@ def attention_with_sums(
         limits = torch.logaddexp(limits, results[1][1])
         shares = [(limit - limits).exp_().unsqueeze(-1) for _, limit in results]
         output = (results[0][0] * shares[0] + results[1][0] * shares[1]).to(query.dtype)
+    if sink_logits is not None:
+        output, limits = add_sink(output, limits, sink_logits.flatten())
     if not needs_sums:
         return output.view_as(query), limits.new_zeros(key.shape[:2])
     shift = -limits if weights is None else weights.log().clamp_(min=_LOWEST) - limits
@@ -88,13 +92,26 @@ def attention_with_sums(
     return output.view_as(query), sums
 
 
-def expected_squares(query: Tensor, key: Tensor, scale: float) -> Tensor:
+def add_sink(output: Tensor, limits: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return output ``[B, HQ, T, D]`` and log-sum-exp ``[B, HQ, T]`` with sinks ``[HQ]``."""
+    sinks = sink_logits.float().view(1, -1, 1)
+    # A query that sees nothing may have a log-sum-exp of inf, whose share is one.
+    share = torch.sigmoid(limits - sinks).unsqueeze(-1)
+    return (output * share).to(output.dtype), torch.logaddexp(limits, sinks)
+
+
+def expected_squares(
+    query: Tensor, key: Tensor, scale: float, sink_logits: Tensor | None = None
+) -> Tensor:
     """Sum the squares of what every query gives to each key, whichever came first.
 
-    Query ``[H, G, T, D]`` and key ``[H, N, D]`` are bf16, products and sums fp32, ``[H, N]``.
+    Query ``[H, G, T, D]`` and key ``[H, N, D]`` are bf16, products and sums fp32, ``[H, N]``;
+    sinks are ``[H, G]``.
     """
     queries, keys = query.flatten(0, 1)[None], key[None]
-    _, limits = _fused(queries, keys, keys, scale, False)
+    output, limits = _fused(queries, keys, keys, scale, False)
+    if sink_logits is not None:
+        _, limits = add_sink(output, limits, sink_logits.flatten())
     shift = limits.view(query.shape[:3]).mul_(-2)
     return key_sums(query, shift, key, 2 * scale, [(slice(None), False)])
 

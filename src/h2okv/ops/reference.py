@@ -30,6 +30,7 @@ def attention_with_scores(
     scale: float,
     softcap: float | None = None,
     weights: Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends with the whole T x N matrix in memory.
 
@@ -41,6 +42,7 @@ def attention_with_scores(
         scale: factor on the logits.
         softcap: if given, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
         weights: fp32 ``[B, T]``, what a query's attention counts for in the sums; ``None``: one.
+        sink_logits: ``[HQ]``, one more logit in each head's normaliser, of no key (gpt-oss).
 
     Returns:
         ``(output, sums)``: output ``[B, HQ, T, Dv]`` in the query's dtype; sums ``[B, H, N]``, the
@@ -55,12 +57,22 @@ def attention_with_scores(
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     hidden = ~visible.unsqueeze(-3)
-    probabilities = torch.softmax(logits.masked_fill(hidden, -torch.inf), dim=-1)
+    if sink_logits is not None:
+        sink_logits = sink_logits.view(num_kv_heads, -1, 1, 1)
+    probabilities = softmax(logits.masked_fill(hidden, -torch.inf), sink_logits)
     probabilities = probabilities.masked_fill(hidden, 0.0)
     output = probabilities @ value.to(compute).unsqueeze(2)
     if weights is not None:
         probabilities = probabilities * weights[:, None, None, :, None]
     return output.flatten(1, 2).to(query.dtype), probabilities.sum(dim=(2, 3))
+
+
+def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Normalise logits ``[..., N]``, with one more if sinks ``[..., 1]`` are given."""
+    if sink_logits is None:
+        return torch.softmax(logits, dim=-1)
+    sink_logits = sink_logits.to(logits.dtype).expand(*logits.shape[:-1], 1)
+    return torch.softmax(torch.cat([logits, sink_logits], dim=-1), dim=-1)[..., :-1]
 
 
 def causal(query: Tensor, key: Tensor) -> Tensor:

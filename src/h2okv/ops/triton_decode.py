@@ -151,9 +151,10 @@ def _attend(
 @triton.jit
 def _finish(
     output, scores, positions, free, seen, real, slot_mask, ranks, sinks, recents,
-    logits, tops, totals, mixed, num_slots, num_splits,
+    logits, tops, totals, mixed, sink_logits, num_slots, num_splits,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DV: tl.constexpr, HAS_REAL: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr, ROLLS: tl.constexpr, CHOOSES: tl.constexpr,
+    HAS_SINK_LOGITS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr,
+    ROLLS: tl.constexpr, CHOOSES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -171,8 +172,15 @@ def _finish(
     has_split = some_queries[:, None] & (split < num_splits)[None, :]
     split_tops = tl.load(tops + at, mask=has_split, other=_NOTHING)
     top = tl.max(split_tops, axis=1)
+    if HAS_SINK_LOGITS:
+        sink_logit = tl.load(
+            sink_logits + (row % HEADS) * GROUPS + group, mask=some_queries, other=_NOTHING
+        ).to(tl.float32)
+        top = tl.maximum(top, sink_logit)
     fades = tl.exp(split_tops - top[:, None])
     total = tl.sum(tl.load(totals + at, mask=has_split, other=0.0) * fades, axis=1)
+    if HAS_SINK_LOGITS:
+        total += tl.exp(sink_logit - top)
     # A sequence with nothing to see gives zeros.
     factor = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
     mix = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
@@ -310,10 +318,11 @@ def decode_step(
         output, scores, slots.positions, slots.free_slot, slots.num_real_tokens, mask,
         none if slots.slot_mask is None else slots.slot_mask.to(torch.uint8), ranks,
         none if rules.sink is None else rules.sink, rules.recent,
-        logits, tops[0], tops[1], mixed, num_slots, num_splits,
+        logits, tops[0], tops[1], mixed,
+        none if rules.sink_logits is None else rules.sink_logits, num_slots, num_splits,
         HEADS=num_kv_heads, GROUPS=groups, DV=value_size, HAS_REAL=real is not None,
-        HAS_SINKS=rules.sink is not None, HAS_MASK=slots.slot_mask is not None,
-        ROLLS=width > 0, CHOOSES=chooses,
+        HAS_SINK_LOGITS=rules.sink_logits is not None, HAS_SINKS=rules.sink is not None,
+        HAS_MASK=slots.slot_mask is not None, ROLLS=width > 0, CHOOSES=chooses,
         BLOCK_G=triton.next_power_of_2(groups), BLOCK_P=triton.next_power_of_2(num_splits),
         BLOCK_DV=side(value_size), BLOCK_S=_FINISH_SLOTS,
     )  # fmt: skip

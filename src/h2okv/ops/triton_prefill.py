@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from h2okv.ops import flash_varlen
+from h2okv.ops.flash import add_sink
 from h2okv.ops.reference import Visibility
 from h2okv.ops.triton_decode import side
 
@@ -189,6 +190,7 @@ def attention_with_scores(
     softcap: float | None = None,
     weights: Tensor | None = None,
     needs_sums: bool = True,
+    sink_logits: Tensor | None = None,
     *,
     uses_flash: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -198,6 +200,8 @@ def attention_with_scores(
         output, log_sum_exp = flash_varlen.forward(query, key, value, scale)
     else:
         output, log_sum_exp = forward(query, key, value, visibility, scale, softcap)
+    if sink_logits is not None:
+        output, log_sum_exp = add_sink(output, log_sum_exp, sink_logits)
     if not needs_sums:
         return output, log_sum_exp.new_zeros(key.shape[:3])
     return output, score_sums(query, key, log_sum_exp, visibility, scale, softcap, weights)

@@ -53,6 +53,8 @@ class BlockView:
     attend_from_behind: Callable[[], Tensor]
     """Re-evaluates the queries behind the block's end, each seeing all entries. Returns fp32
     ``[B, H, N]``: for each entry the L2 norm of its probabilities over queries and heads."""
+    sink_logits: Tensor | None = None
+    """``[HQ]``, one more logit in each head's normaliser; ``None`` if the model has none."""
 
     def probabilities(self) -> Tensor:
         """Return the causal probabilities, fp32 ``[B, H, G, T, N]``; zero for padding."""
@@ -63,7 +65,11 @@ class BlockView:
         visible = visible.tril(count - length)
         if self.entries is not None:
             visible = visible & self.entries[:, :, None, None, :]
-        shares = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1).nan_to_num(0.0)
+        logits = logits.masked_fill(~visible, -torch.inf)
+        if self.sink_logits is not None:
+            sinks = self.sink_logits.to(logits.dtype).view(heads, -1, 1, 1)
+            logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1)
+        shares = logits.softmax(dim=-1).nan_to_num(0.0)[..., :count]
         return shares if self.real is None else shares * self.real[:, None, None, :, None]
 
 
