@@ -189,7 +189,7 @@ FAMILIES = (
     Family(
         "Flint",
         "flint",
-        _SINKS | _EXPERTS | {"shared_expert_intermediate_size": 24},
+        _SINKS | _EXPERTS | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
         note=_SINKS_NOTE,
     ),
     Family("Granite SWA", "granite_swa", _SINKS | {"attention_multiplier": 0.35}, note=_SINKS_NOTE),

@@ -51,11 +51,12 @@ MODELS = {
     "full": ("llama", {}),
     "sliding": ("gemma3_text", _SLIDING),
     "soft-capped": ("gemma2", _SLIDING),
+    "learned sinks": ("gpt_oss", _SLIDING | {"num_local_experts": 2, "num_experts_per_tok": 1}),
 }
 
 
 @pytest.mark.parametrize("padding", [0, 200])
-@pytest.mark.parametrize("kind", ["full", "sliding", "soft-capped"])
+@pytest.mark.parametrize("kind", list(MODELS))
 @torch.no_grad()
 def test_no_square_tensor_in_two_turns(kind, padding):
     model_type, options = MODELS[kind]

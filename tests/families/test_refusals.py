@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from family_harness import full_cache, tokens
+from family_harness import tokens
 from family_table import FAMILIES, config_options
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
@@ -78,7 +78,6 @@ def test_indexed_layers_are_refused():
 
 # Known reasons, checked on the model itself: each must fail loudly even if it was not listed.
 _LOUD = [
-    ("gpt_oss", {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}, "s_aux"),
     ("diffllama", {}, "attends twice"),
     ("jetmoe", {"num_local_experts": 2, "kv_channels": 8}, "attention is not 'h2o'"),
     ("bert", {"is_decoder": False}, "not causal"),
@@ -99,16 +98,12 @@ def test_an_unlisted_model_fails_loudly(model_type, options, message, monkeypatc
         model(tokens(1, 20), past_key_values=cache)
 
 
-@torch.no_grad()
-def test_attention_that_sdpa_would_ignore_is_refused_without_a_cache_too():
-    config = AutoConfig.for_model(
-        "gpt_oss", **_SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1
-    )
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    model.set_attn_implementation("h2o")
-    for options in ({"use_cache": False}, {"past_key_values": full_cache(model)}):
-        with pytest.raises(ValueError, match="s_aux"):
-            model(tokens(1, 20), **options)
+def test_sinks_of_attention_that_is_not_causal_are_refused_without_a_cache_too():
+    module = torch.nn.Module()
+    module.is_causal = False
+    states = torch.randn(3, 1, 2, 5, 8).unbind()
+    with pytest.raises(ValueError, match="s_aux"):
+        h2o_attention(module, *states, None, s_aux=torch.zeros(2))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,14 @@
 import pytest
 import torch
 from family_harness import TOLERANCE, full_cache, tokens
-from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
@@ -22,11 +29,11 @@ def _random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape) + shape[2]))
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("softcap, sinks", [(None, None), (2.0, None), (None, [-2.0, 0.5, 2, 9])])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("past", [0, 5, 63])
 @pytest.mark.parametrize("window", [1, 5, 64, 111, 500])
-def test_equals_the_dense_mask(window, past, padded, softcap):
+def test_equals_the_dense_mask(window, past, padded, softcap, sinks):
     length = 150
     total = past + length
     query, key, value = _random(2, 4, length, 8), _random(2, 2, total, 8), _random(2, 2, total, 6)
@@ -44,11 +51,15 @@ def test_equals_the_dense_mask(window, past, padded, softcap):
     assert mask is None or mask.shape[-2] == 1
     module = torch.nn.Module()
     module.num_key_value_groups = 2
-    output, _ = plain_attention(module, query, key, value, mask, 0.5, 0.0, softcap, {})
+    options = {} if sinks is None else {"s_aux": torch.tensor(sinks)}
+    output, _ = plain_attention(module, query, key, value, mask, 0.5, 0.0, softcap, options)
     logits = query.unflatten(1, (2, 2)) @ key.unsqueeze(2).transpose(-1, -2) * 0.5
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    weights = logits.masked_fill(~dense.unsqueeze(2), -torch.inf).softmax(dim=-1)
+    logits = logits.masked_fill(~dense.unsqueeze(2), -torch.inf)
+    column = torch.tensor([-torch.inf] * 4 if sinks is None else sinks).view(2, 2, 1, 1)
+    column = column.expand(*logits.shape[:-1], 1)
+    weights = torch.cat([logits, column], dim=-1).softmax(dim=-1)[..., :-1]
     expected = (weights @ value.unsqueeze(2)).flatten(1, 2).transpose(1, 2)
     seen = real[:, past:]
     torch.testing.assert_close(output[seen], expected[seen], atol=1e-5, rtol=0)
@@ -104,26 +115,30 @@ def test_a_window_that_reaches_everything_is_causal():
     assert h2o_mask(q_length=20, kv_length=20, mask_function=causal_mask_function, **SIZES) is None
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gpt_oss"])
 def test_training_passes_the_same_gradients(kind):
     """No cache, gradients on: what a user gets who fine-tunes with the attention left at h2o."""
-    model = _gemma(kind)
+    model = _model(kind)
     ids = tokens(2, 30)
     grads = []
     for attention in ("eager", "h2o"):
         model.set_attn_implementation(attention)
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
-        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad.clone())
-    torch.testing.assert_close(grads[1], grads[0], atol=1e-5, rtol=0)
-    assert grads[0].abs().max() > 1e-4
+        parts = [layer.self_attn.q_proj.weight for layer in model.model.layers]
+        if kind == "gpt_oss":
+            parts += [layer.self_attn.sinks for layer in model.model.layers]
+        grads.append([part.grad.clone() for part in parts])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
+        assert one.abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gpt_oss"])
 @torch.no_grad()
 def test_h2o_attention_with_another_cache(kind):
     """Two turns of a padded batch on transformers' own cache."""
-    model = _gemma(kind)
+    model = _model(kind)
     ids = tokens(2, 45)
     mask = torch.ones_like(ids)
     mask[0, :11] = 0
@@ -138,7 +153,7 @@ def test_h2o_attention_with_another_cache(kind):
     torch.testing.assert_close(logits[1][seen], logits[0][seen], atol=TOLERANCE, rtol=0)
 
 
-def _gemma(kind: str):
+def _model(kind: str):
     options = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -148,11 +163,14 @@ def _gemma(kind: str):
         "head_dim": 8,
         "vocab_size": 89,
         "sliding_window": 8,
-        "query_pre_attn_scalar": 4,
         "initializer_range": 0.3,
         "layer_types": ["sliding_attention", "full_attention"],
     }
     torch.manual_seed(0)
+    if kind == "gpt_oss":
+        config = GptOssConfig(**options, num_local_experts=4, num_experts_per_tok=2)
+        return GptOssForCausalLM._from_config(config, attn_implementation="eager").eval()
+    options["query_pre_attn_scalar"] = 4
     if kind == "gemma2":
         config = Gemma2Config(**options, attn_logit_softcapping=3.0)
         return Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()

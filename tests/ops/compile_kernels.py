@@ -48,7 +48,7 @@ class Compiler:
         print(json.dumps({"kernel": name, "shared": compiled.metadata.shared, "sizes": constants}))
 
 
-def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2, indexed=False):
+def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2, indexed=False, sinks=None):
     def column(*shape):
         return torch.zeros(*shape, dtype=torch.int64)
 
@@ -71,7 +71,9 @@ def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2, indexed=Fal
         )
     token = [torch.zeros(batch, heads * groups, 1, size, dtype=dtype)]
     token += [torch.zeros(batch, heads, 1, size, dtype=dtype) for _ in range(2)]
-    rules = StepRules(0.1, column(batch, 1, 1), rotary=rotations, full=True)
+    rules = StepRules(
+        0.1, column(batch, 1, 1), rotary=rotations, full=True, sink_logits=sinks
+    )  # fmt: skip
     triton_decode.decode_step(*token, slots, rules, num_cores=132)
 
 
@@ -93,6 +95,7 @@ def main():
         for size, width in ((128, 0), (128, 128), (80, 32), (256, 0)):
             step(dtype, size, 4, width)
         step(dtype, 64, 3, 0, indexed=True)
+        step(dtype, 64, 3, 0, sinks=torch.zeros(6, dtype=dtype))
         for size in (64, 128, 256):
             block(dtype, size)
     block(torch.float16, 96, 1, queries=torch.ones(1, 64, dtype=torch.bool))

@@ -163,6 +163,14 @@ def test_soft_caps(device):
     run(device, softcap=5.0, cores=4)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("held", [40, 62])
+@pytest.mark.parametrize("factor", [1.0, 90.0])
+def test_learned_sinks(device, dtype, held, factor):
+    sinks = factor * torch.tensor([-2.0, 0.0, 1.0, 3.0, 4.0, 6.0], device=device)
+    run(device, dtype, groups=3, held=held, cores=9, sink=4, sink_logits=sinks.to(dtype))
+
+
 def test_nothing_protected_evicts_what_just_came(device):
     run(device, recent=0)
 
