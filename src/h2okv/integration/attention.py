@@ -275,7 +275,8 @@ def h2o_attention(
     if not layer.rotations.is_known:
         rotation = find_rotation(module, layer.layer_idx, key, layer.rotations.found_rotations)
         layer.learn_rotation(rotation)
-    layer.sink_logits = options.get("s_aux")
+    sink_logits = options.get("s_aux")
+    layer.sink_logits = None if sink_logits is None else sink_logits.detach()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if real is not None and layer.ends_forward and not torch.compiler.is_compiling():
         _note_padding(layer, real)

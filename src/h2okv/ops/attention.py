@@ -107,7 +107,8 @@ def blockwise_attention_with_scores(
         entry_sums = row_sums if entry_columns is None else row_sums.new_zeros(entry_columns.shape)
         _attend_row(
             _Row(row_past, visibility.window, softcap, row_weights, needs_sums, sink_logits),
-            scale, row_output, entry_sums, grouped_query[row][:, :, columns], *states, bias,
+            scale, row_output, entry_sums, grouped_query[row][:, :, columns], states[0], states[1],
+            bias,
         )  # fmt: skip
         if entry_columns is not None:
             row_sums.scatter_(1, entry_columns, entry_sums)

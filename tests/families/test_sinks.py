@@ -1,0 +1,152 @@
+"""Models with learned sinks: what the tests of every family do not ask of them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from family_harness import (
+    BLOCKS,
+    TOLERANCE,
+    forced_logits,
+    full_cache,
+    generate,
+    kept_sets,
+    tiny_model,
+    tokens,
+)
+from family_table import FAMILIES, Family
+from transformers import AutoTokenizer
+
+import h2okv
+from h2okv.analysis.attention_stats import read_observed
+from h2okv.assets import bundled_model_path
+from h2okv.cache.shared import SharedPrefill
+from h2okv.policy import H2O
+
+WITH_SINKS = [family for family in FAMILIES if "learned sinks" in family.note]
+GPT_OSS = next(family for family in FAMILIES if family.model_type == "gpt_oss")
+# Sinks in every layer that H2O sees.
+FULL = replace(GPT_OSS, options=GPT_OSS.options | {"layer_types": ["full_attention"] * 2})
+BUDGET = {"heavy": 6, "recent": 4}
+OPTIONS = [
+    {"policy": "best"},
+    {"scoring": "expected", "evict_every": 4},
+    {"scoring": "decay"},
+    {"policy": "snapkv"},
+    {"kv_bits": 8},
+    {"prefill_chunk": 7},
+    {"positions": "rolling"},
+    {"layer_budgets": [[0.5, 1.5], [1.25, 0.75]]},
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(FULL, 2)
+
+
+@pytest.mark.parametrize("family", WITH_SINKS, ids=lambda family: family.model_type)
+def test_logits_are_those_of_eager_attention(family: Family):
+    model = tiny_model(replace(family, options=family.options | {"initializer_range": 0.1}), 2)
+    expected = forced_logits(model, full_cache(model), "eager")
+    cache = h2okv.H2OCache(model.config, heavy=sum(BLOCKS), recent=0)
+    torch.testing.assert_close(forced_logits(model, cache, "h2o"), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_dropping_equals_masking(model, options):
+    caches = [
+        h2okv.H2OCache(model.config, **BUDGET | options, simulate=simulate)
+        for simulate in (False, True)
+    ]
+    dropped, masked = (forced_logits(model, cache, "h2o") for cache in caches)
+    torch.testing.assert_close(dropped, masked, atol=TOLERANCE, rtol=0)
+    assert kept_sets(caches[0]) == kept_sets(caches[1])
+
+
+@torch.no_grad()
+def test_a_prompts_scores_are_what_its_entries_receive(model):
+    ids = tokens(1, 30)
+    model.set_attn_implementation("eager")
+    attentions = model(ids, output_attentions=True).attentions
+    model.set_attn_implementation("h2o")
+    cache = h2okv.H2OCache(model.config, heavy=30, recent=30)
+    model(ids, past_key_values=cache)
+    for layer, attention in enumerate(attentions):
+        received = attention.sum(dim=2).unflatten(1, (2, 2)).sum(dim=2)
+        assert received.sum() < 0.9 * 4 * 30  # the sinks take the rest
+        torch.testing.assert_close(cache.scores(layer)[..., :30], received, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_rule_and_the_analysis_see_the_same_probabilities(model):
+    seen = {}
+
+    class Watching(H2O):
+        def score_block(self, block):
+            seen[block.layer_idx] = block.probabilities().flatten(1, 2)
+            torch.testing.assert_close(block.probabilities().sum(dim=(2, 3)), block.sums)
+            return block.sums
+
+    ids, rows = tokens(1, 30), {}
+    model.set_attn_implementation("h2o")
+    model(ids, past_key_values=h2okv.H2OCache(model.config, **BUDGET, policy=Watching()))
+
+    def keep(layer):
+        rows[layer.layer_idx] = torch.cat([p.flatten(0, 1) for _, p in layer.rows()], dim=1)
+
+    read_observed(model, ids, keep)
+    assert seen.keys() == {0, 1}
+    for layer, probabilities in seen.items():
+        torch.testing.assert_close(rows[layer], probabilities[0], atol=1e-6, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_caches_that_share_a_prompt(model):
+    ids = tokens(1, 30)
+    model.set_attn_implementation("h2o")
+    configs = [{"policy": "best"}, {"scoring": "decay"}, {"scoring": "last"}, {"heavy": 2}]
+    caches = [h2okv.H2OCache(model.config, **BUDGET | options) for options in configs]
+    shared = SharedPrefill(caches)
+    model(ids, past_key_values=shared)
+    shared.split()
+    for cache, options in zip(caches, configs, strict=True):
+        alone = h2okv.H2OCache(model.config, **BUDGET | options)
+        model(ids, past_key_values=alone)
+        assert kept_sets(cache) == kept_sets(alone)
+        step = tokens(1, 1)
+        logits = (model(step, past_key_values=one).logits for one in (cache, alone))
+        torch.testing.assert_close(*logits, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, *(o for o in OPTIONS if o.get("policy") != "snapkv")], ids=str
+)
+def test_requests_of_an_engine_give_what_generate_gives(model, options):
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    params = h2okv.SamplingParams(max_tokens=6, temperature=0)
+    prompts = [tokens(1, length, seed) for seed, length in enumerate((40, 9, 26, 31))]
+    prompts.append(torch.cat([prompts[0], tokens(1, 5)], dim=1))  # a prefix that is kept
+    options = BUDGET | options
+    with h2okv.LLM(model, tokenizer, max_num_seqs=2, max_prefill_tokens=16, **options) as llm:
+        outputs = llm.generate([prompt[0].tolist() for prompt in prompts], params)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        expected, _ = generate(model, prompt, h2okv.H2OCache(model.config, **options), "h2o")
+        assert output.completions[0].token_ids == expected[0].tolist()
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_step(model):
+    torch._dynamo.reset()
+    ids = tokens(2, 30)
+    model.set_attn_implementation("h2o")
+    results = []
+    for forward in (model, torch.compile(model, backend="eager")):
+        cache = h2okv.H2OCache(model.config, **BUDGET)
+        model(ids[:, :20], past_key_values=cache)
+        steps = ids[:, 20:].split(1, dim=1)
+        logits = [forward(step.contiguous(), past_key_values=cache).logits for step in steps]
+        results.append(torch.cat(logits, dim=1))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
+    torch._dynamo.reset()
