@@ -115,7 +115,7 @@ def test_caches_that_share_a_prompt(model):
         model(ids, past_key_values=alone)
         assert kept_sets(cache) == kept_sets(alone)
         step = tokens(1, 1)
-        logits = (model(step, past_key_values=one).logits for one in (cache, alone))
+        logits = (model(step, past_key_values=c).logits for c in (cache, alone))
         torch.testing.assert_close(*logits, atol=TOLERANCE, rtol=0)
 
 

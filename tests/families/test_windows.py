@@ -125,13 +125,13 @@ def test_training_passes_the_same_gradients(kind):
         model.set_attn_implementation(attention)
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
-        parts = [layer.self_attn.q_proj.weight for layer in model.model.layers]
+        weights = [layer.self_attn.q_proj.weight for layer in model.model.layers]
         if kind == "gpt_oss":
-            parts += [layer.self_attn.sinks for layer in model.model.layers]
-        grads.append([part.grad.clone() for part in parts])
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(other, one, atol=1e-5, rtol=0)
-        assert one.abs().max() > 1e-4
+            weights += [layer.self_attn.sinks for layer in model.model.layers]
+        grads.append([weight.grad.clone() for weight in weights])
+    for expected, grad in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, expected, atol=1e-5, rtol=0)
+        assert expected.abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gpt_oss"])

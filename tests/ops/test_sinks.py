@@ -47,8 +47,8 @@ def expect(query, key, value, visible, sinks, softcap=None, weights=None, power=
 
 
 def close(actual, expected, tolerance=2e-5):
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one.double(), other, atol=tolerance, rtol=tolerance)
+    for tensor, reference in zip(actual, expected, strict=True):
+        torch.testing.assert_close(tensor.double(), reference, atol=tolerance, rtol=tolerance)
 
 
 def causal(length, past, batch=2):

@@ -164,11 +164,12 @@ def test_soft_caps(device):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("held", [40, 62])
+@pytest.mark.parametrize("num_entries", [40, 62])
 @pytest.mark.parametrize("factor", [1.0, 90.0])
-def test_learned_sinks(device, dtype, held, factor):
+def test_learned_sinks(device, dtype, num_entries, factor):
     sinks = factor * torch.tensor([-2.0, 0.0, 1.0, 3.0, 4.0, 6.0], device=device)
-    run(device, dtype, groups=3, held=held, cores=9, sink=4, sink_logits=sinks.to(dtype))
+    options = {"cores": 9, "sink": 4, "sink_logits": sinks.to(dtype)}
+    run(device, dtype, groups=3, num_entries=num_entries, **options)
 
 
 def test_nothing_protected_evicts_what_just_came(device):
