@@ -407,6 +407,11 @@ class CacheConfig:
         """Return the config with `prefill_chunk`, unless it says already where prompts are cut."""
         return self if self.block is not None else replace(self, prefill_chunk=length)
 
+    def with_chunk(self, length: int | None) -> CacheConfig:
+        """Return the config with another `prefill_chunk`; ``None``, or `evict_every`, keeps it."""
+        keeps = length is None or self.evict_every is not None
+        return self if keeps else replace(self, prefill_chunk=length)
+
     @property
     def is_full(self) -> bool:
         """Whether nothing is ever evicted."""
@@ -484,9 +489,10 @@ class CacheConfig:
         if self.positions != "rolling" or window is None or entries + block <= window:
             return None
         room = f" (to {window - entries} at most)" if entries < window else ""
+        option = "--prefill-chunk" if self.evict_every is None else "--evict-every"
         return (
-            f"a budget of {entries} entries and --prefill-chunk {block} are more than the context"
-            f" window of {window}; lower --budget, --sink or --prefill-chunk{room}"
+            f"a budget of {entries} entries and {option} {block} are more than the context"
+            f" window of {window}; lower --budget, --sink or {option}{room}"
         )
 
     @property

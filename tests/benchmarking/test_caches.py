@@ -76,3 +76,8 @@ def test_packed_tensors_are_counted_in_tuples_and_dicts():
         layers = [Layer()]
 
     assert stored_bytes(Cache()) == 40 + 6 + 8
+
+
+def test_a_cache_with_spans_keeps_them_in_blocks(build):
+    spans = CacheSpec("h2o", CacheConfig(heavy=10, recent=10, evict_every=8))
+    assert run(build(), spans, chunk=32).cache.evict_every == 8

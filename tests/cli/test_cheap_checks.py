@@ -59,15 +59,15 @@ COMMANDS = {
         "--memory much": "--memory 'much' is not an amount of memory",
     },
     "batch --input in.jsonl --output out.jsonl": BOTH | TOPK | SAMPLING | {
-        "--weights moon": "--weights 'moon' is not a place",
-        "--cache disk": "--cache 'disk' is not a place",
+        "--weights moon": "--weights must be auto, device, cpu, disk, or percentages",
+        "--cache disk": "file=60, got 'disk'",
         "--batch 0": "--batch '0' is not a number",
         "--weight-bits 3": "--weight-bits 3 is not known",
         "--layer-budgets auto": "--layer-budgets auto has to read the whole model",
         f"--input {MISSING}": f"--input '{MISSING}' cannot be read",
         "--output nowhere/out.jsonl": "--output 'nowhere/out.jsonl' cannot be written",
     },
-    "plan": CACHE | {"smolm2": "did you mean smollm2", "--weights moon": "is not a place"},
+    "plan": CACHE | {"smolm2": "did you mean smollm2", "--weights moon": "got 'moon'"},
     "stream --text text.txt": BOTH | TOPK | TEXT | {
         f"--text text.txt --input {MISSING}": f"--input '{MISSING}' cannot be read",
         "--input in.jsonl": "both --text and --input are given",

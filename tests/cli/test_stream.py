@@ -119,6 +119,15 @@ def test_budget_and_chunk_must_fit_the_window(stream, book):
     assert stream("--text", book, "--tokens", 300, budget=budget).code == 0
 
 
+def test_budget_and_span_must_fit_the_window(stream, book):
+    budget = ("--heavy", 150, "--recent", 50, "--evict-every", 57)
+    outcome = stream("--text", book, "--tokens", 300, budget=budget)
+    assert outcome.code == 2
+    assert "200 entries and --evict-every 57 are more than the context window" in outcome.err
+    budget = ("--heavy", 150, "--recent", 50, "--evict-every", 8, "--prefill-chunk", 64)
+    assert stream("--text", book, "--tokens", 300, budget=budget).code == 0
+
+
 def test_the_default_budget_is_a_fraction_of_the_window(stream, book, tmp_path):
     def size(*budget):
         rows = tmp_path / f"{len(budget)}.csv"

@@ -92,6 +92,16 @@ def test_penalties_and_logit_bias(make_llama, make_llm, make_prompts, greedy):
     assert len(set(penalised)) == len(penalised)
 
 
+def test_a_penalty_of_the_models_authors_can_be_undone(make_llama, make_llm, make_prompts, greedy):
+    (prompt,) = make_prompts([20])
+    model = make_llama()
+    (expected,) = make_llm(model).generate([prompt], greedy(10))
+    model.generation_config.repetition_penalty = 1e6
+    llm = make_llm(model)
+    (output,) = llm.generate([prompt], greedy(10, repetition_penalty=1))
+    assert output.completions[0].token_ids == expected.completions[0].token_ids
+
+
 def test_logprobs_equal_the_model(make_llama, make_llm, make_prompts, greedy):
     model = make_llama()
     (prompt,) = make_prompts([20])

@@ -223,9 +223,9 @@ def test_the_question_is_read_before_or_after_the_eviction(subject, ids, monkeyp
     read = []
     prefill = h2okv.prefill
 
-    def noted(model, input_ids, cache):
+    def noted(model, input_ids, cache, mask):
         before = cache.num_seen_tokens
-        logits = prefill(model, input_ids, cache)
+        logits = prefill(model, input_ids, cache, mask)
         read.append((before, cache.num_seen_tokens, cache.num_cached_tokens))
         return logits
 

@@ -66,6 +66,20 @@ def test_options_of_a_cache_reach_it(tmp_path):
     assert [(config.positions, config.prefill_chunk) for config in placed] == [("rolling", 64)] * 3
 
 
+def test_entries_of_one_label_are_the_same_cache(tmp_path):
+    twice = loaded(tmp_path, caches=[{"policy": "h2o"}, {"policy": "h2o"}])
+    assert [config.label for config in twice.configs] == ["h2o, 20%", "full"]
+    caches = [{"policy": "h2o"}, {"policy": "h2o", "prefill_chunk": 64}]
+    with pytest.raises(ValueError, match=r"caches\[1\]: 'h2o, 20%' .*another prefill_chunk only"):
+        loaded(tmp_path, caches=caches)
+
+
+def test_another_chunk_leaves_spans_as_they_are(tmp_path):
+    caches = [{"policy": "h2o", "evict_every": 16}, {"policy": "recent"}]
+    placed = loaded(tmp_path, caches=caches, budgets=[64]).with_positions(None, 32)
+    assert [(c.evict_every, c.prefill_chunk) for c in placed] == [(16, None), (None, 32)]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -250,3 +250,34 @@ def test_a_cache_goes_on_after_drafts(make_llama):
         )
         texts.append((first, second))
     assert all(torch.equal(*pair) for pair in zip(*texts, strict=True))
+
+
+PAD_INSIDE = [{}, {"prefill_chunk": 8}, {"evict_every": 8}, {"positions": "rolling"}]
+
+
+@pytest.mark.parametrize("options", PAD_INSIDE, ids=str)
+@pytest.mark.parametrize("num_read", [0, 10, PROMPT - 1])
+def test_padding_tokens_inside_a_prompt_are_read_as_by_the_full_cache(
+    make_llama, options, num_read
+):
+    """transformers infers the mask of a prompt from the padding token; so does `prefill`."""
+    model, ids = make_llama().double(), _prompt(rows=1)
+    model.generation_config.pad_token_id = 0
+    ids[0, [7, 8, 15]] = 0
+    scores = {"output_logits": True, "return_dict_in_generate": True}
+    expected = _generate(model, ids, DynamicCache(), "sdpa", **scores).logits
+    cache = h2okv.H2OCache(model.config, PROMPT, PROMPT, **options)
+    if num_read:
+        h2okv.prefill(model, ids[:, :num_read], cache)
+    with h2okv.enable(model):
+        logits = _generate(model, ids, cache, **scores).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_tokens_that_end_texts_are_text(make_llama):
+    model, ids = make_llama(), _prompt(rows=1)
+    model.generation_config.pad_token_id = model.generation_config.eos_token_id = 0
+    ids[0, 7] = 0
+    cache = h2okv.H2OCache(model.config, PROMPT, PROMPT)
+    logits = h2okv.prefill(model, ids, cache)
+    torch.testing.assert_close(logits, model(ids).logits[:, -1], atol=1e-5, rtol=1e-5)

@@ -277,3 +277,12 @@ def test_pins_of_a_chat_that_is_continued(templated):
     chat = read_conversation({"messages": [USER, BEGUN]})
     ((first, stop),) = message_spans(templated, chat, ["user"])
     assert templated.decode(encode(templated, chat)[first:stop]).strip() == "Hi"
+
+
+def test_pins_of_a_chat_without_a_user(templated):
+    system = {"role": "system", "content": "Be kind."}
+    chat = [system]
+    ((first, stop),) = message_spans(templated, chat, ["system"])
+    assert templated.decode(encode(templated, chat)[first:stop]).strip() == "Be kind."
+    with pytest.raises(ValueError, match="pin='last_user' finds no last_user message"):
+        message_spans(templated, chat, ["system", "last_user"])

@@ -131,12 +131,12 @@ def test_sampling_draws_what_the_probabilities_say(model, make_sequences, run_en
 
 def test_processors_of_the_models_own_config(model, make_sequences, run_engine):
     sequences = make_sequences((20, 30), 12)
-    before = model.generation_config.repetition_penalty
-    model.generation_config.repetition_penalty = 50.0
+    before = model.generation_config.no_repeat_ngram_size
+    model.generation_config.no_repeat_ngram_size = 1
     try:
         output = run_engine(model, sequences)
     finally:
-        model.generation_config.repetition_penalty = before
+        model.generation_config.no_repeat_ngram_size = before
     for sequence in sequences:
         tokens = sequence.prompt + output[sequence.id]
         assert len(set(output[sequence.id])) == len(output[sequence.id]), tokens

@@ -238,7 +238,7 @@ def respond(scripted, script, **options):
     return scripted.only_client.responses.create(**options)
 
 
-def parts(items):
+def contents_of(items):
     return [
         (item.name, item.arguments) if item.type == "function_call" else item.content[0].text
         for item in items
@@ -260,13 +260,13 @@ def parts(items):
 def test_calls_of_responses_complete_and_streamed(scripted, script, expected):
     expected = [(e.name, e.arguments) if isinstance(e, ToolCall) else e for e in expected]
     response = respond(scripted, script)
-    assert parts(response.output) == expected
+    assert contents_of(response.output) == expected
     assert all(item.status == "completed" for item in response.output)
     assert [tool.name for tool in response.tools] == ["f", "g"]
     events = list(respond(scripted, script, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     last = events[-1].response
-    assert events[-1].type == "response.completed" and parts(last.output) == expected
+    assert events[-1].type == "response.completed" and contents_of(last.output) == expected
     done = [event for event in events if event.type == "response.output_item.done"]
     assert [event.item for event in done] == last.output
     assert [event.output_index for event in done] == list(range(len(expected)))
@@ -277,18 +277,18 @@ def test_calls_of_responses_complete_and_streamed(scripted, script, expected):
         if event.type.endswith(".delta"):
             pieces[event.item_id] += event.delta
     assert list(pieces.values()) == [
-        part if isinstance(part, str) else part[1] for part in expected
+        piece if isinstance(piece, str) else piece[1] for piece in expected
     ]
     scripted.engine.script = script  # the client's own bookkeeping
     options = {"model": "fake", "input": "Hi", "tools": FLAT}
     with scripted.only_client.responses.stream(**options) as stream:
-        assert parts(stream.get_final_response().output) == expected
+        assert contents_of(stream.get_final_response().output) == expected
 
 
 def test_an_answer_of_no_text_is_an_empty_message(scripted):
     scripted.engine.ending = "length"
     response = respond(scripted, "\n")
-    assert parts(response.output) == [""] and response.status == "incomplete"
+    assert contents_of(response.output) == [""] and response.status == "incomplete"
     assert response.output[0].status == "incomplete"
 
 
@@ -321,8 +321,8 @@ def test_calls_and_results_of_responses_are_read(scripted):
 
 def test_choices_of_responses(scripted):
     script = f"<tool_call>{F}</tool_call><tool_call>{G}</tool_call>"
-    one = respond(scripted, script, parallel_tool_calls=False)
-    assert [item.name for item in one.output] == ["f"] and one.parallel_tool_calls is False
+    call = respond(scripted, script, parallel_tool_calls=False)
+    assert [item.name for item in call.output] == ["f"] and call.parallel_tool_calls is False
     none = respond(scripted, script, tool_choice="none")
     assert none.output_text == script
     for choice in ("required", {"type": "function", "name": "f"}):

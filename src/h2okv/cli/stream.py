@@ -100,7 +100,8 @@ def stream(
     )
     # A bad budget shows before anything is read, not at the block that exceeds the window.
     args.check_cache(described.config, cache)
-    if reason := cache.past_window(budget.total, prefill_chunk, context_window(described.config)):
+    block, window = cache.block or prefill_chunk, context_window(described.config)
+    if reason := cache.past_window(budget.total, block, window):
         raise ValueError(reason)
     tokenizer, vocab_size = described.tokenizer, described.vocab_size
     source: TextSource | ConversationSource

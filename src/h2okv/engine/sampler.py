@@ -53,12 +53,13 @@ def model_sampling(config: GenerationConfig | None) -> dict[str, Any]:
 
 def generation_kwargs(params: SamplingParams) -> dict[str, Any]:
     """Return the arguments of transformers' ``generate`` for these parameters."""
-    options: dict[str, Any] = {"do_sample": not params.is_greedy}
+    options: dict[str, Any] = {
+        "do_sample": not params.is_greedy,
+        "repetition_penalty": params.repetition_penalty,  # 1 too: the model may have another
+    }
     if not params.is_greedy:  # else transformers warns that they have no effect
         options |= {name: getattr(params, name) for name in _WARPERS}
         options["min_p"] = params.min_p or None
-    if params.repetition_penalty != 1:
-        options["repetition_penalty"] = params.repetition_penalty
     return options
 
 

@@ -177,7 +177,8 @@ def answer_question(
         read_together(model.model, ids[:, :first], caches)
         for cache in caches:
             if last > first:
-                h2okv.prefill(model.model, ids[:, first:last], cache)
+                mask = torch.ones_like(ids[:, :last])  # also of tokens that may be padding
+                h2okv.prefill(model.model, ids[:, first:last], cache, mask)
             answers = _Answers(model, [prompt])
             _generate(model, cache, [prompt], answers)
             results += answers.finish()
@@ -254,11 +255,12 @@ def _generate(
 
 def read_together(model: PreTrainedModel, input_ids: Tensor, caches: Sequence[H2OCache]) -> None:
     """Read a prompt ``[B, T]`` without padding onto empty caches, once for all that can share."""
+    mask = torch.ones_like(input_ids)
     sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
     if len(sharing) > 1:
         shared = SharedPrefill(sharing)
-        h2okv.prefill(model, input_ids, shared)
+        h2okv.prefill(model, input_ids, shared, mask)
         shared.split()
     for cache in caches:
         if not cache.num_seen_tokens:
-            h2okv.prefill(model, input_ids, cache)
+            h2okv.prefill(model, input_ids, cache, mask)

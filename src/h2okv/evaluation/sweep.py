@@ -180,20 +180,28 @@ class Experiment(Strict):
     @cached_property
     def configs(self) -> tuple[CacheConfig, ...]:
         """The distinct caches; the full one is the same for every policy."""
-        configs: list[CacheConfig] = []
+        configs: dict[str, CacheConfig] = {}
         for number, entry in enumerate(self.caches):
             try:
-                configs += entry.configs(self.budgets)
+                for config in entry.configs(self.budgets):
+                    first = configs.setdefault(config.label, config)
+                    if config != first and not config.is_full:
+                        fields, others = config.to_record(), first.to_record()
+                        names = [n for n in fields | others if fields.get(n) != others.get(n)]
+                        raise ValueError(
+                            f"{config.label!r} must differ from an earlier entry in its label, got"
+                            f" another {', '.join(names)} only; write two experiments"
+                        )
             except ValueError as error:
                 raise ValueError(f"caches[{number}]: {error}") from error
-        return tuple({config.label: config for config in configs}.values())
+        return tuple(configs.values())
 
     def with_positions(
         self, positions: str | None, prefill_chunk: int | None
     ) -> tuple[CacheConfig, ...]:
-        changes: dict[str, Any] = {"positions": positions, "prefill_chunk": prefill_chunk}
-        overrides = {name: value for name, value in changes.items() if value is not None}
-        return tuple(replace(config, **overrides) for config in self.configs)
+        overrides: dict[str, Any] = {} if positions is None else {"positions": positions}
+        configs = (config.with_chunk(prefill_chunk) for config in self.configs)
+        return tuple(replace(config, **overrides) for config in configs)
 
     def make_tasks(self, surroundings: Surroundings) -> list[Task]:
         tasks: list[Task] = []

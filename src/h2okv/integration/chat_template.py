@@ -140,14 +140,14 @@ def message_spans(
     text = chat_text(tokenizer, chat)
     encoded = tokenizer(text, add_special_tokens=not tokenizer.chat_template, verbose=False)
     dropped = len(encoded["input_ids"]) - len(encode(tokenizer, chat))
-    last = max(number for number, message in enumerate(messages) if message["role"] == "user")
+    users = [number for number, message in enumerate(messages) if message["role"] == "user"]
     offset, spans = 0, []
     for number, message in enumerate(messages):
         content, role = message["content"].strip(), message["role"]
         offset = text.find(content, offset)
         if offset < 0:
             raise ValueError("the chat template changes the messages, so they cannot be pinned.")
-        if content and (role in pin or (number == last and "last_user" in pin)):
+        if content and (role in pin or ("last_user" in pin and number == users[-1])):
             first, end = (
                 encoded.char_to_token(offset),
                 encoded.char_to_token(offset + len(content) - 1),

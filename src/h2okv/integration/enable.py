@@ -300,6 +300,16 @@ def _attending(model: PreTrainedModel, cache: H2OCache) -> AbstractContextManage
     return nullcontext() if enabled else enable(model)
 
 
+def _inferred_mask(model: PreTrainedModel, input_ids: Tensor, cache: H2OCache) -> Tensor:
+    """Return the mask ``[B, tokens seen + T]`` that ``generate`` infers from the padding token."""
+    mask = cache.next_turn(input_ids)["attention_mask"]
+    config = getattr(model, "generation_config", None)
+    pad, ends = getattr(config, "pad_token_id", None), getattr(config, "eos_token_id", None)
+    if pad is not None and pad not in (ends if isinstance(ends, list) else [ends]):
+        mask[:, mask.shape[1] - input_ids.shape[1] :] *= input_ids != pad
+    return mask
+
+
 def prefill(
     model: PreTrainedModel, input_ids: Tensor, cache: H2OCache, attention_mask: Tensor | None = None
 ) -> Tensor:
@@ -314,9 +324,10 @@ def prefill(
         model: a loaded model, with H2O attention or without.
         input_ids: int ``[B, T]``.
         cache: mutated.
-        attention_mask: ``[B, tokens seen + T]``, 0 for padding; ``None`` if ``input_ids`` has
-            none. A padded batch is read in one forward and split into blocks inside each layer,
-            because the blocks of its rows begin at different columns.
+        attention_mask: ``[B, tokens seen + T]``, 0 for padding; with ``None`` tokens equal to the
+            padding token are padding where ``generate`` takes them for it. A padded batch is read
+            in one forward and split into blocks inside each layer, because the blocks of its rows
+            begin at different columns.
 
     Returns:
         Logits of each sequence's last token, ``[B, V]``.
@@ -338,9 +349,7 @@ def prefill(
             " tokenizer(text, return_tensors='pt').input_ids."
         )
     length, needed = input_ids.shape[1], cache.num_seen_tokens + input_ids.shape[1]
-    mask = (
-        cache.next_turn(input_ids)["attention_mask"] if attention_mask is None else attention_mask
-    )
+    mask = _inferred_mask(model, input_ids, cache) if attention_mask is None else attention_mask
     if tuple(mask.shape) != (input_ids.shape[0], needed):
         raise ValueError(
             f"attention_mask of shape {list(mask.shape)} must be [{input_ids.shape[0]}, {needed}]:"

@@ -71,7 +71,7 @@ def measure_layer_budgets(
             " divide among the layers; give a text of a thousand tokens."
         )
     cache = H2OCache(model.config, policy="full", scoring="expected")
-    prefill(model, input_ids, cache)
+    prefill(model, input_ids, cache, torch.ones_like(input_ids))
     curves = []
     for layer in cache.layers:
         if not isinstance(layer, CacheLayer):

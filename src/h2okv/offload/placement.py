@@ -19,8 +19,8 @@ def parse_placement(option: str, text: str, tiers: tuple[str, ...]) -> Fractions
     fractions = {match[1]: float(match[2]) / 100 for match in matches if match is not None}
     if len(fractions) < len(matches) or not fractions.keys() <= set(tiers):
         raise ValueError(
-            f"--{option} {text!r} is not a place; give auto, {', '.join(tiers)}, or percentages"
-            f" such as {tiers[0]}=40,{tiers[-1]}=60"
+            f"--{option} must be auto, {', '.join(tiers)}, or percentages such as"
+            f" {tiers[0]}=40,{tiers[-1]}=60, got {text!r}"
         )
     if abs(sum(fractions.values()) - 1) > 1e-6:
         raise ValueError(

@@ -6,7 +6,7 @@ import importlib.metadata
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,7 @@ class HarnessTask(Task):
         protocol = None
         if not config.is_full:
             chunk = self.prefill_chunk
-            if chunk is not None and cache.evict_every is None:
-                cache = replace(cache, prefill_chunk=chunk)
+            cache = cache.with_chunk(chunk)
             protocol = None if chunk in (None, 1) else "whole"
         stored = {**config.identity(), "seed": seed, "block": self.prefill_chunk}
         options = {"protocol": protocol, "batch_size": self.batch_size, **cache.to_dict()}
