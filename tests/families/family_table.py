@@ -32,6 +32,27 @@ def _rope(kind: str, **options: float) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **options}}
 
 
+_LATENT = "MLA: latents of one kept set for all heads"
+_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_YARN = _rope(
+    "yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """One line of the support table.
@@ -171,6 +192,24 @@ FAMILIES = (
     ),
     Family("Granite 3", "granite", {"attention_multiplier": 0.35}),
     Family("Granite MoE", "granitemoe", {"num_local_experts": 4, "attention_multiplier": 0.35}),
+    Family(
+        "DeepSeek-V2",
+        "deepseek_v2",
+        _MLA
+        | {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24},
+        None,
+        note=_LATENT,
+    ),
+    Family(
+        "DeepSeek-V3, R1, Kimi K2",
+        "deepseek_v3",
+        _MLA | _ROUTED | {"first_k_dense_replace": 1} | _YARN,
+        None,
+        note=f"{_LATENT}; YaRN",
+    ),
+    Family("MiniCPM3", "minicpm3", _MLA, None, note=_LATENT),
+    Family("GLM-4.7-Flash", "glm4_moe_lite", _MLA | _ROUTED, None, note=_LATENT),
     Family("SmolLM3", "smollm3", {"no_rope_layers": [1, 0]}),
     Family("GLM-4", "glm4", {"head_dim": 8}),
     Family(

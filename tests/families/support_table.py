@@ -40,6 +40,8 @@ or whose layers share keys (Gemma 4 E2B), is refused by that. So are encoder-dec
 
 def _heads(family: Family) -> str:
     if family.kv_heads is None:
+        if family.note.startswith("MLA"):
+            return "MLA"
         return "MQA" if "one KV head" in family.note else "MHA"
     return ", ".join("MHA" if heads == 4 else "GQA" for heads in family.kv_heads)
 

@@ -49,8 +49,6 @@ def test_no_family_of_the_table_is_refused(family):
 @pytest.mark.parametrize(
     ("model_type", "options", "reason"),
     [
-        ("deepseek_v2", {}, "MLA"),
-        ("deepseek_v3", {}, "MLA"),
         ("gemma3n_text", {"num_kv_shared_layers": 15}, "keys of another layer"),
         ("gemma4_text", {"num_kv_shared_layers": 2}, "keys of another layer"),
         ("t5", {}, "encoder-decoder"),

@@ -64,6 +64,8 @@ _RULES = (
 )
 
 
+# Of latent attention; all sizes are different.
+_LATENT = {"num_key_value_heads": 4, "qk_nope_head_dim": 12, "v_head_dim": 10, "kv_lora_rank": 16}
 # Fields that the rules cannot know, by model type.
 _SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -74,8 +76,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         }
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
     "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "dots3_note_text": {"num_attention_heads": 4},
     "ernie4_5_moe": {"moe_k": 2},
     "gemma4_assistant": {
         "text_config": {
@@ -127,6 +131,9 @@ def tiny_options(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     if layer_types and "layer_types" in fields:  # each kind, the last one of the model last
         kinds = list(dict.fromkeys(reversed(layer_types)))[::-1]
         options["layer_types"] = (kinds * 4)[-4:]
+    if "kv_lora_rank" in fields:
+        sizes = _LATENT | {"qk_head_dim": 20}
+        options |= {name: size for name, size in sizes.items() if name in fields}
     return options | special
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.cache.argument import CACHE
+from h2okv.cache.latent import Latents, LatentState, join
 from h2okv.cache.rope import PositionRule, Rotation, Rotations
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
 from h2okv.cache.spans import Spans
@@ -55,6 +56,7 @@ class BaseLayer(CacheLayerMixin):
     is_croppable = True
     drops = True  # evicts for real and stores entries as `storage` says; else it masks
     ends_forward = False  # the last layer of its cache
+    latent: tuple[int, int] | None = None  # R and r of a model with latent attention
     window: int | None = None  # the sliding window that the entries stand for
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
 
@@ -178,17 +180,41 @@ class BaseLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Note shapes, dtype and device; the slots follow when the prompt's length is known."""
         self.dtype, self.num_kv_heads = key_states.dtype, key_states.shape[1]
-        self.state = SlotState.empty(
-            key_states, value_states, self.storage if self.drops else KVStorage()
-        )
+        self.state = self.empty_state(key_states, value_states)
         with torch.inference_mode(False):
             device = "cpu" if key_states.is_meta else key_states.device  # slots are counted by it
             self.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
 
+    def empty_state(self, key: Tensor, value: Tensor) -> SlotState:
+        """Make a state without slots for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]``."""
+        state = SlotState.empty(key, value, self.storage if self.drops else KVStorage())
+        if self.drops and self.storage.bits is None and self.holds_latents(key, value):
+            return LatentState.of(state, value.shape[-1])
+        return state
+
+    def holds_latents(self, key: Tensor, value: Tensor) -> bool:
+        """Tell whether these are latents, as attention with one KV head takes them."""
+        rank, width = self.latent or (0, 0)
+        shape = key.shape[1], key.shape[-1], value.shape[-1]
+        return self.latent is not None and shape == (1, rank + width, rank)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Pass new keys and values ``[B, H, T, D]`` on, the keys marked with this layer."""
+        """Pass new keys and values ``[B, H, T, D]`` on, the keys marked with this layer.
+
+        Latents, of which the model makes keys only now, are left with the layer in the options
+        that the model passes on to its attention.
+        """
+        options = kwargs.get("kwargs")
+        if options is not None and self.latent == (key_states.shape[-1], value_states.shape[-1]):
+            latents = Latents(self, join(key_states, value_states), key_states)
+            self._take(latents.key, latents.value)
+            options[LAYER_ATTRIBUTE] = latents
+            return key_states, value_states
+        return self._take(key_states, value_states)
+
+    def _take(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.require_attention()
         # Autocast gives some models (OPT) keys in another dtype inside than outside.
         self.is_cast = self.is_cast or is_cast(key_states.device)
@@ -352,4 +378,5 @@ class BaseLayer(CacheLayerMixin):
     @property
     def entry_bytes(self) -> int:
         """Bytes of an entry's key and value in the model's dtype, for one head."""
-        return int((self.key_size + self.value_size) * self.dtype.itemsize)
+        has_values = self.state.has_values
+        return int((self.key_size + self.value_size * has_values) * self.dtype.itemsize)

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from h2okv.cache.base_layer import BaseLayer
-from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
+from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.support import config_of, unwrap
 from h2okv.cache.validation import check_loaded
 from h2okv.config import CacheConfig, TokenBudget
@@ -279,8 +279,7 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
         )
         for size in values["sizes"]
     )
-    storage = layer.storage if layer.drops else KVStorage()
-    empty = SlotState.empty(key[:, :heads], value[:, :heads], storage)
+    empty = layer.empty_state(key[:, :heads], value[:, :heads])
     expected = empty.like(batch, num_slots)
     if by_head is not None:
         expected.total = expected.total.expand(-1, len(by_head), -1)

@@ -112,6 +112,7 @@ class H2OCache(Cache):
         for number, index in enumerate(full_layers):
             budget, head_budgets = cache.layer_budget(number), cache.head_budgets(number)
             layers[index] = layer_class(index, budget, *alike, head_budgets, spans)
+            layers[index].latent = support.latent_sizes(config)
         self._scored = [layer for layer in layers if isinstance(layer, BaseLayer)]
         support.check_layers(config, layers, len(self._scored), self.position_rule)
         self._last_updated: BaseLayer | None = None
@@ -352,9 +353,11 @@ class H2OCache(Cache):
 
     def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:
         """Return the bytes that slots of these KV heads take, before anything is allocated."""
+        # The values of latents are a part of the keys.
+        num_parts = 1 if self._scored[0].latent and self.kv_bits is None else 2
         return SlotBytes(
             num_heads,
-            2 * KVStorage(self.kv_bits).head_bytes(head_size, dtype),
+            num_parts * KVStorage(self.kv_bits).head_bytes(head_size, dtype),
             has_ranks=self.position_rule.rolls,
             has_norms=self.rule.weighs_values,
             has_static_mask=self.rule.has_pattern,

@@ -206,7 +206,13 @@ class _KeysTakenError(Exception):
 class _KeyTaker(DynamicCache):
     """Takes the keys that an attention module hands to its cache."""
 
-    def update(self, key_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.latent = vars(module).get("kv_lora_rank"), vars(module).get("qk_rope_head_dim")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.latent == (key_states.shape[-1], value_states.shape[-1]):
+            key_states = torch.cat([value_states, key_states], dim=-1)
         self.keys = key_states.float()
         raise _KeysTakenError
 
@@ -261,7 +267,7 @@ def find_rotation(
 
 
 def _keys(module: torch.nn.Module, hidden: Tensor, embeddings: Any) -> Tensor:
-    taker = _KeyTaker()
+    taker = _KeyTaker(module)
     names = inspect.signature(module.forward).parameters
     arguments = {"hidden_states": hidden, "position_embeddings": embeddings, "attention_mask": None}
     if "shared_kv_states" in names:  # Gemma 4

@@ -147,7 +147,8 @@ class SlotLayer(CacheLayer):
 
     def _choose_operations(self, query: Tensor) -> None:
         """Choose the operations of all tokens until the next block; mutates the plan."""
-        groups, is_packed = query.shape[1] // self.num_kv_heads, self.storage.bits is not None
+        groups = query.shape[1] // self.num_kv_heads
+        is_packed = self.storage.bits is not None or not self.state.has_values
         self.slots.operations = operations(
             query.device, self.dtype, self.key_size, self.value_size, groups, is_packed
         )

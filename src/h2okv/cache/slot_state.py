@@ -249,7 +249,7 @@ class SlotState(Slots):
         A head that holds less than another has empty slots behind its own. What a state has not is
         `None`.
         """
-        fields = tuple(vars(self)[name] for name in names)
+        fields = tuple(getattr(self, name) for name in names)
         if self.head_of_slot is None:
             return fields
         others = self.of_others()
@@ -293,19 +293,19 @@ class SlotState(Slots):
 
     def tensors_of(self, name: str) -> tuple[Tensor, ...]:
         """Return the tensors of a field: one, two of packed entries, none if it has no value."""
-        value = vars(self)[name]
+        value = vars(self).get(name)
         if isinstance(value, Packed):
             return value.codes, value.grid
         return () if value is None else (value,)
 
     def entry_size(self, name: str) -> int:
         """Return the numbers of an entry of keys or values."""
-        value = vars(self)[name]
+        value = getattr(self, name)
         return int(value.size if isinstance(value, Packed) else value.shape[-1])
 
     def stored(self, name: str) -> Tensor:
         """Return a field's numbers; of packed entries their codes."""
-        value = vars(self)[name]
+        value = getattr(self, name)
         codes: Tensor = value.codes if isinstance(value, Packed) else value
         return codes
 

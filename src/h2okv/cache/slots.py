@@ -82,7 +82,8 @@ class SlotPlan:
         empty = (0, num_slots - indices.shape[2])
         with ordinary_tensors():
             state.keys = self.storage.compact(entries.key, state.keys, indices, num_slots)
-            state.values = self.storage.compact(entries.value, state.values, indices, num_slots)
+            if state.has_values:
+                state.values = self.storage.compact(entries.value, state.values, indices, num_slots)
             state.scores = pad(entries.scores.gather(2, indices), empty)
             positions = torch.where(is_kept, entries.positions.gather(2, indices), -1)
             state.positions = pad(positions, empty, value=-1)

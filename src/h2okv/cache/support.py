@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from h2okv.cache.argument import CACHE
 from h2okv.cache.rope import BY_LENGTH, PositionRule
 from h2okv.config import CacheConfig
 from h2okv.policy import Rule, Sees, get_rule
@@ -121,10 +122,10 @@ def _refusal(config: PreTrainedConfig, text_config: PreTrainedConfig) -> str | N
             return REFUSED[candidate.model_type]
     if not getattr(text_config, "is_causal", True):
         return "its config says is_causal=False, and H2O is defined for causal attention"
-    if size_of(text_config, "kv_lora_rank"):
+    if size_of(text_config, "kv_lora_rank") and CACHE != "cache":
         return (
-            "it caches one compressed latent for all heads (MLA), so that a head cannot drop a "
-            "token that another one keeps"
+            "its attention (MLA) expands latents, of which transformers tells the cache and the "
+            "attention enough from version 5.24 on"
         )
     sharing = getattr(text_config, "kv_sharing_modes", None) or ()
     # Gemma 4 calls layers whose keys another one may read "store", where none does too.
@@ -150,6 +151,13 @@ def size_of(text_config: PreTrainedConfig, name: str) -> Any:
     except RuntimeError:
         layers: Any = text_config
         return max(getattr(layer, name) for layer in layers.per_layer_config)
+
+
+def latent_sizes(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """Return R and r, the sizes of an MLA model's latents and of its keys' rotated part."""
+    text_config = config.get_text_config(decoder=True)
+    rank = size_of(text_config, "kv_lora_rank")
+    return (rank, size_of(text_config, "qk_rope_head_dim")) if rank else None
 
 
 def context_window(config: PreTrainedConfig) -> int | None:
@@ -260,6 +268,7 @@ def check_by_head(cache: CacheConfig, rule: Rule, config: PreTrainedConfig) -> N
     """Refuse budgets that differ by head where heads must hold alike, or of another model."""
     text = config.get_text_config(decoder=True)
     heads = size_of(text, "num_key_value_heads") or text.num_attention_heads
+    heads = 1 if latent_sizes(config) else heads
     counts = sorted(
         {len(factors) for factors in cache.layer_budgets or () if isinstance(factors, Sequence)}
     )

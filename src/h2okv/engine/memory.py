@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from h2okv.cache import H2OCache
 from h2okv.cache.slot_state import SlotBytes, slots_for
-from h2okv.cache.support import size_of
+from h2okv.cache.support import latent_sizes, size_of
 
 _STRICT = ((-3, 128 << 10), (-1, 4 << 20), (-8, 2))
 """M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX."""
@@ -163,6 +163,9 @@ class MemoryModel:
         self.num_heads: int = text.num_attention_heads
         self.num_kv_heads: int = size_of(text, "num_key_value_heads") or self.num_heads
         self.key_size: int = size_of(text, "head_dim") or self.hidden // self.num_heads
+        latent = latent_sizes(config)
+        if latent is not None:
+            self.num_kv_heads, self.key_size = 1, sum(latent)
         self.element = dtype.itemsize  # bytes of an element
         self.slots = cache.slot_bytes(self.num_kv_heads, self.key_size, dtype)  # of a layer
         self.window_slots = SlotBytes(self.num_kv_heads, 2 * self.key_size * self.element)

@@ -12,6 +12,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
 from h2okv.cache.base_layer import LAYER_ATTRIBUTE
+from h2okv.cache.latent import Latents, absorb, expand
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import find_rotation
 from h2okv.cache.slot_state import is_cast
@@ -232,7 +233,12 @@ def h2o_attention(
     Without an `H2OCache` (another cache, none, or a sliding-window layer) it is plain SDPA. The
     `update` of an H2O layer has marked the keys; the mask comes from `h2o_mask`.
     """
+    latents: Latents | None = options.pop(LAYER_ATTRIBUTE, None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: CacheLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
+    if latents is not None:
+        layer, key, value = latents
+        query = absorb(module, query)
     if layer is None:
         is_causal = getattr(module, "is_causal", True)
         _check_modelled(
@@ -277,10 +283,11 @@ def h2o_attention(
         layer.learn_rotation(rotation)
     sink_logits = options.get("s_aux")
     layer.sink_logits = None if sink_logits is None else sink_logits.detach()
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if real is not None and layer.ends_forward and not torch.compiler.is_compiling():
         _note_padding(layer, real)
     output = layer.attend(query, key, value, real, scale, softcap, options.get("position_ids"))
+    if latents is not None:
+        output = expand(module, output)
     return output.transpose(1, 2).contiguous(), None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,7 +75,8 @@ def _write_both(slots: Slots, key: Tensor, value: Tensor) -> None:
             _write_packed(store, slots.free_slot, entry)
         return
     write_slot(keys, slots.free_slot, key)
-    write_slot(values, slots.free_slot, value)
+    if slots.has_values:
+        write_slot(values, slots.free_slot, value)
 
 
 @functools.lru_cache(maxsize=64)
@@ -317,6 +318,8 @@ class Slots:
     Heads with different numbers of entries share one row of slots: then there is a `head_of_slot`,
     the dimension H of per-slot tensors is 1, and the free slots are ``[B, 1, H]``.
     """
+
+    has_values: ClassVar[bool] = True  # or values are a part of the keys, which one write fills
 
     keys: Entries  # [B, H, S, D], contiguous or packed
     values: Entries  # [B, H, S, Dv], contiguous or packed

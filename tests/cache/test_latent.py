@@ -1,0 +1,225 @@
+"""Latent attention (MLA): one kept set for all heads; scores and outputs by the formula."""
+
+import math
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import eager_attention_forward
+
+import h2okv
+from h2okv.cache.argument import CACHE
+
+pytestmark = pytest.mark.skipif(CACHE != "cache", reason="needs transformers 5.24")
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 89,
+    "max_position_embeddings": 256,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 9,
+    "initializer_range": 0.3,
+}
+_SEEN = []
+
+
+def _capture(module, query, key, value, mask, **options):
+    _SEEN.append((query, key, value))
+    return eager_attention_forward(module, query, key, value, mask, **options)
+
+
+AttentionInterface.register("latent_capture", _capture)
+
+
+def _model(layers=2, attention="h2o", **options):
+    config = AutoConfig.for_model("deepseek_v3", **_SIZES, num_hidden_layers=layers, **options)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+
+
+def _ids(length, rows=1, seed=1):
+    return torch.randint(3, 89, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def _read(model, cache, ids, blocks):
+    logits, start = [], 0
+    for size in blocks:
+        logits.append(model(ids[:, start : start + size], cache=cache).logits)
+        start += size
+    return torch.cat(logits, dim=1)
+
+
+def _formula(query, key, scale, blocks, heavy, recent):
+    """Scores and kept tokens by the definition, in loops over expanded keys ``[HQ, T, D]``."""
+    scores, kept, seen = {}, [], 0
+    for size in blocks:
+        block = range(seen, seen + size)
+        for token in block:
+            scores[token] = 0.0
+        for i in block:
+            visible = kept + [j for j in block if j <= i]
+            for head in range(query.shape[0]):
+                logits = [float(query[head, i] @ key[head, j]) * scale for j in visible]
+                total = sum(math.exp(logit - max(logits)) for logit in logits)
+                for j, logit in zip(visible, logits, strict=True):
+                    scores[j] += math.exp(logit - max(logits)) / total
+        seen += size
+        held = [*kept, *block]
+        newest = held[-recent:]
+        others = sorted((j for j in held if j not in newest), key=lambda j: (scores[j], j))
+        kept = sorted([*others[-heavy:], *newest])
+    return {j: scores[j] for j in kept}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("simulate", [False, True])
+def test_scores_are_the_formulas_sums_over_all_heads(simulate):
+    """One layer: what it reads depends on no eviction, so plain attention gives its inputs."""
+    blocks, ids = (20, 1, 1, 1, 6, 1), _ids(30)
+    model = _model(layers=1, attention="latent_capture")
+    _SEEN.clear()
+    model(ids, use_cache=False)
+    query, key, _ = _SEEN[0]
+    scale = model.model.layers[0].self_attn.scaling
+    expected = _formula(query[0].double(), key[0].double(), scale, blocks, heavy=5, recent=3)
+    model.set_attn_implementation("h2o")
+    cache = h2okv.H2OCache(model.config, heavy=5, recent=3, simulate=simulate)
+    _read(model, cache, ids, blocks)
+    positions = cache.kept_positions(0)
+    assert positions.shape[:2] == (1, 1)
+    scores = dict(
+        zip(positions.flatten().tolist(), cache.scores(0).flatten().tolist(), strict=True)
+    )
+    scores.pop(-1, None)
+    assert scores.keys() == expected.keys()
+    for token, score in expected.items():
+        assert scores[token] == pytest.approx(score, abs=1e-4)
+
+
+def test_a_budget_above_the_text_is_the_full_cache():
+    model, ids, blocks = _model(), _ids(50, rows=2), (40, 1, 1, 7, 1)
+    cache = h2okv.H2OCache(model.config, heavy=99, recent=99)
+    logits = _read(model, cache, ids, blocks)
+    model.set_attn_implementation("sdpa")
+    expected = _read(model, DynamicCache(config=model.config), ids, blocks)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_slot_holds_a_latent_and_a_rotated_part_once():
+    model = _model()
+    cache = h2okv.H2OCache(model.config, heavy=8, recent=8)
+    _read(model, cache, _ids(40), (38, 1, 1))
+    layer = cache.layers[0]
+    assert layer.keys.shape == (1, 1, 17, 24) and layer.values.shape == (1, 1, 17, 16)
+    assert layer.values.untyped_storage().data_ptr() == layer.keys.untyped_storage().data_ptr()
+    assert cache.nbytes == 2 * 17 * (24 * 4 + 4 + 4)
+    full = DynamicCache(config=model.config)
+    model.set_attn_implementation("sdpa")
+    _read(model, full, _ids(40), (38, 1, 1))
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in full.layers)
+    assert cache.full_nbytes == held
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_bits": 8},
+        {"evict_every": 4},
+        {"positions": "rolling"},
+        {"scoring": "expected"},
+        {"scoring": "value_norm"},
+        {"policy": "keydiff"},
+        {"layer_budgets": (0.5, 1.5)},
+    ],
+    ids=lambda options: next(iter(options.values()), "plain"),
+)
+def test_options_drop_what_they_mask(options):
+    model, ids, blocks = _model(), _ids(50, rows=2), (34, 1, 1, 7, 1, 1, 1, 1, 1, 1, 1)
+    caches = [
+        h2okv.H2OCache(model.config, heavy=6, recent=4, sink=1, simulate=simulate, **options)
+        for simulate in (False, True)
+    ]
+    dropped, masked = (_read(model, cache, ids, blocks) for cache in caches)
+    torch.testing.assert_close(dropped, masked, atol=1e-4, rtol=0)
+    for index in range(2):
+        sets = [
+            [set(row.flatten().tolist()) - {-1} for row in cache.kept_positions(index)]
+            for cache in caches
+        ]
+        assert sets[0] == sets[1]
+    caches[0].check_integrity()
+
+
+def test_a_file_a_fork_and_a_batch_go_on_alike(tmp_path):
+    model, ids = _model(), _ids(40)
+    cache = h2okv.H2OCache(model.config, heavy=6, recent=4)
+    _read(model, cache, ids[:, :30], (28, 1, 1))
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = h2okv.H2OCache.load(tmp_path / "cache.safetensors", model)
+    forked = cache.fork(2)
+    rest = (1, 1, 5, 1)
+    expected = _read(model, cache, ids[:, 30:], rest)
+    torch.testing.assert_close(_read(model, loaded, ids[:, 30:], rest), expected)
+    both = _read(model, forked, ids[:, 30:].repeat(2, 1), rest)
+    torch.testing.assert_close(both, expected.repeat(2, 1, 1), atol=1e-5, rtol=0)
+
+
+def test_drafts_are_taken_back():
+    model, ids = _model(), _ids(40)
+    cache, plain = (h2okv.H2OCache(model.config, heavy=6, recent=4) for _ in range(2))
+    _read(model, plain, ids[:, :24], (20, 1, 1, 1, 1))
+    _read(model, cache, ids[:, :22], (20, 1, 1))
+    cache.activate_past_recording()
+    _read(model, cache, torch.cat([ids[:, 22:24], ids[:, :3]], dim=1), (5,))
+    cache.crop(-3)
+    expected = _read(model, plain, ids[:, 24:], (1,) * 16)
+    torch.testing.assert_close(_read(model, cache, ids[:, 24:], (1,) * 16), expected)
+
+
+@torch.no_grad()
+def test_weights_that_are_not_a_plain_matrix_expand_the_same():
+    """An adapter's or a quantised layer's product is what counts, not a `weight` attribute."""
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, states):
+            return super().forward(states) * 2
+
+    model, ids, blocks = _model(), _ids(30), (28, 1, 1)
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.__class__ = Scaled
+    cache = h2okv.H2OCache(model.config, heavy=99, recent=99)
+    logits = _read(model, cache, ids, blocks)
+    model.set_attn_implementation("sdpa")
+    expected = _read(model, DynamicCache(config=model.config), ids, blocks)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_budgets_by_head_are_refused():
+    with pytest.raises(ValueError, match="1 KV heads"):
+        h2okv.H2OCache(_model().config, layer_budgets=[[1.0] * 4] * 2)
+
+
+def test_another_attention_is_noticed_before_a_token_is_made():
+    model = _model(attention="eager")
+    with pytest.raises(ValueError, match="attention is not 'h2o'"):
+        model(_ids(9), cache=h2okv.H2OCache(model.config))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_steps_compile_in_one_graph():
+    model, ids = _model(), _ids(40)
+    cache, plain = (h2okv.H2OCache(model.config, heavy=6, recent=4) for _ in range(2))
+    expected = _read(model, plain, ids, (30,) + (1,) * 10)
+    _read(model, cache, ids[:, :30], (30,))
+    step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    logits = [step(ids[:, i : i + 1], cache=cache).logits for i in range(30, 40)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected[:, 30:], atol=1e-4, rtol=0)
