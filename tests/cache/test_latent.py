@@ -58,24 +58,24 @@ def _read(model, cache, ids, blocks):
 
 def _formula(query, key, scale, blocks, heavy, recent):
     """Scores and kept tokens by the definition, in loops over expanded keys ``[HQ, T, D]``."""
-    scores, kept, seen = {}, [], 0
+    scores, chosen, seen = {}, [], 0
     for size in blocks:
         block = range(seen, seen + size)
         for token in block:
             scores[token] = 0.0
         for i in block:
-            visible = kept + [j for j in block if j <= i]
+            visible = chosen + [j for j in block if j <= i]
             for head in range(query.shape[0]):
                 logits = [float(query[head, i] @ key[head, j]) * scale for j in visible]
                 total = sum(math.exp(logit - max(logits)) for logit in logits)
                 for j, logit in zip(visible, logits, strict=True):
                     scores[j] += math.exp(logit - max(logits)) / total
         seen += size
-        held = [*kept, *block]
-        newest = held[-recent:]
-        others = sorted((j for j in held if j not in newest), key=lambda j: (scores[j], j))
-        kept = sorted([*others[-heavy:], *newest])
-    return {j: scores[j] for j in kept}
+        entries = [*chosen, *block]
+        newest = entries[-recent:]
+        others = sorted((j for j in entries if j not in newest), key=lambda j: (scores[j], j))
+        chosen = sorted([*others[-heavy:], *newest])
+    return {j: scores[j] for j in chosen}
 
 
 @torch.no_grad()
@@ -123,8 +123,8 @@ def test_a_slot_holds_a_latent_and_a_rotated_part_once():
     full = DynamicCache(config=model.config)
     model.set_attn_implementation("sdpa")
     _read(model, full, _ids(40), (38, 1, 1))
-    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in full.layers)
-    assert cache.full_nbytes == held
+    num_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in full.layers)
+    assert cache.full_nbytes == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,10 @@ def test_a_file_a_fork_and_a_batch_go_on_alike(tmp_path):
     cache.save(tmp_path / "cache.safetensors")
     loaded = h2okv.H2OCache.load(tmp_path / "cache.safetensors", model)
     forked = cache.fork(2)
-    rest = (1, 1, 5, 1)
-    expected = _read(model, cache, ids[:, 30:], rest)
-    torch.testing.assert_close(_read(model, loaded, ids[:, 30:], rest), expected)
-    both = _read(model, forked, ids[:, 30:].repeat(2, 1), rest)
+    blocks = (1, 1, 5, 1)
+    expected = _read(model, cache, ids[:, 30:], blocks)
+    torch.testing.assert_close(_read(model, loaded, ids[:, 30:], blocks), expected)
+    both = _read(model, forked, ids[:, 30:].repeat(2, 1), blocks)
     torch.testing.assert_close(both, expected.repeat(2, 1, 1), atol=1e-5, rtol=0)
 
 

@@ -150,7 +150,7 @@ def size_of(text_config: PreTrainedConfig, name: str) -> Any:
         return getattr(text_config, name, None)
     except RuntimeError:
         layers: Any = text_config
-        return max(getattr(layer, name) for layer in layers.per_layer_config)
+        return max(getattr(config, name) for config in layers.per_layer_config)
 
 
 def latent_sizes(config: PreTrainedConfig) -> tuple[int, int] | None:
