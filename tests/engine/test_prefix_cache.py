@@ -81,6 +81,22 @@ def test_the_next_turn_continues_from_the_answer(make_llm, double_model, greedy)
     assert again.completions[0].token_ids == first.completions[0].token_ids
 
 
+def test_states_of_short_texts_are_small(make_llm, double_model, greedy):
+    llm = make_llm(double_model, heavy=60, recent=60, evict_every=8, max_prompt_tokens=400)
+    prompt = list(range(2, 19))
+    text = prompt + list(llm.generate([prompt], greedy(16))[0].completions[0].token_ids)
+    by_length = {cache.num_seen_tokens: cache.nbytes for cache in llm.engine.runner.states.values()}
+    assert sorted(by_length) == [16, 32]
+    assert by_length[32] < 3 * by_length[16]
+    cold = make_llm(
+        double_model, heavy=60, recent=60, evict_every=8, max_prompt_tokens=400, prefix_cache=0
+    )
+    for new in (1, 200):  # goes on to the budget and beyond
+        first, second = (other.generate([[*text, 5]], greedy(new))[0] for other in (llm, cold))
+        assert (first.prompt.num_reused, second.prompt.num_reused) == (32, 0)
+        assert first.completions[0].token_ids == second.completions[0].token_ids
+
+
 def test_requests_that_need_more_than_a_state_read_their_prompt(make_llm, double_model, greedy):
     llm = make_llm(double_model, heavy=8, recent=6, evict_every=8, max_prompt_tokens=200)
     prompt = list(range(2, 42))

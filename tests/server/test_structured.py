@@ -265,6 +265,13 @@ def test_strict_arguments_of_calls_that_are_free(bundled_tokenizer, is_special):
     assert check(first, schema=FORMAT) and check(F, schema=FORMAT)
     assert not check(wrong, schema=FORMAT) and check(wrong, False, FORMAT)
     assert not check(f"{first}\n{second}", parallel_tool_calls=False)
+    # JSON without a marker, which the grammar takes for text, is none of the calls.
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    request = ChatRequest(**body, tools=tools)
+    assert not request.only_marked and request.grammar(syntax) and request.only_marked
+    parser, text = ToolCallParser(only_marked=True), '{"name": "f", "arguments": {}}\n'
+    segments = [*parser.add(text), *parser.add(first), *parser.end()]
+    assert segments == [text.rstrip(), ToolCall("f", F)]
     # Without tokens of their own, a marker is text like any other.
     plain = CallSyntax.of(bundled_tokenizer)
     function = {**TOOLS[0]["function"], "strict": True}

@@ -271,7 +271,7 @@ class SlotPool:
                 _fill_window(layer, state, seen)
                 continue
             if state.head_of_slot is None:
-                state.shrink(int(state.total.max()) + 1)
+                state.shrink(min(int(state.total.max()), seen) + 1)
             sizes = pool_layer.key_size, pool_layer.value_size
             key, value = (
                 torch.empty(

@@ -232,6 +232,12 @@ class CallingRequest(SampledRequest):
 
     _conversation: Conversation = PrivateAttr()
     _choice: str | Mapping[str, str] = PrivateAttr("auto")
+    _only_marked: bool = PrivateAttr(default=False)
+
+    @property
+    def only_marked(self) -> bool:
+        """Whether every call has a marker, by the grammar of free text and strict calls."""
+        return self._only_marked
 
     def _located(self, error: FieldError) -> FieldError:
         """Return an error of a chat's fields with the path that it has in this request."""
@@ -258,9 +264,11 @@ class CallingRequest(SampledRequest):
         stated = [nested(tool)["function"] for tool in self.tools or ()] if tools else []
         strict = {function["name"] for function in stated if function.get("strict")}
         try:
-            return answer_grammar(self._schema, tools, self._choice, is_parallel, syntax, strict)
+            rules = answer_grammar(self._schema, tools, self._choice, is_parallel, syntax, strict)
         except FieldError as error:
             raise _field_error(self._located(error)) from error
+        self._only_marked = bool(rules) and self._choice == "auto" and self._schema is None
+        return rules
 
 
 class ChatRequest(CallingRequest, Templated):

@@ -40,7 +40,9 @@ class ResponseBuilder(ABC):
         self._decoders: dict[int, codecs.IncrementalDecoder] = defaultdict(
             lambda: codecs.getincrementaldecoder("utf-8")("replace")
         )
-        self._parsers: dict[int, ToolCallParser] = defaultdict(ToolCallParser)
+        self._parsers: dict[int, ToolCallParser] = defaultdict(
+            lambda: ToolCallParser(body.only_marked)
+        )
         self._num_calls: dict[int, int] = defaultdict(int)
         self._shared = {
             "id": f"{self.kinds[0]}-{secrets.token_hex(12)}",

@@ -75,13 +75,16 @@ class ToolCallParser:
     arrays with ``name`` and ``arguments`` or ``parameters`` (Llama 3) after ``<|python_tag|>``, and
     without it at the beginning of the answer, in a code fence too. What is no such call stays text,
     and a name that no tool has is a call, as in vLLM. Whitespace around calls is left out.
+
+    Args:
+        only_marked: Whether every call has a marker, so that JSON without one is text.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, only_marked: bool = False) -> None:
         self._text = ""  # not yet decided
         self._blank = ""  # whitespace that a call may follow
         self._has_text = self._has_calls = False
-        self._may_begin = True  # whether a call without a marker may begin here
+        self._may_begin = not only_marked  # whether a call without a marker may begin here
         self._is_closing = False  # whether a call's closing tag may come
         self._fenced = False
         self._scan: _JsonScan | None = None
