@@ -2,14 +2,16 @@
 
 import pytest
 import torch
-from family_harness import TOLERANCE, full_cache, tokens
+from family_harness import TOLERANCE, tokens
 from transformers import (
+    DynamicCache,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
     GptOssForCausalLM,
+    StaticCache,
 )
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -134,10 +136,11 @@ def test_training_passes_the_same_gradients(kind):
         assert expected.abs().max() > 1e-4
 
 
+@pytest.mark.parametrize("cache_type", [DynamicCache, StaticCache])
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gpt_oss"])
 @torch.no_grad()
-def test_h2o_attention_with_another_cache(kind):
-    """Two turns of a padded batch on transformers' own cache."""
+def test_h2o_attention_with_another_cache(kind, cache_type):
+    """Turns and steps of a padded batch on transformers' own caches."""
     model = _model(kind)
     ids = tokens(2, 45)
     mask = torch.ones_like(ids)
@@ -145,10 +148,13 @@ def test_h2o_attention_with_another_cache(kind):
     logits = []
     for attention in ("eager", "h2o"):
         model.set_attn_implementation(attention)
-        cache = full_cache(model)
-        first = model(ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache).logits
-        second = model(ids[:, 30:], attention_mask=mask, past_key_values=cache).logits
-        logits.append(torch.cat([first, second], dim=1))
+        size = {"max_cache_len": 60} if cache_type is StaticCache else {}
+        cache = cache_type(config=model.config, **size)
+        turns = [
+            model(ids[:, start:stop], attention_mask=mask[:, :stop], past_key_values=cache).logits
+            for start, stop in ((0, 30), (30, 42), (42, 43), (43, 44), (44, 45))
+        ]
+        logits.append(torch.cat(turns, dim=1))
     seen = mask.to(torch.bool)
     torch.testing.assert_close(logits[1][seen], logits[0][seen], atol=TOLERANCE, rtol=0)
 

@@ -18,6 +18,7 @@ from h2okv.cache.rope import find_rotation
 from h2okv.cache.slot_state import is_cast
 from h2okv.cache.validation import check_follows
 from h2okv.ops.attention import blockwise_attention_with_scores, windowed_attention
+from h2okv.ops.decode import decode_with_scores
 from h2okv.ops.reference import Visibility, attention_with_scores, causal
 
 ATTENTION_NAME = "h2o"
@@ -189,6 +190,12 @@ def _normalised(
 ) -> Tensor:
     """Attend with soft caps or sinks, ``[B, HQ, T, Dv]``; blockwise unless gradients are needed."""
     options: Any = {"sink_logits": sink_logits}
+    states = [states for states in (query, key, value, sink_logits) if states is not None]
+    trains = torch.is_grad_enabled() and any(state.requires_grad for state in states)
+    if query.shape[2] == 1 and not trains and (mask is None or mask.dtype == torch.bool):
+        hidden = None if mask is None else ~mask[:, :, 0].expand(key.shape[:3]).contiguous()
+        key, value = key.contiguous(), value.contiguous()
+        return decode_with_scores(query, key, value, hidden, scale, softcap, **options)[0]
     if mask is not None and mask.shape[-2] != 1:
         return attention_with_scores(query, key, value, mask, scale, softcap, **options)[0]
     if mask is None and query.shape[2] > 1:
@@ -196,13 +203,11 @@ def _normalised(
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     past = key.shape[2] - query.shape[2]
     window, real = (None, None) if mask is None else _read_window(mask)
-    trained = [t for t in (query, key, value, sink_logits) if t is not None and t.requires_grad]
-    if not (torch.is_grad_enabled() and trained):
+    if not trains:
         entries = None if real is None else real[:, None, :]
-        visibility = Visibility(past=past, entries=entries, window=window)
         options["needs_sums"] = False
-        states = query, key, value, visibility
-        return blockwise_attention_with_scores(*states, scale, softcap, **options)[0]
+        block = query, key, value, Visibility(past=past, entries=entries, window=window)
+        return blockwise_attention_with_scores(*block, scale, softcap, **options)[0]
     visible = causal(query, key)
     if window is not None:
         visible = visible & ~visible.tril(past - window)
