@@ -8,7 +8,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, D
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import eager_attention_forward
 
 import h2okv
+from h2okv.analysis.eviction_trace import follow, split_budget
 from h2okv.cache.argument import CACHE
+from h2okv.engine.model_runner import check_divides
+from h2okv.integration.packed_linear import pack_linear_layers
 
 pytestmark = pytest.mark.skipif(CACHE != "cache", reason="needs transformers 5.24")
 _SIZES = {
@@ -200,6 +203,29 @@ def test_weights_that_are_not_a_plain_matrix_expand_the_same():
     model.set_attn_implementation("sdpa")
     expected = _read(model, DynamicCache(config=model.config), ids, blocks)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_packed_weights_leave_the_matrix_that_attention_reads():
+    model, ids, blocks = _model(), _ids(30), (28, 1, 1)
+    options = {"heavy": 6, "recent": 4}
+    expected = _read(model, h2okv.H2OCache(model.config, **options), ids, blocks)
+    if not pack_linear_layers(model):
+        pytest.skip("this processor packs no weights")
+    assert all(type(m.self_attn.kv_b_proj) is torch.nn.Linear for m in model.model.layers)
+    logits = _read(model, h2okv.H2OCache(model.config, **options), ids, blocks)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_ranks_are_refused(monkeypatch):
+    """Each would choose by the attention of its own heads."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="one set of latents for all heads"):
+        check_divides(_model().config)
+
+
+def test_a_trace_has_one_row_for_a_layer():
+    trace = follow(_model(), _ids(20), "h2o", split_budget(8), recorded=2)
+    assert trace.gone_at.shape == (2, 1, 20)
 
 
 def test_budgets_by_head_are_refused():

@@ -18,7 +18,7 @@ from transformers import (
 
 from h2okv.cache import H2OCache
 from h2okv.cache.layer import CacheLayer
-from h2okv.cache.support import check_model
+from h2okv.cache.support import check_model, latent_sizes
 from h2okv.integration.attention import h2o_mask, plain_attention
 from h2okv.integration.enable import input_device
 from h2okv.ops.reference import softmax
@@ -134,7 +134,9 @@ def check_layer(config: PreTrainedConfig, layer_idx: int, head: int) -> None:
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:
-    """Return the number of KV heads of a layer."""
+    """Return the number of KV heads of a layer, as a cache holds them."""
+    if latent_sizes(config) is not None:
+        return 1
     config = config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 1 if getattr(config, "multi_query", False) else int(heads)

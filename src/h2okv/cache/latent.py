@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from h2okv.cache.slot_state import SlotState
 
+EXPANDS_LATENTS = "kv_b_proj"
+"""What all models call the matrix that expands latents into keys and values."""
+
 
 class Latents(NamedTuple):
     """What `update` gets of T new tokens, as attention with one KV head takes it."""
@@ -29,34 +32,28 @@ def join(latent: Tensor, rotated: Tensor) -> Tensor:
     return torch.cat([rotated, latent], dim=-1)
 
 
-def absorb(module: Any, query: Tensor) -> Tensor:
-    """Return queries ``[B, HQ, T, r + R]`` that meet latents, of those that meet keys.
+def absorb(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn queries that meet keys into queries that meet latents.
 
     Args:
         module: the attention module.
         query: ``[B, HQ, T, dn + r]``, rotated behind.
+
+    Returns:
+        The queries ``[B, HQ, T, r + R]``, rotated before; and the matrices ``[HQ, R, dv]`` that
+        turn sums of latents into outputs.
     """
-    plain, rotated = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
-    to_key = _expansion(module, query)[:, : module.qk_nope_head_dim]
-    return torch.cat([rotated, plain @ to_key], dim=-1)
-
-
-def expand(module: Any, output: Tensor) -> Tensor:
-    """Return outputs ``[B, HQ, T, dv]`` of sums of latents ``[B, HQ, T, R]``."""
-    to_value = _expansion(module, output)[:, module.qk_nope_head_dim :]
-    return output @ to_value.transpose(1, 2)
-
-
-def _expansion(module: Any, states: Tensor) -> Tensor:
-    """Return what expands a latent into keys and values, ``[HQ, dn + dv, R]``."""
-    linear: Any = module.kv_b_proj
+    linear: Any = getattr(module, EXPANDS_LATENTS)
     if type(linear) is nn.Linear and linear.weight.is_floating_point():
         weight = linear.weight
     else:  # in few bits, or with adapters: what it makes of each unit vector
-        units = torch.eye(module.kv_lora_rank, dtype=states.dtype, device=states.device)
+        units = torch.eye(module.kv_lora_rank, dtype=query.dtype, device=query.device)
         weight = linear(units).t()
-    size = module.qk_nope_head_dim + module.v_head_dim
-    return weight.to(states.dtype).view(-1, size, module.kv_lora_rank)
+    sizes = module.qk_nope_head_dim, module.v_head_dim
+    weight = weight.to(query.dtype).view(-1, sum(sizes), module.kv_lora_rank)
+    to_key, to_value = weight.split(sizes, dim=1)
+    plain, rotated = query.split([sizes[0], module.qk_rope_head_dim], dim=-1)
+    return torch.cat([rotated, plain @ to_key], dim=-1), to_value.transpose(1, 2)
 
 
 class LatentState(SlotState):

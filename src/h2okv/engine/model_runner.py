@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache, slot_pool
 from h2okv.cache.argument import CACHE
+from h2okv.cache.support import latent_sizes
 from h2okv.config import Budget
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
 from h2okv.engine.request import PrefillChunk, PromptStart, ScheduledStep
@@ -280,6 +281,12 @@ def check_divides(config: PreTrainedConfig) -> None:
         raise ValueError(
             f"model type {config.model_type!r} has no plan for tensor parallelism in transformers; "
             "run one copy on each device instead (h2okv serve --ray --replicas)."
+        )
+    if latent_sizes(config) is not None:
+        raise ValueError(
+            f"model type {config.model_type!r} keeps one set of latents for all heads of a layer, "
+            "which each rank would choose by its own heads; run one copy on each device instead "
+            "(h2okv serve --ray --replicas)."
         )
     heads, count = text.num_attention_heads, int(os.environ["WORLD_SIZE"])
     kv_heads = getattr(text, "num_key_value_heads", None) or heads

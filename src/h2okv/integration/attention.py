@@ -12,7 +12,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
 from h2okv.cache.base_layer import LAYER_ATTRIBUTE
-from h2okv.cache.latent import Latents, absorb, expand
+from h2okv.cache.latent import Latents, absorb
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import find_rotation
 from h2okv.cache.slot_state import is_cast
@@ -243,7 +243,7 @@ def h2o_attention(
     layer: CacheLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if latents is not None:
         layer, key, value = latents
-        query = absorb(module, query)
+        query, to_value = absorb(module, query)
     if layer is None:
         is_causal = getattr(module, "is_causal", True)
         _check_modelled(
@@ -292,7 +292,7 @@ def h2o_attention(
         _note_padding(layer, real)
     output = layer.attend(query, key, value, real, scale, softcap, options.get("position_ids"))
     if latents is not None:
-        output = expand(module, output)
+        output = output @ to_value
     return output.transpose(1, 2).contiguous(), None
 
 

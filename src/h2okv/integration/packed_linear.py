@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from h2okv.cache.latent import EXPANDS_LATENTS
+
 _X86 = ("x86_64", "AMD64")  # the products were not measured elsewhere
 _TRIM_INTERVAL = 32  # layers; with it the peak of memory is that of loading
 _FEW_ROWS = 4  # from 8 on the product with 4 bits takes as long as that with 16
@@ -109,9 +111,12 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
     )
     layers = [
         module
-        for module in model.modules()
-        # Not a subclass, whose forward may differ.
-        if type(module) is nn.Linear and owners[id(module.weight)] == 1 and _fits(module.weight)
+        for name, module in model.named_modules()
+        # Not a subclass, whose forward may differ, nor one whose weight attention reads (MLA).
+        if type(module) is nn.Linear
+        and not name.endswith(EXPANDS_LATENTS)
+        and owners[id(module.weight)] == 1
+        and _fits(module.weight)
     ]
     weights = {id(module.weight) for module in layers}
     for parameter in model.parameters() if layers else ():
