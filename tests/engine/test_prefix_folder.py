@@ -185,5 +185,5 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "states"):
         with pytest.raises(ValueError, match="cannot be written .*give a folder") as error:
-            PrefixFolder(path)
+            PrefixFolder(path, 1000)
         assert "\n" not in str(error.value)

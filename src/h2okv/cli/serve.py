@@ -47,7 +47,7 @@ def serve(
         least=0,
     ),
     prefix_cache_folder: Path | None = option(
-        None, "Folder that keeps these states over a restart, up to as many bytes."
+        None, "Folder that keeps these states over a restart, up to --prefix-cache or 1GiB."
     ),
     max_new_tokens: int = option(4096, "Most new tokens that a request may ask for."),
     max_choices: int = option(128, "Most outputs of a request: prompts times n."),

@@ -12,6 +12,7 @@ from h2okv.engine.sampling_params import UNLIMITED, check_numbers
 from h2okv.records import unknown_name
 
 MOST_DRAFTS = 16
+DEFAULT_STATES = 1 << 30  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,8 @@ class EngineConfig:
             beginning continue (`h2okv.engine.prefix_cache`); 0: none. Only with
             ``cache.evict_every`` and a budget in tokens. ``None``: 1 GiB, or a quarter of the free
             memory if that is less.
-        prefix_cache_folder: Folder that keeps these states over a restart, up to as many bytes;
-            ``None`` for none.
+        prefix_cache_folder: Folder that keeps these states over a restart, up to `prefix_cache`
+            or 1 GiB; ``None`` for none.
         speculate: Tokens to draft at a time by prompt lookup, for a sequence that decodes alone.
             They are verified in one forward, and the output stays the same. Only while it saves
             time.

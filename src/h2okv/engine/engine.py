@@ -131,7 +131,7 @@ class Engine:
             identity = self._state_identity()
             self.prefix_cache = PrefixCache(span, share.states, identity, self._load_state)
         if self._folder is not None:
-            self._folder.limit(share.states)
+            self._folder.trim()
         self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens, self.prefix_cache)
         self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)

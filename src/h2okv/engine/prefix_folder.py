@@ -17,7 +17,7 @@ from typing import Any
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
 from h2okv.console import format_bytes
-from h2okv.engine.config import EngineConfig
+from h2okv.engine.config import DEFAULT_STATES, EngineConfig
 from h2okv.engine.memory import release_workers
 from h2okv.records import naming
 
@@ -36,13 +36,14 @@ class PrefixFolder:
 
     Args:
         path: The folder, which is created.
+        max_bytes: Of all files together.
 
     Raises:
         ValueError: If it cannot be written.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path, self.max_bytes = Path(path).expanduser(), 0
+    def __init__(self, path: str | Path, max_bytes: int) -> None:
+        self.path, self.max_bytes = Path(path).expanduser(), max_bytes
         self.num_bytes = self.num_hits = 0
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._refused: set[str] = set()
@@ -68,7 +69,8 @@ class PrefixFolder:
                 "prefix_cache_folder is for states of prompts, and this config keeps none; give"
                 " evict_every and a budget in tokens, and no prefix_cache of 0."
             )
-        return cls(config.prefix_cache_folder)
+        # Not less where memory is short for a while: files would be deleted for it.
+        return cls(config.prefix_cache_folder, config.prefix_cache or DEFAULT_STATES)
 
     def _list(self) -> None:
         files, others = [], []
@@ -97,11 +99,11 @@ class PrefixFolder:
         size, limit = format_bytes(self.num_bytes), format_bytes(self.max_bytes)
         return f"'{self.path}' has {len(self):,} states of {size}, up to {limit}"
 
-    def limit(self, max_bytes: int) -> None:
-        """Set the most bytes of all files, and delete those beyond; mutates the folder."""
+    def trim(self) -> None:
+        """Delete the files beyond the limit; mutates the folder."""
         with self._lock:
-            self.max_bytes = max_bytes
-            self._trim()
+            while self.num_bytes > self.max_bytes:
+                self._delete(next(iter(self._sizes)))
 
     def read(self, key: str, length: int, model: Any, like: H2OCache) -> H2OCache | None:
         """Return the state of a text of some tokens; ``None`` if no file has it.
@@ -174,15 +176,11 @@ class PrefixFolder:
             self._add(key, size)
             if self._pending.pop(key, None) is None:  # removed meanwhile
                 self._delete(key)
-            self._trim()
+        self.trim()
 
     def _add(self, key: str, size: int) -> None:
         self.num_bytes += size - self._sizes.pop(key, 0)
         self._sizes[key] = size
-
-    def _trim(self) -> None:
-        while self.num_bytes > self.max_bytes:
-            self._delete(next(iter(self._sizes)))
 
     def _delete(self, key: str) -> None:
         if key in self._sizes:

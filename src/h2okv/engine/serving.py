@@ -12,7 +12,7 @@ from h2okv.cache.slot_pool import check_poolable
 from h2okv.cache.support import can_score_spans, window_by_length
 from h2okv.config import MEASURED
 from h2okv.console import format_bytes
-from h2okv.engine.config import EngineConfig
+from h2okv.engine.config import DEFAULT_STATES, EngineConfig
 from h2okv.engine.memory import (
     MemoryModel,
     ServingMemory,
@@ -29,7 +29,6 @@ SPAN = 256
 """Tokens between two evictions, where prompts share states and the user chose no number."""
 _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64
-_DEFAULT_STATES = 1 << 30  # bytes
 _FREE_FRACTION = 0.8
 _MIB = 1 << 20
 
@@ -133,7 +132,7 @@ def share_memory(
     if not config.caches_prefixes:
         states = 0
     elif config.prefix_cache is None:
-        states = min(_DEFAULT_STATES, max(promised - used, 0) // 4)
+        states = min(DEFAULT_STATES, max(promised - used, 0) // 4)
     if config.max_num_seqs is not None:
         return MemoryShare(promised, used, states, config.max_num_seqs)
     num_seqs = min(memory.num_seqs(promised - used - states), limit)
@@ -217,8 +216,6 @@ def plan_serving(
         for window in model_memory.windows
     )
     folder = PrefixFolder.of(config)
-    if folder is not None:
-        folder.max_bytes = share.states
     free = share.promised - share.used - memory.prefill
     return ServingPlan(
         memory=share.promised,
