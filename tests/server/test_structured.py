@@ -265,7 +265,7 @@ def test_strict_arguments_of_calls_that_are_free(bundled_tokenizer, is_special):
     assert check(first, schema=FORMAT) and check(F, schema=FORMAT)
     assert not check(wrong, schema=FORMAT) and check(wrong, False, FORMAT)
     assert not check(f"{first}\n{second}", parallel_tool_calls=False)
-    # JSON without a marker, which the grammar takes for text, is none of the calls.
+    # JSON without a marker, which the grammar takes for text, is not a call.
     tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
     request = ChatRequest(**body, tools=tools)
     assert not request.only_marked and request.grammar(syntax) and request.only_marked

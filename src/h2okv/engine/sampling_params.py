@@ -45,7 +45,7 @@ class SamplingParams:
         top_k: Number of the most likely tokens to sample from; 0 for all.
         min_p: Minimum probability of a token, relative to the most likely one.
         repetition_penalty: Above 1 makes tokens of the prompt and the text less likely; from 0.001
-            to 1e6.
+            to 1e6. 1 adds no penalty, whatever the model's ``generation_config`` has.
         presence_penalty: Subtracted from the logits of tokens in the new text.
         frequency_penalty: Subtracted from them once for each occurrence in the new text.
         logit_bias: Added to the logits of these tokens, from -100 to 100.
