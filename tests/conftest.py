@@ -29,6 +29,22 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_folder(tmp_path_factory):
+    """Keep what commands measure out of the user's folder; pulled models are read from there."""
+    real = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "h2okv" / "layer-budgets").mkdir(parents=True)
+    for source in (real, real / "h2okv"):
+        for path in source.iterdir() if source.is_dir() else ():
+            link = folder / path.relative_to(real)
+            if not link.exists():
+                link.symlink_to(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield
+
+
 @pytest.fixture(scope="session")
 def shared() -> Path:
     if not SHARED.is_dir():

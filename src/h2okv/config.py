@@ -12,15 +12,18 @@ from h2okv.records import refusing, unknown_name
 
 Positions = Literal["original", "rolling", "clamped"]
 LayerBudgets = Sequence[float | Sequence[float]]
-MEASURED: Literal["auto"] = "auto"  # layer budgets that a command measures on the model
+MEASURED: Literal["auto"] = "auto"  # layer budgets that are measured on the model
+EVEN: Literal["even"] = "even"
+_OF_POLICY: Literal["policy"] = "policy"  # `MEASURED` for `BEST`, `EVEN` for all others
 POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
 
 # 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
 _ROUNDING_SLACK = 1e-6
 
-# H2O with the options that measured best (docs/quality.md). Configs and labels name each of them:
-# a text stays reproducible when a later version chooses others.
+# H2O with the options that measured best (docs/quality.md). Configs name each of them, and labels
+# the version: a text stays reproducible when a later version chooses others.
 BEST = "best"
+BEST_VERSION = 1  # of these options and of how factors are measured
 _BEST_SINK, _BEST_SCORING = 4, "expected"
 _BEST_HEAVY_FRACTION = 0.75
 
@@ -220,7 +223,7 @@ def check_tokens(name: str, value: int, least: int) -> None:
         )
 
 
-# Of a field that files of earlier versions lack: at its default it is not written to results.
+# Of a field that files of earlier versions lack: `None` and 0 are not written to results.
 LATER = {"is_later": True}
 
 
@@ -233,7 +236,8 @@ class CacheConfig:
 
     Attributes:
         policy: a name of `h2okv.policy_names()`; ``"full"`` keeps everything. ``"best"`` becomes
-            ``"h2o"`` with ``scoring="expected"`` and ``sink=4`` as defaults.
+            ``"h2o"`` with ``scoring="expected"``, ``sink=4`` and ``layer_budgets="auto"`` as
+            defaults.
         heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep regardless of their score, in tokens; default 0, or 4 with
@@ -267,9 +271,11 @@ class CacheConfig:
         seed: seed of policies that draw at random.
         layer_budgets: a factor on heavy for each layer with H2O entries, or a list of one for each
             of its KV heads, of mean 1; `h2okv.measure_layer_budgets` measures a model's.
-            ``None``: all are equal. The excess of a fraction above the prompt goes to the others.
-            ``"auto"`` stands for factors that a command still has to measure on the model; a cache
-            refuses it.
+            ``None`` or ``"even"``: all are equal. The excess of a fraction above the prompt goes to
+            the others. ``"auto"``: measured on the model, once, and kept in the user's cache
+            folder. Default ``"auto"`` with ``policy="best"``, else ``None``.
+        measured: version of the measurement that ``layer_budgets`` are from; ``None`` for factors
+            of the user's. Set by what measures them.
 
     Raises:
         ValueError: if the budget, the positions or the layer budgets are invalid.
@@ -289,14 +295,25 @@ class CacheConfig:
     max_tokens: int | None = None
     min_tokens: int = field(default=0, metadata=LATER)
     seed: int = 0
-    layer_budgets: LayerBudgets | Literal["auto"] | None = field(default=None, metadata=LATER)
+    layer_budgets: LayerBudgets | Literal["auto", "even", "policy"] | None = field(
+        default=_OF_POLICY, metadata=LATER
+    )
+    measured: int | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
+        factors = self.layer_budgets
+        if factors == _OF_POLICY:
+            factors = MEASURED if self.policy == BEST else None
+        elif factors == EVEN:
+            factors = None
+        if factors is None or factors == MEASURED:
+            object.__setattr__(self, "measured", None)
+        else:
+            factors = checked_factors(factors)
+        object.__setattr__(self, "layer_budgets", factors)
         resolved = resolve_policy(self.policy, self.sink, self.scoring)
         for name, value in zip(("policy", "sink", "scoring"), resolved, strict=True):
             object.__setattr__(self, name, value)
-        if self.layer_budgets not in (None, MEASURED):
-            object.__setattr__(self, "layer_budgets", checked_factors(self.layer_budgets))
         if self.positions not in POSITIONS:
             raise ValueError(
                 f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
@@ -373,14 +390,20 @@ class CacheConfig:
     def with_options(self, **options: Any) -> CacheConfig:
         """Return a config with fields replaced.
 
-        A new policy also sets its default sinks and scoring, unless they are among ``options`` or
-        differ from the former policy's defaults.
+        A new policy also sets its default sinks, scoring and layer budgets, unless they are among
+        ``options`` or differ from the former policy's defaults.
         """
         if "policy" in options:
             _, sink, scoring = resolve_policy(self.policy)
-            defaults = {"sink": sink, "scoring": scoring}
+            defaults: dict[str, tuple[Any, Any]] = {
+                "sink": (sink, None),
+                "scoring": (scoring, None),
+            }
+            defaults["layer_budgets"] = (None, _OF_POLICY)
             options = {
-                name: None for name, value in defaults.items() if getattr(self, name) == value
+                name: unset
+                for name, (value, unset) in defaults.items()
+                if getattr(self, name) == value
             } | options
         return replace(self, **options)
 
@@ -394,9 +417,8 @@ class CacheConfig:
 
     def to_record(self) -> dict[str, Any]:
         """Return the fields by name, as results of every version have them."""
-        later = {field.name: field.default for field in fields(self) if field.metadata}
-        values = self.to_dict()
-        return {n: v for n, v in values.items() if n not in later or v != later[n]}
+        later = [field.name for field in fields(self) if field.metadata]
+        return {n: v for n, v in self.to_dict().items() if n not in later or v}
 
     @property
     def block(self) -> int | None:
@@ -426,6 +448,11 @@ class CacheConfig:
     def is_by_head(self) -> bool:
         """Whether the heads of a layer have separate budgets."""
         return not self.is_full and isinstance((self.layer_budgets or (None,))[0], tuple)
+
+    @property
+    def before_measuring(self) -> CacheConfig:
+        """The config with even budgets, if they are still to be measured."""
+        return replace(self, layer_budgets=None) if self.layer_budgets == MEASURED else self
 
     def layer_budget(self, index: int) -> Budget:
         """Return the budget of a layer with H2O entries; by head, the smallest of the layer."""
@@ -508,26 +535,45 @@ class CacheConfig:
         return f"{self.heavy}+{self.recent}"
 
     @property
+    def is_best(self) -> bool:
+        """Whether these are the options of `BEST`, with measured layer budgets."""
+        return self.measured is not None and resolve_policy(BEST) == (
+            self.policy, self.sink, self.scoring
+        )  # fmt: skip
+
+    @property
+    def policy_name(self) -> str:
+        """The policy in tables: ``best v1`` for `BEST` with measured layer budgets."""
+        return f"{BEST} v{self.measured}" if self.is_best else self.policy
+
+    @property
+    def has_usual_split(self) -> bool:
+        """Whether the budget is divided between heavy and recent as its policy does by default."""
+        heavy = (self.heavy + self.recent) * (_BEST_HEAVY_FRACTION if self.is_best else 0.5)
+        # An odd number of tokens cannot be halved.
+        return abs(self.heavy - heavy) < (1 if isinstance(self.heavy, int) else _ROUNDING_SLACK)
+
+    @property
     def policy_label(self) -> str:
         """The policy, with the options that differ from its defaults."""
-        labels = [self.policy]
+        labels = [self.policy_name]
         if not self.is_full:
-            total = self.heavy + self.recent
-            # An odd number of tokens cannot be halved.
-            uneven = abs(self.heavy - self.recent) > (1 if isinstance(self.heavy, int) else 0)
-            if uneven and type(self.heavy) is type(self.recent):
-                labels.append(f"heavy {100 * self.heavy / total:.3g}%")
-            if self.sink:
+            if not self.has_usual_split and type(self.heavy) is type(self.recent):
+                labels.append(f"heavy {100 * self.heavy / (self.heavy + self.recent):.3g}%")
+            if self.sink and not self.is_best:
                 labels.append(f"sink {self.sink}")
-            if self.scoring != "sum":
+            if self.scoring != "sum" and not self.is_best:
                 decay = "" if self.decay is None else f" {self.decay:g}"
                 labels.append(f"{self.scoring}{decay}")
             if self.positions != "original":
                 labels.append(self.positions)
             if self.evict_every is not None:
                 labels.append(f"every {self.evict_every}")
-            if self.layer_budgets is not None:
-                labels.append("by head" if self.is_by_head else "by layer")
+            if self.layer_budgets == MEASURED:
+                labels.append(MEASURED)
+            elif self.layer_budgets is not None and not (self.is_best and self.is_by_head):
+                version = "" if self.is_best or not self.measured else f" v{self.measured}"
+                labels.append(f"by {'head' if self.is_by_head else 'layer'}{version}")
         if self.kv_bits is not None:
             labels.append(f"{self.kv_bits} bits")
         return ", ".join(labels)

@@ -203,6 +203,11 @@ def check_settings(saved: Mapping[str, Any], current: Mapping[str, Any], source:
             raise ValueError(f"{differs}; go on as it was, or choose another file")
 
 
+def settings_path(path: Path) -> Path:
+    """Return the file beside a `ResultFile` that has its settings."""
+    return path.with_name(f"{path.name}.job.json")
+
+
 class ResultFile:
     """Results in JSON lines; the records of `append` are on the disk when it returns.
 
@@ -216,7 +221,7 @@ class ResultFile:
     ) -> None:
         self.path = path
         self.kind = kind
-        self.settings_path = path.with_name(f"{path.name}.job.json")
+        self.settings_path = settings_path(path)
         self._header = _line({"kind": kind, "version": version}) if settings is None else b""
         with self._naming(), ExitStack() as cleanup:
             self._file = cleanup.enter_context(path.open("ab", buffering=0))

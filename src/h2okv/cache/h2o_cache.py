@@ -45,7 +45,7 @@ class H2OCache(Cache):
         model.generate(**inputs, cache=cache)  # before transformers 5.24: past_key_values=cache
 
     Args:
-        config: the model's config, or the model.
+        config: the model's config, or the model, which ``policy="best"`` measures once.
         heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep whatever their score, in tokens; ``None``: none, or 4 with
@@ -63,7 +63,7 @@ class H2OCache(Cache):
 
     def __init__(
         self,
-        config: PreTrainedConfig,
+        config: PreTrainedConfig | PreTrainedModel,
         heavy: int | float = 0.1,
         recent: int | float = 0.1,
         sink: int | None = None,
@@ -77,6 +77,8 @@ class H2OCache(Cache):
         cache = CacheConfig(name, **options)
         rule = policy if isinstance(policy, Rule) else cache.policy
         self.rule = get_rule(rule, cache.seed, cache.scoring, cache.decay)
+        if cache.layer_budgets == MEASURED:
+            cache = support.measured_budgets(config, cache)
         name = cache.policy if ":" in cache.policy else self.rule.name
         self.cache_config = cache = replace(cache, policy=name, decay=self.rule.scoring.decay)
         self.budget = cache.budget
@@ -95,11 +97,6 @@ class H2OCache(Cache):
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
         full_layers = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        if layer_budgets == MEASURED:
-            raise ValueError(
-                "layer_budgets='auto' is for commands, which measure the model; give what"
-                " h2okv.measure_layer_budgets(model, input_ids, by_head=True) returns."
-            )
         if layer_budgets is not None and len(layer_budgets) != len(full_layers):
             raise ValueError(
                 f"layer_budgets has {len(layer_budgets)} factors, and the model {len(full_layers)}"
@@ -122,12 +119,16 @@ class H2OCache(Cache):
 
     @classmethod
     def from_config(
-        cls, config: PreTrainedConfig, cache_config: CacheConfig, *, simulate: bool = False
+        cls,
+        config: PreTrainedConfig | PreTrainedModel,
+        cache_config: CacheConfig,
+        *,
+        simulate: bool = False,
     ) -> H2OCache:
         """Make the empty cache that a `CacheConfig` describes.
 
         Args:
-            config: the model's config.
+            config: the model's config, or the model.
             cache_config: the arguments of this class by name.
             simulate: keep everything and mask instead of dropping.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 import tomllib
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -318,3 +321,21 @@ def check_layers(
             f"positions={positions.positions!r} would give the layers of model type {name!r} that"
             " are not full attention other positions too; use positions='original' for it."
         )
+
+
+def measured_budgets(model: Any, cache: CacheConfig) -> CacheConfig:
+    """Replace ``layer_budgets="auto"``: measured for a model, even for a config alone."""
+    if not isinstance(model, PreTrainedConfig):
+        # By name, as imports go down: what measures a model reads it with a cache.
+        measure: Callable[[Any, CacheConfig], CacheConfig] = pkgutil.resolve_name(
+            "h2okv.integration.layer_budgets:budgets_of_model"
+        )
+        return measure(model, cache)
+    if not cache.is_full:
+        warnings.warn(
+            "every head gets the same budget, as a config alone cannot be measured; give the model,"
+            " H2OCache(model, ...), or layer_budgets of a file of h2okv eval layers --by-head, or"
+            " layer_budgets='even' to say so.",
+            stacklevel=3,
+        )
+    return replace(cache, layer_budgets=None)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import h2okv
 from h2okv.cli import args, readers
 from h2okv.cli.args import TEXT, ModelOptions, Typed, option
 from h2okv.config import CacheConfig
@@ -110,7 +109,7 @@ _UNSEEN: dict[str, Any] = {
 
 
 def view(
-    caches: list[CacheConfig] = args.cache_lists("20%", **_UNSEEN),
+    caches: list[CacheConfig] = args.cache_lists("20%", "h2o", **_UNSEEN),
     model: ModelOptions = args.model_options(),
     text: Path | None = TEXT,
     export: Path | None = option(None, "Write one HTML file and end.", read=readers.writable),
@@ -149,7 +148,7 @@ def view(
     check_new_tokens(new_tokens, min(tokens, described.context or tokens))
     check_layer(described.config, layer, head)
     for config in caches:
-        h2okv.H2OCache.from_config(described.config, config)
+        args.check_cache(described.config, config)
         if config.scoring != "sum":
             raise ValueError("--policy best cannot be shown: the page follows sums; choose h2o")
     loaded = model.load(described, dtype=fast_dtype(described.name, model.device))

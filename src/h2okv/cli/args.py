@@ -20,6 +20,7 @@ import h2okv
 from h2okv.cli import readers
 from h2okv.config import (
     BEST,
+    EVEN,
     LEAST_ENTRIES,
     MEASURED,
     PER_QUERY,
@@ -176,17 +177,25 @@ CHUNK_HELP = (
 )
 
 
-def _factors(option: str, text: str) -> LayerBudgets | Literal["auto"]:
-    if text == MEASURED:
-        return MEASURED
+def _factors(option: str, text: str) -> LayerBudgets | Literal["auto", "even"]:
+    if text in (MEASURED, EVEN):
+        return MEASURED if text == MEASURED else EVEN
     path = Path(text)
     problem = f"{option} '{path}' is not a JSON list of numbers"
     with refusing(problem, "give a file of h2okv eval layers", ValueError, TypeError):
-        return checked_factors(parse_json(readers.read_text(option, path)))
+        content = parse_json(readers.read_text(option, path))
+        # A file of the cache folder names what was measured too.
+        return checked_factors(content.get("factors", ()) if isinstance(content, dict) else content)
+
+
+def policy_option(default: str = BEST) -> Any:
+    return option(
+        default, f"Eviction policy: {', '.join(POLICIES)} (h2o: the paper's); or module:Class."
+    )
 
 
 def make_cache(
-    policy: str = option("h2o", f"Eviction policy: {', '.join(POLICIES)}; or module:Class."),
+    policy: str = policy_option(),
     budget: str | None = option(None, _BUDGET.format("20%")),
     heavy: str | None = option(None, f"Instead of --budget, heavy hitters to keep: {_AMOUNT}."),
     recent: str | None = option(None, f"Instead of --budget, newest tokens to keep: {_AMOUNT}."),
@@ -216,8 +225,8 @@ def make_cache(
     ),
     layer_budgets: Typed = option(
         None,
-        "Divide heavy hitters among the heads: auto (measured once for a model and kept), or a"
-        " file of h2okv eval layers.",
+        "Divide heavy hitters among the heads: auto (measured once for a model and kept; best has"
+        " it), even, or a file of h2okv eval layers.",
         read=_factors,
     ),
     default_budget: str = "20%",  # without budget, heavy and recent
@@ -230,6 +239,8 @@ def make_cache(
     values = locals()
     check_names(policy, scoring, simulated)
     options = {name: values[name] for name in cache_fields(values) if name not in _AMOUNTS}
+    if layer_budgets is None:
+        del options["layer_budgets"]  # the policy's
     if heavy is None and recent is None:
         return CacheConfig.from_budget(
             readers.parse_budget(default_budget if budget is None else budget),
@@ -275,9 +286,7 @@ def check_names(policy: str, scoring: str | None, simulated: bool) -> None:
 
 def check_cache(config: PreTrainedConfig, cache: CacheConfig) -> None:
     """Raise ValueError for a cache that the model cannot use; `layer_budgets` may be ``auto``."""
-    if cache.layer_budgets == MEASURED:
-        cache = replace(cache, layer_budgets=None)
-    h2okv.H2OCache.from_config(config, cache)
+    h2okv.H2OCache.from_config(config, cache.before_measuring)
 
 
 def growth_note(caches: Sequence[CacheConfig]) -> str | None:
@@ -293,9 +302,7 @@ def cache_options(budget: str = "20%", **changed: Any) -> Any:
     return Bundle(make_cache, "Cache", changed)
 
 
-def cache_lists(
-    budget: str, policy: str = "h2o", scoring: str | None = None, **changed: Any
-) -> Any:
+def cache_lists(budget: str, policy: str = BEST, scoring: str | None = None, **changed: Any) -> Any:
     """Return the options of a list of `CacheConfig`: each policy with each budget."""
 
     @functools.wraps(make_cache)
@@ -350,11 +357,9 @@ def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> l
 
 def budget_text(config: CacheConfig) -> str:
     """Format a budget for `parse_cache`: ``20%``, or heavy and recent such as ``64+10%``."""
+    if type(config.heavy) is type(config.recent) and config.has_usual_split:
+        return config.budget_label
     amounts = (config.heavy, config.recent)
-    if type(config.heavy) is type(config.recent):
-        plain = CacheConfig.from_budget(config.heavy + config.recent)
-        if amounts == (plain.heavy, plain.recent):
-            return config.budget_label
     texts = (f"{100 * value:g}%" if isinstance(value, float) else str(value) for value in amounts)
     return "+".join(texts)
 
@@ -374,13 +379,14 @@ def cache_flags(config: CacheConfig) -> str:
         return "--policy full"
     heavy, plus, recent = budget_text(config).partition("+")
     budget = f"--heavy {heavy} --recent {recent}" if plus else f"--budget {heavy}"
-    flags = [f"--policy {config.policy}", budget]
+    usual = CacheConfig(BEST if config.is_best else "h2o")
+    flags = [f"--policy {BEST if config.is_best else config.policy}", budget]
     for name in cache_fields():
         is_separate = name in ("policy", *_AMOUNTS, "layer_budgets")
-        if not is_separate and getattr(config, name) != getattr(CacheConfig(), name):
+        if not is_separate and getattr(config, name) != getattr(usual, name):
             flags.append(f"{flag(name)} {getattr(config, name)}")
-    if config.layer_budgets is not None:
-        flags.append("--layer-budgets FILE")
+    if config.layer_budgets is not None and not config.is_best:
+        flags.append(f"--layer-budgets {MEASURED if config.measured else 'FILE'}")
     return " ".join(flags)
 
 

@@ -12,7 +12,7 @@ import typer
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, RAW, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import least
-from h2okv.config import MEASURED, CacheConfig
+from h2okv.config import CacheConfig
 from h2okv.console import (
     INTERRUPTED,
     format_bytes,
@@ -82,7 +82,6 @@ def batch(
     raw: bool = RAW,
     as_json: bool = option(False, "Print the summary as JSON.", "--json"),
 ) -> int:
-    _check_budgets(cache)
     cache, note = args.with_least_entries(cache)
     if cache_folder and not (cache_folder.is_dir() and os.access(cache_folder, os.W_OK)):
         raise ValueError(f"--cache-folder '{cache_folder}' cannot be written to; give another one")
@@ -121,13 +120,6 @@ def batch(
     return 1 if summary.errors else 0
 
 
-def _check_budgets(cache: CacheConfig) -> None:
-    if cache.layer_budgets == MEASURED:
-        reason = "has to read the whole model, which may be larger than the memory here"
-        remedy = "give a file of 'h2okv eval layers --by-head'"
-        raise ValueError(f"--layer-budgets auto {reason}; {remedy}")
-
-
 def _check_for_ray(request: BatchRequest) -> None:
     """Raise ValueError for options that --ray does not support."""
     options = {
@@ -159,8 +151,7 @@ def plan(
 ) -> None:
     if serve:
         return _plan_server(cache, model, offload, as_json)
-    _check_budgets(cache)
-    cache, _ = args.with_least_entries(cache)
+    cache, _ = args.with_least_entries(cache.before_measuring)
     from h2okv.offload import offload_engine
     from h2okv.offload.planner import Workload
 

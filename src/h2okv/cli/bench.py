@@ -62,7 +62,7 @@ def _dtypes(option: str, text: str) -> list[str]:
 
 def bench(
     caches: list[CacheConfig] = args.cache_lists(
-        "20%", positions="original", prefill_chunk=None, kv_bits=None, decay=None
+        "20%", "h2o", positions="original", prefill_chunk=None, kv_bits=None, decay=None
     ),
     model: str | None = option(None, MODEL_HELP, read=_model),
     shape: str | None = option(
@@ -118,12 +118,14 @@ def bench(
 
     from h2okv.benchmarking import comparison, results
     from h2okv.integration.enable import check_compiler
+    from h2okv.integration.layer_budgets import even_budgets
     from h2okv.integration.loading import parse_device
 
     if threads is not None:
         torch.set_num_threads(threads)
     torch_device = parse_device(device)
     default_dtype = torch.float32 if torch_device.type == "cpu" else torch.bfloat16
+    caches = [even_budgets(cache, "bench does not measure factors") for cache in caches]
     lists = {"configs": tuple(caches), "caches": runners}
     lists["dtypes"] = tuple(readers.torch_dtype(name) or default_dtype for name in dtypes)
     settings = args.build(comparison.Settings, locals(), **lists)

@@ -317,8 +317,8 @@ def greeting(session: Chat) -> str:
             template = "a plain dialogue; it writes book-like English and is not an assistant"
     return (
         f"{name}, {dtype} on {session.model.device}: {template}\n"
-        f"cache: {cache.rule.name}, sink {budget.sink} + heavy {budget.heavy} + recent"
-        f" {budget.recent} tokens, positions {cache.position_rule.positions}\n"
+        f"cache: {cache.cache_config.policy_label}, sink {budget.sink} + heavy {budget.heavy} +"
+        f" recent {budget.recent} tokens, positions {cache.position_rule.positions}\n"
         "/help lists the commands"
     )
 

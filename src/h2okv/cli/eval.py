@@ -6,8 +6,8 @@ import importlib.util
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,10 +64,9 @@ class Trial:
         """
         from h2okv.evaluation.runner import Run
 
-        if any(config.layer_budgets == MEASURED for config in self.caches):
-            self._measure()
         runs = [Run(task, config, self.seed) for task in tasks for config in self.caches]
         code, evaluation = run_all(self.model, runs, self.csv.with_suffix(".samples.jsonl"))
+        self.caches = [run.config for run in evaluation.runs[: len(self.caches)]]
         rows, details = list(evaluation.rows().values()), evaluation.details()
         table = details if detailed else rows
         if rows:
@@ -78,16 +77,6 @@ class Trial:
             header = [*tasks[0].columns, "policy", "budget", *tasks[0].metrics, "samples"]
             write_text(markdown_table(header, [[row[name] for name in header] for row in rows]))
         return code, details
-
-    def _measure(self) -> None:
-        """Replace ``auto`` by the model's layer budgets."""
-        from h2okv.integration.layer_budgets import with_measured_budgets
-
-        described = self.model.describe()
-        for config in self.caches:
-            args.check_cache(described.config, config)
-        loaded = self.model.load(described)
-        self.caches = [with_measured_budgets(config, loaded, described) for config in self.caches]
 
 
 def trial_options(*lists: str, csv: Any = CSV, **changed: Any) -> Any:
@@ -183,7 +172,7 @@ def _fraction(option: str, value: float) -> float:
 def fidelity(
     trial: Trial = trial_options(
         "50%,25%,10%,5%",
-        "h2o,sink_recent,snapkv",
+        "best,h2o,sink_recent,snapkv",
         "sum,decay",
         csv=option(Path("fidelity.csv"), _CSV_HELP, read=readers.writable),
         positions="original",
@@ -444,12 +433,18 @@ def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, 
     """Evaluate the remaining samples under a progress bar; Ctrl-C loses none of the finished."""
     from h2okv.evaluation.model import ModelUnderTest, make_cache
     from h2okv.evaluation.runner import Evaluation, SampleFile
+    from h2okv.integration.layer_budgets import with_measured_budgets
 
     described = model.describe()
-    for run in runs:  # a bad budget leaves no file behind
-        make_cache(run.config, described.config, run.seed)
+    load = cache(lambda: model.load(described))
+    for number, run in enumerate(runs):  # a bad budget leaves no file behind
+        known = run.config.before_measuring
+        make_cache(known, described.config, run.seed)
+        if run.config.layer_budgets == MEASURED:
+            config = with_measured_budgets(run.config, load(), described)
+            runs = [*runs[:number], replace(run, config=config), *runs[number + 1 :]]
     model_fields = described.config, described.tokenizer, described.name, described.context
-    tested = ModelUnderTest(lambda: model.load(described), *model_fields)
+    tested = ModelUnderTest(load, *model_fields)
     with SampleFile(path) as file:
         evaluation = Evaluation(tested, runs, file)
         if evaluation.done:

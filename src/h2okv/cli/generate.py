@@ -26,7 +26,7 @@ from h2okv.cli.args import (
     Typed,
     option,
 )
-from h2okv.config import CacheConfig
+from h2okv.config import BEST, CacheConfig
 from h2okv.console import (
     INTERRUPTED,
     format_bytes,
@@ -106,6 +106,7 @@ def demo(
     max_new_tokens: int = option(128, "Tokens to generate.", read=readers.least),
 ) -> int:
     from h2okv.chat.generation import Job, generate_and_compare
+    from h2okv.integration.layer_budgets import with_measured_budgets
 
     params = h2okv.SamplingParams(max_tokens=max_new_tokens, seed=0, temperature=0.0)
     described = model.describe()
@@ -118,9 +119,11 @@ def demo(
         text = described.tokenizer.decode(prompt_ids, skip_special_tokens=True)
         source = f"a novel that it was not trained on, ending in\n\n...{text[-_SHOWN_CHARACTERS:]}"
     write_text(f"{described.name}, {len(prompt_ids)} tokens of {source}\n\n")
-    job = Job(_load(model, described), described, prompt_ids, params, is_chat)
-    baseline = CacheConfig(policy="recent")
-    comparison = generate_and_compare(job, CacheConfig(), [baseline], quiet=False)
+    loaded = _load(model, described)
+    job = Job(loaded, described, prompt_ids, params, is_chat)
+    best = with_measured_budgets(CacheConfig.from_budget(0.2, policy=BEST), loaded, described)
+    baselines = [CacheConfig(), CacheConfig(policy="recent")]
+    comparison = generate_and_compare(job, best, baselines, quiet=False)
     report(comparison)
     return INTERRUPTED if comparison.interrupted else 0
 
@@ -171,11 +174,11 @@ def chat_of(prompt: str, system: str) -> list[dict[str, str]]:
 
 def report(comparison: Comparison, note: str | None = None) -> None:
     """Write the cost of a run to stderr, or the table of a comparison to stdout."""
-    run = next(iter(comparison.runs.values()))
+    label, run = next(iter(comparison.runs.items()))
     if comparison.agreements:
         write_text(comparison_table(comparison))
     else:
-        write_remark(summary_line(run))
+        write_remark(f"{summary_line(run)} | {label}")
     if note or (note := few_entries_note(run)):
         write_remark(note)
     if run.finish_reason == "context":
@@ -247,6 +250,7 @@ def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[s
         runs.append(values | {"text": values.pop("shown")})
     fields = {
         "model": job.described.name,
+        "cache": cache.label,
         **cache.to_dict(),
         **sampling_fields(job.params),
         "dtype": str(job.model.dtype).removeprefix("torch."),

@@ -58,7 +58,9 @@ _FILES: Any = args.Bundle(Files)
 
 
 def stream(
-    cache: CacheConfig = args.cache_options("25%", positions="original", prefill_chunk=None),
+    cache: CacheConfig = args.cache_options(
+        "25%", policy=args.policy_option("h2o"), positions="original", prefill_chunk=None
+    ),
     model: ModelOptions = args.model_options(),
     files: Files = _FILES,
     text: Path | None = option(None, "A text to read and score.", read=readers.readable),

@@ -37,7 +37,7 @@ from h2okv.engine.serving import prompt_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import enable, input_device
-from h2okv.integration.layer_budgets import with_measured_budgets
+from h2okv.integration.layer_budgets import even_budgets, with_measured_budgets
 from h2okv.integration.loading import Described, context_of, describe, load_weights
 from h2okv.provenance import fingerprint
 from h2okv.records import refusing
@@ -74,14 +74,10 @@ class Engine:
         self.tokenizer, self.name = tokenizer or described.tokenizer, described.name
         # Check everything that can be checked before the weights are loaded.
         self._model_config, cache_config = described.config, config.cache
-        if cache_config.layer_budgets == MEASURED:
-            if config.tensor_parallel:
-                raise ValueError(
-                    "layer_budgets='auto' measures the model in one process, and with tensor"
-                    " parallelism each process holds a shard; give one factor for each layer, as"
-                    " h2okv eval layers writes them."
-                )
-            self.config = replace(config, cache=replace(cache_config, layer_budgets=None))
+        if config.tensor_parallel:
+            cache_config = even_budgets(cache_config, "each process holds a part of the model")
+        known = cache_config.before_measuring
+        self.config = config = replace(config, cache=known)
         probe = self._make_cache(None)
         check_poolable(probe)
         self._folder = PrefixFolder.of(config)
@@ -349,7 +345,8 @@ class Engine:
         shards = "" if self.group is None else f" in {self.group.world_size} parts"
         device = input_device(self.model)
         lines = [
-            f"{self.name} in {dtype} on {device}{shards}, {self._make_cache(None)!r}",
+            f"{self.name} in {dtype} on {device}{shards}, {self.config.cache.policy_label}:"
+            f" {self._make_cache(None)!r}",
             f"{num_seqs} sequences of {self.max_budget} entries (prompts up to "
             f"{self.limits.max_prompt_tokens:,} tokens): {pool.nbytes / num_seqs / _MIB:.2f} MiB "
             f"each, {pool.nbytes / _MIB:.1f} MiB together",

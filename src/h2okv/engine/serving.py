@@ -10,7 +10,6 @@ import torch
 from h2okv.cache import H2OCache
 from h2okv.cache.slot_pool import check_poolable
 from h2okv.cache.support import can_score_spans, window_by_length
-from h2okv.config import MEASURED
 from h2okv.console import format_bytes
 from h2okv.engine.config import DEFAULT_STATES, EngineConfig
 from h2okv.engine.memory import (
@@ -197,9 +196,7 @@ def plan_serving(
     described = describe(model)
     stored = getattr(described.config.get_text_config(decoder=True), "dtype", None)
     dtype = loaded_dtype(described, dtype, device, config.weight_bits) or stored or torch.float32
-    cache_config = config.cache
-    if cache_config.layer_budgets == MEASURED:
-        cache_config = replace(cache_config, layer_budgets=None)
+    cache_config = config.cache.before_measuring
     cache = H2OCache.from_config(described.config, cache_config)
     check_poolable(cache)
     limits = prompt_limits(config, described)

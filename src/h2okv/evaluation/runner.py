@@ -31,7 +31,8 @@ class Run:
 
     def columns(self) -> dict[str, Any]:
         cache = self.config.identity()
-        head = {"task": self.task.name, **self.task.columns, "policy": cache.pop("policy")}
+        cache.pop("policy")
+        head = {"task": self.task.name, **self.task.columns, "policy": self.config.policy_name}
         return {**head, "budget": self.config.budget_label, **cache, "seed": self.seed}
 
 

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.assets import sample_prompt
 from h2okv.cache import H2OCache
 from h2okv.cache.layer import CacheLayer
-from h2okv.config import MEASURED, CacheConfig, LayerBudgets, checked_factors
-from h2okv.console import Progress
+from h2okv.cache.support import unwrap
+from h2okv.config import BEST_VERSION, MEASURED, CacheConfig, LayerBudgets, checked_factors
+from h2okv.console import Progress, write_remark
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import prefill
-from h2okv.integration.loading import Described
+from h2okv.integration.loading import Described, context_of, describe
 from h2okv.integration.names import cache_folder
 from h2okv.policy import get_rule
 from h2okv.provenance import digest, fingerprint
-from h2okv.records import parse_json, write_json
+from h2okv.records import first_line, parse_json, write_json
 
 # A thousand tokens are enough for heads; layers, which differ less, need more.
 _TOKENS_BY_HEAD, _TOKENS_BY_LAYER = 1024, 4096
 # Assumed for a budget in tokens, because prompts may have any length.
 _USUAL_FRACTION = 0.15
-_VERSION = 1  # of the measurement; a new version measures again
 
 
 @torch.no_grad()
@@ -111,7 +114,8 @@ def with_measured_budgets(
 
     By head, or by layer with rolling positions. `measure_layer_budgets` measures them on the
     package's sample story the first time that a model is used with a budget; a file in the user's
-    cache folder stores them.
+    cache folder stores them. Where they cannot be measured, the budgets are even, and a line on
+    stderr says so.
 
     Args:
         config: the cache's config; returned unchanged unless it says ``"auto"``.
@@ -124,30 +128,108 @@ def with_measured_budgets(
     Raises:
         ValueError: if the cache cannot be made for the model.
     """
+    return _resolve(config, model, described.name, lambda: described.tokenizer)
+
+
+def budgets_of_model(model: Any, config: CacheConfig) -> CacheConfig:
+    """Do the same for a model without a name, whose tokenizer is that of its checkpoint."""
+    model = unwrap(model)
+    name = str(model.config._name_or_path or model.config.model_type)
+    return _resolve(config, model, name, lambda: describe(name).tokenizer)
+
+
+def even_budgets(config: CacheConfig, reason: str) -> CacheConfig:
+    """Replace ``"auto"`` by even budgets where nothing can be measured, and say so on stderr."""
     if config.layer_budgets != MEASURED:
         return config
-    config = replace(config, layer_budgets=None)
-    H2OCache.from_config(model.config, config)  # raise for mistakes before measuring
-    if config.is_full or not get_rule(config.policy).uses_scores:
+    if not config.is_full:
+        write_remark(f"note: {_remedy(reason)}")
+    return replace(config, layer_budgets=None)
+
+
+def _remedy(reason: str) -> str:
+    return (
+        f"every head gets the same budget, as {reason}; for budgets by head give a file of h2okv"
+        " eval layers --by-head (--layer-budgets FILE, layer_budgets=...)"
+    )
+
+
+def _resolve(
+    config: CacheConfig,
+    model: PreTrainedModel,
+    source: str,
+    tokenizer: Callable[[], PreTrainedTokenizerBase],
+) -> CacheConfig:
+    if config.layer_budgets != MEASURED:
         return config
+    even = replace(config, layer_budgets=None)
+    H2OCache.from_config(model.config, even)  # raise for mistakes before measuring
+    if config.is_full or not get_rule(config.policy).uses_scores:
+        return even
     by_head = config.positions != "rolling"
     fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION
-    num_tokens = min(_TOKENS_BY_HEAD if by_head else _TOKENS_BY_LAYER, described.context or 1 << 30)
-    setting = f"{fingerprint(model)} {fraction:.4f} {by_head} {num_tokens} {_VERSION}"
-    name = Path(described.name).name[:40]
-    path = cache_folder("layer-budgets") / f"{name}-{digest(setting)}.json"
-    with suppress(OSError, ValueError):  # not there, or damaged
-        factors = checked_factors(parse_json(path.read_text(encoding="utf-8")))
-        measured = replace(config, layer_budgets=factors)
-        H2OCache.from_config(model.config, measured)  # raises for factors of another model's shape
-        if measured.is_by_head == by_head:
-            return measured
-    ids = torch.tensor(
-        [encode(described.tokenizer, sample_prompt(), described.vocab_size)[:num_tokens]]
-    )
-    with Progress(f"measuring the {'heads' if by_head else 'layers'} of {name}, once"):
-        budgets = measure_layer_budgets(model, ids, fraction, by_head=by_head)
-    with suppress(OSError, ValueError):  # an unwritable folder only costs time
+    context = context_of(model.config)
+    num_tokens = min(_TOKENS_BY_HEAD if by_head else _TOKENS_BY_LAYER, context or 1 << 30)
+    weights = _fingerprint(model)
+    setting = f"{weights} {fraction:.4f} {by_head} {num_tokens} {BEST_VERSION}"
+    if setting in _REFUSED:
+        return even
+
+    def with_factors(factors: LayerBudgets) -> CacheConfig:
+        """Return the config with factors; raise ValueError for those of another model's shape."""
+        measured = replace(config, layer_budgets=factors, measured=BEST_VERSION)
+        H2OCache.from_config(model.config, measured)
+        if measured.is_by_head != by_head:
+            raise ValueError(f"layer_budgets must be by {'head' if by_head else 'layer'}.")
+        return measured
+
+    def file() -> Path:
+        name = f"{model.config.model_type}-{digest(setting)}.json"
+        return cache_folder("layer-budgets") / name
+
+    with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged
+        stored = parse_json(file().read_text(encoding="utf-8"))
+        if stored["setting"] == setting:
+            return with_factors(checked_factors(stored["factors"]))
+    if setting in _UNSAVED:
+        return with_factors(_UNSAVED[setting])
+    name, kind = Path(source).name, "head" if by_head else "layer"
+    begun = time.perf_counter()
+    try:
+        if weights is None:
+            raise ValueError("some of its weights are not in memory")
+        vocab_size = model.config.get_text_config().vocab_size
+        ids = torch.tensor([encode(tokenizer(), sample_prompt(), vocab_size)[:num_tokens]])
+        with Progress(f"measuring the {kind}s of {name}, once"):
+            factors = measure_layer_budgets(model, ids, fraction, by_head=by_head)
+        measured = with_factors(factors)
+    except ValueError as error:
+        _REFUSED.add(setting)
+        return even_budgets(config, f"{name} could not be measured ({first_line(error)})")
+    try:
+        path = file()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, budgets)
-    return replace(config, layer_budgets=budgets)
+        write_json(path, {"setting": setting, "factors": factors})
+        stays = f"and keeps it in '{path}'"
+    except (OSError, ValueError) as error:
+        _UNSAVED[setting] = factors
+        stays = f"but cannot keep it ({first_line(error)}), so the next run measures again"
+    write_remark(
+        f"{measured.policy_name}: measured in {time.perf_counter() - begun:.1f} s how much of a"
+        f" budget each {kind} of {name} needs, {stays}"
+    )
+    return measured
+
+
+_UNSAVED: dict[str, LayerBudgets] = {}  # factors that no folder could keep, by setting
+_REFUSED: set[str] = set()  # settings that could not be measured, as a line said
+_FINGERPRINTS: WeakKeyDictionary[torch.nn.Module, tuple[Any, str | None]] = WeakKeyDictionary()
+
+
+def _fingerprint(model: PreTrainedModel) -> str | None:
+    """Return the model's fingerprint, computed again only after its weights have changed."""
+    state = [(id(p), 0 if p.is_inference() else p._version) for p in model.parameters()]
+    known = _FINGERPRINTS.get(model)
+    if known is None or known[0] != state:
+        known = _FINGERPRINTS[model] = state, fingerprint(model)
+    return known[1]

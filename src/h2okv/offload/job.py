@@ -26,7 +26,16 @@ from h2okv.integration.loading import Described
 from h2okv.integration.messages import Conversation, FieldError, read_conversation
 from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner, sequence_seed
 from h2okv.provenance import digest
-from h2okv.records import Record, ResultFile, check_text, decode_text, naming, short_repr
+from h2okv.records import (
+    Record,
+    ResultFile,
+    check_text,
+    decode_text,
+    naming,
+    parse_json,
+    settings_path,
+    short_repr,
+)
 
 _LINE = '{"prompt": "..."}'
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -353,6 +362,14 @@ class Summary:
             f"peak memory {format_bytes(self.peak_bytes)}" if self.peak_bytes is not None else "",
         ]
         return ", ".join(filter(None, phrases))
+
+
+def saved_settings(path: Path) -> dict[str, Any]:
+    """Return the settings of a job that has results in a file; nothing if there is none."""
+    with suppress(OSError, ValueError, TypeError):
+        if path.stat().st_size:
+            return dict(parse_json(settings_path(path).read_text(encoding="utf-8")))
+    return {}
 
 
 class Job(ResultFile):

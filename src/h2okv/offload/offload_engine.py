@@ -6,18 +6,21 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import linear
+from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.config import CacheConfig
+from h2okv.config import MEASURED, CacheConfig
 from h2okv.console import Progress
 from h2okv.engine import memory as process
 from h2okv.engine.memory import MemoryModel
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.integration.layer_budgets import even_budgets, with_measured_budgets
 from h2okv.integration.loading import Described, describe, load_weights
 from h2okv.integration.models import default_dtype
 from h2okv.integration.names import cache_folder
@@ -30,7 +33,14 @@ from h2okv.offload.checkpoint import (
     open_converted,
     weights_digest,
 )
-from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records
+from h2okv.offload.job import (
+    Job,
+    PromptFile,
+    Summary,
+    TextCodec,
+    generate_records,
+    saved_settings,
+)
 from h2okv.offload.meta_model import MetaModel, pack_layers
 from h2okv.offload.placement import Fractions
 from h2okv.offload.planner import (
@@ -135,13 +145,15 @@ def run(
     """
     prompts = prompts or PromptFile(request.input)
     described = describe_for(request)
+    request, model = _with_budgets(request, described, is_here=execute is None)
+    execute = execute or partial(_run_here, model=model)
     with Job(request.output, job_settings(request, described), prompts) as job:
         job.check_prompts()
         count = len(prompts.lines)
         if len(job.finished) == count:
             return Summary(count, count, job.num_errors)
         try:
-            return (execute or _run_here)(request, described, job)
+            return execute(request, described, job)
         except KeyboardInterrupt:
             raise Interrupted(
                 f"stopped; {len(job.finished)} of {count} prompts are finished, and the same"
@@ -149,7 +161,31 @@ def run(
             ) from None
 
 
-def _run_here(request: BatchRequest, described: Described, job: Job) -> Summary:
+def _with_budgets(
+    request: BatchRequest, described: Described, is_here: bool
+) -> tuple[BatchRequest, PreTrainedModel | None]:
+    """Replace layer budgets ``"auto"``; return the model too if measuring has loaded it.
+
+    A job that was begun goes on with its budgets, whether the model fits into memory or not.
+    """
+    cache, model = request.cache, None
+    if cache.layer_budgets != MEASURED:
+        return request, None
+    saved = saved_settings(request.output)
+    if "layer_budgets" in saved:
+        factors, version = saved["layer_budgets"], saved.get("measured")
+        cache = replace(cache, layer_budgets=factors, measured=version)
+    elif is_here and _fits_in_memory(request, described):
+        model = load_weights(described, request.dtype, request.device)
+        cache = with_measured_budgets(cache, model, described)
+    else:
+        cache = even_budgets(cache, f"{described.name} is not loaded whole here")
+    return replace(request, cache=cache), model
+
+
+def _run_here(
+    request: BatchRequest, described: Described, job: Job, model: PreTrainedModel | None = None
+) -> Summary:
     codec = TextCodec(described, request.sampling, request.is_raw)
 
     def lengths() -> Iterator[int]:
@@ -164,7 +200,8 @@ def _run_here(request: BatchRequest, described: Described, job: Job) -> Summary:
     limits = [line.max_tokens or request.max_new_tokens for line in job.prompts.lines.values()]
     # The plan must have room for the longest answer of any line.
     longest = replace(request.sampling, max_tokens=max(limits))
-    runner, chosen = open_runner(replace(request, sampling=longest), described, lengths())
+    request = replace(request, sampling=longest)
+    runner, chosen = open_runner(request, described, lengths(), model)
     count, total, scheduler = len(limits), sum(limits), runner.scheduler
     unfinished = map(job.prompts.read, job.unfinished())
 
@@ -192,7 +229,8 @@ def _run_here(request: BatchRequest, described: Described, job: Job) -> Summary:
 def describe_for(request: OffloadRequest) -> Described:
     """Describe the model, and check the cache before anything slow."""
     described = describe(request.model)
-    H2OCache.from_config(described.config, request.cache)
+    known = request.cache.before_measuring
+    H2OCache.from_config(described.config, known)
     if request.cache.positions != "original":
         described = replace(described, context=None)  # positions never reach the context's end
     return described
@@ -285,12 +323,15 @@ def make_planner(
 
 
 def open_runner(
-    request: BatchRequest, described: Described, lengths: Iterable[int]
+    request: BatchRequest,
+    described: Described,
+    lengths: Iterable[int],
+    model: PreTrainedModel | None = None,
 ) -> tuple[Runner, Plan | None]:
     """Load the model, or plan for prompts of these lengths and place weights as planned."""
     device, sampling = request.device, request.sampling
-    if _fits_in_memory(request, described):
-        model = load_weights(described, request.dtype, device)
+    if model is not None or _fits_in_memory(request, described):
+        model = model or load_weights(described, request.dtype, device)
         cache = H2OCache.from_config(model.config, request.cache)
         size, free = request.batch_size or BATCH_SIZE, process.available_bytes(device)
         limits = Limits(

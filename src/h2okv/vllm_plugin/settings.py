@@ -48,7 +48,7 @@ def parse(additional_config: Any) -> CacheConfig | None:
                 f"h2okv: {name}={values[name]!r} is a fraction of the prompt, but vLLM gives every "
                 "request a block of one size before it knows any prompt; give a number of tokens."
             )
-    config = CacheConfig.from_dict(values)
+    config = CacheConfig.from_dict({"layer_budgets": None} | dict(values))
     _check_cache(config)
     return config
 

@@ -25,6 +25,7 @@ from h2okv.evaluation.lm_eval.scorer import (
 )
 from h2okv.evaluation.lm_eval.settings import check_arguments
 from h2okv.integration.enable import enable
+from h2okv.integration.layer_budgets import budgets_of_model
 from h2okv.integration.models import default_dtype, resolve_model
 
 _SETTINGS_KEY = "h2okv settings"
@@ -56,6 +57,7 @@ class H2OLM(HFLM):
         options.setdefault("dtype", default_dtype(self.name, options["device"]) or "auto")
         super().__init__(pretrained=pretrained, **options)
         prepare_model(self.model)
+        self.cache_config = budgets_of_model(self.model, self.cache_config)
         self.scorer = Scorer(self.model, self.cache_config, self.softmax_dtype or torch.float32)
 
     @property
