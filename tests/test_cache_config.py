@@ -27,12 +27,13 @@ def test_every_field_reaches_the_cache_the_command_and_the_experiment_file(make_
     values = {
         "policy": "h2o", "heavy": 7, "recent": 6, "sink": 1, "scoring": "decay", "decay": 0.9,
         "positions": "rolling", "prefill_chunk": None, "evict_every": None, "kv_bits": 8,
-        "max_tokens": 20, "min_tokens": 2, "seed": 0, "layer_budgets": None, cut: 7,
+        "max_tokens": 20, "min_tokens": 2, "seed": 0, "layer_budgets": None,
+        "measured": None, cut: 7,
     }  # fmt: skip
     assert set(values) == {field.name for field in fields(CacheConfig)}
     config = CacheConfig(**values)
     assert H2OCache(make_llama().config, **values).cache_config == config
-    no_option = ("max_tokens", "min_tokens", "seed")
+    no_option = ("max_tokens", "min_tokens", "seed", "measured")
     options = {name: value for name, value in values.items() if name not in no_option}
     defaults = {
         name: getattr(option.default, "default", option.default)
@@ -108,14 +109,51 @@ def test_identity_leaves_out_what_a_full_cache_does_not_use():
 
 def test_best_resolves_to_its_options(make_llama):
     best = CacheConfig.from_budget(0.2, policy="best")
-    assert best == CacheConfig("h2o", 0.2 * 0.75, 0.2 - 0.2 * 0.75, 4, "expected")
-    assert best.label == "h2o, heavy 75%, sink 4, expected, 20%"
-    assert CacheConfig.from_budget(64, 0.5, policy="best", sink=2, scoring="decay") == CacheConfig(
-        "h2o", 32, 32, 2, "decay"
-    )
-    cache = H2OCache(make_llama().config, 12, 4, policy="best")
-    assert cache.cache_config == CacheConfig(policy="best", heavy=12, recent=4)
+    options = {"sink": 4, "scoring": "expected", "layer_budgets": "auto"}
+    assert best == CacheConfig("h2o", 0.2 * 0.75, 0.2 - 0.2 * 0.75, **options)
+    assert best.label == "best, 20%"
+    assert best.before_measuring.label == "h2o, heavy 75%, sink 4, expected, 20%"
+    given = CacheConfig.from_budget(64, 0.5, policy="best", sink=2, scoring="decay")
+    assert given == CacheConfig("h2o", 32, 32, 2, "decay", layer_budgets="auto")
+    cache = H2OCache(make_llama().config, 12, 4, policy="best", layer_budgets="even")
+    assert cache.cache_config == CacheConfig(policy="best", heavy=12, recent=4, layer_budgets=None)
     assert cache.rule.name == "h2o" and cache.rule.observes is Sees.QUERIES
+
+
+def test_best_is_even_where_a_user_says_so():
+    assert CacheConfig().layer_budgets is None
+    assert CacheConfig(policy="best").layer_budgets == "auto"
+    assert CacheConfig.from_budget(None, policy="best").layer_budgets is None
+    for even in (None, "even"):
+        assert CacheConfig(policy="best", layer_budgets=even).layer_budgets is None
+    factors = ((0.5, 1.5),)
+    assert CacheConfig(policy="best", layer_budgets=factors).layer_budgets == factors
+    changed = CacheConfig().with_options(policy="best")
+    assert changed == CacheConfig(policy="best") == CacheConfig.from_dict(changed.to_dict())
+    even = CacheConfig().with_options(policy="best", layer_budgets=None)
+    assert even.layer_budgets is None and replace(even, heavy=3).layer_budgets is None
+
+
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        ({}, "best v1, 20%"),
+        ({"heavy": 0.1, "recent": 0.1}, "best v1, heavy 50%, 20%"),
+        ({"heavy": 96, "recent": 32}, "best v1, 128"),
+        ({"heavy": 95, "recent": 32, "kv_bits": 4}, "best v1, 4 bits, 127"),
+        ({"layer_budgets": (0.5, 1.5), "positions": "rolling"}, "best v1, rolling, by layer, 20%"),
+        ({"sink": 2}, "h2o, heavy 75%, sink 2, expected, by head v1, 20%"),
+        ({"measured": None}, "h2o, heavy 75%, sink 4, expected, by head, 20%"),
+        ({"measured": 7}, "best v7, 20%"),
+    ],
+    ids=str,
+)
+def test_labels_name_the_version_of_measured_factors(options, label):
+    measured = {"layer_budgets": ((0.5, 1.5),), "measured": 1, "heavy": 0.15, "recent": 0.05}
+    config = CacheConfig("best", **(measured | options))
+    assert config.label == label
+    assert CacheConfig.from_dict(config.to_record()).label == label
+    assert config.before_measuring == config
 
 
 @pytest.mark.parametrize(
@@ -123,6 +161,7 @@ def test_best_resolves_to_its_options(make_llama):
 )
 def test_best_keeps_given_sinks_and_scoring(make_llama, options):
     expected = CacheConfig("h2o", 12, 4, **({"sink": 4, "scoring": "expected"} | options))
+    options["layer_budgets"] = None
     assert CacheConfig("best", 12, 4, **options) == expected
     assert H2OCache(make_llama().config, 12, 4, policy="best", **options).cache_config == expected
     # As a file has it, and as an engine changes it.

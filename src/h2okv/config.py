@@ -536,15 +536,18 @@ class CacheConfig:
 
     @property
     def is_best(self) -> bool:
-        """Whether these are the options of `BEST`, with measured layer budgets."""
-        return self.measured is not None and resolve_policy(BEST) == (
+        """Whether these are the options of `BEST`, with layer budgets of a measurement."""
+        is_measured = self.measured is not None or self.layer_budgets == MEASURED
+        return is_measured and resolve_policy(BEST) == (
             self.policy, self.sink, self.scoring
         )  # fmt: skip
 
     @property
     def policy_name(self) -> str:
         """The policy in tables: ``best v1`` for `BEST` with measured layer budgets."""
-        return f"{BEST} v{self.measured}" if self.is_best else self.policy
+        if not self.is_best:
+            return self.policy
+        return BEST if self.measured is None else f"{BEST} v{self.measured}"
 
     @property
     def has_usual_split(self) -> bool:
@@ -570,7 +573,7 @@ class CacheConfig:
             if self.evict_every is not None:
                 labels.append(f"every {self.evict_every}")
             if self.layer_budgets == MEASURED:
-                labels.append(MEASURED)
+                labels += [] if self.is_best else [MEASURED]
             elif self.layer_budgets is not None and not (self.is_best and self.is_by_head):
                 version = "" if self.is_best or not self.measured else f" v{self.measured}"
                 labels.append(f"by {'head' if self.is_by_head else 'layer'}{version}")

@@ -53,7 +53,7 @@ def _same(cache, other):
         {"layer_budgets": [[0.5, 1.0], [2.0, 0.5], [1.5, 0.5]], "scoring": "decay", "sink": 2},
         {"scoring": "value_norm"},
         {"scoring": "mean"},
-        {"policy": "best"},
+        {"scoring": "expected", "sink": 4},
         {"policy": "random"},  # which does not rank by scores, and is never deferred
     ],
 )

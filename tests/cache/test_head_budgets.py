@@ -12,9 +12,9 @@ OPTIONS = [
     {},
     {"sink": 2, "prefill_chunk": 16},
     {"scoring": "decay"},
-    {"policy": "best"},
+    {"scoring": "expected", "sink": 4},
     {"policy": "heavy", "scoring": "value_norm", "decay": 0.9},
-    {"kv_bits": 8, "policy": "best"},
+    {"kv_bits": 8, "scoring": "expected", "sink": 4},
     {"kv_bits": 4},
 ]
 
@@ -202,7 +202,7 @@ def test_what_makes_no_sense_is_refused(make_llama, factors, options, message):
         h2okv.H2OCache(make_llama(layers=3).config, layer_budgets=factors, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "policy": "best"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "scoring": "expected", "sink": 4}], ids=str)
 def test_slots_grow_with_the_text(make_llama, kept_sets, options):
     """A budget far above the text reserves what the text needs, and some more."""
     model, input_ids = make_llama(layers=3), tokens(6, 2, 260)

@@ -127,7 +127,7 @@ def codes_by_position(cache):
 RULES = [
     {"scoring": "value_norm"},
     {"scoring": "expected"},
-    {"policy": "best"},
+    {"scoring": "expected", "sink": 4},
     {"policy": "keydiff"},
 ]
 

@@ -11,10 +11,11 @@ import h2okv
 
 BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
 OPTIONS = [
-    {}, {"policy": "best"}, {"scoring": "mean"}, {"scoring": "decay"}, {"scoring": "last"},
+    {}, {"scoring": "expected"}, {"scoring": "mean"}, {"scoring": "decay"}, {"scoring": "last"},
     {"scoring": "value_norm"}, {"policy": "keydiff"}, {"policy": "random"},
     {"policy": "sink_recent"}, {"policy": "strided_heavy"}, {"positions": "rolling"},
-    {"positions": "rolling", "policy": "best"}, {"kv_bits": 8}, {"kv_bits": 4, "policy": "best"},
+    {"positions": "rolling", "scoring": "expected"}, {"kv_bits": 8},
+    {"kv_bits": 4, "scoring": "expected"},
     {"layer_budgets": BY_HEAD}, {"layer_budgets": BY_HEAD, "policy": "best"},
     {"layer_budgets": BY_HEAD, "kv_bits": 8}, {"layer_budgets": [1.5, 0.5]},
 ]  # fmt: skip
@@ -152,7 +153,9 @@ def test_one_is_algorithm_1_of_the_paper(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"policy": "best"}, {"policy": "best", "layer_budgets": BY_HEAD}], ids=str
+    "options",
+    [{}, {"scoring": "expected", "sink": 4}, {"policy": "best", "layer_budgets": BY_HEAD}],
+    ids=str,
 )
 def test_a_saved_and_a_forked_cache_go_on_alike(model, options, tmp_path):
     ids = torch.randint(2, 97, (2, 90), generator=torch.Generator().manual_seed(4))
@@ -174,7 +177,7 @@ def test_a_saved_and_a_forked_cache_go_on_alike(model, options, tmp_path):
 
 
 def test_the_file_of_an_ended_span_has_no_queries(model, tmp_path):
-    cache = h2okv.H2OCache(model.config, policy="best", heavy=8, recent=6, evict_every=16)
+    cache = h2okv.H2OCache(model.config, 8, 6, 4, scoring="expected", evict_every=16)
     ids = torch.randint(2, 97, (1, 80))
     read(model, cache, ids[:, :64], [64])
     cache.save(tmp_path / "ended")
@@ -215,7 +218,9 @@ def test_pins_stay(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"policy": "best"}, {"kv_bits": 8}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"scoring": "expected", "sink": 4}, {"kv_bits": 8}], ids=str
+)
 def test_compiled_steps_evict_at_the_same_places(model, options):
     ids = torch.randint(2, 97, (2, 30), generator=torch.Generator().manual_seed(6))
     make = {"heavy": 8, "recent": 6, "evict_every": 8} | options

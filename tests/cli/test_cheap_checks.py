@@ -63,7 +63,6 @@ COMMANDS = {
         "--cache disk": "file=60, got 'disk'",
         "--batch 0": "--batch '0' is not a number",
         "--weight-bits 3": "--weight-bits 3 is not known",
-        "--layer-budgets auto": "--layer-budgets auto has to read the whole model",
         f"--input {MISSING}": f"--input '{MISSING}' cannot be read",
         "--output nowhere/out.jsonl": "--output 'nowhere/out.jsonl' cannot be written",
     },

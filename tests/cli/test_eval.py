@@ -48,7 +48,7 @@ def test_summaries_have_a_row_for_each_cache(h2okv_command, model_folder, articl
     assert done.out.startswith("| policy | budget | rouge1 | rouge2 | rougeL | samples |\n")
     rows = table(tmp_path / "s.csv")
     assert [(row["policy"], row["budget"], row["samples"]) for row in rows] == [
-        ("h2o", "8", "4"), ("h2o", "50%", "4"), ("full", "full", "4"),
+        ("best v1", "8", "4"), ("best v1", "50%", "4"), ("full", "full", "4"),
     ]  # fmt: skip
     assert {row["model"] for row in rows} == {str(model_folder)}
     assert all(row["revision"] and row["torch"] and row["transformers"] for row in rows)
@@ -109,7 +109,7 @@ def test_perplexity_has_a_row_for_each_range(h2okv_command, model_folder, novel_
         "--csv", tmp_path / "p.csv",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert done.err == "note: h2o, 100 keeps all 64 tokens of a window, as full does\n"
+    assert "note: best, 100 keeps all 64 tokens of a window, as full does\n" in done.err
     rows = table(tmp_path / "p.csv")
     assert [(row["budget"], row["position"]) for row in rows] == [
         (budget, position) for budget in ("25%", "100", "full") for position in ("24", "48", "63")
@@ -295,7 +295,10 @@ def test_samples_of_other_settings_are_refused(h2okv_command, model_folder, arti
     rolling = ("--positions", "rolling", "--scoring", "decay", "--decay", "0.9")
     done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", *rolling)
     assert done.code == 0, done.err
-    assert "h2o, decay 0.9, rolling, 8" in (tmp_path / "s.samples.jsonl").read_text()
+    assert (
+        "h2o, heavy 75%, sink 4, decay 0.9, rolling, by layer v1, 8"
+        in (tmp_path / "s.samples.jsonl").read_text()
+    )
     done = summarize(
         h2okv_command, model_folder, articles, tmp_path / "s.csv", "--prefill-chunk", 16
     )

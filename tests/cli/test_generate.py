@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import h2okv
 from h2okv.integration import layer_budgets as own_budgets
 
-BUDGET = ("--heavy", "16", "--recent", "16")
+BUDGET = ("--policy", "h2o", "--heavy", "16", "--recent", "16")
 RUN_FIELDS = {
     "text": str,
     "token_ids": list,
@@ -26,6 +26,7 @@ RUN_FIELDS = {
 }
 SETTINGS_FIELDS = {
     "model": str,
+    "cache": str,
     "policy": str,
     "heavy": int,
     "recent": float,
@@ -40,6 +41,7 @@ SETTINGS_FIELDS = {
     "decay": type(None),
     "kv_bits": type(None),
     "layer_budgets": type(None),
+    "measured": type(None),
     "max_new_tokens": int,
     "temperature": float,
     "top_p": float,
@@ -100,7 +102,17 @@ def test_compiled_steps_give_the_same_text(generate, monkeypatch):
 
 
 def test_a_fraction_is_of_the_whole_prompt_with_chunked_prefill(generate, prompt):
-    options = ("--budget", "95%", "--prefill-chunk", 7, "--max-new-tokens", 3, "--json")
+    options = (
+        "--policy",
+        "h2o",
+        "--budget",
+        "95%",
+        "--prefill-chunk",
+        7,
+        "--max-new-tokens",
+        3,
+        "--json",
+    )
     record = json.loads(generate(*options, text=prompt * 2 + "the cat sat" * 12).out)
     assert record["num_cached_tokens"] == 2 * int(record["prompt_tokens"] * 0.475)
     assert (record["heavy"], record["recent"]) == (0.475, 0.475)
@@ -112,20 +124,20 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(generate):
     assert outcome.out.strip()
     assert "tokens/s" not in outcome.out
     assert outcome.err.startswith("20 tokens (length) | first after ")
-    assert outcome.err.endswith("tokens seen, 32 kept\n")
+    assert outcome.err.endswith("tokens seen, 32 kept | h2o, 32\n")
 
 
 def test_summary_names_the_length_from_which_memory_is_saved(generate):
     """Compare with a full cache at the named length and one token before it."""
-    run = json.loads(generate("--budget", 128, "--max-new-tokens", 2, "--json", text="a cat").out)
+    few = ("--policy", "h2o", "--budget", 128, "--max-new-tokens")
+    run = json.loads(generate(*few, 2, "--json", text="a cat").out)
     first = run["smaller_from"]
     assert 128 < first < 160 and run["kv_bytes"] >= run["kv_bytes_full"]
-    outcome = generate("--budget", 128, "--max-new-tokens", 2, text="a cat")
+    outcome = generate(*few, 2, text="a cat")
     assert f"(nothing evicted yet; saves memory from {first} tokens on)" in outcome.err
     each = run["kv_bytes_full"] / run["num_seen_tokens"]
     # One token for each figure; the new one has not been through the cache.
-    alone = ("--budget", 128, "--max-new-tokens", 1, "--json")
-    later = json.loads(generate(*alone, text="9" * first).out)
+    later = json.loads(generate(*few, 1, "--json", text="9" * first).out)
     assert later["num_seen_tokens"] == first
     assert each * (first - 1) <= later["kv_bytes"] < later["kv_bytes_full"]
 
@@ -134,11 +146,12 @@ def test_summary_shows_mean_and_maximum_of_budgets_by_head(generate, tmp_path):
     heads = tmp_path / "heads.json"
     heads.write_text("[[0.5, 1.5], [1.0, 1.0]]")
     outcome = generate("--heavy", 64, "--recent", 16, "--layer-budgets", heads, text="a cat " * 60)
-    assert "80 kept by a head on average, 112 by the largest" in outcome.err
+    assert "84 kept by a head on average, 116 by the largest" in outcome.err
+    assert "| h2o, heavy 80%, sink 4, expected, by head, 80\n" in outcome.err
 
 
 def test_json_is_one_object_with_these_fields(generate, prompt):
-    options = ("--heavy", "16", "--recent", "95%")
+    options = ("--policy", "h2o", "--heavy", "16", "--recent", "95%")
     outcome = generate(*options, "--json", "--max-new-tokens", 9, text=prompt * 2)
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.count("\n") == 1
@@ -177,7 +190,7 @@ def test_compare_full_in_json(generate):
 
 
 def test_compare_full_agrees_fully_if_nothing_is_evicted(generate):
-    wide = ("--heavy", "256", "--recent", "16")
+    wide = ("--policy", "h2o", "--heavy", "256", "--recent", "16")
     result = json.loads(generate(*wide, "--json", "--compare", "full").out)
     assert result["agreement"]["first_difference"] is None
     compared = result["agreement"]["compared"]
@@ -215,13 +228,24 @@ def test_every_policy(generate, policy):
     assert (result["num_cached_tokens"] == 34) is (policy != "full")
 
 
-def test_policy_best_equals_its_options(generate):
-    named = generate("--budget", 32, "--policy", "best", "--json").out
+def test_policy_best_is_the_default_and_equals_its_options(generate):
+    small = ("--budget", 32, "--max-new-tokens", 12, "--json")
+    default = generate(*small).out
+    named = generate(*small, "--policy", "best").out
     options = ("--scoring", "expected", "--sink", 4, "--heavy-fraction", 0.75)
-    records = [json.loads(out) for out in (named, generate("--budget", 32, *options, "--json").out)]
-    assert records[0]["policy"] == "h2o" and records[0]["num_cached_tokens"] == 36
-    for name in ("policy", "heavy", "recent", "sink", "scoring", "token_ids"):
-        assert records[0][name] == records[1][name], name
+    options += ("--policy", "h2o", "--layer-budgets", "auto")
+    others = (named, generate(*small, *options).out)
+    record, *records = [json.loads(out) for out in (default, *others)]
+    assert record["policy"] == "h2o" and record["cache"] == "best v1, 32"
+    assert record["mean_cached_tokens"] == pytest.approx(36, abs=1)
+    for other in records:
+        for name in ("cache", "heavy", "recent", "sink", "scoring", "layer_budgets", "token_ids"):
+            assert record[name] == other[name], name
+    even = json.loads(generate(*small, "--layer-budgets", "even").out)
+    assert even["layer_budgets"] is None and even["num_cached_tokens"] == 36
+    assert even["cache"] == "h2o, heavy 75%, sink 4, expected, 32"
+    h2o = json.loads(generate(*small, "--policy", "h2o").out)
+    assert h2o["cache"] == "h2o, 32" and h2o["num_cached_tokens"] == 32
 
 
 @pytest.mark.parametrize(("policy", "grows"), [("snapkv", True), ("h2o", False)])
@@ -290,18 +314,20 @@ def test_version(h2okv_command):
 
 
 def test_a_fraction_of_a_short_prompt_is_raised_with_a_note(generate):
-    outcome = generate("--max-new-tokens", 150, text="the cat sat on the mat")
+    h2o = ("--policy", "h2o", "--max-new-tokens")
+    outcome = generate(*h2o, 150, text="the cat sat on the mat")
     assert "64 heavy + 64 recent entries are kept" in outcome.err
     assert ", 128 kept" in outcome.err
     assert "note" not in generate(*BUDGET).err
-    few = ("--heavy", 4, "--recent", 4, "--max-new-tokens", 20)
-    assert "note: only 8 tokens were kept" in generate(*few).err
+    few = ("--heavy", 4, "--recent", 4)
+    assert "note: only 8 tokens were kept" in generate(*h2o, 20, *few).err
 
 
 def test_budget_and_heavy_exclude_each_other(generate):
     record = json.loads(generate("--budget", 40, "--heavy-fraction", 0.25, "--json").out)
     assert (record["heavy"], record["recent"]) == (10, 30)
-    record = json.loads(generate("--heavy", 12, "--recent", "3", "--sink", 2, "--json").out)
+    h2o = ("--policy", "h2o", "--heavy", 12, "--recent", "3", "--sink", 2)
+    record = json.loads(generate(*h2o, "--json").out)
     assert record["num_cached_tokens"] == 17
     assert json.loads(generate("--budget", "full", "--json").out)["policy"] == "full"
     outcome = generate("--budget", 40, "--heavy", 12)
@@ -334,7 +360,7 @@ def test_layer_budgets_are_read_from_a_measured_file(
     refused = h2okv_command("eval", "layers", "--model", model_folder, "--text", text, *lost)
     assert refused.code == 2 and "nowhere" in refused.err and refused.err.count("\n") == 1
     assert outcome.code == 0 and len(factors) == 2 and abs(sum(factors) - 2) < 1e-3
-    options = ("--scoring", "expected", "--heavy", 20, "--recent", 4, "--layer-budgets", out)
+    options = ("--heavy", 20, "--recent", 4, "--layer-budgets", out)
     record = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
     assert record["layer_budgets"] == factors
     heads = ("--text", text, "--out", out, "--by-head", "--budget")
@@ -360,9 +386,7 @@ def test_layer_budgets_are_read_from_a_measured_file(
         assert outcome.code == 2 and message in outcome.err
 
 
-def test_auto_layer_budgets_are_measured_once_and_stored(
-    generate, h2okv_command, model_folder, monkeypatch, tmp_path
-):
+def test_auto_layer_budgets_are_measured_once_and_stored(generate, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
     measure = own_budgets.measure_layer_budgets
@@ -380,19 +404,23 @@ def test_auto_layer_budgets_are_measured_once_and_stored(
 
     first = factors(*best)
     path = next((tmp_path / "h2okv" / "layer-budgets").iterdir())
-    assert [len(layer) for layer in first] == [2, 2] and json.loads(path.read_text()) == first
+    stored = json.loads(path.read_text())
+    assert [len(layer) for layer in first] == [2, 2] and stored["factors"] == first
     assert factors(*best) == first and len(measured) == 1
     path.write_text("[")  # by a machine that lost its power
     assert factors(*best) == first and len(measured) == 2
     for wrong in (
-        "[1, 1]",
-        "[[1, 1, 1], [1, 1, 1]]",
-        "[[1, 1]]",
-        '[["1", 1], [1, true]]',
-        "[" * 20_000,
-    ):
+        [1, 1], [[1, 1, 1], [1, 1, 1]], [[1, 1]], [["1", 1], [1, True]], None, {"factors": 1},
+    ):  # fmt: skip
+        path.write_text(json.dumps(stored | {"factors": wrong}))
+        assert factors(*best) == first and json.loads(path.read_text()) == stored
+    for wrong in ("[" * 20_000, "[]", "null", json.dumps(stored | {"setting": "another model's"})):
         path.write_text(wrong)
-        assert factors(*best) == first and json.loads(path.read_text()) == first
+        assert factors(*best) == first and json.loads(path.read_text()) == stored
+    assert len(measured) == 12
+    # A file of the cache folder is one of factors too.
+    named = ("--policy", "best", "--budget", "20%", "--layer-budgets", path, "--max-new-tokens", 4)
+    assert factors(*named) == first
     del measured[2:]
     factors(*best, "--dtype", "bfloat16")
     factors("--policy", "best", "--budget", "40%", *auto)
@@ -404,15 +432,10 @@ def test_auto_layer_budgets_are_measured_once_and_stored(
     assert factors(*best) == first and len(measured) == 6
     refused = generate(*best, "--sink", 20, "--scoring", "mean", "--decay", "0.5")
     assert refused.code == 2 and "decay=0.5 has no effect" in refused.err
-    jobs = tmp_path / "jobs.jsonl"
-    jobs.write_text('{"prompt": "a cat"}')
-    files = ("--input", jobs, "--output", tmp_path / "out.jsonl")
-    refused = h2okv_command("batch", "--model", model_folder, *best[:-2], *files)
-    assert refused.code == 2 and "eval layers --by-head" in refused.err
 
 
 def test_pinned_messages_are_not_evicted(generate, chat_folder):
-    options = ("--heavy", 12, "--recent", 4, "--json", "--max-new-tokens", 8)
+    options = ("--policy", "h2o", "--heavy", 12, "--recent", 4, "--json", "--max-new-tokens", 8)
     chat = {"model": chat_folder, "text": "a cat? " * 20}
     record = json.loads(generate(*options, "--system", "be brief", "--pin", "system", **chat).out)
     assert record["num_cached_tokens"] == 16

@@ -26,7 +26,7 @@ def always(monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"policy": "best"}, {"kv_bits": 8}, {"positions": "rolling"}, {"scoring": "decay"},
+        {}, {"scoring": "expected"}, {"kv_bits": 8}, {"positions": "rolling"}, {"scoring": "decay"},
         {"layer_budgets": BY_HEAD, "policy": "best"}, {"evict_every": 8},
         {"evict_every": 8, "layer_budgets": BY_HEAD, "policy": "best"},
     ],

@@ -67,7 +67,9 @@ def test_every_request_equals_generate(make_llama, make_llm, make_prompts, alone
         assert stats.prompt_tokens == sum(LENGTHS)
 
 
-@pytest.mark.parametrize("options", [{}, {"heavy": 6, "recent": 3}, {"policy": "best"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"heavy": 6, "recent": 3}, {"scoring": "expected", "sink": 4}], ids=str
+)
 def test_budgets_by_head_of_a_single_kv_head(
     make_llama, make_llm, make_prompts, alone, greedy, options
 ):
@@ -118,14 +120,14 @@ def test_request_with_a_different_budget(make_llama, make_llm, make_prompts, alo
     assert generated == [alone(model, prompt, 30, heavy=10, recent=10) for prompt in prompts[1:]]
 
 
-def test_layer_budgets_auto_measures_the_model(
+def test_best_measures_the_model(
     make_llama, make_llm, make_prompts, alone, greedy, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     best = {"policy": "best", "heavy": 0.15, "recent": 0.05}
     model = make_llama()
     model.resize_token_embeddings(4096)  # the tokenizer's
-    llm = make_llm(model, layer_budgets="auto", **best)
+    llm = make_llm(model, **best)
     factors = llm.engine.config.cache.layer_budgets
     prompts = make_prompts([40, 33])
     generated = token_ids(llm.generate(prompts, greedy(20)))
@@ -135,8 +137,7 @@ def test_layer_budgets_auto_measures_the_model(
     assert generated == [
         alone(model, prompt, 20, layer_budgets=factors, **best) for prompt in prompts
     ]
-    with pytest.raises(ValueError, match="'auto' is for commands"):
-        h2okv.H2OCache(model.config, layer_budgets="auto")
+    assert llm.engine.config.cache.label == "best v1, 20%"
 
 
 @pytest.mark.parametrize("options", [{}, {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))}], ids=str)

@@ -12,7 +12,7 @@ from h2okv.engine.prefix_cache import PrefixCache
 BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
 OPTIONS = [
     {},
-    {"policy": "best"},
+    {"scoring": "expected", "sink": 4},
     {"policy": "best", "layer_budgets": BY_HEAD},
     {"kv_bits": 8},
     {"positions": "rolling"},

@@ -23,7 +23,7 @@ GIB = 1 << 30
         ({}, None, 256), ({}, 64, 64), ({"prefix_cache": GIB}, None, 256),
         # Without states the cache is as before, unless the user says where it evicts.
         ({}, 0, None), ({"prefix_cache": 0}, None, None), ({"prefix_cache": 0}, 64, 64),
-        ({"policy": "snapkv"}, None, None), ({"policy": "best"}, None, 256),
+        ({"policy": "snapkv"}, None, None), ({"scoring": "expected", "sink": 4}, None, 256),
     ],
 )  # fmt: skip
 def test_evictions_are_at_fixed_places_where_states_are_shared(options, every, expected):
@@ -74,7 +74,7 @@ def test_other_budgets_stay_as_they_are(config):
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"policy": "best"}, {"kv_bits": 8}, {"positions": "rolling"}, {"prefix_cache": 0},
+        {}, {"scoring": "expected"}, {"kv_bits": 8}, {"positions": "rolling"}, {"prefix_cache": 0},
         {"max_num_seqs": 3, "prefix_cache": 32 << 20},
     ],
     ids=str,
@@ -115,7 +115,7 @@ def test_a_dry_run_says_how_many_sequences_a_server_then_has():
 from h2okv import LLM
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.serving import in_tokens, with_states
-config, _ = with_states(EngineConfig.from_options(memory={memory} << 20), None)
+config, _ = with_states(EngineConfig.from_options(policy="best", memory={memory} << 20), None)
 config, _ = in_tokens(config, "bundled")
 print("sequences", LLM("bundled", config=config, device="cpu").engine.max_num_seqs)
 """

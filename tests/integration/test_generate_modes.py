@@ -164,11 +164,12 @@ BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"heavy": PROMPT, "recent": PROMPT}, {"heavy": 0.3, "recent": 0.2}, {"policy": "best"},
+        {}, {"heavy": PROMPT, "recent": PROMPT}, {"heavy": 0.3, "recent": 0.2},
+        {"scoring": "expected"},
         {"scoring": "decay"}, {"policy": "keydiff"}, {"policy": "snapkv"}, {"policy": "full"},
         {"positions": "rolling"}, {"kv_bits": 8}, {"layer_budgets": BY_HEAD},
         {"layer_budgets": BY_HEAD, "kv_bits": 4, "policy": "best"}, {"evict_every": 1},
-        {"evict_every": 8}, {"evict_every": 8, "policy": "best", "positions": "rolling"},
+        {"evict_every": 8}, {"evict_every": 8, "scoring": "expected", "positions": "rolling"},
         {"evict_every": 8, "layer_budgets": BY_HEAD, "kv_bits": 8}, {"simulate": True},
     ],
     ids=str,
@@ -214,7 +215,9 @@ def test_drafted_tokens_give_the_text_and_the_state_of_plain_decoding(make_llama
         assert min(verified) < 0  # drafts were rejected
 
 
-@pytest.mark.parametrize("options", [{}, {"evict_every": 8}, {"policy": "best"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"evict_every": 8}, {"scoring": "expected", "sink": 4}], ids=str
+)
 def test_pins_stay_where_drafts_are_taken_back(make_llama, options):
     model = make_llama().double()
     ids = _prompt(rows=1, length=10).repeat(1, 4)[:, :37]

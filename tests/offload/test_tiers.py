@@ -40,7 +40,7 @@ OPTIONS = {
     "full": {"policy": "full"},
     "rolling": {"positions": "rolling", "heavy": 6, "recent": 4},
     "by head": {"layer_budgets": ((0.5, 1.5), (1.75, 0.25)) * 2},
-    "in spans": {"heavy": 6, "recent": 4, "evict_every": 6, "policy": "best"},
+    "in spans": {"heavy": 6, "recent": 4, "evict_every": 6, "scoring": "expected", "sink": 4},
 }
 PACKED = {
     "8 bits": {"kv_bits": 8},

@@ -140,7 +140,7 @@ def test_a_chunk_that_no_step_has_room_for_is_refused():
 
 
 def test_expected_scoring_is_refused_without_vllm_s_rotation():
-    best = CacheConfig(**SETTING, policy="best")
+    best = CacheConfig(**SETTING, policy="best", layer_budgets=None)
     check_engine(engine(), best)
     backend = engine(model_config__using_transformers_backend=lambda: True)
     check_engine(backend, CacheConfig(**SETTING))

@@ -357,9 +357,12 @@ def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> l
 
 def budget_text(config: CacheConfig) -> str:
     """Format a budget for `parse_cache`: ``20%``, or heavy and recent such as ``64+10%``."""
-    if type(config.heavy) is type(config.recent) and config.has_usual_split:
-        return config.budget_label
     amounts = (config.heavy, config.recent)
+    if type(config.heavy) is type(config.recent):
+        policy = BEST if config.is_best else "h2o"
+        plain = CacheConfig.from_budget(config.heavy + config.recent, policy=policy)
+        if amounts == (plain.heavy, plain.recent):
+            return config.budget_label
     texts = (f"{100 * value:g}%" if isinstance(value, float) else str(value) for value in amounts)
     return "+".join(texts)
 

@@ -6,8 +6,8 @@ import importlib.util
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ import h2okv
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import choice
-from h2okv.config import MEASURED, POSITIONS, CacheConfig
+from h2okv.config import POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
@@ -433,18 +433,12 @@ def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, 
     """Evaluate the remaining samples under a progress bar; Ctrl-C loses none of the finished."""
     from h2okv.evaluation.model import ModelUnderTest, make_cache
     from h2okv.evaluation.runner import Evaluation, SampleFile
-    from h2okv.integration.layer_budgets import with_measured_budgets
 
     described = model.describe()
-    load = cache(lambda: model.load(described))
-    for number, run in enumerate(runs):  # a bad budget leaves no file behind
-        known = run.config.before_measuring
-        make_cache(known, described.config, run.seed)
-        if run.config.layer_budgets == MEASURED:
-            config = with_measured_budgets(run.config, load(), described)
-            runs = [*runs[:number], replace(run, config=config), *runs[number + 1 :]]
+    for run in runs:  # a bad budget leaves no file behind
+        make_cache(run.config.before_measuring, described.config, run.seed)
     model_fields = described.config, described.tokenizer, described.name, described.context
-    tested = ModelUnderTest(load, *model_fields)
+    tested = ModelUnderTest(lambda: model.load(described), *model_fields)
     with SampleFile(path) as file:
         evaluation = Evaluation(tested, runs, file)
         if evaluation.done:

@@ -22,13 +22,14 @@ from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.shared import SharedPrefill, shares_prompt
 from h2okv.cache.support import context_window
-from h2okv.config import CacheConfig
+from h2okv.config import MEASURED, CacheConfig
 from h2okv.engine.detokenizer import SequenceText
 from h2okv.engine.model_runner import left_padded
 from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import input_device
+from h2okv.integration.layer_budgets import with_measured_budgets
 from h2okv.policy import Sees, get_rule
 from h2okv.provenance import fingerprint
 
@@ -66,6 +67,12 @@ class ModelUnderTest:
     @cached_property
     def model(self) -> PreTrainedModel:
         return self.load()
+
+    def measured(self, config: CacheConfig) -> CacheConfig:
+        """Return a config with the model's layer budgets, if they are to be measured."""
+        if config.layer_budgets != MEASURED:
+            return config  # without loading the model
+        return with_measured_budgets(config, self.model, self)
 
     @property
     def pad_token_id(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +97,17 @@ class Evaluation:
 
     def __init__(self, model: ModelUnderTest, runs: Sequence[Run], file: SampleFile) -> None:
         self.model = model
-        self.runs = runs
         self.file = file
         for label, count in Counter(run.label for run in runs).items():
             if count > 1:
                 raise ValueError(f"{label} is requested twice; give each policy and budget once")
-        for run in runs:
-            make_cache(run.config, model.config, run.seed)  # refuse a bad budget early
+        # Refuse a bad budget and bad samples early, before the weights are loaded to be measured.
+        early = [replace(run, config=run.config.before_measuring) for run in runs]
+        for run in early:
+            make_cache(run.config, model.config, run.seed)
         for task in {id(run.task): run.task for run in runs}.values():
-            task.prepare(model, [run.config for run in runs if run.task is task])
+            task.prepare(model, [run.config for run in early if run.task is task])
+        self.runs = runs = [replace(run, config=model.measured(run.config)) for run in runs]
         self._identity = model.identity()
         for run in runs:
             file.open_run(run.label, {**self._identity, **run.columns(), **run.task.identity()})

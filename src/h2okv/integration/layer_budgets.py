@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,7 +23,7 @@ from h2okv.config import BEST_VERSION, MEASURED, CacheConfig, LayerBudgets, chec
 from h2okv.console import Progress, write_remark
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import prefill
-from h2okv.integration.loading import Described, context_of, describe
+from h2okv.integration.loading import context_of, describe
 from h2okv.integration.names import cache_folder
 from h2okv.policy import get_rule
 from h2okv.provenance import digest, fingerprint
@@ -107,8 +107,15 @@ def _split(factors: list[float], sizes: list[int]) -> Iterator[list[float]]:
     return (list(islice(remaining, size)) for size in sizes)
 
 
+class _Described(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase: ...
+
+
 def with_measured_budgets(
-    config: CacheConfig, model: PreTrainedModel, described: Described
+    config: CacheConfig, model: PreTrainedModel, described: _Described
 ) -> CacheConfig:
     """Replace ``layer_budgets="auto"`` by factors measured for the model.
 
@@ -120,7 +127,7 @@ def with_measured_budgets(
     Args:
         config: the cache's config; returned unchanged unless it says ``"auto"``.
         model: the loaded model.
-        described: the model's name, tokenizer and context window.
+        described: the model's name and tokenizer.
 
     Returns:
         The config with factors; without factors for a policy that uses no scores.
