@@ -14,7 +14,7 @@ from h2okv.assets import bundled_model_path
 from h2okv.cli.chat import converse, plan_cache
 from h2okv.config import CacheConfig
 
-BUDGET = ("--heavy", "16", "--recent", "16", "--max-new-tokens", "12")
+BUDGET = ("--policy", "h2o", "--heavy", "16", "--recent", "16", "--max-new-tokens", "12")
 EMPTY = "there is nothing in the cache yet; send a message first.\n"
 
 

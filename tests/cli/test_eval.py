@@ -159,11 +159,19 @@ def test_fidelity_compares_all_caches_and_recommends_one(
         ("h2o", "sum"), ("h2o", "decay"), ("recent", "sum"),
     ]  # fmt: skip
     assert all(float(row["kl_low"]) <= float(row["kl"]) <= float(row["kl_high"]) for row in rows)
-    flags = lines[-1]
+    # All of them agree enough, so each is tried with fewer bits too.
+    assert [row["kv_bits"] for row in rows] == [""] * 7 + ["8", "4"] * 7
     # Of equally small ones that with the best agreement.
     smallest = min(rows, key=lambda row: (float(row["bytes"]), -float(row["agreement"])))
+    command, flags = lines[-1].split(" --policy ")
+    flags = f"--policy {flags}"
+    assert command == f"h2okv generate --model {model_folder}" and smallest["kv_bits"] == "4"
     assert flags.startswith(f"--policy {smallest['policy']} --budget 12")
+    assert flags.endswith("--kv-bits 4")
     assert ("--scoring decay" in flags) is (smallest["scoring"] == "decay")
+    share = 100 * float(smallest["bytes_fraction"])
+    assert lines[-2].startswith(f"4 bits and 12: {share:.1f} % of the bytes, perplexity ")
+    assert f", agreement {100 * float(smallest['agreement']):.1f} % on 2 texts" in lines[-2]
     again = fidelity(
         h2okv_command, model_folder, novel_file, out, *options, "--recommend", 0.01, "--json"
     )
@@ -173,10 +181,10 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     more = fidelity(h2okv_command, model_folder, novel_file, out, "--policy", "h2o,heavy",
                     "--budget", "50%", "--scoring", "sum", "--recommend", 1)  # fmt: skip
     assert "2 of 4 samples were done before" in more.err
-    again = {row["policy"]: row["kl"] for row in table(out)}
+    again = {row["policy"]: row["kl"] for row in table(out) if not row["kv_bits"]}
     assert again["h2o"] == rows[0]["kl"]
     agreements = {row["policy"]: float(row["agreement"]) for row in table(out)}
-    verdict = "the smallest cache with" if 1 in agreements.values() else "no cache reaches"
+    verdict = "caches with" if 1 in agreements.values() else "no cache reaches"
     assert f"{verdict} an agreement of 1" in more.out
 
 

@@ -379,7 +379,7 @@ def parse_cache(policy: str, budget: str, sink: int = 0) -> CacheConfig:
 def cache_flags(config: CacheConfig) -> str:
     """Return the command-line options of a cache."""
     if config.is_full:
-        return "--policy full"
+        return "--policy full" + (f" --kv-bits {config.kv_bits}" if config.kv_bits else "")
     heavy, plus, recent = budget_text(config).partition("+")
     budget = f"--heavy {heavy} --recent {recent}" if plus else f"--budget {heavy}"
     usual = CacheConfig(BEST if config.is_best else "h2o")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +26,8 @@ from h2okv.integration.names import check_name
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from h2okv.evaluation.runner import Evaluation, Run
     from h2okv.evaluation.sweep import Experiment
     from h2okv.evaluation.task import Task
@@ -171,7 +176,7 @@ def _fraction(option: str, value: float) -> float:
 @args.subcommand(eval_app, "fidelity")
 def fidelity(
     trial: Trial = trial_options(
-        "50%,25%,10%,5%",
+        "50%,20%,10%,5%",
         "best,h2o,sink_recent,snapkv",
         "sum,decay",
         csv=option(Path("fidelity.csv"), _CSV_HELP, read=readers.writable),
@@ -203,7 +208,8 @@ def fidelity(
     ),
     recommend: float | None = option(
         None,
-        "Name the smallest cache that agrees with the full one on this fraction of tokens.",
+        "Name the smallest cache, of 8 and 4 bits too, that agrees with the full one on this"
+        " fraction of tokens.",
         read=_fraction,
     ),
 ) -> int:
@@ -214,16 +220,28 @@ def fidelity(
     sources = [Source.read(path) for path in data or ()]
     sources = sources or [Source("sample_prompt", readers.text_or_sample(None))]
     task = args.build(Fidelity, locals())
-    code, details = trial.run([task], detailed=True, shown=False)
-    results = []
-    for config in trial.caches:
-        columns = {**Run(task, config, trial.seed).columns(), "data": ALL}.items()
-        rows = [row for row in details if columns <= row.items()]  # empty if it did not finish
-        names = {"cache": config.policy_label, "flags": args.cache_flags(config)}
-        results += [{**row, **names} for row in rows]
+
+    def run() -> tuple[int, list[dict[str, Any]]]:
+        """Return the exit code, and the row of each cache that has finished."""
+        code, details = trial.run([task], detailed=True, shown=False)
+        results = []
+        for config in trial.caches:
+            columns = {**Run(task, config, trial.seed).columns(), "data": ALL}.items()
+            names = {"cache": config.policy_label, "flags": args.cache_flags(config)}
+            results += [{**row, **names} for row in details if columns <= row.items()]
+        return code, results
+
+    code, results = run()
     flags, advice = None, ""
     if recommend is not None and results and code == 0:
-        flags, advice = _recommendation(results, recommend)
+        # Fewer bits hardly make a cache agree more, so the others are not tried with them.
+        enough = [row["agreement"] >= recommend for row in results]
+        caches = [cache for cache, has in zip(trial.caches, enough, strict=True) if has]
+        if all(cache.kv_bits is None for cache in trial.caches):
+            trial.caches += _with_bits(caches, trial.model.describe().config)
+            code, results = run()
+        if code == 0:
+            flags, advice = _recommendation(results, recommend, trial.model.name)
     if trial.as_json:
         write_json({"csv": str(trial.csv), "rows": results, "recommended": flags})
     elif results:
@@ -234,6 +252,18 @@ def fidelity(
     if plot is not None and drawn:
         plot_fidelity(plot, drawn, f"{trial.model.name}, {drawn[0]['texts']} texts")
     return code
+
+
+def _with_bits(caches: Sequence[CacheConfig], model: PreTrainedConfig) -> list[CacheConfig]:
+    """Return caches, and the full one, with 8 and with 4 bits, where they can have them."""
+    full = CacheConfig("full")
+    unique = {cache.label: cache for cache in (*caches, full)}.values()
+    quantized = []
+    for cache, bits in itertools.product(unique, (8, 4)):
+        with suppress(ValueError):
+            args.check_cache(model, config := replace(cache, kv_bits=bits))
+            quantized.append(config)
+    return quantized
 
 
 def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -252,20 +282,28 @@ def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(["cache", "budget", "bytes", *measures, "texts"], lines)
 
 
-def _recommendation(rows: Sequence[dict[str, Any]], least: float) -> tuple[str | None, str]:
-    """Return the options of the smallest cache with an agreement of `least`, and a sentence."""
+def _recommendation(
+    rows: Sequence[dict[str, Any]], least: float, model: str
+) -> tuple[str | None, str]:
+    """Return the options of the smallest cache with an agreement of `least`, and a headline."""
+
+    def headline(row: dict[str, Any]) -> str:
+        bits = "" if row["kv_bits"] is None else f"{row['kv_bits']} bits and "
+        return (
+            f"{bits}{row['budget'].replace('%', ' %')}: {100 * row['bytes_fraction']:.1f} % of the"
+            f" bytes, perplexity {100 * (row['perplexity_ratio'] - 1):+.1f} %, agreement"
+            f" {100 * row['agreement']:.1f} % on {row['texts']} texts\n"
+            f"h2okv generate --model {shlex.quote(model)} {row['flags']}\n"
+        )
+
     enough = [row for row in rows if row["agreement"] >= least]
     if not enough:
         best = max(rows, key=lambda row: row["agreement"])
-        return None, (
-            f"\nno cache reaches an agreement of {least:g}; the best has {best['agreement']:.3f}:"
-            f" {best['flags']}\n"
-        )
+        return None, f"\nno cache reaches an agreement of {least:g}; the best: {headline(best)}"
     best = min(enough, key=lambda row: (row["bytes_fraction"], -row["agreement"]))
-    share, texts = 100 * best["bytes_fraction"], best["texts"]
     return best["flags"], (
-        f"\nthe smallest cache with an agreement of {least:g} or more ({best['agreement']:.3f} on"
-        f" {texts} texts, {share:.1f} % of the bytes):\n{best['flags']}\n"
+        f"\nthe smallest of {len(rows)} caches with an agreement of {least:g} or more:\n"
+        f"{headline(best)}"
     )
 
 

@@ -1,0 +1,178 @@
+"""`policy="best"` measures a model once, keeps the factors, and is even where it cannot."""
+
+import json
+import re
+import threading
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import h2okv
+from h2okv.assets import bundled_model_path
+from h2okv.integration import layer_budgets
+from h2okv.integration.layer_budgets import measure_layer_budgets
+
+BEST = {"policy": "best", "heavy": 0.15, "recent": 0.05}
+
+
+@pytest.fixture
+def model():
+    return AutoModelForCausalLM.from_pretrained(bundled_model_path()).eval()
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Count the measurements; nothing is known of earlier ones."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for known in ("_UNSAVED", "_REFUSED"):
+        monkeypatch.setattr(layer_budgets, known, type(getattr(layer_budgets, known))())
+    calls, measure = [], layer_budgets.measure_layer_budgets
+
+    def count(model, ids, *args, **options):
+        calls.append(ids.shape[1])
+        return measure(model, ids, *args, **options)
+
+    monkeypatch.setattr(layer_budgets, "measure_layer_budgets", count)
+    return calls
+
+
+def files(tmp_path):
+    return sorted((tmp_path / "h2okv" / "layer-budgets").glob("*"))
+
+
+def test_a_cache_of_a_model_is_measured_once_and_kept(model, measured, tmp_path, capsys):
+    config = h2okv.H2OCache(model, **BEST).cache_config
+    (path,) = files(tmp_path)
+    assert config.label == "best v1, 20%" and measured == [1024]
+    assert capsys.readouterr().err.count(f"keeps it in '{path}'") == 1
+    ids = torch.tensor([layer_budgets.encode(*_text(model))[:1024]])
+    expected = measure_layer_budgets(model, ids, 0.15, by_head=True)
+    assert config.layer_budgets == expected
+    assert json.loads(path.read_text())["factors"] == [list(layer) for layer in expected]
+    assert h2okv.H2OCache(model, **BEST).cache_config == config
+    wrapped = torch.compile(model, backend="eager")
+    assert h2okv.H2OCache.from_config(wrapped, h2okv.CacheConfig(**BEST)).cache_config == config
+    assert measured == [1024] and capsys.readouterr().err == ""
+    # Other weights, and another share of the prompt, are measured again.
+    h2okv.H2OCache(model, **BEST | {"heavy": 0.3})
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    changed = h2okv.H2OCache(model, **BEST).cache_config
+    assert len(measured) == 3 and changed.layer_budgets != expected
+    assert len(files(tmp_path)) == 3
+
+
+def _text(model):
+    described = layer_budgets.describe(str(bundled_model_path()))
+    return described.tokenizer, layer_budgets.sample_prompt(), described.vocab_size
+
+
+def test_rolling_positions_are_measured_by_layer(model, measured):
+    config = h2okv.H2OCache(model, positions="rolling", prefill_chunk=64, **BEST).cache_config
+    assert config.label == "best v1, rolling, by layer, 20%" and measured == [2048]
+
+
+@pytest.mark.parametrize("even", [None, "even"])
+def test_even_budgets_are_not_measured(model, measured, even):
+    cache = h2okv.H2OCache(model, layer_budgets=even, **BEST)
+    assert cache.cache_config.layer_budgets is None
+    assert h2okv.H2OCache(model).cache_config == h2okv.CacheConfig()
+    assert measured == []
+
+
+def test_a_config_alone_gives_even_budgets_with_one_warning(model, measured):
+    with pytest.warns(UserWarning, match="H2OCache.model, ...., or layer_budgets of") as seen:
+        cache = h2okv.H2OCache(model.config, **BEST)
+    assert len(seen) == 1 and seen[0].filename == __file__
+    assert cache.cache_config.label == "h2o, heavy 75%, sink 4, expected, 20%"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        h2okv.H2OCache(model.config, layer_budgets=None, **BEST)
+        h2okv.H2OCache(model.config, policy="full", layer_budgets="auto")
+    assert measured == []
+
+
+def _without_tokenizer(model):
+    model.config._name_or_path = ""
+
+
+def _with_a_short_context(model):
+    model.config.max_position_embeddings = 6
+
+
+def _on_the_disk(model):
+    model.model.layers[1].to("meta")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_without_tokenizer, "could not be measured"),
+        (_with_a_short_context, "could not be measured .a text of 6 tokens"),
+        (_on_the_disk, "some of its weights are not in memory"),
+    ],
+)
+def test_what_cannot_be_measured_is_even_with_one_sentence(
+    model, measured, tmp_path, capsys, change, reason
+):
+    change(model)
+    for _ in range(2):
+        cache = h2okv.H2OCache(model, **BEST)
+        assert cache.cache_config.layer_budgets is None
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "h2okv eval layers --by-head" in error
+    assert error.startswith("note: every head gets the same budget, as ")
+    assert re.search(reason, error)
+    assert files(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written_costs_time_alone(model, measured, tmp_path, capsys):
+    (tmp_path / "h2okv").write_text("a file, where a folder should be")
+    first, again = (h2okv.H2OCache(model, **BEST).cache_config for _ in range(2))
+    assert first == again and first.is_by_head and measured == [1024]
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "but cannot keep it" in error
+
+
+def test_two_that_measure_at_once_leave_one_whole_file(model, measured, tmp_path, monkeypatch):
+    both, measure = threading.Barrier(2), layer_budgets.measure_layer_budgets
+
+    def together(*args, **options):
+        factors = measure(*args, **options)
+        both.wait(60)
+        return factors
+
+    monkeypatch.setattr(layer_budgets, "measure_layer_budgets", together)
+    configs = []
+    threads = [
+        threading.Thread(target=lambda: configs.append(h2okv.H2OCache(model, **BEST).cache_config))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(measured) == 2 and configs[0] == configs[1]
+    (path,) = files(tmp_path)
+    assert h2okv.H2OCache(model, **BEST).cache_config == configs[0] and len(measured) == 2
+    assert json.loads(path.read_text())["factors"]
+
+
+@pytest.mark.parametrize("damage", ["", "[1, 1]", '{"setting": 1}'])
+def test_a_damaged_file_is_measured_again(model, measured, tmp_path, damage):
+    config = h2okv.H2OCache(model, **BEST).cache_config
+    (path,) = files(tmp_path)
+    whole = path.read_text()
+    path.write_text(damage)
+    assert h2okv.H2OCache(model, **BEST).cache_config == config == replace(config)
+    assert path.read_text() == whole and len(measured) == 2
+
+
+def test_a_file_of_another_version_is_measured_again(model, measured, tmp_path, monkeypatch):
+    h2okv.H2OCache(model, **BEST)
+    monkeypatch.setattr(layer_budgets, "BEST_VERSION", 2)
+    assert h2okv.H2OCache(model, **BEST).cache_config.label == "best v2, 20%"
+    assert len(measured) == 2 and len(files(tmp_path)) == 2
