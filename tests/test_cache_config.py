@@ -113,8 +113,8 @@ def test_best_resolves_to_its_options(make_llama):
     assert best == CacheConfig("h2o", 0.2 * 0.75, 0.2 - 0.2 * 0.75, **options)
     assert best.label == "best, 20%"
     assert best.before_measuring.label == "h2o, heavy 75%, sink 4, expected, 20%"
-    given = CacheConfig.from_budget(64, 0.5, policy="best", sink=2, scoring="decay")
-    assert given == CacheConfig("h2o", 32, 32, 2, "decay", layer_budgets="auto")
+    halved = CacheConfig.from_budget(64, 0.5, policy="best", sink=2, scoring="decay")
+    assert halved == CacheConfig("h2o", 32, 32, 2, "decay", layer_budgets="auto")
     cache = H2OCache(make_llama().config, 12, 4, policy="best", layer_budgets="even")
     assert cache.cache_config == CacheConfig(policy="best", heavy=12, recent=4, layer_budgets=None)
     assert cache.rule.name == "h2o" and cache.rule.observes is Sees.QUERIES

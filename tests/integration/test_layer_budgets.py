@@ -27,8 +27,8 @@ def model():
 def measured(monkeypatch, tmp_path):
     """Count the measurements; nothing is known of earlier ones."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for known in ("_UNSAVED", "_REFUSED"):
-        monkeypatch.setattr(layer_budgets, known, type(getattr(layer_budgets, known))())
+    for name in ("_UNSAVED", "_REFUSED"):
+        monkeypatch.setattr(layer_budgets, name, type(getattr(layer_budgets, name))())
     calls, measure = [], layer_budgets.measure_layer_budgets
 
     def count(model, ids, *args, **options):
@@ -165,10 +165,10 @@ def test_two_that_measure_at_once_leave_one_whole_file(model, measured, tmp_path
 def test_a_damaged_file_is_measured_again(model, measured, tmp_path, damage):
     config = h2okv.H2OCache(model, **BEST).cache_config
     (path,) = files(tmp_path)
-    whole = path.read_text()
+    content = path.read_text()
     path.write_text(damage)
     assert h2okv.H2OCache(model, **BEST).cache_config == config == replace(config)
-    assert path.read_text() == whole and len(measured) == 2
+    assert path.read_text() == content and len(measured) == 2
 
 
 def test_a_file_of_another_version_is_measured_again(model, measured, tmp_path, monkeypatch):

@@ -76,8 +76,7 @@ class Engine:
         self._model_config, cache_config = described.config, config.cache
         if config.tensor_parallel:
             cache_config = even_budgets(cache_config, "each process holds a part of the model")
-        known = cache_config.before_measuring
-        self.config = config = replace(config, cache=known)
+        self.config = config = replace(config, cache=cache_config.before_measuring)
         probe = self._make_cache(None)
         check_poolable(probe)
         self._folder = PrefixFolder.of(config)

@@ -229,8 +229,7 @@ def _run_here(
 def describe_for(request: OffloadRequest) -> Described:
     """Describe the model, and check the cache before anything slow."""
     described = describe(request.model)
-    known = request.cache.before_measuring
-    H2OCache.from_config(described.config, known)
+    H2OCache.from_config(described.config, request.cache.before_measuring)
     if request.cache.positions != "original":
         described = replace(described, context=None)  # positions never reach the context's end
     return described
