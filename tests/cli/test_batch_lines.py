@@ -23,7 +23,8 @@ def run(h2okv_command, model_folder, tmp_path):
         source, results = tmp_path / "in.jsonl", tmp_path / output
         source.write_text("\n".join(map(json.dumps, lines)))
         files = ("--input", source, "--output", results, "--max-new-tokens", 4)
-        outcome = h2okv_command("batch", "--model", model_folder, "--budget", 16, *files, *options)
+        cache = ("--policy", "h2o", "--budget", 16)
+        outcome = h2okv_command("batch", "--model", model_folder, *cache, *files, *options)
         records = results.read_text().splitlines() if results.exists() else []
         parsed = map(json.loads, records)
         return outcome, {record.get("custom_id", record["id"]): record for record in parsed}

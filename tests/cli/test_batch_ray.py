@@ -52,7 +52,9 @@ def job(h2okv_command, model_folder, prompts, tmp_path):
     def call(*args, output, code=1):  # for some of the prompts cannot be served
         path = tmp_path / output
         options = ("--input", prompts, "--output", path, "--max-new-tokens", STEPS)
-        outcome = h2okv_command("batch", "--model", model_folder, *options, *args)
+        outcome = h2okv_command(
+            "batch", "--policy", "h2o", "--model", model_folder, *options, *args
+        )
         assert outcome.code == code, outcome
         return outcome, read(path)
 
@@ -75,7 +77,7 @@ def reference(model_folder, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("reference")
     prompts, output = write_prompts(folder / "in.jsonl"), folder / "out.jsonl"
     options = ("--input", prompts, "--output", output, "--max-new-tokens", STEPS, *SAMPLING)
-    assert run(["batch", "--model", str(model_folder), *map(str, options)]) == 1
+    assert run(["batch", "--policy", "h2o", "--model", str(model_folder), *map(str, options)]) == 1
     return output
 
 

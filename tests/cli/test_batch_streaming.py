@@ -20,6 +20,7 @@ from h2okv.engine.memory import data_bytes
 pytestmark = pytest.mark.slow
 
 STEPS = 5
+H2O = ("--policy", "h2o")  # budgets by head are measured on whole models alone
 PROMPTS = ["the cat", "the dog sat on the log, " * 6, "on", "the mat and the dog " * 3, "it", "a"]
 
 
@@ -36,7 +37,7 @@ def job(h2okv_command, tmp_path, prompts):
     def call(model, *args, output="out.jsonl", code=0):
         path = tmp_path / output
         options = ("--input", prompts, "--output", path, "--max-new-tokens", STEPS)
-        outcome = h2okv_command("batch", "--model", model, *options, "--json", *args)
+        outcome = h2okv_command("batch", *H2O, "--model", model, *options, "--json", *args)
         assert outcome.code == code, outcome
         if code:
             assert outcome.err.startswith("h2okv: ")
@@ -220,7 +221,7 @@ def test_too_little_memory_names_a_sufficient_amount(
     processes, model_folder, prompts, tmp_path, memory
 ):
     """Run with the named amount in another process, whose memory the system limits."""
-    args = ["batch", "--model", model_folder, "--input", prompts, "--max-new-tokens", 2]
+    args = ["batch", *H2O, "--model", model_folder, "--input", prompts, "--max-new-tokens", 2]
     promise = {} if memory == "1MiB" else {"promise_beside": 40 << 20}
     options = ["--memory", memory] if memory == "1MiB" else []
     refused = processes([*args, "--output", tmp_path / "none.jsonl", *options], **promise)
@@ -345,7 +346,7 @@ def test_memory_limit_is_kept(processes, model_folder, tmp_path, prompts):
     promise = 196 << 20
     assert size > 1.5 * promise
     output = tmp_path / "limited.jsonl"
-    args = ["batch", "--model", folder, "--input", prompts, "--max-new-tokens", 2]
+    args = ["batch", *H2O, "--model", folder, "--input", prompts, "--max-new-tokens", 2]
     ended = processes([*args, "--output", output, "--json"], promise_beside=promise)
     assert ended.code == 0, ended.error
     assert ended.data <= ended.promise
@@ -361,7 +362,7 @@ def test_memory_limit_is_kept_for_any_lengths(processes, model_folder, tmp_path)
     texts = ["the cat sat on the mat " * (2 + n) for n in range(30)]
     lines = [json.dumps({"id": n, "prompt": text}) for n, text in enumerate(texts)]
     prompts.write_text("\n".join(lines))
-    args = ["batch", "--model", folder, "--input", prompts, "--output", output]
+    args = ["batch", *H2O, "--model", folder, "--input", prompts, "--output", output]
     options = ["--max-new-tokens", 1, "--batch", 1, "--weights", "disk"]
     ended = processes([*args, *options], promise_beside=160 << 20)
     assert ended.code == 0, ended.error
@@ -376,7 +377,7 @@ def test_prompts_beyond_the_memory_limit_get_error_records(processes, model_fold
     large_model(folder, model_folder, layers=2)
     texts = ["the cat", "the cat sat on the mat and the dog sat on the log, " * 17, "the dog"]
     lines = [json.dumps({"id": n, "prompt": text}) for n, text in enumerate(texts)]
-    args = ["batch", "--model", folder, "--max-new-tokens", 2, "--json"]
+    args = ["batch", *H2O, "--model", folder, "--max-new-tokens", 2, "--json"]
     prompts.write_text("\n".join(lines[::2]))
     output = tmp_path / "out.jsonl"
     refused = processes([*args, "--input", prompts, "--output", output, "--memory", "1MiB"])
@@ -394,7 +395,7 @@ def test_prompts_beyond_the_memory_limit_get_error_records(processes, model_fold
 def test_a_full_disk_while_weights_are_converted(processes, job, model_folder, tmp_path, prompts):
     # A limit on the size of files fails a write half-way, as a full disk does.
     folder, output = tmp_path / "converted", tmp_path / "out.jsonl"
-    args = ["batch", "--model", model_folder, "--input", prompts, "--output", output,
+    args = ["batch", *H2O, "--model", model_folder, "--input", prompts, "--output", output,
             "--max-new-tokens", STEPS, "--dtype", "bfloat16", "--weights", "disk",
             "--converted", folder]  # fmt: skip
     ended = processes(args, file_size=100_000)
@@ -408,7 +409,7 @@ def test_a_full_disk_while_weights_are_converted(processes, job, model_folder, t
 
 def test_a_full_disk_under_the_cache(processes, job, model_folder, tmp_path, prompts):
     output = tmp_path / "out.jsonl"
-    args = ["batch", "--model", model_folder, "--input", prompts, "--output", output,
+    args = ["batch", *H2O, "--model", model_folder, "--input", prompts, "--output", output,
             "--max-new-tokens", STEPS, "--weights", "device", "--cache", "file", "--batch", 2,
             "--policy", "full"]  # fmt: skip
     ended = processes(args, file_size=6_000)

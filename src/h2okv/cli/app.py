@@ -19,7 +19,7 @@ from h2okv.console import BAD_INPUT, OUTPUT_CLOSED, OutputClosedError, write_tex
 
 COMMANDS = {
     "generate": ("generate:generate", "Generate text with an H2O cache."),
-    "demo": ("generate:demo", "Compare H2O at 20 % with the full cache on a sample text."),
+    "demo": ("generate:demo", "Compare caches of 20 % with the full cache on a sample text."),
     "chat": ("chat:chat", "Chat with a model in constant KV memory."),
     "serve": ("serve:serve", "Serve a model over OpenAI's API, each request with an H2O cache."),
     "batch": ("batch:batch", "Generate for a file of prompts."),
