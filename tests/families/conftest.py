@@ -12,11 +12,11 @@ from h2okv.cache.argument import CACHE
 sys.path.insert(0, str(Path(__file__).parent))
 
 # One for each kind of attention: learned positions, RoPE, dynamic and partial RoPE, chunked,
-# sliding and soft-capped layers, one KV head, latents, layers with a state or without RoPE.
+# sliding and soft-capped layers, one KV head, latents, layers with a state or without RoPE, images.
 QUICK = {
     "OPT", "LLaMA 1, LLaMA 2", "LLaMA, dynamic RoPE scaling", "GPT-NeoX, Pythia", "Llama 4 (text)",
     "Gemma 2", "GPT-BigCode, StarCoder", "Qwen3-Next", "LFM2", "SmolLM3", "Phi-3, LongRoPE",
-    "DeepSeek-V3, R1, Kimi K2",
+    "DeepSeek-V3, R1, Kimi K2", "Llava", "Gemma 3", "Qwen2.5-VL",
 }  # fmt: skip
 
 

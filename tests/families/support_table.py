@@ -13,6 +13,7 @@ if __name__ == "__main__":
 
 import walk  # noqa: E402
 from family_table import FAMILIES, Family  # noqa: E402
+from vision_table import VISION_FAMILIES  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "support-table.md"
 README = ROOT / "README.md"
@@ -23,6 +24,15 @@ Every row runs on a tiny random config in `tests/families`, with as many KV head
 full cache's logits and text, dropping keeps exactly what masking keeps, and a left-padded row gives
 what it gives alone. Layers that are not full attention keep transformers' own cache. All but OPT
 and the GPT-2 kind, whose positions are learned, also roll their positions past the context window.
+"""
+_IMAGES = """\
+With images in prompts, in `tests/families/test_images.py`: padded batches, later turns, chunks and
+spans give the full cache's logits at a budget of the whole length, and dropping keeps what masking
+keeps. A cut (`prefill_chunk`, `evict_every`) never falls inside an image whose tokens see each
+other; it waits for the image's end. `cache.kept_positions(layer)` says which tokens of an image
+remain, and `cache.pin` keeps all of them. With `scoring="expected"` positions of three axes count
+as one for each token, which moves scores of what stands before and in an image a little. How well
+these models answer about images when entries are evicted was not measured: no real one was at hand.
 """
 _OTHERS = """\
 ## All types
@@ -57,6 +67,9 @@ def table() -> str:
         lines.append(
             f"| {family.name} | `{family.model_type}` | {_heads(family)} | {family.note} |"
         )
+    lines += ["", _IMAGES, "| Family with images | Model type | Remarks |", "|---|---|---|"]
+    lines += [f"| {row.name} | `{row.model_type}` | {row.note} |" for row in VISION_FAMILIES]
+    lines.append("")
     walked = walk.results()
     works, not_tiny = (_listed(walked[name]) for name in ("works", "not_tiny"))
     count = len(walked["works"].split())

@@ -329,3 +329,34 @@ def test_needs_sums_false_computes_no_sums(dtype):
     atol, rtol = (1e-5, 1.3e-6) if dtype == torch.float32 else (5e-3, 1.6e-2)
     torch.testing.assert_close(output, expected, atol=atol, rtol=rtol)
     assert not sums.any()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_tokens_of_an_image_see_each_other(softcap):
+    """Against a softmax by loops: images of 5 and 300 tokens, a past, padding on the left."""
+    generator = torch.Generator().manual_seed(0)
+    past, length, pad = 7, 320, 3
+    query, key, value = (
+        torch.randn(2, heads, count, 8, generator=generator)
+        for heads, count in ((2, length), (1, past + length), (1, past + length))
+    )
+    real = torch.ones(2, length, dtype=torch.bool)
+    real[1, :pad] = False
+    reach = torch.arange(length).repeat(2, 1)
+    reach[:, 4:9], reach[:, 12:312] = 8, 311
+    entries = torch.cat([torch.ones(2, past, dtype=torch.bool), real], dim=1)[:, None]
+    visibility = Visibility(past, entries, real, reach=reach)
+    output, sums = blockwise_attention_with_scores(query, key, value, visibility, 0.35, softcap)
+    expected = torch.zeros(2, past + length)
+    for row in range(2):
+        for token in range(pad * row, length):
+            seen = [*range(past), *range(past + pad * row, past + int(reach[row, token]) + 1)]
+            for head in range(2):
+                logits = key[row, 0, seen] @ query[row, head, token] * 0.35
+                if softcap is not None:
+                    logits = softcap * (logits / softcap).tanh()
+                probabilities = logits.softmax(dim=0)
+                expected[row, seen] += probabilities
+                result = output[row, head, token]
+                torch.testing.assert_close(result, probabilities @ value[row, 0, seen])
+    torch.testing.assert_close(sums[:, 0], expected)

@@ -23,6 +23,8 @@ class Block(NamedTuple):
     scale: float
     softcap: float | None
     index: Any = None  # ``[B, T]`` index of its tokens in the block that was split
+    reach: Tensor | None = None  # int64 [B, T], `Visibility.reach`: where there are images
+    is_late: Tensor | None = None  # bool [B], whether a cut has waited for the end of an image
 
     @property
     def length(self) -> int:
@@ -36,21 +38,27 @@ class Block(NamedTuple):
     def split(self, chunk: int, phases: Sequence[int] = ()) -> Iterator[Block]:
         """Yield smaller blocks, each sequence cut as if alone; `put` puts outputs together.
 
+        A cut inside an image waits for the image's end; those after it stay where they were.
+
         Args:
             chunk: tokens from one cut to the next.
             phases: tokens of each sequence since its last cut, before this block; 0 if not given.
         """
-        if self.real is None and len(set(phases)) < 2:
+        if self.real is None and self.reach is None and len(set(phases)) < 2:
             first = chunk - (phases[0] if phases else 0)
             for start, stop in pairwise([0, *range(first, self.length, chunk), self.length]):
                 yield self._take((slice(None), slice(start, stop)), None)
             return
         batch, device = self.query.shape[0], self.query.device
-        counts, columns = [self.length] * batch, None
+        counts, columns, reach = [self.length] * batch, None, self.reach
         if self.real is not None:
             # Real tokens first, in their order: shorter sequences get padding in the last blocks.
             columns = (~self.real).to(torch.uint8).argsort(dim=1, stable=True)
             counts = self.real.sum(dim=1).tolist()
+            if reach is not None:
+                ranks = self.real.cumsum(dim=1) - 1
+                reach = ranks.gather(1, reach.clamp(min=0)).gather(1, columns)
+        reaches = [] if reach is None else reach.tolist()
         ends = [chunk - phase for phase in phases] or [chunk] * batch
         starts = [0] * batch
         sequences = torch.arange(batch, device=device).unsqueeze(1)
@@ -58,23 +66,41 @@ class Block(NamedTuple):
             stops = [
                 max(start, min(pair)) for start, *pair in zip(starts, ends, counts, strict=True)
             ]
+            late = None
+            for row, reached in enumerate(reaches):
+                if starts[row] < stops[row] <= reached[stops[row] - 1]:
+                    late = torch.zeros(batch, dtype=torch.bool) if late is None else late
+                    stops[row], late[row] = reached[stops[row] - 1] + 1, True
             widest = max(stop - start for start, stop in zip(starts, stops, strict=True))
+            if not widest:  # the image before has passed this cut too
+                ends = [end + chunk for end in ends]
+                continue
             edges = torch.tensor([starts, stops], device=device).unsqueeze(-1)
             index = edges[0] + torch.arange(widest, device=device)
             real = index < edges[1]
             index = index.clamp(max=self.length - 1)
+            part = None if reach is None else reach.gather(1, index) - edges[0]
             index = index if columns is None else columns.gather(1, index)
-            yield self._take((sequences, index), None if real.all() else real)
+            late = None if late is None else late.to(device)
+            yield self._take((sequences, index), None if real.all() else real, part, late)
             starts, ends = stops, [end + chunk for end in ends]
 
     def columns(self, start: int, stop: int) -> Block:
         """Return the tokens of some columns as a block."""
         real = None if self.real is None else self.real[:, start:stop]
         return self._take(
-            (slice(None), slice(start, stop)), None if real is None or real.all() else real
+            (slice(None), slice(start, stop)),
+            None if real is None or real.all() else real,
+            None if self.reach is None else self.reach[:, start:stop] - start,
         )
 
-    def _take(self, index: tuple[Any, Any], real: Tensor | None) -> Block:
+    def _take(
+        self,
+        index: tuple[Any, Any],
+        real: Tensor | None,
+        reach: Tensor | None = None,
+        is_late: Tensor | None = None,
+    ) -> Block:
         """Return the columns of an index in ``[B, T, ...]``: a view if that is of slices."""
 
         def take(states: Tensor) -> Tensor:
@@ -85,7 +111,8 @@ class Block(NamedTuple):
         undo, position_ids = (
             None if tensor is None else take(tensor) for tensor in (self.undo, self.position_ids)
         )
-        return Block(query, key, value, real, undo, position_ids, self.scale, self.softcap, index)
+        rules = self.scale, self.softcap, index, reach, is_late
+        return Block(query, key, value, real, undo, position_ids, *rules)
 
     def put(self, result: Tensor, output: Tensor) -> None:
         """Copy the block's output to its tokens' places among those of all; mutates `output`."""

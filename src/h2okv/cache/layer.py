@@ -29,6 +29,7 @@ class CacheLayer(BaseLayer):
     checks_numbers = True  # refuses attention that is not finite; one rank alone must not stop
     # [HQ], one more logit in each head's normaliser, as the model's last forward passed them.
     sink_logits: Tensor | None = None
+    is_late: Tensor | None = None  # of the block that is read (`Block.is_late`)
     # Called with the operation and its arguments in place of a block's attention.
     _shared_attention: Any = None
 
@@ -51,6 +52,7 @@ class CacheLayer(BaseLayer):
         scale: float,
         softcap: float | None = None,
         position_ids: Tensor | None = None,
+        reach: Tensor | None = None,
     ) -> Tensor:
         """Read new tokens: place, attend, score and evict, block by block of the contract.
 
@@ -65,18 +67,20 @@ class CacheLayer(BaseLayer):
             softcap: as in `h2okv.ops.reference.attention_with_scores`.
             position_ids: where the model put the tokens, ``[B or 1, T]``; one after the other if
                 ``None``.
+            reach: as in `h2okv.ops.reference.Visibility`; cuts wait for the ends of images.
 
         Returns:
             ``[B, HQ, T, Dv]``. Mutates the layer.
         """
         if is_cast(query.device):  # which would round logits and scores
             with torch.autocast(query.device.type, enabled=False):
-                return self.attend(query, key, value, real, scale, softcap, position_ids)
+                return self.attend(query, key, value, real, scale, softcap, position_ids, reach)
         self.awaits_attention = False
         dtype = value.dtype
         query, key, value = (states.to(self.dtype) for states in (query, key, value))
         self._begin(query.shape[2], real)
         block = self._block(query, key, value, real, scale, softcap, position_ids)
+        block = block._replace(reach=reach)
         self.awaits_attention = True  # an error or Ctrl-C from here on leaves half a forward
         blocks = self._split(block)
         if blocks is None:
@@ -205,6 +209,7 @@ class CacheLayer(BaseLayer):
         return (self.cumulative_length + torch.arange(length, device=self.device)).unsqueeze(0)
 
     def _read(self, block: Block) -> Tensor:
+        self.is_late = block.is_late
         takes_step = self._takes_step(block)
         if self.log is not None and block.length == 1 and self.holds_entries:
             self.log.add(self, takes_step)

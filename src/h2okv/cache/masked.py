@@ -87,6 +87,9 @@ class MaskedLayer(CacheLayer):
     def _attend(self, block: Block, entries: BlockEntries) -> tuple[Tensor, Tensor]:
         length, past, assume_real = block.length, entries.past, block.real is None
         causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
+        if block.reach is not None:
+            columns = torch.arange(past + length, device=self.device)
+            causal = (columns <= past + block.reach.unsqueeze(-1)).unsqueeze(1)
         visible = causal & entries.is_entry.unsqueeze(2)
         if not assume_real:
             visible = visible & block.real[:, None, :, None]
@@ -114,7 +117,7 @@ class MaskedLayer(CacheLayer):
         if self.rule.evicts:
             total = state.total
             if self.spans is not None:
-                total = self.spans.totals(state, state.positions)
+                total = self.spans.totals(state, state.positions, self.is_late)
             state.positions = torch.where(self._best(total), state.positions, -1)
 
     def _always_seen(self, length: int) -> Tensor:

@@ -55,7 +55,7 @@ class _Attention:
             if torch.equal(weighting, weights):
                 return output, sums
         first = 0
-        if visibility.queries is None and visibility.entries is None:
+        if visibility.queries is visibility.entries is visibility.reach is None:
             # Queries of weight zero before a window at the end need no second pass.
             first = int((weights != 0).any(dim=0).to(torch.uint8).argmax())
         seen = replace(visibility, past=visibility.past + first)
@@ -114,6 +114,7 @@ class SharedLayer(BaseLayer):
         scale: float,
         softcap: float | None = None,
         position_ids: Tensor | None = None,
+        reach: Tensor | None = None,
     ) -> Tensor:
         """Read the prompt for all caches, or the tokens of each cache's sequences.
 
@@ -126,7 +127,7 @@ class SharedLayer(BaseLayer):
         self.num_forwards += 1
         options = scale, softcap
         if self.num_forwards == 1:
-            return self._read_prompt(query, key, value, real, *options, position_ids)
+            return self._read_prompt(query, key, value, real, *options, position_ids, reach)
         count = len(self.layers)
         states = [tensor.chunk(count) for tensor in (query, key, value)]
         masks = [None] * count if real is None else real.chunk(count)

@@ -15,6 +15,7 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
+from h2okv.ops.attention import blockwise_attention_with_scores
 from h2okv.ops.decode import StepRules, decode_step, keep_indices, protected_entries
 from h2okv.ops.dispatch import operations
 from h2okv.ops.reference import Visibility
@@ -116,9 +117,11 @@ class SlotLayer(CacheLayer):
         self._choose_operations(block.query)
         assert self.slots.operations is not None
         attend: Callable[..., tuple[Tensor, Tensor]] = self.slots.operations.attend
+        if block.reach is not None:  # the kernels are causal
+            attend = blockwise_attention_with_scores
         if self.sink_logits is not None:
             attend = functools.partial(attend, sink_logits=self.sink_logits)
-        visibility = Visibility(entries.past, entries.is_entry, block.real)
+        visibility = Visibility(entries.past, entries.is_entry, block.real, reach=block.reach)
         states = entries.query, entries.attended_key, entries.attended_value
         arguments = *states, visibility, block.scale, block.softcap, self._query_weights(block)
         if self._shared_attention is not None:
@@ -169,7 +172,7 @@ class SlotLayer(CacheLayer):
                 total = (positions >= 0).sum(dim=-1, keepdim=True)
             limit = int(total.max())
         elif self.spans is not None:
-            total = self.spans.totals(state, positions)
+            total = self.spans.totals(state, positions, self.is_late)
             limit = int(total.max())
         protected = protected_entries(positions, self.newest(), state.sink, state.recent)
         rank = self.rank_block(entries)
@@ -195,7 +198,7 @@ class SlotLayer(CacheLayer):
         return block.length == 1 and self.holds_entries and is_plain
 
     def _read_token(self, block: Block) -> Tensor:
-        query, key, value, real, _, _, scale, softcap, _ = block
+        query, key, value, real, _, _, scale, softcap, *_ = block
         state, slots, rotations = self.state, self.slots, self.rotations
         if torch.compiler.is_compiling():  # a count that changes would compile the step again
             slots.make_static(state, self.dtype)

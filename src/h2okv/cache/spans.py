@@ -30,14 +30,18 @@ class Spans:
         phases: list[int] = (state.num_real_tokens % self.length).tolist()
         return phases
 
-    def is_over(self, state: SlotState) -> Tensor:
-        """Mark the sequences whose span has just ended, bool ``[B, 1, 1]``."""
-        return (state.num_real_tokens % self.length == 0).view(-1, 1, 1)
+    def is_over(self, state: SlotState, is_late: Tensor | None = None) -> Tensor:
+        """Mark the sequences whose span has just ended, bool ``[B, 1, 1]``.
 
-    def totals(self, state: SlotState, positions: Tensor) -> Tensor:
+        `is_late` ``[B]`` marks those in which it ended with an image (`Block.split`).
+        """
+        ended = state.num_real_tokens % self.length == 0
+        return (ended if is_late is None else ended | is_late).view(-1, 1, 1)
+
+    def totals(self, state: SlotState, positions: Tensor, is_late: Tensor | None = None) -> Tensor:
         """Return how many of the entries at ``[B, H, N]`` stay, int64 ``[B, H, 1]``."""
         counts = (positions >= 0).sum(dim=-1, keepdim=True)
-        return torch.where(self.is_over(state), state.total, counts)
+        return torch.where(self.is_over(state, is_late), state.total, counts)
 
     # --- queries, for rules that score a span at its end ------------------------------------------
 
@@ -51,24 +55,27 @@ class Spans:
             )
 
     def add_queries(self, state: SlotState, block: Block) -> None:
-        """Note a block's queries, of at most one span, before its tokens are counted; mutates."""
+        """Note a block's queries, of a span the newest, before its tokens are counted; mutates."""
         if state.queries is None:
             self.make_room(state, block)
         state.scaling = block.scale, block.softcap
         assert state.queries is not None
         batch, length = len(state.queries), block.length
-        order = torch.arange(length, device=state.device).expand(batch, length)
-        if block.real is not None:
-            order = block.real.cumsum(dim=1) - 1
+        order, real = torch.arange(length, device=state.device).expand(batch, length), block.real
+        if real is not None:
+            order = real.cumsum(dim=1) - 1
+        if length > self.length:  # the cut has waited for the end of an image
+            newest = order > order[:, -1:] - self.length
+            real = newest if real is None else real & newest
         columns = (state.num_real_tokens.unsqueeze(1) + order) % self.length
         position_ids = order  # of a model that rotates nothing: anything that is no -1
         if block.position_ids is not None:
             position_ids = block.position_ids[:, 0, :, 0].expand(batch, length)
-        if block.real is None:
+        if real is None:
             sequences = torch.arange(batch, device=state.device).unsqueeze(1)
             index, query = (sequences, slice(None), columns), block.query.transpose(1, 2)
         else:
-            sequences, tokens = block.real.nonzero(as_tuple=True)
+            sequences, tokens = real.nonzero(as_tuple=True)
             columns = columns[sequences, tokens]
             index, query = (sequences, slice(None), columns), block.query[sequences, :, tokens]
             position_ids = position_ids[sequences, tokens]
@@ -76,22 +83,26 @@ class Spans:
         assert state.query_positions is not None
         state.query_positions[index[0], index[2]] = position_ids
 
-    def take_queries(self, state: SlotState) -> tuple[Tensor, Block | None]:
+    def take_queries(
+        self, state: SlotState, is_late: Tensor | None = None
+    ) -> tuple[Tensor, Block | None]:
         """Return the sequences, int64 ``[B']``, whose span has ended, and its queries as a block.
 
         They count once: a sequence that gets padding then has no queries left. Mutates the state.
         """
         assert state.queries is not None
         assert state.query_positions is not None
-        is_whole = self.is_over(state).flatten() & (state.query_positions[:, -1] >= 0)
+        is_over = self.is_over(state, is_late).flatten()
+        is_whole = is_over & (state.query_positions[:, -1] >= 0)
         sequences = is_whole.nonzero().flatten()
         if not len(sequences):
             return sequences, None
         query, position_ids = state.queries[sequences], state.query_positions[sequences]
         state.query_positions[sequences] = -1
         assert state.scaling is not None
-        placed = position_ids[:, None, :, None]
-        return sequences, Block(query, query, query, None, None, placed, *state.scaling)
+        placed, real = position_ids[:, None, :, None], position_ids >= 0
+        noted = None if bool(real.all()) else real  # a span after a late cut is shorter
+        return sequences, Block(query, query, query, noted, None, placed, *state.scaling)
 
     # --- scores and evictions of a layer ----------------------------------------------------------
 
@@ -108,7 +119,7 @@ class Spans:
 
     def score(self, layer: Any, entries: BlockEntries) -> Tensor:
         """Return entries' scores ``[B, H, N]``, with those of the spans that have just ended."""
-        sequences, span = self.take_queries(layer.state)
+        sequences, span = self.take_queries(layer.state, layer.is_late)
         if span is None:
             return entries.scores
         ended = entries.of_sequences(sequences)

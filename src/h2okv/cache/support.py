@@ -195,6 +195,11 @@ def check_positions(config: PreTrainedConfig, positions: str, rule: Rule) -> Non
             "positions are part of what a key was made from and cannot be moved afterwards; use "
             "positions='clamped', or 'original' within the context window."
         )
+    if positions == "rolling" and "mrope_section" in (text_config.rope_parameters or {}):
+        raise ValueError(
+            f"positions='rolling': model type {kind!r} places tokens of an image on three axes"
+            " (M-RoPE), which one rank cannot say; use positions='original'."
+        )
     if positions == "rolling" and not rule.evicts:
         raise ValueError(
             f"positions='rolling': policy={rule.name!r} evicts nothing, so that ranks are the "

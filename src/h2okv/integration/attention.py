@@ -32,6 +32,9 @@ _IGNORED_BY_SDPA = ("sinks", "indices", "block_indices")
 # window is stored in the values because nothing else always survives: not every model passes a
 # ``sliding_window`` to its attention, and an attribute is lost when a mask moves to another device.
 WINDOW_DTYPE = torch.int32
+# Likewise for each token the last one that it sees, itself or a later one of its image; -1 for
+# padding.
+REACH_DTYPE = torch.int64
 
 
 def h2o_mask(
@@ -48,8 +51,9 @@ def h2o_mask(
 
     A causal block over itself (every block of an `H2OCache`, and the first one of any cache) needs
     no T x T mask, only which tokens are padding: bool ``[B, 1, 1, T]``, or `None` without padding.
-    A sliding window adds one number: `WINDOW_DTYPE` ``[B, 1, 1, N]``. Everything else gets SDPA's
-    mask, bool ``[B, 1, T, N]``. The attention mask is bool ``[B, tokens seen + T or more]``; the
+    A sliding window adds one number: `WINDOW_DTYPE` ``[B, 1, 1, N]``. Images whose tokens see each
+    other make a prompt's mask `REACH_DTYPE` ``[B, 1, 1, T]``. Everything else gets SDPA's mask,
+    bool ``[B, 1, T, N]``. The attention mask is bool ``[B, tokens seen + T or more]``; the
     block's columns follow those of the tokens seen, as in transformers.
 
     Raises:
@@ -69,13 +73,40 @@ def h2o_mask(
         return padding_mask(attention_mask, start, q_length)
     if window is None:
         options |= {"mask_function": mask_function, "attention_mask": attention_mask, **offsets}
-        return sdpa_mask(q_length=q_length, kv_length=kv_length, **options)
+        mask = sdpa_mask(q_length=q_length, kv_length=kv_length, **options)
+        if mask is None or is_causal or not 1 < q_length == kv_length:
+            return mask
+        is_readable = not torch.compiler.is_compiling() and not mask.is_meta
+        return _with_images(mask) if is_readable else mask
     shape = (options["batch_size"], 1, 1, kv_length)
     mask = torch.full(shape, window, dtype=WINDOW_DTYPE, device=options.get("device"))
     if attention_mask is None:
         return mask
     keys = attention_mask[:, kv_offset : kv_offset + kv_length]
     return mask * keys.to(torch.bool)[:, None, None, :]
+
+
+def _with_images(mask: Tensor) -> Tensor:
+    """Return bool ``[B, 1, T, T]`` in T numbers, if its tokens see past themselves in groups."""
+    seen = mask[:, 0]
+    columns = torch.arange(seen.shape[-1], device=mask.device)
+    real = seen.diagonal(dim1=1, dim2=2)  # a token of the text sees itself
+    reach = columns[-1] - seen.flip(-1).to(torch.uint8).argmax(dim=-1)
+    is_same = seen == (columns <= reach.unsqueeze(-1)) & real.unsqueeze(1)
+    is_group = reach.gather(1, reach) == reach
+    if not bool(((is_same.all(dim=-1) & is_group) | ~real).all()):
+        return mask
+    if bool((reach == columns)[real].all()):  # no image: causal
+        return real[:, None, None, :]
+    return reach.masked_fill(~real, -1)[:, None, None, :]
+
+
+def _read_reach(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Split a mask into who is real, as `padding_mask` gives it, and the reach ``[B, T]``."""
+    if mask is None or mask.dtype != REACH_DTYPE:
+        return mask, None
+    real = mask >= 0
+    return None if bool(real.all()) else real, mask[:, 0, 0]
 
 
 def padding_mask(attention_mask: Tensor | None, start: Any, length: int) -> Tensor | None:
@@ -160,6 +191,9 @@ def plain_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if mask is not None:
         mask = mask[..., : key.shape[2]]  # without a cache it has all columns of the user's mask
+        if mask.dtype == REACH_DTYPE:
+            columns = torch.arange(mask.shape[-1], device=mask.device)
+            mask = (columns <= mask.transpose(2, 3)) & (mask >= 0)
     has_window = mask is not None and mask.dtype == WINDOW_DTYPE
     if softcap is None and sink_logits is None and not has_window:
         if mask is not None and mask.shape[-2] == 1 < query.shape[2]:
@@ -269,6 +303,7 @@ def h2o_attention(
             "train without a cache (use_cache=False), which is plain SDPA."
         )
     _check_modelled(module, options, (*_IGNORED_BY_SDPA, "position_bias"))
+    attention_mask, reach = _read_reach(attention_mask)
     _check_causal(layer, module, query, value.shape[2], attention_mask, options)
     real = None
     if attention_mask is not None:
@@ -290,7 +325,10 @@ def h2o_attention(
     layer.sink_logits = None if sink_logits is None else sink_logits.detach()
     if real is not None and layer.ends_forward and not torch.compiler.is_compiling():
         _note_padding(layer, real)
-    output = layer.attend(query, key, value, real, scale, softcap, options.get("position_ids"))
+    positions = options.get("position_ids")
+    if reach is not None:
+        reach = reach.expand(query.shape[0], -1)
+    output = layer.attend(query, key, value, real, scale, softcap, positions, reach)
     if latents is not None:
         output = output @ to_value
     return output.transpose(1, 2).contiguous(), None

@@ -96,6 +96,9 @@ def blockwise_attention_with_scores(
         row_weights = None if weights is None else weights[row, columns]
         states = [key[row][:, seen], value[row][:, seen]]
         row_past, entry_columns, bias = past, None, None
+        row_reach = None if visibility.reach is None else visibility.reach[row, columns]
+        if row_reach is not None and real is not None:
+            row_reach = (real[row].cumsum(dim=0) - 1)[row_reach]
         if entries is not None:
             is_entry = entries[row][:, seen]
             entry_columns = None if visibility.window else _entry_columns(is_entry, past)
@@ -106,7 +109,10 @@ def blockwise_attention_with_scores(
                 states = [tensor.gather(1, _wide(entry_columns, tensor)) for tensor in states]
         entry_sums = row_sums if entry_columns is None else row_sums.new_zeros(entry_columns.shape)
         _attend_row(
-            _Row(row_past, visibility.window, softcap, row_weights, needs_sums, sink_logits),
+            _Row(
+                row_past, visibility.window, softcap, row_weights, needs_sums, sink_logits,
+                row_reach,
+            ),
             scale, row_output, entry_sums, grouped_query[row][:, :, columns], states[0], states[1],
             bias,
         )  # fmt: skip
@@ -137,7 +143,7 @@ def _wide(columns: Tensor, states: Tensor) -> Tensor:
 
 
 class _Row(NamedTuple):
-    """What the heads of one sequence share; `weights` are those of its T real tokens."""
+    """What the heads of one sequence share; `weights` and `reach` are of its T real tokens."""
 
     past: int
     window: int | None
@@ -145,6 +151,7 @@ class _Row(NamedTuple):
     weights: Tensor | None
     needs_sums: bool
     sink_logits: Tensor | None  # fp32 [H, G]
+    reach: Tensor | None
 
 
 def _attend_row(
@@ -161,7 +168,7 @@ def _attend_row(
     num_heads, groups, length, _ = query.shape
     reach = min(key.shape[1], row.window or key.shape[1])
     is_plain = _is_plain(query)
-    sees_all = bias is None and row.softcap is None and reach == key.shape[1]
+    sees_all = bias is None and row.softcap is None and reach == key.shape[1] and row.reach is None
     if is_plain and sees_all and flash.sums_apply(query, key, value, row.needs_sums):
         options = row.past, scale, row.weights, row.needs_sums, row.sink_logits
         output[:], sums[:] = flash.attention_with_sums(query, key, value, *options)
@@ -239,7 +246,7 @@ def _attend_heads(
     numbers. Values of fewer bits are multiplied by probabilities of as many, as in the model's own
     attention; the sums stay fp32.
     """
-    past, window, softcap, weights, needs_sums, sink_logits = row
+    past, window, softcap, weights, needs_sums, sink_logits, reach = row
     heads, groups, length, _ = query.shape
     num_keys = key.shape[1]
     # Minus the logit of the query's own key is added by one more column of the product, not by a
@@ -266,8 +273,9 @@ def _attend_heads(
             sinks = sinks - own_logits if shifted else sinks
             sinks = sinks.reshape(heads, height, 1)
         first = 0 if window is None else max(0, past + top - window + 1)
-        edges = range(first, past + bottom, _TILE_KEYS)
-        slices = [slice(left, min(left + _TILE_KEYS, past + bottom)) for left in edges]
+        end = past + (bottom if reach is None else int(reach[top:bottom].max()) + 1)
+        edges = range(first, end, _TILE_KEYS)
+        slices = [slice(left, min(left + _TILE_KEYS, end)) for left in edges]
 
         def logits(columns: slice) -> Tensor:
             width = columns.stop - columns.start
@@ -282,7 +290,12 @@ def _attend_heads(
                 tile.tanh_().mul_(softcap * _LOG2_E)
                 if bias is not None:
                     tile += bias[:, :, columns]
-            _hide(tile.unflatten(1, (groups, -1)), columns, past + top, past + bottom, window)
+            by_head = tile.unflatten(1, (groups, -1))
+            if reach is None:
+                _hide(by_head, columns, past + top, past + bottom, window)
+            elif columns.stop > past + top:
+                block_columns = torch.arange(columns.start, columns.stop, device=tile.device) - past
+                by_head.masked_fill_(block_columns > reach[top:bottom, None], -torch.inf)
             return tile
 
         def attend(shift: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:

@@ -20,6 +20,9 @@ class Visibility:
     queries: Tensor | None = None
     # If given, a query sees only this many newest keys up to itself (sliding window).
     window: int | None = None
+    # int64 [B, T]: the last of the block's tokens that each one sees, itself or a later one
+    # (tokens of one image see each other); None if all see themselves last.
+    reach: Tensor | None = None
 
 
 def attention_with_scores(
