@@ -59,7 +59,7 @@ def test_options_of_a_cache_reach_it(tmp_path):
     assert [s.label for s in experiment.configs] == [
         "h2o, heavy 25%, 4 bits, 20%",
         "h2o, mean, 20%",
-        "h2o, heavy 75%, sink 4, expected, 20%",
+        "best, 20%",
     ]
     assert experiment.configs[0].heavy == 0.05
     placed = experiment.with_positions("rolling", 64)
