@@ -74,6 +74,21 @@ def test_batch_texts_equal_generate(job, h2okv_command, model_folder, prompts, b
         assert record["finish_reason"] == "length"
 
 
+def test_a_job_goes_on_with_the_budgets_that_it_was_begun_with(job, prompts):
+    outcome, records = job(prompts)
+    output = prompts.parent / "out.jsonl"
+    settings = json.loads((prompts.parent / "out.jsonl.job.json").read_text())
+    assert len(settings["layer_budgets"][0]) == 2 and settings["measured"] == 1
+    output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:5]))
+    disk = ("--weights", "disk")  # where nothing could be measured
+    outcome, resumed = job(prompts, *disk)
+    assert resumed == records and "same budget" not in outcome.err
+    outcome, _ = job(prompts, *disk, output="other.jsonl")
+    assert "every head gets the same budget" in outcome.err
+    settings = json.loads((prompts.parent / "other.jsonl.job.json").read_text())
+    assert settings["layer_budgets"] is None and settings["scoring"] == "expected"
+
+
 CACHES = {
     "mean": ("--budget", "16", "--scoring", "mean"),
     "decay": ("--budget", "16", "--scoring", "decay", "--decay", "0.5"),
