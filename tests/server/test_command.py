@@ -152,7 +152,7 @@ def command(capsys, monkeypatch):
         (("--prefix-cache-folder", "states", "--ray"), "--prefix-cache-folder is for one process"),
         (("--prefix-cache-folder", "states", "--tensor-parallel"), "folder is for one process"),
         (("--prefix-cache-folder", __file__), "cannot be written"),
-        (("--memory", "10MiB"), "has no room for a single sequence"),
+        (("--policy", "h2o", "--memory", "10MiB"), "has no room for a single sequence"),
         (("--max-prompt-tokens", 5000), "max_prompt_tokens=5000 is more than the model's context"),
         (("--system", "nowhere.txt"), "--system 'nowhere.txt' cannot be read"),
         (("--view-page", "nowhere.html"), "--view-page 'nowhere.html' cannot be read"),
