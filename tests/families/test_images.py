@@ -74,8 +74,8 @@ def test_dropping_equals_masking(family, cut):
     dropping.check_integrity()
     close(logits, expected[1])
     assert kept_sets(dropping) == kept_sets(masking)
-    whole = generate(family, inputs, full_cache(family), "sdpa")[1]
-    assert (logits - whole).abs().max() > 100 * TOLERANCE
+    full_logits = generate(family, inputs, full_cache(family), "sdpa")[1]
+    assert (logits - full_logits).abs().max() > 100 * TOLERANCE
 
 
 @every_family
@@ -94,8 +94,8 @@ def test_a_padded_sequence_gives_what_it_gives_alone(family, cut):
     cache = h2o_cache(family, **BUDGET, **cut)
     _, expected = generate(family, alone, cache)
     close(logits[1], expected[0])
-    kept, kept_alone = kept_sets(together), kept_sets(cache)
-    assert {layer: rows[1] for layer, rows in kept.items()} == {
+    sets, kept_alone = kept_sets(together), kept_sets(cache)
+    assert {layer: rows[1] for layer, rows in sets.items()} == {
         layer: rows[0] for layer, rows in kept_alone.items()
     }
 
@@ -159,9 +159,9 @@ def test_a_pinned_image_stays_whole_and_what_remains_of_another_is_visible(famil
     cache.pin([(first[0], first[-1] + 1)])
     generate(family, inputs, cache)
     for rows in kept_sets(cache).values():
-        for kept in rows[0]:
-            assert set(first) <= kept
-            assert len(kept & set(columns)) < len(columns)
+        for positions in rows[0]:
+            assert set(first) <= positions
+            assert len(positions & set(columns)) < len(columns)
 
 
 @pytest.mark.parametrize("name", ["Qwen2-VL", "Qwen2.5-VL", "Qwen3-VL"])

@@ -207,7 +207,7 @@ VISION_FAMILIES = (
 
 @lru_cache(maxsize=8)
 def tiny_vision_model(family: VisionFamily) -> PreTrainedModel:
-    """The family's random model."""
+    """Return the family's random model."""
     config = AutoConfig.for_model(family.model_type, **family.options, pad_token_id=PAD)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
@@ -221,17 +221,17 @@ def tiny_vision_model(family: VisionFamily) -> PreTrainedModel:
 def image_inputs(
     family: VisionFamily, prompts: list[list[int | str]], seed: int = 1
 ) -> dict[str, torch.Tensor]:
-    """The inputs of prompts, padded on the left: numbers of text tokens, and ``"image"``."""
+    """Return the inputs of prompts, padded on the left: numbers of text tokens, and ``"image"``."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for prompt in prompts:
         row: list[int] = []
-        for part in prompt:
-            if part == "image":
+        for piece in prompt:
+            if piece == "image":
                 # Qwen-VL puts an image between two tokens.
                 row += [4, *[IMAGE] * family.image_tokens, 5]
             else:
-                row += torch.randint(6, VOCABULARY, (int(part),), generator=generator).tolist()
+                row += torch.randint(6, VOCABULARY, (int(piece),), generator=generator).tolist()
         rows.append(row)
     width = max(map(len, rows))
     ids = torch.tensor([[PAD] * (width - len(row)) + row for row in rows])

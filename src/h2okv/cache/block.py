@@ -79,10 +79,10 @@ class Block(NamedTuple):
             index = edges[0] + torch.arange(widest, device=device)
             real = index < edges[1]
             index = index.clamp(max=self.length - 1)
-            part = None if reach is None else reach.gather(1, index) - edges[0]
+            block_reach = None if reach is None else reach.gather(1, index) - edges[0]
             index = index if columns is None else columns.gather(1, index)
             late = None if late is None else late.to(device)
-            yield self._take((sequences, index), None if real.all() else real, part, late)
+            yield self._take((sequences, index), None if real.all() else real, block_reach, late)
             starts, ends = stops, [end + chunk for end in ends]
 
     def columns(self, start: int, stop: int) -> Block:

@@ -86,7 +86,7 @@ class H2OCache(Cache):
         self.evict_every = cache.evict_every if self.rule.evicts else None
         self.prefill_chunk = self.evict_every or cache.prefill_chunk
         self.kv_bits = cache.kv_bits
-        positions, layer_budgets = cache.positions, cache.layer_budgets
+        positions = cache.positions
         self.config = config = support.config_of(config)
         support.check_model(config)
         window = support.context_window(config)
@@ -97,13 +97,7 @@ class H2OCache(Cache):
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
         full_layers = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        if layer_budgets is not None and len(layer_budgets) != len(full_layers):
-            raise ValueError(
-                f"layer_budgets has {len(layer_budgets)} factors, and the model {len(full_layers)}"
-                " layers with H2O entries; give one for each."
-            )
-        if cache.is_by_head:
-            support.check_by_head(cache, self.rule, config)
+        support.check_layer_budgets(cache, self.rule, config, len(full_layers))
         alike = self.rule, self.position_rule, cache.kv_bits
         spans = Spans(self.evict_every) if (self.evict_every or 1) > 1 else None
         for number, index in enumerate(full_layers):

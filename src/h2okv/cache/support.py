@@ -272,8 +272,18 @@ def can_score_spans(cache: CacheConfig) -> bool:
     return get_rule(cache.policy, cache.seed, cache.scoring, cache.decay).scores_spans
 
 
-def check_by_head(cache: CacheConfig, rule: Rule, config: PreTrainedConfig) -> None:
-    """Refuse budgets that differ by head where heads must hold alike, or of another model."""
+def check_layer_budgets(
+    cache: CacheConfig, rule: Rule, config: PreTrainedConfig, num_layers: int
+) -> None:
+    """Refuse budgets of another model, or that differ by head where heads must hold alike."""
+    count = num_layers if cache.layer_budgets is None else len(cache.layer_budgets)
+    if count != num_layers:
+        raise ValueError(
+            f"layer_budgets has {count} factors, and the model {num_layers} layers with H2O"
+            " entries; give one for each."
+        )
+    if not cache.is_by_head:
+        return
     text = config.get_text_config(decoder=True)
     heads = size_of(text, "num_key_value_heads") or text.num_attention_heads
     heads = 1 if latent_sizes(config) else heads
