@@ -24,6 +24,8 @@ Every row runs on a tiny random config in `tests/families`, with as many KV head
 full cache's logits and text, dropping keeps exactly what masking keeps, and a left-padded row gives
 what it gives alone. Layers that are not full attention keep transformers' own cache. All but OPT
 and the GPT-2 kind, whose positions are learned, also roll their positions past the context window.
+`LLM` and `serve` give the tokens of `generate` for every row but Llama 4 (its chunked layers are
+refused), and for every type with linear or convolution layers (`tests/families/test_hybrid.py`).
 """
 _IMAGES = """\
 With images in prompts, in `tests/families/test_images.py`: padded batches, later turns, chunks and

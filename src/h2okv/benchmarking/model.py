@@ -158,7 +158,7 @@ class Footprint:
     def _window_bytes(self, memory: MemoryModel, length: int) -> int:
         """Return the bytes of one sequence in layers without slots."""
         entries = sum(min(length, window) for window in memory.windows)
-        return entries * memory.window_slots.num_heads * memory.window_slots.entry
+        return entries * memory.window_slots.num_heads * memory.window_slots.entry + memory.linear
 
 
 def speedup_limit(weight_bytes: int, full_bytes: int, cache_bytes: int) -> float:

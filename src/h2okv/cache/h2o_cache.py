@@ -21,6 +21,7 @@ from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.checkpoint import load_cache, save_cache
 from h2okv.cache.deferred_steps import DeferredSteps
 from h2okv.cache.layer import CacheLayer
+from h2okv.cache.linear_states import held_bytes
 from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
@@ -503,7 +504,7 @@ class H2OCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by all layers: keys, values, and H2O's scores and positions."""
+        """Bytes held by all layers: keys, values, states, and H2O's scores and positions."""
         return sum(layer.nbytes for layer in self._scored) + self._other_nbytes()
 
     @property
@@ -512,9 +513,7 @@ class H2OCache(Cache):
         return sum(layer.full_nbytes for layer in self._scored) + self._other_nbytes()
 
     def _other_nbytes(self) -> int:
-        others = (vars(layer) for layer in self.layers if not isinstance(layer, BaseLayer))
-        tensors = [attributes.get(name) for attributes in others for name in ("keys", "values")]
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(held_bytes(layer) for layer in self.layers if not isinstance(layer, BaseLayer))
 
     def kept_positions(self, layer_idx: int) -> Tensor:
         """Return which tokens a layer holds.

@@ -11,6 +11,12 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from h2okv.cache.h2o_cache import H2OCache
+from h2okv.cache.linear_states import (
+    LinearStates,
+    continues_blocks,
+    has_fixed_state,
+    has_states,
+)
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
@@ -152,32 +158,35 @@ class SlotPool:
         self.cache = like.fork(1)
         self.max_num_seqs = max_num_seqs
         layers: list[Any] = self.cache.layers
-        layers[:] = [layer for layer, _ in _as_slots(self.cache, 0)]
-        self._layers: list[SlotLayer] = layers
+        self._linear = [LinearStates(layer, max_num_seqs) for layer in _linear_layers(self.cache)]
+        self.slot_layers = [layer for layer, _ in _as_slots(self.cache, 0)]
+        for layer in self.slot_layers:
+            layers[layer.layer_idx] = layer
         # Layers with one window share their books, and so do those of H2O, unless each has a budget
         # of its pooled; a kind is named by its first layer.
         has_own = like.cache_config.layer_budgets is not None
         kinds: dict[Any, int] = {}
         self._kinds = [
             kinds.setdefault((pooled.window, has_own and pooled.window is None and index), index)
-            for index, pooled in enumerate(self._layers)
+            for index, pooled in enumerate(self.slot_layers)
         ]
         sizes = iter(capacities)
         largest = [
-            next(sizes) if pooled.window is None else pooled.window - 1 for pooled in self._layers
+            next(sizes) if pooled.window is None else pooled.window - 1
+            for pooled in self.slot_layers
         ]
         self._books = {}
         for index in kinds.values():
-            heads = self._layers[index].head_budgets
+            heads = self.slot_layers[index].head_budgets
             sharing_heads = None if heads is None else len(heads)
-            span = self._layers[index].slots.span
+            span = self.slot_layers[index].slots.span
             self._books[index] = SlotBookkeeping(largest[index], sharing_heads, span)
         self._num_seen: list[int] = []
         self._states = []
         # Slots within each sequence's budget, bool [B, H, S], for layers of one kind.
         self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
         self.num_heads = 0  # KV heads of all layers that evict by H2O
-        for kind, layer in zip(self._kinds, self._layers, strict=True):
+        for kind, layer in zip(self._kinds, self.slot_layers, strict=True):
             layer.slots.capacity = self._books[kind].num_slots
             layer.rotations.tables = None  # of as many ranks as the cache that this one is like
             self._states.append(layer.state.like(max_num_seqs, layer.slots.capacity))
@@ -197,20 +206,26 @@ class SlotPool:
             books = self._books[kind]
             slots = self.max_num_seqs * books.num_slots
             total += books.num_held / slots * sum(t.nbytes for t in state.tensors().values())
-        return int(total)
+        return int(total) + len(self._num_seen) * self.linear_bytes
+
+    @property
+    def linear_bytes(self) -> int:
+        """Bytes of one sequence's states in linear layers."""
+        return sum(t.nbytes for states in self._linear for t in states.tensors) // self.max_num_seqs
 
     def _tensors(self) -> list[Tensor]:
         states = [tensor for state in self._states for tensor in state.tensors().values()]
+        states += (tensor for linear in self._linear for tensor in linear.tensors)
         return [*states, *self._masks.values()]
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the keys and values that a full cache would hold for the same tokens."""
+        """Bytes of keys, values and states that a full cache would hold for the same tokens."""
         return sum(map(self.full_bytes_of, list(self._num_seen)))
 
     def full_bytes_of(self, length: int) -> int:
-        total = 0
-        for layer in self._layers:
+        total = self.linear_bytes
+        for layer in self.slot_layers:
             count = length if layer.window is None else min(length, layer.window - 1)
             total += count * layer.num_kv_heads * layer.entry_bytes
         return total
@@ -235,11 +250,13 @@ class SlotPool:
             seen = int(layer.state.num_real_tokens[index])
             books.admit(state.budgets[index], totals, counts, seen)
         for pool_layer, (layer, index), state in zip(
-            self._layers, layers, self._states, strict=True
+            self.slot_layers, layers, self._states, strict=True
         ):
             state.copy_sequence(row, layer.state, index)
             pool_layer.writer = layer.writer
             pool_layer.rotations.follow(layer.rotations)
+        for states, linear in zip(self._linear, _linear_layers(source), strict=True):
+            states.admit(row, linear, sequence)
         for (_, _, kind), mask in self._masks.items():
             total = self._books[kind].budgets[row].total
             mask[row] = torch.arange(mask.shape[2], device=mask.device) <= total
@@ -264,7 +281,10 @@ class SlotPool:
         """Copy a sequence at the end of its span into an empty cache; mutates the cache."""
         seen = self._num_seen[row]
         layers: list[Any] = cache.layers
-        for layer, pool_layer in zip(layers, self._layers, strict=True):
+        for states, linear in zip(self._linear, _linear_layers(cache), strict=True):
+            states.copy_to(linear, row)
+        for pool_layer in self.slot_layers:
+            layer = layers[pool_layer.layer_idx]
             state = pool_layer.state.index_select(torch.tensor([row], device=pool_layer.device))
             state.drop_queries()
             if pool_layer.window is not None:
@@ -286,7 +306,8 @@ class SlotPool:
     def adopt(self, cache: H2OCache) -> None:
         """Let a cache with a sequence's entries go on as if the model had written them; mutates."""
         layers: list[Any] = cache.layers
-        for layer, pool_layer in zip(layers, self._layers, strict=True):
+        for pool_layer in self.slot_layers:
+            layer = layers[pool_layer.layer_idx]
             if pool_layer.window is None:
                 layer.writer, layer.num_forwards = pool_layer.writer, 1
                 layer.rotations.follow(pool_layer.rotations)
@@ -295,7 +316,7 @@ class SlotPool:
         """Note that a decode step has run; returns the entries that it evicted."""
         full = {kind: books.count_step() for kind, books in self._books.items()}
         self._num_seen = [seen + 1 for seen in self._num_seen]
-        layers = zip(self._kinds, self._layers, strict=True)
+        layers = zip(self._kinds, self.slot_layers, strict=True)
         return sum(
             full[kind] * (1 if layer.head_budgets else layer.num_kv_heads)
             for kind, layer in layers
@@ -307,7 +328,9 @@ class SlotPool:
         used = len(self._num_seen)
         if used == 0:
             return
-        for kind, layer, state in zip(self._kinds, self._layers, self._states, strict=True):
+        for states in self._linear:
+            states.show(used)
+        for kind, layer, state in zip(self._kinds, self.slot_layers, self._states, strict=True):
             books = self._books[kind]
             layer.state = state.map(lambda tensor: tensor[:used])
             layer.state.budgets = list(books.budgets)
@@ -329,7 +352,12 @@ def _as_slots(cache: H2OCache, sequence: int) -> list[tuple[SlotLayer, int]]:
         if isinstance(layer, DynamicSlidingWindowLayer)
         else (layer, sequence)
         for index, layer in enumerate(layers)
+        if not has_fixed_state(layer)
     ]
+
+
+def _linear_layers(cache: H2OCache) -> list[Any]:
+    return [layer for layer in cache.layers if has_fixed_state(layer)]
 
 
 def copy_at_cut(cache: H2OCache) -> H2OCache:
@@ -356,7 +384,9 @@ def check_poolable(cache: H2OCache) -> None:
     others = {
         type(layer).__name__
         for index, layer in enumerate(cache.layers)
-        if not isinstance(layer, SlotLayer) and not is_window_layer(layer, index, cache.config)
+        if not isinstance(layer, SlotLayer)
+        and not has_fixed_state(layer)
+        and not is_window_layer(layer, index, cache.config)
     }
     if others:
         raise ValueError(
@@ -370,13 +400,20 @@ def check_poolable(cache: H2OCache) -> None:
         )
 
 
+def continues_prompts(cache: H2OCache) -> bool:
+    """Tell whether a prompt may be read in several forwards at all."""
+    text_config = cache.config.get_text_config(decoder=True)
+    return not has_states(cache) or continues_blocks(text_config.model_type)
+
+
 def can_split_blocks(cache: H2OCache) -> bool:
     """Tells whether a block may come in several forwards without being another block."""
-    if cache.kv_bits is not None or cache.position_rule.rolls:
+    if cache.kv_bits is not None or cache.position_rule.rolls or not continues_prompts(cache):
         return False
     return all(
         # A sliding window takes any block in parts by itself.
         is_window_layer(layer, index, cache.config)
+        or has_fixed_state(layer)  # and what continues a state takes any block
         or (isinstance(layer, SlotLayer) and layer.rule.is_plain_sum)
         for index, layer in enumerate(cache.layers)
     )

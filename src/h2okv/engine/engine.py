@@ -13,7 +13,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import config_identity
-from h2okv.cache.slot_pool import check_poolable
 from h2okv.config import MEASURED, Budget
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.memory import MemoryModel, give_memory_back
@@ -33,7 +32,7 @@ from h2okv.engine.request import (
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
-from h2okv.engine.serving import prompt_limits, share_memory
+from h2okv.engine.serving import config_for, prompt_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import enable, input_device
@@ -78,7 +77,7 @@ class Engine:
             cache_config = even_budgets(cache_config, "each process holds a part of the model")
         self.config = config = replace(config, cache=cache_config.before_measuring)
         probe = self._make_cache(None)
-        check_poolable(probe)
+        self.config = config = config_for(self.config, probe)
         self._folder = PrefixFolder.of(config)
         if config.tensor_parallel and probe.cache_config.is_by_head:
             raise ValueError(
@@ -340,7 +339,9 @@ class Engine:
         if self.config.weight_bits is not None:
             dtype += f" and {self.config.weight_bits}-bit weights"
         longest = self.limits.max_context or self.limits.max_prompt_tokens
-        full = pool.full_bytes_of(longest)
+        full, states = pool.full_bytes_of(longest), pool.linear_bytes
+        # Beside states, which both hold.
+        least = (pool.nbytes / num_seqs - states) / (pool.full_bytes_of(1) - states)
         shards = "" if self.group is None else f" in {self.group.world_size} parts"
         device = input_device(self.model)
         lines = [
@@ -353,11 +354,13 @@ class Engine:
             f"for prefill and {num_seqs * memory.step / _MIB:.0f} MiB for a decode step",
             f"a full cache of {longest:,} tokens would take {full / _MIB:.2f} MiB for each user, "
             f"{full * num_seqs / pool.nbytes:.1f} times as much; slots save memory from "
-            f"{math.floor(pool.nbytes / num_seqs / pool.full_bytes_of(1)) + 1:,} tokens on",
+            f"{math.floor(least) + 1:,} tokens on",
         ]
-        least = self.config.cache.min_tokens
-        if least and self.config.cache.budget.is_relative:
-            lines.append(f"of short prompts at least {least} heavy and {least} recent entries stay")
+        minimum = self.config.cache.min_tokens
+        if minimum and self.config.cache.budget.is_relative:
+            lines.append(
+                f"of short prompts at least {minimum} heavy and {minimum} recent entries stay"
+            )
         if self.prefix_cache is not None:
             limit = self.prefix_cache.max_bytes / _MIB
             lines.append(f"states of prompts and answers: up to {limit:.0f} MiB, for later prompts")

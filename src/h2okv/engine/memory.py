@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from h2okv.cache import H2OCache
+from h2okv.cache.linear_states import state_bytes
 from h2okv.cache.slot_state import SlotBytes, slots_for
 from h2okv.cache.support import latent_sizes, size_of
 
@@ -169,12 +170,10 @@ class MemoryModel:
         self.element = dtype.itemsize  # bytes of an element
         self.slots = cache.slot_bytes(self.num_kv_heads, self.key_size, dtype)  # of a layer
         self.window_slots = SlotBytes(self.num_kv_heads, 2 * self.key_size * self.element)
-        # Largest number of tokens in each layer without H2O slots. A recurrent layer's state is
-        # about as large as a window of its width.
-        self.windows = tuple(
-            self.key_size if window is None else window for window in cache.windows
-        )
-        self.num_slot_layers = len(cache.layers) - len(self.windows)
+        # Largest number of tokens in each sliding layer.
+        self.windows = tuple(window for window in cache.windows if window is not None)
+        self.linear = state_bytes(cache, dtype)  # bytes of a sequence's states in linear layers
+        self.num_slot_layers = len(cache.layers) - len(cache.windows)
         # Bytes of a slot's key and value, in one layer and for all KV heads.
         self.entry_bytes = self.num_kv_heads * self.slots.entry
 
@@ -189,7 +188,7 @@ class MemoryModel:
         """
         window_entries = sum(min(length, window) for window in self.windows)
         total = self.num_slot_layers * self.layer_bytes(slots)
-        total += window_entries * self.num_kv_heads * self.window_slots.entry
+        total += window_entries * self.num_kv_heads * self.window_slots.entry + self.linear
         return int(total - away * self.kv_bytes(slots))
 
     def kv_bytes(self, slots: float) -> float:
@@ -239,13 +238,14 @@ class MemoryModel:
         marked = budgets if self.cache.cache_config.layer_budgets is not None else budgets[:1]
         if not self.slots.is_by_head and span == 1:
             sequence += self.num_kv_heads * sum(budget + 1 for budget in marked)
-        sequence += sum(self.window_slots.total(window) for window in self.windows)
+        sequence += sum(self.window_slots.total(window) for window in self.windows) + self.linear
         room = [
             budget + span if self.slots.is_by_head else slots_for(int(budget), int(budget + span))
             for budget in budgets
         ]
         state = sum(map(self.slots.entries, room))
         state += sum(self.window_slots.entries(window - 1) for window in self.windows)
+        state += self.linear
         return ServingMemory(
             sequence=-(-int(sequence) // ranks),
             state=-(-int(state) // ranks),

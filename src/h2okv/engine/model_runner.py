@@ -104,6 +104,8 @@ class ModelRunner:
     def chunk_tokens(self, limit: int) -> int:
         """Return the maximum tokens of a prompt per forward that leave the result unchanged."""
         cache = self._make_cache(None)
+        if not slot_pool.continues_prompts(cache):
+            return UNLIMITED
         if cache.prefill_chunk is not None:
             return max(limit // cache.prefill_chunk, 1) * cache.prefill_chunk
         return limit if slot_pool.can_split_blocks(cache) else UNLIMITED
@@ -218,8 +220,8 @@ class ModelRunner:
 
     def kept_tokens(self, row: int, num_seen: int) -> KeptTokens:
         """Return which tokens a sequence of the pool still holds; waits for the device."""
-        pool, layers = self.pool, list[Any](self.pool.cache.layers)
-        cache_bytes = 0.0
+        pool, layers = self.pool, self.pool.slot_layers
+        cache_bytes = float(pool.linear_bytes)
         for state in (layer.state for layer in layers):
             num_filled = int((state.positions[row] >= 0).sum())
             cache_bytes += num_filled * state.nbytes / state.positions.numel()

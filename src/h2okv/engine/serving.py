@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from h2okv.cache import H2OCache
-from h2okv.cache.slot_pool import check_poolable
+from h2okv.cache.linear_states import continues_blocks, has_states
+from h2okv.cache.slot_pool import check_poolable, continues_prompts
 from h2okv.cache.support import can_score_spans, window_by_length
 from h2okv.console import format_bytes
 from h2okv.engine.config import DEFAULT_STATES, EngineConfig
@@ -92,6 +93,9 @@ def in_tokens(config: EngineConfig, model: str) -> tuple[EngineConfig, str | Non
     if cache.evict_every is None or config.prefix_cache == 0 or not cache.budget.is_relative:
         return config, None
     described = describe(model)
+    kind = described.config.get_text_config(decoder=True).model_type
+    if not continues_blocks(kind):
+        return config, f"prefix cache: off, as linear layers of model type {kind!r} forget states"
     longest = prompt_limits(config, described).max_prompt_tokens
     tokens = cache.budget.resolve(longest)
     note = (
@@ -143,6 +147,31 @@ def share_memory(
             "max_prefill_tokens."
         )
     return MemoryShare(promised, used, states, num_seqs)
+
+
+def config_for(config: EngineConfig, cache: H2OCache) -> EngineConfig:
+    """Return the config for a model's caches: no prefixes where no prompt continues from a state.
+
+    Raises:
+        ValueError: If the model's sequences cannot come and go, or an option needs what it cannot.
+    """
+    check_poolable(cache)
+    model_type = cache.config.model_type
+    if config.speculate and has_states(cache):
+        raise ValueError(
+            f"speculate={config.speculate}: drafts are taken back when they are wrong, and linear"
+            f" layers of model type {model_type!r} cannot take a token out of their state; leave"
+            " speculate out."
+        )
+    if continues_prompts(cache):
+        return config
+    options = ("prefixes", "prefix_cache", "prefix_cache_folder")
+    if named := [name for name in options if getattr(config, name)]:
+        raise ValueError(
+            f"{named[0]}: a prompt would continue from a state, which linear layers of model type"
+            f" {model_type!r} forget in transformers when several tokens follow; leave it out."
+        )
+    return replace(config, prefix_cache=0)
 
 
 @dataclass(frozen=True)
@@ -198,7 +227,7 @@ def plan_serving(
     dtype = loaded_dtype(described, dtype, device, config.weight_bits) or stored or torch.float32
     cache_config = config.cache.before_measuring
     cache = H2OCache.from_config(described.config, cache_config)
-    check_poolable(cache)
+    config = config_for(config, cache)
     limits = prompt_limits(config, described)
     longest = limits.max_prompt_tokens
     budgets = cache.layer_entries_for(longest)
@@ -212,6 +241,7 @@ def plan_serving(
         model_memory.window_slots.entry * model_memory.num_kv_heads * min(text, window - 1)
         for window in model_memory.windows
     )
+    full += model_memory.linear
     folder = PrefixFolder.of(config)
     free = share.promised - share.used - memory.prefill
     return ServingPlan(

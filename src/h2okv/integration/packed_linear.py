@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from h2okv.cache.latent import EXPANDS_LATENTS
 
 _X86 = ("x86_64", "AMD64")  # the products were not measured elsewhere
+_READ_BY_OTHERS = (EXPANDS_LATENTS, "dt_proj")  # attention (MLA), Jamba's mixers
 _TRIM_INTERVAL = 32  # layers; with it the peak of memory is that of loading
 _FEW_ROWS = 4  # from 8 on the product with 4 bits takes as long as that with 16
 _GROUP, _CODES, _MIDPOINT = 32, 16, 8
@@ -112,9 +113,9 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
     layers = [
         module
         for name, module in model.named_modules()
-        # Not a subclass, whose forward may differ, nor one whose weight attention reads (MLA).
+        # Not a subclass, whose forward may differ, nor one whose weight another module reads.
         if type(module) is nn.Linear
-        and not name.endswith(EXPANDS_LATENTS)
+        and not name.endswith(_READ_BY_OTHERS)
         and owners[id(module.weight)] == 1
         and _fits(module.weight)
     ]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
+from h2okv.cache.linear_states import has_fixed_state, join_states
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.console import optional
@@ -134,7 +135,10 @@ class MicroBatch:
         layers: Any = zip(self.cache.layers, other.cache.layers, strict=True)
         for index, (upper, lower) in enumerate(layers):
             with store.changing(index, self.cache, other.cache):
-                upper.join(lower)
+                if isinstance(upper, SlotLayer):
+                    upper.join(lower)
+                else:
+                    join_states(upper, lower)
         self.sequence_bytes = max(self.sequence_bytes, other.sequence_bytes)
         self.sequences = self.sequences + other.sequences
         self.columns = max(self.columns, other.columns)
@@ -363,8 +367,11 @@ class Runner:
             # Copying the live sequences for a few finished ones costs more than it saves.
             if (len(batch) - len(batch.live)) * _REFILL >= len(batch):
                 batch.drop_finished(store)
-            # Only slots can be merged.
-            can_merge = all(isinstance(layer, SlotLayer) for layer in batch.cache.layers)
+            # Only slots and states can be merged.
+            can_merge = all(
+                isinstance(layer, SlotLayer) or has_fixed_state(layer)
+                for layer in batch.cache.layers
+            )
             if (
                 remaining
                 and can_merge

@@ -1,0 +1,111 @@
+"""States of linear-attention and convolution layers: one size, however long the text."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.cache_utils import Cache, DummyLayer, DynamicCache, LinearAttentionLayer
+
+from h2okv.cache.slot_state import ordinary_tensors
+
+# Their mixers begin a block of tokens with an empty state, whatever was read before.
+_FORGETFUL = {"jamba"}
+_FIELDS = ("conv_states", "recurrent_states")
+
+
+def has_fixed_state(layer: object) -> bool:
+    """Tell whether a layer holds a state of one size for each sequence, or nothing at all."""
+    return type(layer) in (LinearAttentionLayer, DummyLayer)
+
+
+def has_states(cache: Cache) -> bool:
+    """Tell whether a model has layers with a state, which no token can be taken out of again."""
+    return any(type(layer) is LinearAttentionLayer for layer in cache.layers)
+
+
+def continues_blocks(model_type: str) -> bool:
+    """Tell whether a block of several tokens continues from the state of those before it."""
+    return model_type not in _FORGETFUL
+
+
+def state_tensors(layer: Any) -> dict[tuple[str, int], Tensor]:
+    """Return the tensors of a layer's state, ``[B, ...]`` each, by field and number."""
+    return {
+        (name, number): tensor
+        for name in _FIELDS
+        for number, tensor in getattr(layer, name, {}).items()
+        if tensor is not None
+    }
+
+
+def held_bytes(layer: Any) -> int:
+    """Return the bytes of what one of transformers' own layers holds: keys, values, states."""
+    tensors = (vars(layer).get("keys"), vars(layer).get("values"), *state_tensors(layer).values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def join_states(layer: Any, other: Any) -> None:
+    """Put another layer's sequences behind these; mutates the layer."""
+    others = state_tensors(other)
+    for (name, number), tensor in state_tensors(layer).items():
+        getattr(layer, name)[number] = torch.cat([tensor, others[name, number]])
+
+
+def state_bytes(cache: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of the states of one sequence of a model, without its weights."""
+    indices = {i for i, layer in enumerate(cache.layers) if type(layer) is LinearAttentionLayer}
+    if not indices:
+        return 0
+    config = copy.deepcopy(cache.config)
+    states = DynamicCache(config=config)
+    with torch.device("meta"), torch.no_grad():
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        hidden_size = config.get_text_config(decoder=True).hidden_size
+        hidden = torch.zeros(1, 1, hidden_size, dtype=dtype)
+        for module in model.modules():
+            is_mixer = "cache" in inspect.signature(module.forward).parameters and not any(
+                hasattr(inner, "layer_idx") for inner in module.modules() if inner is not module
+            )
+            if is_mixer and getattr(module, "layer_idx", None) in indices:
+                module(hidden, cache=states)
+    return sum(t.nbytes for layer in states.layers for t in state_tensors(layer).values())
+
+
+class LinearStates:
+    """One layer's states of the sequences of a pool; the layer sees those in use."""
+
+    def __init__(self, layer: Any, max_num_seqs: int) -> None:
+        self._layer = layer
+        with ordinary_tensors():
+            self._tensors = {
+                key: tensor.new_zeros(max_num_seqs, *tensor.shape[1:])
+                for key, tensor in state_tensors(layer).items()
+            }
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The states of all sequences, ``[max_num_seqs, ...]`` each."""
+        return list(self._tensors.values())
+
+    def admit(self, row: int, source: Any, sequence: int) -> None:
+        """Copy the state of a sequence of another layer to a row."""
+        for key, tensor in state_tensors(source).items():
+            self._tensors[key][row] = tensor[sequence]
+
+    def copy_to(self, layer: Any, row: int) -> None:
+        """Copy a row's state into an empty layer; mutates the layer."""
+        for (name, number), tensor in self._tensors.items():
+            state = tensor[row : row + 1]
+            layer.lazy_initialization(**{name: state}, state_idx=number)
+            getattr(layer, name)[number].copy_(state)
+            layer.has_previous_state[number] = True
+
+    def show(self, used: int) -> None:
+        """Let the layer see the first rows; mutates it."""
+        for (name, number), tensor in self._tensors.items():
+            getattr(self._layer, name)[number] = tensor[:used]
