@@ -28,6 +28,7 @@ from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.spans import Spans
 from h2okv.config import MEASURED, Budget, CacheConfig
+from h2okv.ops.attention import num_means
 from h2okv.policy import Rule, Sees, get_rule
 
 
@@ -366,8 +367,10 @@ class H2OCache(Cache):
         layer = self._scored[0]
         if layer.spans is None or self.rule.observes is not Sees.QUERIES:
             return 0
-        num_heads = self.config.get_text_config(decoder=True).num_attention_heads
-        return int(layer.spans.length * (num_heads * head_size * dtype.itemsize + 8))
+        num_heads = support.num_kv_heads(self.config)
+        groups = self.config.get_text_config(decoder=True).num_attention_heads // num_heads
+        size = num_heads * num_means(groups) * head_size * dtype.itemsize
+        return int(layer.spans.length * (size + 8))
 
     @property
     def windows(self) -> list[int | None]:

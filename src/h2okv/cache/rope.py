@@ -225,17 +225,22 @@ def find_rotation(
     The module is run on random numbers at two positions and without a rotation; the one must be the
     other, rotated. So a family that rotates its keys in a way of its own is noticed.
     """
-    rotary = _running_rotary(module)
     config: Any = module.config
     parameter = next(module.parameters())
     # Not the parameters' device, which have none while their weights are offloaded.
     dtype, device = key.dtype, key.device
-    options: dict[str, Any] = {}
-    if "layer_type" in inspect.signature(rotary.forward).parameters:
-        options["layer_type"] = config.layer_types[layer_idx]
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 2, config.hidden_size, generator=generator)
     hidden = hidden.to(device, parameter.dtype if parameter.is_floating_point() else dtype)
+    rotary = _running_rotary(module)
+    if rotary is None:
+        if "position_ids" in inspect.signature(module.forward).parameters:
+            raise _unknown(module)
+        _keys(module, hidden, None)  # raises for a module that needs rotations
+        return None
+    options: dict[str, Any] = {}
+    if "layer_type" in inspect.signature(rotary.forward).parameters:
+        options["layer_type"] = config.layer_types[layer_idx]
     # Not the running one, as in `Rotation.of_ranks`.
     fresh = type(rotary)(rotary.config).to(device)
 
@@ -284,7 +289,10 @@ def _keys(module: torch.nn.Module, hidden: Tensor, embeddings: Any) -> Tensor:
 
 
 def _running_rotary(module: torch.nn.Module) -> Any:
-    """Return the rotary embeddings of the model whose forward, up the stack, runs a module."""
+    """Return the rotary embeddings of the model whose forward, up the stack, runs a module.
+
+    ``None`` if it has none.
+    """
     family = type(module).__module__
     # Not this very frame: its locals would hold the frame itself, a cycle with all that the callers
     # hold, hidden states and logits among it.
@@ -299,7 +307,7 @@ def _running_rotary(module: torch.nn.Module) -> Any:
             frame = frame.f_back
     finally:
         del frame
-    raise _unknown(module)
+    return None
 
 
 def _unknown(module: torch.nn.Module) -> ValueError:

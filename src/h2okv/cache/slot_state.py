@@ -177,8 +177,8 @@ class SlotState(Slots):
     num_static: Tensor | None = field(default=None, kw_only=True)
     # Weights of the values, fp32 [B, H, S], of rules that multiply scores by them.
     value_weights: Tensor | None = field(default=None, kw_only=True)
-    # Queries of the span that is read, ``[B, HQ, c, D]``, and where the model put them, int64
-    # ``[B, c]``, of rules that score a span at its end (`h2okv.cache.spans.Spans`).
+    # Queries of the span that is read, n means a KV head, ``[B, H * n, c, D]``, and where the model
+    # put them, int64 ``[B, c]``, of rules that score a span at its end (`h2okv.cache.spans.Spans`).
     queries: Tensor | None = field(default=None, kw_only=True)
     query_positions: Tensor | None = field(default=None, kw_only=True)
     scaling: tuple[float, float | None] | None = field(default=None, kw_only=True)  # of them

@@ -12,6 +12,7 @@ from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.validation import check_finite
+from h2okv.ops.attention import mean_queries
 from h2okv.ops.decode import keep_indices, protected_entries
 
 
@@ -45,19 +46,20 @@ class Spans:
 
     # --- queries, for rules that score a span at its end ------------------------------------------
 
-    def make_room(self, state: SlotState, block: Block) -> None:
+    def make_room(self, state: SlotState, query: Tensor) -> None:
         """Give a state room for the queries of a span; mutates the state."""
-        batch, heads, _, size = block.query.shape
+        batch, heads, _, size = query.shape
         with ordinary_tensors():
-            state.queries = block.query.new_zeros(batch, heads, self.length, size)
+            state.queries = query.new_zeros(batch, heads, self.length, size)
             state.query_positions = torch.full(
-                (batch, self.length), -1, dtype=torch.int64, device=block.query.device
+                (batch, self.length), -1, dtype=torch.int64, device=query.device
             )
 
     def add_queries(self, state: SlotState, block: Block) -> None:
         """Note a block's queries, of a span the newest, before its tokens are counted; mutates."""
+        query = mean_queries(block.query, block.key.shape[1])
         if state.queries is None:
-            self.make_room(state, block)
+            self.make_room(state, query)
         state.scaling = block.scale, block.softcap
         assert state.queries is not None
         batch, length = len(state.queries), block.length
@@ -73,11 +75,11 @@ class Spans:
             position_ids = block.position_ids[:, 0, :, 0].expand(batch, length)
         if real is None:
             sequences = torch.arange(batch, device=state.device).unsqueeze(1)
-            index, query = (sequences, slice(None), columns), block.query.transpose(1, 2)
+            index, query = (sequences, slice(None), columns), query.transpose(1, 2)
         else:
             sequences, tokens = real.nonzero(as_tuple=True)
             columns = columns[sequences, tokens]
-            index, query = (sequences, slice(None), columns), block.query[sequences, :, tokens]
+            index, query = (sequences, slice(None), columns), query[sequences, :, tokens]
             position_ids = position_ids[sequences, tokens]
         state.queries[index] = query
         assert state.query_positions is not None

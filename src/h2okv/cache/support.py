@@ -272,6 +272,13 @@ def can_score_spans(cache: CacheConfig) -> bool:
     return get_rule(cache.policy, cache.seed, cache.scoring, cache.decay).scores_spans
 
 
+def num_kv_heads(config: PreTrainedConfig) -> int:
+    """Return the KV heads of a layer's entries; one of latents."""
+    text = config.get_text_config(decoder=True)
+    heads = size_of(text, "num_key_value_heads") or text.num_attention_heads
+    return 1 if latent_sizes(config) else int(heads)
+
+
 def check_layer_budgets(
     cache: CacheConfig, rule: Rule, config: PreTrainedConfig, num_layers: int
 ) -> None:
@@ -284,9 +291,7 @@ def check_layer_budgets(
         )
     if not cache.is_by_head:
         return
-    text = config.get_text_config(decoder=True)
-    heads = size_of(text, "num_key_value_heads") or text.num_attention_heads
-    heads = 1 if latent_sizes(config) else heads
+    heads = num_kv_heads(config)
     counts = sorted(
         {len(factors) for factors in cache.layer_budgets or () if isinstance(factors, Sequence)}
     )

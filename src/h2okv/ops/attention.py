@@ -382,6 +382,34 @@ def _unseen(rows: int, start: int, stop: int, window: int | None, device: torch.
 _kept_unseen = functools.lru_cache(maxsize=8)(_unseen)  # most tiles on the diagonal are alike
 
 
+# Query heads of which expected attention takes the mean (docs/quality.md has what others cost).
+_HEADS_OF_MEAN = 4
+
+
+def num_means(groups: int) -> int:
+    """Return the means that G query heads of a KV head have; one for each four of them."""
+    return -(-groups // _HEADS_OF_MEAN)
+
+
+def mean_queries(states: Tensor, num_kv_heads: int) -> Tensor:
+    """Average the query heads of each KV head, at most four at a time.
+
+    Args:
+        states: queries ``[B, HQ, T, D]``, or anything else of each query head, ``[B, HQ, ...]``.
+        num_kv_heads: number H of KV heads.
+
+    Returns:
+        ``[B, H * num_means(HQ / H), ...]`` in the same dtype; computed in fp32 or wider.
+    """
+    groups = states.shape[1] // num_kv_heads
+    if groups == 1:
+        return states
+    parts = states.unflatten(1, (num_kv_heads, groups)).tensor_split(num_means(groups), dim=2)
+    wide = torch.promote_types(states.dtype, torch.float32)
+    means = [part.mean(dim=2, dtype=wide) for part in parts]
+    return torch.stack(means, dim=2).flatten(1, 2).to(states.dtype)
+
+
 # Numbers of a tile of expected attention: on a CPU 2 MiB in fp32, which its cache holds.
 _TILE_ELEMENTS, _TILE_ELEMENTS_GPU = 1 << 19, 1 << 26
 

@@ -32,7 +32,8 @@ class BlockView:
     """
 
     query: Tensor
-    """``[B, HQ, T, D]``, rotated as the model does."""
+    """``[B, HQ, T, D]``, rotated as the model does; with ``evict_every`` the means of
+    `attend_from_behind`."""
     key: Tensor
     """``[B, H, N, D]``, likewise."""
     value: Tensor
@@ -51,8 +52,9 @@ class BlockView:
     module: Any
     """The attention module of the model, with its projections."""
     attend_from_behind: Callable[[], Tensor]
-    """Re-evaluates the queries behind the block's end, each seeing all entries. Returns fp32
-    ``[B, H, N]``: for each entry the L2 norm of its probabilities over queries and heads."""
+    """Re-evaluates the queries behind the block's end, each seeing all entries. Of a KV head's
+    query heads it takes the mean, of at most four at a time. Returns fp32 ``[B, H, N]``: for each
+    entry the L2 norm of its probabilities over tokens and means."""
     sink_logits: Tensor | None = None
     """``[HQ]``, one more logit in each head's normaliser; ``None`` if the model has none."""
 
