@@ -163,10 +163,10 @@ class NaiveH2O:
                 weights = _softmax(keys[:visible], rotated_query, sinks[group])
                 probabilities[group, token, :visible] = weights
                 output[token, group] = weights @ values[:visible]
-        for token, part in np.ndindex(means.shape[:2]):
+        for token, number in np.ndindex(means.shape[:2]):
             last = len(entries) - 1 if rolls else start + length - 1
-            rotated_query = self._rotated(means[token, part], last + AHEAD)
-            again[part, token] = _softmax(keys, rotated_query, mean_sinks[part])
+            rotated_query = self._rotated(means[token, number], last + AHEAD)
+            again[number, token] = _softmax(keys, rotated_query, mean_sinks[number])
         waits = every > 1 and (start + length) % every != 0
         if options["scoring"] == "expected" and every > 1:
             sequence.queries.setdefault((layer, head), []).extend(means)
@@ -330,8 +330,8 @@ class NaiveH2O:
 def _means(vectors):
     """Average at most four query heads at a time, of ``[T, G, D]`` or of their sinks ``[G]``."""
     axis = vectors.ndim // 2
-    parts = np.array_split(vectors, math.ceil(vectors.shape[axis] / 4), axis)
-    return np.stack([part.mean(axis) for part in parts], axis)
+    sets = np.array_split(vectors, math.ceil(vectors.shape[axis] / 4), axis)
+    return np.stack([heads.mean(axis) for heads in sets], axis)
 
 
 def _softmax(keys, query, sink):

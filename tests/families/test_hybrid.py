@@ -85,8 +85,8 @@ def alone(model, prompt, new, **options):
 
 def states_of(cache):
     linear = [layer for layer in cache.layers if type(layer) is LinearAttentionLayer]
-    parts = (part for layer in linear for part in (layer.conv_states, layer.recurrent_states))
-    return [tensor for part in parts for tensor in part.values() if tensor is not None]
+    kinds = (states for layer in linear for states in (layer.conv_states, layer.recurrent_states))
+    return [tensor for states in kinds for tensor in states.values() if tensor is not None]
 
 
 def greedy(new):
@@ -101,6 +101,14 @@ def test_every_type_with_states_that_a_cache_accepts_is_served():
     types = results()["works"].split()
     with_states = [t for t in types if has_states(h2okv.H2OCache(config_of(t)))]
     assert with_states == SERVED
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "nemotron_h"])
+def test_the_best_policy_where_nothing_is_rotated(model_type):
+    model, (prompt,) = model_of(model_type), prompts_of([40])
+    options = {"policy": "best", "layer_budgets": None}
+    expected = alone(model, prompt, 12, simulate=True, **options)
+    assert alone(model, prompt, 12, **options) == expected
 
 
 @hybrid()
@@ -128,16 +136,16 @@ def test_a_state_is_continued_unless_the_type_is_listed(model_type):
     ids = torch.tensor(prompts_of([30]))
     logits = []
     for cuts in ((30,), (13, 10, 2, 1, 4)):
-        states, parts, start = DynamicCache(config=model.config), [], 0
+        states, chunks, start = DynamicCache(config=model.config), [], 0
         for size in cuts:
             position_ids = torch.arange(start, start + size)[None]
             with torch.no_grad():
-                part = model(
+                chunk = model(
                     ids[:, start : start + size], position_ids=position_ids, **{CACHE: states}
                 )
-            parts.append(part.logits)
+            chunks.append(chunk.logits)
             start += size
-        logits.append(torch.cat(parts, dim=1))
+        logits.append(torch.cat(chunks, dim=1))
     close = torch.allclose(*logits, rtol=0, atol=1e-3)
     assert close == continues_blocks(model.config.get_text_config(decoder=True).model_type)
 
@@ -190,9 +198,9 @@ def test_a_type_that_forgets_reads_prompts_whole_and_keeps_no_states(tokenizer):
         outputs = [llm.generate([prompt], greedy(12))[0] for _ in range(2)]
     assert [output.prompt.num_reused for output in outputs] == [0, 0]
     assert answers(outputs) == 2 * [alone(model, prompt, 12, evict_every=8)]
-    for given in ({"prefixes": ["a"]}, {"prefix_cache": 1 << 20}):
-        with pytest.raises(ValueError, match=f"{next(iter(given))}: .*'jamba' forget"):
-            h2okv.LLM(model, tokenizer, max_num_seqs=2, **options, **given)
+    for refused in ({"prefixes": ["a"]}, {"prefix_cache": 1 << 20}):
+        with pytest.raises(ValueError, match=f"{next(iter(refused))}: .*'jamba' forget"):
+            h2okv.LLM(model, tokenizer, max_num_seqs=2, **options, **refused)
 
 
 @hybrid()

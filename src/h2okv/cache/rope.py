@@ -274,7 +274,9 @@ def find_rotation(
 def _keys(module: torch.nn.Module, hidden: Tensor, embeddings: Any) -> Tensor:
     taker = _KeyTaker(module)
     names = inspect.signature(module.forward).parameters
-    arguments = {"hidden_states": hidden, "position_embeddings": embeddings, "attention_mask": None}
+    arguments: dict[str, Any] = {"hidden_states": hidden, "attention_mask": None}
+    if embeddings is not None or "position_embeddings" in names:
+        arguments["position_embeddings"] = embeddings
     if "shared_kv_states" in names:  # Gemma 4
         arguments["shared_kv_states"] = {}
     arguments["layer_past" if "layer_past" in names else CACHE] = taker

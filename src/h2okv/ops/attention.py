@@ -404,9 +404,9 @@ def mean_queries(states: Tensor, num_kv_heads: int) -> Tensor:
     groups = states.shape[1] // num_kv_heads
     if groups == 1:
         return states
-    parts = states.unflatten(1, (num_kv_heads, groups)).tensor_split(num_means(groups), dim=2)
+    sets = states.unflatten(1, (num_kv_heads, groups)).tensor_split(num_means(groups), dim=2)
     wide = torch.promote_types(states.dtype, torch.float32)
-    means = [part.mean(dim=2, dtype=wide) for part in parts]
+    means = [heads.mean(dim=2, dtype=wide) for heads in sets]
     return torch.stack(means, dim=2).flatten(1, 2).to(states.dtype)
 
 

@@ -13,8 +13,9 @@ class Expected(Scoring):
     Every query sees all entries there, whichever came first. A query is the mean of up to four
     query heads of a KV head, which costs a quarter of asking each of them. The attention that an
     entry has received depends on the number of queries that came after it, and how soon; this does
-    not. A single token adds ``P[i, j]``, as in `ValueNorm`. Related: Expected Attention (arXiv 2510.00636)
-    models the queries by a Gaussian, KVzip (arXiv 2505.23416) has the model read the text twice.
+    not. A single token adds ``P[i, j]``, as in `ValueNorm`. Related: Expected Attention
+    (arXiv 2510.00636) models the queries by a Gaussian, KVzip (arXiv 2505.23416) has the model
+    read the text twice.
     """
 
     name = "expected"
