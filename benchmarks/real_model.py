@@ -4,9 +4,10 @@ Runs are interleaved, prompts by round and steps one by one: a slow moment of th
 all of them. "static" is a `StaticCache` with as many entries as H2O: the time if eviction were
 free. ``--compile`` also measures H2O's steps under ``h2okv.enable(model, compile=True)``,
 ``--layer-budgets`` those of a cache with different budgets by layer or head, against an even one.
-``--answer`` times a prompt with that number of new tokens too; "weights" are prompts and steps of
-H2O with linear layers as they are loaded, packed, and (in bf16) in 4 bits, as the commands load
-them; "peak" is the memory of a prompt beyond the model, in a separate process; "import" is the CPU
+``--best`` measures the prompt of ``best`` against H2O's, and ``--busy N`` all while N other
+processes keep cores busy, as on a laptop or a server. ``--answer`` times a prompt with that number
+of new tokens too; "weights" are prompts and steps of H2O with linear layers as they are loaded,
+packed, and (in bf16) in 4 bits, as the commands load them; "peak" is the memory of a prompt beyond the model, in a separate process; "import" is the CPU
 time of importing h2okv and a model's class, compared with the class alone. Prompts are random
 tokens, the same on every machine, or with ``--text`` those of a book, whose attention is realistic:
 its rows name the book. A failed check of correctness ends the run without a figure. ``--quick``
@@ -16,6 +17,7 @@ measures little and prints today's and the recorded ratios.
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import resource
 import subprocess
@@ -56,12 +58,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PREFILL_LIMIT = {"fp32": 1.15, "bf16": 1.10}
 STEP_LIMIT, COMPILED_LIMIT, ANSWER_LIMIT, PEAK_LIMIT = 1.05, 0.95, 1.0, 1.05
 IMPORT_LIMIT = 1.2
+BEST_LIMIT = 1.15  # of best's prompt against H2O's
+BUSY_LIMIT = 1.3  # of a prompt against SDPA's while others work
 UNEVEN_LIMIT = 1.05  # of a step whose layers, or heads, hold alike
 MODEL_CLASS = "from transformers import LlamaForCausalLM"
 IMPORTS = {"h2o": f"from h2okv import H2OCache, enable; {MODEL_CLASS}", "transformers": MODEL_CLASS}
 SHARE_OF_BYTES = 0.9  # of the speed-up that the bytes of a large batch of long texts allow
 WARMUP = 8
-ALSO_H2O = {"compiled": "h2o", "uneven": "h2o"}
+ALSO_H2O = {"compiled": "h2o", "uneven": "h2o", "best": "h2o"}
 MEASURES = ("prompt", "step", "weights", "peak", "import")
 WEIGHTS = {"fp32": {"packed": None}, "bf16": {"packed": None, "int4": 4}}
 SETTING = ("threads", "model", "dtype", "batch", "prompt", "budget", "measure", "implementation")
@@ -72,7 +76,10 @@ def measure_prompts(
     runners: dict[str, CacheRunner], ids: torch.Tensor, rounds: int, answer: int
 ) -> tuple[Any, Any]:
     """Seconds of a prompt, and of it with ``answer`` tokens after it, by cache and round."""
-    clock, prompts = Clock(ids.device), {"h2o": [], "dynamic": []}
+    clock = Clock(ids.device)
+    prompts: dict[str, list[float]] = {
+        name: [] for name in ("h2o", "dynamic", "best") if name in runners
+    }
 
     def read(name: str) -> None:
         runner = runners[name]
@@ -151,8 +158,13 @@ def measure(
     specs = {"dynamic": (plain, None), "static": (plain, fifth), "h2o": (h2o_model, fifth)}
     if args.compile:
         specs["compiled"] = (with_h2o(plain), fifth)
+    factors = None
     if args.layer_budgets:
         factors = json.loads(args.layer_budgets.read_text(encoding="utf-8"))
+    if args.best:
+        best = CacheConfig.from_budget(0.2, policy="best", layer_budgets=factors)
+        specs["best"] = (h2o_model, best)
+    elif factors:
         specs["uneven"] = (h2o_model, replace(fifth, layer_budgets=factors))
     for batch in args.batches:
         for prompt in args.prompts:
@@ -170,8 +182,16 @@ def measure(
             }
             if "prompt" in args.measures:
                 prompts, answers = measure_prompts(runners, ids, args.rounds, args.answer)
-                targets = [Target("dynamic", PREFILL_LIMIT[dtype])]
-                rows += rows_for("prefill", "s", prompts, targets, setting)
+                beside = f", {args.busy} busy" if args.busy else ""
+                targets = [Target("dynamic", BUSY_LIMIT if args.busy else PREFILL_LIMIT[dtype])]
+                best = prompts.pop("best", None)
+                rows += rows_for(f"prefill{beside}", "s", prompts, targets, setting)
+                if best:
+                    both = {"best": best, "h2o": prompts["h2o"]}
+                    targets = [Target("h2o", BEST_LIMIT)]
+                    rows += rows_for(
+                        f"prefill{beside}", "s", both, targets, setting, subject="best"
+                    )
                 if args.answer:
                     targets = [Target("dynamic", ANSWER_LIMIT)]
                     rows += rows_for(f"answer of {args.answer}", "s", answers, targets, setting)
@@ -183,7 +203,7 @@ def measure(
                 is_large = batch >= 8 and prompt >= 4096
                 least = round(SHARE_OF_BYTES * allowed, 3) if is_large else None
                 targets = [Target("static", STEP_LIMIT), Target("dynamic", least, at_least=True)]
-                compiled, uneven = (seconds.pop(name, None) for name in ALSO_H2O)
+                compiled, uneven, _ = (seconds.pop(name, None) for name in ALSO_H2O)
                 rows += rows_for("step", "s", seconds, targets, setting)
                 if compiled:
                     both = {"h2o": compiled, "static": seconds["static"]}
@@ -279,6 +299,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="prompts of each cache")
     parser.add_argument("--steps", type=int, default=60, help="steps of each cache")
     parser.add_argument("--layer-budgets", type=Path, help="steps with these budgets too")
+    parser.add_argument("--best", action="store_true", help="prompts of best too")
+    parser.add_argument("--busy", type=int, default=0, help="other processes that keep cores busy")
     parser.add_argument("--compile", action="store_true", help="compiled steps too")
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's choice")
     parser.add_argument("--csv", type=Path, default=CSV, help="file to add rows to")
@@ -294,6 +316,9 @@ def main() -> None:
         setting = environment() | {"model": "", "dtype": ""}
         targets = [Target("transformers", IMPORT_LIMIT)]
         report(args.csv, rows_for("import", "s", measure_imports(args.rounds), targets, setting))
+    spin = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(spin) for _ in range(args.busy)]
+    atexit.register(lambda: [process.kill() for process in others])
     for dtype in args.dtypes if args.measures != ["import"] else []:
         plain, h2o_model = load_pair(args.model, DTYPES[dtype])
         try:

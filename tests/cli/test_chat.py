@@ -85,7 +85,7 @@ def test_failed_commands_do_not_change_the_chat(chat, tmp_path):
     words = [
         "nothing in the cache yet", "/save needs a file", "nothing to save yet",
         "/load needs a file", "'/nope' is not a command; /help", "did you mean /cache",
-        "layers 0 to 1", "KV heads 0 to 1", "'one' is not a number", "has too many words",
+        "one of [0, 1], got 7", "KV heads 0 to 1", "'one' is not a number", "has too many words",
         "is not a file", "cannot be written", "is not a saved chat", "'/' is not a command",
     ]  # fmt: skip
     assert outcome.code == 0

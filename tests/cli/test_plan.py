@@ -93,7 +93,7 @@ BAD = {
     "no amount": (("--memory", "much"), ("--memory 'much'",)),
     "no such bits": (("--kv-bits", "5"), ("--kv-bits 5", "8 or 4")),
     "no such weights": (("--weight-bits", "5"), ("--weight-bits 5", "8 or 4")),
-    "no place": (("--weights", "attic"), ("--weights 'attic'",)),
+    "no place": (("--weights", "attic"), ("--weights must be", "got 'attic'")),
 }
 
 
