@@ -7,7 +7,8 @@ free. ``--compile`` also measures H2O's steps under ``h2okv.enable(model, compil
 ``--best`` measures the prompt of ``best`` against H2O's, and ``--busy N`` all while N other
 processes keep cores busy, as on a laptop or a server. ``--answer`` times a prompt with that number
 of new tokens too; "weights" are prompts and steps of H2O with linear layers as they are loaded,
-packed, and (in bf16) in 4 bits, as the commands load them; "peak" is the memory of a prompt beyond the model, in a separate process; "import" is the CPU
+packed, and (in bf16) in 4 bits, as the commands load them; "peak" is the memory of a prompt beyond
+the model, in a separate process; "import" is the CPU
 time of importing h2okv and a model's class, compared with the class alone. Prompts are random
 tokens, the same on every machine, or with ``--text`` those of a book, whose attention is realistic:
 its rows name the book. A failed check of correctness ends the run without a figure. ``--quick``

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import h2okv
 from h2okv.assets import bundled_model_path
+from h2okv.cache.layer import CacheLayer
 from h2okv.integration import layer_budgets
 from h2okv.integration.layer_budgets import measure_layer_budgets
 
@@ -176,3 +177,11 @@ def test_a_file_of_another_version_is_measured_again(model, measured, tmp_path, 
     monkeypatch.setattr(layer_budgets, "BEST_VERSION", 2)
     assert h2okv.H2OCache(model, **BEST).cache_config.label == "best v2, 20%"
     assert len(measured) == 2 and len(files(tmp_path)) == 2
+
+
+def test_factors_are_measured_with_every_query_head(model, monkeypatch):
+    """Caches take means of query heads; factors by means were worse (docs/quality.md)."""
+    ids = torch.tensor([layer_budgets.encode(*_text(model))[:400]])
+    measured = measure_layer_budgets(model, ids, by_head=True)
+    monkeypatch.setattr(CacheLayer, "heads_of_mean", 1)
+    assert measure_layer_budgets(model, ids, by_head=True) == measured

@@ -15,7 +15,7 @@ from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.slot_state import is_cast
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_finite, check_prompt, check_window
-from h2okv.ops.attention import expected_attention, mean_queries
+from h2okv.ops.attention import HEADS_OF_MEAN, expected_attention, mean_queries
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import BlockView, Sees
 
@@ -30,6 +30,7 @@ class CacheLayer(BaseLayer):
     # [HQ], one more logit in each head's normaliser, as the model's last forward passed them.
     sink_logits: Tensor | None = None
     is_late: Tensor | None = None  # of the block that is read (`Block.is_late`)
+    heads_of_mean = HEADS_OF_MEAN  # query heads that are re-evaluated as one
     # Called with the operation and its arguments in place of a block's attention.
     _shared_attention: Any = None
 
@@ -306,9 +307,10 @@ class CacheLayer(BaseLayer):
         query, keys, real = block.query, entries.attended_key, block.real
         is_entry, rotations, sinks = entries.is_entry, self.rotations, self.sink_logits
         if self.spans is None:  # which keeps means
-            query = mean_queries(query, keys.shape[1])
+            query = mean_queries(query, keys.shape[1], self.heads_of_mean)
         if sinks is not None:
-            sinks = mean_queries(sinks.unsqueeze(0), keys.shape[1]).squeeze(0)
+            heads = keys.shape[1], self.heads_of_mean
+            sinks = mean_queries(sinks.unsqueeze(0), *heads).squeeze(0)
         if rotations.rolling is not None:
             limit = keys.shape[2] if self.spans is not None else self._rank_limit(block.length)
             num_ranks = limit + AHEAD

@@ -75,6 +75,11 @@ def measure_layer_budgets(
             " divide among the layers; give a text of a thousand tokens."
         )
     cache = H2OCache(model.config, policy="full", scoring="expected")
+    for layer in cache.layers:
+        if isinstance(layer, CacheLayer):
+            layer.heads_of_mean = (
+                1  # factors by means are worse (docs/quality.md), and this is done once
+            )
     prefill(model, input_ids, cache, torch.ones_like(input_ids))
     curves = []
     for layer in cache.layers:
