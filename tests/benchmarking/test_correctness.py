@@ -22,8 +22,8 @@ def test_quantized_caches_have_their_own_tolerance(build, kv_bits):
 def test_a_wrong_output_fails(build, monkeypatch):
     right = step.decode_with_scores
 
-    def louder(*args):
-        output, sums = right(*args)
+    def louder(*args, **options):
+        output, sums = right(*args, **options)
         return 1.5 * output, sums
 
     monkeypatch.setattr(step, "decode_with_scores", louder)
@@ -34,8 +34,8 @@ def test_a_wrong_output_fails(build, monkeypatch):
 def test_nan_fails_the_check(build, monkeypatch):
     right = step.decode_with_scores
 
-    def broken(*args):
-        output, sums = right(*args)
+    def broken(*args, **options):
+        output, sums = right(*args, **options)
         return output * float("nan"), sums
 
     monkeypatch.setattr(step, "decode_with_scores", broken)

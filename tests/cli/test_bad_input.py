@@ -32,7 +32,7 @@ OPTIONS = {
     ),
     "chunk of nothing": (("--prefill-chunk", "0"), ("--prefill-chunk 0", "1 or more")),
     "budget beyond the window": (
-        ("--positions", "rolling", "--heavy", "200", "--recent", "100"),
+        ("--policy", "h2o", "--positions", "rolling", "--heavy", "200", "--recent", "100"),
         ("budget of 300", "window of 256"),
     ),
     "budget of zero": (("--heavy", "0", "--recent", "0"), ("heavy=0", "recent=0")),
@@ -213,7 +213,7 @@ def test_nan_logits_are_refused_with_a_hint_on_the_dtype(h2okv_command, save_mod
     for name in names:
         weights[name] *= 6e4 / weights[name].abs().max()
     save_file(weights, path, metadata={"format": "pt"})
-    args = ("generate", "--model", folder, "--json", "a prompt")
+    args = ("generate", "--model", folder, "--policy", "h2o", "--json", "a prompt")
     assert_one_sentence(h2okv_command(*args, "--dtype", "float16"), "NaN", "dtype")
 
 

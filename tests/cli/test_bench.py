@@ -30,8 +30,8 @@ def _small_buffer(monkeypatch):
 def broken(monkeypatch):
     right = step.decode_with_scores
 
-    def louder(*args):
-        output, sums = right(*args)
+    def louder(*args, **options):
+        output, sums = right(*args, **options)
         return 1.5 * output, sums
 
     monkeypatch.setattr(step, "decode_with_scores", louder)

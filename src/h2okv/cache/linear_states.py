@@ -38,7 +38,7 @@ def state_tensors(layer: Any) -> dict[tuple[str, int], Tensor]:
     return {
         (name, number): tensor
         for name in _FIELDS
-        for number, tensor in getattr(layer, name, {}).items()
+        for number, tensor in vars(layer).get(name, {}).items()
         if tensor is not None
     }
 
@@ -53,7 +53,7 @@ def join_states(layer: Any, other: Any) -> None:
     """Put another layer's sequences behind these; mutates the layer."""
     others = state_tensors(other)
     for (name, number), tensor in state_tensors(layer).items():
-        getattr(layer, name)[number] = torch.cat([tensor, others[name, number]])
+        vars(layer)[name][number] = torch.cat([tensor, others[name, number]])
 
 
 def state_bytes(cache: Any, dtype: torch.dtype) -> int:
@@ -102,7 +102,7 @@ class LinearStates:
         for (name, number), tensor in self._tensors.items():
             state = tensor[row : row + 1]
             layer.lazy_initialization(**{name: state}, state_idx=number)
-            getattr(layer, name)[number].copy_(state)
+            vars(layer)[name][number].copy_(state)
             layer.has_previous_state[number] = True
 
     def show(self, used: int) -> None:
