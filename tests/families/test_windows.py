@@ -21,7 +21,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from h2okv.integration.attention import WINDOW_DTYPE, h2o_mask, plain_attention
+from h2okv.integration.attention import REACH_DTYPE, WINDOW_DTYPE, h2o_mask, plain_attention
 from h2okv.ops.attention import windowed_attention
 
 SIZES = {"batch_size": 2, "device": torch.device("cpu")}
@@ -107,6 +107,8 @@ def test_other_patterns_keep_their_dense_mask(pattern, options):
     if options.get("local_size") == 1:
         # Chunks of one token and a window of one are the same pattern.
         assert mask.dtype == WINDOW_DTYPE
+    elif pattern is bidirectional_mask_function:  # every token sees the last one
+        assert mask.dtype == REACH_DTYPE and mask.unique().tolist() == [19]
     else:
         assert torch.equal(mask, dense)
 
