@@ -183,15 +183,15 @@ def measure(
             }
             if "prompt" in args.measures:
                 prompts, answers = measure_prompts(runners, ids, args.rounds, args.answer)
-                beside = f", {args.busy} busy" if args.busy else ""
+                suffix = f", {args.busy} busy" if args.busy else ""
                 targets = [Target("dynamic", BUSY_LIMIT if args.busy else PREFILL_LIMIT[dtype])]
                 best = prompts.pop("best", None)
-                rows += rows_for(f"prefill{beside}", "s", prompts, targets, setting)
+                rows += rows_for(f"prefill{suffix}", "s", prompts, targets, setting)
                 if best:
                     both = {"best": best, "h2o": prompts["h2o"]}
                     targets = [Target("h2o", BEST_LIMIT)]
                     rows += rows_for(
-                        f"prefill{beside}", "s", both, targets, setting, subject="best"
+                        f"prefill{suffix}", "s", both, targets, setting, subject="best"
                     )
                 if args.answer:
                     targets = [Target("dynamic", ANSWER_LIMIT)]

@@ -386,26 +386,27 @@ _kept_unseen = functools.lru_cache(maxsize=8)(_unseen)  # most tiles on the diag
 HEADS_OF_MEAN = 4
 
 
-def num_means(groups: int, most: int = HEADS_OF_MEAN) -> int:
-    """Return the means that G query heads of a KV head have, each of at most so many heads."""
-    return -(-groups // most)
+def num_means(groups: int, max_heads: int = HEADS_OF_MEAN) -> int:
+    """Return the means that G query heads of a KV head have, each of at most `max_heads`."""
+    return -(-groups // max_heads)
 
 
-def mean_queries(states: Tensor, num_kv_heads: int, most: int = HEADS_OF_MEAN) -> Tensor:
+def mean_queries(states: Tensor, num_kv_heads: int, max_heads: int = HEADS_OF_MEAN) -> Tensor:
     """Average the query heads of each KV head, a few at a time.
 
     Args:
         states: queries ``[B, HQ, T, D]``, or anything else of each query head, ``[B, HQ, ...]``.
         num_kv_heads: number H of KV heads.
-        most: number of heads that one mean is of, at most.
+        max_heads: number of heads that one mean is of, at most.
 
     Returns:
-        ``[B, H * num_means(HQ / H, most), ...]`` in the same dtype; computed in fp32 or wider.
+        ``[B, H * num_means(HQ / H, max_heads), ...]`` in the same dtype; computed in fp32 or wider.
     """
     groups = states.shape[1] // num_kv_heads
-    if groups == 1 or most == 1:
+    if groups == 1 or max_heads == 1:
         return states
-    sets = states.unflatten(1, (num_kv_heads, groups)).tensor_split(num_means(groups, most), dim=2)
+    count = num_means(groups, max_heads)
+    sets = states.unflatten(1, (num_kv_heads, groups)).tensor_split(count, dim=2)
     wide = torch.promote_types(states.dtype, torch.float32)
     means = [heads.mean(dim=2, dtype=wide) for heads in sets]
     return torch.stack(means, dim=2).flatten(1, 2).to(states.dtype)
