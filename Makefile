@@ -20,7 +20,7 @@ PINS := pyproject.toml constraints.txt
 .PHONY: help demo test test-all test-rest test-upstream vllm-test bench bench-quick lint format wheel check-wheel clean
 
 help:
-	@echo "make demo         a small model answers with the full cache, with H2O at 20 % and with a window"
+	@echo "make demo         a small model answers with the full cache, best, H2O and a window, at 20 %"
 	@echo "make test         the quick tests: unit and model tier (4 to 7 minutes on two cores)"
 	@echo "make test-all     all tests: every model family, Triton, compilation, processes, Ray"
 	@echo "make test-rest    what 'make test' leaves out of them"
