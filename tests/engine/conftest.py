@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
 import h2okv
 from h2okv.assets import bundled_model_path
@@ -13,6 +13,19 @@ VOCABULARY = 97
 @pytest.fixture(scope="session")
 def tokenizer():
     return AutoTokenizer.from_pretrained(bundled_model_path())
+
+
+@pytest.fixture(scope="session")
+def gemma():
+    """A model of which every second layer slides."""
+    config = Gemma3TextConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=16,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
+        sliding_window=12, layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Gemma3ForCausalLM(config).eval().double()
 
 
 @pytest.fixture(scope="session")

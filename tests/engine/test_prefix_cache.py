@@ -3,8 +3,6 @@
 import random
 
 import pytest
-import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import h2okv
 from h2okv.engine.prefix_cache import PrefixCache
@@ -140,17 +138,9 @@ def test_a_small_limit_drops_the_state_that_was_used_least(make_llm, double_mode
     assert len(llm.engine.runner.states) <= 3
 
 
-def test_sliding_layers_continue_too(make_llm, greedy):
-    config = Gemma3TextConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=16,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
-        sliding_window=12, layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=0,
-        bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = Gemma3ForCausalLM(config).eval().double()
+def test_sliding_layers_continue_too(make_llm, greedy, gemma):
     options = {"heavy": 6, "recent": 4, "evict_every": 8, "max_prompt_tokens": 200}
-    warm, cold = (make_llm(model, prefix_cache=size, **options) for size in (1 << 22, 0))
+    warm, cold = (make_llm(gemma, prefix_cache=size, **options) for size in (1 << 22, 0))
     text = list(range(2, 45))
     for _ in range(4):
         results = [llm.generate([text], greedy(21))[0] for llm in (warm, cold)]

@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from h2okv.engine.prefix_folder import PrefixFolder
 
@@ -37,27 +36,18 @@ def files(folder):
     return sorted(folder.glob("*.safetensors"))
 
 
-def gemma():
-    config = Gemma3TextConfig(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=16,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
-        sliding_window=12, layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=0,
-        bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return Gemma3ForCausalLM(config).eval().double()
-
-
 @pytest.mark.parametrize(
     "options",
     [
         {}, {"policy": "best"}, {"policy": "best", "layer_budgets": BY_HEAD}, {"kv_bits": 8},
-        {"positions": "rolling"}, {"scoring": "expected"}, {"model": gemma()},
+        {"positions": "rolling"}, {"scoring": "expected"}, {"model": "gemma"},
     ],
     ids=lambda options: str(sorted(options)),
 )  # fmt: skip
-def test_a_conversation_goes_on_after_a_restart(run, tmp_path, options):
+def test_a_conversation_goes_on_after_a_restart(run, tmp_path, options, gemma):
     """Return the state of a prompt and that of an answer, which was in the pool."""
+    if "model" in options:
+        options = {"model": gemma}
     folder = tmp_path / "new" / "states"
     answer, reused, llm = run(TEXT, 30, folder, **options)
     assert reused == 0

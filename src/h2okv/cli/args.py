@@ -180,10 +180,10 @@ CHUNK_HELP = (
 def _factors(option: str, text: str) -> LayerBudgets | Literal["auto", "even"]:
     if text in (MEASURED, EVEN):
         return MEASURED if text == MEASURED else EVEN
-    path = Path(text)
-    problem = f"{option} '{path}' is not a JSON list of numbers"
-    with refusing(problem, "give a file of h2okv eval layers", ValueError, TypeError):
-        content = parse_json(readers.read_text(option, path))
+    written = readers.read_text(option, Path(text))
+    problem = f"{option} '{text}' is not a JSON list of numbers"
+    with refusing(problem, "give auto, even or a file of h2okv eval layers", ValueError, TypeError):
+        content = parse_json(written)
         # A file of the cache folder names what was measured too.
         return checked_factors(content.get("factors", ()) if isinstance(content, dict) else content)
 
