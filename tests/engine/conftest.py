@@ -17,7 +17,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def gemma():
-    """A model of which every second layer slides."""
+    """Make a model of which every second layer slides."""
     config = Gemma3TextConfig(
         vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, head_dim=16,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=512,
