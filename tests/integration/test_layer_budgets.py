@@ -138,6 +138,29 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(model, measured, tmp_p
     assert error.count("\n") == 1 and "but cannot keep it" in error
 
 
+def in_threads(*models):
+    """Return the configs of a cache for each model, made in threads that begin together."""
+    configs, begin = [], threading.Barrier(len(models))
+
+    def make(model):
+        begin.wait(60)
+        configs.append(h2okv.H2OCache(model, **BEST).cache_config)
+
+    threads = [threading.Thread(target=make, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return configs
+
+
+def test_threads_with_one_model_measure_it_once(model, measured, capsys):
+    configs = in_threads(*[model] * 4)
+    assert len(configs) == 4 and all(config == configs[0] for config in configs)
+    assert configs[0].is_by_head and measured == [1024]
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_two_that_measure_at_once_leave_one_whole_file(model, measured, tmp_path, monkeypatch):
     both, measure = threading.Barrier(2), layer_budgets.measure_layer_budgets
 
@@ -147,15 +170,8 @@ def test_two_that_measure_at_once_leave_one_whole_file(model, measured, tmp_path
         return factors
 
     monkeypatch.setattr(layer_budgets, "measure_layer_budgets", together)
-    configs = []
-    threads = [
-        threading.Thread(target=lambda: configs.append(h2okv.H2OCache(model, **BEST).cache_config))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    other = AutoModelForCausalLM.from_pretrained(bundled_model_path()).eval()
+    configs = in_threads(model, other)
     assert len(measured) == 2 and configs[0] == configs[1]
     (path,) = files(tmp_path)
     assert h2okv.H2OCache(model, **BEST).cache_config == configs[0] and len(measured) == 2

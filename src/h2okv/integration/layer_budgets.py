@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -178,6 +179,17 @@ def _resolve(
     H2OCache.from_config(model.config, even)  # raise for mistakes before measuring
     if config.is_full or not get_rule(config.policy).uses_scores:
         return even
+    with _LOCKS.setdefault(model, threading.Lock()):
+        return _measured(config, model, source, tokenizer)
+
+
+def _measured(
+    config: CacheConfig,
+    model: PreTrainedModel,
+    source: str,
+    tokenizer: Callable[[], PreTrainedTokenizerBase],
+) -> CacheConfig:
+    even = replace(config, layer_budgets=None)
     by_head = config.positions != "rolling"
     fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION
     context = context_of(model.config)
@@ -233,6 +245,8 @@ def _resolve(
     return measured
 
 
+# Measuring changes the model's attention for a while, so one thread does it at a time.
+_LOCKS: WeakKeyDictionary[torch.nn.Module, threading.Lock] = WeakKeyDictionary()
 _UNSAVED: dict[str, LayerBudgets] = {}  # factors that no folder could keep, by setting
 _REFUSED: set[str] = set()  # settings that could not be measured, as a line said
 _FINGERPRINTS: WeakKeyDictionary[torch.nn.Module, tuple[Any, str | None]] = WeakKeyDictionary()
