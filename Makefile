@@ -17,7 +17,7 @@ PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-upstream vllm-test bench bench-quick lint format wheel check-wheel clean
+.PHONY: help demo test test-all test-rest test-upstream vllm-test bench bench-quick lint format docs wheel check-wheel clean
 
 help:
 	@echo "make demo         a small model answers with the full cache, best, H2O and a window, at 20 %"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench-quick  today's ratios on SmolLM2 beside the recorded ones (3 minutes)"
 	@echo "make lint         style, types and the import contract"
 	@echo "make format       put the code in the house style"
+	@echo "make docs         fill the pages' tables from the CSV files, and draw the pictures"
 	@echo "make wheel        build the sdist, and the wheel from it, into $(WHEEL_DIR)/"
 	@echo "make check-wheel  install that wheel into an empty environment and use it there"
 	@echo "make clean        remove .venv and everything built"
@@ -79,6 +80,9 @@ lint: $(VENV)/.lint
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/.test
+	$(BIN)/python scripts/make_docs.py
 
 wheel: $(VENV)/.test
 	rm -rf $(WHEEL_DIR)

@@ -1,0 +1,382 @@
+"""Fill the marked places of the pages from the CSV files, and draw the pictures.
+
+Usage:
+    python scripts/make_docs.py          # write pages and pictures
+    python scripts/make_docs.py --check  # name what is out of date; exit 1 if anything is
+
+A page marks a place with `<!-- table: NAME -->` and `<!-- end -->`; docs/results/tables.toml says
+what stands there. An entry of `[tables]` has
+
+    csv       a file, or several of which the rows are joined; each row's `file` is the name's stem
+    derive    column = expression of columns, of all rows
+    where     column = value, or a list of values, which orders the rows too
+    names     column = name of a `[names]` list: what a page calls its values
+    mean      columns to average, `by` other columns
+    base      rows to compare with (`where`), matched `by` columns: `nll` comes as `base_nll`
+    compute   column = expression of columns, of the rows selected
+    columns   [header, template] pairs, or for a cross table
+    row       [header, template], `across` a template, `cell` a template; `latest` takes the last
+              of several rows for a cell
+    value     a template instead: one row, text within a line
+    intro     text above the table
+    optional  the place stays empty while the file or its rows are missing
+
+Templates are `str.format`'s; a template with an empty field gives an empty cell. An entry of
+`[pictures]` reads rows the same way and draws `y` over `x`, a line for each `line` and a panel for
+each `panel`. A picture stores a digest of what it shows, by which the check knows it.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import importlib.util
+import json
+import math
+import re
+import string
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SPECS = ROOT / "docs" / "results" / "tables.toml"
+MARK = re.compile(r"<!-- table: ([\w-]+) -->.*?<!-- end -->", re.DOTALL)
+FUNCTIONS = {"exp": math.exp, "log": math.log, "max": max, "min": min, "abs": abs, "str": str}
+Row = dict[str, Any]
+Spec = Mapping[str, Any]
+
+
+class Template(string.Formatter):
+    """`str.format` with a space before the percent sign, as the pages write it."""
+
+    def format_field(self, value: Any, spec: str) -> str:
+        """Format one value."""
+        if value == "" or value is None:
+            raise LookupError
+        text = format(value, spec)
+        return text[:-1] + " %" if spec.endswith("%") else text
+
+    def fill(self, template: str, row: Row) -> str:
+        """Fill a template; an empty field makes the whole cell empty."""
+        try:
+            return self.vformat(template, (), row)
+        except LookupError:
+            missing = [name for _, name, _, _ in self.parse(template) if name and name not in row]
+            if missing:
+                raise ValueError(f"no column {missing[0]!r} for {template!r}") from None
+            return ""
+
+
+def number(text: str) -> Any:
+    """Return a cell of a CSV file as an int, a float or the text itself."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def matches(row: Row, where: Mapping[str, Any]) -> bool:
+    """Check whether a row has the values; a list means any of them."""
+    for column, value in where.items():
+        if column not in row:
+            raise ValueError(f"no column {column!r} to select by")
+        if row[column] not in (value if isinstance(value, list) else [value]):
+            return False
+    return True
+
+
+def averages(rows: Iterable[Row], columns: Sequence[str], by: Sequence[str]) -> list[Row]:
+    """Average columns over the rows that agree in others."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in by), []).append(row)
+    return [
+        dict(zip(by, key, strict=True))
+        | {name: sum(row[name] for row in group) / len(group) for name in columns}
+        | {"rows": len(group)}
+        for key, group in groups.items()
+    ]
+
+
+def load(spec: Spec) -> list[Row]:
+    """Return all rows of a spec's files, with the derived columns."""
+    rows: list[Row] = []
+    for name in [spec["csv"]] if isinstance(spec["csv"], str) else spec["csv"]:
+        path = ROOT / name
+        if not path.is_file():
+            if spec.get("optional"):
+                continue
+            raise ValueError(f"{name} is missing")
+        with path.open(encoding="utf-8", newline="") as file:
+            rows += [
+                {k: number(v) for k, v in row.items()} | {"file": path.stem}
+                for row in csv.DictReader(file)
+            ]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    rows = [{name: row.get(name, "") for name in columns} for row in rows]
+    for row in rows:
+        evaluate(spec.get("derive", {}), row)
+    return rows
+
+
+def evaluate(expressions: Mapping[str, str], row: Row) -> None:
+    """Add columns that are expressions of the others."""
+    for column, expression in expressions.items():
+        row[column] = eval(expression, {"__builtins__": FUNCTIONS}, row)
+
+
+def read(spec: Spec, names: Mapping[str, Mapping[str, str]]) -> list[Row]:
+    """Return the rows of a table or picture, with computed columns and the pages' names."""
+    rows = load(spec)
+    where = dict(spec.get("where", {}))
+    mean, base = spec.get("mean"), spec.get("base")
+    if mean:
+        early = {k: v for k, v in where.items() if k not in mean["by"]}
+        rows = [row for row in rows if matches(row, early)]
+        rows = averages(rows, mean["columns"], mean["by"])
+        where = {k: v for k, v in where.items() if k in mean["by"]}
+    if base:
+        others = {
+            tuple(row[k] for k in base["by"]): row for row in rows if matches(row, base["where"])
+        }
+        for row in rows:
+            other = others.get(tuple(row[k] for k in base["by"]), {})
+            row |= {f"base_{k}": v for k, v in other.items()}
+    rows = [row for row in rows if matches(row, where)]
+    for column, value in reversed(where.items()):
+        if isinstance(value, list):
+            rows.sort(key=lambda row, column=column, value=value: value.index(row[column]))
+    for row in rows:
+        evaluate(spec.get("compute", {}), row)
+        for column, group in spec.get("names", {}).items():
+            row[column] = names[group].get(str(row[column]), row[column])
+    if not rows and not spec.get("optional"):
+        raise ValueError(f"no row is {where}")
+    return rows
+
+
+def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a table; columns of numbers are aligned to the right."""
+    numeric = [
+        all(re.fullmatch(r"[*+-]*[\d.,]*( %|×)?[*]*", line[i]) for line in lines)
+        for i in range(len(header))
+    ]
+    rule = ["---:" if is_number and i else "---" for i, is_number in enumerate(numeric)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *lines))
+
+
+def cross(spec: Spec, rows: Sequence[Row]) -> str:
+    """Return a cross table."""
+    fill = Template().fill
+    title, template = spec["row"]
+    cells: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}
+    for row in rows:
+        label, column = fill(template, row), fill(spec["across"], row)
+        columns[column] = None
+        line = cells.setdefault(label, {})
+        if column in line and not spec.get("latest"):
+            raise ValueError(f"two rows for {label!r}, {column!r}")
+        line[column] = fill(spec["cell"], row)
+    lines = [[label, *(line.get(c, "") for c in columns)] for label, line in cells.items()]
+    return markdown([title, *columns], lines)
+
+
+def rendered(spec: Spec, names: Mapping[str, Mapping[str, str]]) -> str:
+    """Return what stands in a marked place."""
+    rows = read(spec, names)
+    if not rows:
+        return ""
+    fill = Template().fill
+    if "value" in spec:
+        if len(rows) > 1 and not spec.get("latest"):
+            raise ValueError(f"{len(rows)} rows for the value {spec['value']!r}")
+        return fill(spec["value"], rows[-1])
+    if "row" in spec:
+        table = cross(spec, rows)
+    else:
+        lines = [[fill(template, row) for _, template in spec["columns"]] for row in rows]
+        table = markdown([header for header, _ in spec["columns"]], lines)
+    intro = f"\n{spec['intro']}\n" if "intro" in spec else ""
+    return f"{intro}\n{table}\n\n"
+
+
+@cache
+def specs() -> dict[str, Any]:
+    """Return the list of tables and pictures."""
+    return tomllib.loads(SPECS.read_text(encoding="utf-8"))
+
+
+@cache
+def place(name: str) -> str:
+    """Return the text of one marked place."""
+    if name not in specs()["tables"]:
+        raise ValueError(f"{SPECS.name} has no table {name!r}")
+    try:
+        return rendered(specs()["tables"][name], specs()["names"])
+    except (ValueError, NameError, TypeError) as error:
+        raise ValueError(f"table {name!r}: {error}") from error
+
+
+@cache
+def script(path: str) -> Any:
+    """Return a script as a module, which fills marked places that need more than a table."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def filled(text: str) -> str:
+    """Return a page with its marked places filled."""
+
+    def fill(match: re.Match[str]) -> str:
+        body = place(match[1])
+        return f"<!-- table: {match[1]} -->{body}<!-- end -->"
+
+    return MARK.sub(fill, text)
+
+
+def pages() -> list[Path]:
+    """Return the pages that may have marked places."""
+    folders = (ROOT, ROOT / "docs", ROOT / "docs" / "results", ROOT / "benchmarks")
+    return sorted(path for folder in folders for path in folder.glob("*.md"))
+
+
+def series(spec: Spec) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Return what a picture shows: the points of each line of each panel."""
+    fill = Template().fill
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in read(spec, specs()["names"]):
+        point = row[spec["x"]], row[spec["y"]]
+        if "" in point:
+            continue
+        panel = fill(spec["panel"], row) if "panel" in spec else ""
+        points = panels.setdefault(panel, {}).setdefault(fill(spec["line"], row), [])
+        if spec.get("latest"):
+            points[:] = [other for other in points if other[0] != point[0]]
+        points.append(point)
+    return panels
+
+
+def digest(spec: Spec) -> str:
+    """Return a digest of what a picture shows."""
+    text = json.dumps([spec, series(spec)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def draw(name: str, path: Path) -> None:
+    """Draw one picture."""
+    import matplotlib
+
+    from h2okv.plots import COLOURS, MARKERS, new_figure
+
+    spec = specs()["pictures"][name]
+    panels = series(spec)
+    style = {"svg.hashsalt": name, "svg.fonttype": "path", "font.size": 11, "axes.axisbelow": True}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555"}
+    with matplotlib.rc_context(style):
+        width = spec.get("width", 3.3 * len(panels) + 0.4)
+        figure = new_figure(width, spec.get("height", 3.6))
+        all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+        drawn = dict.fromkeys(line for panel in panels.values() for line in panel)
+        lines = list(dict.fromkeys((*specs()["looks"]["order"], *drawn)))
+        for axes, (title, panel) in zip(all_axes, panels.items(), strict=True):
+            axes.set_title(title, fontsize=11, fontweight="bold")
+            for line, points in panel.items():
+                i = lines.index(line)
+                look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+                if spec.get("kind") == "points":
+                    (x, y), *_ = points
+                    named = line in spec["highlight"]
+                    colour = COLOURS[i % len(COLOURS)] if named else "#8a8a8a"
+                    axes.plot(x, y, "o", color=colour, markersize=8 if named else 5)
+                    if line not in spec["labels"]:
+                        continue
+                    dx, dy, *align = spec.get("offsets", {}).get(line, [6, -3])
+                    axes.annotate(
+                        line, (x, y), (dx, dy), textcoords="offset points", fontsize=9,
+                        color=colour if named else "#555555", ha=align[0] if align else "left",
+                        fontweight="bold" if named else "normal",
+                    )  # fmt: skip
+                else:
+                    axes.plot(*zip(*sorted(points), strict=True), label=line, linewidth=2, **look)
+            if "level" in spec:
+                axes.axhline(spec["level"], color="#555555", linewidth=1, linestyle="--")
+            if spec.get("logx"):
+                axes.set_xscale("log", base=2)
+                ticks = sorted({x for points in panel.values() for x, _ in points})
+                axes.set_xticks(ticks, [spec.get("tick", "{:,g}").format(x) for x in ticks])
+                axes.minorticks_off()
+            if spec.get("logy"):
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter("{x:,g}")
+            if spec.get("percent"):
+                axes.xaxis.set_major_formatter("{x:.0%}")
+            if spec.get("percenty"):
+                axes.yaxis.set_major_formatter("{x:.0%}")
+            if "ylim" in spec:
+                axes.set_ylim(*spec["ylim"])
+            if "xlim" in spec:
+                axes.set_xlim(*spec["xlim"])
+            axes.grid(color="#dddddd", linewidth=0.7)
+            axes.set_xlabel(spec["xlabel"])
+        all_axes[0].set_ylabel(spec["ylabel"])
+        if spec.get("kind") != "points":
+            handles = {
+                label: handle
+                for axes in all_axes
+                for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+            }
+            figure.legend(
+                handles.values(), handles, loc="outside lower center", frameon=False,
+                ncols=spec.get("ncols", 3),
+            )  # fmt: skip
+        metadata = {"Description": f"shows {digest(spec)}", "Date": None, "Creator": None}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata=metadata, facecolor="white")
+
+
+def picture(name: str) -> Path:
+    """Return the path of a picture."""
+    return ROOT / "docs" / "images" / f"{name}.svg"
+
+
+def is_current(name: str) -> bool:
+    """Check whether a picture shows what its CSV file says."""
+    spec = specs()["pictures"][name]
+    if spec.get("optional") and not read(spec, specs()["names"]):
+        return True
+    path = picture(name)
+    return path.is_file() and f"shows {digest(spec)}" in path.read_text(encoding="utf-8")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Fill the pages and draw the pictures, or check them; return the exit code."""
+    stale = []
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        if (new := filled(text)) != text:
+            stale.append(path)
+            if "--check" not in arguments:
+                path.write_text(new, encoding="utf-8")
+    for name in specs().get("pictures", {}):
+        if not is_current(name):
+            stale.append(picture(name))
+            if "--check" not in arguments:
+                draw(name, picture(name))
+    for path in stale:
+        print(path.relative_to(ROOT))
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""The pages of docs: marked places and pictures equal the CSV files, links lead somewhere."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "make_docs.py"
+NAMES = re.compile(r"<!-- table: ([\w-]+) -->")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@pytest.fixture(scope="module")
+def make_docs():
+    if not SCRIPT.is_file():
+        pytest.skip("the script is not beside these tests")
+    spec = importlib.util.spec_from_file_location("make_docs", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_marked_places_are_what_the_csv_files_give(make_docs):
+    for page in make_docs.pages():
+        text = page.read_text(encoding="utf-8")
+        assert make_docs.filled(text) == text, f"{page.name} is out of date: run make docs"
+
+
+def test_pictures_show_what_the_csv_files_give(make_docs):
+    stale = [name for name in make_docs.specs()["pictures"] if not make_docs.is_current(name)]
+    assert not stale, "run make docs"
+
+
+def test_every_table_and_every_picture_is_on_a_page(make_docs):
+    text = "".join(page.read_text(encoding="utf-8") for page in make_docs.pages())
+    assert set(NAMES.findall(text)) == set(make_docs.specs()["tables"])
+    for name in make_docs.specs()["pictures"]:
+        assert make_docs.specs()["pictures"][name].get("optional") or f"{name}.svg)" in text
+
+
+def test_a_changed_number_is_found(make_docs):
+    page = ROOT / "docs" / "quality.md"
+    text = page.read_text(encoding="utf-8")
+    name, body = re.search(r"<!-- table: ([\w-]+) -->(.*?\d.*?)<!-- end -->", text, re.S).groups()
+    changed = text.replace(body, body.replace(re.search(r"\d", body)[0], "7" + "1", 1), 1)
+    assert make_docs.filled(changed) == text, name
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", h.lower()).strip().replace(" ", "-") for h in headings}
+
+
+def test_links_between_pages_lead_somewhere(make_docs):
+    pages = [*make_docs.pages(), *ROOT.glob("examples/**/*.md")]
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for link in LINK.findall(text):
+            if re.match(r"[a-z]+:", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name).resolve() if name else page
+            assert target.exists(), f"{page.name} links to {link}"
+            if anchor and target.suffix == ".md":
+                assert anchor in anchors(target), f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize(
+    ("row", "template", "cell"),
+    [
+        ({"share": 0.186}, "{share:.1%}", "18.6 %"),
+        ({"kl": 0.25, "low": ""}, "{kl:.2f} ({low:.2f})", ""),
+        ({"kl": -0.5}, "{kl:+.2f}", "-0.50"),
+    ],
+)
+def test_templates(make_docs, row, template, cell):
+    assert make_docs.Template().fill(template, row) == cell
+
+
+def test_a_misspelled_column_is_an_error(make_docs):
+    with pytest.raises(ValueError, match="no column 'kll'"):
+        make_docs.Template().fill("{kll:.2f}", {"kl": 1.0})
+
+
+def test_rows_are_averaged_and_compared(make_docs, tmp_path, monkeypatch):
+    (tmp_path / "rows.csv").write_text("cache,at,nll\nfull,1,1.0\nfull,1,3.0\nh2o,1,2.5\n")
+    monkeypatch.setattr(make_docs, "ROOT", tmp_path)
+    spec = {
+        "csv": "rows.csv",
+        "mean": {"columns": ["nll"], "by": ["cache", "at"]},
+        "base": {"where": {"cache": "full"}, "by": ["at"]},
+        "where": {"cache": "h2o"},
+        "compute": {"more": "nll - base_nll"},
+    }
+    (row,) = make_docs.read(spec, {})
+    assert row["more"] == 0.5
+    assert make_docs.read({"csv": "none.csv", "optional": True}, {}) == []
+    with pytest.raises(ValueError, match=r"none\.csv is missing"):
+        make_docs.read({"csv": "none.csv"}, {})
