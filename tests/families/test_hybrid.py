@@ -12,9 +12,11 @@ import h2okv
 from h2okv.assets import bundled_model_path
 from h2okv.cache.argument import CACHE
 from h2okv.cache.linear_states import continues_blocks, has_states
+from h2okv.cli.chat import plan_cache
 from h2okv.config import CacheConfig
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.serving import config_for, in_tokens, plan_serving
+from h2okv.integration.enable import read_blocks
 from h2okv.offload.batch_runner import BatchSequence, ForwardScheduler, Limits, Runner
 
 SERVED = [
@@ -201,6 +203,29 @@ def test_a_type_that_forgets_reads_prompts_whole_and_keeps_no_states(tokenizer):
     for refused in ({"prefixes": ["a"]}, {"prefix_cache": 1 << 20}):
         with pytest.raises(ValueError, match=f"{next(iter(refused))}: .*'jamba' forget"):
             h2okv.LLM(model, tokenizer, max_num_seqs=2, **options, **refused)
+
+
+def test_a_type_that_forgets_refuses_a_block_after_a_state_and_reads_chunks_at_once(tokenizer):
+    model, (prompt,) = model_of("jamba"), prompts_of([33])
+    ids, outputs = torch.tensor([prompt]), []
+    for options in ({"prefill_chunk": 8}, {"evict_every": 8}):
+        expected = alone(model, prompt, 6, **options)  # one forward
+        cache = h2okv.H2OCache(model.config, **BUDGET, **options)
+        h2okv.prefill(model, ids[:, :-1], cache)  # blocks where a model can continue them
+        with h2okv.enable(model):
+            text = model.generate(ids, max_new_tokens=6, do_sample=False, **{CACHE: cache})
+            outputs.append(text[0, 33:].tolist())
+            assert outputs[-1] == expected
+            more = torch.cat([text, text[:, :5]], dim=1)
+            with pytest.raises(ValueError, match="6 tokens in one forward after the 38 .*'jamba'"):
+                model.generate(more, max_new_tokens=2, **{CACHE: cache})
+            with pytest.raises(ValueError, match="'jamba' forget"):
+                list(read_blocks(model, ids, h2okv.H2OCache(model.config, **BUDGET), 8))
+        cache.reset()
+        h2okv.prefill(model, ids, cache)
+    config = CacheConfig(heavy=20, recent=20)
+    with pytest.raises(ValueError, match="'jamba' cannot chat"):
+        plan_cache(model.config, config, "original")
 
 
 @hybrid()

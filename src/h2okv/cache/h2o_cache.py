@@ -21,7 +21,7 @@ from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.checkpoint import load_cache, save_cache
 from h2okv.cache.deferred_steps import DeferredSteps
 from h2okv.cache.layer import CacheLayer
-from h2okv.cache.linear_states import held_bytes
+from h2okv.cache.linear_states import continues_prompts, held_bytes
 from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
@@ -174,10 +174,22 @@ class H2OCache(Cache):
         self._last_updated = layer if isinstance(layer, BaseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
+    @property
+    def read_chunk(self) -> int | None:
+        """Tokens of a prompt that a forward may bring: `prefill_chunk`, or ``None`` for all."""
+        return self.prefill_chunk if continues_prompts(self) else None
+
     def _check_goes_on(self, length: int) -> None:
         """Refuse to go on after half a forward; warn of fractions of a first part alone."""
         first, last = self._scored[0], self._scored[-1]
         self._check_alike("numbers of forwards", {first.num_forwards, last.num_forwards})
+        if length > 1 and first.num_forwards and not continues_prompts(self):
+            raise ValueError(
+                f"{length} tokens in one forward after the {self.num_seen_tokens} that this cache"
+                f" has seen: linear layers of model type {self.config.model_type!r} forget their"
+                " states in transformers when several tokens follow; give the whole text to a new"
+                " cache, or one token at a time."
+            )
         if length == 1 or first.num_forwards != 1 or first.prompt.expected_length is not None:
             return
         follows_at_once = length <= first.cumulative_length and not self._expects_turn

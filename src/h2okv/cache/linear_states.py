@@ -33,6 +33,12 @@ def continues_blocks(model_type: str) -> bool:
     return model_type not in _FORGETFUL
 
 
+def continues_prompts(cache: Any) -> bool:
+    """Tell whether a text may be read in several forwards at all."""
+    kind = cache.config.get_text_config(decoder=True).model_type
+    return not has_states(cache) or continues_blocks(kind)
+
+
 def state_tensors(layer: Any) -> dict[tuple[str, int], Tensor]:
     """Return the tensors of a layer's state, ``[B, ...]`` each, by field and number."""
     return {

@@ -13,9 +13,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from h2okv.cache.h2o_cache import H2OCache
 from h2okv.cache.linear_states import (
     LinearStates,
-    continues_blocks,
+    continues_prompts,
     has_fixed_state,
-    has_states,
 )
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.slot_layer import SlotLayer
@@ -398,12 +397,6 @@ def check_poolable(cache: H2OCache) -> None:
             f"policy={cache.rule.name!r} evicts nothing, so slots of a fixed number cannot hold "
             "it; use policy='h2o' with a budget as large as the longest text for a full cache."
         )
-
-
-def continues_prompts(cache: H2OCache) -> bool:
-    """Tell whether a prompt may be read in several forwards at all."""
-    text_config = cache.config.get_text_config(decoder=True)
-    return not has_states(cache) or continues_blocks(text_config.model_type)
 
 
 def can_split_blocks(cache: H2OCache) -> bool:

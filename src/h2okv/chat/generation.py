@@ -155,7 +155,7 @@ class GenerationRun(StoppingCriteria):
             if isinstance(cache, H2OCache):
                 cache.expect(length)  # fractions refer to the whole prompt, not to its blocks
                 stack.callback(cache.expect, None)
-                chunk = cache.prefill_chunk
+                chunk = cache.read_chunk
                 before = 0 if chunk is None else (length - 1) // chunk * chunk
                 blocks = read_blocks(model, self._ids[:, :before], cache) if before else ()
             self._bar = stack.enter_context(prefill_progress(model, length, show_progress, chunk))

@@ -121,6 +121,7 @@ def plan_cache(
 
     It evicts where a server's does, unless that has no place in the context or with other options.
     """
+    from h2okv.cache.linear_states import continues_prompts
     from h2okv.cache.support import can_score_spans, context_window
     from h2okv.engine.serving import SPAN
 
@@ -142,6 +143,12 @@ def plan_cache(
     if reason := cache.past_window(entries, cache.block or 1, window):
         raise ValueError(reason)
     args.check_cache(config, cache)
+    if not continues_prompts(h2okv.H2OCache.from_config(config, cache.before_measuring)):
+        raise ValueError(
+            f"model type {config.model_type!r} cannot chat: its linear layers forget their states"
+            " in transformers when a second turn follows; use h2okv serve, which reads the whole"
+            " chat for each answer"
+        )
     return cache, remark
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache, slot_pool
 from h2okv.cache.argument import CACHE
+from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.support import latent_sizes
 from h2okv.config import Budget
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
@@ -104,7 +105,7 @@ class ModelRunner:
     def chunk_tokens(self, limit: int) -> int:
         """Return the maximum tokens of a prompt per forward that leave the result unchanged."""
         cache = self._make_cache(None)
-        if not slot_pool.continues_prompts(cache):
+        if not continues_prompts(cache):
             return UNLIMITED
         if cache.prefill_chunk is not None:
             return max(limit // cache.prefill_chunk, 1) * cache.prefill_chunk

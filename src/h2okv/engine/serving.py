@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from h2okv.cache import H2OCache
-from h2okv.cache.linear_states import continues_blocks, has_states
-from h2okv.cache.slot_pool import check_poolable, continues_prompts
+from h2okv.cache.linear_states import continues_blocks, continues_prompts, has_states
+from h2okv.cache.slot_pool import check_poolable
 from h2okv.cache.support import can_score_spans, window_by_length
 from h2okv.console import format_bytes
 from h2okv.engine.config import DEFAULT_STATES, EngineConfig

@@ -238,7 +238,7 @@ def _generate(
     model, params = subject.model, prompts[0].params
     pairs = list(zip(prompts, answers.tokens, strict=True))
     ids, mask = left_padded([[*p.ids, *tokens] for p, tokens in pairs], input_device(model))
-    chunk = cache.prefill_chunk if bool(mask.all()) and not cache.num_seen_tokens else None
+    chunk = cache.read_chunk if bool(mask.all()) and not cache.num_seen_tokens else None
     if chunk is not None:  # without padding the model reads the prompt in blocks too
         cache.expect(ids.shape[1])
     processors: list[LogitsProcessor] = [RefuseNaN()]

@@ -259,7 +259,7 @@ def read_blocks(
         model: a loaded model, with H2O attention or without.
         input_ids: int ``[B, T]``, without padding.
         cache: mutated.
-        chunk: tokens of a forward; by default ``cache.prefill_chunk``, else all at once.
+        chunk: tokens of a forward; by default ``cache.read_chunk``, else all at once.
         all_logits: whether to yield the logits of every token, not only of a block's last one.
         attention_mask: ones ``[B, tokens seen + T]``, which mark tokens equal to the padding token
             as text; with ``None`` a batch that looks padded is refused.
@@ -273,7 +273,7 @@ def read_blocks(
     length = input_ids.shape[1]
     if length == 0:
         raise ValueError("input_ids has no tokens; give at least one.")
-    chunk = chunk if chunk is not None else cache.prefill_chunk or length
+    chunk = chunk if chunk is not None else cache.read_chunk or length
     check_tokens("chunk", chunk, 1)
     seen = cache.num_seen_tokens
     cache.expect(length)
