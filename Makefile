@@ -28,7 +28,7 @@ help:
 	@echo "make vllm-test    H2O inside vLLM, in .venv-vllm (3.5 GB; half an hour)"
 	@echo "make bench        measure the speed against transformers' own caches (half an hour, quiet machine)"
 	@echo "make bench-quick  today's ratios on SmolLM2 beside the recorded ones (3 minutes)"
-	@echo "make lint         style, types and the import contract"
+	@echo "make lint         style, types, the import contract, words"
 	@echo "make format       put the code in the house style"
 	@echo "make docs         fill the pages' tables from the CSV files, and draw the pictures"
 	@echo "make wheel        build the sdist, and the wheel from it, into $(WHEEL_DIR)/"
@@ -75,7 +75,8 @@ lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/check_words.py src tests benchmarks examples
+	$(BIN)/python scripts/check_words.py src tests benchmarks examples README.md CONTRIBUTING.md docs/guide.md \
+		docs/positions.md docs/serving.md docs/server-api.md
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .

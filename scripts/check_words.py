@@ -4,11 +4,15 @@ Usage:
     python scripts/check_words.py [PATH ...]           # list every breach; exit 1 if there is one
     python scripts/check_words.py --share [PATH ...]   # share of banned names among all bindings
 
+A path is a Python file, a Markdown page or a folder of them.
+
 A variable, parameter, attribute or function must not be named by a word that says nothing of what
 it holds (`NAMES`). The docstring of a function begins with an imperative verb, that of a property
 or a class with a noun. Strings and comments must not contain the phrases of `PHRASES`, each of
-which has a plain equivalent. CONTRIBUTING.md has the table of words. A line with `word-ok` is left
-alone: a file format, an option or data fixes its words.
+which has a plain equivalent. Pages and the help texts of the commands must not contain those of
+`PROSE` either; code blocks, inline code and rendered tables are exempt. CONTRIBUTING.md has the
+table of words. A line with `word-ok` is left alone: a file format, an option or data fixes its
+words.
 """
 
 from __future__ import annotations
@@ -48,7 +52,43 @@ PHRASES = {
     r"\basked again\b": "re-evaluated",
     r"\bwhat is held\b": "entries",
 }
+PROSE = {
+    r"\bwhose\b": "with (models with learned positions)",
+    r"\btakes? (\w+ ){0,6}off\b": "reduces ... by",
+    r"\bso that\b[^.]*\bso that\b": "one 'so that' per sentence",
+    r"\bof (its|their|his) own\b": "its own ..., a separate ...",
+    r"\bin place of\b": "instead of",
+    r"\bfor ever\b": "without a limit",
+    r"\blikeliest\b": "most likely",
+    r"\ball but free\b": "costs almost nothing",
+    r"\b(goes|went) for\b": "maximizes, prefers",
+    r"\bby the whole interval\b": "by more than the interval",
+    r"\b(is|are|was|were) said\b|\bas said\b|\bsaid otherwise\b": "noted, stated",
+    r"\b(is|are|was|were) told\b|\bthis page tells\b": "reports, describes",
+    r"\bwhat (is|was|are|were) held\b": "entries",
+    r"\bat hand\b": "available",
+    r"\b(go|goes|going|went|gone|gone on|read on) on (from|with|as|there|past|until)\b": "continue",
+    r"[,;] for (it|they|there|what|no one) (is|are|has|have|had|was|were|would|does|can)\b": "as",
+    r"\bno way to\b": "cannot",
+    r"\bwho (asks?|waits?|waited|decodes?|generates?|connects?)\b": "clients, requests",
+    r"\bnothing but\b": "only",
+    r"\bfour fifths\b": "80 %",
+    r"\bperson's answer\b": "one request",
+    r"\bmost that\b": "the maximum",
+}
 _PHRASES = [(re.compile(pattern, re.IGNORECASE), remedy) for pattern, remedy in PHRASES.items()]
+_PROSE = _PHRASES + [
+    (re.compile(pattern.replace(" ", r"\s+"), re.IGNORECASE), remedy)
+    for pattern, remedy in PROSE.items()
+]
+# What a page has beside prose: code, links' targets, rendered tables, and lines that say so.
+_EXEMPT = re.compile(
+    r"^```.*?^```|^ {4}[^\n]*|`[^`\n]*`|\]\([^)\n]*\)|^[^\n]*word-ok[^\n]*"
+    r"|<!-- (?:table: )?(?P<place>[\w-]+)(?::start)? -->.*?<!-- (?:end|(?P=place):end) -->"
+    r"|<!-- words-off -->.*?<!-- words-on -->",
+    re.DOTALL | re.MULTILINE,
+)
+HELP = "src/h2okv/cli/"
 Breach = tuple[Path, int, str]
 
 
@@ -105,20 +145,56 @@ def check(path: Path) -> Iterator[Breach]:
                 yield path, number, f"{match[0]!r}: write {remedy!r}"
 
 
+def check_page(path: Path) -> Iterator[Breach]:
+    """Yield the breaches of one Markdown page."""
+    text = path.read_text(encoding="utf-8")
+    prose = _EXEMPT.sub(lambda match: re.sub(r"[^\n]", "_", match[0]), text)
+    for pattern, remedy in _PROSE:
+        for match in pattern.finditer(prose):
+            yield path, prose.count("\n", 0, match.start()) + 1, f"{match[0]!r}: write {remedy!r}"
+
+
+def check_helps(path: Path) -> Iterator[Breach]:
+    """Yield the breaches of the strings in a command's file, most of which are help texts."""
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        for pattern, remedy in _PROSE[len(_PHRASES) :]:
+            match = pattern.search(node.value)
+            if match and "word-ok" not in lines[node.lineno - 1]:
+                yield path, node.lineno, f"{match[0]!r}: write {remedy!r}"
+
+
+def checks(path: Path) -> Iterator[Breach]:
+    """Yield the breaches of a file by the checks of its kind."""
+    if path.suffix == ".md":
+        yield from check_page(path)
+        return
+    yield from check(path)
+    if HELP in path.resolve().as_posix():
+        yield from check_helps(path)
+
+
 def main(arguments: list[str]) -> int:
     """Run the check over files and folders; return the exit code."""
     is_share = "--share" in arguments
     roots = [Path(name) for name in arguments if name != "--share"] or [Path("src")]
     files = sorted(
-        file for root in roots for file in ([root] if root.is_file() else root.rglob("*.py"))
+        file
+        for root in roots
+        for file in ([root] if root.is_file() else root.rglob("*"))
+        if root.is_file() or file.suffix in (".py", ".md")
     )
     if is_share:
+        files = [file for file in files if file.suffix == ".py"]
         names = [name for file in files for name, _ in bindings(ast.parse(file.read_text("utf-8")))]
         banned = sum(name.strip("_") in NAMES for name in names)
         print(f"{banned} of {len(names)} bindings: {100 * banned / max(1, len(names)):.2f} %")
         return 0
     breaches = [
-        breach for file in files if file.name != Path(__file__).name for breach in check(file)
+        breach for file in files if file.name != Path(__file__).name for breach in checks(file)
     ]
     for path, line, message in breaches:
         print(f"{path}:{line}: {message}")

@@ -172,11 +172,11 @@ never saw, dense attention, fp32.
 
 ## Recall by distance
 
-{2 * settings.windows} held-out windows of {settings.length} with facts whose pairs of name and
-answer training never showed. An answer counts if every token of it is the model's first choice;
-guessing among the answers of a property would give 0.3 to 2.3 %. Distance is counted in
-tokens from the statement; most facts are used again in between. "One" are answers whose property
-is asked of one person in the window, so that the property alone finds them; "several" those where
+{2 * settings.windows} held-out windows of {settings.length} with facts; their pairs of name and
+answer are not in the training data. An answer counts if every token of it is the model's first
+choice; guessing among the answers of a property would give 0.3 to 2.3 %. Distance is counted in
+tokens from the statement; most facts are used again in between. "One" are answers with a property
+asked of one person in the window: the property alone finds them; "several" those where
 only the name tells which of two or more answers is right.
 
 {markdown(tables["recall"], RECALL)}
@@ -194,8 +194,8 @@ and the head that has most.
 {half} tokens are read at once (the prompt), the other {half} one by one, teacher-forced, through
 `h2okv.H2OCache`; figures are about the second half. The budget is a share of the prompt of {half},
 as `heavy` and `recent` are in the contract; half of it is recent where a policy has both parts.
-So 40 % of the prompt is 20 % of the window. Recall counts answers whose
-fact was stated in the prompt ({full["answers"]} answers); "one" those whose property is asked of
+So 40 % of the prompt is 20 % of the window. Recall counts answers with
+a fact stated in the prompt ({full["answers"]} answers); "one" those with a property asked of
 one person ({full["alone_answers"]}); "far" those last said {eviction.FAR} or more tokens ago
 ({full["far_answers"]}).
 

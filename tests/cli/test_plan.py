@@ -76,7 +76,7 @@ def test_a_late_first_result_has_a_warning(plan, h2okv_command, model_folder, mo
     assert first > 120
     match = re.fullmatch(
         r"the first result comes after about (.+); --batch (\d+) gives one after .+ s, with .+ new"
-        r" tokens/s in place of .+\n",
+        r" tokens/s instead of .+\n",
         outcome.err,
     )
     assert match[1] in (f"{first / 60:.0f} min", f"{first / 3600:.1f} h")

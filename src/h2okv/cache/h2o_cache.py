@@ -40,7 +40,7 @@ class H2OCache(Cache):
     scores (fp32, summed over the query heads of a KV head), and then the cache is evicted down to
     ``K``. Layers that are not full attention (sliding window, linear) keep transformers' own cache.
 
-    Use it with a model whose attention is ``"h2o"``::
+    Use it with a model that has attention ``"h2o"``::
 
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="h2o")
         cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1)
@@ -157,7 +157,7 @@ class H2OCache(Cache):
 
         Raises:
             ValueError: if the model's attention is not ``"h2o"``, or the batch, dtype or model
-                differs from the one whose entries the cache holds.
+                differs from that of the cached entries.
         """
         # The layer before must have been attended to by now; asking here, not at the next
         # forward, stops a model without H2O attention before it has made a single token.
@@ -203,7 +203,7 @@ class H2OCache(Cache):
             )
 
     def next_turn(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """Make the inputs of a further turn out of its own tokens alone.
+        """Make the inputs of a further turn out of its new tokens alone.
 
         For example (``past_key_values=cache`` before transformers 5.24)::
 
@@ -261,7 +261,7 @@ class H2OCache(Cache):
     ) -> H2OCache:
         """Read a cache that `save` wrote.
 
-        The layers' weights are compared when a model first goes on from it, its config already
+        The layers' weights are compared when a model first continues it, its config already
         here if ``model`` is given.
 
         Args:
@@ -271,7 +271,7 @@ class H2OCache(Cache):
             policy: the policy, if it is one of your own that is not registered by name.
 
         Returns:
-            The cache; on the model's device, else on the CPU until a model goes on from it.
+            The cache; on the model's device, else on the CPU until a model continues it.
 
         Raises:
             ValueError: if the file is damaged, or of another model, dtype, contract or policy.
@@ -344,7 +344,7 @@ class H2OCache(Cache):
     def layer_entries_for(self, length: int) -> tuple[float, ...]:
         """Return `entries_for` of each layer with H2O entries, by the layer's budget.
 
-        The mean over its heads, where these have budgets of their own.
+        The mean over its heads, if they have different budgets.
         """
         return tuple(
             mean(self._entries(budget, length) for budget in layer.head_budgets or (layer.budget,))
@@ -411,8 +411,8 @@ class H2OCache(Cache):
     def expect(self, length: int | None) -> None:
         """Announce a prompt that comes in several forwards, for budgets in fractions.
 
-        Ignored when the cache holds something, or knows its length already. ``None`` takes back
-        what was said, if nothing was read yet.
+        Ignored when the cache holds something, or knows its length already. ``None`` withdraws
+        an announcement, if nothing was read yet.
         """
         for layer in self._scored:
             prompt = layer.prompt
@@ -450,7 +450,7 @@ class H2OCache(Cache):
 
         Args:
             spans: ``(start, stop)`` for each, in tokens of the prompt, padding not counted; the
-                same for all sequences of a batch. An empty list takes back what was said.
+                same for all sequences of a batch. An empty list withdraws earlier pins.
             length: tokens of that prompt, if they are known, to be refused now and not then.
 
         Raises:

@@ -126,7 +126,7 @@ class Bundle(NamedTuple):
     changed: Mapping[str, Any] = {}
 
     def options(self) -> list[inspect.Parameter]:
-        """Return the parameters of `build`, whose defaults are options or fixed values."""
+        """Return the parameters of `build`, with options or fixed values as defaults."""
         source = inspect.signature(self.build, eval_str=True)
         parameters = []
         for name, parameter in source.parameters.items():
@@ -471,7 +471,7 @@ class SamplingOptions:
         0, "Sample among this many of the most likely tokens; 0 for all"
     )
     min_p: float | None = _sampling_option(
-        0, "Drop tokens less likely than this, relative to the likeliest"
+        0, "Drop tokens less likely than this, relative to the most likely"
     )
     repetition_penalty: float | None = _sampling_option(
         1, "Above 1, tokens that occurred become less likely"

@@ -198,7 +198,7 @@ def _warning(planned: PlannedJob) -> str:
     return (
         f"{text}; --batch {sooner.batch_size} gives one after"
         f" {_duration(sooner.estimate.first_result_seconds)}, with"
-        f" {_number(sooner.estimate.tokens_per_second)} new tokens/s in place of"
+        f" {_number(sooner.estimate.tokens_per_second)} new tokens/s instead of"
         f" {_number(estimate.tokens_per_second)}"
     )
 

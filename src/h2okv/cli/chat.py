@@ -319,7 +319,7 @@ def greeting(session: Chat) -> str:
     dtype = str(session.model.dtype).removeprefix("torch.")
     template, budget = "its own chat template", cache.budget
     if session.form.is_plain:
-        template = "a plain dialogue, for it has no chat template"
+        template = "a plain dialogue, as it has no chat template"
         if name == BUNDLED:
             template = "a plain dialogue; it writes book-like English and is not an assistant"
     return (

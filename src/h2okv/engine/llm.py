@@ -76,7 +76,7 @@ class LLM(_Front):
         config: An `EngineConfig`; ``None`` for the defaults.
         dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
         device: Likewise; ``None`` for the first GPU, or the CPU.
-        **options: Fields of `EngineConfig` and of its `CacheConfig`, in place of the config's.
+        **options: Fields of `EngineConfig` and of its `CacheConfig`, instead of the config's.
 
     Raises:
         ValueError: If the model is not supported, or not even one sequence fits.
@@ -212,7 +212,7 @@ class LLM(_Front):
 
 
 class AsyncLLM(_Front):
-    """Serves requests from any number of tasks; the model runs in one thread of its own.
+    """Serves requests from any number of tasks; the model runs in one thread.
 
     Args:
         model: As for `LLM`; a loaded model has H2O attention until `aclose`.

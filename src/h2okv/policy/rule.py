@@ -60,12 +60,12 @@ class Rule:
         """Rank the entries outside the protected windows; the lowest is evicted first.
 
         Unless overridden, by the accumulated score (H2O); a rule that sees nothing ranks all
-        alike, and the older goes first. It must depend on nothing but its arguments, elementwise
+        alike, and the older goes first. It must depend on its arguments only, elementwise
         over B and H, so that a sequence gets the same ranks alone and in a batch.
 
         Args:
             scores: accumulated attention as the cache's `Scoring` counts it, fp32 ``[B, H, N]``.
-            positions: original positions, int32 ``[B, H, N]``; -1 marks an empty slot, whose
+            positions: original positions, int32 ``[B, H, N]``; -1 marks an empty slot, and its
                 priority is ignored.
             newest: position of the newest token of each sequence, int64 ``[B, 1, 1]``.
             layer_idx: the layer's index.
@@ -76,7 +76,7 @@ class Rule:
         return scores if self.uses_scores else torch.zeros_like(scores)
 
     def key_priority(self, keys: Tensor, positions: Tensor) -> Tensor:
-        """Rank entries by their keys, in place of `priority`; only of a rule that sees keys.
+        """Rank entries by their keys, instead of `priority`; only for a rule that sees keys.
 
         Args:
             keys: the entries' keys, ``[B, H, N, D]``; anything finite in an empty slot.
