@@ -17,7 +17,7 @@ PINS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-upstream vllm-test bench bench-quick lint format docs wheel check-wheel clean
+.PHONY: help demo test test-all test-rest test-upstream vllm-test bench bench-quick lint format docs site wheel check-wheel clean
 
 help:
 	@echo "make demo         a small model answers with the full cache, best, H2O and a window, at 20 %"
@@ -31,6 +31,7 @@ help:
 	@echo "make lint         style, types, the import contract, words"
 	@echo "make format       put the code in the house style"
 	@echo "make docs         fill the pages' tables from the CSV files, and draw the pictures"
+	@echo "make site         build the docs as a site, into build/site/ (with a live viewer)"
 	@echo "make wheel        build the sdist, and the wheel from it, into $(WHEEL_DIR)/"
 	@echo "make check-wheel  install that wheel into an empty environment and use it there"
 	@echo "make clean        remove .venv and everything built"
@@ -85,6 +86,11 @@ format: $(VENV)/.lint
 docs: $(VENV)/.test
 	$(BIN)/python scripts/make_docs.py
 
+site: $(VENV)/.docs
+	$(BIN)/python scripts/site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "build/site/index.html; with search: $(PYTHON) -m http.server -d build/site"
+
 wheel: $(VENV)/.test
 	rm -rf $(WHEEL_DIR)
 	$(BIN)/python -m hatchling build -t sdist -d $(WHEEL_DIR)
@@ -127,6 +133,10 @@ $(VLLM)/.done: $(PINS)
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet $(PIP_ARGS) -c $(VLLM)/torch.txt \
 		--no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.demo
+	$(INSTALL) --no-build-isolation -e '.[docs]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.demo
