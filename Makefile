@@ -77,7 +77,8 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_words.py src tests benchmarks examples README.md CONTRIBUTING.md docs/guide.md \
-		docs/positions.md docs/serving.md docs/server-api.md
+		docs/positions.md docs/serving.md docs/server-api.md docs/quality.md docs/performance.md docs/benchmarking.md \
+		docs/throughput.md docs/results/*.md benchmarks/TARGETS.md
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .

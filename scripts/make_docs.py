@@ -10,13 +10,13 @@ what stands there. An entry of `[tables]` has
     csv       a file, or several of which the rows are joined; each row's `file` is the name's stem
     derive    column = expression of columns, of all rows
     where     column = value, or a list of values, which orders the rows too
+    latest    columns; of the rows that agree in them the newest (`date`) is read
     names     column = name of a `[names]` list: what a page calls its values
     mean      columns to average, `by` other columns
     base      rows to compare with (`where`), matched `by` columns: `nll` comes as `base_nll`
     compute   column = expression of columns, of the rows selected
     columns   [header, template] pairs, or for a cross table
-    row       [header, template], `across` a template, `cell` a template; `latest` takes the last
-              of several rows for a cell
+    row       [header, template], `across` a template, `cell` a template
     value     a template instead: one row, text within a line
     intro     text above the table
     optional  the place stays empty while the file or its rows are missing
@@ -45,7 +45,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 SPECS = ROOT / "docs" / "results" / "tables.toml"
 MARK = re.compile(r"<!-- table: ([\w-]+) -->.*?<!-- end -->", re.DOTALL)
-FUNCTIONS = {"exp": math.exp, "log": math.log, "max": max, "min": min, "abs": abs, "str": str}
+TEXTS = ("commit", "date", "revision")
+FUNCTIONS = {"exp": math.exp, "float": float, "int": int, "str": str}
 Row = dict[str, Any]
 Spec = Mapping[str, Any]
 
@@ -71,8 +72,10 @@ class Template(string.Formatter):
             return ""
 
 
-def number(text: str) -> Any:
+def number(column: str, text: str) -> Any:
     """Return a cell of a CSV file as an int, a float or the text itself."""
+    if column in TEXTS:
+        return text
     for kind in (int, float):
         try:
             return kind(text)
@@ -115,7 +118,7 @@ def load(spec: Spec) -> list[Row]:
             raise ValueError(f"{name} is missing")
         with path.open(encoding="utf-8", newline="") as file:
             rows += [
-                {k: number(v) for k, v in row.items()} | {"file": path.stem}
+                {k: number(k, v) for k, v in row.items()} | {"file": path.stem}
                 for row in csv.DictReader(file)
             ]
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -149,6 +152,9 @@ def read(spec: Spec, names: Mapping[str, Mapping[str, str]]) -> list[Row]:
             other = others.get(tuple(row[k] for k in base["by"]), {})
             row |= {f"base_{k}": v for k, v in other.items()}
     rows = [row for row in rows if matches(row, where)]
+    if "latest" in spec:
+        rows.sort(key=lambda row: row["date"])
+        rows = list({tuple(row[k] for k in spec["latest"]): row for row in rows}.values())
     for column, value in reversed(where.items()):
         if isinstance(value, list):
             rows.sort(key=lambda row, column=column, value=value: value.index(row[column]))
@@ -181,7 +187,7 @@ def cross(spec: Spec, rows: Sequence[Row]) -> str:
         label, column = fill(template, row), fill(spec["across"], row)
         columns[column] = None
         line = cells.setdefault(label, {})
-        if column in line and not spec.get("latest"):
+        if column in line:
             raise ValueError(f"two rows for {label!r}, {column!r}")
         line[column] = fill(spec["cell"], row)
     lines = [[label, *(line.get(c, "") for c in columns)] for label, line in cells.items()]
@@ -195,7 +201,7 @@ def rendered(spec: Spec, names: Mapping[str, Mapping[str, str]]) -> str:
         return ""
     fill = Template().fill
     if "value" in spec:
-        if len(rows) > 1 and not spec.get("latest"):
+        if len(rows) > 1:
             raise ValueError(f"{len(rows)} rows for the value {spec['value']!r}")
         return fill(spec["value"], rows[-1])
     if "row" in spec:
@@ -261,8 +267,6 @@ def series(spec: Spec) -> dict[str, dict[str, list[tuple[float, float]]]]:
             continue
         panel = fill(spec["panel"], row) if "panel" in spec else ""
         points = panels.setdefault(panel, {}).setdefault(fill(spec["line"], row), [])
-        if spec.get("latest"):
-            points[:] = [other for other in points if other[0] != point[0]]
         points.append(point)
     return panels
 
@@ -313,11 +317,12 @@ def draw(name: str, path: Path) -> None:
                 axes.axhline(spec["level"], color="#555555", linewidth=1, linestyle="--")
             if spec.get("logx"):
                 axes.set_xscale("log", base=2)
-                ticks = sorted({x for points in panel.values() for x, _ in points})
-                axes.set_xticks(ticks, [spec.get("tick", "{:,g}").format(x) for x in ticks])
+                axes.set_xticks(spec["xticks"], [f"{x:,}" for x in spec["xticks"]])
                 axes.minorticks_off()
             if spec.get("logy"):
                 axes.set_yscale("log")
+                if "yticks" in spec:
+                    axes.set_yticks(spec["yticks"])
                 axes.yaxis.set_major_formatter("{x:,g}")
             if spec.get("percent"):
                 axes.xaxis.set_major_formatter("{x:.0%}")
