@@ -1,4 +1,4 @@
-"""HumanEval (arXiv 2107.03374) by cache: does a model's code still run if its cache is evicted from?
+"""HumanEval (arXiv 2107.03374) by cache: does code still run after evictions?
 
 The model completes each function greedily, first with the full cache. Prompt and that completion
 give a task's length; the other caches keep a fraction of it and evict after every token. A program
@@ -127,17 +127,17 @@ def caches(fractions: Sequence[float]) -> list[tuple[str, float]]:
 def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
     """Complete, run and count; return the rows of the table."""
     tasks = {task["task_id"]: task for task in read_tasks(args.tasks)[: args.limit]}
-    known: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
+    completed: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
     if args.out.exists():
         for line in args.out.read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            known.setdefault((row["cache"], row["fraction"]), {})[row["task"]] = row
+            completed.setdefault((row["cache"], row["fraction"]), {})[row["task"]] = row
     args.out.parent.mkdir(parents=True, exist_ok=True)
     prompts = {name: len(tested.encode(task["prompt"])) for name, task in tasks.items()}
     rows = []
     for cache, fraction in caches(args.fractions):
-        results = known.setdefault((cache, fraction), {})
-        full = known["full", 1.0]
+        results = completed.setdefault((cache, fraction), {})
+        full = completed["full", 1.0]
         lengths = {n: prompts[n] + (full[n]["tokens"] if cache != "full" else 0) for n in tasks}
         with Progress(f"{cache} {fraction:g}", len(tasks), "tasks") as bar, args.out.open("a") as f:
             for names in batches(lengths, args.batch):

@@ -1,7 +1,7 @@
 """Memory and machines for a large model and very many users, by arithmetic alone.
 
     python benchmarks/scaling_arithmetic.py            prints the tables
-    python benchmarks/scaling_arithmetic.py --write    puts them into docs/scaling.md
+    python benchmarks/scaling_arithmetic.py --write    puts them into docs/results/scaling.md
     python benchmarks/scaling_arithmetic.py --model DIR --memory 24 --ranks 1,2,4
 
 Bytes are calculated from the model's config as in `h2okv bench` and `h2okv serve`; machines and
@@ -27,7 +27,7 @@ from h2okv.benchmarking.model import Footprint
 from h2okv.engine.memory import MemoryModel, ServingMemory
 from h2okv.records import markdown_table
 
-PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+PAGE = Path(__file__).parents[1] / "docs" / "results" / "scaling.md"
 GIB, MIB = 2**30, 2**20
 CONTEXTS = (4096, 8192, 32768, 131072)
 CACHES = ("full", "20 %", "10 %", "2,048 entries")
@@ -309,7 +309,7 @@ def filled(page: str) -> str:
 def main() -> None:
     """Print the tables, or write them into the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/scaling.md")
+    parser.add_argument("--write", action="store_true", help="fill docs/results/scaling.md")
     parser.add_argument("--model", help="a folder with a config.json; default: Llama 3.1 70B")
     parser.add_argument("--memory", type=float, default=80.0, help="GiB of one GPU")
     parser.add_argument("--ranks", default="2,4,8", help="sizes of a tensor parallel group")

@@ -65,7 +65,7 @@ PROSE = {
     r"\bby the whole interval\b": "by more than the interval",
     r"\b(is|are|was|were) said\b|\bas said\b|\bsaid otherwise\b": "noted, stated",
     r"\b(is|are|was|were) told\b|\bthis page tells\b": "reports, describes",
-    r"\bwhat (is|was|are|were) held\b": "entries",
+    r"\bwhat (was|are|were) held\b": "entries",
     r"\bat hand\b": "available",
     r"\b(go|goes|going|went|gone|gone on|read on) on (from|with|as|there|past|until)\b": "continue",
     r"[,;] for (it|they|there|what|no one) (is|are|has|have|had|was|were|would|does|can)\b": "as",

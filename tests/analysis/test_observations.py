@@ -21,12 +21,12 @@ def tables():
     return module
 
 
-@pytest.mark.parametrize("page", ["observations.md", "theory.md"])
+@pytest.mark.parametrize("page", ["observations.md", "results/theory.md"])
 def test_pages_match_the_csv_files(tables, page):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert tables.filled(text) == text
 
 
 def test_every_table_is_shown_once(tables):
-    text = "".join((DOCS / page).read_text() for page in ("observations.md", "theory.md"))
+    text = "".join((DOCS / page).read_text() for page in ("observations.md", "results/theory.md"))
     assert sorted(re.findall(r"<!-- ([a-z-]+):start -->", text)) == sorted(tables.PARTS)

@@ -1,4 +1,4 @@
-"""The tables of docs/scaling.md equal the output of benchmarks/scaling_arithmetic.py."""
+"""The tables of docs/results/scaling.md equal the output of benchmarks/scaling_arithmetic.py."""
 
 import importlib.util
 import re
@@ -24,7 +24,7 @@ def arithmetic():
 
 
 def test_the_page_equals_the_script_s_output(arithmetic):
-    page = (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "results" / "scaling.md").read_text(encoding="utf-8")
     assert arithmetic.filled(page) == page
     assert sorted(re.findall(r"<!-- (of-[a-z-]+):start -->", page)) == sorted(arithmetic.PARTS)
 

@@ -1,4 +1,4 @@
-"""H2O from docs/algorithm.md, quantized.md and policies.md, in loops, float64 and NumPy alone.
+"""H2O from docs/algorithm.md and policies.md, in loops, float64 and NumPy alone.
 
 Nothing of h2okv or transformers is imported: the model is a Llama written down once more, a
 sequence is a list of entries for each layer and KV head, and the matrix of probabilities is made.
@@ -342,7 +342,7 @@ def _softmax(keys, query, sink):
 
 
 def _rounded(numbers, bits):
-    """Numbers as their groups' grids have them (docs/quantized.md)."""
+    """Numbers as their groups' grids have them (docs/algorithm.md, bits)."""
     size = max(group for group in range(1, 65) if len(numbers) % group == 0)
     levels = 2**bits - 1
     result = []

@@ -19,34 +19,37 @@ DOCUMENT = ROOT / "docs" / "support-table.md"
 README = ROOT / "README.md"
 
 _INTRODUCTION = """\
+Models with full-attention layers work, with MHA, GQA, MQA and MLA; sliding, linear and
+convolution layers beside them keep transformers' own cache. A model that does not work is refused
+when its cache is created, with the reason, never in the middle of a forward.
+
 Every row runs on a tiny random config in `tests/families`, with as many KV heads as query heads
-(MHA) and with fewer (GQA) where the config has the choice: a budget of the whole length gives the
-full cache's logits and text, dropping keeps exactly what masking keeps, and a left-padded row gives
-what it gives alone. Layers that are not full attention keep transformers' own cache. All but OPT
-and the GPT-2 kind, whose positions are learned, also roll their positions past the context window.
-`LLM` and `serve` give the tokens of `generate` for every row but Llama 4 (its chunked layers are
-refused), and for every type with linear or convolution layers (`tests/families/test_hybrid.py`).
+(MHA) and with fewer (GQA) if the config allows it. A budget of the whole length gives the full
+cache's logits and text, dropping keeps exactly what masking keeps, and a left-padded row gives what
+it gives alone. All but OPT and GPT-2, which have learned positions, also roll their positions past
+the context window. `LLM` and `serve` give the tokens of `generate` for every row except Llama 4
+(they refuse its chunked layers), and for every type with linear or convolution layers.
 """
 _IMAGES = """\
-With images in prompts, in `tests/families/test_images.py`: padded batches, later turns, chunks and
+With images in prompts (`tests/families/test_images.py`), padded batches, later turns, chunks and
 spans give the full cache's logits at a budget of the whole length, and dropping keeps what masking
-keeps. A cut (`prefill_chunk`, `evict_every`) never falls inside an image whose tokens see each
-other; it waits for the image's end. `cache.kept_positions(layer)` says which tokens of an image
-remain, and `cache.pin` keeps all of them. With `scoring="expected"` positions of three axes count
-as one for each token, which moves scores of what stands before and in an image a little. How well
-these models answer about images when entries are evicted was not measured: no real one was at hand.
+keeps. A cut (`prefill_chunk`, `evict_every`) waits for the end of an image with tokens that see
+each other. `cache.kept_positions(layer)` says which tokens of an image remain, and `cache.pin`
+keeps all of them. With `scoring="expected"` positions of three axes count as one per token, which
+moves scores around an image a little. How well these models answer about images after an eviction
+was not measured.
 """
 _OTHERS = """\
 ## All types
 
-Every causal LM type of transformers {transformers} was tried once more with a tiny random config
-made by rules (`python tests/families/walk.py --write`, which writes this page): `H2OCache` accepts
-it, a budget above the text gives the full cache's logits, dropping gives what masking does, and
-evicting changes the output. {count} types do: {works}.
+Every causal LM type of transformers {transformers} was also tried with a tiny random config made by
+rules (`python tests/families/walk.py --write`, which writes this page): `H2OCache` accepts it, a
+budget above the text gives the full cache's logits, dropping equals masking, and evicting changes
+the output. {count} types pass: {works}.
 
-A type is refused when its cache is made, never in the middle of a forward. What it does depends on
-its config too: a model in which every layer has a sliding window (Mistral-7B v0.1, Phi-3-mini-4k),
-or whose layers share keys (Gemma 4 E2B), is refused by that. So are encoder-decoder models (T5).
+The config matters too: a model in which every layer has a sliding window (Mistral-7B v0.1,
+Phi-3-mini-4k), or with layers that share keys (Gemma 4 E2B), is refused, and so are
+encoder-decoder models (T5).
 """
 
 

@@ -207,7 +207,7 @@ def check_bound(
 ) -> tuple[np.ndarray, Row]:
     """Compare a policy's entries, bool ``[n, n]``, with the best sets after each evicting step.
 
-    Returns the ratios of its value to the best, float ``[n - k]``, and columns of docs/theory.md.
+    Returns the ratios of its value to the best, float ``[n - k]``, and columns of the theory page.
     """
     steps = range(capacity, rows.shape[-1])
     best = [best_value(rows, capacity, step, objective, h) for step in steps]
