@@ -17,13 +17,14 @@ what stands there. An entry of `[tables]` has
     compute   column = expression of columns, of the rows selected
     columns   [header, template] pairs, or for a cross table
     row       [header, template], `across` a template, `cell` a template
-    value     a template instead: one row, text within a line
+    value     a template instead, text within a line: one row, or several with `join` between
     intro     text above the table
     optional  the place stays empty while the file or its rows are missing
 
 Templates are `str.format`'s; a template with an empty field gives an empty cell. An entry of
 `[pictures]` reads rows the same way and draws `y` over `x`, a line for each `line` and a panel for
-each `panel`. A picture stores a digest of what it shows, by which the check knows it.
+each `panel`. A picture stores a digest of what it shows, by which the check knows it. `[scripts]`
+names pages with places that a script computes.
 """
 
 from __future__ import annotations
@@ -201,9 +202,9 @@ def rendered(spec: Spec, names: Mapping[str, Mapping[str, str]]) -> str:
         return ""
     fill = Template().fill
     if "value" in spec:
-        if len(rows) > 1:
+        if len(rows) > 1 and "join" not in spec:
             raise ValueError(f"{len(rows)} rows for the value {spec['value']!r}")
-        return fill(spec["value"], rows[-1])
+        return spec.get("join", "").join(fill(spec["value"], row) for row in rows)
     if "row" in spec:
         table = cross(spec, rows)
     else:
@@ -231,9 +232,9 @@ def place(name: str) -> str:
 
 
 @cache
-def script(path: str) -> Any:
-    """Return a script as a module, which fills marked places that need more than a table."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+def script(name: str) -> Any:
+    """Return a script as a module."""
+    spec = importlib.util.spec_from_file_location(Path(name).stem, ROOT / name)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -367,9 +368,13 @@ def is_current(name: str) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Fill the pages and draw the pictures, or check them; return the exit code."""
     stale = []
+    scripts = {ROOT / page: name for page, name in specs()["scripts"].items()}
     for path in pages():
         text = path.read_text(encoding="utf-8")
-        if (new := filled(text)) != text:
+        new = filled(text)
+        if path in scripts:
+            new = script(scripts[path]).filled(new)
+        if new != text:
             stale.append(path)
             if "--check" not in arguments:
                 path.write_text(new, encoding="utf-8")

@@ -21,12 +21,15 @@ def tables():
     return module
 
 
-@pytest.mark.parametrize("page", ["observations.md", "results/theory.md"])
+PAGES = ("results/observations.md", "results/theory.md")
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_pages_match_the_csv_files(tables, page):
     text = (DOCS / page).read_text(encoding="utf-8")
     assert tables.filled(text) == text
 
 
 def test_every_table_is_shown_once(tables):
-    text = "".join((DOCS / page).read_text() for page in ("observations.md", "results/theory.md"))
+    text = "".join((DOCS / page).read_text() for page in PAGES)
     assert sorted(re.findall(r"<!-- ([a-z-]+):start -->", text)) == sorted(tables.PARTS)

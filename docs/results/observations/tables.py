@@ -1,4 +1,4 @@
-"""Makes the tables of docs/observations.md and docs/results/theory.md from the CSV files beside it.
+"""Makes the tables of docs/results/observations.md and theory.md from the CSV files beside it.
 
     python docs/results/observations/tables.py              prints them
     python docs/results/observations/tables.py --write      puts them into the two pages
@@ -24,7 +24,7 @@ from h2okv.analysis.study import TEXT_COLUMNS
 from h2okv.records import read_csv
 
 FOLDER = Path(__file__).parent
-PAGES = (FOLDER.parents[1] / "observations.md", FOLDER.parents[0] / "theory.md")
+PAGES = (FOLDER.parent / "observations.md", FOLDER.parent / "theory.md")
 DETAILED = "sherlock_holmes"
 LAYERS = ((0, 0), (1, 4), (5, 9), (10, 14), (15, 19), (20, 24), (25, 29))
 """The first and the last layer of each column or line; means are taken over them."""
