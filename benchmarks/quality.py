@@ -1,4 +1,4 @@
-"""Shared by the scripts of docs/quality.md: options, samples that resume, rows with intervals."""
+"""Shared by the scripts of docs/results/quality.md: options, samples, rows with intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recall of facts in long prompts by cache: docs/quality.md's table, with one prefill for all.
+"""Recall of facts in long prompts by cache, for docs/results/quality.md, with one prefill for all.
 
 Six tasks in the manner of RULER (`recall_prompts.py`), by length, the question known or not when
 the prompt is evicted from. H2O, sinks and recent tokens, SnapKV, and ``best`` with even budgets and

@@ -334,7 +334,10 @@ def draw(name: str, path: Path) -> None:
             if "xlim" in spec:
                 axes.set_xlim(*spec["xlim"])
             axes.grid(color="#dddddd", linewidth=0.7)
-            axes.set_xlabel(spec["xlabel"])
+        if len(panels) == 1:
+            all_axes[0].set_xlabel(spec["xlabel"])
+        else:
+            figure.supxlabel(spec["xlabel"], fontsize=11)
         all_axes[0].set_ylabel(spec["ylabel"])
         if spec.get("kind") != "points":
             handles = {

@@ -1,4 +1,4 @@
-"""The rules of other papers that docs/quality.md weighs, against their definitions in loops."""
+"""The rules that docs/results/quality.md weighs, against their definitions in loops."""
 
 import importlib
 import sys

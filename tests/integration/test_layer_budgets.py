@@ -196,7 +196,7 @@ def test_a_file_of_another_version_is_measured_again(model, measured, tmp_path, 
 
 
 def test_factors_are_measured_with_every_query_head(model, monkeypatch):
-    """Caches take means of query heads; factors by means were worse (docs/quality.md)."""
+    """Caches take means of query heads; factors by means were worse (docs/results/quality.md)."""
     ids = torch.tensor([layer_budgets.encode(*_text(model))[:400]])
     measured = measure_layer_budgets(model, ids, by_head=True)
     monkeypatch.setattr(CacheLayer, "heads_of_mean", 1)

@@ -48,6 +48,13 @@ def test_a_changed_number_is_found(make_docs):
     assert make_docs.filled(changed) == text, name
 
 
+def test_pages_are_short():
+    for page in ROOT.glob("docs/*.md"):
+        if page.name != "support-table.md":  # a row for each family
+            lines = len(page.read_text(encoding="utf-8").splitlines())
+            assert lines <= 150, f"{page.name} has {lines} lines: long tables go to docs/results"
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -78,7 +78,7 @@ def measure_layer_budgets(
     cache = H2OCache(model.config, policy="full", scoring="expected")
     for layer in cache.layers:
         if isinstance(layer, CacheLayer):
-            # Factors by means are worse (docs/quality.md), and this is done once for a model.
+            # Factors by means are worse (docs/results/quality.md); this is done once for a model.
             layer.heads_of_mean = 1
     prefill(model, input_ids, cache, torch.ones_like(input_ids))
     curves = []

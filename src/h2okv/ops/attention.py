@@ -382,7 +382,7 @@ def _unseen(rows: int, start: int, stop: int, window: int | None, device: torch.
 _kept_unseen = functools.lru_cache(maxsize=8)(_unseen)  # most tiles on the diagonal are alike
 
 
-# Query heads of which expected attention takes the mean (docs/quality.md has what others cost).
+# Query heads that expected attention averages; docs/results/quality.md has what others cost.
 HEADS_OF_MEAN = 4
 
 
