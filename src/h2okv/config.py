@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, Literal
 
-from h2okv.records import refusing, unknown_name
+from h2okv.records import parse_json, refusing, unknown_name
 
 Positions = Literal["original", "rolling", "clamped"]
 LayerBudgets = Sequence[float | Sequence[float]]
@@ -184,6 +184,12 @@ def checked_factors(budgets: LayerBudgets) -> LayerBudgets:
             f" {min(flat, default=0):g}; h2okv.measure_layer_budgets returns such factors."
         )
     return factors
+
+
+def parse_factors(text: str) -> LayerBudgets:
+    """Return the factors of a file of ``h2okv eval layers``, or of the cache folder."""
+    content = parse_json(text)
+    return checked_factors(content.get("factors", ()) if isinstance(content, dict) else content)
 
 
 def _limit_factors(factors: Sequence[float], limit: float) -> list[float]:

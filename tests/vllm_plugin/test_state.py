@@ -9,8 +9,9 @@ from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
 from h2okv.ops.decode import decode_with_scores, write_slot
 from h2okv.ops.indexed import Indexed
+from h2okv.vllm_plugin.batch import Batch
 from h2okv.vllm_plugin.settings import tokens_to_run
-from h2okv.vllm_plugin.state import StateLayer, block_bytes, model_rotation, state_spec
+from h2okv.vllm_plugin.state import LayerShape, StateLayer, StatePool, model_rotation
 
 HEADS, GROUPS, SIZE, LAYER = 2, 3, 8, 1
 NUM_BLOCKS = 6
@@ -19,35 +20,39 @@ CASES = [{"policy": policy} for policy in POLICIES]
 CASES += [{"scoring": scoring} for scoring in ("mean", "decay", "value_norm")]
 CASES += [{"scoring": "expected"}, {"policy": "best"}]
 CASES += [{"sink": 3}, {"policy": "random", "seed": 5}]
+BY_HEAD = ((1.0, 1.0), (1.8, 0.4), (0.6, 1.2))
+BY_LAYER = (1.0, 1.4, 0.6)
+CASES += [{"layer_budgets": BY_HEAD}, {"policy": "best", "layer_budgets": BY_HEAD}]
+CASES += [{"layer_budgets": BY_LAYER}, {"scoring": "value_norm", "layer_budgets": BY_HEAD}]
+EVERY = [{"evict_every": 6}, {"evict_every": 6, "scoring": "value_norm", "sink": 2}]
+EVERY += [{"evict_every": 6, "policy": "best"}, {"evict_every": 6, "layer_budgets": BY_HEAD}]
+EVERY += [{"evict_every": 5, "policy": "best", "layer_budgets": BY_HEAD}, {"evict_every": 1}]
+CASES += EVERY
 
 
 def config_of(**options) -> CacheConfig:
-    return CacheConfig(**{"heavy": 5, "recent": 4} | options)
+    return CacheConfig(**{"heavy": 5, "recent": 4, "layer_budgets": None} | options)
 
 
-def dirty_pool(config: CacheConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return all blocks as a server allocates them, with old contents."""
-    spec = state_spec(config, HEADS, SIZE, dtype)
-    size = block_bytes(spec)
-    pages = torch.full((NUM_BLOCKS, size), 0xFF, dtype=torch.uint8)  # NaN, and -1 as an int32
-    pool, offset = {}, 0
-    for name, (shape, kind) in spec.items():
-        stop = offset + torch.Size(shape).numel() * kind.itemsize
-        pool[name] = pages[:, offset:stop].view(kind).view(-1, *shape)
-        offset = stop
-    assert offset == size
-    pool["positions"].random_(0, 50)
-    return pool
+def shape(number=LAYER, dtype=torch.float32, **changes) -> LayerShape:
+    return LayerShape(number, HEADS * GROUPS, HEADS, SIZE, dtype, **changes)
 
 
 def make_layer(config: CacheConfig, dtype=torch.float32, scale=SIZE**-0.5, softcap=None):
-    layer = StateLayer(config, LAYER, scale, softcap)
-    layer.blocks = pool = dirty_pool(config, dtype)
+    """Return a layer among others, and the memory with old contents, as a server allocates it."""
+    layers = [StateLayer(config, shape(number, dtype), scale, softcap) for number in range(3)]
+    pool = StatePool(layers)
+    pages = torch.full((NUM_BLOCKS, pool.block_bytes), 0xFF, dtype=torch.uint8)  # NaN, and -1
+    pool.bind(pages)
+    layer = layers[LAYER]
+    layer.blocks["positions"].random_(0, 50)
     layer.rotates = rotation(config, dtype)
     return pool, layer
 
 
-MODEL = LlamaConfig(num_hidden_layers=LAYER + 1, hidden_size=48, num_attention_heads=6)
+MODEL = LlamaConfig(
+    num_hidden_layers=3, hidden_size=48, num_attention_heads=6, num_key_value_heads=2
+)
 
 
 def rotation(config: CacheConfig, dtype: torch.dtype) -> Rotation | None:
@@ -71,7 +76,7 @@ class Request:
         self.value = states(HEADS, 1.0)
         self.cache = h2okv.H2OCache.from_config(MODEL, config)
         self.cache.layers[LAYER].learn_rotation(rotation(config, dtype))
-        self.seen, self.block = 0, -1
+        self.seen, self.block, self.table = 0, -1, None
 
     def next(self, count: int) -> tuple[torch.Tensor, ...]:
         span = slice(self.seen, self.seen + count)
@@ -85,25 +90,26 @@ class Request:
         layer.update(key, value)
         return layer.attend(query, key, value, None, SIZE**-0.5)[0].transpose(0, 1)
 
-    def check_state(self, pool: dict[str, torch.Tensor]) -> None:
+    def check_state(self, layer: StateLayer) -> None:
+        self.cache.layers[LAYER].end_steps()
         state = self.cache.layers[LAYER].state
+        index = torch.tensor([self.block])
+        held = layer._copies(index, torch.tensor([self.seen]))
+        names = ("positions", "scores", "keys", "values")
         for head in range(HEADS):
-            block_positions = pool["positions"][self.block, head]
-            positions = state.positions[0, head]
-            order, state_order = (
-                block_positions.argsort()[(block_positions < 0).sum() :],
-                positions.argsort()[(positions < 0).sum() :],
+            left, right = (
+                [field[0, head] for field in some.by_head(*names)] for some in (held, state)
             )
-            assert block_positions[order].tolist() == positions[state_order].tolist()
-            torch.testing.assert_close(
-                pool["scores"][self.block, head][order], state.scores[0, head][state_order]
+            left, right = (
+                [field[fields[0].argsort()[(fields[0] < 0).sum() :]] for field in fields]
+                for fields in (left, right)
             )
-            for name in ("keys", "values"):
-                entries = pool[name][self.block, head][order]
-                assert entries.equal(getattr(state, name)[0, head][state_order])
+            assert left[0].tolist() == right[0].tolist()
+            torch.testing.assert_close(left[1], right[1])
+            assert left[2].equal(right[2]) and left[3].equal(right[3])
 
 
-def run_batch(layer, batch, extra=0):
+def run_batch(layer, pool, batch, extra=0, block_size=None):
     """Run a step of ``(request, count)``; compare each output with that of the request's cache."""
     states = [request.next(count) for request, count in batch]
     expected = [
@@ -111,10 +117,13 @@ def run_batch(layer, batch, extra=0):
     ]
     counts = [count for _, count in batch]
     starts = [sum(counts[:index]) for index in range(len(counts) + 1)] + [sum(counts)] * extra
-    blocks = [request.block for request, _ in batch] + [-1] * extra
+    tables = [request.table or [request.block] for request, _ in batch] + [[-1]] * extra
+    columns = max(map(len, tables))
+    table = torch.tensor([row + [0] * (columns - len(row)) for row in tables], dtype=torch.int32)
     lengths = [request.seen for request, _ in batch] + [0] * extra
-    inputs = (torch.cat(tensors) for tensors in zip(*states, strict=True))
-    output = layer.run(*inputs, starts, lengths, blocks)
+    inputs = [torch.cat(tensors) for tensors in zip(*states, strict=True)]
+    output = torch.full_like(inputs[0], torch.nan)
+    Batch.of(starts, lengths, table, pool, block_size).run(layer, *inputs, output)
     exact = output.dtype == torch.float32
     tolerance = {"atol": 1e-5, "rtol": 1e-4} if exact else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(output, torch.cat(expected), **tolerance)
@@ -128,23 +137,23 @@ def run_requests(config: CacheConfig, dtype: torch.dtype, steps: int = 14) -> No
     first = [Request(config, length + steps, length, dtype) for length in (23, 4, 9, 1)]
     for request, block in zip(first, (5, 1, 3, 4), strict=True):
         request.block = block
-    run_batch(layer, [(first[0], 23), (first[3], 1)])
-    run_batch(layer, [(first[1], 4), (first[0], 1), (first[2], 9), (first[3], 1)], extra=2)
+    run_batch(layer, pool, [(first[0], 23), (first[3], 1)])
+    run_batch(layer, pool, [(first[1], 4), (first[0], 1), (first[2], 9), (first[3], 1)], extra=2)
     for _ in range(steps - 3):
         shuffled = torch.randperm(4, generator=order).tolist()
-        run_batch(layer, [(first[index], 1) for index in shuffled], extra=1)
+        run_batch(layer, pool, [(first[index], 1) for index in shuffled], extra=1)
     for request in first:
-        request.check_state(pool)
+        request.check_state(layer)
     # A request that gets the block of a finished one does not see its entries.
     late = Request(config, 3 + steps, 77, dtype)
     late.block = first[0].block
-    run_batch(layer, [(first[1], 1), (late, 3)])
+    run_batch(layer, pool, [(first[1], 1), (late, 3)])
     for _ in range(steps):
-        run_batch(layer, [(late, 1)])
-    late.check_state(pool)
+        run_batch(layer, pool, [(late, 1)])
+    late.check_state(layer)
 
 
-@pytest.mark.parametrize("options", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize("options", CASES, ids=str)
 def test_every_request_equals_a_separate_cache(options):
     run_requests(config_of(**options), torch.float32)
 
@@ -176,10 +185,10 @@ def test_a_prompt_in_chunks_is_a_cache_with_prefill_chunk(scoring):
     expected = reference.expected(*reference.next(36))
     request.block, outputs = 2, []
     while request.seen < 36:
-        count = tokens_to_run(request.seen, 20, 36, chunk)
-        outputs.append(run_batch(layer, [(request, count)]))
+        count = tokens_to_run(request.seen, 20, 36, in_chunks)
+        outputs.append(run_batch(layer, pool, [(request, count)]))
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-4)
-    request.check_state(pool)
+    request.check_state(layer)
     assert sum(map(len, outputs)) == 36 and [len(output) for output in outputs] == [7] * 5 + [1]
 
 
@@ -195,7 +204,7 @@ def test_soft_cap_and_the_scale_reach_the_operations():
 
     def first(scale: float, softcap: float | None) -> torch.Tensor:
         _, layer = make_layer(config, torch.float32, scale, softcap)
-        return layer.run(query, key, value, [0, 6], [6], [0])
+        return layer.run_block(query, key, value, 0, torch.tensor([0]))
 
     plain = first(0.3, None)
     assert not torch.allclose(plain, first(0.6, None), atol=1e-3)

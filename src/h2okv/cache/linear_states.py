@@ -8,19 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.cache_utils import Cache, DummyLayer, DynamicCache, LinearAttentionLayer
+from transformers import AutoModelForCausalLM, cache_utils
+from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from h2okv.cache.slot_state import ordinary_tensors
 
 # Their mixers begin a block of tokens with an empty state, whatever was read before.
 _FORGETFUL = {"jamba"}
 _FIELDS = ("conv_states", "recurrent_states")
+# Before 5.20 or so transformers has no class for layers that hold nothing.
+_FIXED = (LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer))
 
 
 def has_fixed_state(layer: object) -> bool:
     """Tell whether a layer holds a state of one size for each sequence, or nothing at all."""
-    return type(layer) in (LinearAttentionLayer, DummyLayer)
+    return type(layer) in _FIXED
 
 
 def has_states(cache: Cache) -> bool:

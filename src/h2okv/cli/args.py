@@ -29,11 +29,11 @@ from h2okv.config import (
     SCORINGS,
     CacheConfig,
     LayerBudgets,
-    checked_factors,
+    parse_factors,
 )
 from h2okv.console import check_least
 from h2okv.integration.names import check_name
-from h2okv.records import parse_json, refusing, unknown_name
+from h2okv.records import refusing, unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -183,9 +183,7 @@ def _factors(option: str, text: str) -> LayerBudgets | Literal["auto", "even"]:
     written = readers.read_text(option, Path(text))
     problem = f"{option} '{text}' is not a JSON list of numbers"
     with refusing(problem, "give auto, even or a file of h2okv eval layers", ValueError, TypeError):
-        content = parse_json(written)
-        # A file of the cache folder names what was measured too.
-        return checked_factors(content.get("factors", ()) if isinstance(content, dict) else content)
+        return parse_factors(written)
 
 
 def policy_option(default: str = BEST) -> Any:

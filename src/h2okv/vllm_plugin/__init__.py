@@ -13,19 +13,32 @@ import pkgutil
 from typing import Any
 
 from h2okv.config import CacheConfig
-from h2okv.vllm_plugin.settings import FAMILIES, KEY, check_engine, parse, with_chunk
+from h2okv.vllm_plugin.measure import measured
+from h2okv.vllm_plugin.settings import (
+    FAMILIES,
+    KEY,
+    caches_prefixes,
+    check_engine,
+    parse,
+    with_chunk,
+)
 
 __all__ = ["register"]
 
 _logger = logging.getLogger("vllm.h2okv")  # a child of vLLM's logger, so it is shown
 TESTED = "0.32.0"
+OPERATION = "vllm::h2o_attention"
 NAMES = (
     "vllm.model_executor.models.config:MODELS_CONFIG_MAP",
     "vllm.model_executor.models.config:VerifyAndUpdateConfig",
     "vllm.model_executor.models:ModelRegistry.register_model",
     "vllm.model_executor.layers.mamba.abstract:MambaBase.bind_kv_cache",
     "vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec",
-    "vllm.v1.attention.backends.linear_attn:LinearAttentionBackend",
+    "vllm.v1.kv_cache_interface:MambaSpec.max_num_blocks_per_req",
+    "vllm.v1.attention.backend:AttentionMetadataBuilder.build",
+    "vllm.v1.attention.backend:CommonAttentionMetadata",
+    "vllm.utils.torch_utils:direct_register_custom_op",
+    "vllm.config:CompilationConfig._attention_ops",
     "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
 )
 """Names of vLLM that the plug-in needs."""
@@ -82,18 +95,24 @@ def prepare(vllm_config: Any, cache: CacheConfig) -> None:
         )
     if version != TESTED:
         _logger.warning("h2okv was tested with vLLM %s, and this is %s", TESTED, version)
-    check_engine(vllm_config, cache)
-    cache = with_chunk(cache, vllm_config)
-    vllm_config.additional_config = {**vllm_config.additional_config, KEY: cache.to_dict()}
+    check_engine(vllm_config, cache.before_measuring)
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
+    cache = with_chunk(measured(cache, model), vllm_config)
+    check_engine(vllm_config, cache)
+    vllm_config.additional_config = {**vllm_config.additional_config, KEY: cache.to_dict()}
     # A name, because each process must find the class. The original name stays in the list: the
     # engine and the mapping of checkpoint names need it.
     model.hf_config.architectures = [f"H2O{model.architecture}", *model.hf_config.architectures]
     model.model_impl = "vllm"
-    model.enforce_eager = True
+    compilation = vllm_config.compilation_config
+    operations = compilation.splitting_ops or compilation._attention_ops
+    compilation.splitting_ops = [*operations, OPERATION]
     scheduler.scheduler_cls = "h2okv.vllm_plugin.scheduler.H2OScheduler"
     scheduler.async_scheduling = False
     pages = vllm_config.cache_config
-    pages.enable_prefix_caching = False
-    pages.mamba_cache_mode = "none"
+    pages.enable_prefix_caching = caches_prefixes(cache, pages.enable_prefix_caching)
+    pages.mamba_cache_mode = "none"  # `StateSpec` says why
     pages.mamba_block_size = model.max_model_len
+    if pages.enable_prefix_caching:
+        pages.mamba_block_size = pages.block_size = cache.evict_every
+        pages.user_specified_block_size = True

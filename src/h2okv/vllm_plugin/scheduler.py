@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with prompts split into chunks of `prefill_chunk` only."""
+"""vLLM's scheduler, with prompts split where it changes no result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class H2OScheduler(Scheduler):
         super().__init__(*args, **options)
         cache = parse(self.vllm_config.additional_config)
         assert cache is not None
-        self._chunk = cache.prefill_chunk
+        self._cache = cache
         # vLLM's flag for models whose prompts must be split at certain tokens.
         self.need_mamba_block_aligned_split = True
 
@@ -25,4 +25,4 @@ class H2OScheduler(Scheduler):
     ) -> int:
         """Return the tokens of the request that this step runs; 0 to wait."""
         start = request.num_computed_tokens + sum(computed) + sum(more.values())
-        return tokens_to_run(start, num_new_tokens, request.num_prompt_tokens, self._chunk)
+        return tokens_to_run(start, num_new_tokens, request.num_prompt_tokens, self._cache)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from h2okv.cache.rope import PositionRule
-from h2okv.cache.support import check_rule
-from h2okv.config import CacheConfig
-from h2okv.policy import Sees, get_rule
+from h2okv.cache.support import check_layer_budgets, check_rule
+from h2okv.config import EVEN, MEASURED, CacheConfig, parse_factors
+from h2okv.policy import Rule, Sees, get_rule
+from h2okv.records import read_text_file, refusing
 
 KEY = "h2okv"
 """The key of the settings in vLLM's ``additional_config``."""
@@ -48,15 +50,25 @@ def parse(additional_config: Any) -> CacheConfig | None:
                 f"h2okv: {name}={values[name]!r} is a fraction of the prompt, but vLLM gives every "
                 "request a block of one size before it knows any prompt; give a number of tokens."
             )
-    config = CacheConfig.from_dict({"layer_budgets": None} | dict(values))
+    values = dict(values)
+    budgets = values.get("layer_budgets")
+    if isinstance(budgets, str) and budgets not in (MEASURED, EVEN, "policy"):
+        with refusing("h2okv: layer_budgets", "or give a file of h2okv eval layers", ValueError):
+            values["layer_budgets"] = parse_factors(read_text_file(Path(budgets), "JSON"))
+    config = CacheConfig.from_dict(values)
     _check_cache(config)
     return config
 
 
+def rule_of(config: CacheConfig) -> Rule:
+    """Return a config's eviction rule."""
+    return get_rule(config.policy, config.seed, config.scoring, config.decay)
+
+
 def _check_cache(config: CacheConfig) -> None:
-    rule = get_rule(config.policy, config.seed, config.scoring, config.decay)
+    rule = rule_of(config)
     chunk: Any = config.prefill_chunk
-    check_rule(rule, PositionRule(config.positions, chunk), simulate=False)
+    check_rule(rule, PositionRule(config.positions, chunk), False, config.evict_every)
     if not rule.is_bounded:
         raise ValueError(
             f"h2okv: policy={config.policy!r} keeps more with every token, and a request's block "
@@ -72,11 +84,11 @@ def _check_cache(config: CacheConfig) -> None:
             f"h2okv: policy={config.policy!r} ranks by keys, and inside vLLM only scores are at "
             "hand; use policy='h2o'."
         )
-    if config.layer_budgets is not None:
-        raise ValueError("h2okv: layer_budgets: vLLM's blocks are of one size; leave it out.")
-    for name in ("kv_bits", "evict_every"):
-        if (value := getattr(config, name)) is not None:
-            raise ValueError(f"h2okv: {name}={value} is not supported inside vLLM; leave it out.")
+    if config.kv_bits is not None:
+        raise ValueError(
+            f"h2okv: kv_bits={config.kv_bits}: inside vLLM a step reads keys and values where they "
+            "lie, which the operations on packed ones cannot; leave it out."
+        )
 
 
 def check_engine(vllm_config: Any, cache: CacheConfig) -> None:
@@ -96,16 +108,20 @@ def check_engine(vllm_config: Any, cache: CacheConfig) -> None:
         )
     for problem in _problems(vllm_config):
         raise ValueError(f"h2okv: {problem}.")
+    if cache.layer_budgets is not None:
+        text = model.hf_text_config
+        check_layer_budgets(cache, rule_of(cache), text, text.num_hidden_layers)
     if cache.scoring == "expected" and model.using_transformers_backend():
         raise ValueError(
             "h2okv: scoring='expected' (policy='best' has it too) needs to know how keys are "
             "rotated, and vLLM's Transformers backend does not say; use another scoring."
         )
-    chunk, step_tokens = cache.prefill_chunk, vllm_config.scheduler_config.max_num_batched_tokens
+    chunk, step_tokens = cache.block, vllm_config.scheduler_config.max_num_batched_tokens
     if chunk is not None and chunk > step_tokens:
+        name = "prefill_chunk" if cache.evict_every is None else "evict_every"
         raise ValueError(
-            f"h2okv: prefill_chunk={chunk} is above max_num_batched_tokens={step_tokens}, so no "
-            "step could read a chunk; lower prefill_chunk, or raise --max-num-batched-tokens."
+            f"h2okv: {name}={chunk} is above max_num_batched_tokens={step_tokens}, so no "
+            f"step could read a chunk; lower {name}, or raise --max-num-batched-tokens."
         )
 
 
@@ -172,26 +188,56 @@ def with_chunk(cache: CacheConfig, vllm_config: Any) -> CacheConfig:
     """Return the config, with a prefill chunk that fits a step if a prompt may not fit."""
     scheduler = vllm_config.scheduler_config
     step_tokens = scheduler.max_num_batched_tokens
-    if cache.prefill_chunk is not None or vllm_config.model_config.max_model_len <= step_tokens:
+    if cache.block is not None or vllm_config.model_config.max_model_len <= step_tokens:
         return cache
     # Leave room for a token of every other request.
     return dataclasses.replace(cache, prefill_chunk=max(step_tokens - scheduler.max_num_seqs, 1))
 
 
-def tokens_to_run(start: int, available: int, prompt_length: int, chunk: int | None) -> int:
-    """Return how many tokens of a request a step runs: a whole chunk of its prompt, or none."""
+def caches_prefixes(cache: CacheConfig, is_wanted: bool) -> bool:
+    """Tell whether requests may go on from states of others.
+
+    Only with ``evict_every`` a state depends on the text alone, and not on how it was read.
+    """
+    return is_wanted and cache.evict_every is not None and cache.evict_every > 1
+
+
+def tokens_to_run(start: int, available: int, prompt_length: int, cache: CacheConfig) -> int:
+    """Return how many tokens of a request a step runs: a whole chunk of its prompt, or none.
+
+    With ``evict_every`` any cut gives the same states, and those at its multiples can be cached.
+
+    Args:
+        start: tokens that the request has read.
+        available: tokens that it has, and the step room for.
+        prompt_length: tokens of its prompt.
+        cache: the setting.
+    """
+    chunk = cache.prefill_chunk
+    if cache.evict_every is not None:
+        return min(available, cache.evict_every - start % cache.evict_every)
     if start >= prompt_length:  # also of a preempted request that reads its output again
         return min(available, 1)
     end = prompt_length if chunk is None else min(start - start % chunk + chunk, prompt_length)
     return end - start if available >= end - start else 0
 
 
-def summary(cache: CacheConfig, request_bytes: int, num_requests: int, max_num_seqs: int) -> str:
+def summary(
+    cache: CacheConfig,
+    request_bytes: int,
+    num_requests: int,
+    max_num_seqs: int,
+    is_caching: bool = False,
+) -> str:
     """Return the line for the log."""
-    chunk = "whole" if cache.prefill_chunk is None else f"in chunks of {cache.prefill_chunk}"
+    chunk = "whole" if cache.block is None else f"in chunks of {cache.block}"
+    entries = "for each layer and KV head"
+    if cache.layer_budgets is not None:
+        entries = f"in the mean, divided among the {'KV heads' if cache.is_by_head else 'layers'}"
+    prefixes = f"cached every {cache.evict_every} tokens" if is_caching else "not cached"
     return (
-        f"h2okv: {cache.label}: {cache.budget.resolve(0).total} entries for each layer and KV head "
+        f"h2okv: {cache.label}: {cache.budget.resolve(0).total} entries {entries} "
         f"(sink {cache.sink}, heavy {cache.heavy}, recent {cache.recent}), prompts read {chunk}; "
         f"{request_bytes:,} bytes a request on each rank, room for {num_requests:,} requests at "
-        f"once (max_num_seqs={max_num_seqs}); prefix caching is off"
+        f"once (max_num_seqs={max_num_seqs}); prefixes are {prefixes}"
     )

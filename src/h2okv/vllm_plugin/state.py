@@ -1,8 +1,9 @@
-"""H2O states in a server's memory: one block for each request."""
+"""H2O states in a server's memory: one block for each request, with the entries of all layers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,32 +14,336 @@ from h2okv.cache.block import Block
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotState, empty_value
-from h2okv.config import CacheConfig
+from h2okv.cache.spans import Spans
+from h2okv.config import Budget, CacheConfig
+from h2okv.ops.attention import mean_queries
+from h2okv.ops.decode import NO_HEAD
 from h2okv.ops.indexed import Indexed
 from h2okv.ops.rope import Layout
-from h2okv.policy import Rule, get_rule
+from h2okv.vllm_plugin.settings import rule_of
 
 Spec = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each tensor of a request's block in one layer, by its name."""
+_PER_SLOT = ("scores", "positions", "value_weights")
 
 
-def state_spec(config: CacheConfig, num_kv_heads: int, size: int, dtype: torch.dtype) -> Spec:
-    """Return the tensors of a block, in their order in memory."""
-    slots = (num_kv_heads, config.budget.resolve(0).total + 1)
-    # Four-byte dtypes come first: each tensor is aligned to its element size.
-    spec: Spec = {"scores": (slots, torch.float32), "positions": (slots, torch.int32)}
-    if _rule(config).weighs_values:
-        spec["value_weights"] = (slots, torch.float32)
-    return spec | {"keys": ((*slots, size), dtype), "values": ((*slots, size), dtype)}
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer of one rank reads and holds."""
+
+    number: int  # of the layer, among those with H2O entries
+    num_heads: int  # query heads of the rank
+    num_kv_heads: int  # KV heads of the rank
+    size: int  # D
+    dtype: torch.dtype
+    rank: int = 0
+    num_ranks: int = 1
+
+    def head_budgets(self, config: CacheConfig, rank: int) -> tuple[Budget, ...] | None:
+        """Return the budgets of a rank's KV heads; ``None`` if they are equal."""
+        budgets = config.head_budgets(self.number)
+        if budgets is None:
+            return None
+        # Fewer heads than ranks: several ranks have the same one.
+        first = rank * len(budgets) // self.num_ranks
+        return budgets[first : first + self.num_kv_heads]
 
 
-def _rule(config: CacheConfig) -> Rule:
-    return get_rule(config.policy, config.seed, config.scoring, config.decay)
+class StateLayer(SlotLayer):
+    """A layer whose requests have their entries in blocks ``[N, ...]`` of the server.
+
+    Old contents of a block are never read: a request's first tokens overwrite all of it. A prompt's
+    chunk is `SlotLayer`'s block path on a copy of the request's slots; single tokens of many
+    requests are one step of `SlotLayer`, with keys and values read and written in place. A step is
+    a function of tensors alone: nothing is read by the host.
+
+    Heads with different budgets share one row of slots, as in `SlotPlan`, each its own stretch.
+    """
+
+    checks_numbers = False  # an error in the middle of a forward would end the server
+    spans: _BlockSpans | None
+
+    def __init__(
+        self, config: CacheConfig, shape: LayerShape, scale: float, softcap: float | None = None
+    ) -> None:
+        rule, length = rule_of(config), config.evict_every
+        spans = None if (length or 1) == 1 else _BlockSpans(length or 1)
+        super().__init__(
+            shape.number, config.layer_budget(shape.number), rule,
+            PositionRule(prefill_chunk=length),
+            head_budgets=shape.head_budgets(config, shape.rank),
+            spans=spans,
+        )  # fmt: skip
+        self.shape, self.scale, self.softcap = shape, scale, softcap  # the last two: of the logits
+        self.rotates: Rotation | None = None  # of the model; for scorings that look ahead
+        self.blocks: Mapping[str, Tensor] = {}  # the tensors of `spec`, each [N, ...]
+        budgets = self.head_budgets or (self.budget,)
+        self.tokens = [rule.allocate_budget(budget.resolve(0)) for budget in budgets]
+        self.largest = max(self.tokens, key=lambda budget: budget.total)
+        self.totals = [budget.total for budget in self.tokens]
+        # A block has the same size on all ranks, whatever their heads need.
+        ranks = range(shape.num_ranks if self.head_budgets else 1)
+        self.num_slots = max(self._slots_of(config, rank) for rank in ranks)
+        self._constants: dict[str, Tensor] = {}
+
+    def _slots_of(self, config: CacheConfig, rank: int) -> int:
+        """Return the slots of a row on a rank: of one head, or of all heads that share it."""
+        budgets = self.shape.head_budgets(config, rank) or (self.budget,)
+        allocate, span = self.rule.allocate_budget, config.evict_every or 1
+        return sum(allocate(budget.resolve(0)).total + span for budget in budgets)
+
+    @property
+    def spec(self) -> Spec:
+        """The tensors of a request's block."""
+        shape = self.shape
+        slots = (1 if self.head_budgets else shape.num_kv_heads, self.num_slots)
+        spec: Spec = {"scores": (slots, torch.float32), "positions": (slots, torch.int32)}
+        if self.rule.weighs_values:
+            spec["value_weights"] = (slots, torch.float32)
+        for name in ("keys", "values"):
+            spec[name] = ((*slots, shape.size), shape.dtype)
+        if self.spans is not None and self.scores_spans:
+            query = torch.empty(1, shape.num_heads, 1, 1, device="meta")
+            means = mean_queries(query, shape.num_kv_heads).shape[1]
+            spec["queries"] = ((means, self.spans.length, shape.size), shape.dtype)
+        return spec
+
+    def bind(self, blocks: Mapping[str, Tensor]) -> None:
+        """Take the memory of all requests' blocks, by the names of `spec`; mutates the layer."""
+        self.blocks, shape = blocks, self.shape
+        device = blocks["keys"].device
+        empty = torch.empty(1, shape.num_kv_heads, 0, shape.size, dtype=shape.dtype, device=device)
+        self.lazy_initialization(empty, empty)
+        with torch.inference_mode(False):
+            self._constants = {
+                name: torch.full((1, 1, 1), count, device=device)
+                for name, count in vars(self.largest).items()
+            }
+            self._constants["total"] = torch.tensor(self.totals, device=device).view(1, -1, 1)
+            if self.head_budgets is not None:
+                span = 1 if self.spans is None else self.spans.length
+                counts = torch.tensor([total + span for total in self.totals])
+                head_of_slot = torch.arange(len(counts)).repeat_interleave(counts)
+                head_of_slot = torch.nn.functional.pad(
+                    head_of_slot, (0, self.num_slots - len(head_of_slot)), value=NO_HEAD
+                )
+                self._constants["head_of_slot"] = head_of_slot.to(device, torch.uint8).view(
+                    1, 1, -1
+                )
+        self.slots.operations = None
+
+    # --- a prompt, or a later chunk, of one request -----------------------------------------------
+
+    def run_block(
+        self, query: Tensor, key: Tensor, value: Tensor, seen: int, index: Tensor
+    ) -> Tensor:
+        """Attend, score and evict.
+
+        Args:
+            query: ``[T, HQ, D]``.
+            key: ``[T, H, D]``.
+            value: ``[T, H, D]``.
+            seen: tokens of the request before these.
+            index: its block, int64 ``[1]``.
+
+        Returns:
+            ``[T, HQ, D]``. Mutates the block.
+        """
+        tokens = [states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)]
+        self.reset()
+        self.lazy_initialization(*tokens[1:])
+        self.learn_rotation(self.rotates)
+        self.cumulative_length += seen
+        if seen:
+            self.state = self._copies(index, torch.tensor([seen], device=key.device))
+        output = self.attend(*tokens, None, self.scale, self.softcap)
+        if self.head_budgets is not None:
+            self.slots.make_static(self.state, self.dtype)
+        self._store(index)
+        return output[0].transpose(0, 1)
+
+    def _copies(self, index: Tensor, seen: Tensor) -> SlotState:
+        """Return the state of requests after ``seen`` tokens, int64 ``[B]``, from their blocks."""
+        tensors = {name: blocks.index_select(0, index) for name, blocks in self.blocks.items()}
+        state = self._state(tensors["keys"], tensors["values"], tensors, seen)
+        if "queries" in tensors:
+            assert self.spans is not None
+            state.queries = tensors["queries"]
+            state.query_positions = self.spans.positions(seen)
+            state.scaling = self.scale, self.softcap
+        return state
+
+    def _store(self, index: Tensor) -> None:
+        """Write the state of requests into their blocks; mutates these."""
+        for name, blocks in self.blocks.items():
+            entries = getattr(self.state, name)
+            if name != "queries":
+                room = (0, 0) * (entries.dim() - 3) + (0, self.num_slots - entries.shape[2])
+                empty = empty_value(name, self.num_slots)
+                entries = torch.nn.functional.pad(entries, room, value=empty)
+            blocks[index] = entries
+
+    # --- a token of each of B requests ------------------------------------------------------------
+
+    def run_step(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Tensor,
+        index: Tensor,
+        numbers: Sequence[int] | None = None,
+        is_full: bool = False,
+    ) -> Tensor:
+        """Attend, score and evict; no host sync, and static shapes.
+
+        Args:
+            query: ``[B, HQ, D]``.
+            key: ``[B, H, D]``.
+            value: ``[B, H, D]``.
+            seen: tokens of each request before this one, int64 ``[B]``.
+            index: their blocks, int64 ``[B]``; those of padding may be any.
+            numbers: the same for the host, if it has them.
+            is_full: whether all requests are known to hold all entries of their budgets.
+
+        Returns:
+            ``[B, HQ, D]``. Mutates the blocks.
+        """
+        blocks, slots = self.blocks, self.slots
+        small = {name: blocks[name].index_select(0, index) for name in _PER_SLOT if name in blocks}
+        keys, values = (Indexed(blocks[name], index, numbers) for name in ("keys", "values"))
+        self.state = self._state(keys, values, small, seen)
+        if self.spans is not None:
+            self.state.queries = blocks.get("queries")
+        if slots.operations is None and not torch.compiler.is_compiling():
+            self._choose_operations(query.unsqueeze(2))
+        slots.is_full, slots.steps_left, slots.filled = is_full and self.spans is None, -1, None
+        slots.has_sinks = self.largest.sink > 0
+        tokens = (states.unsqueeze(2) for states in (query, key, value))
+        output = self._read_token(Block(*tokens, None, None, None, self.scale, self.softcap))
+        for name in small:
+            blocks[name][index] = getattr(self.state, name)
+        return output.squeeze(2)
+
+    def end_step(self) -> None:
+        """Leave it to `end_spans`: here the host does not know whose span has ended."""
+
+    def end_spans(self, seen: Tensor, index: Tensor) -> None:
+        """Evict from requests whose span has just ended, ``[B]`` as in `run_step`; mutates."""
+        assert self.spans is not None
+        self.learn_rotation(self.rotates)
+        self.state = self._copies(index, seen)
+        if "queries" in self.blocks:
+            self.state.query_positions = self.spans.positions(seen, is_over=True)
+        self.spans.evict(self)
+        self._store(index)
+
+    def _state(
+        self, keys: Any, values: Any, tensors: Mapping[str, Tensor], seen: Tensor
+    ) -> SlotState:
+        """Return the state of B requests after ``seen`` tokens, int64 ``[B]``."""
+        positions, constants, batch = tensors["positions"], self._constants, len(seen)
+        sink, recent, total, num_static = (
+            constants[name].repeat(batch, 1, 1)  # kernels read them one behind the other
+            for name in ("sink", "recent", "total", "num_static")
+        )
+        head_of_slot = constants.get("head_of_slot")
+        is_empty = positions < 0
+        if head_of_slot is not None:
+            head_of_slot = head_of_slot.expand(batch, -1, -1)
+            heads = torch.arange(len(self.totals), dtype=torch.uint8, device=positions.device)
+            is_empty = is_empty & (head_of_slot == heads.unsqueeze(-1))
+        free = is_empty.to(torch.uint8).argmax(dim=-1, keepdim=True)
+        return SlotState(
+            keys, values, tensors["scores"], positions,
+            free if head_of_slot is None else free.view(batch, 1, -1), seen.clone(),
+            head_of_slot=head_of_slot, sink=sink, recent=recent, total=total,
+            num_static=num_static if self.rule.has_pattern else None,
+            value_weights=tensors.get("value_weights"), budgets=[self.largest] * batch,
+        )  # fmt: skip
 
 
-def block_bytes(spec: Spec) -> int:
-    """Return the bytes of a request's block in one layer."""
-    return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in spec.values())
+class _BlockSpans(Spans):
+    """Spans whose queries are in the blocks of a server."""
+
+    def ends_at(self, seen: int) -> bool:
+        """Tell whether a span ends with the last of ``seen`` tokens."""
+        return seen % self.length == 0
+
+    def positions(self, seen: Tensor, is_over: bool = False) -> Tensor:
+        """Return where the queries of a span are after ``seen`` tokens ``[B]``, -1: none yet.
+
+        At the end of a span those of the next, of which there are none, unless it ``is_over``.
+        """
+        phase = (seen % self.length + self.length * is_over).unsqueeze(1)
+        columns = torch.arange(self.length, device=seen.device)
+        return torch.where(columns < phase, seen.unsqueeze(1) - phase + columns, -1)
+
+    def add_queries(self, state: SlotState, block: Block) -> None:
+        """Note a block's queries; those of a step in place. Mutates the state, or its blocks."""
+        if not isinstance(state.keys, Indexed):
+            super().add_queries(state, block)
+            return
+        query = mean_queries(block.query, block.key.shape[1]).squeeze(2)
+        columns = state.num_real_tokens % self.length
+        assert state.queries is not None
+        state.queries[state.keys.block_index, :, columns] = query
+
+
+class StatePool:
+    """All requests' blocks: each has the entries of all layers, one after the other."""
+
+    def __init__(self, layers: Sequence[StateLayer]) -> None:
+        self.layers = layers
+        # Large elements come first, so that each tensor is aligned to its element size.
+        self._fields = sorted(
+            (
+                (layer, name, shape, dtype)
+                for layer in layers
+                for name, (shape, dtype) in layer.spec.items()
+            ),
+            key=lambda field: -field[3].itemsize,
+        )
+        self.pages: Tensor | None = None  # uint8 [N, C]
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of a block's tensors, in their order in memory."""
+        return tuple(shape for _, _, shape, _ in self._fields)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of a block's tensors."""
+        return tuple(dtype for *_, dtype in self._fields)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a request's block."""
+        fields = zip(self.shapes, self.dtypes, strict=True)
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in fields)
+
+    def bind(self, pages: Tensor) -> None:
+        """Give each layer its share of the memory, bytes ``[N, C]``; mutates the layers."""
+        self.pages, offset = pages, 0
+        tensors: dict[StateLayer, dict[str, Tensor]] = {layer: {} for layer in self.layers}
+        for layer, name, shape, dtype in self._fields:
+            end = offset + torch.Size(shape).numel() * dtype.itemsize
+            tensors[layer][name] = pages[:, offset:end].view(dtype).view(-1, *shape)
+            offset = end
+        for layer, blocks in tensors.items():
+            layer.bind(blocks)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy whole blocks, int64 ``[B]`` each; mutates the memory."""
+        assert self.pages is not None
+        self.pages[target] = self.pages[source]
+
+    def clean(self, index: Tensor) -> None:
+        """Empty blocks, int64 ``[B]``, for requests whose first step brings one token; mutates."""
+        assert self.pages is not None
+        self.pages[index] = 0
+        for layer in self.layers:
+            layer.blocks["positions"][index] = empty_value("positions", layer.num_slots)
 
 
 def model_rotation(config: PreTrainedConfig, dtype: torch.dtype, in_halves: bool) -> Rotation:
@@ -51,110 +356,3 @@ def model_rotation(config: PreTrainedConfig, dtype: torch.dtype, in_halves: bool
     rotary: Any = kind(config)
     layout: Layout = "half" if in_halves else "interleaved"
     return Rotation(rotary, None, layout, dtype, rotary.inv_freq.device)
-
-
-class StateLayer(SlotLayer):
-    """A layer whose requests have their entries in blocks ``[N, ...]`` of the server.
-
-    Old contents of a block are never read: a request's first tokens overwrite all of it. A prompt's
-    chunk is `SlotLayer`'s block path, on a view of the request's block; single tokens of many
-    requests are one step of `SlotLayer`, with keys and values read in place.
-    """
-
-    checks_numbers = False  # an error in the middle of a forward would end the server
-
-    def __init__(
-        self, config: CacheConfig, layer_idx: int, scale: float, softcap: float | None = None
-    ) -> None:
-        rule = _rule(config)
-        super().__init__(layer_idx, config.budget, rule, PositionRule())
-        self.tokens = rule.allocate_budget(config.budget.resolve(0))
-        self.scale, self.softcap = scale, softcap  # of the logits
-        self.rotates: Rotation | None = None  # of the model; for scorings that look ahead
-        self.blocks: Mapping[str, Tensor] = {}  # the tensors of `state_spec`, each [N, ...]
-
-    def run(
-        self,
-        query: Tensor,  # [T, HQ, D], the tokens of all requests, concatenated
-        key: Tensor,  # [T, H, D]
-        value: Tensor,  # [T, H, D]
-        starts: Sequence[int],  # of each request's tokens, and T
-        lengths: Sequence[int],  # tokens of each request so far, including these
-        index: Sequence[int],  # each request's block; negative for padding
-    ) -> Tensor:
-        """Attend, score and evict, ``[T, HQ, D]``; mutates the blocks."""
-        output = value.new_zeros(query.shape)
-        single = []
-        for request, block in enumerate(index):
-            span = slice(starts[request], starts[request + 1])
-            count = span.stop - span.start
-            seen = lengths[request] - count
-            if count == 0 or block < 0:
-                continue
-            if count == 1 and seen > 0:
-                single.append((span.start, seen, block))
-                continue
-            tokens = [states[span].transpose(0, 1).unsqueeze(0) for states in (query, key, value)]
-            outputs = self._run_block(tokens, seen, block)
-            output[span] = outputs[0].transpose(0, 1)
-        if single:
-            rows, counts, blocks = torch.tensor(single, device=query.device).T
-            tokens = [states[rows].unsqueeze(2) for states in (query, key, value)]
-            outputs = self._run_step(tokens, counts, blocks)
-            output[rows] = outputs.squeeze(2)
-        return output
-
-    def _run_block(self, tokens: list[Tensor], seen: int, block: int) -> Tensor:
-        """Run a prompt, or a later chunk, of one request: ``[1, H, T, D]``."""
-        query, key, value = tokens
-        self.reset()
-        self.lazy_initialization(key, value)
-        self.learn_rotation(self.rotates)
-        self.cumulative_length += seen
-        if seen:
-            tensors = {name: tensor[block : block + 1] for name, tensor in self.blocks.items()}
-            counts = torch.tensor([seen], device=key.device)
-            self.state = self._state(tensors["keys"], tensors["values"], tensors, counts)
-        output = self.attend(query, key, value, None, self.scale, self.softcap)
-        for name, tensor in self.blocks.items():
-            entries, num_slots = getattr(self.state, name)[0], tensor.shape[2]
-            tensor[block, :, : entries.shape[1]] = entries
-            tensor[block, :, entries.shape[1] :] = empty_value(name, num_slots)
-        return output
-
-    def _run_step(self, tokens: list[Tensor], seen: Tensor, index: Tensor) -> Tensor:
-        """Run one token of each of B requests, ``[B, H, 1, D]``."""
-        (query, key, value), blocks = tokens, self.blocks
-        if not self.is_initialized:
-            self.lazy_initialization(key, value)
-        self._choose_operations(query)
-        small = {name: tensor[index] for name, tensor in blocks.items() if tensor.dim() == 3}
-        keys, values = (Indexed(blocks[name], index) for name in ("keys", "values"))
-        self.state = self._state(keys, values, small, seen)
-        slots = self.slots
-        slots.is_full = bool((seen >= self.tokens.total).all())
-        slots.has_sinks = self.tokens.sink > 0
-        slots.steps_left, slots.filled = -1, None
-        token = Block(query, key, value, None, None, None, self.scale, self.softcap)
-        output = self._read_token(token)
-        for name in small:
-            blocks[name][index] = getattr(self.state, name)
-        return output
-
-    def _state(
-        self, keys: Any, values: Any, small: Mapping[str, Tensor], seen: Tensor
-    ) -> SlotState:
-        """Return the state of B requests after ``seen`` tokens, int64 ``[B]``."""
-        positions = small["positions"]
-
-        def same(count: int) -> Tensor:
-            return torch.full((len(seen), 1, 1), count, device=positions.device)
-
-        budget = self.tokens
-        return SlotState(
-            keys, values, small["scores"], positions,
-            (positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True), seen.clone(),
-            sink=same(budget.sink), recent=same(budget.recent), total=same(budget.total),
-            num_static=same(budget.num_static) if self.rule.has_pattern else None,
-            value_weights=small.get("value_weights"), budgets=[budget] * len(seen),
-        )  # fmt: skip

@@ -1,0 +1,124 @@
+"""What the tokens of a step belong to: worked out once, and shared by all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from h2okv.vllm_plugin.state import StateLayer, StatePool
+
+
+@dataclass
+class Chunk:
+    """Tokens of one request: of its prompt, or several that it reads again."""
+
+    tokens: slice  # their place among those of the step
+    seen: int  # the request's tokens before these
+    index: Tensor  # its block, int64 [1]
+
+
+@dataclass
+class Batch:
+    """A step's requests. Single tokens of B requests are read together, chunks one by one."""
+
+    chunks: list[Chunk]
+    rows: slice | Tensor  # the single tokens among those of the step
+    seen: Tensor  # each request's tokens before, int64 [B]
+    index: Tensor  # its block, int64 [B]
+    numbers: list[int] | None  # the same for the host, where it costs nothing
+    least_seen: int  # the smallest of `seen`
+    ended: tuple[Tensor, Tensor] | None  # tokens so far and blocks where this step ends a span
+    num_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        table: Tensor,
+        pool: StatePool,
+        block_size: int | None = None,
+    ) -> Batch:
+        """Sort a step's requests, and make their blocks ready; mutates the pool.
+
+        Nothing is read from the device.
+
+        Args:
+            starts: where each request's tokens begin, and the number of all.
+            lengths: tokens of each request so far, including these; 0 for padding.
+            table: blocks of each request, int ``[R, columns]``; negative for none.
+            pool: the memory of the blocks.
+            block_size: tokens of a request after which it goes on in another block, with a copy of
+                what is in the last one; ``None`` if it stays in its first.
+        """
+        spans = pool.layers[0].spans
+        counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+        active = [row for row, count in enumerate(counts) if count > 0]
+        seen = [length - count for length, count in zip(lengths, counts, strict=True)]
+        index = table[:, 0]
+        if block_size is not None:
+            columns = [max(length - 1, 0) // block_size for length in lengths]
+            before = [max(count - 1, 0) // block_size for count in seen]
+            moved = [row for row in active if seen[row] and before[row] != columns[row]]
+            index = table.gather(1, _int64(columns, table).unsqueeze(1)).squeeze(1)
+        index = index.clamp(min=0).long()
+        if block_size is not None and moved:
+            rows = _int64(moved, table)
+            source = table[rows, _int64([before[row] for row in moved], table)]
+            pool.copy(source.clamp(min=0).long(), index[rows])
+        single = [row for row in active if counts[row] == 1]
+        new = [row for row in single if seen[row] == 0]
+        if new:
+            pool.clean(index[_int64(new, table)])
+        chunks = [
+            Chunk(slice(starts[row], starts[row + 1]), seen[row], index[row : row + 1])
+            for row in active
+            if counts[row] > 1
+        ]
+        # Decodes come first in most servers' batches.
+        is_first = [starts[row] for row in single] == single == list(range(len(single)))
+        rows = slice(0, len(single)) if is_first else _int64([starts[row] for row in single], table)
+        single_index = index[: len(single)] if is_first else index[_int64(single, table)]
+        single_seen = [seen[row] for row in single]
+        ended = None
+        if spans is not None:
+            ends = [row for row, count in enumerate(single_seen) if spans.ends_at(count + 1)]
+            if ends:
+                counts_then = _int64([single_seen[row] + 1 for row in ends], table)
+                ended = counts_then, single_index[_int64(ends, table)]
+        return cls(
+            chunks, rows, _int64(single_seen, table), single_index,
+            single_index.tolist() if single_index.is_cpu else None,
+            min(single_seen, default=0), ended, starts[len(counts)],
+        )  # fmt: skip
+
+    def run(
+        self, layer: StateLayer, query: Tensor, key: Tensor, value: Tensor, output: Tensor
+    ) -> None:
+        """Run the step's tokens through a layer; mutates its blocks and the output.
+
+        Args:
+            layer: the layer.
+            query: ``[T, HQ, D]``, the tokens of all requests, concatenated.
+            key: ``[T, H, D]``.
+            value: ``[T, H, D]``.
+            output: ``[T, HQ, D]``; zero for padding.
+        """
+        output[self.num_tokens :] = 0
+        for chunk in self.chunks:
+            tokens = (states[chunk.tokens] for states in (query, key, value))
+            output[chunk.tokens] = layer.run_block(*tokens, chunk.seen, chunk.index)
+        if not len(self.index):
+            return
+        tokens = (states[self.rows] for states in (query, key, value))
+        is_full = self.least_seen >= layer.largest.total
+        output[self.rows] = layer.run_step(*tokens, self.seen, self.index, self.numbers, is_full)
+        if self.ended is not None:
+            layer.end_spans(*self.ended)
+
+
+def _int64(numbers: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=like.device)

@@ -1,0 +1,86 @@
+"""Budgets by head of vLLM's model, measured once before its engine starts.
+
+vLLM's own layers cannot be measured, so transformers loads the model, in a process that is gone
+before the engine takes the memory. What `h2okv generate` has measured is found again.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from h2okv.config import MEASURED, CacheConfig
+from h2okv.integration.layer_budgets import even_budgets, with_measured_budgets
+from h2okv.integration.names import cache_folder
+from h2okv.provenance import digest
+from h2okv.records import first_line, parse_json, write_json
+
+
+def measured(cache: CacheConfig, model: Any) -> CacheConfig:
+    """Replace ``layer_budgets="auto"`` by factors for vLLM's model; needs the weights once.
+
+    Args:
+        cache: the setting.
+        model: vLLM's ``ModelConfig``.
+    """
+    if cache.layer_budgets != MEASURED:
+        return cache
+    source, dtype = str(model.model), str(model.dtype).removeprefix("torch.")
+    state = _state_of_weights(Path(source)) or getattr(model.hf_config, "_commit_hash", None)
+    setting = f"{source} {state} {dtype} {cache.heavy}"
+    file = cache_folder("layer-budgets") / f"vllm-{digest(setting)}.json"
+    try:
+        stored = parse_json(file.read_text(encoding="utf-8"))
+        if state is not None and stored["setting"] == setting:
+            return CacheConfig.from_dict(cache.to_dict() | stored["cache"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not there, or damaged
+    request = json.dumps([source, dtype, cache.to_dict()])
+    done = subprocess.run(
+        [sys.executable, "-m", __name__], input=request, stdout=subprocess.PIPE, text=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        reason = done.stdout.strip() or f"exit status {done.returncode}"
+        return even_budgets(cache, f"the model could not be measured ({reason})")
+    found = {name: parse_json(done.stdout)[name] for name in ("layer_budgets", "measured")}
+    if found["measured"] is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(file, {"setting": setting, "cache": found})
+        except (OSError, ValueError):
+            pass  # then the next start looks for it in the model again
+    return replace(cache, **found)
+
+
+def _state_of_weights(folder: Path) -> str | None:
+    """Return what changes when the files of a folder do; ``None`` if it is no folder."""
+    if not folder.is_dir():
+        return None
+    files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin"))
+    return digest(" ".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files))
+
+
+def _main() -> None:
+    """Measure the model that stdin names; write the cache's options to stdout."""
+    import torch
+
+    from h2okv.integration.loading import describe, load_weights, parse_device
+
+    source, dtype, options = json.loads(sys.stdin.read())
+    described = describe(source)
+    loaded = load_weights(described, getattr(torch, dtype), parse_device("auto"))
+    cache = with_measured_budgets(CacheConfig.from_dict(options), loaded, described)
+    sys.stdout.write(json.dumps(cache.to_dict()))
+
+
+if __name__ == "__main__":
+    try:
+        _main()
+    except (ValueError, RuntimeError, MemoryError) as error:
+        sys.stdout.write(first_line(error))
+        sys.exit(1)
