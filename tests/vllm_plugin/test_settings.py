@@ -1,11 +1,14 @@
 """Parsing, refusals and the changed configuration of an engine, without vLLM."""
 
+import json
+import random
 import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from transformers import LlamaConfig
 
 from h2okv import vllm_plugin
 from h2okv.config import CacheConfig
@@ -17,7 +20,7 @@ SETTING = {"heavy": 32, "recent": 32}
 
 def engine(**changes) -> SimpleNamespace:
     """Return the fields of vLLM 0.32's configuration that the plug-in reads."""
-    text = SimpleNamespace(layer_types=None)
+    text = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     config = SimpleNamespace(
         additional_config={"h2okv": SETTING},
         model_config=SimpleNamespace(
@@ -28,7 +31,8 @@ def engine(**changes) -> SimpleNamespace:
             runner_type="generate",
             multimodal_config=None,
             model_impl="auto",
-            enforce_eager=False,
+            model="folder",
+            dtype="torch.bfloat16",
             using_transformers_backend=lambda: False,
         ),
         cache_config=SimpleNamespace(
@@ -38,7 +42,10 @@ def engine(**changes) -> SimpleNamespace:
             enable_prefix_caching=True,
             mamba_cache_mode="align",
             mamba_block_size=None,
+            block_size=128,
+            user_specified_block_size=False,
         ),
+        compilation_config=SimpleNamespace(splitting_ops=None, _attention_ops=["vllm::other"]),
         parallel_config=SimpleNamespace(
             data_parallel_size=1,
             pipeline_parallel_size=1,
@@ -71,6 +78,35 @@ def test_parse_without_the_setting_returns_none(nothing):
 def test_the_setting_is_a_cache_config():
     options = SETTING | {"policy": "sink_recent", "sink": 2, "prefill_chunk": 128}
     assert parse({"h2okv": options}) == CacheConfig(**options)
+    best = parse({"h2okv": SETTING | {"policy": "best", "evict_every": 64}})
+    assert best.layer_budgets == "auto" and best.evict_every == 64
+    assert (
+        parse({"h2okv": SETTING | {"policy": "best", "layer_budgets": "even"}}).layer_budgets
+        is None
+    )
+
+
+def test_budgets_of_a_file(tmp_path):
+    file = tmp_path / "layers.json"
+    file.write_text(json.dumps([[1.5, 0.5], [1.0, 1.0]]))
+    options = SETTING | {"layer_budgets": str(file)}
+    assert parse({"h2okv": options}).layer_budgets == ((1.5, 0.5), (1.0, 1.0))
+    check_engine(engine(), parse({"h2okv": options}))
+    for content, words in (("[3, 4]", "mean 1"), ("{", "Expecting"), ("", "empty")):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=f"h2okv: layer_budgets.*{words}"):
+            parse({"h2okv": options})
+    with pytest.raises(ValueError, match=r"h2okv: layer_budgets.*none.json"):
+        parse({"h2okv": options | {"layer_budgets": str(tmp_path / "none.json")}})
+
+
+@pytest.mark.parametrize(
+    ("factors", "words"),
+    [((1.0, 1.0, 1.0), "has 3 factors"), (((1.0,), (1.0,)), "lists of 1 factors")],
+)
+def test_budgets_of_another_model_are_refused(factors, words):
+    with pytest.raises(ValueError, match=words):
+        check_engine(engine(), CacheConfig(**SETTING, layer_budgets=factors))
 
 
 @pytest.mark.parametrize(
@@ -90,13 +126,14 @@ def test_the_setting_is_a_cache_config():
         (SETTING | {"policy": "recent", "scoring": "mean"}, "has no effect"),
         (SETTING | {"positions": "rolling"}, "use positions='original'"),
         (SETTING | {"kv_bits": 8}, "kv_bits=8"),
-        (SETTING | {"evict_every": 8}, "evict_every=8 is not supported"),
+        (SETTING | {"evict_every": 0}, "evict_every=0"),
+        (SETTING | {"evict_every": 8, "prefill_chunk": 8}, "must be left out"),
         (SETTING | {"prefill_chunk": 0}, "prefill_chunk=0"),
         (SETTING | {"scoring": "men"}, "scoring 'men' is unknown"),
     ],
 )
 def test_refused_settings(options, words):
-    with pytest.raises(ValueError, match="h2okv|heavy|policy|scoring|chunk") as refusal:
+    with pytest.raises(ValueError, match="h2okv|heavy|policy|scoring|chunk|evict") as refusal:
         parse({"h2okv": options})
     assert words in str(refusal.value)
 
@@ -137,10 +174,12 @@ def test_a_chunk_that_no_step_has_room_for_is_refused():
     config = CacheConfig(**SETTING, prefill_chunk=4096)
     with pytest.raises(ValueError, match="prefill_chunk=4096 is above max_num_batched_tokens=2048"):
         check_engine(engine(), config)
+    with pytest.raises(ValueError, match="evict_every=4096 is above"):
+        check_engine(engine(), CacheConfig(**SETTING, evict_every=4096))
 
 
 def test_expected_scoring_is_refused_without_vllm_s_rotation():
-    best = CacheConfig(**SETTING, policy="best", layer_budgets=None)
+    best = CacheConfig(**SETTING, policy="best", layer_budgets="even")
     check_engine(engine(), best)
     backend = engine(model_config__using_transformers_backend=lambda: True)
     check_engine(backend, CacheConfig(**SETTING))
@@ -160,31 +199,51 @@ def test_prompts_that_may_not_fit_into_a_step_get_a_chunk():
 @pytest.mark.parametrize("prompt_length", [1, 6, 7, 20, 21])
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 def test_chunks_depend_on_the_prompt_only(prompt_length, chunk):
-    import random
-
-    draw = random.Random(3)
+    draw, cache = random.Random(3), CacheConfig(**SETTING, prefill_chunk=chunk)
     ends = list(range(chunk, prompt_length, chunk)) if chunk else []
     for _ in range(5):
         start, cuts = 0, []
         while start < prompt_length + 4:
-            count = tokens_to_run(start, draw.randrange(1, 25), prompt_length, chunk)
+            count = tokens_to_run(start, draw.randrange(1, 25), prompt_length, cache)
             start += count
             cuts += [start] * bool(count)
         after = [prompt_length + 1 + later for later in range(4)]
         assert cuts == [*ends, prompt_length, *after]
 
 
-def test_the_configuration_of_an_engine_with_h2o(monkeypatch, caplog):
+def test_with_evict_every_chunks_end_at_its_multiples():
+    cache = CacheConfig(**SETTING, evict_every=8)
+    assert [tokens_to_run(start, 30, 100, cache) for start in (0, 3, 8, 101)] == [8, 5, 8, 3]
+    assert tokens_to_run(8, 2, 100, cache) == 2
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """Stand in for another version of vLLM."""
     other = ModuleType("vllm")
     other.__version__ = "0.32.9"
     monkeypatch.setitem(sys.modules, "vllm", other)
     monkeypatch.setattr(vllm_plugin, "missing_names", list)
+
+
+def test_states_are_cached_with_evict_every_alone(other):
+    for setting, caching, block in (({}, False, 1024), ({"evict_every": 64}, True, 64)):
+        config = engine(additional_config={"h2okv": SETTING | setting})
+        vllm_plugin.prepare(config, parse(config.additional_config))
+        pages = config.cache_config
+        assert (pages.enable_prefix_caching, pages.mamba_block_size) == (caching, block)
+        assert pages.block_size == (64 if caching else 128)
+        assert pages.mamba_cache_mode == "none"  # of vLLM's runner; the layer's own says align
+
+
+def test_the_configuration_of_an_engine_with_h2o(other, caplog):
     config = engine(model_config__max_model_len=4096)
     vllm_plugin.prepare(config, parse(config.additional_config))
     classes = ["H2OLlamaForCausalLM", "LlamaForCausalLM"]
     assert config.model_config.hf_config.architectures == classes
     assert config.model_config.architecture == "LlamaForCausalLM"
-    assert config.model_config.enforce_eager and config.scheduler_config.async_scheduling is False
+    assert config.scheduler_config.async_scheduling is False
+    assert config.compilation_config.splitting_ops == ["vllm::other", "vllm::h2o_attention"]
     assert not config.cache_config.enable_prefix_caching
     assert config.cache_config.mamba_block_size == 4096
     assert config.scheduler_config.scheduler_cls.endswith("H2OScheduler")
@@ -254,3 +313,7 @@ def test_summary_has_policy_entries_bytes_and_requests():
     line = summary(CacheConfig(**SETTING, sink=4), 3042000, 351, 16)
     for text in ("h2o", "68 entries", "sink 4, heavy 32, recent 32", "3,042,000 bytes", "351"):
         assert text in line
+    assert line.endswith("prefixes are not cached")
+    by_head = CacheConfig(**SETTING, evict_every=64, layer_budgets=((0.5, 1.5),))
+    line = summary(by_head, 3042000, 351, 16, True)
+    assert "divided among the KV heads" in line and "prefixes are cached every 64 tokens" in line

@@ -94,11 +94,11 @@ class Request:
         self.cache.layers[LAYER].end_steps()
         state = self.cache.layers[LAYER].state
         index = torch.tensor([self.block])
-        held = layer._copies(index, torch.tensor([self.seen]))
+        stored = layer._copies(index, torch.tensor([self.seen]))
         names = ("positions", "scores", "keys", "values")
         for head in range(HEADS):
             left, right = (
-                [field[0, head] for field in some.by_head(*names)] for some in (held, state)
+                [field[0, head] for field in some.by_head(*names)] for some in (stored, state)
             )
             left, right = (
                 [field[fields[0].argsort()[(fields[0] < 0).sum() :]] for field in fields]

@@ -66,9 +66,8 @@ class Batch:
             index = table.gather(1, _int64(columns, table).unsqueeze(1)).squeeze(1)
         index = index.clamp(min=0).long()
         if block_size is not None and moved:
-            rows = _int64(moved, table)
-            source = table[rows, _int64([before[row] for row in moved], table)]
-            pool.copy(source.clamp(min=0).long(), index[rows])
+            source = table[_int64(moved, table), _int64([before[row] for row in moved], table)]
+            pool.copy(source.clamp(min=0).long(), index[_int64(moved, table)])
         single = [row for row in active if counts[row] == 1]
         new = [row for row in single if seen[row] == 0]
         if new:
@@ -79,8 +78,9 @@ class Batch:
             if counts[row] > 1
         ]
         # Decodes come first in most servers' batches.
-        is_first = [starts[row] for row in single] == single == list(range(len(single)))
-        rows = slice(0, len(single)) if is_first else _int64([starts[row] for row in single], table)
+        offsets = [starts[row] for row in single]
+        is_first = offsets == single == list(range(len(single)))
+        rows = slice(0, len(single)) if is_first else _int64(offsets, table)
         single_index = index[: len(single)] if is_first else index[_int64(single, table)]
         single_seen = [seen[row] for row in single]
         ended = None
@@ -109,13 +109,15 @@ class Batch:
         """
         output[self.num_tokens :] = 0
         for chunk in self.chunks:
-            tokens = (states[chunk.tokens] for states in (query, key, value))
-            output[chunk.tokens] = layer.run_block(*tokens, chunk.seen, chunk.index)
+            at = chunk.tokens
+            output[at] = layer.run_block(query[at], key[at], value[at], chunk.seen, chunk.index)
         if not len(self.index):
             return
-        tokens = (states[self.rows] for states in (query, key, value))
-        is_full = self.least_seen >= layer.largest.total
-        output[self.rows] = layer.run_step(*tokens, self.seen, self.index, self.numbers, is_full)
+        at_rows, is_full = self.rows, self.least_seen >= layer.largest.total
+        output[at_rows] = layer.run_step(
+            query[at_rows], key[at_rows], value[at_rows],
+            self.seen, self.index, self.numbers, is_full,
+        )  # fmt: skip
         if self.ended is not None:
             layer.end_spans(*self.ended)
 

@@ -1,7 +1,7 @@
 """Budgets by head of vLLM's model, measured once before its engine starts.
 
 vLLM's own layers cannot be measured, so transformers loads the model, in a process that is gone
-before the engine takes the memory. What `h2okv generate` has measured is found again.
+before the engine takes the memory. What `h2okv generate` has measured is used again.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def measured(cache: CacheConfig, model: Any) -> CacheConfig:
     if done.returncode:
         reason = done.stdout.strip() or f"exit status {done.returncode}"
         return even_budgets(cache, f"the model could not be measured ({reason})")
-    found = {name: parse_json(done.stdout)[name] for name in ("layer_budgets", "measured")}
-    if found["measured"] is not None:
+    options = {name: parse_json(done.stdout)[name] for name in ("layer_budgets", "measured")}
+    if options["measured"] is not None:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, {"setting": setting, "cache": found})
+            write_json(file, {"setting": setting, "cache": options})
         except (OSError, ValueError):
             pass  # then the next start looks for it in the model again
-    return replace(cache, **found)
+    return replace(cache, **options)
 
 
 def _state_of_weights(folder: Path) -> str | None:
-    """Return what changes when the files of a folder do; ``None`` if it is no folder."""
+    """Return what changes when the files of a folder do; ``None`` if it is not a folder."""
     if not folder.is_dir():
         return None
     files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin"))

@@ -149,14 +149,14 @@ class StateLayer(SlotLayer):
         Returns:
             ``[T, HQ, D]``. Mutates the block.
         """
-        tokens = [states.transpose(0, 1).unsqueeze(0) for states in (query, key, value)]
+        query, key, value = (s.transpose(0, 1).unsqueeze(0) for s in (query, key, value))
         self.reset()
-        self.lazy_initialization(*tokens[1:])
+        self.lazy_initialization(key, value)
         self.learn_rotation(self.rotates)
         self.cumulative_length += seen
         if seen:
             self.state = self._copies(index, torch.tensor([seen], device=key.device))
-        output = self.attend(*tokens, None, self.scale, self.softcap)
+        output = self.attend(query, key, value, None, self.scale, self.softcap)
         if self.head_budgets is not None:
             self.slots.make_static(self.state, self.dtype)
         self._store(index)
@@ -209,6 +209,7 @@ class StateLayer(SlotLayer):
         Returns:
             ``[B, HQ, D]``. Mutates the blocks.
         """
+        query, key, value = (states.unsqueeze(2) for states in (query, key, value))
         blocks, slots = self.blocks, self.slots
         small = {name: blocks[name].index_select(0, index) for name in _PER_SLOT if name in blocks}
         keys, values = (Indexed(blocks[name], index, numbers) for name in ("keys", "values"))
@@ -216,11 +217,11 @@ class StateLayer(SlotLayer):
         if self.spans is not None:
             self.state.queries = blocks.get("queries")
         if slots.operations is None and not torch.compiler.is_compiling():
-            self._choose_operations(query.unsqueeze(2))
+            self._choose_operations(query)
         slots.is_full, slots.steps_left, slots.filled = is_full and self.spans is None, -1, None
         slots.has_sinks = self.largest.sink > 0
-        tokens = (states.unsqueeze(2) for states in (query, key, value))
-        output = self._read_token(Block(*tokens, None, None, None, self.scale, self.softcap))
+        token = Block(query, key, value, None, None, None, self.scale, self.softcap)
+        output = self._read_token(token)
         for name in small:
             blocks[name][index] = getattr(self.state, name)
         return output.squeeze(2)
