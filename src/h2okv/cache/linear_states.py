@@ -16,7 +16,7 @@ from h2okv.cache.slot_state import ordinary_tensors
 # Their mixers begin a block of tokens with an empty state, whatever was read before.
 _FORGETFUL = {"jamba"}
 _FIELDS = ("conv_states", "recurrent_states")
-# Before 5.20 or so transformers has no class for layers that hold nothing.
+# Older versions of transformers have no class for layers that hold nothing.
 _FIXED = (LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttentionLayer))
 
 
