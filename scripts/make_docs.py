@@ -23,8 +23,9 @@ what stands there. An entry of `[tables]` has
 
 Templates are `str.format`'s; a template with an empty field gives an empty cell. An entry of
 `[pictures]` reads rows the same way and draws `y` over `x`, a line for each `line` and a panel for
-each `panel`. A picture stores a digest of what it shows, by which the check knows it. `[scripts]`
-names pages with places that a script computes.
+each `panel`. A picture stores a digest of what it shows, by which the check knows it. `otherwise`
+names an entry for the time when its file is missing. `[scripts]` names pages with places that a
+script computes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 ROOT = Path(__file__).parents[1]
 SPECS = ROOT / "docs" / "results" / "tables.toml"
@@ -272,6 +273,14 @@ def series(spec: Spec) -> dict[str, dict[str, list[tuple[float, float]]]]:
     return panels
 
 
+def picture_spec(name: str) -> Spec:
+    """Return the entry of a picture, or its `otherwise` while its file is missing."""
+    spec: Spec = specs()["pictures"][name]
+    if "otherwise" in spec and not (ROOT / spec["csv"]).is_file():
+        return cast(Spec, specs()["otherwise"][spec["otherwise"]])
+    return spec
+
+
 def digest(spec: Spec) -> str:
     """Return a digest of what a picture shows."""
     text = json.dumps([spec, series(spec)], sort_keys=True)
@@ -284,7 +293,7 @@ def draw(name: str, path: Path) -> None:
 
     from h2okv.plots import COLOURS, MARKERS, new_figure
 
-    spec = specs()["pictures"][name]
+    spec = picture_spec(name)
     panels = series(spec)
     style = {"svg.hashsalt": name, "svg.fonttype": "path", "font.size": 11, "axes.axisbelow": True}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555"}
@@ -334,10 +343,7 @@ def draw(name: str, path: Path) -> None:
             if "xlim" in spec:
                 axes.set_xlim(*spec["xlim"])
             axes.grid(color="#dddddd", linewidth=0.7)
-        if len(panels) == 1:
-            all_axes[0].set_xlabel(spec["xlabel"])
-        else:
-            figure.supxlabel(spec["xlabel"], fontsize=11)
+            axes.set_xlabel(spec["xlabel"])
         all_axes[0].set_ylabel(spec["ylabel"])
         if spec.get("kind") != "points":
             handles = {
@@ -361,7 +367,7 @@ def picture(name: str) -> Path:
 
 def is_current(name: str) -> bool:
     """Check whether a picture shows what its CSV file says."""
-    spec = specs()["pictures"][name]
+    spec = picture_spec(name)
     if spec.get("optional") and not read(spec, specs()["names"]):
         return True
     path = picture(name)
