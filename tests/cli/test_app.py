@@ -1,6 +1,7 @@
 """The command: its imports, the list of commands and their help."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from h2okv.cli.app import COMMANDS
 from h2okv.cli.args import helps
 from h2okv.cli.bench import RUNNERS, SHAPES
 from h2okv.cli.eval import COMPRESSIONS, EXPERIMENTS
+from h2okv.cli.help_page import PANELS
 from h2okv.cli.readers import memory
 from h2okv.config import BEST, PER_QUERY, POLICIES, SCORED, SCORINGS
 from h2okv.policy import Sees, get_rule, scoring_names
@@ -132,3 +134,31 @@ def test_amounts_of_memory(text, expected):
 def test_an_invalid_amount_of_memory_is_refused(text):
     with pytest.raises(ValueError, match="--memory"):
         memory("--memory", text)
+
+
+def test_without_arguments_it_shows_five_things_to_do(h2okv_command):
+    outcome = h2okv_command()
+    assert outcome.code == 0
+    commands = [line.split()[1] for line in outcome.out.splitlines() if line.startswith("    ")]
+    assert len(commands) == 5 and set(commands) <= set(COMMANDS)
+    assert max(map(len, outcome.out.splitlines())) <= 80
+
+
+ON_MORE_LINES = {"--policy", "--scoring"}  # they list names
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *(key for key in helps() if " " in key)])
+def test_help_has_a_line_for_each_option(h2okv_command, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = h2okv_command(*name.split(), "--help").out
+    option = None
+    for line in text[text.find("╭") :].splitlines():
+        if match := re.match(r"│ \*? *(--[\w-]+)", line):
+            option = match[1]
+        elif line.startswith("│  ") and option is not None:
+            assert option in ON_MORE_LINES, line
+        else:
+            option = None
+        assert "<" not in line and len(line) <= 80
+    panels = re.findall(r"╭─ (\w+)", text)
+    assert panels == sorted(panels, key=(("Arguments", *PANELS, "Options", "Commands")).index)

@@ -47,13 +47,11 @@ def _report_folder(option: str, folder: Path) -> Path:
 
 def analyze(
     model: ModelOptions = args.model_options(),
-    out: Path = option(..., "The folder that the report is written to.", read=_report_folder),
+    out: Path = option(..., "Folder of the report.", read=_report_folder),
     text: Path | None = TEXT,
     tokens: int = option(1024, "Tokens of the text."),
-    only: Typed = option(
-        "", "Only these measurements, comma-separated, such as sinks,ablation.", read=_measurements
-    ),
-    quick: bool = option(False, "Only full attention: no policies, no theorem.", "--quick"),
+    only: Typed = option("", "Comma-separated: measurements (all).", read=_measurements),
+    quick: bool = option(False, "Full attention only: no policies.", "--quick"),
     neurons: bool = option(False, "Also count active neurons.", "--neurons"),
 ) -> int:
     if only and quick:
@@ -113,11 +111,11 @@ def view(
     model: ModelOptions = args.model_options(),
     text: Path | None = TEXT,
     export: Path | None = option(None, "Write one HTML file and end.", read=readers.writable),
-    port: int = option(8765, "The port on this machine; 0 for any.", read=readers.port),
-    layer: int = option(0, "The layer to begin with."),
-    head: int = option(0, "The KV head to begin with."),
-    tokens: int = option(2048, "Most tokens of a text, which is cut there."),
-    new_tokens: int = option(0, "Tokens that the model adds with the full cache."),
+    port: int = option(8765, "Port; 0: any free one.", read=readers.port),
+    layer: int = option(0, "Layer to begin with (first with H2O)."),
+    head: int = option(0, "KV head to begin with."),
+    tokens: int = option(2048, "Cut the text there."),
+    new_tokens: int = option(0, "Continue the text, with a full cache."),
     open_browser: bool = option(True, "Open the page in the browser.", "--open/--no-open"),
 ) -> int:
     wording = readers.text_or_sample(text)

@@ -23,7 +23,7 @@ COMMANDS = {
     "chat": ("chat:chat", "Chat with a model in constant KV memory."),
     "serve": ("serve:serve", "Serve a model over OpenAI's API, each request with an H2O cache."),
     "batch": ("batch:batch", "Generate for a file of prompts."),
-    "plan": ("batch:plan", "Plan a batch job: placement of weights, batch size, expected speed."),
+    "plan": ("batch:plan", "Plan a batch job: weights, batch size, speed."),
     "stream": ("stream:stream", "Stream an endless text or conversations through one cache."),
     "eval": ("eval:eval_app", "Measure the quality of cache sizes."),
     "lm-eval": ("eval:lm_eval", "Run lm-evaluation-harness with an H2O cache."),
@@ -46,7 +46,7 @@ class LazyGroup(TyperGroup):
 
 
 def load_command(name: str) -> Any:
-    from h2okv.cli import args
+    from h2okv.cli import args, help_page
 
     app = pkgutil.resolve_name(f"h2okv.cli.{COMMANDS[name][0]}")
     if not isinstance(app, typer.Typer):
@@ -58,6 +58,7 @@ def load_command(name: str) -> Any:
         register(args.expand(function))
     command = typer.main.get_command(app)
     command.name = name
+    help_page.show_types(command)
     return command
 
 
@@ -90,8 +91,13 @@ def main() -> None:
 def run(args: Sequence[str]) -> int:
     _quieten_libraries()
     try:
+        if not args and "_H2OKV_COMPLETE" not in os.environ:  # a shell that completes a line
+            from h2okv.cli.args import helps
+
+            write_text(helps()["h2okv"])
+            return 0
         _check_spaces(args)
-        code = _app(args=list(args) or ["--help"], prog_name="h2okv", standalone_mode=False)
+        code = _app(args=list(args), prog_name="h2okv", standalone_mode=False)
     except typer.TyperException as error:
         return _fail(_usage(error))
     except OutputClosedError:

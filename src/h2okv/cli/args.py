@@ -18,6 +18,7 @@ from typer.models import OptionInfo, ParameterInfo
 
 import h2okv
 from h2okv.cli import readers
+from h2okv.cli.help_page import describe, order
 from h2okv.config import (
     BEST,
     EVEN,
@@ -93,21 +94,19 @@ def build(kind: type[Instance], values: dict[str, Any], **extra: Any) -> Instanc
     return kind(**{name: value for name, value in (values | extra).items() if name in names})
 
 
-MODEL_HELP = "A folder, a GGUF file, a Hub id, bundled or smollm2."
-DEVICE_HELP = "auto, cpu, cuda, cuda:1 ..."
+MODEL_HELP = "Folder, GGUF file, Hub id, bundled or smollm2."
+DEVICE_HELP = "auto, cpu, cuda or cuda:1."
 JSON = option(False, "Print one JSON object.", "--json")
-TEXT = option(None, "A text file; by default the opening of a novel.", read=readers.readable)
-RAW = option(False, "Continue the text: no chat template, if there is one.", "--raw")
-_PIN_HELP = "Messages that are never evicted: system, user, last_user (comma-separated)."
+TEXT = option(None, "Text file (the opening of a novel).", read=readers.readable)
+RAW = option(False, "Continue the text, without a chat template.", "--raw")
+_PIN_HELP = "Messages never evicted: system, user, last_user."
 PIN = option("", _PIN_HELP, read=readers.names)
 ROWS = option(None, "Append the rows to this file.", read=readers.writable)
-MEMORY_HELP = "Memory limit of the process (what is free), such as 4GiB; on a GPU that of the GPU."
-COMPILE = option(
-    False, "Compile decode steps with torch.compile: slow to start, then faster.", "--compile"
-)
+MEMORY_HELP = "Limit, such as 4GiB (what is free)."
+COMPILE = option(False, "Compile decode steps: slow to start, then faster.", "--compile")
 WEIGHT_BITS = option(
     None,
-    "4: steps of few sequences read weights of 4 bits (x86 CPUs, bfloat16).",
+    "4: decode reads 4-bit weights (x86).",
     "--weight-bits",
     read=readers.bits,
     allowed=(4,),
@@ -122,7 +121,7 @@ class Bundle(NamedTuple):
     """
 
     build: Callable[..., Any]
-    panel: str = "Options"
+    panel: str | None = None  # by the names of the options
     changed: Mapping[str, Any] = {}
 
     def options(self) -> list[inspect.Parameter]:
@@ -148,9 +147,14 @@ def expand(command: Callable[..., Any]) -> Any:
     ]
     bundles = [parameter for parameter in outer if isinstance(parameter.default, Bundle)]
     inner = {bundle.name: bundle.default.options() for bundle in reversed(bundles)}
-    parameters = [parameter for parameter in outer if parameter not in bundles]
-    for options in inner.values():
-        parameters += [entry for entry in options if isinstance(entry.default, ParameterInfo)]
+    direct = [parameter for parameter in outer if parameter not in bundles]
+    parameters = [
+        describe(entry) if isinstance(entry.default, ParameterInfo) else entry
+        for options in (*inner.values(), direct)
+        for entry in options
+        if options is direct or isinstance(entry.default, ParameterInfo)
+    ]
+    parameters.sort(key=order)
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
@@ -169,12 +173,9 @@ def expand(command: Callable[..., Any]) -> Any:
     return expanded
 
 
-_AMOUNT = "tokens (64) or a fraction of the prompt (10%)"
-_BUDGET = "Entries to keep: tokens (512), part of the prompt (20%), full. By default {}."
-_BUDGETS = "Budgets, comma-separated: tokens (512), part of the prompt (20%), full. By default {}."
-CHUNK_HELP = (
-    "Most tokens between two evictions while a prompt is read; 1 is the paper's Algorithm 1."
-)
+_BUDGET = "Entries to keep: 512, 20% or full ({})."
+_BUDGETS = "Comma-separated: 512, 20%, full ({})."
+CHUNK_HELP = "Prompt tokens between evictions; the paper's: 1."
 
 
 def _factors(option: str, text: str) -> LayerBudgets | Literal["auto", "even"]:
@@ -187,35 +188,23 @@ def _factors(option: str, text: str) -> LayerBudgets | Literal["auto", "even"]:
 
 
 def policy_option(default: str = BEST) -> Any:
-    return option(
-        default, f"Eviction policy: {', '.join(POLICIES)} (h2o: the paper's); or module:Class."
-    )
+    return option(default, f"{', '.join(POLICIES)} or module:Class; h2o is the paper's.")
 
 
 def make_cache(
     policy: str = policy_option(),
     budget: str | None = option(None, _BUDGET.format("20%")),
-    heavy: str | None = option(None, f"Instead of --budget, heavy hitters to keep: {_AMOUNT}."),
-    recent: str | None = option(None, f"Instead of --budget, newest tokens to keep: {_AMOUNT}."),
-    heavy_fraction: float | None = option(
-        None, "Part of --budget for heavy hitters (0.5; best: 0.75); the rest: recent."
-    ),
-    sink: int | None = option(
-        None, "First tokens that are never evicted, beyond --budget (none; best: 4)."
-    ),
-    scoring: str | None = option(
-        None, f"How attention is accumulated: {', '.join(SCORINGS)} (sum; best: expected)."
-    ),
-    decay: float | None = option(
-        None, "Factor per later token: with --scoring decay (0.995), or value_norm (none)."
-    ),
-    positions: str = option(
-        "original", "original, rolling (past the context window), clamped (OPT)."
-    ),
+    heavy: str | None = option(None, "Heavy hitters to keep, instead of --budget."),
+    recent: str | None = option(None, "Newest tokens to keep, instead of --budget."),
+    heavy_fraction: float | None = option(None, "Heavy hitters in --budget (0.5; best: 0.75)."),
+    sink: int | None = option(None, "First tokens, never evicted (none; best: 4)."),
+    scoring: str | None = option(None, f"{', '.join(SCORINGS)} (sum; best: expected)."),
+    decay: float | None = option(None, "Of scores, per token (--scoring decay: 0.995)."),
+    positions: str = option("original", "original, rolling or clamped."),
     prefill_chunk: int | None = option(None, CHUNK_HELP, read=readers.least),
     evict_every: int | None = option(
         None,
-        "Evict at multiples of this many tokens of each text, and nowhere else.",
+        "Evict only at multiples of this many tokens.",
         read=readers.least,
     ),
     kv_bits: int | None = option(
@@ -223,8 +212,7 @@ def make_cache(
     ),
     layer_budgets: Typed = option(
         None,
-        "Divide heavy hitters among the heads: auto (measured once for a model and kept; best has"
-        " it), even, or a file of h2okv eval layers.",
+        "auto, even or a file of h2okv eval layers.",
         read=_factors,
     ),
     default_budget: str = "20%",  # without budget, heavy and recent
@@ -330,13 +318,9 @@ def cache_lists(budget: str, policy: str = BEST, scoring: str | None = None, **c
 
     allowed = (*POLICIES, *PER_QUERY) if changed.get("simulated") else POLICIES
     lists = {
-        "policy": option(
-            policy, f"Policies, comma-separated: {', '.join(allowed)} or module:Class."
-        ),
+        "policy": option(policy, f"Comma-separated: {', '.join(allowed)} or module:Class."),
         "budget": option(None, _BUDGETS.format(budget)),
-        "scoring": option(
-            scoring, f"How attention is accumulated, comma-separated: {', '.join(SCORINGS)}."
-        ),
+        "scoring": option(scoring, f"Comma-separated: {', '.join(SCORINGS)}."),
     }
     return Bundle(build, "Cache", lists | changed)
 
@@ -398,7 +382,7 @@ class ModelOptions:
     name: str = option(BUNDLED, MODEL_HELP, "--model")
     dtype_name: str = option(
         "auto",
-        f"Data type of the weights: {', '.join(DTYPES)}.",
+        f"{', '.join(DTYPES)}.",
         "--dtype",
         read=readers.choice,
         words=DTYPES,
@@ -449,11 +433,6 @@ def model_options(**changed: Any) -> Any:
 
 
 _MOST = "Most tokens to generate."
-_MODEL_DEFAULT = "the model's own, or "
-
-
-def _sampling_option(neutral: int, help: str) -> Any:
-    return option(None, f"{help} ({_MODEL_DEFAULT}{neutral}).")
 
 
 @dataclass(frozen=True)
@@ -461,20 +440,12 @@ class SamplingOptions:
     """The sampling options that the user set; the fields are a command's options."""
 
     max_new_tokens: int | None = option(128, _MOST, read=readers.least)
-    temperature: float | None = _sampling_option(0, "0 is greedy decoding; higher is more random")
-    top_p: float | None = _sampling_option(
-        1, "Nucleus sampling: most likely tokens of this total probability"
-    )
-    top_k: int | None = _sampling_option(
-        0, "Sample among this many of the most likely tokens; 0 for all"
-    )
-    min_p: float | None = _sampling_option(
-        0, "Drop tokens less likely than this, relative to the most likely"
-    )
-    repetition_penalty: float | None = _sampling_option(
-        1, "Above 1, tokens that occurred become less likely"
-    )
-    stop: list[str] | None = option(None, "A string that ends the text; may be repeated.")
+    temperature: float | None = option(None, "0 is greedy decoding; higher is more random.")
+    top_p: float | None = option(None, "Sample tokens of this total probability.")
+    top_k: int | None = option(None, "Sample among the most likely tokens; 0: all.")
+    min_p: float | None = option(None, "Least probability relative to the top one.")
+    repetition_penalty: float | None = option(None, "Above 1, repeated tokens are less likely.")
+    stop: list[str] | None = option(None, "Ends the text; may be repeated.")
     seed: int | None = option(0, "Random seed.")
 
     def __post_init__(self) -> None:
@@ -515,12 +486,8 @@ def sampling_options(max_new_tokens: int | None = 128) -> Any:
     """Return the sampling options; ``None`` leaves the length to a task and ignores the model's."""
     changed: dict[str, Any] = {"max_new_tokens": option(max_new_tokens, _MOST, read=readers.least)}
     if max_new_tokens is None:
-        changed = {"max_new_tokens": None, "seed": None}
-        for field in fields(SamplingOptions)[1:-1]:
-            copied: Any = copy.copy(field.default)
-            changed[field.name] = copied
-            copied.help = copied.help.replace(_MODEL_DEFAULT, "")
-    return Bundle(SamplingOptions, "Sampling", changed)
+        return Bundle(SamplingOptions, "Sampling", {"max_new_tokens": None, "seed": None})
+    return Bundle(SamplingOptions, "Sampling (by default the model's own)", changed)
 
 
 def flag(name: str) -> str:

@@ -42,23 +42,23 @@ class OffloadOptions:
     """Tiers of weights and caches: options of a command, and fields of an `OffloadRequest`."""
 
     batch_size: Typed = option(
-        "auto", "Sequences that run together: a number, or auto.", "--batch", read=_batch_size
+        "auto", "Sequences that run together, or auto.", "--batch", read=_batch_size
     )
     memory: Typed = option(None, args.MEMORY_HELP, read=readers.memory)
     weight_placement: Typed = option(
         "auto",
-        "Place of weights: auto, device, cpu, disk, or device=40,disk=60.",
+        "auto, device, cpu, disk or device=40,disk=60.",
         "--weights",
         read=_placement,
     )
     cache_placement: Typed = option(
         "auto",
-        "Where keys and values are: auto, device, cpu, file, or percentages.",
+        "auto, device, cpu, file or percentages.",
         "--cache",
         read=_placement,
     )
     weight_bits: int | None = option(
-        None, "Quantize linear layers to 8 or 4 bits (CPUs, bfloat16).", read=readers.bits
+        None, "Quantize linear layers (CPU, bfloat16).", read=readers.bits
     )
 
 
@@ -74,11 +74,11 @@ def batch(
     output: Path = option(
         ..., "The results, a JSONL file; made or continued.", read=readers.writable
     ),
-    cache_folder: Path | None = option(None, "Folder for a cache in a file (that of the output)."),
-    converted: Path | None = option(None, "Folder for rewritten checkpoints (the user's cache)."),
+    cache_folder: Path | None = option(None, "Folder of a cache on disk (of --output)."),
+    converted: Path | None = option(None, "Folder of converted checkpoints (user's cache)."),
     keep_pages: bool = option(False, "Let streamed weights stay in free memory.", "--keep-pages"),
-    ray: bool = option(False, "Run on the Ray cluster of RAY_ADDRESS, or on this one.", "--ray"),
-    actors: int | None = option(None, "With --ray: copies of the model (one a GPU or machine)."),
+    ray: bool = option(False, "Run on the Ray cluster of RAY_ADDRESS, or here.", "--ray"),
+    actors: int | None = option(None, "With --ray: copies of the model (one per GPU)."),
     raw: bool = RAW,
     as_json: bool = option(False, "Print the summary as JSON.", "--json"),
 ) -> int:

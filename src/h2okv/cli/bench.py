@@ -65,45 +65,36 @@ def bench(
         "20%", "h2o", positions="original", prefill_chunk=None, kv_bits=None, decay=None
     ),
     model: str | None = option(None, MODEL_HELP, read=_model),
-    shape: str | None = option(
-        None,
-        f"Random weights of a shape: {', '.join(SHAPES)}, or hidden=..,layers=..,heads=..,"
-        "kv_heads=..,head_dim=..,intermediate=..,vocab=.. (small).",
-        read=_shape,
-    ),
+    shape: str | None = option(None, "Random weights of a shape (small).", read=_shape),
     layers: int | None = option(None, "Use only the first layers of a shape."),
-    contexts: Typed = option("1024", "Prompt lengths in tokens, comma-separated.", read=numbers),
-    batches: Typed = option("1", "Batch sizes, comma-separated.", read=numbers),
+    contexts: Typed = option("1024", "Prompt lengths in tokens.", read=numbers),
+    batches: Typed = option("1", "Batch sizes.", read=numbers),
     runners: Typed = option(
         "dynamic,static,quantized,h2o",
-        f"Caches: {', '.join(RUNNERS)}.",
+        "All, or some.",
         "--caches",
         read=_runners,
     ),
     positions: Typed = option(
         "original", "original or rolling.", read=readers.choice, words=POSITIONS
     ),
-    kv_bits: Typed = option(
-        "", "8, 4 or 8,4: h2o once more with quantized keys and values.", read=_kv_bits
-    ),
+    kv_bits: Typed = option("", "8, 4 or 8,4: quantized h2o too.", read=_kv_bits),
     dtypes: Typed = option(
         "auto",
-        f"Data types: {', '.join(args.DTYPES)} (bfloat16 on a GPU).",
+        f"{', '.join(args.DTYPES)}.",
         "--dtype",
         read=_dtypes,
     ),
     device: str = option("auto", args.DEVICE_HELP, read=readers.device),
-    rounds: int = option(5, "Rounds; in each, every cache is measured once."),
+    rounds: int = option(5, "Times that each cache is measured."),
     steps: int = option(8, "Decode steps of one measurement."),
-    prefill_chunk: int | None = option(None, "Prefill in blocks of this many tokens."),
-    threads: int | None = option(None, "Number of torch threads.", read=least),
-    peak: bool = option(True, "Measure peak memory; on a CPU in child processes."),
-    compiled: bool = option(False, "Compile the decode steps of static and h2o.", "--compile"),
-    max_batch: bool = option(False, "Find the largest batch in --memory instead.", "--max-batch"),
+    prefill_chunk: int | None = option(None, "Prompt tokens between evictions."),
+    threads: int | None = option(None, "Threads of torch.", read=least),
+    peak: bool = option(True, "Measure peak memory."),
+    compiled: bool = option(False, "Compile decode steps of static and h2o.", "--compile"),
+    max_batch: bool = option(False, "Find the largest batch in --memory.", "--max-batch"),
     memory: Typed = option(None, "For --max-batch, such as 8GiB.", read=readers.memory),
-    max_run_batch: int = option(
-        256, "Largest batch that is run to verify --max-batch.", read=least
-    ),
+    max_run_batch: int = option(256, "Largest batch that --max-batch runs.", read=least),
     csv: Path | None = ROWS,
     plot: Path | None = option(
         None, "Plot decode steps: .png, .svg or .pdf.", read=readers.picture

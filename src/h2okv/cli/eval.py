@@ -36,12 +36,12 @@ EXPERIMENTS = "evaluation/experiments"  # in the package's folder
 NEEDLE = "The city of {name} is {answer}."
 QUESTION = "\nThe city of {name} is"
 
-_CSV_HELP = "The table; samples go to NAME.samples.jsonl as they come."
+_CSV_HELP = "Table; samples go to NAME.samples.jsonl."
 CSV = option(..., _CSV_HELP, read=readers.writable)
 LIMIT = option(None, "Use the first samples only.")
 TOO_LONG = option(
     "refuse",
-    "refuse samples beyond the context window, or skip them.",
+    "refuse or skip what exceeds the context.",
     read=choice,
     words=("refuse", "skip"),
 )
@@ -99,30 +99,26 @@ def _compressions(option: str, text: str) -> tuple[Any, ...]:
 
 
 def _compression(default: str) -> Any:
-    return option(default, "query-aware, query-agnostic, or both.", read=_compressions)
+    return option(default, "query-aware, query-agnostic or both.", read=_compressions)
 
 
 @args.subcommand(eval_app, "needle")
 def needle(
     trial: Trial = trial_options("20%,50%,full"),
-    text: Path | None = option(
-        None, "The haystack; by default the opening of a novel.", read=readers.readable
-    ),
-    plot: Path | None = option(
-        None, "Plot the heat map: .png, .svg or .pdf.", read=readers.picture
-    ),
+    text: Path | None = option(None, "Haystack (the opening of a novel).", read=readers.readable),
+    plot: Path | None = option(None, "Heat map: .png, .svg or .pdf.", read=readers.picture),
     compression: Typed = _compression("query-agnostic"),
-    lengths: Typed = option("512,1024,1536", "Tokens of the whole prompt.", read=readers.numbers),
+    lengths: Typed = option("512,1024,1536", "Tokens of the prompt.", read=readers.numbers),
     depths: Typed = option(
         "0,0.25,0.5,0.75,1",
-        "Fractions of the text before the needle.",
+        "Depths of the needle.",
         read=readers.numbers,
         kind=float,
         example="0,1",
     ),
     tries: int = option(4, "Needles for each length and depth.", read=readers.least),
-    needle: str = option(NEEDLE, "The sentence to hide."),
-    question: str = option(QUESTION, "The end of the prompt."),
+    needle: str = option(NEEDLE, "Sentence."),
+    question: str = option(QUESTION, "End of the prompt."),
     answer: str | None = option(None, "The answer in --needle (drawn)."),
     max_new_tokens: int = option(16, "Most tokens of an answer.", read=readers.least),
 ) -> int:
@@ -142,7 +138,7 @@ def needle(
     return code
 
 
-_CHUNK = option(None, f"{args.CHUNK_HELP[:-1]} (64).", read=readers.least)
+_CHUNK = option(None, "Prompt tokens between evictions (64).", read=readers.least)
 
 
 @args.subcommand(eval_app, "perplexity")
@@ -185,20 +181,15 @@ def fidelity(
     ),
     data: list[Path] | None = option(
         None,
-        "A text, or JSONL with prompt (and answer, context), messages or turns; may be repeated."
-        " By default the opening of a novel.",
+        "Text, or JSONL of prompts; may be repeated.",
         read=readers.readable,
     ),
     prompt_tokens: int = option(512, "Tokens of a text read at once.", read=readers.least),
-    new_tokens: int = option(
-        32, "Tokens compared after them; the most of an answer.", read=readers.least
-    ),
-    texts: int | None = option(
-        None, "Texts or prompts of each file (8, or all of fewer).", read=readers.least
-    ),
+    new_tokens: int = option(32, "Tokens compared after them.", read=readers.least),
+    texts: int | None = option(None, "Texts or prompts of each file (8).", read=readers.least),
     protocol: Typed = option(
         "decode",
-        "decode: evict after each new token. block: read them all at once.",
+        "decode: token by token; block: all at once.",
         read=choice,
         words=("decode", "block"),
     ),
@@ -208,8 +199,7 @@ def fidelity(
     ),
     recommend: float | None = option(
         None,
-        "Name the smallest cache, of 8 and 4 bits too, that agrees with the full one on this"
-        " fraction of tokens.",
+        "Name the smallest cache with this agreement.",
         read=_fraction,
     ),
 ) -> int:
@@ -310,13 +300,11 @@ def _recommendation(
 @args.subcommand(eval_app, "layers")
 def layers(
     model: ModelOptions = args.model_options(),
-    out: Path = option(
-        Path("layers.json"), "The file that --layer-budgets reads.", read=readers.writable
-    ),
+    out: Path = option(Path("layers.json"), "File for --layer-budgets.", read=readers.writable),
     text: Path | None = TEXT,
     tokens: int = option(1024, "Tokens of the text that are read.", read=readers.least, least=2),
-    by_head: bool = option(False, "Divide them among the heads of each layer too.", "--by-head"),
-    budget: str = option("20%", "Budget to divide, of which three quarters are heavy hitters."),
+    by_head: bool = option(False, "Divide among the heads of a layer too.", "--by-head"),
+    budget: str = option("20%", "Budget to divide; 3/4 are heavy hitters."),
 ) -> None:
     fraction, wording = readers.parse_budget(budget), readers.text_or_sample(text)
     if not isinstance(fraction, float) or fraction >= 1:
@@ -365,15 +353,12 @@ def summarize(
     sampling: SamplingOptions = args.sampling_options(None),
     input: Path = option(
         ...,
-        "JSONL with article and summary_gt (the llama recipe's) or context and answers"
-        " (LongBench); with --references one article on each line.",
+        "JSONL of articles, or of LongBench.",
         read=readers.readable,
     ),
-    references: Path | None = option(
-        None, "JSONL with refs, one line for each article.", read=readers.readable
-    ),
-    template: str | None = option(None, "A prompt with {article} in it, for articles without one."),
-    max_new_tokens: int | None = option(None, "Most tokens of a summary (the file's, or 64-512)."),
+    references: Path | None = option(None, "JSONL of reference summaries.", read=readers.readable),
+    template: str | None = option(None, "Prompt with {article} in it."),
+    max_new_tokens: int | None = option(None, "Of a summary (the file's)."),
     stemmer: bool = option(False, "Compare stems of words.", "--stemmer"),
     batch_size: int = option(8, "Articles at a time."),
     limit: int | None = LIMIT,
@@ -406,17 +391,15 @@ def _experiment(name: str) -> str:
 def sweep(
     model: ModelOptions = args.model_options(),
     experiment: str = typer.Argument(
-        help="The name of one, or a YAML file.", show_default=False, callback=_experiment
+        help="Name, or YAML file.", show_default=False, callback=_experiment
     ),
-    out: Path = option(..., "The folder that the results go to."),
-    data: Path | None = option(None, "The folder with the tasks' data files.", read=_folder),
-    only: Typed = option(None, "Run only these tasks, comma-separated.", read=readers.names),
+    out: Path = option(..., "Folder of the results."),
+    data: Path | None = option(None, "Folder of the tasks' data files.", read=_folder),
+    only: Typed = option(None, "Comma-separated: tasks to run.", read=readers.names),
     limit: int | None = LIMIT,
-    batch_size: int | None = option(None, "Prompts at a time (the experiment's)."),
-    positions: Typed = option(
-        None, "original, rolling or clamped (the experiment's).", read=choice, words=POSITIONS
-    ),
-    prefill_chunk: int | None = option(None, "Most tokens read at once (the experiment's)."),
+    batch_size: int | None = option(None, "Prompts at a time."),
+    positions: Typed = option(None, "original, rolling or clamped.", read=choice, words=POSITIONS),
+    prefill_chunk: int | None = option(None, "Prompt tokens between evictions."),
     as_json: bool = JSON,
 ) -> int:
     from h2okv.evaluation.runner import Run
@@ -441,9 +424,7 @@ def sweep(
 
 def lm_eval(
     context: typer.Context,
-    data: Path | None = option(
-        None, "Folder of the tasks' data files; or set H2OKV_EVAL_DATA.", read=_folder
-    ),
+    data: Path | None = option(None, "Folder of data files (H2OKV_EVAL_DATA).", read=_folder),
 ) -> int:
     _check_harness(context.args)
     from h2okv.evaluation.lm_eval.launcher import run_harness

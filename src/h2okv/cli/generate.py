@@ -55,14 +55,14 @@ def generate(
     cache: CacheConfig = args.cache_options(),
     model: ModelOptions = args.model_options(),
     sampling: SamplingOptions = args.sampling_options(),
-    prompt: str | None = typer.Argument(None, help="The prompt; - or nothing reads it from stdin."),
+    prompt: str | None = typer.Argument(None, help="The prompt; - or nothing: from stdin."),
     file: Path | None = option(None, "Read the prompt from a text file.", read=readers.readable),
     raw: bool = RAW,
     system: str = option("", "System message, for a chat template."),
     pin: Typed = PIN,
     compile: bool = COMPILE,
     weight_bits: int | None = WEIGHT_BITS,
-    compare: str | None = option(None, "full: run the full cache too and compare."),
+    compare: str | None = option(None, "Run the full cache too, and compare."),
     as_json: bool = JSON,
 ) -> int:
     if compare not in (None, "full"):

@@ -18,67 +18,50 @@ KEY_VARIABLE = "H2OKV_API_KEY"
 def serve(
     cache: CacheConfig = args.cache_options(prefill_chunk=None, evict_every=None),
     model: ModelOptions = args.model_options(is_here=False),
-    called: str | None = option(None, "What clients call the model (its own name).", "--name"),
-    host: str = option("127.0.0.1", "The address to listen at."),
-    port: int = option(8000, "The port; 0 for any that is free.", read=readers.port),
-    max_num_seqs: int | None = option(
-        None, "Sequences that run together (what fits, up to 64).", read=least
-    ),
+    called: str | None = option(None, "The model's name for clients.", "--name"),
+    host: str = option("127.0.0.1", "Address to listen at."),
+    port: int = option(8000, "Port; 0: any free one.", read=readers.port),
+    max_num_seqs: int | None = option(None, "Users at a time (what fits, to 64).", read=least),
     memory: Typed = option(None, MEMORY_HELP, "--memory", "--gpu-memory", read=readers.memory),
-    max_prompt_tokens: int | None = option(
-        None, "Longest prompt in tokens (the context, up to 8192).", read=least
-    ),
-    max_waiting: int = option(256, "Requests that may wait; more get HTTP 429."),
-    max_prefill_tokens: int = option(512, "Chunked prefill: prompt tokens between decode steps."),
-    max_prefill_time_fraction: float = option(
-        0.8, "Time for prefill while others decode: a fraction."
-    ),
+    max_prompt_tokens: int | None = option(None, "Longest prompt (context, to 8192).", read=least),
+    max_waiting: int = option(256, "Requests waiting; more get HTTP 429."),
+    max_prefill_tokens: int = option(512, "Prompt tokens between steps."),
+    max_prefill_time_fraction: float = option(0.8, "Of time, while others decode."),
     evict_every: int | None = option(
         None,
-        "Evict at multiples of this many tokens of a text (256); 0: after each block.",
+        "Evict at multiples of this (256); 0: each block.",
         read=least,
         least=0,
     ),
     prefix_cache: Typed = option(
         None,
-        "Memory for states that later prompts continue from, such as 1GiB; 0 for none (1GiB, or a"
-        " quarter of what is free).",
+        "Memory of states (1GiB); 0: none.",
         read=readers.memory,
         least=0,
     ),
-    prefix_cache_folder: Path | None = option(
-        None, "Folder that keeps these states over a restart, up to --prefix-cache or 1GiB."
-    ),
-    max_new_tokens: int = option(4096, "Most new tokens that a request may ask for."),
-    max_choices: int = option(128, "Most outputs of a request: prompts times n."),
+    prefix_cache_folder: Path | None = option(None, "Folder of states, over a restart."),
+    max_new_tokens: int = option(4096, "Most tokens of an answer."),
+    max_choices: int = option(128, "Outputs per request: prompts x n."),
     max_body: Typed = option("8MiB", "Largest request body.", read=readers.memory),
-    timeout: float = option(600.0, "Seconds that a request may take, waiting included."),
-    drain: float = option(30.0, "Seconds for running requests to finish at shutdown."),
-    speculate: int = option(
-        0, "Tokens to draft by prompt lookup while one sequence runs, where that saves time."
-    ),
+    timeout: float = option(600.0, "For a request, waiting included."),
+    drain: float = option(30.0, "For running requests at shutdown."),
+    speculate: int = option(0, "Draft by prompt lookup."),
     weight_bits: int | None = WEIGHT_BITS,
     prefix: list[Path] | None = option(
-        None, "File with a prefix of many prompts; may be repeated.", read=readers.readable
+        None, "Prefix of many prompts; may be repeated.", read=readers.readable
     ),
     system: list[Path] | None = option(
-        None, "File with a system message; may be repeated.", read=readers.readable
+        None, "System message; may be repeated.", read=readers.readable
     ),
-    cors_origin: list[str] | None = option(
-        None, "Origin that CORS allows (https://example.org; * for all); may be repeated."
-    ),
-    log_requests: bool = option(False, "A line on stderr for each request.", "--log-requests"),
+    cors_origin: list[str] | None = option(None, "CORS origin, or *; may be repeated."),
+    log_requests: bool = option(False, "Log each request to stderr.", "--log-requests"),
     view_page: Path | None = option(
-        None, "A page of `h2okv view --export`, served at /view.", read=readers.readable
+        None, "Page of h2okv view --export, at /view.", read=readers.readable
     ),
-    ray: bool = option(False, "Serve copies on the Ray cluster of RAY_ADDRESS, or here.", "--ray"),
-    tensor_parallel: bool = option(
-        False, "Under torchrun: split the model over the ranks.", "--tensor-parallel"
-    ),
-    dry_run: bool = option(
-        False, "Say what fits, before any weights are loaded, and end.", "--dry-run"
-    ),
-    replicas: int | None = option(None, "With --ray: copies of the model (one a GPU or machine)."),
+    ray: bool = option(False, "Serve copies on a Ray cluster.", "--ray"),
+    tensor_parallel: bool = option(False, "Under torchrun: split the model.", "--tensor-parallel"),
+    dry_run: bool = option(False, "Say what fits, and end.", "--dry-run"),
+    replicas: int | None = option(None, "With --ray: copies (one per GPU)."),
 ) -> int:
     from h2okv.engine.config import EngineConfig
     from h2okv.server import config

@@ -36,11 +36,9 @@ class Files:
 
     csv: Path | None = option(None, "Write the rows to this file.", read=readers.writable)
     plot: Path | None = option(None, "Plot them: .png, .svg or .pdf.", read=readers.picture)
-    checkpoint: Path | None = option(
-        None, "Save the cache and the position here, to resume.", read=readers.writable
-    )
+    checkpoint: Path | None = option(None, "Save the state here, to resume.", read=readers.writable)
     save_every: int = option(10_000, "Tokens between two checkpoints.", read=readers.least)
-    resume: bool = option(False, "Continue from --checkpoint; --tokens may be larger.", "--resume")
+    resume: bool = option(False, "Continue from --checkpoint.", "--resume")
 
     def __post_init__(self) -> None:
         if self.resume and self.checkpoint is None:
@@ -63,19 +61,19 @@ def stream(
     ),
     model: ModelOptions = args.model_options(),
     files: Files = _FILES,
-    text: Path | None = option(None, "A text to read and score.", read=readers.readable),
+    text: Path | None = option(None, "Text to read and score.", read=readers.readable),
     input: Path | None = option(
-        None, 'JSONL of conversations: {"turns": ..} or {"messages": ..}.', read=readers.readable
+        None, 'JSONL of {"turns": ..} or {"messages": ..}.', read=readers.readable
     ),
-    tokens: int | None = option(None, "Stop after this many tokens (at the end)."),
+    tokens: int | None = option(None, "Stop after this many."),
     positions: Typed = option(
         "auto",
-        f"auto (rolling, full: original), {', '.join(POSITIONS)}.",
+        "auto, original, rolling or clamped.",
         read=readers.choice,
         words=("auto", *POSITIONS),
     ),
     prefill_chunk: int = option(
-        64, "Tokens of text read at once; 1 is the paper's Algorithm 1.", read=readers.least
+        64, "Tokens between evictions; the paper's: 1.", read=readers.least
     ),
     max_new_tokens: int = option(128, "Most tokens of an answer.", read=readers.least),
     every: int = option(1000, "Tokens between two rows.", read=readers.least),
