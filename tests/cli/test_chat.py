@@ -238,6 +238,7 @@ OPTIONS = {
     "clamped RoPE": (("--positions", "clamped"), ("clamped", "rolling")),
     "nothing kept": (("--heavy", "0", "--recent", "0"), ("heavy=0",)),
     "policy": (("--policy", "h2"), ("policy 'h2'",)),
+    "one prompt": (("--policy", "snapkv"), ("a chat has many turns; choose best or h2o",)),
     "full and rolling": (("--policy", "full", "--positions", "rolling"), ("original",)),
     "system of a saved chat": (
         ("--load", bundled_model_path() / "model.safetensors", "--system", "y"),

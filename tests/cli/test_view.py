@@ -8,6 +8,8 @@ import sys
 import urllib.request
 
 import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 
 @pytest.fixture
@@ -39,6 +41,21 @@ def test_an_export_has_the_policies_and_budgets_of_the_options(
     assert "".join(reading["tokens"][: reading["given"]]).endswith("on the log, ")
     assert (choice["layer"], choice["beside"], choice["budgets"]) == (1, "recent", ["64", "20%"])
     assert choice["policies"] == ["h2o", "recent"] and choice["other"] == "recent"
+
+
+def test_it_begins_with_the_first_layer_that_evicts(h2okv_command, tokenizer, text_file, tmp_path):
+    config = Gemma3TextConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=len(tokenizer), sliding_window=8,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Gemma3ForCausalLM._from_config(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "kept.html"
+    done = h2okv_command("view", "--model", tmp_path, "--text", text_file, "--export", path)
+    assert done.code == 0, done.err
+    assert content_of(path.read_text(encoding="utf-8"))["choice"]["layer"] == 2
 
 
 def test_an_export_has_a_default_budget(h2okv_command, model_folder, text_file, tmp_path):

@@ -89,6 +89,56 @@ def test_colors_and_counts_of_kept_tokens(browser, page, fake):
     assert browser.complaints() == []
 
 
+DROP = """(async (name, content) => {
+  const data = new DataTransfer();
+  data.items.add(new File([content], name, { type: "text/plain" }));
+  for (const kind of ["dragover", "drop"]) {
+    document.body.dispatchEvent(new DragEvent(kind, { dataTransfer: data, bubbles: true }));
+  }
+  await new Promise((done) => setTimeout(done, 100));
+})"""
+
+
+def drop(browser, name, content):
+    browser.run(f"{DROP}({json.dumps(name)}, {content if '[' in content else json.dumps(content)})")
+
+
+def test_a_dropped_document_is_asked_about_and_says_what_is_kept(browser, page, fake):
+    page()
+    drop(browser, "notes.txt", "the tide comes in at noon and goes out at night\n")
+    assert text(browser, "#document-name") == "notes.txt, 47 characters"
+    page_driver.reload(browser)  # the draft keeps it
+    assert text(browser, "#document-name") == "notes.txt, 47 characters"
+    say(browser, "when does it come in?")
+    browser.wait(IDLE)
+    read = fake.tokenizer.decode(list(fake.requests[-1][0]), skip_special_tokens=True)
+    assert "out at night" in read and read.index("at night") < read.index("when does it")
+    assert browser.run("document.getElementById('document').hidden")
+    summary = text(browser, ".document summary")
+    assert re.fullmatch(r"notes\.txt · 47 characters · the cache holds [\d.]+ % of it", summary)
+    assert text(browser, ".document div").endswith("goes out at night")
+    assert page_driver.titles(browser) == ["notes.txt: when does it come in?"]
+    page_driver.reload(browser)
+    assert text(browser, ".document summary") == "notes.txt · 47 characters"
+    button(browser, "Edit")
+    assert browser.run("document.getElementById('prompt').value") == "when does it come in?"
+    assert text(browser, "#document-name") == "notes.txt, 47 characters"
+    button(browser, "Remove")
+    assert not page_driver.is_visible(browser, "#document")
+    assert browser.complaints() == []
+
+
+def test_a_document_that_is_not_text_is_refused(browser, page):
+    page()
+    for content, words in (
+        ("new Uint8Array([255, 254, 0])", "a.bin is not a text file in UTF-8."),
+        ("", "a.bin is empty."),
+    ):
+        drop(browser, "a.bin", content)
+        browser.wait(f"document.getElementById('said').textContent === {words!r}")
+        assert not page_driver.is_visible(browser, "#document")
+
+
 def test_stop_button_ends_the_request_and_keeps_the_text(browser, page, fake):
     fake.pause = 0.02
     page()
@@ -173,7 +223,14 @@ SAMPLES = [
     ("# One\ntwo\nthree", "<h4>One</h4><p>two<br>three</p>"),
     ("- a\n  - b\n- c", "<ul><li>a<ul><li>b</li></ul></li><li>c</li></ul>"),
     ("2. d\n3. **e**\n\nf", '<ol start="2"><li>d</li><li><strong>e</strong></li></ol><p>f</p>'),
-    ("```py\na = 1\n\n# b\n```\nc", "<pre><code>a = 1\n\n# b</code></pre><p>c</p>"),
+    ("```\na = 1\n\n# b\n```\nc", "<pre><code>a = 1\n\n# b</code></pre><p>c</p>"),
+    ("```py\nif a == 1:  # b 'c'\n    'd\\'e' + f1",
+     '<pre><code><span class="keyword">if</span> a == <span class="number">1</span>:  '
+     """<span class="comment"># b 'c'</span>\n    <span class="string">'d\\'e'</span> + f1"""
+     "</code></pre>"),
+    ("```js\n/* a\nb */ `c",
+     '<pre><code><span class="comment">/* a\nb */</span> '
+     '<span class="string">`c</span></code></pre>'),
     ("```\nnot yet closed", "<pre><code>not yet closed</code></pre>"),
     ("> a\n> b\n\n---", "<blockquote><p>a<br>b</p></blockquote><hr>"),
     ("| a | b | c |\n|:--|:-:|--:|\n| 1 | *2* |",

@@ -112,14 +112,14 @@ def view(
     text: Path | None = TEXT,
     export: Path | None = option(None, "Write one HTML file and end.", read=readers.writable),
     port: int = option(8765, "Port; 0: any free one.", read=readers.port),
-    layer: int = option(0, "Layer to begin with (first with H2O)."),
+    layer: int | None = option(None, "Layer to begin with (first with H2O)."),
     head: int = option(0, "KV head to begin with."),
     tokens: int = option(2048, "Cut the text there."),
     new_tokens: int = option(0, "Continue the text, with a full cache."),
     open_browser: bool = option(True, "Open the page in the browser.", "--open/--no-open"),
 ) -> int:
     wording = readers.text_or_sample(text)
-    from h2okv.analysis.attention_stats import check_layer
+    from h2okv.analysis.attention_stats import check_layer, full_attention_layers
     from h2okv.analysis.viewer.reading import LEAST_TOKENS, Reader, check_new_tokens
     from h2okv.analysis.viewer.server import PageServer
     from h2okv.integration.models import fast_dtype
@@ -144,6 +144,8 @@ def view(
         PageServer(port).server_close()  # raises for a port in use before the long work
     described = model.describe()
     check_new_tokens(new_tokens, min(tokens, described.context or tokens))
+    if layer is None:
+        layer = choice["layer"] = full_attention_layers(described.config)[0]
     check_layer(described.config, layer, head)
     for config in caches:
         args.check_cache(described.config, config)

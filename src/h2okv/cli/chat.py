@@ -85,6 +85,11 @@ def chat(
         raise ValueError(
             "--system has no effect with --load, which restores the chat's own; omit it"
         )
+    if cache.policy == "snapkv":
+        raise ValueError(
+            "--policy snapkv chooses tokens once, at the end of one prompt, and a chat has many"
+            " turns; choose best or h2o"
+        )
     for name in ("heavy", "recent"):
         amount = getattr(cache, name)
         if isinstance(amount, float) and not cache.is_full:

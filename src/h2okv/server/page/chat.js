@@ -14,7 +14,8 @@ const store = new Store(), tab = nameTab(store);
 const settings = { ...Object.fromEntries(SETTINGS.map((name) => [name, ""])), colours: true };
 const systemPrompt = { role: "system", content: "" };
 let chat = { id: "", turns: [] };
-let draft = { text: "", edits: "", before: "" };  // `edits` is the turn that is written anew
+const blankDraft = () => ({ text: "", edits: "", before: "", file: null, fileBefore: null });
+let draft = blankDraft();  // `edits` is the turn that is written anew, `file` a document's name and text
 let stats = null;
 let isLeft = false;  // the page is closed or reloaded
 let running = null;  // the turn whose answer comes, and what stops it
@@ -69,8 +70,8 @@ function request(messages) {
 }
 
 /** Asks a new question, or one again in place of a turn. */
-async function ask(content, replaces = "") {
-  const id = newId(chat.turns.at(-1)?.id), turn = { ...turnOf(turnKey(id), { question: content, replaces, end: "open" }), isStored: false };
+async function ask({ content, file }, replaces = "") {
+  const id = newId(chat.turns.at(-1)?.id), turn = { ...turnOf(turnKey(id), { question: content, file, replaces, end: "open" }), isStored: false };
   const { answer } = turn, before = turnsInView().filter((one) => one.answer.content && one.id !== replaces);
   const messages = messagesOf(before).concat(turn.question), kept = new Kept(), stopper = new AbortController();
   kept.messages = messages;
@@ -135,12 +136,12 @@ function finish(turn, error) {
   bodies.get(answer)?.parentElement.setAttribute("aria-busy", "false");
   at("status").textContent = isStop && !isGone ? "Stopped." : "";
   if (error) { Object.assign(answer, { end: isStop ? "stopped" : "cut", why: error.message }); }
-  const isFree = !at("prompt").value && !draft.edits;
+  const isFree = !at("prompt").value && !draft.file && !draft.edits;
   if (isGone || (!answer.content && (replaces || isFree))) {
     // What was asked can be asked again, in other words; of two, the earlier answer is back.
     chat.turns = chat.turns.filter((one) => one !== turn);
     const isAgain = replaces || chat.turns.some((one) => one.replaces === turn.id);  // here or in another tab
-    if (!isAgain && isFree) { write(turn.question.content); }
+    if (!isAgain && isFree) { write(textOf(turn.question), documentOf(turn.question)); }
     store.remove(key);
   } else {
     saveTurn(turn);
@@ -164,11 +165,12 @@ function showRunning() {
 
 /** Asks what is in the box, or another question beside it. */
 function say(text, isInBox = true) {
-  if (running || !text.trim()) { return; }
+  const file = isInBox ? draft.file : null;
+  if (running || !(text.trim() || file)) { return; }
   if (draft.edits && isInBox) { fork(); }
   else if (draft.edits) { open(newId()); }
   at("status").textContent = "";
-  ask(text.trim());
+  ask(withDocument(text.trim() || "Summarize this document.", file));
   if (isInBox) { write(""); }  // it is kept as a turn now
   if (!isTouch()) { at("prompt").focus(); }  // elsewhere it would bring the keyboard back
 }
@@ -178,7 +180,7 @@ function fork() {
   const turns = turnsInView();
   cancelEdit();
   chat = { id: newId(), turns: [] };
-  draft = { text: "", edits: "", before: "" };
+  draft = blankDraft();
   for (const turn of turns) {
     const id = newId(chat.turns.at(-1)?.id);
     chat.turns.push({ ...turn, id, key: turnKey(id), isStored: false, replaces: "" });
@@ -189,20 +191,21 @@ function fork() {
 
 function edit(turn) {
   const before = draft.edits ? draft.before : at("prompt").value;
-  draft = { ...draft, edits: turn.id, before };
-  write(turn.question.content);
+  const fileBefore = draft.edits ? draft.fileBefore : draft.file;
+  draft = { ...draft, edits: turn.id, before, fileBefore };
+  write(textOf(turn.question), documentOf(turn.question));
   showAll();
   at("prompt").focus();
 }
 
 function cancelEdit() {
-  const { before } = draft;
-  draft = { text: "", edits: "", before: "" };
-  write(before);
+  const { before, fileBefore } = draft;
+  draft = blankDraft();
+  write(before, fileBefore);
 }
 
 function tryAgain(turn) {
-  ask(turn.question.content, turn.id);
+  ask(turn.question, turn.id);
   at("stop").focus();
 }
 
@@ -218,16 +221,18 @@ function saveTurn(turn) {
   turn.isStored = true;
 }
 
-/** Puts a text in the box, as if it were typed. */
-function write(text) {
+/** Puts a text in the box, as if it were typed, and a document beside it. */
+function write(text, file = null) {
   at("prompt").value = text;
+  draft.file = file;
+  showDocument();
   fit();
   saveDraft();
 }
 
 function saveDraft() {
   draft.text = at("prompt").value;
-  if (draft.text || draft.edits) { store.write(draftKey(), { ...draft, isLeft, time: Date.now() }); }
+  if (draft.text || draft.edits || draft.file) { store.write(draftKey(), { ...draft, isLeft, time: Date.now() }); }
   else if (store.has(draftKey())) { store.remove(draftKey()); }
 }
 
@@ -235,10 +240,33 @@ function saveDraft() {
 function takeDraft() {
   const drafts = readDrafts(store, chat.id), mine = draftKey();
   const newest = drafts.find(({ key }) => key === mine) || drafts[0];
-  const { text = "", edits = "", before = "" } = newest || {};
-  draft = { text, edits, before };
-  write(text);
+  const { text = "", edits = "", before = "", file, fileBefore } = newest || {};
+  const documents = [file, fileBefore].map((one) => (isText(one?.name) && isText(one.text) ? one : null));
+  draft = { text, edits, before, fileBefore: documents[1] };
+  write(text, documents[0]);
   if (newest && newest.key !== mine) { store.remove(newest.key); }
+}
+
+const LARGEST = 4_000_000;  // characters of a document; a server reads fewer
+
+function showDocument() {
+  const { file } = draft;
+  at("document").hidden = !file;
+  at("document-name").textContent = file ? `${file.name}, ${number(file.text.length)} characters` : "";
+  at("prompt").placeholder = file ? "Ask about the document" : "Write a message";
+}
+
+/** Takes a text document to the message that is written. */
+async function takeDocument(file) {
+  let text = null;
+  try { text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer()).trim(); } catch { /* told below */ }
+  if (text === null || text.includes("\0")) { tell(`${file.name} is not a text file in UTF-8.`); return; }
+  if (!text || text.length > LARGEST) { tell(`${file.name} ${text ? "is too long" : "is empty"}.`); return; }
+  draft.file = { name: file.name, text };
+  tell("");
+  showDocument();
+  saveDraft();
+  at("prompt").focus();
 }
 
 /** Brings in what other tabs have changed of this chat. */
@@ -298,7 +326,7 @@ function deleteChat(one) {
     // What is written to go on with is another thing than what was said.
     if (chat.turns.length) { unsent = draft.edits ? draft.before : at("prompt").value; }
     at("prompt").value = "";
-    draft = { text: "", edits: "", before: "" };
+    draft = blankDraft();
     chat.turns = [];
   }
   store.remove(...one.keys);
@@ -428,6 +456,20 @@ for (const drawer of document.querySelectorAll("dialog")) {
   // A click beside the drawer closes it, as the button does.
   drawer.addEventListener("click", (clicked) => {
     if (clicked.target === drawer || "close" in clicked.target.dataset) { drawer.close(); }
+  });
+}
+at("add").addEventListener("click", () => at("file").click());
+at("file").addEventListener("change", () => {
+  if (at("file").files.length) { takeDocument(at("file").files[0]); }
+  at("file").value = "";
+});
+at("remove-document").addEventListener("click", () => { write(at("prompt").value); at("prompt").focus(); });
+for (const name of ["dragover", "dragleave", "drop"]) {
+  addEventListener(name, (dragged) => {
+    if (!dragged.dataTransfer?.types.includes("Files")) { return; }
+    dragged.preventDefault();
+    document.body.classList.toggle("dropping", name === "dragover");
+    if (name === "drop" && dragged.dataTransfer.files.length) { takeDocument(dragged.dataTransfer.files[0]); }
   });
 }
 at("skip").addEventListener("click", (clicked) => { clicked.preventDefault(); at("prompt").focus(); });

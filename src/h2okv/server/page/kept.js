@@ -28,6 +28,19 @@ class Kept {
     return fraction >= 2 / 3 ? 3 : fraction < 1 / 3 ? 1 : 2;
   }
 
+  /** The part of the entries of a stretch of text that all heads together hold. */
+  fraction(from, to) {
+    let end = 0, tokens = 0, held = 0;
+    for (const [index, token] of this.tokens.entries()) {
+      end += token.length;
+      if (end > from && end <= to && index < this.counts.length) {
+        tokens += 1;
+        held += this.counts[index];
+      }
+    }
+    return tokens ? held / (tokens * this.numHeads) : undefined;
+  }
+
   /** Where the text of each message begins in the text of all tokens, the answer's last. */
   starts(messages, answer) {
     const text = this.tokens.join(""), found = new Map();

@@ -104,6 +104,31 @@ function cells(name, line) {
   return row;
 }
 
+const KEYWORDS = "and|as|assert|async|await|break|case|catch|class|const|continue|def|del|do|done|elif|else|enum|esac|except"
+  + "|export|extends|false|False|fi|finally|fn|for|from|func|function|if|impl|import|in|interface|is|lambda|let|loop|match"
+  + "|mod|mut|new|nil|None|not|null|or|package|pass|private|public|pub|raise|return|self|static|struct|super|switch|then"
+  + "|this|throw|trait|true|True|try|type|use|var|void|where|while|with|yield"
+  + "|SELECT|FROM|WHERE|JOIN|GROUP|ORDER|BY|INSERT|UPDATE|CREATE|TABLE|VALUES|AND|OR|NOT|NULL|AS|ON";
+const COMMENTS = [[/^(py|sh|ba|z|shell|rb|ruby|r$|perl|y|toml|make|docker)/, "#"], [/^(sql|lua|haskell)/, "--"]];
+
+/** Puts code into an element, its words in colours where its language is named. */
+function highlight(parent, all, language) {
+  const mark = COMMENTS.find(([names]) => names.test(language))?.[1] || "//";
+  const pattern = new RegExp(`(?<comment>${mark}.*|/\\*[^]*?(?:\\*/|$))`
+    + `|(?<string>"""[^]*?(?:"""|$)|(?<quote>["'\`])(?:\\\\.|(?!\\k<quote>)[^\\\\\n])*\\k<quote>?)`
+    + `|(?<number>\\b\\d[\\w.]*)|(?<keyword>\\b(?:${KEYWORDS})\\b)`, "g");
+  let here = 0;
+  for (const found of language && language !== "text" ? all.text.matchAll(pattern) : []) {
+    const end = found.index + found[0].length, word = make("span");
+    word.className = ["comment", "string", "number", "keyword"].find((name) => found.groups[name] !== undefined);
+    leaf(parent, all, here, found.index);
+    leaf(word, all, found.index, end);
+    parent.append(word);
+    here = end;
+  }
+  leaf(parent, all, here, all.text.length);
+}
+
 /** Takes the block that begins with the first line; tells how many lines it has. */
 function block(lines) {
   const first = lines[0], fence = FENCE.exec(first.text), heading = HEADING.exec(first.text);
@@ -111,7 +136,7 @@ function block(lines) {
     let end = 1;
     while (end < lines.length && !lines[end].text.trim().startsWith(fence[1])) { end += 1; }
     const code = make("code"), all = joined(lines.slice(1, end));
-    leaf(code, all, 0, all.text.length);
+    highlight(code, all, fence[2].toLowerCase());
     return [make("pre", code), end + 1];
   }
   if (RULE.test(first.text)) { return [make("hr"), 1]; }

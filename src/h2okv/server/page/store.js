@@ -90,20 +90,26 @@ const isText = (value) => typeof value === "string";
 const NAMES = /^h2okv\/\w+\/\w+\/\w+$/;  // of turns and drafts: the chat's, then the turn's or the tab's
 const lastPart = (key) => key.slice(key.lastIndexOf("/") + 1);
 
+/** A document is the beginning of a question: its name, and its length there. */
+const isFile = (file, question) => isText(file?.name) && file.length > 0 && file.length < question.length;
+const textOf = ({ content, file }) => (file ? content.slice(file.length).trim() : content);
+const documentOf = ({ content, file }) => file && { name: file.name, text: content.slice(0, file.length) };
+const withDocument = (text, file) => (file ? { content: `${file.text}\n\n${text}`, file: { name: file.name, length: file.text.length } } : { content: text, file: null });
+
 /** Makes the turn of a record: its two messages, and how the answer ended. */
 function turnOf(key, record) {
   const turn = { key, id: lastPart(key), question: { role: "user" }, answer: { role: "assistant" } };
   return readInto(turn, record);
 }
 
-function readInto(turn, { question, answer, note = "", end = "stop", why = "", replaces = "" }) {
-  turn.question.content = question;
+function readInto(turn, { question, answer, note = "", end = "stop", why = "", replaces = "", file = null }) {
+  Object.assign(turn.question, { content: question, file: isFile(file, question) ? file : null });
   Object.assign(turn.answer, { content: answer ?? "", note, end, why });
   return Object.assign(turn, { replaces, isStored: true });
 }
 
 function recordOf({ question, answer: { content, note, end, why }, replaces }) {
-  return { question: question.content, answer: content, note, end, why, replaces };
+  return { question: question.content, file: question.file, answer: content, note, end, why, replaces };
 }
 
 /** Reads the turns of a chat, or of all, as keys and records in order; one of another form is left alone. */

@@ -40,17 +40,36 @@ function showText(message) {
       code.before(copying);
     }
   }
-  else if (body.textContent !== message.content) {
-    const node = document.createTextNode(message.content);
-    node.at = 0;
-    body.replaceChildren(node);
+  else if (body.source !== message.content) {
+    body.source = message.content;
+    const from = message.file?.length || 0, lead = from && message.content.length - message.content.slice(from).trimStart().length;
+    body.replaceChildren(textNode(message.content, lead));
+    if (from) {
+      const details = make("details", make("summary"), make("div", textNode(message.content.slice(0, from), 0)));
+      details.className = "document";
+      body.prepend(details);
+    }
   }
+  if (message.file) { showHeld(message, null); }
   const isRunning = message === running?.turn.answer, end = !isRunning && ENDS[message.end]?.(message);
   const note = body.nextSibling, content = [message.note || ""];
   if (end) { content.unshift(make("b", end), message.note ? " · " : ""); }
   note.replaceChildren(...content);
   note.hidden = !note.textContent;
   note.classList.toggle("cut", ["cut", "left"].includes(message.end) && !isRunning);
+}
+
+function textNode(text, from) {
+  const node = document.createTextNode(text.slice(from));
+  node.at = from;
+  return node;
+}
+
+/** Says of a document how much of it the cache holds, where that is known. */
+function showHeld(message, kept, start = 0) {
+  const { file } = message, held = kept?.fraction(start, start + file.length);
+  const words = held === undefined ? "" : ` · the cache holds ${number(100 * held)} % of it`;
+  bodies.get(message)?.querySelector("summary").replaceChildren(make("b", file.name), ` · ${number(file.length)} characters${words}`);
 }
 
 /** Shows messages in their order; the elements of those that were shown already stay. */
@@ -94,7 +113,9 @@ function paint() {
   const kept = settings.colours && chosen ? caches.get(chosen) : null;
   at("legend").hidden = !kept?.numHeads;
   if (!kept?.numHeads) { paintKept(null, [], bodies); return; }
-  paintKept(kept, kept.starts(kept.messages, chosen), bodies);
+  const starts = kept.starts(kept.messages, chosen);
+  paintKept(kept, starts, bodies);
+  for (const [message, start] of starts) { if (message.file) { showHeld(message, kept, start); } }
   const totals = LEVELS.map(() => 0);
   kept.counts.forEach((_, index) => { totals[kept.level(index)] += 1; });
   at("levels").replaceChildren(...LEVELS.map(([name], level) => {
@@ -135,7 +156,10 @@ function tellError(error) {
 
 // -- the list of chats
 
-function titleOf({ turns, draft }) { return (turns[0]?.question.content || draft).trim().slice(0, 60); }
+function titleOf({ turns, draft }) {
+  const first = turns[0]?.question, name = first?.file ? `${first.file.name}: ` : "";
+  return (name + (first ? textOf(first) : draft)).trim().slice(0, 60);
+}
 
 function factsOf({ turns, draft, newest, size }) {
   const when = new Date(parseInt(newest.slice(0, 9), 36));

@@ -154,7 +154,8 @@ class Pane {
       : `This cache takes ${inKiB(held)}, a full one ${inKiB(full)} (all layers and heads${percent}).`;
     const budget = packed.policy === "full"
       ? "keeps everything"
-      : `budget ${packed.sink + packed.heavy + packed.recent} = ` +
+      : `budget ${packed.sink + packed.heavy + packed.recent}` +
+        `${packed.budget.includes("%") ? ` (${packed.budget} of all ${view.reading.tokens.length})` : ""} = ` +
         `${packed.sink} sink + ${packed.heavy} heavy + ${packed.recent} recent` +
         `${packed.block > 1 ? `; evicts after every ${packed.block} tokens` : ""}`;
     this.root.querySelector(".counts").textContent =
