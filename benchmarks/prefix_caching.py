@@ -1,17 +1,18 @@
 """Time to first token and memory of conversations that the engine continues from saved states.
 
 ``turn`` reads a first turn of 4,096 tokens, answers, and times the second turn's first token with
-and without automatic prefix caching. ``loop`` is an agent's conversation that grows with every
-turn, beside a `DynamicCache` of transformers that is held from turn to turn; the engine without
-states, which reads everything again, joins every fifth turn. ``state`` reports a state's size by
-the length of its text, ``step`` the time of a decode step with ``evict_every`` against a static
-cache of as many slots and against the default. Texts are this package's source code. In fp32 every
-answer must equal that of the engine without states, or the run ends without a figure.
+and without automatic prefix caching. ``fuzz`` compares the answers of many short conversations,
+with shared beginnings, edits, other orders and disconnected clients, with those of an engine
+without states. ``state`` reports a state's size by the length of its text, ``step`` the time of a
+decode step with ``evict_every`` against a static cache of as many slots and against the default.
+Texts are this package's source code. In fp32 every answer must equal that of the engine without
+states, or the run ends without a figure. agent_loop.py measures a conversation that grows.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import time
 from collections.abc import Sequence
@@ -31,25 +32,20 @@ from record import (
     rows_for,
     with_h2o,
 )
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import h2okv
-from h2okv.benchmarking.caches import CacheSpec, stored_bytes
-from h2okv.cache.argument import CACHE
+from h2okv.benchmarking.caches import CacheSpec
 from h2okv.config import CacheConfig
 from h2okv.engine.outputs import OutputDelta
 from h2okv.integration.loading import describe
-from h2okv.plots import COLOURS, MARKERS, new_figure, save_figure
-from h2okv.records import read_csv
 
 CSV = RESULTS / "prefix_caching.csv"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MEASURES = ("turn", "loop", "state", "step")
+MEASURES = ("turn", "fuzz", "state", "step")
 FIRST_TOKEN_LIMIT, CACHED_LIMIT, STEP_LIMIT = 0.2, 0.9, 1.03
 ANSWER, MESSAGE = 32, 128  # tokens of an answer, and of a user's second message
-COLD_EVERY = 5  # turns of a loop
-LOOP = "agent turn, first token"
-STATES, COLD, DYNAMIC = "states", "no states", "dynamic"
+STATES, COLD = "states", "no states"
 
 
 def source_tokens(tokenizer: Any, count: int) -> list[int]:
@@ -127,45 +123,91 @@ def measure_turn(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any
     return rows + cached
 
 
-@torch.no_grad()
-def read_on(model: PreTrainedModel, cache: DynamicCache, tokens: Sequence[int]) -> None:
-    """Read what a full cache has not read of a conversation, up to its next token."""
-    ids = torch.tensor([tokens[cache.get_seq_length() :]])
-    model(ids, **{CACHE: cache}, logits_to_keep=1).logits[0, -1].argmax().item()
+class Fuzz:
+    """Draws conversations: shared beginnings, later turns, edits in the middle, cut ones."""
+
+    def __init__(self, tokens: Sequence[int], longest: int, seed: int) -> None:
+        self.rng, self.longest = random.Random(seed), longest
+        self._tokens, self._texts = tokens, [list(tokens[n : n + 50]) for n in (0, 60, 120)]
+        self.num_begun = 0
+
+    def prompts(self) -> list[list[int]]:
+        """Return up to four prompts, to be sent together."""
+        return [self._prompt() for _ in range(self.rng.randint(1, 4))]
+
+    def _prompt(self) -> list[int]:
+        rng = self.rng
+        text = list(rng.choice(self._texts[-40:] if rng.random() < 0.7 else self._texts[:3]))
+        kind = rng.choice(("later turn", "edited", "cut", "shared beginning"))
+        if kind == "edited":
+            text[rng.randrange(len(text))] = rng.choice(self._tokens)
+        elif kind == "cut":
+            text = text[: rng.randint(1, len(text))]
+        elif kind == "shared beginning":
+            text = list(rng.choice(self._texts[:3]))
+        self.num_begun += kind != "later turn"
+        start = rng.randrange(len(self._tokens) - 40)
+        text += self._tokens[start : start + rng.randint(1, 40)]
+        return text[: self.longest]
+
+    def add(self, text: list[int]) -> None:
+        """Note a prompt with its answer, which later ones may continue."""
+        if len(text) < self.longest - 40:
+            self._texts.append(text)
 
 
-def measure_loop(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any) -> list[Any]:
-    """Let a conversation grow; a row for each turn and each way to hold it."""
-    limit = args.prefix_cache << 20
-    states = Engine(plain, tokenizer, args, args.loop_budget, limit)
-    cold = Engine(plain, tokenizer, args, args.loop_budget, 0)
-    full = DynamicCache(config=plain.config)
-    added = args.loop_tokens // args.turns - ANSWER
-    source = source_tokens(tokenizer, args.turns * added)
-    prompt: list[int] = []
-    rows = []
-    for turn in range(1, args.turns + 1):
-        progress(f"agent turn {turn} of {args.turns}")
-        prompt += source[(turn - 1) * added : turn * added]
-        seconds_to_first, answer, _ = states.ask(prompt, ANSWER)
-        start = time.perf_counter()
-        read_on(plain, full, prompt)
-        seconds = {STATES: [seconds_to_first], DYNAMIC: [time.perf_counter() - start]}
-        if turn == 1 or turn % COLD_EVERY == 0:
-            other, expected, _ = cold.ask(prompt)
-            check_equal(setting["dtype"], answer[:1], expected)
-            seconds[COLD] = [other]
-        stats = states.llm.stats()
-        mebibytes = {
-            STATES: [(stats.reserved_bytes + stats.prefix_bytes) / 2**20],
-            DYNAMIC: [stored_bytes(full) / 2**20],
-        }
-        row = setting | {"prompt": len(prompt), "budget": args.loop_budget}
-        rows += rows_for(LOOP, "s", seconds, [], row)
-        rows += rows_for("agent turn, memory", "MiB", mebibytes, [], row)
-        prompt += answer
+def measure_fuzz(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any) -> list[Any]:
+    """Compare the answers of many conversations with those of an engine without states."""
+    longest, end = 6 * args.evict_every, time.monotonic() + 60 * args.minutes
+    cache = CacheConfig.from_budget(args.budget, evict_every=args.evict_every)
+    states, cold = (
+        h2okv.LLM(
+            with_h2o(plain), tokenizer, cache=cache, max_num_seqs=3, max_prompt_tokens=longest,
+            max_prefill_tokens=args.evict_every, prefix_cache=size, speculate=speculate,
+        )
+        for size, speculate in ((args.prefix_cache << 20, args.speculate), (0, 0))
+    )  # fmt: skip
+    fuzz = Fuzz(source_tokens(tokenizer, 20_000), longest, args.seed)
+    are_equal: list[float] = []
+    aborted = 0
+    while fuzz.num_begun < args.conversations and time.monotonic() < end:
+        progress(f"conversations: {fuzz.num_begun} of {args.conversations}")
+        prompts = fuzz.prompts()
+        params = h2okv.SamplingParams(
+            max_tokens=fuzz.rng.randint(1, 24), temperature=0, ignore_eos=True
+        )
+        if fuzz.rng.random() < 0.3:  # a client that disconnects
+            engine, aborted = states.engine, aborted + 1
+            request = engine.request(fuzz.rng.choice(prompts), params, lambda event: None)
+            engine.scheduler.submit(request)
+            for _ in range(fuzz.rng.randint(1, 6)):
+                engine.step()
+            engine.abort(request)
+        order = fuzz.rng.sample(range(len(prompts)), len(prompts))
+        answers = states.generate([prompts[n] for n in order], params, show_progress=False)
+        expected = cold.generate(prompts, params, show_progress=False)
+        for number, answer in zip(order, answers, strict=True):
+            token_ids = list(answer.completions[0].token_ids)
+            other = list(expected[number].completions[0].token_ids)
+            are_equal.append(float(token_ids == other))
+            if token_ids != other:
+                progress("")
+                print(f"differs: {token_ids} and not {other} after {prompts[number]}")
+            fuzz.add([*prompts[number], *other])
     progress("")
-    return rows
+    stats = states.stats()
+    print(
+        f"{fuzz.num_begun} conversations, {len(are_equal)} requests and {aborted} aborted ones;"
+        f" {stats.prefix_hits} hits, {stats.prefix_evictions} states evicted,"
+        f" {stats.accepted_tokens} drafted tokens accepted"
+    )
+    row = setting | {"prompt": longest, "budget": args.budget}
+    share = stats.reused_tokens / (stats.reused_tokens + stats.prompt_tokens)
+    rows = rows_for("fuzzed requests, tokens equal", "", {STATES: are_equal}, [], row, STATES)
+    rows[0] |= {"target": "all", "met": "yes" if all(are_equal) else "no"}
+    begun = {STATES: [float(fuzz.num_begun)]}
+    rows += rows_for("fuzzed conversations", "", begun, [], row, STATES)
+    return rows + rows_for("fuzzed requests, cached tokens", "", {STATES: [share]}, [], row, STATES)
 
 
 def measure_states(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any) -> list[Any]:
@@ -213,31 +255,6 @@ def measure_step(
     return rows + rows_for(f"{span} steps", "s", spans, targets, row)
 
 
-def plot(path: Path, csv: Path) -> None:
-    """Draw the newest loop of a CSV: time to first token, and memory, by length."""
-    rows = [row for row in read_csv(csv) if row["measure"].startswith("agent turn")]
-    figure = new_figure(9, 3.6)
-    panels = {LOOP: "time to first token, s", "agent turn, memory": "cache, MiB"}
-    labels = {STATES: "H2O with states", COLD: "H2O without states", DYNAMIC: "full cache, held"}
-    for axes, (measure, title) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for number, (name, label) in enumerate(labels.items()):
-            # A later run of the same length replaces the earlier one.
-            points = {
-                int(row["prompt"]): float(row["median"])
-                for row in rows
-                if (row["measure"], row["implementation"]) == (measure, name)
-            }
-            style = {"color": COLOURS[number], "marker": MARKERS[number], "markersize": 4}
-            if points:
-                axes.plot(*zip(*sorted(points.items()), strict=True), label=label, **style)
-        axes.set(xlabel="tokens of the conversation", ylabel=title)
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize="small")
-    save_figure(figure, path)
-
-
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -249,37 +266,33 @@ def parse() -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
 
-    parser.add_argument("--model", default="smollm2", help="of all measures but loop")
-    parser.add_argument("--loop-model", default="smollm2", help="a folder or GGUF file")
+    parser.add_argument("--model", default="smollm2", help="a folder, GGUF file or known name")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
     parser.add_argument("--measures", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--evict-every", type=int, default=256)
-    parser.add_argument("--budget", type=int, default=205, help="entries, of all but loop")
+    parser.add_argument("--budget", type=int, default=205, help="entries")
     parser.add_argument("--first-turn", type=int, default=4096, help="tokens of a first turn")
     parser.add_argument("--rounds", type=int, default=5, help="second turns")
-    parser.add_argument("--turns", type=int, default=20, help="turns of a loop")
-    parser.add_argument("--loop-tokens", type=int, default=8000, help="tokens at its end")
-    parser.add_argument("--loop-budget", type=int, default=512, help="entries")
-    parser.add_argument("--prefix-cache", type=int, default=64, help="MiB of a loop's states")
+    parser.add_argument("--conversations", type=int, default=1000, help="that fuzz begins")
+    parser.add_argument("--minutes", type=float, default=60, help="most of fuzz")
+    parser.add_argument("--speculate", type=int, default=0, help="drafted tokens in fuzz")
+    parser.add_argument("--prefix-cache", type=int, default=64, help="MiB of fuzz's states")
+    parser.add_argument("--seed", type=int, default=0, help="of fuzz")
     parser.add_argument("--state-tokens", type=numbers, default=[512, 2048, 8000])
     parser.add_argument("--steps", type=int, default=512, help="steps of each cache")
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's choice")
     parser.add_argument("--csv", type=Path, default=CSV, help="file to add rows to")
-    parser.add_argument("--plot", type=Path, help="draw the CSV's loop, measure nothing")
     return parser.parse_args()
 
 
 def main() -> None:
     """Run what the command line asks for."""
     args = parse()
-    if args.plot:
-        plot(args.plot, args.csv)
-        return
     if args.threads:
         torch.set_num_threads(args.threads)
     for dtype in args.dtypes:
         for measure in args.measures:
-            name = args.loop_model if measure == "loop" else args.model
+            name = args.model
             plain, h2o_model = load_pair(name, DTYPES[dtype])
             setting = environment() | {
                 "model": Path(name).name, "dtype": dtype, "batch": 1,
@@ -288,7 +301,7 @@ def main() -> None:
             if measure == "step":
                 report(args.csv, measure_step(plain, h2o_model, args, setting))
                 continue
-            run = {"turn": measure_turn, "loop": measure_loop, "state": measure_states}[measure]
+            run = {"turn": measure_turn, "fuzz": measure_fuzz, "state": measure_states}[measure]
             report(args.csv, run(plain, describe(name).tokenizer, args, setting))
 
 
