@@ -303,7 +303,7 @@ class BaseLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes 0 or minus a number of tokens, got {tokens_to_remove}.")
         if self.log is not None:
-            self.log.take_back(self, -tokens_to_remove)
+            self.log.take_back(self, [-tokens_to_remove] * self.batch_size)
         elif tokens_to_remove:
             raise ValueError(
                 "H2OCache takes tokens back (crop) only of a forward whose past it recorded; call"

@@ -101,17 +101,19 @@ class SlotBookkeeping:
             values[index] = values[-1]
             del values[-1]
 
-    def count_step(self) -> int:
-        """Return how many entries a step evicts, counted in heads of all sequences."""
+    def count_step(self, rows: Sequence[int]) -> int:
+        """Return how many entries a step of some sequences evicts, counted in their heads."""
         if self.span > 1:
-            return self._count_span_step()
-        full = sum(rooms.count(0) for rooms in self._room)
-        self._room = [[max(room - 1, 0) for room in rooms] for rooms in self._room]
+            return self._count_span_step(rows)
+        full = sum(self._room[row].count(0) for row in rows)
+        for row in rows:
+            self._room[row] = [max(room - 1, 0) for room in self._room[row]]
         return full
 
-    def _count_span_step(self) -> int:
+    def _count_span_step(self, rows: Sequence[int]) -> int:
         evicted = 0
-        for row, rooms in enumerate(self._room):
+        for row in rows:
+            rooms = self._room[row]
             self._phases[row] = (self._phases[row] + 1) % self.span
             rooms[:] = [room - 1 for room in rooms]  # below zero before the end of a span
             if self._phases[row] == 0:
@@ -311,10 +313,39 @@ class SlotPool:
                 layer.writer, layer.num_forwards = pool_layer.writer, 1
                 layer.rotations.follow(pool_layer.rotations)
 
-    def count_step(self) -> int:
-        """Note that a decode step has run; returns the entries that it evicted."""
-        full = {kind: books.count_step() for kind, books in self._books.items()}
-        self._num_seen = [seen + 1 for seen in self._num_seen]
+    def begin_drafts(self) -> None:
+        """Record what each token of the next forward changes, for `end_drafts`; mutates."""
+        self.cache.activate_past_recording()
+        for layer in self.slot_layers:  # a mask has columns for the tokens of the forward alone
+            layer.cumulative_length.zero_()
+
+    def end_drafts(self, accepted: Sequence[int]) -> int:
+        """Take back all tokens of a forward but the first few of each sequence.
+
+        Args:
+            accepted: how many of its tokens each sequence keeps, 1 at least.
+
+        Returns:
+            The entries that these have evicted. Mutates the slots.
+        """
+        for layer in self.slot_layers:
+            layer.end_steps()
+            assert layer.log is not None
+            layer.log.take_back(layer, [len(layer.log) - count for count in accepted])
+            layer.log = None
+        evicted = sum(
+            self.count_step([row for row, count in enumerate(accepted) if count > number])
+            for number in range(max(accepted))
+        )
+        self._show()
+        return evicted
+
+    def count_step(self, rows: Sequence[int] | None = None) -> int:
+        """Note a decode step of some sequences, or of all; returns the entries that it evicted."""
+        rows = range(len(self._num_seen)) if rows is None else rows
+        full = {kind: books.count_step(rows) for kind, books in self._books.items()}
+        for row in rows:
+            self._num_seen[row] += 1
         layers = zip(self._kinds, self.slot_layers, strict=True)
         return sum(
             full[kind] * (1 if layer.head_budgets else layer.num_kv_heads)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
@@ -42,12 +44,10 @@ class StepLog:
         """Note a layer before it reads one token of each sequence; mutates the log."""
         state, plan = layer.state, layer.plan()
         with ordinary_tensors():
-            if (
-                not takes_step
-                or plan is None
-                or plan["steps_left"] == 0
-                or plan["steps_to_cut"] == 1
-            ):
+            is_all = not takes_step or plan is None or plan["steps_to_cut"] == 1
+            if not is_all:  # a pool has all slots from the start
+                is_all = plan["steps_left"] == 0 and state.num_slots != plan["capacity"]
+            if is_all:
                 self._records.append((state.map(Tensor.clone), plan or {}))
                 return
             record: dict[str, Any] = {
@@ -61,31 +61,57 @@ class StepLog:
                 record[name] = index, tensor.gather(2, index)
         self._records.append((record, plan))
 
-    def take_back(self, layer: Any, count: int) -> None:
-        """Restore a layer as it was before its last `count` tokens; mutates both.
+    def take_back(self, layer: Any, counts: Sequence[int]) -> None:
+        """Restore each sequence of a layer as it was before its last `counts` tokens; mutates both.
+
+        Where the counts differ, what the layer counts besides its state is up to the caller.
 
         Raises:
             ValueError: if fewer tokens were recorded.
         """
+        count = max(counts)
         if count > len(self._records):
             raise ValueError(
                 f"H2OCache can take back its last {len(self._records)} tokens, got crop({-count});"
                 f" draft up to {_MOST_TOKENS} tokens at a time, and call cache.expect(the prompt's"
                 " length) before a first forward that brings drafts behind the prompt."
             )
-        for _ in range(count):
+        for number in range(count):
             record, plan = self._records.pop()
+            rows = [row for row, times in enumerate(counts) if times > number]
+            if len(rows) < len(counts):
+                _restore_rows(layer.state, record, torch.tensor(rows, device=layer.device))
+                continue
             if isinstance(record, SlotState):
                 _restore_state(layer, record)
             else:
-                for name, tensor in layer.state.entry_tensors().items():
-                    index, entries = record.pop(name)
-                    tensor.scatter_(2, index, entries)
-                for name, tensor in record.items():
-                    vars(layer.state)[name].copy_(tensor)
+                _restore_slots(layer.state, record, slice(None))
             layer.restore_plan(plan)
-        layer.cumulative_length -= count
+        layer.cumulative_length -= min(counts)
         self.clear()
+
+
+def _restore_rows(state: Any, record: SlotState | dict[str, Any], rows: Tensor) -> None:
+    """Restore some sequences of a state, whose slots are as many as before; mutates it."""
+    if not isinstance(record, SlotState):
+        _restore_slots(state, record, rows)
+        return
+    tensors = state.tensors()
+    for name, tensor in record.tensors().items():
+        tensors[name][rows] = tensor[rows]
+
+
+def _restore_slots(state: Any, record: dict[str, Any], rows: Tensor | slice) -> None:
+    """Restore what a step has changed in some sequences; mutates the state."""
+    entries = state.entry_tensors()
+    for name, before in record.items():
+        if name in entries:
+            index, overwritten = before
+            tensor = entries[name]
+            restored = tensor[rows].scatter(2, index[rows], overwritten[rows])
+            tensor[rows] = restored
+        else:
+            vars(state)[name][rows] = before[rows]
 
 
 def _restore_state(layer: Any, before: SlotState) -> None:

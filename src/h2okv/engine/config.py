@@ -40,9 +40,8 @@ class EngineConfig:
             memory if that is less.
         prefix_cache_folder: Folder that keeps these states over a restart, up to `prefix_cache`
             or 1 GiB; ``None`` for none.
-        speculate: Tokens to draft at a time by prompt lookup, for a sequence that decodes alone.
-            They are verified in one forward, and the output stays the same. Only while it saves
-            time.
+        speculate: Tokens to draft at a time by prompt lookup for each sequence. They are verified
+            in one forward, and the output stays the same. Only while it saves time.
         weight_bits: 4 lets steps of up to four sequences read linear weights of 4 bits, in bfloat16
             on an x86 CPU, of a model that is loaded by name; ``None``: weights as loaded.
         tensor_parallel: Whether each process started by ``torchrun`` holds a shard of the model.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from statistics import median
 
 _LONGEST, _SHORTEST = 4, 2  # tokens of a text that a draft continues
-# Verified drafts before the gain is judged, and plain steps before drafts are tried again.
-_TRIALS, _PAUSE = 6, 96
-_SMOOTHING = 0.2
+_SHARE = 0.04  # of the time of plain steps that drafts may cost
+_MOST_STEPS = 4  # plain steps whose time drafts may have saved for later
+_FIRST_STEPS, _PLAIN_STEPS = 3, 9  # plain steps before the first draft, and of the median
 
 
 class PromptLookup:
@@ -32,32 +34,31 @@ class PromptLookup:
 
 
 class DraftGain:
-    """Whether drafts have paid so far, by the seconds of steps with and without them."""
+    """Whether the next step may bring drafts, by the seconds of steps with and without them.
+
+    Drafts draw on a credit: they add the time that they save, and take what they cost beyond it.
+    Plain steps add a share of their own time, so that drafts are tried again now and then, and all
+    drafts that do not pay take no more than this share. One object for each number of sequences.
+    """
 
     def __init__(self) -> None:
-        self._plain: float | None = None  # seconds of a token without drafts
-        self._drafted: float | None = None  # seconds of a token with them
-        self._num_trials = self._pause = 0
+        self._plain: deque[float] = deque(maxlen=_PLAIN_STEPS)  # seconds of steps without drafts
+        self._credit = 0.0
 
     @property
     def is_open(self) -> bool:
         """Whether the next step may bring drafts."""
-        if self._plain is None or self._pause:
-            return False
-        return self._num_trials < _TRIALS or (self._drafted or 0.0) < self._plain
+        return len(self._plain) >= _FIRST_STEPS and self._credit > 0
 
-    def record(self, seconds: float, num_tokens: int, has_drafts: bool) -> None:
-        """Record a decode step of one sequence and the tokens that it gave; mutates."""
-        per_token = seconds / num_tokens
+    def record(self, seconds: float, num_tokens: float, has_drafts: bool) -> None:
+        """Record a decode step and its mean number of tokens of a sequence; mutates."""
         if not has_drafts:
-            self._plain = _smooth(self._plain, per_token)
-            self._pause = max(0, self._pause - 1)
-            return
-        self._drafted = _smooth(self._drafted, per_token)
-        self._num_trials += 1
-        if self._num_trials >= _TRIALS and self._plain is not None and not self.is_open:
-            self._pause, self._num_trials, self._drafted = _PAUSE, _TRIALS - 1, None
+            self._plain.append(seconds)
+        plain = median(self._plain or [seconds])
+        self._credit += num_tokens * plain - seconds if has_drafts else _SHARE * seconds
+        # What a text has saved must not pay for the next one for long.
+        self._credit = min(self._credit, _MOST_STEPS * plain)
 
-
-def _smooth(mean: float | None, value: float) -> float:
-    return value if mean is None else mean + _SMOOTHING * (value - mean)
+    def spend(self, seconds: float) -> None:
+        """Record the time that taking drafts back has cost after their step; mutates."""
+        self._credit -= seconds

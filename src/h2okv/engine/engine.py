@@ -101,8 +101,9 @@ class Engine:
         self.group = TensorParallelGroup() if config.tensor_parallel else None
         ranks = 1 if self.group is None else self.group.world_size
         self.memory = MemoryModel(self.model.config, probe, self.model.dtype).serving(
-            self.max_budgets, self.limits.max_prompt_tokens, config.max_prefill_tokens, ranks
-        )
+            self.max_budgets, self.limits.max_prompt_tokens, config.max_prefill_tokens, ranks,
+            config.speculate,
+        )  # fmt: skip
         share = share_memory(config, self.memory, input_device(self.model))
         self.max_num_seqs = share.num_seqs
         if self.group is not None and config.max_num_seqs is None:
@@ -139,6 +140,8 @@ class Engine:
             return False
         try:
             output = self._execute(step)
+            if step.accepted is not None:
+                self.scheduler.draft_gain(len(step.accepted)).spend(output.undo_seconds)
             self._add_states(step, output)
             self._counters.evictions += output.evictions
             self.scheduler.record_time(output.prefill_seconds, output.decode_seconds)
@@ -160,23 +163,28 @@ class Engine:
         """Sample what follows the newest tokens, and the drafts that turn out right."""
         running, logits = list(self.scheduler.running), output.decode_logits
         assert logits is not None
-        if not step.drafts:
-            self._sample(running, logits, in_pool=True)
-        else:
-            accepted = 0
-            for draft in (*step.drafts, None):
-                accepted += 1
-                self._sample(running, logits[accepted - 1 : accepted], in_pool=True)
-                finished = running[0].is_finished or running[0].request.is_over
-                if finished or running[0].tokens[-1] != draft:
-                    break
-            self.scheduler.accepted = accepted
-            self._counters.drafted_tokens += len(step.drafts)
-            self._counters.accepted_tokens += accepted - 1
-        if len(running) == 1 and not step.prefill:
-            num_tokens = self.scheduler.accepted or 1
-            seconds = output.decode_seconds
-            self.scheduler.draft_gain.record(seconds, num_tokens, bool(step.drafts))
+        drafts = step.drafts or ((),) * len(running)
+        accepted = [1] * len(running)
+        rows = list(range(len(running)))  # whose drafts have all been right so far
+        for column in range(logits.shape[1]):
+            outputs = [running[row] for row in rows]
+            self._sample(outputs, logits[rows, column], rows)
+            rows = [
+                row for row, output in zip(rows, outputs, strict=True)
+                if not (output.is_finished or output.request.is_over)
+                and output.tokens[-1:] == list(drafts[row][column : column + 1])
+            ]  # fmt: skip
+            if not rows:
+                break
+            for row in rows:
+                accepted[row] += 1
+        if step.drafts:
+            self.scheduler.accepted = tuple(accepted)
+            self._counters.drafted_tokens += sum(map(len, drafts))
+            self._counters.accepted_tokens += sum(accepted) - len(accepted)
+        if not step.prefill:
+            gain = self.scheduler.draft_gain(len(running))
+            gain.record(output.decode_seconds, sum(accepted) / len(accepted), bool(step.drafts))
 
     def _add_states(self, step: ScheduledStep, output: StepOutput) -> None:
         """Note the states that a step has saved, and what is to be dropped for them."""
@@ -257,20 +265,23 @@ class Engine:
             sampler = Sampler(self.model, request.params, request.prompt, index, token_mask)
             request.outputs.append(Output(request, index, sampler, self.tokenizer))
         logits = logits[-1:].expand(request.params.n, -1)
-        self._sample(request.outputs, logits, in_pool=False)
+        self._sample(request.outputs, logits)
 
-    def _sample(self, outputs: list[Output], logits: torch.Tensor, in_pool: bool) -> None:
-        """Choose a token for each output and report it."""
+    def _sample(
+        self, outputs: list[Output], logits: torch.Tensor, rows: Sequence[int] = ()
+    ) -> None:
+        """Choose a token for each output, whose rows of the pool are given, and report it."""
         tokens = sample(
             [output.sampler for output in outputs], [output.tokens for output in outputs], logits
         )
-        for row, (output, token) in enumerate(zip(outputs, tokens, strict=True)):
+        for index, (output, token) in enumerate(zip(outputs, tokens, strict=True)):
             if output.request.is_over:  # another output of this request has just failed
                 continue
             try:
                 if isinstance(token, Exception):
                     raise token
-                self._report(output, token, logits[row : row + 1], row if in_pool else None)
+                row = rows[index] if rows else None
+                self._report(output, token, logits[index : index + 1], row)
             except Exception as error:  # any error fails this request alone
                 self._end(output.request, error)
 

@@ -195,7 +195,7 @@ class MemoryModel:
         """Return the bytes of one sequence's keys and values in all slot layers."""
         return self.num_slot_layers * slots * self.entry_bytes
 
-    def decode_bytes(self, batch: int, slots: float) -> int:
+    def decode_bytes(self, batch: int, slots: float, drafts: int = 0) -> int:
         """Return the bytes of a step's temporaries: fp32 keys, probabilities, MLP, fp32 logits."""
         keys = self.num_kv_heads * self.key_size * slots * (4 if self.element < 4 else 0)
         weights = 3 * self.num_heads * slots * 4
@@ -203,7 +203,8 @@ class MemoryModel:
             weights *= self.num_kv_heads
         states = self.element * (8 * self.hidden + 4 * self.width)
         logits = self.vocabulary * (self.element + 2 * 4)
-        return int(_MARGIN * batch * (keys + weights + states + logits))
+        tokens = 1 + drafts  # of which a layer attends with one at a time
+        return int(_MARGIN * batch * (keys + weights + tokens * (states + logits)))
 
     def prefill_bytes(self, tokens: int) -> int:
         """Return the bytes of a prompt block's temporaries: states, heads, and the MLP."""
@@ -217,7 +218,12 @@ class MemoryModel:
         return int(tokens * (self.hidden + 2 * self.key_size) * self.element * 1.1)
 
     def serving(
-        self, budgets: Sequence[float], max_prompt: int, max_prefill_tokens: int, ranks: int = 1
+        self,
+        budgets: Sequence[float],
+        max_prompt: int,
+        max_prefill_tokens: int,
+        ranks: int = 1,
+        drafts: int = 0,
     ) -> ServingMemory:
         """Return the memory that serving takes on each rank.
 
@@ -246,10 +252,13 @@ class MemoryModel:
         state = sum(map(self.slots.entries, room))
         state += sum(self.window_slots.entries(window - 1) for window in self.windows)
         state += self.linear
+        # What a step with drafts may have to take back: all but keys and values, for each token.
+        beside = self.slots.entries(1) - self.slots.num_heads * self.slots.entry
+        log = (1 + drafts) * bool(drafts) * beside * sum(budget + span for budget in budgets)
         return ServingMemory(
             sequence=-(-int(sequence) // ranks),
             state=-(-int(state) // ranks),
-            step=self.decode_bytes(1, max(budgets) + span),
+            step=self.decode_bytes(1, max(budgets) + span, drafts) + -(-int(log) // ranks),
             prefill=prefill + self.fixed_bytes,
         )
 

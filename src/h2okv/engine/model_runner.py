@@ -32,12 +32,13 @@ _PATIENCE = timedelta(days=3650)  # for a step: a server may have no request for
 class StepOutput:
     """The result of one step."""
 
-    decode_logits: Tensor | None = None  # [B, V]
+    decode_logits: Tensor | None = None  # [B, T, V], behind each token and its drafts
     prefill_logits: Sequence[Tensor] = ()  # [1, V] or [T, V] for each chunk
     error: str | None = None  # why prefill failed; its prompts were dropped
     evictions: int = 0  # entries of all layers and KV heads
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    undo_seconds: float = 0.0  # for the drafts of the step before
 
 
 class TensorParallelGroup:
@@ -79,7 +80,6 @@ class ModelRunner:
         self._make_cache = make_cache
         self.states: dict[str, H2OCache] = {}  # of prefixes, by keys; only copies are mutated
         self._prefilled: H2OCache | None = None
-        self._num_drafted = 0  # tokens of a step that may be taken back
         self._size = (max_num_seqs, capacities)
         self.pool = self._make_pool()
 
@@ -135,7 +135,9 @@ class ModelRunner:
         for key in step.drop:
             self.states.pop(key, None)
         if step.accepted is not None:
-            output.evictions = self._end_drafts(step.accepted)
+            start_time = self._now()
+            output.evictions = self.pool.end_drafts(step.accepted)
+            output.undo_seconds = self._now() - start_time
         for number in step.release:
             self.pool.release(number)
         if step.admit is not None:
@@ -146,14 +148,13 @@ class ModelRunner:
         start_time = self._now()
         if step.decode:
             tokens, positions = torch.tensor([step.decode, step.positions]).unsqueeze(-1)
+            mask = None
             if step.drafts:
-                tokens = torch.cat([tokens, torch.tensor([step.drafts])], dim=1)
-                positions = positions + torch.arange(tokens.shape[1])
-                self.pool.cache.activate_past_recording()
-                self._num_drafted = tokens.shape[1]
-            keep = tokens.shape[1]
-            logits = self._forward(tokens, positions, self.pool.cache, keep=keep)
-            output.decode_logits = logits[0] if step.drafts else logits[:, -1]
+                tokens, mask, positions = with_drafts(tokens, positions, step.drafts)
+                self.pool.begin_drafts()
+            output.decode_logits = self._forward(
+                tokens, positions, self.pool.cache, mask, keep=tokens.shape[1]
+            )
             if not step.drafts:
                 output.evictions += self.pool.count_step()
             for row, key in step.save:
@@ -173,12 +174,6 @@ class ModelRunner:
                 output.error = str(error) if is_refusal else f"{type(error).__name__}: {error}"
             output.prefill_seconds = self._now() - decode_time
         return output
-
-    def _end_drafts(self, accepted: int) -> int:
-        """Take back the rejected tokens of the step before; return the entries that it evicted."""
-        self.pool.cache.crop(accepted - self._num_drafted)
-        self.pool.cache.end_past_recording()
-        return sum(self.pool.count_step() for _ in range(accepted))
 
     def _now(self) -> float:
         if self._device.type == "cuda":  # kernels run asynchronously
@@ -244,6 +239,29 @@ class ModelRunner:
             logits_to_keep=keep,
         ).logits
         return logits
+
+
+def with_drafts(
+    tokens: Tensor, positions: Tensor, drafts: Sequence[Sequence[int]]
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Put each sequence's drafts behind its token, and padding behind fewer drafts than others'.
+
+    Args:
+        tokens: int64 ``[B, 1]``.
+        positions: int64 ``[B, 1]``.
+        drafts: of each sequence.
+
+    Returns:
+        ``(tokens, mask, positions)``, each ``[B, T]``; the mask is ``None`` without padding.
+    """
+    counts = torch.tensor([[len(row)] for row in drafts])
+    longest = int(counts.max())
+    # Any token may stand in the padding; no position is beyond the sequence's own.
+    padded = [[*row, *[0] * (longest - len(row))] for row in drafts]
+    columns = torch.arange(longest + 1)
+    mask = None if int(counts.min()) == longest else (columns <= counts).long()
+    positions = positions + columns.minimum(counts)
+    return torch.cat([tokens, torch.tensor(padded)], dim=1), mask, positions
 
 
 def left_padded(

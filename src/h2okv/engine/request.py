@@ -63,10 +63,10 @@ class ScheduledStep:
     # The newest token of each running sequence, and its position.
     decode: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
-    # Drafts behind the token of a sequence that decodes alone; and how many tokens of the step
-    # before stay, if it had drafts.
-    drafts: tuple[int, ...] = ()
-    accepted: int | None = None
+    # Drafts behind each sequence's token, if any has some; and how many tokens of each sequence
+    # stay of the step before, if it had drafts.
+    drafts: tuple[tuple[int, ...], ...] = ()
+    accepted: tuple[int, ...] | None = None
     # Rows whose states are saved after decoding, with their keys; keys of states to drop before.
     save: tuple[tuple[int, str], ...] = ()
     drop: tuple[str, ...] = ()

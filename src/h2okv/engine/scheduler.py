@@ -29,8 +29,10 @@ class Scheduler:
     ) -> None:
         self.max_num_seqs, self.prefix_cache = max_num_seqs, prefix_cache
         self.dropped_states: list[str] = []  # with the next step
-        self.accepted: int | None = None  # tokens of the step before, if it had drafts
-        self.draft_gain, self._max_drafts = DraftGain(), config.speculate
+        # Tokens of each sequence in the step before, if it had drafts.
+        self.accepted: tuple[int, ...] | None = None
+        self._max_drafts = config.speculate
+        self._draft_gains: dict[int, DraftGain] = {}  # by the number of sequences
         self.running: list[Output] = []
         self.waiting: deque[Request] = deque()
         # Requests whose prompts are being prefilled, several if they fit into one chunk.
@@ -108,16 +110,25 @@ class Scheduler:
         drafts = self._drafts(step)
         return replace(step, drafts=drafts) if drafts else step
 
-    def _drafts(self, step: ScheduledStep) -> tuple[int, ...]:
-        """Return the drafts of a step, if one sequence decodes and nothing else is done."""
-        if not self._max_drafts or len(step.decode) != 1 or step.prefill or step.save:
+    def draft_gain(self, num_seqs: int) -> DraftGain:
+        """Return what drafts have saved while a number of sequences decoded."""
+        return self._draft_gains.setdefault(num_seqs, DraftGain())
+
+    def _drafts(self, step: ScheduledStep) -> tuple[tuple[int, ...], ...]:
+        """Return the drafts of each sequence, if a step only decodes and any has some."""
+        if not self._max_drafts or not step.decode or step.prefill or step.save:
             return ()
-        output = self.running[0]
+        if not self.draft_gain(len(step.decode)).is_open:
+            return ()
+        drafts = tuple(self._drafts_of(output) for output in self.running)
+        return drafts if any(drafts) else ()
+
+    def _drafts_of(self, output: Output) -> tuple[int, ...]:
         tokens = [*output.request.prompt, *output.tokens]
         limit = min(self._max_drafts, output.request.max_new_tokens - len(output.tokens) - 1)
         if self.prefix_cache is not None:  # the state at the end of a span is to be saved
             limit = min(limit, self.prefix_cache.span - len(tokens) % self.prefix_cache.span - 1)
-        if limit < 1 or output.request.kept_every is not None or not self.draft_gain.is_open:
+        if limit < 1 or output.request.kept_every is not None:
             return ()
         return output.lookup.draft(tokens, limit)
 

@@ -232,7 +232,9 @@ def plan_serving(
     longest = limits.max_prompt_tokens
     budgets = cache.layer_entries_for(longest)
     model_memory = MemoryModel(described.config, cache, dtype)
-    memory = model_memory.serving(budgets, longest, config.max_prefill_tokens)
+    memory = model_memory.serving(
+        budgets, longest, config.max_prefill_tokens, drafts=config.speculate
+    )
     weights = weight_bytes(described, dtype, config.weight_bits)
     share = share_memory(config, memory, device, weights)
     text = limits.max_context or longest
