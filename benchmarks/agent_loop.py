@@ -85,7 +85,7 @@ def command(server: str, port: int, args: argparse.Namespace) -> list[str]:
     return [
         sys.executable, "-m", "h2okv", "serve", "--model", args.model, "--port", str(port),
         "--dtype", args.dtype, "--budget", str(args.budget), "--max-num-seqs", "1",
-        "--max-prompt-tokens", str(args.context), "--prefix-cache", size,
+        "--max-prompt-tokens", str(args.context), "--prefix-cache", size, "--timeout", "7200",
     ]  # fmt: skip
 
 
@@ -121,7 +121,7 @@ def running(server: str, args: argparse.Namespace) -> Iterator[tuple[openai.Open
         stderr=None if args.verbose else subprocess.DEVNULL,
     )  # fmt: skip
     client = openai.OpenAI(
-        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=3600, max_retries=0
+        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=7200, max_retries=0
     )
     try:
         while True:

@@ -253,8 +253,8 @@ class MemoryModel:
         state += sum(self.window_slots.entries(window - 1) for window in self.windows)
         state += self.linear
         # What a step with drafts may have to take back: all but keys and values, for each token.
-        beside = self.slots.entries(1) - self.slots.num_heads * self.slots.entry
-        log = (1 + drafts) * bool(drafts) * beside * sum(budget + span for budget in budgets)
+        marks = self.slots.entries(1) - self.slots.num_heads * self.slots.entry
+        log = (1 + drafts) * bool(drafts) * marks * sum(budget + span for budget in budgets)
         return ServingMemory(
             sequence=-(-int(sequence) // ranks),
             state=-(-int(state) // ranks),
