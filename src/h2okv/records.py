@@ -200,7 +200,9 @@ def check_settings(saved: Mapping[str, Any], current: Mapping[str, Any], source:
                 "unset" if values.get(name) is None else values[name] for values in (saved, current)
             )
             differs = f"{source} was begun with {name} {then}, not {now}"
-            raise ValueError(f"{differs}; go on as it was, or choose another file")
+            raise ValueError(
+                f"{differs}; continue it with that, delete it to start over, or choose another file"
+            )
 
 
 def settings_path(path: Path) -> Path:

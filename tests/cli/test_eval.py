@@ -2,12 +2,16 @@
 
 import csv
 import json
+import re
 from inspect import signature
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from h2okv.cli.args import cache_flags, cache_lists, expand
+from h2okv.cli.args import ModelOptions, cache_flags, cache_lists, expand
+from h2okv.cli.eval import DEFAULT_CSV, Trial
 from h2okv.config import CacheConfig
 from h2okv.evaluation.runner import Evaluation
 
@@ -338,3 +342,13 @@ def test_sweep_names_missing_files(h2okv_command, tmp_path):
     done = h2okv_command("eval", "sweep", "figure9", "--out", tmp_path / "o", "--data", tmp_path)
     assert done.code == 2
     assert f"'longbench_multi_news.jsonl' is not in '{tmp_path}'; put it there" in done.err
+
+
+def test_by_default_each_model_and_text_has_its_file_of_samples():
+    def path(name="bundled", data="a text", csv=DEFAULT_CSV):
+        task = SimpleNamespace(identity=lambda: {"data": data})
+        return Trial([], ModelOptions(name, "auto", "cpu"), csv, 0, False)._samples_path([task])
+
+    assert path() == path() and re.fullmatch(r"fidelity\.\w{8}\.samples\.jsonl", path().name)
+    assert len({path(), path(data="another"), path(name="smollm2")}) == 3
+    assert path(csv=Path("f.csv")) == Path("f.samples.jsonl")

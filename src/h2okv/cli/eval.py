@@ -37,6 +37,7 @@ NEEDLE = "The city of {name} is {answer}."
 QUESTION = "\nThe city of {name} is"
 
 _CSV_HELP = "Table; samples go to NAME.samples.jsonl."
+DEFAULT_CSV = Path("fidelity.csv")
 CSV = option(..., _CSV_HELP, read=readers.writable)
 LIMIT = option(None, "Use the first samples only.")
 TOO_LONG = option(
@@ -70,7 +71,7 @@ class Trial:
         from h2okv.evaluation.runner import Run
 
         runs = [Run(task, config, self.seed) for task in tasks for config in self.caches]
-        code, evaluation = run_all(self.model, runs, self.csv.with_suffix(".samples.jsonl"))
+        code, evaluation = run_all(self.model, runs, self._samples_path(tasks))
         self.caches = [run.config for run in evaluation.runs[: len(self.caches)]]
         rows, details = list(evaluation.rows().values()), evaluation.details()
         table = details if detailed else rows
@@ -82,6 +83,15 @@ class Trial:
             header = [*tasks[0].columns, "policy", "budget", *tasks[0].metrics, "samples"]
             write_text(markdown_table(header, [[row[name] for name in header] for row in rows]))
         return code, details
+
+    def _samples_path(self, tasks: Sequence[Task]) -> Path:
+        """Return the file of samples; by default one for each model and each data."""
+        if self.csv != DEFAULT_CSV:
+            return self.csv.with_suffix(".samples.jsonl")
+        from h2okv.provenance import digest
+
+        settings = [self.model.name, self.model.dtype_name, *(task.identity() for task in tasks)]
+        return self.csv.with_suffix(f".{digest(repr(settings))[:8]}.samples.jsonl")
 
 
 def trial_options(*lists: str, csv: Any = CSV, **changed: Any) -> Any:
@@ -175,7 +185,7 @@ def fidelity(
         "50%,20%,10%,5%",
         "best,h2o,sink_recent,snapkv",
         "sum,decay",
-        csv=option(Path("fidelity.csv"), _CSV_HELP, read=readers.writable),
+        csv=option(DEFAULT_CSV, _CSV_HELP, read=readers.writable),
         positions="original",
         prefill_chunk=None,
     ),
