@@ -31,13 +31,13 @@ def caches(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], CacheConf
     """Yield the caches, each with its columns of the table."""
     for bits in (8, 4):
         yield {"rule": "full", "kept": 1.0, "kv_bits": bits}, CacheConfig("full", kv_bits=bits)
-    for kept, rule in product(args.kept, args.rules):
+    for fraction, rule in product(args.kept, args.rules):
         options: dict[str, Any] = {"policy": rule.split()[0]}
         if rule == "best even":
             options["layer_budgets"] = None
         for bits in (None, 8, 4) if rule == "best" else (None,):
-            config = CacheConfig.from_budget(kept, kv_bits=bits, **options)
-            yield {"rule": rule, "kept": kept, "kv_bits": bits or ""}, config
+            config = CacheConfig.from_budget(fraction, kv_bits=bits, **options)
+            yield {"rule": rule, "kept": fraction, "kv_bits": bits or ""}, config
 
 
 def rows_of(
