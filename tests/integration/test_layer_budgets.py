@@ -47,7 +47,7 @@ def files(tmp_path):
 def test_a_cache_of_a_model_is_measured_once_and_kept(model, measured, tmp_path, capsys):
     config = h2okv.H2OCache(model, **BEST).cache_config
     (path,) = files(tmp_path)
-    assert config.label == "best v1, 20%" and measured == [1024]
+    assert config.label == "best v2, 20%" and measured == [1024]
     assert capsys.readouterr().err.count(f"keeps it in '{path}'") == 1
     ids = torch.tensor([layer_budgets.encode(*_text(model))[:1024]])
     expected = measure_layer_budgets(model, ids, 0.15, by_head=True)
@@ -73,7 +73,7 @@ def _text(model):
 
 def test_rolling_positions_are_measured_by_layer(model, measured):
     config = h2okv.H2OCache(model, positions="rolling", prefill_chunk=64, **BEST).cache_config
-    assert config.label == "best v1, rolling, by layer, 20%" and measured == [2048]
+    assert config.label == "best v2, rolling, by layer, 20%" and measured == [2048]
 
 
 @pytest.mark.parametrize("even", [None, "even"])
@@ -190,7 +190,7 @@ def test_a_damaged_file_is_measured_again(model, measured, tmp_path, damage):
 
 def test_a_file_of_another_version_is_measured_again(model, measured, tmp_path, monkeypatch):
     h2okv.H2OCache(model, **BEST)
-    monkeypatch.setattr(layer_budgets, "BEST_VERSION", 2)
+    monkeypatch.setattr(layer_budgets, "BEST_VERSION", 3)
     assert h2okv.H2OCache(model, **BEST).cache_config.label == "best v2, 20%"
     assert len(measured) == 2 and len(files(tmp_path)) == 2
 

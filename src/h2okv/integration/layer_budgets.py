@@ -42,7 +42,7 @@ def measure_layer_budgets(
     model: PreTrainedModel,
     input_ids: Tensor,
     fraction: float = 0.15,
-    least: float = 0.3,
+    least: float = 0.1,
     *,
     by_head: bool = False,
 ) -> LayerBudgets:
