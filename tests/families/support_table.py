@@ -36,8 +36,9 @@ spans give the full cache's logits at a budget of the whole length, and dropping
 keeps. A cut (`prefill_chunk`, `evict_every`) waits for the end of an image with tokens that see
 each other. `cache.kept_positions(layer)` says which tokens of an image remain, and `cache.pin`
 keeps all of them. With `scoring="expected"` positions of three axes count as one per token, which
-moves scores around an image a little. How well these models answer about images after an eviction
-was not measured.
+moves scores around an image a little. `LLM`, `serve` and `generate --image` give the same tokens
+(`tests/families/test_image_serving.py`) and refuse images for any other type. How well these models
+answer about images after an eviction was not measured.
 """
 _OTHERS = """\
 ## All types
@@ -47,9 +48,10 @@ rules (`python tests/families/walk.py --write`, which writes this page): `H2OCac
 budget above the text gives the full cache's logits, dropping equals masking, and evicting changes
 the output. {count} types pass: {works}.
 
-The config matters too: a model in which every layer has a sliding window (Mistral-7B v0.1,
-Phi-3-mini-4k), or with layers that share keys (Gemma 4 E2B), is refused, and so are
-encoder-decoder models (T5).
+Jamba reads a prompt in one forward: several tokens after a state are refused, as transformers
+forgets the state there. The config matters too: a model in which every layer has a sliding window
+(Mistral-7B v0.1, Phi-3-mini-4k), or with layers that share keys (Gemma 4 E2B), is refused, and so
+are encoder-decoder models (T5).
 """
 
 

@@ -15,6 +15,20 @@ CHATML = (
 )
 USER = {"role": "user", "content": "Hi"}
 BEGUN = {"role": "assistant", "content": "The capital is"}
+_URL = "[0].content[0].image_url.url"
+IMAGES = [
+    (_URL, {"url": "http://example.org/a.png"}, "='http://example.org/a.png' is not a data URL"),
+    (_URL, {"url": "file:///etc/passwd"}, "nothing is fetched; give data:image/png;base64"),
+    (_URL, {"url": None}, "is missing; give data:"),
+    (_URL, {"url": 5}, "=5 is not a data URL"),
+    (_URL, {"url": "data:text/html;base64,AAAA"}, "is not an image in base64 (PNG, JPEG"),
+    (_URL, {"url": "data:image/svg+xml;base64,AAAA"}, "is not an image in base64"),
+    (_URL, {"url": "data:image/png,AAAA"}, "is not an image in base64"),
+    (_URL, {"url": "data:image/png;base64,A*A"}, "is not base64"),
+    (_URL, {"url": "data:image/png;base64," + "A" * (30 << 20)}, "and 20,971,520 are allowed"),
+    ("[0].content[0].image_url", None, "is missing; give data:"),
+    ("[0].content[0].image_url", ["a"], "=['a'] is not a data URL"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -188,8 +202,19 @@ def test_no_message_is_continued_within_its_calls(templated):
         ([{"role": "user", "content": [{"type": "tool_result", "content": "4"}]}],
          "[0].content", TOOLS),
         ([{"role": "user", "content": 4}], "[0].content", "=4 does not fit; give a text"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}],
-         "[0].content", "part of type 'image_url'; only text is supported"),
+        ([{"role": "user", "content": [{"type": "input_audio"}]}],
+         "[0].content", "part of type 'input_audio'; only text and images are supported"),
+        ([{"role": "user", "content": [{"type": ["image_url"]}]}], "[0].content", "only text and"),
+        *(
+            ([{"role": "user", "content": [{"type": "image_url", "image_url": url}]}], path, words)
+            for path, url, words in IMAGES
+        ),
+        ([{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}],
+         "[0].content[0].image", "='/etc/passwd' does not fit; give an image of Pillow"),
+        ([{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}],
+         "[0].content[0].file_id", "='f' is not supported"),
+        ([{**BEGUN, "content": [{"type": "image_url", "image_url": {"url": "data:a"}}]}],
+         "[0].content[0]", "is for messages of role user, got role='assistant'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "[0].content[0].text", "=None does"),
         ([{"role": "user", "content": [{"type": "text", "text": "a", "mood": "good"}]}],
          "[0].content[0].mood", "is not known"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import openai
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig
 
 from h2okv.assets import bundled_model_path
 from h2okv.engine.outputs import (
@@ -21,6 +21,7 @@ from h2okv.engine.outputs import (
     RequestFailedError,
     TokenLogprob,
 )
+from h2okv.integration.images import ImageEncoder
 from h2okv.integration.limits import PromptLimits
 from h2okv.server.app import make_app
 from h2okv.server.config import ServerSettings
@@ -33,6 +34,7 @@ class FakeEngine:
     """Continues a prompt with the prompt's own tokens, over and over.
 
     Attributes:
+        image_encoder: That of a model of text.
         pause: Seconds before each token.
         is_held: Whether the next token waits until this is false again.
         running: Requests under way.
@@ -45,6 +47,7 @@ class FakeEngine:
         self, tokenizer, pause: float = 0.0, max_num_seqs: int = 4, max_waiting: int = 1000
     ):
         self.tokenizer, self.pause = tokenizer, pause
+        self.image_encoder = ImageEncoder(LlamaConfig(), tokenizer, "fake")
         self.max_num_seqs, self.max_waiting = max_num_seqs, max_waiting
         self.limits, self.max_budget = PromptLimits(len(tokenizer), 2048, 2048), 400
         self.is_healthy, self.is_held, self.model_sampling = True, False, {}

@@ -8,6 +8,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 BODY = {"model": "fake", "prompt": "once upon a time", "max_tokens": 2}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}}
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
 
@@ -101,8 +102,13 @@ def test_a_bad_completion_names_field_and_remedy(served, fake, change, param, wo
          "messages[0].role", "role='function': tools are supported in the form of OpenAI's"),
         ({"messages": [{"content": "4"}]}, "messages[0].role", "messages[0].role is missing"),
         ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content", "content=4"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+         "messages[0].content", "part of type 'input_audio'; only text and images are supported"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         "messages[0].content", "part of type 'image_url'; only text is supported"),
+         "messages[0].content[0].image_url", "is missing; give data:image/png;base64"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]},
+         "messages[0].content[0].image_url.url",
+         "='data:image/png;base64,iVBORw==': images are not supported with model type 'llama'"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
          "messages[0].tool_calls", "is for messages of role assistant, got role='user'"),
         ({"messages": [{"role": "user", "content": "a", "mood": "good"}]},

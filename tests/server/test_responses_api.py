@@ -107,7 +107,12 @@ def test_response_with_kept_tokens(served):
         ({"input": []}, "input", "input is empty; give at least one"),
         ({"input": 5}, "input", "input=5 does not fit"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-         "input[0].content", "part of type 'input_image'; only text is supported"),
+         "input[0].content[0].image_url", "is missing; give data:image/png;base64"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+         "input[0].content[0].file_id", "='f' is not supported"),
+        ({"input": [{"role": "user", "content": [
+            {"type": "input_image", "image_url": "data:image/png;base64,iVBORw=="}]}]},
+         "input[0].content[0].image_url", "are not supported with model type 'llama'"),
         ({"input": [{"type": "function_call_output"}]}, "input[0].output", "is missing"),
         ({"n": 2}, "n", "a response has one output"),
         ({"max_tokens": 2}, "max_tokens", "give max_output_tokens"),

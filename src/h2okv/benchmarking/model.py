@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from h2okv.cache import H2OCache
+from h2okv.cache.support import auto_model
 from h2okv.config import Positions
 from h2okv.engine.memory import MemoryModel
 from h2okv.integration.loading import describe, load_weights
@@ -124,7 +125,10 @@ class Footprint:
     @cached_property
     def _model(self) -> PreTrainedModel:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(self.config, dtype=self.dtype)
+            model: PreTrainedModel = auto_model(self.config).from_config(
+                self.config, dtype=self.dtype
+            )
+            return model
 
     @cached_property
     def weight_bytes(self) -> int:

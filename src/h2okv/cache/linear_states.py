@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, cache_utils
+from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionLayer
 
 from h2okv.cache.slot_state import ordinary_tensors
+from h2okv.cache.support import auto_model
 
 # Their mixers begin a block of tokens with an empty state, whatever was read before.
 _FORGETFUL = {"jamba"}
@@ -72,7 +73,7 @@ def state_bytes(cache: Any, dtype: torch.dtype) -> int:
     config = copy.deepcopy(cache.config)
     states = DynamicCache(config=config)
     with torch.device("meta"), torch.no_grad():
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: Any = auto_model(config).from_config(config, dtype=dtype)
         hidden_size = config.get_text_config(decoder=True).hidden_size
         hidden = torch.zeros(1, 1, hidden_size, dtype=dtype)
         for module in model.modules():

@@ -11,7 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from h2okv.cache.argument import CACHE
@@ -43,6 +48,12 @@ def check_model(model: PreTrainedModel | PreTrainedConfig) -> None:
             f"model type {kind!r} is not supported: {reason}; "
             "use transformers' own cache for it, or a model of docs/support-table.md."
         )
+
+
+def auto_model(config: PreTrainedConfig) -> Any:
+    """Return the class that makes a config's model: of text, or of images and text."""
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
 def unwrap(model: Any) -> PreTrainedModel:

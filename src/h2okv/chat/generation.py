@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +32,7 @@ from h2okv.engine.detokenizer import Detokenizer, StopText
 from h2okv.engine.sampler import RefuseNaN, eos_token_ids, generation_kwargs
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.enable import enable, input_device, read_blocks
+from h2okv.integration.images import images_for
 from h2okv.integration.loading import Described
 
 LONG_PROMPT = 512  # tokens from which reading a prompt shows a progress bar
@@ -109,7 +110,9 @@ class GenerationRun(StoppingCriteria):
         ends: Iterable[int],  # tokens that end the text
         should_stop: Callable[[], bool] = lambda: False,  # called after every forward
         strips_start: bool = False,  # whether to strip leading white space of the text shown
+        inputs: Mapping[str, torch.Tensor] | None = None,  # of images, which are read in one block
     ) -> None:
+        self._inputs = inputs or {}
         self._ids = torch.tensor([list(token_ids)])
         self._params, self._room = params, room
         self._ends = sorted(ends)
@@ -155,7 +158,7 @@ class GenerationRun(StoppingCriteria):
             if isinstance(cache, H2OCache):
                 cache.expect(length)  # fractions refer to the whole prompt, not to its blocks
                 stack.callback(cache.expect, None)
-                chunk = cache.read_chunk
+                chunk = None if self._inputs else cache.read_chunk
                 before = 0 if chunk is None else (length - 1) // chunk * chunk
                 blocks = read_blocks(model, self._ids[:, :before], cache) if before else ()
             self._bar = stack.enter_context(prefill_progress(model, length, show_progress, chunk))
@@ -163,6 +166,7 @@ class GenerationRun(StoppingCriteria):
                 return
             unread = self._ids[:, before:].to(input_device(model))
             read = int(cache.get_seq_length()) + unread.shape[1]
+            inputs = images_for(model, self._inputs)
             # `params` has the stop strings; those of the model's authors must not apply as well.
             config: Any = model.generation_config
             stack.callback(setattr, config, "stop_strings", config.stop_strings)
@@ -170,6 +174,7 @@ class GenerationRun(StoppingCriteria):
             generate(
                 input_ids=unread,
                 attention_mask=unread.new_ones(1, read),
+                **inputs,
                 **{CACHE: cache},
                 max_new_tokens=self._room,
                 use_cache=True,
@@ -277,6 +282,7 @@ class Job:
     is_chat: bool = False  # whether the prompt was rendered with the chat template
     compiled: bool = False  # whether an H2O cache's steps run through torch.compile
     pins: Sequence[tuple[int, int]] = ()  # spans of the prompt that an H2O cache does not evict
+    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of images
 
 
 def generate_once(
@@ -296,7 +302,7 @@ def generate_once(
     torch.manual_seed(int(job.params.seed or 0))
     with attention:
         generation = GenerationRun(
-            tokenizer, ids, job.params, room, write, eos_token_ids(job.model)
+            tokenizer, ids, job.params, room, write, eos_token_ids(job.model), inputs=job.inputs
         )
         try:
             generation.run(job.model, cache, show_progress, processors)
@@ -401,7 +407,8 @@ def _record_agreement(job: Job, comparison: Comparison, label: str, cache: Cache
 def _warm_up(job: Job, caches: Iterable[Cache]) -> None:
     """Run a few tokens with each cache, to keep one-off costs out of the measurements."""
     params = SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0)
-    short = replace(job, prompt_ids=job.prompt_ids[:_WARM_UP_PROMPT], params=params, pins=())
+    prompt_ids = job.prompt_ids if job.inputs else job.prompt_ids[:_WARM_UP_PROMPT]
+    short = replace(job, prompt_ids=prompt_ids, params=params, pins=())
     for cache in caches:
         if generate_once(short, cache, lambda _: None).interrupted:
             raise KeyboardInterrupt

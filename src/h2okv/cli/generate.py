@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,7 @@ from h2okv.console import (
     write_text,
 )
 from h2okv.integration.chat_template import check_pinnable, message_spans
+from h2okv.integration.messages import Conversation, ImagePart
 from h2okv.records import decode_text
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ def generate(
     sampling: SamplingOptions = args.sampling_options(),
     prompt: str | None = typer.Argument(None, help="The prompt; - or nothing: from stdin."),
     file: Path | None = option(None, "Read the prompt from a text file.", read=readers.readable),
+    image: list[Path] | None = option(
+        None, "A PNG, JPEG, WebP or GIF file before the prompt; may be repeated.", "--image"
+    ),
     raw: bool = RAW,
     system: str = option("", "System message, for a chat template."),
     pin: Typed = PIN,
@@ -70,9 +75,13 @@ def generate(
     check_pinnable(pin)
     text = read_prompt(prompt, file)
     from h2okv.chat.generation import Job, generate_and_compare
+    from h2okv.integration.images import EncodedPrompt, read_image_file
     from h2okv.integration.layer_budgets import with_measured_budgets
 
+    images = [read_image_file("--image", path) for path in image or ()]
     described = model.describe()
+    if images:
+        described.image_encoder.check(images)
     params = sampling.params(described)
     cache = cache.seeded(int(params.seed or 0))
     if cache.positions == "rolling" and described.context:
@@ -85,14 +94,19 @@ def generate(
         raise ValueError("--pin needs a chat template; leave it out, or give --sink")
     if cache.positions != "original" and compare is None:
         described = replace(described, context=None)  # the context window is not a limit
-    messages = chat_of(text, system)
-    prompt_ids = described.encode(messages if is_chat else text)
+    chat = Conversation(chat_of(text, system, images))
+    encoded = EncodedPrompt(())
+    if images:
+        encoded = described.image_encoder.encode(chat if is_chat else text, images)
+        prompt_ids = described.checked(list(encoded.token_ids))
+    else:
+        prompt_ids = described.encode(chat if is_chat else text)
     cache, note = args.with_least_entries(cache, len(prompt_ids))
-    pins = message_spans(described.tokenizer, messages, pin)
+    pins = message_spans(described.tokenizer, chat, pin)
     load = model.load if compare is None else partial(_load, model)
     loaded = load(described, compile, weight_bits)
     cache = with_measured_budgets(cache, loaded, described)
-    job = Job(loaded, described, prompt_ids, params, is_chat, compile, pins)
+    job = Job(loaded, described, prompt_ids, params, is_chat, compile, pins, encoded.inputs)
     comparison = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
     if as_json:
         write_json(_json_fields(job, cache, comparison))
@@ -167,9 +181,13 @@ def read_prompt(argument: str | None, file: Path | None) -> str:
     return text
 
 
-def chat_of(prompt: str, system: str) -> list[dict[str, str]]:
+def chat_of(prompt: str, system: str, images: Sequence[ImagePart] = ()) -> list[dict[str, Any]]:
     messages = [{"role": "system", "content": system}] if system else []
-    return [*messages, {"role": "user", "content": prompt}]
+    content: Any = prompt
+    if images:
+        content = [{"type": "image", "image": image} for image in images]
+        content.append({"type": "text", "text": prompt})
+    return [*messages, {"role": "user", "content": content}]
 
 
 def report(comparison: Comparison, note: str | None = None) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import config_identity
@@ -36,8 +36,10 @@ from h2okv.engine.serving import config_for, prompt_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import enable, input_device
+from h2okv.integration.images import EncodedPrompt
 from h2okv.integration.layer_budgets import even_budgets, with_measured_budgets
 from h2okv.integration.loading import Described, context_of, describe, load_weights
+from h2okv.integration.messages import Conversation
 from h2okv.provenance import fingerprint
 from h2okv.records import refusing
 
@@ -50,12 +52,15 @@ class Engine:
     def __init__(
         self,
         model: str | PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Any = None,  # or a processor with it
         config: EngineConfig | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
+        processor: Any = None
+        if hasattr(tokenizer, "image_processor"):
+            processor, tokenizer = tokenizer, tokenizer.tokenizer
         if isinstance(model, str):
             described = describe(model)
             if config.tensor_parallel:
@@ -69,8 +74,11 @@ class Engine:
                 )
             name = str(model.config._name_or_path or model.config.model_type)
             own_tokenizer = tokenizer or describe(name).tokenizer
-            described = Described(name, name, model.config, own_tokenizer, context_of(model.config))
+            described = Described(
+                name, name, model.config, own_tokenizer, context_of(model.config), processor
+            )
         self.tokenizer, self.name = tokenizer or described.tokenizer, described.name
+        self.image_encoder = described.image_encoder
         # Check everything that can be checked before the weights are loaded.
         self._model_config, cache_config = described.config, config.cache
         if config.tensor_parallel:
@@ -102,7 +110,7 @@ class Engine:
         ranks = 1 if self.group is None else self.group.world_size
         self.memory = MemoryModel(self.model.config, probe, self.model.dtype).serving(
             self.max_budgets, self.limits.max_prompt_tokens, config.max_prefill_tokens, ranks,
-            config.speculate,
+            config.speculate, self.image_encoder.reads_images,
         )  # fmt: skip
         share = share_memory(config, self.memory, input_device(self.model))
         self.max_num_seqs = share.num_seqs
@@ -227,6 +235,7 @@ class Engine:
 
     def _after_prefill(self, chunks: tuple[PrefillChunk, ...], output: StepOutput) -> None:
         requests = list(self.scheduler.prefilling)
+        requests[0].position_offset = output.position_offset  # images are read alone
         if output.error is None:
             for request, chunk, logits in zip(requests, chunks, output.prefill_logits, strict=True):
                 try:
@@ -377,25 +386,34 @@ class Engine:
             lines.append(f"states of prompts and answers: up to {limit:.0f} MiB, for later prompts")
         if self._folder is not None:
             lines.append(f"prefix cache folder: {self._folder}")
+        if self.image_encoder.reads_images:
+            try:
+                lines.append(f"images: {type(self.image_encoder.processor()).__name__}")
+            except ValueError as error:
+                lines.append(f"images: off; {error}")
         if lengths := ", ".join(f"{len(tokens):,}" for tokens in self._prefixes):
             lines.append(f"saved prefixes: {lengths} tokens")
         return "\n".join(lines)
 
     def request(
         self,
-        prompt: str | Sequence[int],
+        prompt: Any,
         params: SamplingParams,
         notify: Callable[[Event], None],
         budget: Budget | None = None,
         kept_every: int | None = None,
         pins: Pins = (),
     ) -> Request:
-        """Validate and create a request without submitting it; may be called from any thread."""
+        """Validate and create a request without submitting it; may be called from any thread.
+
+        The prompt is a text, tokens, an `EncodedPrompt`, or a mapping of a text with ``images``.
+        """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, got {params!r}.")
         if kept_every is not None:
             check_number("kept_every", kept_every, int, 1, UNLIMITED)
-        tokens = self._tokens(prompt)
+        read = self._read(prompt)
+        tokens, inputs = read.token_ids, read.inputs
         max_tokens = UNLIMITED if params.max_tokens is None else params.max_tokens
         self.limits.check_length(len(tokens), min(1, max_tokens))
         self.limits.check_tokens(params.logit_bias, "logit_bias: the token")
@@ -410,7 +428,7 @@ class Engine:
                     " has slots for; lower heavy, recent or sink."
                 )
         prefix: tuple[int, ...] = ()
-        if budget is None and params.prompt_logprobs is None and not pins:
+        if budget is None and params.prompt_logprobs is None and not pins and not inputs:
             # The longest saved prefix that leaves at least one token of the prompt.
             matches = (saved for saved in self._prefixes if tokens[:-1][: len(saved)] == saved)
             prefix = max(matches, key=len, default=())
@@ -425,19 +443,31 @@ class Engine:
             notify=notify,
             kept_every=kept_every,
             grammar_mask=None if grammar is None else self._grammars.compile(grammar),
+            inputs=inputs,
         )
 
-    def _tokens(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+    def encode(self, chat: Conversation) -> EncodedPrompt:
+        """Encode a conversation up to its answer, with its images."""
+        if chat.images:
+            return self.image_encoder.encode(chat)
+        return EncodedPrompt(tuple(encode(self.tokenizer, chat)))
+
+    def _read(self, prompt: Any) -> EncodedPrompt:
+        if isinstance(prompt, Mapping):
+            prompt = self.image_encoder.encode_fields(prompt)
         remedy = "give a text, or tokens of this model."
         with refusing("the prompt cannot be read", remedy, TypeError):  # such as half a character
+            inputs = prompt.inputs if isinstance(prompt, EncodedPrompt) else {}
+            if isinstance(prompt, EncodedPrompt):
+                prompt = prompt.token_ids
             if isinstance(prompt, str):
                 prompt = encode(self.tokenizer, prompt)
             tokens: Any = tuple(prompt)
         self.limits.check_tokens(tokens)
-        return tuple(map(int, tokens))
+        return EncodedPrompt(tuple(map(int, tokens)), inputs)
 
     def _save_prefix(self, text: str | Sequence[int]) -> None:
-        tokens = self._tokens(text)
+        tokens = self._read(text).token_ids
         longest = self.limits.max_prompt_tokens
         if not 1 <= len(tokens) < longest:
             raise ValueError(

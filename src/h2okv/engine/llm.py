@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from h2okv.config import Budget
 from h2okv.console import Progress
@@ -21,7 +21,8 @@ from h2okv.engine.outputs import EngineStats, EngineStoppedError, OutputDelta, R
 from h2okv.engine.request import Event, Pins, Request
 from h2okv.engine.sampler import model_sampling
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.chat_template import encode, message_spans
+from h2okv.integration.chat_template import message_spans
+from h2okv.integration.images import EncodedPrompt
 from h2okv.integration.messages import read_conversation
 
 _Events = asyncio.Queue[Event]
@@ -33,7 +34,7 @@ class _Front:
     def __init__(
         self,
         model: str | PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         config: EngineConfig | None = None,
         *,
         dtype: torch.dtype | None = None,
@@ -43,6 +44,7 @@ class _Front:
         engine_config = EngineConfig.from_options(config, **options)
         self.engine = engine = Engine(model, tokenizer, engine_config, dtype=dtype, device=device)
         self.name, self.tokenizer = engine.name, engine.tokenizer
+        self.image_encoder = engine.image_encoder
         self.max_budget, self.limits = engine.max_budget, engine.limits
         self.model_sampling = model_sampling(engine.model.generation_config)
         self._start()
@@ -72,7 +74,8 @@ class LLM(_Front):
     Args:
         model: A folder, a GGUF file, a Hub id, ``"smollm2"``, ``"bundled"``, or a loaded model,
             which has H2O attention until `close`.
-        tokenizer: The tokenizer of a loaded model; ``None`` to load it from the model's source.
+        tokenizer: The tokenizer of a loaded model, or its processor, which also reads images;
+            ``None`` to load it from the model's source.
         config: An `EngineConfig`; ``None`` for the defaults.
         dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
         device: Likewise; ``None`` for the first GPU, or the CPU.
@@ -110,7 +113,8 @@ class LLM(_Front):
 
         Args:
             messages: One conversation, or several: messages with ``"role"`` and ``"content"``, as
-                clients of OpenAI's API write them.
+                clients of OpenAI's API write them. Of images they take data URLs (``image_url``),
+                or ``{"type": "image", "image": an image of Pillow}``.
             params: See `generate`.
             budget: See `generate`.
             pin: Messages that are never evicted: ``"system"``, ``"user"``, ``"last_user"``.
@@ -137,13 +141,13 @@ class LLM(_Front):
             read_conversation({"messages": conversation, **switches})
             for conversation in ([messages] if is_single else messages)
         ]
-        prompts = [encode(self.tokenizer, chat) for chat in chats]
+        prompts = [self.engine.encode(chat) for chat in chats]
         pins = [message_spans(self.tokenizer, chat, pin) for chat in chats]
         return self.generate(prompts, params, budget=budget, pins=pins, show_progress=show_progress)
 
     def generate(
         self,
-        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        prompts: str | Sequence[str | Sequence[int] | Mapping[str, Any] | EncodedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         budget: Budget | None = None,
@@ -153,7 +157,8 @@ class LLM(_Front):
         """Generate text for all prompts.
 
         Args:
-            prompts: A text, or any number of texts or token lists.
+            prompts: A text, or any number of texts, token lists, or texts with images of Pillow,
+                ``{"prompt": text, "images": [image]}``: the text has a placeholder for each.
             params: For all of them, or one for each; by default those of `SamplingParams`.
             budget: Budget of their caches; ``None`` for the engine's, which is also the maximum.
             pins: For each, spans ``(start, stop)`` of its tokens that are never evicted.
@@ -171,7 +176,7 @@ class LLM(_Front):
         if group is not None and group.rank:
             self.engine.runner.follow()
             return []
-        texts: Sequence[Any] = [prompts] if isinstance(prompts, str) else prompts
+        texts: Sequence[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(texts)
         if len(params) != len(texts):
@@ -226,6 +231,7 @@ class AsyncLLM(_Front):
     Attributes:
         name: The model's name.
         tokenizer: The model's tokenizer.
+        image_encoder: What encodes prompts with images.
         limits: Limits of a prompt: ``max_prompt_tokens``; ``max_context`` of a prompt and its
             output together, ``None`` for no limit; ``vocab_size``.
         model_sampling: Sampling settings of the model's ``generation_config``, by fields of
@@ -253,7 +259,7 @@ class AsyncLLM(_Front):
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Mapping[str, Any] | EncodedPrompt,
         params: SamplingParams | None = None,
         *,
         budget: Budget | None = None,
@@ -265,7 +271,7 @@ class AsyncLLM(_Front):
         are free with the engine's next step.
 
         Args:
-            prompt: A text, or tokens.
+            prompt: As for `LLM.generate`.
             params: Sampling parameters; by default `SamplingParams()`.
             budget: Budget of its cache; ``None`` for the engine's, which is also the maximum.
             kept_every: New tokens between two reports of which tokens the cache still holds

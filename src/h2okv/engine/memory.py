@@ -224,12 +224,14 @@ class MemoryModel:
         max_prefill_tokens: int,
         ranks: int = 1,
         drafts: int = 0,
+        reads_images: bool = False,
     ) -> ServingMemory:
         """Return the memory that serving takes on each rank.
 
-        ``budgets`` has the maximum number of entries of a sequence in each layer.
+        ``budgets`` has the maximum number of entries of a sequence in each layer. A prompt with
+        images is read in one forward, of which the image's tower is left out here.
         """
-        chunk = self.cache.prefill_chunk
+        chunk = None if reads_images else self.cache.prefill_chunk
         num_entries = max_prompt if chunk is None else max(budgets) + min(chunk, max_prompt)
         # The next chunk is appended to the entries, and one layer is copied meanwhile.
         prefill = -(
@@ -237,7 +239,10 @@ class MemoryModel:
         )
         # Temporaries are not divided: states and logits, the largest, are replicated.
         tokens = min(max_prefill_tokens, max_prompt)
-        prefill += self.prefill_bytes(tokens) + tokens * self.vocabulary * 4
+        prefill += max(
+            self.prefill_bytes(tokens) + tokens * self.vocabulary * 4,
+            self.prefill_bytes(max_prompt if reads_images else 0),
+        )
         span = self.cache.evict_every or 1
         sequence = sum(self.slots.total(budget + span) for budget in budgets)
         # Layers with one budget share the marks of the slots within a sequence's.

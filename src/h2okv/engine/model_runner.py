@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,7 +24,9 @@ from h2okv.engine.outputs import EngineStoppedError, KeptTokens
 from h2okv.engine.request import PrefillChunk, PromptStart, ScheduledStep
 from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.integration.enable import input_device
+from h2okv.integration.images import images_for
 
+_NO_IMAGES: Mapping[str, Tensor] = {}
 _PATIENCE = timedelta(days=3650)  # for a step: a server may have no request for any time
 
 
@@ -34,6 +36,7 @@ class StepOutput:
 
     decode_logits: Tensor | None = None  # [B, T, V], behind each token and its drafts
     prefill_logits: Sequence[Tensor] = ()  # [1, V] or [T, V] for each chunk
+    position_offset: int = 0  # of the positions after a prompt with images
     error: str | None = None  # why prefill failed; its prompts were dropped
     evictions: int = 0  # entries of all layers and KV heads
     decode_seconds: float = 0.0
@@ -166,6 +169,8 @@ class ModelRunner:
             try:
                 output.prefill_logits, evicted = self._prefill(step.prefill)
                 output.evictions += evicted
+                if "image_grid_thw" in step.prefill[0].inputs:
+                    output.position_offset = int(self._model.model.rope_deltas)
             except Exception as error:  # such as no memory for a long prompt; slots are unchanged
                 is_refusal = isinstance(error, ValueError)
                 if self.group is not None and not is_refusal:
@@ -207,6 +212,7 @@ class ModelRunner:
             positions,
             cache,
             mask=mask if is_padded else None,
+            inputs=chunk.inputs,
             keep=0 if chunk.wants_all_logits else 1,
         )
         if chunk.save is not None:
@@ -227,12 +233,21 @@ class ModelRunner:
 
     @torch.no_grad()
     def _forward(
-        self, tokens: Tensor, positions: Tensor, cache: H2OCache, mask: Any = None, keep: int = 1
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        cache: H2OCache,
+        mask: Any = None,
+        inputs: Mapping[str, Tensor] = _NO_IMAGES,
+        keep: int = 1,
     ) -> Tensor:
         """Return the logits of the last ``keep`` tokens, for 0 of all: ``[B, keep or T, V]``."""
+        moved = images_for(self._model, inputs)
+        if "image_grid_thw" not in inputs:  # by which a model places tokens on three axes
+            moved["position_ids"] = positions.to(self._device)
         logits: Tensor = self._model(
             input_ids=tokens.to(self._device),
-            position_ids=positions.to(self._device),
+            **moved,
             attention_mask=None if mask is None else mask.to(self._device),
             **{CACHE: cache},
             use_cache=True,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from h2okv.config import Budget
@@ -48,6 +49,7 @@ class PrefillChunk:
     is_last: bool
     start: PromptStart | None = None  # with the first chunk
     wants_all_logits: bool = False  # False: those of the prompt's last token
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # of images, with all the tokens
     save: str | None = None  # key under which the state after these tokens is saved
 
 
@@ -134,6 +136,8 @@ class Request:
     error: RequestFailedError | None = None  # the reason of its failure
     is_over: bool = False
     is_alone: bool = False  # whether its prompt is prefilled by itself
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # of images
+    position_offset: int = 0  # of the positions after a prompt whose images take fewer
 
     @property
     def num_seqs(self) -> int:
@@ -143,13 +147,13 @@ class Request:
     @property
     def can_batch(self) -> bool:
         """Whether others may be prefilled in the same forward, if all are short enough."""
-        special = self.is_alone or self.params.prompt_logprobs is not None
+        special = self.is_alone or self.inputs or self.params.prompt_logprobs is not None
         return not special and self.start == PromptStart(self.start.length)
 
     @property
     def uses_prefix_cache(self) -> bool:
-        """Whether it has the engine's budget, no pins, and needs no logits of its prompt."""
-        plain = self.start.budget is None and not self.start.pins
+        """Whether it has the engine's budget, no pins or images, and needs no prompt logits."""
+        plain = self.start.budget is None and not self.start.pins and not self.inputs
         return plain and self.params.prompt_logprobs is None
 
     @property

@@ -97,7 +97,9 @@ class Scheduler:
             admit=self._admit(),
             decode=tuple(output.tokens[-1] for output in self.running),
             positions=tuple(
-                len(output.request.prompt) + len(output.tokens) - 1 for output in self.running
+                len(request.prompt) + request.position_offset + len(output.tokens) - 1
+                for output in self.running
+                for request in (output.request,)
             ),
             save=self._states_to_save(),
             accepted=accepted,
@@ -214,6 +216,8 @@ class Scheduler:
         # Chunks end at multiples, wherever a saved state begins.
         offset = 0 if self.prefix_cache is None else start % self._chunk_tokens
         end = min(start - offset + self._chunk_tokens, len(request.prompt))
+        if request.inputs:  # tokens of an image may see each other both ways
+            end = len(request.prompt)
         end = request.num_prefilled = min([end, *(n for n in request.saves if n > start)])
         return PrefillChunk(
             tokens=request.prompt[start:end],
@@ -222,4 +226,5 @@ class Scheduler:
             start=request.start if start == request.start.num_reused else None,
             wants_all_logits=request.params.prompt_logprobs is not None,
             save=request.saves.get(end),
+            inputs=request.inputs,
         )

@@ -233,7 +233,11 @@ def plan_serving(
     budgets = cache.layer_entries_for(longest)
     model_memory = MemoryModel(described.config, cache, dtype)
     memory = model_memory.serving(
-        budgets, longest, config.max_prefill_tokens, drafts=config.speculate
+        budgets,
+        longest,
+        config.max_prefill_tokens,
+        drafts=config.speculate,
+        reads_images=described.image_encoder.reads_images,
     )
     weights = weight_bytes(described, dtype, config.weight_bits)
     share = share_memory(config, memory, device, weights)

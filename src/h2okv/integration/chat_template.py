@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from h2okv.integration.limits import PromptLimits
-from h2okv.integration.messages import Conversation
+from h2okv.integration.messages import Conversation, FieldError
 from h2okv.integration.tool_messages import as_plain_messages, takes_tools
 from h2okv.records import unknown_name
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 _MAX_REASON = 300  # characters of a template's reason, which may repeat the entire chat
 # Stop strings of the plain form, where the model would go on with the user's next line.
 PLAIN_STOPS = ("\n\nUser:", "\nUser:")
+_PROBE = "h2okv_probe"
 _PLAIN_FORMS = {"system": "{}\n\n", "user": "User: {}\n\n", "assistant": "Assistant: {}\n\n"}
 
 
@@ -38,6 +40,7 @@ def chat_text(
     messages: Conversation | Sequence[Mapping[str, Any]],
     *,
     to_answer: bool | None = None,
+    with_images: bool = False,
 ) -> str:
     """Render messages with the model's chat template, or in the plain form if it has none.
 
@@ -46,20 +49,31 @@ def chat_text(
         messages: A conversation, or messages as chat templates take them.
         to_answer: For messages, whether the text ends where a new answer begins; by default as
             `Conversation` decides.
+        with_images: Whether the text is for a processor, which replaces the images' placeholders.
 
     Returns:
         The text, with all special tokens if a template rendered it, without any otherwise.
 
     Raises:
         ChatTemplateError: If the template does not accept the messages.
+        FieldError: If there are images where only text is read.
     """
     chat = messages
     if not isinstance(chat, Conversation):
         chat = Conversation(chat, to_answer, None if to_answer is None else False)
+    if (images := chat.images) and not with_images:
+        problem = f"={images[0]}: images are not supported here; leave them out, or use"
+        raise FieldError(images[0].path, f"{problem} h2okv generate or serve")
+    if images and not tokenizer.chat_template:
+        problem = ": the model has no chat template, which says where images stand; leave them out"
+        raise FieldError(images[0].path, problem)
     has_tools = bool(chat.tools) or any(
         message["role"] == "tool" or "tool_calls" in message for message in chat.messages
     )
     if has_tools and not takes_tools(tokenizer):
+        if images:
+            problem = ": the model's chat template has no tools, and images cannot come with them"
+            raise FieldError(images[0].path, f"{problem}; leave one of them out")
         plain = as_plain_messages(chat.messages, chat.tools)
         chat = replace(
             chat,
@@ -79,12 +93,20 @@ def chat_text(
             _PLAIN_FORMS[message["role"]].format(message["content"]) for message in chat.messages
         )
         return f"{text}Assistant:" if begins_answer else text[: -2 if continues else None]
+    contents, tools = list[Any](chat.messages), list[Any](chat.tools) or None
     apply: Any = tokenizer.apply_chat_template
     try:
+        if not _takes_texts(tokenizer, str(tokenizer.get_chat_template(None, tools))):
+            contents = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message["content"], str)
+                else message
+                for message in contents
+            ]
         return str(
             apply(
-                list(chat.messages),
-                tools=list(chat.tools) or None,
+                contents,
+                tools=tools,
                 tokenize=False,
                 add_generation_prompt=begins_answer,
                 continue_final_message=continues,
@@ -95,6 +117,25 @@ def chat_text(
         raise ChatTemplateError(str(error)) from error
 
 
+@lru_cache(maxsize=16)
+def _takes_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Tell whether contents may be texts; some vision-language models leave all but parts out."""
+    apply: Any = tokenizer.apply_chat_template
+    messages = [{"role": "user", "content": _PROBE}]
+    try:
+        return _PROBE in str(apply(messages, chat_template=template, tokenize=False))
+    except Exception:  # a template may raise anything, and says it once more for the messages
+        return True
+
+
+def adds_special(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Tell whether a chat's text gets special tokens: without a template, and as processors do."""
+    if not tokenizer.chat_template:
+        return True
+    reads_images, bos = hasattr(tokenizer, "image_token"), tokenizer.bos_token
+    return reads_images and bos is not None and not text.startswith(str(bos))
+
+
 def encode(
     tokenizer: PreTrainedTokenizerBase,
     prompt: str | Conversation | Sequence[Mapping[str, Any]],
@@ -103,7 +144,8 @@ def encode(
 ) -> list[int]:
     """Encode a text, or messages up to their answer; refuse tokens outside the vocabulary."""
     if not isinstance(prompt, str):
-        prompt, special = chat_text(tokenizer, prompt), not tokenizer.chat_template
+        prompt = chat_text(tokenizer, prompt)
+        special = adds_special(tokenizer, prompt)
     ids = list(tokenizer(prompt, add_special_tokens=special, verbose=False)["input_ids"])
     bos = getattr(tokenizer, "bos_token_id", None)
     if special and ids[:2] == [bos] * 2:  # the text may begin with a BOS token itself
@@ -134,11 +176,16 @@ def message_spans(
         return []
     check_pinnable(pin)
     messages = chat.messages if isinstance(chat, Conversation) else chat
+    if any(not isinstance(message["content"], str) for message in messages):
+        raise ValueError(
+            f"pin={', '.join(pin)} finds no messages beside images; leave it out, or give"
+            " LLM.generate the spans of tokens as pins."
+        )
     for name in pin:
         if not any(message["role"] == name.removeprefix("last_") for message in messages):
             raise ValueError(f"pin={name!r} finds no {name} message; leave it out, or give one.")
     text = chat_text(tokenizer, chat)
-    encoded = tokenizer(text, add_special_tokens=not tokenizer.chat_template, verbose=False)
+    encoded = tokenizer(text, add_special_tokens=adds_special(tokenizer, text), verbose=False)
     dropped = len(encoded["input_ids"]) - len(encode(tokenizer, chat))
     users = [number for number, message in enumerate(messages) if message["role"] == "user"]
     offset, spans = 0, []

@@ -276,6 +276,9 @@ def read_blocks(
     chunk = chunk if chunk is not None else cache.read_chunk or length
     check_tokens("chunk", chunk, 1)
     seen = cache.num_seen_tokens
+    inner: Any = getattr(unwrap(model), "model", None)
+    if not seen and getattr(inner, "rope_deltas", None) is not None:
+        inner.rope_deltas = None  # of an earlier prompt with images, which a block would take
     cache.expect(length)
     try:
         with _attending(model, cache):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
-from h2okv.cache.support import check_model
+from h2okv.cache.support import auto_model, check_model
 from h2okv.integration.chat_template import encode
 from h2okv.integration.end_tokens import add_end_tokens
 from h2okv.integration.gguf import check_complete
+from h2okv.integration.images import ImageEncoder
 from h2okv.integration.limits import PromptLimits
 from h2okv.integration.messages import Conversation
 from h2okv.integration.models import default_dtype, resolve_model
@@ -34,6 +36,7 @@ class Described:
     config: PreTrainedConfig
     tokenizer: transformers.PreTrainedTokenizerBase
     context: int | None  # the context window in tokens; None for no fixed limit
+    processor: Any = None  # of a loaded model, where its source has none
 
     @property
     def vocab_size(self) -> int:
@@ -42,6 +45,11 @@ class Described:
     @property
     def limits(self) -> PromptLimits:
         return PromptLimits(self.vocab_size, self.context)
+
+    @cached_property
+    def image_encoder(self) -> ImageEncoder:
+        """What encodes the model's prompts with images."""
+        return ImageEncoder(self.config, self.tokenizer, self.processor or self.source)
 
     def add_end_tokens(self, model: transformers.PreTrainedModel) -> None:
         """Make the model stop at each token that ends a text or a turn. Mutates the model."""
@@ -87,7 +95,7 @@ def weight_bytes(described: Described, dtype: torch.dtype, weight_bits: int | No
     """Return the bytes of a model's weights and buffers, without loading them."""
     with torch.device("meta"):
         config = copy.deepcopy(described.config)
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: Any = auto_model(config).from_config(config, dtype=dtype)
     model.tie_weights()
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     total = sum(tensor.nbytes for tensor in tensors.values())
@@ -112,7 +120,7 @@ def load_weights(
         options["distributed_config"] = DistributedConfig(tp_plan="auto")
 
     def load() -> Any:
-        return AutoModelForCausalLM.from_pretrained(
+        return auto_model(described.config).from_pretrained(
             described.source, output_loading_info=True, trust_remote_code=False, **options
         )
 

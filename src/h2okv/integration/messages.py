@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +39,13 @@ _CHATS_ONLY = (
     " of role tool"
 )
 _TEXT_ONLY = "only text is supported; leave it out"
+_IMAGE_PARTS = {"image_url": "image_url", "input_image": "image_url", "image": "image"}
+"""Types of image parts: of OpenAI's chats and responses, and of transformers with Pillow's images;
+with the field of the image."""
+_DATA_URL = "data:image/png;base64,DATA"
+_IMAGE_TYPES = ("image/png", "image/jpeg", "image/jpg", "image/webp", "image/gif")
+MAX_IMAGE_BYTES = 20 << 20
+"""Bytes of an image's file."""
 _EXAMPLE = '{"role": "user", "content": "..."}'
 _CALL_EXAMPLE = '{"id": "...", "type": "function", "function": {"name": "f", "arguments": "{}"}}'
 _TOOL_EXAMPLE = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}'
@@ -71,16 +80,29 @@ def tools_error(path: Sequence[str | int], value: Any) -> FieldError:
     return FieldError(path, f"={short_repr(value)}: {_CHATS_ONLY}")
 
 
+@dataclass(eq=False)
+class ImagePart:
+    """An image of a message: a file's bytes, or an image of Pillow; and its field, for errors."""
+
+    data: Any
+    path: tuple[str | int, ...]
+    shown: str
+
+    def __str__(self) -> str:
+        return self.shown
+
+
 def read_messages(messages: Any) -> list[Message]:
     """Parse messages of OpenAI's chat completions, or input items of OpenAI's responses.
 
     Args:
         messages: A list of objects with ``role`` (system, developer, user, assistant, tool) and
-            ``content``, a text, ``None`` or a list of text parts; assistants may have
-            ``tool_calls``. Hints that change no answer and separate reasoning items are dropped.
+            ``content``, a text, ``None`` or a list of parts, texts and a user's images; assistants
+            may have ``tool_calls``. Hints that change no answer and separate reasoning items are
+            dropped.
 
     Returns:
-        Messages for chat templates, with a text as ``content``.
+        Messages for chat templates, with a text as ``content``, or with images a list of parts.
 
     Raises:
         FieldError: If a message is invalid; its path has the index in the list.
@@ -255,7 +277,7 @@ def _read_template_fields(message: Mapping[str, Any], at: int) -> Message:
     return turn
 
 
-def _read_content(message: Mapping[str, Any], at: int) -> str:
+def _read_content(message: Mapping[str, Any], at: int) -> str | list[dict[str, Any]]:
     # A refusal of the assistant is in a separate field.
     content = message.get("content") or message.get("refusal") or ""
     path: tuple[str | int, ...] = (at, "content")
@@ -264,7 +286,58 @@ def _read_content(message: Mapping[str, Any], at: int) -> str:
     if not isinstance(content, (list, tuple)):
         such = "give a text, or a list of parts such as {'type': 'text', 'text': '...'}"
         raise FieldError(path, f"={short_repr(content)} does not fit; {such}")
-    return "".join(_read_part(item, (*path, number)) for number, item in enumerate(content))
+    pieces: list[dict[str, Any]] = []
+    for number, item in enumerate(content):
+        kind = item.get("type") if isinstance(item, Mapping) else None
+        if isinstance(kind, str) and kind in _IMAGE_PARTS:
+            if message.get("role") != "user":
+                problem = f" is for messages of role user, got role={short_repr(message['role'])}"
+                raise FieldError((*path, number), f"{problem}; leave it out")
+            pieces.append({"type": "image", "image": _read_image(item, (*path, number))})
+        else:
+            pieces.append({"type": "text", "text": _read_part(item, (*path, number))})
+    if any(item["type"] == "image" for item in pieces):
+        return [item for item in pieces if item.get("text") != ""]
+    return "".join(item["text"] for item in pieces)
+
+
+def _read_image(content: Mapping[str, Any], path: tuple[str | int, ...]) -> ImagePart:
+    """Read an image part, whose image is opened only where the model can read one."""
+    kind = content["type"]
+    name = _IMAGE_PARTS[kind]
+    for other, value in content.items():
+        if other in ("type", name, "detail", *_IGNORED_PART_FIELDS) or value in EMPTY:
+            continue
+        raise FieldError((*path, other), f"={short_repr(value)} is not supported; leave it out")
+    path, value = (*path, name), content.get(name)
+    if kind == "image":
+        if not type(value).__module__.startswith("PIL."):
+            problem = f"={short_repr(value)} does not fit; give an image of Pillow, or an image_url"
+            raise FieldError(path, f"{problem} with {_DATA_URL}")
+        return ImagePart(value, path, short_repr(value))
+    if isinstance(value, Mapping):
+        path, value = (*path, "url"), value.get("url")
+    if value is None:
+        raise FieldError(path, f" is missing; give {_DATA_URL}", "missing_field")
+    shown = short_repr(value)
+    if not isinstance(value, str) or value[:5].lower() != "data:":
+        problem = f"={shown} is not a data URL, and nothing is fetched; give {_DATA_URL}"
+        raise FieldError(path, problem)
+    head, _, encoded = value.partition(",")
+    media_type, _, encoding = head[5:].lower().partition(";")
+    if media_type not in _IMAGE_TYPES or encoding.rpartition(";")[2] != "base64":
+        kinds = ", ".join(name.removeprefix("image/").upper() for name in _IMAGE_TYPES)
+        problem = f"={shown} is not an image in base64 ({kinds}); give {_DATA_URL}"
+        raise FieldError(path, problem)
+    if len(encoded) * 3 // 4 > MAX_IMAGE_BYTES:
+        size, limit = len(encoded) * 3 // 4, MAX_IMAGE_BYTES
+        problem = f"={shown} has {size:,} bytes, and {limit:,} are allowed; give a smaller image"
+        raise FieldError(path, problem)
+    try:
+        data = base64.b64decode(encoded, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise FieldError(path, f"={shown} is not base64 ({error}); give {_DATA_URL}") from error
+    return ImagePart(data, path, shown)
 
 
 def _read_part(content: Any, path: tuple[str | int, ...]) -> str:
@@ -276,7 +349,8 @@ def _read_part(content: Any, path: tuple[str | int, ...]) -> str:
     if kind in ("tool_use", "tool_result", "tool_call"):
         raise FieldError(path[:-1], f": part of type {short_repr(kind)}; {_CHATS_ONLY}")
     if kind not in (*_TEXT_PARTS, "refusal"):
-        such = "only text is supported, so give parts such as {'type': 'text', 'text': '...'}"
+        such = "only text and images are supported, so give parts such as"
+        such += " {'type': 'text', 'text': '...'}"
         raise FieldError(path[:-1], f": part of type {short_repr(kind)}; {such}")
     name = "refusal" if kind == "refusal" else "text"
     for other, value in content.items():
@@ -341,6 +415,17 @@ class Conversation:
             )
 
     @property
+    def images(self) -> list[ImagePart]:
+        """The images of all messages, in their order."""
+        return [
+            item["image"]
+            for message in self.messages
+            if isinstance(message["content"], list)
+            for item in message["content"]
+            if item["type"] == "image"
+        ]
+
+    @property
     def _ends_in_calls(self) -> bool:
         return bool(self.messages) and "tool_calls" in self.messages[-1]
 
@@ -385,6 +470,8 @@ def read_conversation(fields: Mapping[str, Any], name: str = "messages") -> Conv
         messages = read_messages(fields[name])
     except FieldError as error:
         raise error.within(name) from error
+    for item in Conversation(messages).images:
+        item.path = (name, *item.path)
     field_name = "chat_template_kwargs"
     variables = fields.get(field_name) or {}
     if not isinstance(variables, Mapping) or not all(isinstance(key, str) for key in variables):

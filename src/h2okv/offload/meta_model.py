@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from h2okv.cache.support import auto_model
 from h2okv.console import optional
 from h2okv.integration.loading import drop_stored_modes
 
@@ -120,7 +121,7 @@ def make_meta_model(config: PreTrainedConfig, dtype: torch.dtype, source: str) -
     """Build a model whose parameters take no memory."""
     accelerate = optional("accelerate", "streaming weights", "offload")
     with accelerate.init_empty_weights(include_buffers=False):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: Any = auto_model(config).from_config(config, dtype=dtype)
     model.tie_weights()  # moving parameters to the meta device untied them
     # Without such a file the config from from_config stays, as in from_pretrained.
     with contextlib.suppress(OSError):

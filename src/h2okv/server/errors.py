@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from h2okv.engine import outputs
 from h2okv.integration.limits import PromptTooLongError
+from h2okv.integration.messages import FieldError
 
 LOG = logging.getLogger("h2okv.server")
 
@@ -100,6 +101,8 @@ def as_api_error(error: Exception, field: str | None = None) -> ApiError:
             return ApiError(503, message, code="engine_stopped", retry_after=5)
         case outputs.RequestFailedError():
             return ApiError(500, message, code="request_failed")
+        case FieldError():
+            return invalid(f"{message}.", error.name or None, error.code)
         case PromptTooLongError():
             return invalid(message, field, code="context_length_exceeded")
         case ValueError():

@@ -22,7 +22,7 @@ from h2okv.server.metrics import Metrics, RequestMetrics
 from h2okv.server.protocol import DetokenizeRequest, SampledRequest, TokenizeRequest, read_body
 from h2okv.server.responses import ResponseBuilder
 from h2okv.server.structured import CallSyntax
-from h2okv.server.tokenization import Prompt, PromptReader, TokenText, off_the_loop
+from h2okv.server.tokenization import Prompt, PromptReader, TokenText, off_the_loop, work_size
 
 if TYPE_CHECKING:
     from h2okv.engine.llm import AsyncLLM
@@ -41,10 +41,11 @@ class Handlers:
     def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
         self.metrics = Metrics(engine)
-        self.reader = PromptReader(engine.tokenizer, engine.limits.max_prompt_tokens)
+        encoder = engine.image_encoder
+        self.reader = PromptReader(engine.tokenizer, engine.limits.max_prompt_tokens, encoder)
         self.tokens = TokenText(engine.tokenizer)
         self.call_syntax = CallSyntax.of(engine.tokenizer)
-        self._any_length = PromptReader(engine.tokenizer)
+        self._any_length = PromptReader(engine.tokenizer, image_encoder=encoder)
 
     @property
     def max_model_len(self) -> int:
@@ -82,6 +83,7 @@ class Handlers:
         body, size = await self.read(request, TokenizeRequest)
         prompt = body.prompt if body.messages is None else body.conversation
         read, special = self._any_length.read, body.add_special_tokens
+        size = work_size(size, [prompt])
         token_ids = (await off_the_loop(size, lambda: read(prompt, special=special))).token_ids
         strings = (
             [self.tokens.text(token) for token in token_ids] if body.return_token_strs else None
@@ -151,6 +153,7 @@ class TextRoute:
                 "n" if len(texts) == 1 else "prompt",
             )
         read, tokens = self.handlers.reader.read, self.handlers.tokens
+        size = work_size(size, texts)
         prompts = await off_the_loop(size, lambda: [read(text) for text in texts])
         if body.h2o.kept_every is not None:  # the response will contain their texts
             vocabulary = {token for prompt in prompts for token in prompt.token_ids}
@@ -196,7 +199,7 @@ class TextRoute:
         pending = [*builder.opening()] if body.stream else []
 
         async def generate_one(number: int, prompt_params: SamplingParams) -> None:
-            prompt, every = builder.prompts[number].token_ids, body.h2o.kept_every
+            prompt, every = builder.prompts[number].source, body.h2o.kept_every
             generate = self.engine.generate(prompt, prompt_params, budget=budget, kept_every=every)
             async with aclosing(generate) as deltas:
                 async for delta in deltas:

@@ -29,7 +29,7 @@ from h2okv.engine.structured import json_grammar
 from h2okv.integration.messages import Conversation, FieldError, format_path, read_conversation
 from h2okv.records import short_repr
 from h2okv.server import responses
-from h2okv.server.errors import ApiError, invalid
+from h2okv.server.errors import ApiError, as_api_error, invalid
 from h2okv.server.response_items import nested, read_response_conversation
 from h2okv.server.structured import (
     CallSyntax,
@@ -175,7 +175,7 @@ class SampledRequest(Strict):
             stated = {name: value for name, value in values.items() if value is not None}
             return SamplingParams(**{**standard, **stated})
         except FieldError as error:
-            raise _field_error(error) from error
+            raise as_api_error(error) from error
         except ValueError as error:
             raise self.refusal(error) from error
 
@@ -266,7 +266,7 @@ class CallingRequest(SampledRequest):
         try:
             rules = answer_grammar(self._schema, tools, self._choice, is_parallel, syntax, strict)
         except FieldError as error:
-            raise _field_error(self._located(error)) from error
+            raise as_api_error(self._located(error)) from error
         self._only_marked = bool(rules) and self._choice == "auto" and self._schema is None
         return rules
 
@@ -496,7 +496,7 @@ def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
     """Translate a validation error of pydantic's into an error of one sentence."""
     context, path = problem.get("ctx", {}), problem["loc"]
     if isinstance(context.get("error"), FieldError):
-        return _field_error(context["error"].within(*path))
+        return as_api_error(context["error"].within(*path))
     field = format_path(path)
     message = _MESSAGES.get(problem["type"], "{field}={value} does not fit; give {should}.").format(
         **context,
@@ -505,7 +505,3 @@ def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
         should=problem["msg"].removeprefix("Input should be ").rstrip("."),
     )
     return invalid(message, field or None, _CODES.get(problem["type"], "invalid_value"))
-
-
-def _field_error(error: FieldError) -> ApiError:
-    return invalid(f"{error}.", error.name or None, error.code)

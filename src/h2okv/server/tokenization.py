@@ -13,9 +13,16 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from h2okv.engine.sampling_params import UNLIMITED
-from h2okv.integration.chat_template import PLAIN_STOPS, ChatTemplateError, chat_text, encode
+from h2okv.integration.chat_template import (
+    PLAIN_STOPS,
+    ChatTemplateError,
+    adds_special,
+    chat_text,
+    encode,
+)
+from h2okv.integration.images import EncodedPrompt, ImageEncoder
 from h2okv.integration.limits import PromptLimits
-from h2okv.integration.messages import Conversation
+from h2okv.integration.messages import Conversation, FieldError
 from h2okv.server.errors import as_api_error, invalid
 
 Result = TypeVar("Result")
@@ -35,13 +42,24 @@ class Prompt(NamedTuple):
     is_text: bool
     stops: tuple[str, ...] = ()  # stop strings in addition to those of the request
     strips_start: bool = False  # whether a space before the output belongs to the template
+    images: EncodedPrompt | None = None  # the prompt with its images, if it has any
+
+    @property
+    def source(self) -> EncodedPrompt | tuple[int, ...]:
+        """What the engine generates from."""
+        return self.images or self.token_ids
 
 
 class PromptReader:
     """Tokenizes prompts, and refuses those that are too long."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int = UNLIMITED) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        max_tokens: int = UNLIMITED,
+        image_encoder: ImageEncoder | None = None,
+    ) -> None:
+        self.tokenizer, self._image_encoder = tokenizer, image_encoder
         self._limits = PromptLimits(len(tokenizer), None, max_tokens)
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         tokenizer("a")  # the first call may initialize the tokenizer, which is not thread-safe
@@ -52,14 +70,18 @@ class PromptReader:
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, Conversation):
-            # The text of a template contains its special tokens.
-            field, special = "messages", not self.tokenizer.chat_template
-            stops = PLAIN_STOPS if special else ()
-            strips_start = special and not prompt.continues
+            field, is_plain = "messages", not self.tokenizer.chat_template
+            stops = PLAIN_STOPS if is_plain else ()
+            strips_start = is_plain and not prompt.continues
             try:
+                if prompt.images and self._image_encoder is not None:
+                    return self._read_images(self._image_encoder.encode(prompt))
                 text = chat_text(self.tokenizer, prompt)
             except ChatTemplateError as error:
                 raise invalid(str(error), field) from error
+            except FieldError as error:
+                raise as_api_error(error) from error
+            special = adds_special(self.tokenizer, text)
         else:
             return self._read_tokens(tuple(prompt))
         characters = f"a text of {len(text)} characters"
@@ -67,6 +89,11 @@ class PromptReader:
         token_ids = tuple(encode(self.tokenizer, text, special=special))
         self._check_length(len(token_ids), field)
         return Prompt(token_ids, text, True, stops, strips_start)
+
+    def _read_images(self, encoded: EncodedPrompt) -> Prompt:
+        self._check_length(len(encoded.token_ids), "messages")
+        text = self.tokenizer.decode(list(encoded.token_ids), clean_up_tokenization_spaces=False)
+        return Prompt(encoded.token_ids, str(text), False, images=encoded)
 
     def _read_tokens(self, token_ids: tuple[int, ...]) -> Prompt:
         self._check_length(len(token_ids), "prompt")
@@ -119,6 +146,12 @@ class TokenText:
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+
+
+def work_size(size: int, prompts: Sequence[Any]) -> int:
+    """Return the size of the work on prompts; that on images is large, however small their file."""
+    has_images = any(isinstance(prompt, Conversation) and prompt.images for prompt in prompts)
+    return UNLIMITED if has_images else size
 
 
 async def off_the_loop(size: int, work: Callable[[], Result]) -> Result:
