@@ -146,7 +146,7 @@ def _draw_needles(axes: Any, cells: Mapping[tuple[int, float], float]) -> Any:
 
 def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Plot the divergence from the full cache against bytes, and the Pareto front."""
-    figure = new_figure(8, 5)
+    figure = new_figure(9, 4.5)
     axes = figure.subplots()
     ordered = sorted(rows, key=lambda row: (row["bytes_fraction"], row["kl"]))
     points = [(100 * row["bytes_fraction"], max(row["kl"], _LEAST_KL)) for row in ordered]
@@ -167,5 +167,5 @@ def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> 
     axes.set_ylabel("KL divergence from the full cache, nats a token")
     _plain_numbers(axes.xaxis, between_decades=True)
     axes.grid(alpha=0.3, which="both")
-    axes.legend(loc="best")
+    figure.legend(loc="outside right upper")  # covers no point
     save_figure(figure, path)
