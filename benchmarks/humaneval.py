@@ -119,9 +119,9 @@ def batches(lengths: dict[str, int], size: int) -> Iterator[list[str]]:
     return (order[start : start + size] for start in range(0, len(order), size))
 
 
-def caches(fractions: Sequence[float]) -> list[tuple[str, float]]:
+def caches(args: argparse.Namespace) -> list[tuple[str, float]]:
     """Return the caches by name and fraction, in the order in which they run."""
-    return [("full", 1.0), *((name, f) for f in fractions for name in ("best", "h2o", "recent"))]
+    return [("full", 1.0), *((rule, f) for f in args.fractions for rule in args.rules)]
 
 
 def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
     args.out.parent.mkdir(parents=True, exist_ok=True)
     prompts = {name: len(tested.encode(task["prompt"])) for name, task in tasks.items()}
     rows = []
-    for cache, fraction in caches(args.fractions):
+    for cache, fraction in caches(args):
         results = completed.setdefault((cache, fraction), {})
         full = completed["full", 1.0]
         lengths = {n: prompts[n] + (full[n]["tokens"] if cache != "full" else 0) for n in tasks}
@@ -182,9 +182,10 @@ def main() -> None:
     parser.add_argument("--tasks", type=Path, help="the wheel or the file of the tasks")
     parser.add_argument("--out", type=Path, required=True, help="JSONL of completions")
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25])
+    parser.add_argument("--rules", nargs="+", default=["best", "h2o"])
     parser.add_argument("--limit", type=int, help="use the first tasks only")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--max-new-tokens", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=41)
+    parser.add_argument("--max-new-tokens", type=int, default=200)
     quality.run(parser, evaluate)
 
 
