@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import h2okv
@@ -14,7 +15,7 @@ from h2okv.vllm_plugin.settings import tokens_to_run
 from h2okv.vllm_plugin.state import LayerShape, StateLayer, StatePool, model_rotation
 
 HEADS, GROUPS, SIZE, LAYER = 2, 3, 8, 1
-NUM_BLOCKS = 6
+NUM_BLOCKS = 9
 POLICIES = ("h2o", "heavy", "recent", "sink_recent", "random", "strided", "fixed_heavy")
 CASES = [{"policy": policy} for policy in POLICIES]
 CASES += [{"scoring": scoring} for scoring in ("mean", "decay", "value_norm")]
@@ -196,6 +197,148 @@ def test_triton_on_indexed_blocks():
     config = config_of()
     with h2okv.use_ops("triton"):
         run_requests(config, torch.float32, steps=4)
+
+
+@pytest.mark.parametrize("options", EVERY[:-1], ids=str)
+def test_a_request_goes_on_from_a_copy_of_another_s_state(options):
+    """As vLLM's prefix caching has it: every c tokens a block, a copy of the last."""
+    config = config_of(**options)
+    (pool, layer), size = make_layer(config), config.evict_every
+    first = Request(config, 60, 3, torch.float32)
+    first.table = [1, 2, 3, 4, 5, 0, 0, 0, 0, 0]
+    while first.seen < 3 * size:
+        run_batch(layer, pool, [(first, size)], block_size=size)
+    # The other has the same beginning; its own blocks follow that of the first's third multiple.
+    second = Request(config, 60, 3, torch.float32)
+    second.expected(*second.next(3 * size))
+    second.table = [0, 0, 3, 6, 7, 8, 0, 0, 0, 0]
+    for request in (first, second):
+        request.key[3 * size :].mul_(-1 if request is second else 1)
+    for step in range(size + 2):
+        counts = (1, 3 if step == 0 else 1)
+        run_batch(layer, pool, list(zip((first, second), counts, strict=True)), block_size=size)
+    for request in (first, second):
+        request.block = request.table[(request.seen - 1) // size]
+        request.check_state(layer)
+    third = Request(config, 60, 3, torch.float32)
+    third.expected(*third.next(3 * size))
+    third.block = 3
+    third.check_state(layer)  # nobody has written to what both began with
+
+
+def test_a_first_token_alone_is_a_step():
+    for options in ({}, {"policy": "best", "layer_budgets": BY_HEAD}):
+        config = config_of(**options)
+        pool, layer = make_layer(config)
+        request = Request(config, 20, 5, torch.float32)
+        request.block = 2
+        for _ in range(15):
+            run_batch(layer, pool, [(request, 1)])
+        request.check_state(layer)
+
+
+def test_ranks_whose_heads_need_less_have_slots_that_nobody_takes():
+    config = config_of(policy="best", layer_budgets=BY_HEAD)
+    sizes = [
+        StatePool(
+            [
+                StateLayer(config, LayerShape(n, GROUPS, 1, SIZE, torch.float32, rank, 2), 1.0)
+                for n in range(3)
+            ]
+        ).block_bytes
+        for rank in range(2)
+    ]
+    assert sizes[0] == sizes[1]
+    layers = [
+        StateLayer(config, LayerShape(LAYER, GROUPS, 1, SIZE, torch.float32, rank, 2), 1.0)
+        for rank in range(2)
+    ]
+    assert layers[0].totals == [9 + 8] and layers[1].totals == [2 + 8]
+    assert layers[0].num_slots == layers[1].num_slots == 18
+    replicated = LayerShape(LAYER, GROUPS, 1, SIZE, torch.float32, 3, 4)  # more ranks than heads
+    assert StateLayer(config, replicated, 1.0).totals == [2 + 8]
+
+
+def decode(config: CacheConfig, batch: int, seen: int = 30):
+    """Return a layer, the tensors of a decode step and blocks that hold prompts."""
+    pool, layer = make_layer(config)
+    index = torch.arange(batch) % NUM_BLOCKS
+    for block in range(NUM_BLOCKS):
+        request = Request(config, seen, block, torch.float32)
+        layer.run_block(*request.next(seen), 0, torch.tensor([block]))
+    shapes = ((batch, heads, SIZE) for heads in (HEADS * GROUPS, HEADS, HEADS))
+    return pool, layer, (*map(torch.randn, shapes), torch.full((batch,), seen), index)
+
+
+COMPILED = [{}, {"policy": "best", "layer_budgets": BY_HEAD}, {"evict_every": 7}]
+
+
+@pytest.mark.parametrize("options", COMPILED, ids=str)
+def test_a_decode_step_is_traced_whole_and_once(options):
+    """For batches of 2 to 64; vLLM pads a batch of one where it compiles or records."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    config = config_of(**options)
+    _, layer, _ = decode(config, 2)
+    step = torch.compile(layer.run_step, backend=backend, fullgraph=True, dynamic=True)
+    for batch in (2, 3, 6, 17, 64):
+        _, _, inputs = decode(config, batch)
+        blocks = {name: tensor.clone() for name, tensor in layer.blocks.items()}
+        output = step(*inputs)
+        for name, tensor in blocks.items():
+            layer.blocks[name].copy_(tensor)
+        distinct = min(batch, NUM_BLOCKS)
+        expected = layer.run_step(*(tensor[:distinct] for tensor in inputs))
+        for name, tensor in blocks.items():
+            layer.blocks[name].copy_(tensor)
+        if batch <= NUM_BLOCKS:  # else several rows have one block
+            torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-4)
+    assert len(graphs) == 1
+
+
+class Reads(TorchDispatchMode):
+    """Counts what the host reads of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.is_nonzero.default,
+            torch.ops.aten.nonzero.default,
+            torch.ops.aten.equal.default,
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("options", [*COMPILED, {"scoring": "mean"}, {"policy": "random"}], ids=str)
+def test_a_decode_step_reads_nothing(options, monkeypatch):
+    config = config_of(**options)
+    pool, layer, (query, key, value, seen, _) = decode(config, 4)
+    layer.run_step(query, key, value, seen, torch.arange(4))  # the first chooses operations
+    table = torch.arange(4).unsqueeze(1)
+    starts, lengths = list(range(5)), (seen + 2).tolist()
+    output, lists = torch.empty_like(query), []
+    original = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: lists.append(1) or original(self))
+    with Reads() as reads:
+        batch = Batch.of(starts, lengths, table, pool)
+        made = len(lists)
+        for other in pool.layers:
+            batch.run(other, query, key, value, output)
+    # A CPU, which waits for nothing, looks at the blocks' numbers once for all layers.
+    assert (reads.count, made, len(lists)) == (0, 1, 1)
+    assert int(seen[0]) == 30  # the mode does count
+    with Reads() as reads:
+        assert int(seen[0]) == 30
+    assert reads.count == 1
 
 
 def test_soft_cap_and_the_scale_reach_the_operations():
