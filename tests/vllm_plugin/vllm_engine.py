@@ -5,12 +5,15 @@ almost a minute to start. `H2OKV_VLLM_MODEL` names another Llama than the bundle
 """
 
 import contextlib
+import functools
+import json
 import os
 
 import pytest
 import torch
 import vllm
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -27,10 +30,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from vllm import LLM, SamplingParams
+from vllm.config import CompilationMode
 from vllm_plugin.cpu_environment import CPU_ENVIRONMENT
 
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
+from h2okv.config import CacheConfig
 from h2okv.vllm_plugin import TESTED, missing_names
 
 MODEL = os.environ.get("H2OKV_VLLM_MODEL", str(bundled_model_path()))
@@ -42,6 +47,8 @@ SMALL = {"heavy": 16, "recent": 16}
 def _environment():
     """Set the variables that vLLM needs on a CPU; its processes inherit them."""
     os.environ.pop("TRITON_INTERPRET", None)
+    # An engine of this process starts in a quarter of the time; the server's has processes.
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -216,7 +223,14 @@ def test_prompts_longer_than_a_step_get_a_default_chunk():
 
 OTHERS = [{"policy": policy} for policy in ("heavy", "recent", "sink_recent", "random", "strided")]
 OTHERS += [{"scoring": scoring} for scoring in ("mean", "decay", "value_norm", "expected")]
-OTHERS += [{"policy": "best"}, {"sink": 4}]
+OTHERS += [{"policy": "best"}, {"sink": 4}, {"evict_every": 32}, {"evict_every": 1}]
+
+
+def by_head(num_layers=6, num_heads=2):
+    """Return unlike factors for all heads."""
+    factors = [[0.4 + (3 * n + h) % 4 / 2 for h in range(num_heads)] for n in range(num_layers)]
+    mean = sum(map(sum, factors)) / num_layers / num_heads
+    return [[factor / mean for factor in layer] for layer in factors]
 
 
 @pytest.mark.parametrize("options", OTHERS, ids=lambda case: "-".join(map(str, case.values())))
@@ -224,6 +238,105 @@ def test_every_policy_and_scoring(options):
     prompts = prompts_of(LENGTHS)
     with engine(SMALL | options) as llm:
         assert generate(llm, prompts) == expected(prompts, **SMALL, **options)
+
+
+def shape_of(model):
+    config = AutoConfig.from_pretrained(model)
+    return config.num_hidden_layers, config.num_key_value_heads
+
+
+def test_budgets_by_head_of_a_file(tmp_path):
+    """Compare what is kept too, in all layers and heads, for ten texts in the middle of decoding."""
+    file = tmp_path / "layers.json"
+    file.write_text(json.dumps(by_head(*shape_of(MODEL))))
+    options = SMALL | {"policy": "best", "layer_budgets": str(file)}
+    prompts = prompts_of([*LENGTHS, 77, 181])
+    with engine(options, max_num_seqs=16) as llm:
+        config = CacheConfig.from_dict(llm.llm_engine.vllm_config.additional_config["h2okv"])
+        assert config.is_by_head
+        _add(llm, prompts, "text")
+        for _ in range(12):
+            llm.llm_engine.step()
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        requests, manager = scheduler.running, scheduler.kv_cache_manager
+        texts = [request.all_token_ids[: request.num_computed_tokens] for request in requests]
+        blocks = [manager.get_block_ids(request.request_id)[0][-1] for request in requests]
+        (kept,) = llm.apply_model(functools.partial(_kept, blocks=blocks, texts=texts))
+        done = _finish(llm)
+    assert len(requests) == 10 and min(map(len, texts)) > 8
+    factors = {"layer_budgets": config.layer_budgets}
+    texts_of = expected(prompts, **options | factors)
+    assert [done[f"text{index}"] for index in range(10)] == texts_of
+    loaded = AutoModelForCausalLM.from_pretrained(
+        MODEL, dtype=torch.float32, attn_implementation="h2o"
+    )
+    for request, text, positions in zip(requests, texts, kept, strict=True):
+        cache = h2okv.H2OCache.from_config(loaded, config)
+        start = request.num_prompt_tokens
+        with torch.inference_mode():
+            for tokens in (text[:start], *([token] for token in text[start:])):
+                loaded(torch.tensor([list(tokens)]), past_key_values=cache)
+        assert positions == [_positions(layer.state) for layer in cache.layers]
+
+
+def _positions(state):
+    """Return the sorted positions that each head holds of one sequence."""
+    (positions,) = state.by_head("positions")
+    return [
+        sorted(position for position in head if position >= 0) for head in positions[0].tolist()
+    ]
+
+
+def _kept(model, blocks, texts):
+    """Return what each layer and head of a model in vLLM holds of each request."""
+    pool = next(module.pool for module in model.modules() if getattr(module, "pool", None))
+    return [
+        [
+            _positions(layer._copies(torch.tensor([block]), torch.tensor([len(text)])))
+            for layer in pool.layers
+        ]
+        for block, text in zip(blocks, texts, strict=True)
+    ]
+
+
+def test_compiled_models_give_the_same_tokens():
+    prompts = prompts_of(LENGTHS)
+    options = SMALL | {"policy": "best", "layer_budgets": by_head(*shape_of(MODEL))}
+    with engine(options, enforce_eager=False) as llm:
+        mode = llm.llm_engine.vllm_config.compilation_config.mode
+        assert mode != CompilationMode.NONE
+        assert generate(llm, prompts) == expected(prompts, **options)
+
+
+EVERY = 32
+
+
+@pytest.mark.parametrize("policy", ["h2o", "best"])
+def test_requests_go_on_from_cached_states(policy):
+    beginning, *others = prompts_of([203, 50, 61, 33, 40])
+    prompts = [beginning + other for other in others] + [beginning, beginning[:100], others[0]]
+    options = SMALL | {"evict_every": EVERY, "policy": policy}
+    texts = expected(prompts, **options)
+    with engine(options, num_gpu_blocks_override=24, max_num_seqs=3) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.enable_prefix_caching
+        for _ in range(2):
+            assert generate(llm, prompts) == texts
+        results = llm.generate([{"prompt_token_ids": prompts[0]}], greedy(), use_tqdm=False)
+        assert results[0].num_cached_tokens >= 192, "a prompt that was just read is known"
+        assert list(results[0].outputs[0].token_ids) == texts[0]
+        # A text's own continuation begins where its last multiple was.
+        turn = prompts[0] + texts[0] + others[1]
+        (again,) = expected([turn], **options)
+        (result,) = llm.generate([{"prompt_token_ids": turn}], greedy(), use_tqdm=False)
+        assert list(result.outputs[0].token_ids) == again
+        assert result.num_cached_tokens == (len(prompts[0] + texts[0]) - 1) // EVERY * EVERY
+        _interrupt(llm, prompts[:3], texts[:3])
+        assert llm.reset_prefix_cache()
+        assert generate(llm, prompts) == texts
+    with engine(options, enable_prefix_caching=False) as llm:
+        assert generate(llm, prompts) == texts
+        results = llm.generate([{"prompt_token_ids": prompts[0]}], greedy(), use_tqdm=False)
+        assert not results[0].num_cached_tokens
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -296,6 +409,13 @@ def test_two_ranks_each_with_its_own_heads():
     prompts = prompts_of(LENGTHS)
     with engine(SMALL, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
         assert generate(llm, prompts) == expected(prompts, **SMALL)
+
+
+def test_two_ranks_whose_heads_need_unlike_numbers():
+    prompts = prompts_of(LENGTHS)
+    options = SMALL | {"policy": "best", "layer_budgets": by_head(*shape_of(MODEL))}
+    with engine(options, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
+        assert generate(llm, prompts) == expected(prompts, **options)
 
 
 REFUSED = [

@@ -524,7 +524,10 @@ def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
     # Of those with the lowest rank the oldest; an addition is cheaper than filling by a mask.
     age = torch.add(slots.positions, is_later, alpha=BEHIND_ALL)
     # In place: a recorded CUDA graph reads and writes the same memory in every step.
-    torch.argmin(age, dim=-1, keepdim=True, out=free)
+    if torch.compiler.is_compiling():  # where `out` would make it a graph for one batch size
+        free.copy_(age.argmin(dim=-1, keepdim=True))
+    else:
+        torch.argmin(age, dim=-1, keepdim=True, out=free)
     slots.positions.scatter_(-1, slots.free_slot, -1)
     if slots.ranks is not None:
         # The entries behind the freed slot move one rank down. Slots that stay closed (`slot_mask`)

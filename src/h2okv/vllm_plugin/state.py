@@ -260,7 +260,7 @@ class StateLayer(SlotLayer):
             free if head_of_slot is None else free.view(batch, 1, -1), seen.clone(),
             head_of_slot=head_of_slot, sink=sink, recent=recent, total=total,
             num_static=num_static if self.rule.has_pattern else None,
-            value_weights=tensors.get("value_weights"), budgets=[self.largest] * batch,
+            value_weights=tensors.get("value_weights"), budgets=[self.largest],
         )  # fmt: skip
 
 
