@@ -7,6 +7,9 @@ installed (``--gguf FILE``). New rows replace older ones of the same setting:
     python benchmarks/engines.py --model MODEL --text TEXT --kinds h2okv transformers --memory 2048
     .venv-vllm/bin/python benchmarks/engines.py --model MODEL --text TEXT --memory 256
 
+With ``--prompt 1088 --shared 1024 --evict-every 128`` all prompts begin with the same 1,024 tokens,
+which the kinds "cached prefixes" read once; all kinds of vLLM with H2O evict every 128 tokens then.
+
 All engines get the same prompts at once and decode greedily. vLLM and h2okv have the same memory
 for keys and values; the others use what they need. The measure is CPU time on one thread, because
 other programs may share the machine; wall time is recorded too.
@@ -37,7 +40,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
-SETTING = ("engine", "dtype", "memory_mib", "prompt", "new", "requests")
+SETTING = ("model", "engine", "dtype", "memory_mib", "prompt", "new", "requests", "shared")
+CACHED = ", cached prefixes"
 
 
 def cpu_seconds() -> float:
@@ -55,16 +59,23 @@ class VLLM:
     def __init__(self, kind: str, args: argparse.Namespace, budget: dict[str, int]) -> None:
         from vllm import LLM
 
-        length = args.prompt + args.new
+        length, name = args.prompt + args.new, kind.removesuffix(CACHED)
+        setting: dict[str, Any] = dict(budget)
+        if name == "vllm+best":
+            entries = sum(budget.values())
+            setting = {"policy": "best", "heavy": entries * 3 // 4}
+            setting["recent"] = entries - setting["heavy"]
+        if args.evict_every is not None:
+            setting["evict_every"] = args.evict_every
         self.llm = LLM(
             model=args.model, dtype=args.dtype, max_model_len=length,
             max_num_batched_tokens=2 * length, max_num_seqs=max(args.requests),
-            enforce_eager=True, enable_prefix_caching=False, disable_log_stats=True,
-            kv_cache_memory_bytes=args.memory << 20,
-            additional_config={"h2okv": budget} if kind == "vllm+h2o" else {},
+            enforce_eager=True, enable_prefix_caching=kind.endswith(CACHED),
+            disable_log_stats=True, kv_cache_memory_bytes=args.memory << 20,
+            additional_config={} if name == "vllm" else {"h2okv": setting},
         )  # fmt: skip
         pages = self.llm.llm_engine.vllm_config.cache_config
-        each = -(-length // pages.block_size) if kind == "vllm" else 1
+        each = -(-length // pages.block_size) if name == "vllm" else 1
         self.room = (pages.num_gpu_blocks - 1) // each
 
     def run(self, prompts: list[list[int]], new: int) -> Iterator[int]:
@@ -73,6 +84,7 @@ class VLLM:
 
         params = SamplingParams(temperature=0, max_tokens=new, min_tokens=new, ignore_eos=True)
         engine, begun = self.llm.llm_engine, set()
+        self.llm.reset_prefix_cache()  # the prompts of the last run are among these
         for number, prompt in enumerate(prompts):
             engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
         while engine.has_unfinished_requests():
@@ -224,7 +236,8 @@ class LlamaCpp:
 
 
 KINDS: dict[str, Any] = {
-    "vllm": VLLM, "vllm+h2o": VLLM, "h2okv": H2OKV, "h2okv, 4 bits": H2OKV,
+    "vllm": VLLM, "vllm+h2o": VLLM, "vllm+best": VLLM, f"vllm{CACHED}": VLLM,
+    f"vllm+h2o{CACHED}": VLLM, f"vllm+best{CACHED}": VLLM, "h2okv": H2OKV, "h2okv, 4 bits": H2OKV,
     "transformers": Transformers, "transformers, continuous batching": Transformers,
     "kvpress": Transformers, "llama.cpp": LlamaCpp,
 }  # fmt: skip
@@ -232,11 +245,11 @@ KINDS: dict[str, Any] = {
 
 def measure(kind: str, args: argparse.Namespace, prompts: list[list[int]], rows: Any) -> None:
     """Measure one engine; send a row per number of requests to `rows`."""
-    entries = round(args.fraction * args.prompt)
+    entries, whole = round(args.fraction * args.prompt), args.prompt + args.new
     budget = {"heavy": entries // 2, "recent": entries - entries // 2}
     engine = KINDS[kind](kind, args, budget)
     weights = args.gguf.suffixes[-2][1:] if kind == "llama.cpp" else args.dtype
-    list(engine.run([prompts[0][:64]], 4))
+    list(engine.run([prompts[-1][-64:]], 4))
     for count in args.requests:
         start, cpu = time.monotonic(), cpu_seconds()
         first = [time.monotonic() - start for _ in engine.run(prompts[:count], args.new)]
@@ -245,14 +258,14 @@ def measure(kind: str, args: argparse.Namespace, prompts: list[list[int]], rows:
         rows.send({
             "date": datetime.date.today().isoformat(),
             "model": Path(args.model).name, "dtype": weights, "engine": kind,
-            "entries": entries if "h2o" in kind or kind == "kvpress" else args.prompt + args.new,
+            "entries": entries if "+" in kind or "h2o" in kind or kind == "kvpress" else whole,
             "memory_mib": args.memory, "prompt": args.prompt, "new": args.new,
             "requests": count, "room_for": engine.room or "",
             "wall_s": round(wall, 1), "cpu_s": round(cpu, 1),
             "new_tokens_per_cpu_s": round(count * args.new / cpu, 2),
             "first_token_median_s": round(statistics.median(first), 1),
             "first_token_last_s": round(max(first), 1),
-            "load": round(os.getloadavg()[0], 1),
+            "load": round(os.getloadavg()[0], 1), "shared": args.shared,
         })  # fmt: skip
     engine.close()
 
@@ -263,9 +276,11 @@ def write(row: dict[str, Any], out: Path) -> None:
     if out.exists():
         with out.open(newline="") as file:
             rows = list(csv.DictReader(file))
-    rows = [old for old in rows if any(old[name] != str(row[name]) for name in SETTING)] + [row]
+    rows = [
+        old for old in rows if any((old.get(name) or "0") != str(row[name]) for name in SETTING)
+    ] + [row]
     with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, row, lineterminator="\n")
+        writer = csv.DictWriter(file, row, restval="0", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 
@@ -284,6 +299,8 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--fraction", type=float, default=0.2)
     parser.add_argument("--memory", type=int, nargs="+", default=[256], help="MiB for keys, values")
+    parser.add_argument("--shared", type=int, default=0, help="tokens that all prompts begin with")
+    parser.add_argument("--evict-every", type=int, help="as CacheConfig.evict_every; vLLM only")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -298,8 +315,11 @@ def main() -> None:
         ids = AutoTokenizer.from_pretrained(args.model)(text)["input_ids"]
     except (OSError, ValueError) as error:
         parser.error(str(error).splitlines()[0])
-    starts = range(0, len(ids) - args.prompt, args.prompt)
-    prompts = [ids[start : start + args.prompt] for start in starts][: max(args.requests)]
+    if not 0 <= args.shared < args.prompt:
+        parser.error(f"--shared {args.shared} must be below --prompt {args.prompt}")
+    beginning, length = ids[: args.shared], args.prompt - args.shared
+    starts = range(args.shared, len(ids) - length, length)
+    prompts = [beginning + ids[start : start + length] for start in starts][: max(args.requests)]
     if len(prompts) < max(args.requests):
         parser.error(
             f"--text {args.text} has {len(prompts)} prompts of {args.prompt} tokens, and"
