@@ -245,7 +245,7 @@ KINDS: dict[str, Any] = {
 
 def measure(kind: str, args: argparse.Namespace, prompts: list[list[int]], rows: Any) -> None:
     """Measure one engine; send a row per number of requests to `rows`."""
-    entries, whole = round(args.fraction * args.prompt), args.prompt + args.new
+    entries, all_tokens = round(args.fraction * args.prompt), args.prompt + args.new
     budget = {"heavy": entries // 2, "recent": entries - entries // 2}
     engine = KINDS[kind](kind, args, budget)
     weights = args.gguf.suffixes[-2][1:] if kind == "llama.cpp" else args.dtype
@@ -258,7 +258,7 @@ def measure(kind: str, args: argparse.Namespace, prompts: list[list[int]], rows:
         rows.send({
             "date": datetime.date.today().isoformat(),
             "model": Path(args.model).name, "dtype": weights, "engine": kind,
-            "entries": entries if "+" in kind or "h2o" in kind or kind == "kvpress" else whole,
+            "entries": entries if "+" in kind or "h2o" in kind or kind == "kvpress" else all_tokens,
             "memory_mib": args.memory, "prompt": args.prompt, "new": args.new,
             "requests": count, "room_for": engine.room or "",
             "wall_s": round(wall, 1), "cpu_s": round(cpu, 1),

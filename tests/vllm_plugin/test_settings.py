@@ -44,6 +44,7 @@ def engine(**changes) -> SimpleNamespace:
             mamba_block_size=None,
             block_size=128,
             user_specified_block_size=False,
+            prefix_cache_retention_interval=0,
         ),
         compilation_config=SimpleNamespace(splitting_ops=None, _attention_ops=["vllm::other"]),
         parallel_config=SimpleNamespace(
@@ -231,6 +232,7 @@ def test_states_are_cached_with_evict_every_alone(other):
         pages = config.cache_config
         assert (pages.enable_prefix_caching, pages.mamba_block_size) == (caching, block)
         assert pages.block_size == (64 if caching else 128)
+        assert pages.prefix_cache_retention_interval == (None if caching else 0)
         assert pages.mamba_cache_mode == "none"  # of vLLM's runner; the layer's own says align
 
 

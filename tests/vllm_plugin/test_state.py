@@ -223,7 +223,7 @@ def test_a_request_goes_on_from_a_copy_of_another_s_state(options):
     third = Request(config, 60, 3, torch.float32)
     third.expected(*third.next(3 * size))
     third.block = 3
-    third.check_state(layer)  # nobody has written to what both began with
+    third.check_state(layer)  # no one has written to what both began with
 
 
 def test_a_first_token_alone_is_a_step():
@@ -341,11 +341,11 @@ def test_a_decode_step_reads_nothing(options, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: lists.append(1) or original(self))
     with Reads() as reads:
         batch = Batch.of(starts, lengths, table, pool)
-        made = len(lists)
+        num_before = len(lists)
         for other in pool.layers:
             batch.run(other, query, key, value, output)
     # A CPU, which waits for nothing, looks at the blocks' numbers once for all layers.
-    assert (reads.count, made, len(lists)) == (0, 1, 1)
+    assert (reads.count, num_before, len(lists)) == (0, 1, 1)
     assert int(seen[0]) == 30  # the mode does count
     with Reads() as reads:
         assert int(seen[0]) == 30

@@ -263,7 +263,7 @@ def test_budgets_by_head_of_a_file(tmp_path):
         requests, manager = scheduler.running, scheduler.kv_cache_manager
         texts = [request.all_token_ids[: request.num_computed_tokens] for request in requests]
         blocks = [manager.get_block_ids(request.request_id)[0][-1] for request in requests]
-        (kept,) = llm.apply_model(functools.partial(_kept, blocks=blocks, texts=texts))
+        (stored,) = llm.apply_model(functools.partial(_stored, blocks=blocks, texts=texts))
         done = _finish(llm)
     assert len(requests) == 10 and min(map(len, texts)) > 8
     factors = {"layer_budgets": config.layer_budgets}
@@ -272,7 +272,7 @@ def test_budgets_by_head_of_a_file(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(
         MODEL, dtype=torch.float32, attn_implementation="h2o"
     )
-    for request, text, positions in zip(requests, texts, kept, strict=True):
+    for request, text, positions in zip(requests, texts, stored, strict=True):
         cache = h2okv.H2OCache.from_config(loaded, config)
         start = request.num_prompt_tokens
         with torch.inference_mode():
@@ -289,7 +289,7 @@ def _positions(state):
     ]
 
 
-def _kept(model, blocks, texts):
+def _stored(model, blocks, texts):
     """Return what each layer and head of a model in vLLM holds of each request."""
     pool = next(module.pool for module in model.modules() if getattr(module, "pool", None))
     return [
@@ -380,6 +380,40 @@ def test_adapters_beside_the_model_itself(options, tmp_path):
             results = llm.generate(inputs, greedy(), use_tqdm=False, lora_request=requests)
             texts = [list(result.outputs[0].token_ids) for result in results]
             assert (texts[::2], texts[1::2]) == (plain, adapted)
+
+
+def quantized(folder):
+    """Save the model with linear layers in 8 bits, as llm-compressor does."""
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model.save_pretrained(folder)
+    tensors = {}
+    for name, weight in safetensors.torch.load_file(folder / "model.safetensors").items():
+        tensors[name] = weight
+        if "proj.weight" in name:
+            scale = weight.abs().amax(dim=1, keepdim=True) / 127
+            tensors[name] = (weight / scale).round().to(torch.int8)
+            tensors[f"{name}_scale"] = scale
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    alike = {"num_bits": 8, "type": "int", "symmetric": True}
+    weights = alike | {"strategy": "channel", "dynamic": False}
+    activations = alike | {"strategy": "token", "dynamic": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": group}, "quantization_status": "compressed",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_quantized_weights(tmp_path):
+    path, prompts, texts = quantized(tmp_path), prompts_of(LENGTHS), []
+    for setting in (None, {"heavy": 200, "recent": 200}, SMALL):
+        with engine(setting, path, skip_tokenizer_init=True) as llm:
+            assert llm.llm_engine.vllm_config.model_config.quantization == "compressed-tensors"
+            texts.append(generate(llm, prompts))
+    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -116,3 +116,6 @@ def prepare(vllm_config: Any, cache: CacheConfig) -> None:
     if pages.enable_prefix_caching:
         pages.mamba_block_size = pages.block_size = cache.evict_every
         pages.user_specified_block_size = True
+        # 0, vLLM's default, caches a prompt's last multiple; None, all of them, so that any two
+        # texts with the same beginning find it.
+        pages.prefix_cache_retention_interval = pages.prefix_cache_retention_interval or None
