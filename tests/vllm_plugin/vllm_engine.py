@@ -10,7 +10,6 @@ import json
 import os
 
 import pytest
-import safetensors.torch
 import torch
 import vllm
 from transformers import (
@@ -32,7 +31,6 @@ from transformers import (
 )
 from vllm import LLM, SamplingParams
 from vllm.config import CompilationMode
-from vllm.lora.request import LoRARequest
 from vllm_plugin.cpu_environment import CPU_ENVIRONMENT
 
 import h2okv
@@ -341,81 +339,6 @@ def test_requests_go_on_from_cached_states(policy):
         assert not results[0].num_cached_tokens
 
 
-def adapter(folder):
-    """Save an adapter on the queries and values of all layers, and the model with it merged."""
-    generator = torch.Generator().manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    tensors = {}
-    for name, module in model.named_modules():
-        if name.endswith(("q_proj", "v_proj")):
-            rows, columns = module.weight.shape
-            down, up = (
-                torch.randn(shape, generator=generator) * 0.05
-                for shape in ((8, columns), (rows, 8))
-            )
-            module.weight.data += 2 * up @ down
-            for letter, weight in (("A", down), ("B", up)):
-                tensors[f"base_model.model.{name}.lora_{letter}.weight"] = weight
-    model.save_pretrained(folder / "merged")
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16}
-    config |= {"target_modules": ["q_proj", "v_proj"], "bias": "none", "lora_dropout": 0.0}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
-
-
-@pytest.mark.parametrize("options", [{}, {"evict_every": EVERY}], ids=str)
-def test_adapters_beside_the_model_itself(options, tmp_path):
-    adapter(tmp_path)
-    prompts = prompts_of(LENGTHS)
-    options = SMALL | options
-    plain, adapted = (
-        expected(prompts, model, **options) for model in (MODEL, str(tmp_path / "merged"))
-    )
-    assert plain != adapted
-    with engine(options, enable_lora=True, max_lora_rank=8) as llm:
-        request = LoRARequest("adapter", 1, str(tmp_path))
-        inputs = [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(2)]
-        requests = [None, request] * len(prompts)
-        for _ in range(2):  # a cached state is of one adapter
-            results = llm.generate(inputs, greedy(), use_tqdm=False, lora_request=requests)
-            texts = [list(result.outputs[0].token_ids) for result in results]
-            assert (texts[::2], texts[1::2]) == (plain, adapted)
-
-
-def quantized(folder):
-    """Save the model with linear layers in 8 bits, as llm-compressor does."""
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    model.save_pretrained(folder)
-    tensors = {}
-    for name, weight in safetensors.torch.load_file(folder / "model.safetensors").items():
-        tensors[name] = weight
-        if "proj.weight" in name:
-            scale = weight.abs().amax(dim=1, keepdim=True) / 127
-            tensors[name] = (weight / scale).round().to(torch.int8)
-            tensors[f"{name}_scale"] = scale
-    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    alike = {"num_bits": 8, "type": "int", "symmetric": True}
-    weights = alike | {"strategy": "channel", "dynamic": False}
-    activations = alike | {"strategy": "token", "dynamic": True}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
-        "config_groups": {"group_0": group}, "quantization_status": "compressed",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-def test_quantized_weights(tmp_path):
-    path, prompts, texts = quantized(tmp_path), prompts_of(LENGTHS), []
-    for setting in (None, {"heavy": 200, "recent": 200}, SMALL):
-        with engine(setting, path, skip_tokenizer_init=True) as llm:
-            assert llm.llm_engine.vllm_config.model_config.quantization == "compressed-tensors"
-            texts.append(generate(llm, prompts))
-    assert texts[0] == texts[1] != texts[2]
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_few_bits_the_first_token_is_as_likely(dtype):
     """Compare first tokens only: vLLM's matrix products round differently from transformers'."""
@@ -496,6 +419,7 @@ def test_two_ranks_whose_heads_need_unlike_numbers():
 
 
 REFUSED = [
+    ({"enable_lora": True}, "merge the adapter"),
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
                              "prompt_lookup_max": 3}}, "--speculative-config"),
     ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
