@@ -68,7 +68,8 @@ function textNode(text, from) {
 /** Says of a document how much of it the cache holds, where that is known. */
 function showHeld(message, kept, start = 0) {
   const { file } = message, held = kept?.fraction(start, start + file.length);
-  const words = held === undefined ? "" : ` · the cache holds ${number(100 * held)} % of it`;
+  const words = held === undefined ? "" : held === 1 ? " · the cache holds all of it; under Settings it can keep less"
+    : ` · the cache holds ${number(100 * held)} % of it`;
   bodies.get(message)?.querySelector("summary").replaceChildren(make("b", file.name), ` · ${number(file.length)} characters${words}`);
 }
 

@@ -1,0 +1,74 @@
+"""Run a notebook top to bottom without Jupyter: python scripts/run_notebook.py FILE [--write].
+
+The last expression of a cell is its result, shown as HTML if it has `_repr_html_`. With --write
+the outputs go into the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run(notebook: dict[str, Any]) -> dict[str, Any]:
+    """Run the code cells of a notebook and return it with their outputs."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    count = 0
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            count += 1
+            cell["execution_count"], cell["outputs"] = (
+                count,
+                run_cell("".join(cell["source"]), names, count),
+            )
+    return notebook
+
+
+def run_cell(source: str, names: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    """Run a cell and return its outputs: what it printed, and its result."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(tree, f"cell {count}", "exec"), names)
+        result = last and eval(compile(ast.Expression(last.value), f"cell {count}", "eval"), names)
+    outputs: list[dict[str, Any]] = []
+    if text := printed.getvalue():
+        outputs.append({"name": "stdout", "output_type": "stream", "text": lines(text)})
+    if result is not None:
+        data = {"text/plain": lines(repr(result))}
+        if hasattr(result, "_repr_html_"):
+            data = {"text/html": lines(result._repr_html_()), "text/plain": ["<HTML>"]}
+        outputs.append(
+            {
+                "data": data,
+                "execution_count": count,
+                "metadata": {},
+                "output_type": "execute_result",
+            }
+        )
+    return outputs
+
+
+def lines(text: str) -> list[str]:
+    """Return a text as a notebook stores it."""
+    return text.splitlines(keepends=True)
+
+
+def main(path: Path, is_written: bool) -> None:
+    """Run a notebook, and print or store its outputs."""
+    notebook = run(json.loads(path.read_text(encoding="utf-8")))
+    if is_written:
+        path.write_text(json.dumps(notebook, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    for cell in notebook["cells"] if not is_written else ():
+        for output in cell.get("outputs", ()):
+            print("".join(output.get("text") or output["data"]["text/plain"]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "--write" in sys.argv)

@@ -1,0 +1,67 @@
+"""The notebook runs top to bottom, and its stored outputs are small and name no machine."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from h2okv.integration import models
+from h2okv.integration.names import PACKAGED, SMOLLM2
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK, SCRIPT = ROOT / "examples" / "tour.ipynb", ROOT / "scripts" / "run_notebook.py"
+LARGEST = 60_000  # bytes
+
+pytestmark = pytest.mark.skipif(not NOTEBOOK.is_file(), reason="the notebook is not here")
+
+
+@pytest.fixture
+def runner():
+    spec = importlib.util.spec_from_file_location("run_notebook", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cells():
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_stored_outputs_are_of_one_run_small_and_name_no_machine():
+    assert [cell["execution_count"] for cell in cells()] == list(range(1, len(cells()) + 1))
+    assert all(cell["outputs"] for cell in cells())
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    assert len(text.encode()) < LARGEST
+    assert not re.search(r"/(home|root|Users|tmp|work)/", text)
+    assert "SmolLM2" in json.dumps(cells()[0]["outputs"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bundled", SMOLLM2])
+def test_it_runs(runner, monkeypatch, name):
+    if name == SMOLLM2 and PACKAGED[SMOLLM2].find() is None:
+        pytest.skip("SmolLM2 is not on this machine; h2okv models pull smollm2")
+    find = models.find_model
+
+    def find_one(wanted):
+        if name != SMOLLM2 and wanted == SMOLLM2:
+            raise ValueError("not pulled")
+        return find(wanted)
+
+    monkeypatch.setattr(models, "find_model", find_one)
+    notebook = runner.run(json.loads(NOTEBOOK.read_text(encoding="utf-8")))
+    outputs = [cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(outputs)
+    html = "".join(outputs[3][-1]["data"]["text/html"])
+    assert html.count("<span") == html.count("</span>") > 3
+    assert "100%" in "".join(outputs[2][0]["text"])  # the full cache agrees with itself
+
+
+def test_the_runner_stores_what_a_cell_prints_and_its_result(runner):
+    cell = {"cell_type": "code", "source": ["print('a')\n", "b = 1 + 1\n", "b"]}
+    (done,) = runner.run({"cells": [cell]})["cells"]
+    assert done["outputs"][0]["text"] == ["a\n"] and done["execution_count"] == 1
+    assert done["outputs"][1]["data"] == {"text/plain": ["2"]}
