@@ -85,7 +85,8 @@ def command(server: str, port: int, args: argparse.Namespace) -> list[str]:
     return [
         sys.executable, "-m", "h2okv", "serve", "--model", args.model, "--port", str(port),
         "--dtype", args.dtype, "--budget", str(args.budget), "--max-num-seqs", "1",
-        "--max-prompt-tokens", str(args.context), "--prefix-cache", size, "--timeout", "7200",
+        "--max-prompt-tokens", str(args.context), "--prefix-cache", size,
+        "--memory", args.memory, "--timeout", "7200",
     ]  # fmt: skip
 
 
@@ -93,7 +94,8 @@ def settings(server: str, args: argparse.Namespace) -> str:
     """Return what a row says of a server's cache and weights."""
     if server == "llama.cpp":
         return f"weights as in the file; full cache of {args.context} tokens in 16 bits"
-    return f"{args.dtype}; {args.budget} entries; prefix cache {args.prefix_cache}"
+    limits = f"prefix cache {args.prefix_cache}, memory {args.memory}"
+    return f"{args.dtype}; {args.budget} entries; {limits}"
 
 
 def serve_llama_cpp(port: int, args: argparse.Namespace) -> None:
@@ -218,16 +220,18 @@ def plot(path: Path, csv: Path) -> None:
         "rss_mib": "resident memory above the first turn's, MiB",
     }
     for axes, (field, title) in zip(figure.subplots(1, 2), panels.items(), strict=True):
-        for number, server in enumerate(SERVERS):
+        runs = dict.fromkeys((row["server"], row["settings"]) for row in rows)
+        for number, run in enumerate(runs):
             points = [
-                (int(row["turn"]), float(row[field])) for row in rows if row["server"] == server
+                (int(row["turn"]), float(row[field]))
+                for row in rows
+                if (row["server"], row["settings"]) == run
             ]
-            if not points:
-                continue
+            label = f"h2okv, {run[1].split(', ')[-1]}" if "memory" in run[1] else run[0]
             first = points[0][1] if field == "rss_mib" else 0.0
             style = {"color": COLOURS[number], "marker": MARKERS[number], "markersize": 4}
             turns, values = zip(*points, strict=True)
-            axes.plot(turns, [value - first for value in values], label=server, **style)
+            axes.plot(turns, [value - first for value in values], label=label, **style)
         axes.set(xlabel="turn", ylabel=title)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
@@ -249,6 +253,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=1024, help="entries of h2okv")
     parser.add_argument("--dtype", default="bfloat16", help="of h2okv")
     parser.add_argument("--prefix-cache", default="64MiB", help="of h2okv")
+    parser.add_argument("--memory", default="3GiB", help="limit of h2okv's process")
     parser.add_argument("--csv", type=Path, default=CSV, help="file to add rows to")
     parser.add_argument("--plot", type=Path, help="draw the CSV, measure nothing")
     parser.add_argument("--verbose", action="store_true", help="show what servers write")

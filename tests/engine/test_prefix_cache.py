@@ -119,6 +119,8 @@ def test_states_need_fixed_places_and_a_budget_in_tokens(make_llm, double_model,
         result = llm.generate([list(range(2, 62))], greedy(2))[0]
         assert result.prompt.num_reused == 0
     assert llm.stats().prefix_states == 0
+    with pytest.raises(ValueError, match="keeps none; give evict_every and a budget in tokens"):
+        make_llm(double_model, max_prompt_tokens=200, prefix_cache=1 << 20, **options)
 
 
 def test_a_small_limit_drops_the_state_that_was_used_least(make_llm, double_model, greedy):

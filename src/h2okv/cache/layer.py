@@ -78,7 +78,8 @@ class CacheLayer(BaseLayer):
                 return self.attend(query, key, value, real, scale, softcap, position_ids, reach)
         self.awaits_attention = False
         dtype = value.dtype
-        query, key, value = (states.to(self.dtype) for states in (query, key, value))
+        if dtype != self.dtype or query.dtype != dtype:
+            query, key, value = (states.to(self.dtype) for states in (query, key, value))
         self._begin(query.shape[2], real)
         block = self._block(query, key, value, real, scale, softcap, position_ids)
         block = block._replace(reach=reach)

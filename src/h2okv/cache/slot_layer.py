@@ -200,14 +200,15 @@ class SlotLayer(CacheLayer):
     def _read_token(self, block: Block) -> Tensor:
         query, key, value, real, _, _, scale, softcap, *_ = block
         state, slots, rotations = self.state, self.slots, self.rotations
-        if torch.compiler.is_compiling():  # a count that changes would compile the step again
+        is_compiling, filled = torch.compiler.is_compiling(), None
+        if is_compiling:  # a count that changes would compile the step again
             slots.make_static(state, self.dtype)
         else:
             slots.count_down(state, self.dtype)
+            filled = slots.filled
         if self.scores_spans:
             assert self.spans is not None
             self.spans.add_queries(state, block)
-        filled = None if torch.compiler.is_compiling() else slots.filled
         if filled is not None:  # after padding the slots may no longer be taken in their order
             slots.filled = filled + 1 if real is None else None
         if not self.rule.is_plain_sum:
@@ -225,8 +226,7 @@ class SlotLayer(CacheLayer):
         )  # fmt: skip
         run = decode_step
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
-        is_compiled = torch.compiler.is_compiling() and not query.is_cuda
-        if not is_compiled and state.head_of_slot is None:
+        if not (is_compiling and not query.is_cuda) and state.head_of_slot is None:
             if slots.operations is None:
                 self._choose_operations(query)
             assert slots.operations is not None
@@ -234,10 +234,10 @@ class SlotLayer(CacheLayer):
         if self.deferred is not None and run is decode_step and real is None and self.log is None:
             rules = rules._replace(deferred=self.deferred.takes(self, rules))
         output = run(query, key, value, state, rules, real)
-        if self.deferred is not None and not torch.compiler.is_compiling():
+        if self.deferred is not None and not is_compiling:
             self.deferred.add(self, rules)
         self.cumulative_length += 1
-        if self.spans is not None and not torch.compiler.is_compiling():
+        if self.spans is not None and not is_compiling:
             self.end_step()
         return output
 

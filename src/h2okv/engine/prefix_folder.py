@@ -60,15 +60,10 @@ class PrefixFolder:
         """Return the folder of a config, if it has one.
 
         Raises:
-            ValueError: If it cannot be written, or the config keeps no states.
+            ValueError: If it cannot be written.
         """
         if config.prefix_cache_folder is None:
             return None
-        if not config.caches_prefixes:
-            raise ValueError(
-                "prefix_cache_folder is for states of prompts, and this config keeps none; give"
-                " evict_every and a budget in tokens, and no prefix_cache of 0."
-            )
         # Not less where memory is short for a while: files would be deleted for it.
         return cls(config.prefix_cache_folder, config.prefix_cache or DEFAULT_STATES)
 

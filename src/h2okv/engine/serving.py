@@ -163,9 +163,15 @@ def config_for(config: EngineConfig, cache: H2OCache) -> EngineConfig:
             f" layers of model type {model_type!r} cannot take a token out of their state; leave"
             " speculate out."
         )
-    if continues_prompts(cache):
-        return config
     options = ("prefixes", "prefix_cache", "prefix_cache_folder")
+    if continues_prompts(cache):
+        for name in options[1:]:
+            if getattr(config, name) and not config.caches_prefixes:
+                raise ValueError(
+                    f"{name} is for states of prompts, and this config keeps none; give evict_every"
+                    " and a budget in tokens, and no prefix_cache of 0."
+                )
+        return config
     if named := [name for name in options if getattr(config, name)]:
         raise ValueError(
             f"{named[0]}: a prompt would continue from a state, which linear layers of model type"

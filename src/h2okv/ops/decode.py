@@ -22,6 +22,7 @@ _FUSED_GROUPS = 8
 # Slots by which the products of a step that fills them grow, in dtypes other than fp32.
 _SHAPE_STEP = 64
 NO_HEAD = 255  # the owner of shared slots beyond a sequence's own
+attend_without_scores = torch.nn.functional.scaled_dot_product_attention
 # Added to a position, it sorts behind every other; no sequence is that long.
 BEHIND_ALL = 1 << 30
 
@@ -466,11 +467,18 @@ def _fill_slot(
         end = min(-(-end // _SHAPE_STEP) * _SHAPE_STEP, slots.positions.shape[2])
         hidden = slots.positions.narrow(2, 0, end) < 0
     keys, values = slots.keys.narrow(2, 0, end), slots.values.narrow(2, 0, end)
-    output, sums = decode_with_scores(
-        query, keys, values, hidden, rules.scale, rules.softcap, sink_logits=rules.sink_logits
-    )
-    if rules.adds:
-        slots.scores.narrow(2, 0, end).add_(sums)
+    is_plain = hidden is None and rules.softcap is None and rules.sink_logits is None
+    if is_plain and not rules.adds:
+        # The query heads of a KV head as several tokens, which all see every entry.
+        rows = query.reshape(*keys.shape[:2], -1, query.shape[-1])
+        output = attend_without_scores(rows, keys, values, scale=rules.scale)
+        output = output.reshape(*query.shape[:3], -1)
+    else:
+        scores = slots.scores.narrow(2, 0, end) if rules.adds else None
+        output, _ = decode_with_scores(
+            query, keys, values, hidden, rules.scale, rules.softcap, None, scores,
+            rules.sink_logits,
+        )  # fmt: skip
     slots.num_real_tokens.add_(1)
     slots.free_slot.add_(1)
     return output
