@@ -65,7 +65,7 @@ def samples(
         with Progress(label, evaluation.total, "samples") as bar:
             bar.update(evaluation.done)
             evaluation.run(lambda _, count: bar.update(count))
-        return [file.results(run.label) for run in runs]
+        return [file.results(run.label) for run in evaluation.runs]
 
 
 def bytes_fraction(results: Sequence[Result]) -> str:
