@@ -405,13 +405,15 @@ def test_families(family, scoring, tmp_path):
         assert generate(llm, prompts) == expected(prompts, path, **setting)
 
 
-def test_two_ranks_each_with_its_own_heads():
+def test_two_ranks_each_with_its_own_heads(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     prompts = prompts_of(LENGTHS)
     with engine(SMALL, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
         assert generate(llm, prompts) == expected(prompts, **SMALL)
 
 
-def test_two_ranks_whose_heads_need_unlike_numbers():
+def test_two_ranks_whose_heads_need_unlike_numbers(monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     prompts = prompts_of(LENGTHS)
     options = SMALL | {"policy": "best", "layer_budgets": by_head(*shape_of(MODEL))}
     with engine(options, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
