@@ -17,6 +17,7 @@ CUTS = {
     "one block": {},
     "chunks": {"prefill_chunk": 8},
     "spans": {"evict_every": 8, "max_prompt_tokens": 200},
+    "drafts": {"speculate": 4},
 }
 GREEDY = h2okv.SamplingParams(max_tokens=8, temperature=0, logprobs=0, ignore_eos=True)
 
@@ -97,7 +98,9 @@ def test_requests_with_images_share_rows_with_others_and_give_what_generate_give
         assert "images: " in llm.describe()
     assert any(len(prompt.token_ids) > 32 for prompt in prompts)
     lines = set()
-    options = {name: value for name, value in cut.items() if name != "max_prompt_tokens"}
+    options = {
+        name: cut[name] for name in ("prefill_chunk", "evict_every", "scoring") if name in cut
+    }
     for prompt, output in zip([*prompts, *prompts], outputs, strict=True):
         expected, logprobs = alone(model, prompt, **options)
         completion = output.completions[0]

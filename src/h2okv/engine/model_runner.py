@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import time
@@ -36,7 +37,7 @@ class StepOutput:
 
     decode_logits: Tensor | None = None  # [B, T, V], behind each token and its drafts
     prefill_logits: Sequence[Tensor] = ()  # [1, V] or [T, V] for each chunk
-    position_offset: int = 0  # of the positions after a prompt with images
+    position_offset: int = 0  # of positions on three axes, behind a prompt with images
     error: str | None = None  # why prefill failed; its prompts were dropped
     evictions: int = 0  # entries of all layers and KV heads
     decode_seconds: float = 0.0
@@ -99,9 +100,8 @@ class ModelRunner:
         for offset in range(0, len(tokens), chunk_size):
             start = PromptStart(len(tokens)) if offset == 0 else None
             is_last = offset + chunk_size >= len(tokens)
-            self._prefill(
-                (PrefillChunk(tokens[offset : offset + chunk_size], offset, is_last, start),)
-            )
+            chunk = PrefillChunk(tokens[offset : offset + chunk_size], offset, is_last, start)
+            self._prefill((chunk,), StepOutput())
         assert self._prefilled is not None
         self.states[key], self._prefilled = self._prefilled, None
 
@@ -155,6 +155,9 @@ class ModelRunner:
             if step.drafts:
                 tokens, mask, positions = with_drafts(tokens, positions, step.drafts)
                 self.pool.begin_drafts()
+            if step.offsets:
+                moved = positions + torch.tensor(step.offsets).unsqueeze(-1)
+                positions = torch.stack([positions, *[moved] * 3])
             output.decode_logits = self._forward(
                 tokens, positions, self.pool.cache, mask, keep=tokens.shape[1]
             )
@@ -167,10 +170,7 @@ class ModelRunner:
         output.decode_seconds = decode_time - start_time
         if step.prefill:
             try:
-                output.prefill_logits, evicted = self._prefill(step.prefill)
-                output.evictions += evicted
-                if "image_grid_thw" in step.prefill[0].inputs:
-                    output.position_offset = int(self._model.model.rope_deltas)
+                self._prefill(step.prefill, output)
             except Exception as error:  # such as no memory for a long prompt; slots are unchanged
                 is_refusal = isinstance(error, ValueError)
                 if self.group is not None and not is_refusal:
@@ -185,11 +185,8 @@ class ModelRunner:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _prefill(self, chunks: tuple[PrefillChunk, ...]) -> tuple[Sequence[Tensor], int]:
-        """Prefill chunks; return the logits of their last or all tokens, and the evicted entries.
-
-        The logits of each chunk are ``[1, V]`` or ``[T, V]``.
-        """
+    def _prefill(self, chunks: tuple[PrefillChunk, ...], output: StepOutput) -> None:
+        """Prefill chunks; mutates the output."""
         chunk, start = chunks[0], chunks[0].start
         if start is not None and start.state is not None:
             self._prefilled = self.states[start.state].fork(1)
@@ -207,6 +204,9 @@ class ModelRunner:
         ids, mask = left_padded([each.tokens for each in chunks])
         positions = chunk.position + (mask.cumsum(1) - 1).clamp(min=0)
         is_padded = min(lengths) < max(lengths)
+        if "image_grid_thw" in chunk.inputs:
+            axes, output.position_offset = self._axes(ids, chunk.inputs)
+            positions = torch.cat([positions.unsqueeze(0), axes])
         logits = self._forward(
             ids,
             positions,
@@ -215,10 +215,19 @@ class ModelRunner:
             inputs=chunk.inputs,
             keep=0 if chunk.wants_all_logits else 1,
         )
+        output.prefill_logits = list(logits)
         if chunk.save is not None:
             self.states[chunk.save] = slot_pool.copy_at_cut(cache)
         evicted = before + sum(lengths) * self.pool.num_heads - slot_pool.num_entries(cache)
-        return list(logits), evicted
+        output.evictions += evicted
+
+    def _axes(self, ids: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        """Return the positions of M-RoPE ``[3, 1, T]``, and what they add to a later token's."""
+        get_rope_index = self._model.model.get_rope_index
+        names = inspect.signature(get_rope_index).parameters
+        options = {name: value for name, value in inputs.items() if name in names}
+        axes, offset = get_rope_index(input_ids=ids, **options)
+        return axes, int(offset)
 
     def kept_tokens(self, row: int, num_seen: int) -> KeptTokens:
         """Return which tokens a sequence of the pool still holds; waits for the device."""
@@ -242,12 +251,10 @@ class ModelRunner:
         keep: int = 1,
     ) -> Tensor:
         """Return the logits of the last ``keep`` tokens, for 0 of all: ``[B, keep or T, V]``."""
-        moved = images_for(self._model, inputs)
-        if "image_grid_thw" not in inputs:  # by which a model places tokens on three axes
-            moved["position_ids"] = positions.to(self._device)
         logits: Tensor = self._model(
             input_ids=tokens.to(self._device),
-            **moved,
+            position_ids=positions.to(self._device),
+            **images_for(self._model, inputs),
             attention_mask=None if mask is None else mask.to(self._device),
             **{CACHE: cache},
             use_cache=True,

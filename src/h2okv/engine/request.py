@@ -65,6 +65,8 @@ class ScheduledStep:
     # The newest token of each running sequence, and its position.
     decode: tuple[int, ...] = ()
     positions: tuple[int, ...] = ()
+    # What images add to its positions on the axes of M-RoPE; empty without such.
+    offsets: tuple[int, ...] = ()
     # Drafts behind each sequence's token, if any has some; and how many tokens of each sequence
     # stay of the step before, if it had drafts.
     drafts: tuple[tuple[int, ...], ...] = ()
@@ -137,7 +139,7 @@ class Request:
     is_over: bool = False
     is_alone: bool = False  # whether its prompt is prefilled by itself
     inputs: Mapping[str, Tensor] = field(default_factory=dict)  # of images
-    position_offset: int = 0  # of the positions after a prompt whose images take fewer
+    position_offset: int = 0  # of positions on three axes, after images that take fewer
 
     @property
     def num_seqs(self) -> int:

@@ -97,10 +97,9 @@ class Scheduler:
             admit=self._admit(),
             decode=tuple(output.tokens[-1] for output in self.running),
             positions=tuple(
-                len(request.prompt) + request.position_offset + len(output.tokens) - 1
-                for output in self.running
-                for request in (output.request,)
+                len(output.request.prompt) + len(output.tokens) - 1 for output in self.running
             ),
+            offsets=self._offsets(),
             save=self._states_to_save(),
             accepted=accepted,
             prefill=self._next_chunks(),
@@ -133,6 +132,10 @@ class Scheduler:
         if limit < 1 or output.request.kept_every is not None:
             return ()
         return output.lookup.draft(tokens, limit)
+
+    def _offsets(self) -> tuple[int, ...]:
+        offsets = tuple(output.request.position_offset for output in self.running)
+        return offsets if any(offsets) else ()
 
     def _states_to_save(self) -> tuple[tuple[int, str], ...]:
         """Return the rows whose span the next decode step ends, with the keys of their states."""
