@@ -38,10 +38,10 @@ def test_it_runs(runner, monkeypatch, name):
         pytest.skip("SmolLM2 is not on this machine; h2okv models pull smollm2")
     find = models.find_model
 
-    def find_one(wanted):
-        if name != SMOLLM2 and wanted == SMOLLM2:
+    def find_one(requested):
+        if name != SMOLLM2 and requested == SMOLLM2:
             raise ValueError("not pulled")
-        return find(wanted)
+        return find(requested)
 
     monkeypatch.setattr(models, "find_model", find_one)
     notebook = runner.run(json.loads(NOTEBOOK.read_text(encoding="utf-8")))
