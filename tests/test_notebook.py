@@ -25,8 +25,11 @@ def runner():
     return module
 
 
-def test_stored_outputs_are_small_and_name_no_machine():
+def test_stored_outputs_are_of_one_run_small_and_name_no_machine():
     text = NOTEBOOK.read_text(encoding="utf-8")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert all(cell["outputs"] for cell in cells)
     assert len(text.encode()) < LARGEST
     assert not re.search(r"/(home|root|Users|tmp|work)/", text)
 
