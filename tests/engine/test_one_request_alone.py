@@ -151,10 +151,10 @@ def broken_text(monkeypatch):
 def no_memory_for_the_prompt(monkeypatch):
     prefill = ModelRunner._prefill
 
-    def broken(runner, chunks):
+    def broken(runner, chunks, *args):
         if any(MARK in chunk.tokens for chunk in chunks):
             raise torch.OutOfMemoryError("no memory")
-        return prefill(runner, chunks)
+        return prefill(runner, chunks, *args)
 
     monkeypatch.setattr(ModelRunner, "_prefill", broken)
 

@@ -60,7 +60,7 @@ def generate(
     prompt: str | None = typer.Argument(None, help="The prompt; - or nothing: from stdin."),
     file: Path | None = option(None, "Read the prompt from a text file.", read=readers.readable),
     image: list[Path] | None = option(
-        None, "A PNG, JPEG, WebP or GIF file before the prompt; may be repeated.", "--image"
+        None, "An image before the prompt; repeatable.", "--image"
     ),
     raw: bool = RAW,
     system: str = option("", "System message, for a chat template."),

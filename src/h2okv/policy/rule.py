@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -105,37 +104,29 @@ class Rule:
         """
         return None
 
-    def __getstate__(self) -> dict[str, object]:
-        """Leave out what is remembered of the declarations: a copy may get another scoring."""
-        return {
-            name: value
-            for name, value in vars(self).items()
-            if not isinstance(getattr(type(self), name, None), cached_property)
-        }
+    # --- what follows from the declarations -------------------------------------------------------
 
-    # --- what follows from the declarations; every decode step of every layer asks for it ---------
-
-    @cached_property
+    @property
     def observes(self) -> Sees:
         """What the cache must provide of a block."""
         return self.scoring.sees if self.sees is Sees.SUMS else self.sees
 
-    @cached_property
+    @property
     def uses_scores(self) -> bool:
         """Whether the attention that entries receive changes what is kept."""
         return self.sees not in (Sees.NOTHING, Sees.KEYS)
 
-    @cached_property
+    @property
     def is_bounded(self) -> bool:
         """Whether a layer never holds more than its budget."""
         return self.evicts and self.sees is not Sees.WINDOW
 
-    @cached_property
+    @property
     def has_pattern(self) -> bool:
         """Whether a part of the budget is for a static pattern, or for each query's own choice."""
         return self.allocate_budget(TokenBudget(0, 2, 2)).num_static > 0
 
-    @cached_property
+    @property
     def is_plain_sum(self) -> bool:
         """Whether scores are H2O's sums and nothing else counts."""
         by_sums = type(self).score_block is Rule.score_block and type(self.scoring) is Scoring
@@ -152,12 +143,12 @@ class Rule:
         can_wait = self.observes is Sees.QUERIES
         return (by_sums or can_wait) and self.sees not in (Sees.WINDOW, Sees.EACH_QUERY)
 
-    @cached_property
+    @property
     def weighs_values(self) -> bool:
         """Whether entries carry weights of their values (`Scoring.value_weights`)."""
         return type(self.scoring).value_weights is not Scoring.value_weights
 
-    @cached_property
+    @property
     def ranks_by_sums(self) -> bool:
         """Whether ranks are the accumulated numbers as they stand, as kernels take them."""
         is_plain = type(self.scoring).eviction_scores is Scoring.eviction_scores
@@ -190,7 +181,7 @@ class Rule:
         """Return the scores that are ranked, as `Scoring.eviction_scores`."""
         return self.scoring.eviction_scores(scores, positions, newest, weights)
 
-    @cached_property
+    @property
     def ranks_by_scores(self) -> bool:
         """Whether ranks are the scores alone."""
         by_scores = type(self).priority is Rule.priority and self.uses_scores
