@@ -59,9 +59,7 @@ def generate(
     sampling: SamplingOptions = args.sampling_options(),
     prompt: str | None = typer.Argument(None, help="The prompt; - or nothing: from stdin."),
     file: Path | None = option(None, "Read the prompt from a text file.", read=readers.readable),
-    image: list[Path] | None = option(
-        None, "An image before the prompt; repeatable.", "--image"
-    ),
+    image: list[Path] | None = option(None, "An image before the prompt; repeatable.", "--image"),
     raw: bool = RAW,
     system: str = option("", "System message, for a chat template."),
     pin: Typed = PIN,
