@@ -186,7 +186,7 @@ def _naming_damage(path: str | Path) -> Iterator[None]:
 
 def _settings(rule: Rule) -> dict[str, Any]:
     """Return the settings of a rule's own; its scoring is the cache config's."""
-    return {name: value for name, value in rule.__getstate__().items() if name != "scoring"}
+    return {name: value for name, value in vars(rule).items() if name != "scoring"}
 
 
 def _saved_policy(path: str | Path, saved: dict[str, Any]) -> Rule:
