@@ -202,13 +202,14 @@ class CacheLayer(BaseLayer):
         return length > 1 or self.spans is not None
 
     def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
-        """Return the positions of tokens that follow those seen, ``[1, T]``."""
+        """Return the positions of tokens that follow those of each sequence, ``[B, T]``."""
         if real is not None and not bool(real.all()):
             raise ValueError(
                 "positions='rolling' and scoring='expected': this model does not tell its attention"
                 " the position_ids, which a padded batch needs; run each sequence alone."
             )
-        return (self.cumulative_length + torch.arange(length, device=self.device)).unsqueeze(0)
+        seen = self.state.num_real_tokens.unsqueeze(1)  # sequences of a pool differ in length
+        return seen + torch.arange(length, device=self.device)
 
     def _read(self, block: Block) -> Tensor:
         self.is_late = block.is_late

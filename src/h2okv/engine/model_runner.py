@@ -81,6 +81,7 @@ class ModelRunner:
         self.group = group
         self._model: Any = model
         self._device = input_device(model)
+        self._has_axes = hasattr(getattr(model, "model", None), "get_rope_index")
         self._make_cache = make_cache
         self.states: dict[str, H2OCache] = {}  # of prefixes, by keys; only copies are mutated
         self._prefilled: H2OCache | None = None
@@ -251,6 +252,8 @@ class ModelRunner:
         keep: int = 1,
     ) -> Tensor:
         """Return the logits of the last ``keep`` tokens, for 0 of all: ``[B, keep or T, V]``."""
+        if self._has_axes and positions.dim() == 2:  # of which the attention is told the first
+            positions = positions.expand(4, -1, -1)
         logits: Tensor = self._model(
             input_ids=tokens.to(self._device),
             position_ids=positions.to(self._device),
