@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from h2okv.config import MEASURED, CacheConfig
+from h2okv.config import BEST_VERSION, MEASURED, CacheConfig
 from h2okv.integration.layer_budgets import even_budgets, with_measured_budgets
 from h2okv.integration.names import cache_folder
 from h2okv.provenance import digest
@@ -31,7 +31,7 @@ def measured(cache: CacheConfig, model: Any) -> CacheConfig:
         return cache
     source, dtype = str(model.model), str(model.dtype).removeprefix("torch.")
     state = _state_of_weights(Path(source)) or getattr(model.hf_config, "_commit_hash", None)
-    setting = f"{source} {state} {dtype} {cache.heavy}"
+    setting = f"{source} {state} {dtype} {cache.heavy} {BEST_VERSION}"
     file = cache_folder("layer-budgets") / f"vllm-{digest(setting)}.json"
     try:
         stored = parse_json(file.read_text(encoding="utf-8"))
