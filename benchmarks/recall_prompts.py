@@ -109,6 +109,8 @@ def write_prompts(book: Path, out: Path, tokens: int, items: int) -> None:
     """Write two files of each task into a folder; the first items are always the same."""
     text = re.sub(r"\s+", " ", book.read_text(encoding="utf-8"))
     sentences = [s for s in re.split(r"(?<=[.!?])\s+", text) if 30 < len(s) < 250][500:]
+    if len(sentences) < 2:
+        raise ValueError(f"'{book}' is too short; give a book of some thousand sentences.")
     out.mkdir(parents=True, exist_ok=True)
     for task, (make, ordered) in TASKS.items():
         agnostic, aware = [], []

@@ -1,9 +1,5 @@
 """Fill the marked places of the pages from the CSV files, and draw the pictures.
 
-Usage:
-    python scripts/make_docs.py          # write pages and pictures
-    python scripts/make_docs.py --check  # name what is out of date; exit 1 if anything is
-
 A page marks a place with `<!-- table: NAME -->` and `<!-- end -->`; docs/results/tables.toml says
 what stands there. An entry of `[tables]` has
 
@@ -30,6 +26,7 @@ script computes.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import hashlib
 import importlib.util
@@ -374,9 +371,13 @@ def is_current(name: str) -> bool:
     return path.is_file() and f"shows {digest(spec)}" in path.read_text(encoding="utf-8")
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     """Fill the pages and draw the pictures, or check them; return the exit code."""
-    stale = []
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="change nothing; exit 1 if stale")
+    is_check, stale = parser.parse_args().check, []
     scripts = {ROOT / page: name for page, name in specs()["scripts"].items()}
     for path in pages():
         text = path.read_text(encoding="utf-8")
@@ -385,17 +386,17 @@ def main(arguments: Sequence[str]) -> int:
             new = script(scripts[path]).filled(new)
         if new != text:
             stale.append(path)
-            if "--check" not in arguments:
+            if not is_check:
                 path.write_text(new, encoding="utf-8")
     for name in specs().get("pictures", {}):
         if not is_current(name):
             stale.append(picture(name))
-            if "--check" not in arguments:
+            if not is_check:
                 draw(name, picture(name))
     for path in stale:
         print(path.relative_to(ROOT))
-    return 1 if stale and "--check" in arguments else 0
+    return 1 if stale and is_check else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,16 +1,15 @@
-"""Run a notebook top to bottom without Jupyter: python scripts/run_notebook.py FILE [--write].
+"""Run a notebook top to bottom without Jupyter.
 
-The last expression of a cell is its result, shown as HTML if it has `_repr_html_`. With --write
-the outputs go into the file.
+The last expression of a cell is its result, shown as HTML if it has `_repr_html_`.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import contextlib
 import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +59,24 @@ def lines(text: str) -> list[str]:
     return text.splitlines(keepends=True)
 
 
-def main(path: Path, is_written: bool) -> None:
+def main() -> None:
     """Run a notebook, and print or store its outputs."""
-    notebook = run(json.loads(path.read_text(encoding="utf-8")))
-    if is_written:
-        path.write_text(json.dumps(notebook, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    for cell in notebook["cells"] if not is_written else ():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path, metavar="FILE", help="a notebook (.ipynb)")
+    parser.add_argument("--write", action="store_true", help="put the outputs into the file")
+    args = parser.parse_args()
+    try:
+        notebook = json.loads(args.path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        parser.error(f"'{args.path}' is not a notebook that can be read ({error})")
+    run(notebook)
+    if args.write:
+        text = json.dumps(notebook, ensure_ascii=False, indent=1) + "\n"
+        args.path.write_text(text, encoding="utf-8")
+    for cell in notebook["cells"] if not args.write else ():
         for output in cell.get("outputs", ()):
             print("".join(output.get("text") or output["data"]["text/plain"]))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--write" in sys.argv)
+    main()
