@@ -1,6 +1,8 @@
 """Fixtures that several folders use: the data beside the checkout, and tiny models."""
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,23 @@ def _cache_folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         yield
+
+
+@pytest.fixture(scope="session")
+def load_script():
+    """Return a function that imports a script of the checkout; a test without one is skipped."""
+
+    def load(path):
+        file = Path(__file__).parents[1] / path
+        if not file.is_file():
+            pytest.skip(f"{path} is not beside these tests")
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(spec.name, module)  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
 """The notebook runs top to bottom, and its stored outputs are small and name no machine."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -11,18 +10,15 @@ from h2okv.integration import models
 from h2okv.integration.names import PACKAGED, SMOLLM2
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOK, SCRIPT = ROOT / "examples" / "tour.ipynb", ROOT / "scripts" / "run_notebook.py"
+NOTEBOOK = ROOT / "examples" / "tour.ipynb"
 LARGEST = 60_000  # bytes
 
 pytestmark = pytest.mark.skipif(not NOTEBOOK.is_file(), reason="the notebook is not here")
 
 
 @pytest.fixture
-def runner():
-    spec = importlib.util.spec_from_file_location("run_notebook", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def runner(load_script):
+    return load_script("scripts/run_notebook.py")
 
 
 def test_stored_outputs_are_of_one_run_small_and_name_no_machine():

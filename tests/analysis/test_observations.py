@@ -1,6 +1,5 @@
 """The tables in the pages equal the CSV files."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -10,15 +9,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
-def tables():
-    if not DOCS.is_dir():
-        pytest.skip("the pages are not beside these tests")
-    spec = importlib.util.spec_from_file_location(
-        "observation_tables", DOCS / "results" / "observations" / "tables.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def tables(load_script):
+    return load_script("docs/results/observations/tables.py")
 
 
 PAGES = ("results/observations.md", "results/theory.md")

@@ -1,8 +1,6 @@
 """The tables of docs/results/scaling.md equal the output of benchmarks/scaling_arithmetic.py."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,15 +10,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def arithmetic():
-    script = ROOT / "benchmarks" / "scaling_arithmetic.py"
-    if not script.is_file():
-        pytest.skip("the benchmarks are not beside these tests")
-    spec = importlib.util.spec_from_file_location("scaling_arithmetic", script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def arithmetic(load_script):
+    return load_script("benchmarks/scaling_arithmetic.py")
 
 
 def test_the_page_equals_the_script_s_output(arithmetic):

@@ -1,25 +1,18 @@
 """The pages of docs: marked places and pictures equal the CSV files, links lead somewhere."""
 
-import importlib.util
 import re
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "make_docs.py"
 NAMES = re.compile(r"<!-- table: ([\w-]+) -->")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
 @pytest.fixture(scope="module")
-def make_docs():
-    if not SCRIPT.is_file():
-        pytest.skip("the script is not beside these tests")
-    spec = importlib.util.spec_from_file_location("make_docs", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def make_docs(load_script):
+    return load_script("scripts/make_docs.py")
 
 
 def test_marked_places_are_what_the_csv_files_give(make_docs):

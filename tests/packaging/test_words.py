@@ -1,21 +1,11 @@
 """The check of words reads pages and help texts, and leaves code and rendered tables alone."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "scripts" / "check_words.py"
 
 
 @pytest.fixture(scope="module")
-def words():
-    if not SCRIPT.is_file():
-        pytest.skip("the script is not beside these tests")
-    spec = importlib.util.spec_from_file_location("check_words", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def words(load_script):
+    return load_script("scripts/check_words.py")
 
 
 @pytest.mark.parametrize(
