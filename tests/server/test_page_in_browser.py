@@ -155,6 +155,7 @@ def test_stop_button_ends_the_request_and_keeps_the_text(browser, page, fake):
     assert fake.counts["aborted"] == 1
     button(browser, "Try again")
     browser.wait("!document.getElementById('stop').hidden")
+    browser.wait("fetch('stats').then((one) => one.json()).then((one) => one.running === 1)")
     click(browser, "#stop")
     browser.wait(IDLE)
     assert len(fake.requests) == 2
