@@ -9,6 +9,12 @@ from pathlib import Path
 # pytest's importlib mode adds no folder.
 sys.path.insert(0, str(Path(__file__).parent / "families"))
 
+import pytest  # noqa: E402
+
+from h2okv.cache.argument import CACHE  # noqa: E402
+
+if CACHE != "cache":
+    pytest.skip("images need transformers 5.24", allow_module_level=True)
 import numpy  # noqa: E402
 from PIL import Image  # noqa: E402
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402

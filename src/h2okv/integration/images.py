@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedConfig
 
+from h2okv.cache.argument import CACHE
 from h2okv.console import install_hint
 from h2okv.integration.chat_template import adds_special, chat_text
 from h2okv.integration.enable import input_device
@@ -54,6 +56,11 @@ class ImageEncoder:
             raise ValueError(
                 f"images are not supported with model type {self._config.model_type!r}; leave them"
                 f" out, or use a model of type {', '.join(IMAGE_TYPES)}"
+            )
+        if CACHE != "cache":  # whose processors need torchvision, and place images otherwise
+            raise ValueError(
+                f"images need transformers 5.24, got {transformers.__version__}; install it, or"
+                " leave them out"
             )
         _pillow("Image")
         with self._lock:
