@@ -358,7 +358,13 @@ def test_in_few_bits_the_first_token_is_as_likely(dtype):
         assert likely == pytest.approx(float(logits.log_softmax(-1)[token]), abs=0.15)
 
 
-def test_vllms_transformers_backend():
+@pytest.fixture
+def apart(monkeypatch):
+    """Give engines processes: vLLM's Transformers backend changes the classes of transformers."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+
+
+def test_vllms_transformers_backend(apart):
     prompts = prompts_of(LENGTHS)
     with engine(SMALL, model_impl="transformers") as llm:
         assert llm.llm_engine.vllm_config.model_config.using_transformers_backend()
@@ -396,7 +402,7 @@ def tiny(family, folder, **options):
 
 @pytest.mark.parametrize("scoring", ["sum", "expected"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(family, scoring, tmp_path):
+def test_families(family, scoring, tmp_path, apart):
     if family == "olmo2" and scoring == "expected":
         pytest.skip("vLLM has it by its Transformers backend, where the scoring is refused")
     path, prompts = tiny(family, tmp_path), prompts_of(LENGTHS, 200)
@@ -405,15 +411,13 @@ def test_families(family, scoring, tmp_path):
         assert generate(llm, prompts) == expected(prompts, path, **setting)
 
 
-def test_two_ranks_each_with_its_own_heads(monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+def test_two_ranks_each_with_its_own_heads(apart):
     prompts = prompts_of(LENGTHS)
     with engine(SMALL, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
         assert generate(llm, prompts) == expected(prompts, **SMALL)
 
 
-def test_two_ranks_whose_heads_need_unlike_numbers(monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+def test_two_ranks_whose_heads_need_unlike_numbers(apart):
     prompts = prompts_of(LENGTHS)
     options = SMALL | {"policy": "best", "layer_budgets": by_head(*shape_of(MODEL))}
     with engine(options, tensor_parallel_size=2, distributed_executor_backend="mp") as llm:
