@@ -12,7 +12,7 @@ from typer.models import ArgumentInfo
 
 PANELS = ("Model", "Cache", "Text", "Sampling", "Output", "Offload", "Server", "More")
 _TEXT = (
-    "input file text data prefix system references template prompt gen prompts raw pin load"
+    "input file image text data prefix system references template prompt gen prompts raw pin load"
     " tokens new_tokens prompt_tokens texts windows length lengths depths every limit too_long"
     " needle question answer tries compression contexts batches"
 )
