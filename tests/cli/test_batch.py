@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from h2okv.cli.app import run
+from h2okv.config import BEST_VERSION
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +79,7 @@ def test_a_job_goes_on_with_the_budgets_that_it_was_begun_with(job, prompts):
     outcome, records = job(prompts)
     output = prompts.parent / "out.jsonl"
     settings = json.loads((prompts.parent / "out.jsonl.job.json").read_text())
-    assert len(settings["layer_budgets"][0]) == 2 and settings["measured"] == 1
+    assert len(settings["layer_budgets"][0]) == 2 and settings["measured"] == BEST_VERSION
     output.write_bytes(b"".join(output.read_bytes().splitlines(keepends=True)[:5]))
     disk = ("--weights", "disk")  # where nothing could be measured
     outcome, resumed = job(prompts, *disk)

@@ -93,8 +93,8 @@ def start():
 @pytest.fixture(scope="module")
 def endless(save_model, prompt):
     model = save_model(context=10**7)
-    budget = ("--heavy", "16", "--recent", "16", "--max-new-tokens", "5000000")
-    return ("generate", "--model", model, *budget, prompt)
+    cache = ("--heavy", "16", "--recent", "16", "--layer-budgets", "even")
+    return ("generate", "--model", model, *cache, "--max-new-tokens", "5000000", prompt)
 
 
 def test_ctrl_c_prints_the_summary_and_exits_with_130(start, endless):

@@ -394,4 +394,4 @@ def test_help_shows_examples(h2okv_command):
     outcome = h2okv_command("stream", "--help")
     assert outcome.code == 0
     assert "h2okv stream --text book.txt --tokens 100000" in outcome.out
-    assert "Algorithm 1" in outcome.out
+    assert "the paper's: 1" in outcome.out

@@ -122,4 +122,5 @@ print("sequences", LLM("bundled", config=config, device="cpu").engine.max_num_se
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     actual = int(re.search(r"sequences (\d+)", result.stdout)[1])
-    assert planned == pytest.approx(actual, rel=0.03)
+    # A first start measures the heads' budgets, which leaves some 50 MiB in the process.
+    assert planned == pytest.approx(actual, rel=0.07)

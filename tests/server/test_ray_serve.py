@@ -78,7 +78,7 @@ def expected():
     from h2okv.engine.llm import AsyncLLM
     from h2okv.engine.serving import in_tokens, with_states
 
-    options = {"max_num_seqs": SEQS, "max_prompt_tokens": 256, "min_tokens": 64}
+    options = {"policy": "best", "max_num_seqs": SEQS, "max_prompt_tokens": 256, "min_tokens": 64}
     config, _ = with_states(EngineConfig.from_options(**options), None)
     config, _ = in_tokens(config, "bundled")
 
