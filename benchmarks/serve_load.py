@@ -2,7 +2,7 @@
 
 In a closed loop (``--clients 8,32``) each client sends its next request when it has its answer; in
 an open loop (``--rate 5``) requests come as a Poisson process, and times count from when a request
-was due: a generator that is late does not hide waiting. docs/benchmarking.md explains the columns.
+was due: a generator that is late does not hide waiting. docs/results/bench.md explains the columns.
 """
 
 from __future__ import annotations

@@ -252,7 +252,8 @@ def filled(text: str) -> str:
 
 def pages() -> list[Path]:
     """Return the pages that may have marked places."""
-    folders = (ROOT, ROOT / "docs", ROOT / "docs" / "results", ROOT / "benchmarks")
+    names = (".", "docs", "docs/results", "benchmarks", "examples/helm")
+    folders = [ROOT / name for name in names]
     return sorted(path for folder in folders for path in folder.glob("*.md"))
 
 

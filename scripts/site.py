@@ -74,8 +74,10 @@ def place(linked: Path) -> Path:
         copied = copied.with_name(f"{copied.name}.md")
         items = [f"- [{path.name}]({path.relative_to(copied.parent)})\n" for path in paths]
         copied.write_text(f"# {linked.name}\n\n{''.join(items)}", encoding="utf-8")
-    elif not is_page:
+    elif not is_page and not copied.exists():
         shutil.copy(linked, copied)
+        if linked.suffix == ".md":
+            copy_page(linked, copied)
     return copied
 
 

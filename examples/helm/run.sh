@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # HELM's synthetic reasoning and a custom multiple-choice file, with the full cache and with H2O at
-# 20 %: bash run.sh OUT [INSTANCES] [MODEL]. Needs the environment of docs/harnesses.md, and no network.
+# 20 %: bash run.sh OUT [INSTANCES] [MODEL]. Needs the environment of README.md, and no network.
 set -euo pipefail
 [ $# -ge 1 ] || { echo "usage: bash run.sh OUT [INSTANCES] [MODEL]" >&2; exit 2; }
 for needed in h2okv helm-run; do
   command -v "$needed" > /dev/null \
-    || { echo "run.sh: $needed is not on PATH; docs/harnesses.md installs it" >&2; exit 2; }
+    || { echo "run.sh: $needed is not on PATH; README.md installs it" >&2; exit 2; }
 done
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd)

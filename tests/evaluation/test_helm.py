@@ -1,4 +1,4 @@
-"""HELM's client class, in an environment that has HELM (docs/harnesses.md)."""
+"""HELM's client class, in an environment that has HELM (examples/helm/README.md)."""
 
 import json
 

@@ -13,7 +13,7 @@ from h2okv.policy import Sees, get_rule
 
 
 class Oldest(h2okv.Policy):
-    """The recipe of docs/policies.md: evict the newest of the unprotected, keep the oldest."""
+    """The recipe of docs/rules.md: evict the newest of the unprotected, keep the oldest."""
 
     name = "oldest"
 

@@ -195,7 +195,7 @@ COLUMNS = (
     *triple("prefill_ratio"), *triple("speedup"), "limit", "share", "step_bytes", "achieved",
     "bandwidth",
 )  # fmt: skip
-"""Columns of one cache in one combination; docs/benchmarking.md explains them."""
+"""Columns of one cache in one combination; docs/results/bench.md explains them."""
 
 
 @dataclass
@@ -461,7 +461,7 @@ MAX_BATCH_COLUMNS = (
     "cache_bytes", "activation_bytes", "max_batch", "is_verified", "peak_bytes", "run_batch",
     *triple("prefill"), *triple("decode"), "tokens_per_second", *triple("throughput_ratio"),
 )  # fmt: skip
-"""Columns of one cache, budget, context and dtype; see docs/benchmarking.md."""
+"""Columns of one cache, budget, context and dtype; see docs/results/bench.md."""
 
 
 @dataclass

@@ -128,7 +128,7 @@ def release_workers() -> bool:
 
 
 _MARGIN = 1.25
-"""Factor for temporaries beyond those that are counted (measured; see docs/throughput.md)."""
+"""Factor for temporaries beyond those that are counted (measured; see docs/batch.md)."""
 
 
 @dataclass(frozen=True)

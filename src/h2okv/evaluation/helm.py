@@ -30,7 +30,7 @@ class H2OClient(HuggingFaceClient):
     Generation has the budget of the prompt. Log-probabilities of a prompt (``echo_prompt`` without
     new tokens) come from a scan of the text under eviction. The settings are part of the key of
     HELM's request cache and of its loaded models: two budgets never share an answer. Arguments are
-    those of `H2OCache` and of HELM's `HuggingFaceClient`; see docs/harnesses.md.
+    those of `H2OCache` and of HELM's `HuggingFaceClient`; see examples/helm/README.md.
     """
 
     def __init__(
