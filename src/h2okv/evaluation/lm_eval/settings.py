@@ -41,8 +41,8 @@ def data_file(name: str, folder: Path | None = None) -> Path:
     path = Path(root) / name
     if not path.is_file():
         raise ValueError(
-            f"the data file {name!r} is not in '{root}'; put it there (docs/results/paper.md has the "
-            "sources) or name another folder by --data."
+            f"the data file {name!r} is not in '{root}'; put it there (docs/results/paper.md "
+            "lists the sources) or name another folder by --data."
         )
     return path
 
