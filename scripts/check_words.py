@@ -75,6 +75,14 @@ PROSE = {
     r"\bfour fifths\b": "80 %",
     r"\bperson's answer\b": "one request",
     r"\bmost that\b": "the maximum",
+    r"\b(most|least) (tokens|probability)\b": "maximum number of, minimum",
+    r"\bbut for\b": "except for",
+    r"\bhence\b": "so, therefore",
+    r"\bnothing of\b": "nothing about",
+    r"\bthat (is|are|was|were) there\b": "existing",
+    r"\bstands? (there|beside|below)\b": "is beside, is below",
+    r"\bof which (the|a|another|it|they)\b": "two sentences",
+    r"\btells? (everything|whether|nothing)\b": "show, report",
 }
 _PHRASES = [(re.compile(pattern, re.IGNORECASE), remedy) for pattern, remedy in PHRASES.items()]
 _PROSE = _PHRASES + [

@@ -432,7 +432,7 @@ def model_options(**changed: Any) -> Any:
     return Bundle(ModelOptions, "Model", changed)
 
 
-_MOST = "Most tokens to generate."
+_MOST = "Maximum number of new tokens."
 
 
 @dataclass(frozen=True)
@@ -443,7 +443,7 @@ class SamplingOptions:
     temperature: float | None = option(None, "0 is greedy decoding; higher is more random.")
     top_p: float | None = option(None, "Sample tokens of this total probability.")
     top_k: int | None = option(None, "Sample among the most likely tokens; 0: all.")
-    min_p: float | None = option(None, "Least probability relative to the top one.")
+    min_p: float | None = option(None, "Minimum probability relative to the top.")
     repetition_penalty: float | None = option(None, "Above 1, repeated tokens are less likely.")
     stop: list[str] | None = option(None, "Ends the text; may be repeated.")
     seed: int | None = option(0, "Random seed.")

@@ -158,7 +158,7 @@ def plan_cache(
 
 
 def probe_positions(model: PreTrainedModel, cache: CacheConfig) -> tuple[CacheConfig, str | None]:
-    """Run one token to find out whether positions can roll; a config does not tell everything."""
+    """Run one token to find out whether positions can roll; a config does not show everything."""
     import torch
 
     from h2okv.cache.argument import CACHE

@@ -130,7 +130,7 @@ def needle(
     needle: str = option(NEEDLE, "Sentence."),
     question: str = option(QUESTION, "End of the prompt."),
     answer: str | None = option(None, "The answer in --needle (drawn)."),
-    max_new_tokens: int = option(16, "Most tokens of an answer.", read=readers.least),
+    max_new_tokens: int = option(16, "Maximum number of new tokens.", read=readers.least),
 ) -> int:
     name = "needle" if text is None else f"needle in {text.stem}"
     haystack = readers.text_or_sample(text)
@@ -347,7 +347,7 @@ def recall(
     trial: Trial = trial_options("20%,50%,full"),
     input: Path = option(..., "RULER's JSONL: input and outputs.", read=readers.readable),
     compression: Typed = _compression("both"),
-    max_new_tokens: int = option(128, "Most tokens of an answer."),
+    max_new_tokens: int = option(128, "Maximum number of new tokens."),
     limit: int | None = LIMIT,
     too_long: Typed = TOO_LONG,
 ) -> int:

@@ -81,7 +81,7 @@ def torch_dtype(name: str) -> torch.dtype | None:
 
 
 def device(option: str, text: str) -> str:
-    """Check the spelling of a device, without torch, which would tell whether it exists."""
+    """Check the spelling of a device, without torch, so not whether it exists."""
     if not _DEVICES.fullmatch(text):
         remedy = "choose auto, cpu or a GPU that torch can see, such as cuda:0"
         raise ValueError(f"{option} {text!r} is not known; {remedy}")
@@ -106,7 +106,7 @@ def readable(option: str, path: Path) -> Path:
         reason = "permission denied"
     else:
         return expanded
-    raise ValueError(f"{option} '{path}' cannot be read ({reason}); give a file that is there")
+    raise ValueError(f"{option} '{path}' cannot be read ({reason}); give an existing file")
 
 
 def writable(option: str, path: Path) -> Path:

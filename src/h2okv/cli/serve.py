@@ -40,7 +40,7 @@ def serve(
         least=0,
     ),
     prefix_cache_folder: Path | None = option(None, "Folder of states, over a restart."),
-    max_new_tokens: int = option(4096, "Most tokens of an answer."),
+    max_new_tokens: int = option(4096, "Maximum number of new tokens."),
     max_choices: int = option(128, "Outputs per request: prompts x n."),
     max_body: Typed = option("8MiB", "Largest request body.", read=readers.memory),
     timeout: float = option(600.0, "For a request, waiting included."),

@@ -75,7 +75,7 @@ def stream(
     prefill_chunk: int = option(
         64, "Tokens between evictions; the paper's: 1.", read=readers.least
     ),
-    max_new_tokens: int = option(128, "Most tokens of an answer.", read=readers.least),
+    max_new_tokens: int = option(128, "Maximum number of new tokens.", read=readers.least),
     every: int = option(1000, "Tokens between two rows.", read=readers.least),
     seed: int = option(0, "Random seed, for --policy random."),
     as_json: bool = JSON,
