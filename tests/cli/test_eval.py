@@ -58,7 +58,7 @@ def test_summaries_have_a_row_for_each_cache(h2okv_command, model_folder, articl
     assert all(row["revision"] and row["torch"] and row["transformers"] for row in rows)
     # The longer run adds to it.
     more = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv")
-    assert "12 of 18 samples were done before" in more.err
+    assert "12 of 18 samples are already evaluated" in more.err
     outcome = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", "--json")
     assert [row["samples"] for row in json.loads(outcome.out)["rows"]] == [6, 6, 6]
     assert {row["samples"] for row in table(tmp_path / "s.csv")} == {"6"}
@@ -184,7 +184,7 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     # One more cache is measured alone, on the texts of before.
     more = fidelity(h2okv_command, model_folder, novel_file, out, "--policy", "h2o,heavy",
                     "--budget", "50%", "--scoring", "sum", "--recommend", 1)  # fmt: skip
-    assert "2 of 4 samples were done before" in more.err
+    assert "2 of 4 samples are already evaluated" in more.err
     again = {row["policy"]: row["kl"] for row in table(out) if not row["kv_bits"]}
     assert again["h2o"] == rows[0]["kl"]
     agreements = {row["policy"]: float(row["agreement"]) for row in table(out)}
@@ -274,7 +274,7 @@ def test_sweep_writes_its_folder(h2okv_command, model_folder, articles, tmp_path
     assert done.out in (tmp_path / "out" / "results.md").read_text()
     assert (tmp_path / "out" / "results.png").is_file()
     again = h2okv_command(*words, tmp_path / "out", "--limit", 3)
-    assert "30 of 30 samples were done before" in again.err
+    assert "30 of 30 samples are already evaluated" in again.err
     assert again.out == done.out
 
 

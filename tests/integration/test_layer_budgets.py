@@ -48,7 +48,7 @@ def test_a_cache_of_a_model_is_measured_once_and_kept(model, measured, tmp_path,
     config = h2okv.H2OCache(model, **BEST).cache_config
     (path,) = files(tmp_path)
     assert config.label == "best v2, 20%" and measured == [1024]
-    assert capsys.readouterr().err.count(f"keeps it in '{path}'") == 1
+    assert capsys.readouterr().err.count(f"stored in '{path}'") == 1
     ids = torch.tensor([layer_budgets.encode(*_text(model))[:1024]])
     expected = measure_layer_budgets(model, ids, 0.15, by_head=True)
     assert config.layer_budgets == expected
@@ -135,7 +135,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(model, measured, tmp_p
     first, again = (h2okv.H2OCache(model, **BEST).cache_config for _ in range(2))
     assert first == again and first.is_by_head and measured == [1024]
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "but cannot keep it" in error
+    assert error.count("\n") == 1 and "not stored" in error
 
 
 def in_threads(*models):

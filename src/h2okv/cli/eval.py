@@ -471,7 +471,7 @@ def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, 
     with SampleFile(path) as file:
         evaluation = Evaluation(tested, runs, file)
         if evaluation.done:
-            write_remark(f"{evaluation.done} of {evaluation.total} samples were done before")
+            write_remark(f"{evaluation.done} of {evaluation.total} samples are already evaluated")
         with Progress("evaluating", evaluation.total, "samples") as progress:
             progress.update(evaluation.done)
             try:

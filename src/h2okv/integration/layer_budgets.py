@@ -234,13 +234,13 @@ def _measured(
         path = file()
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, {"setting": setting, "factors": factors})
-        stays = f"and keeps it in '{path}'"
+        result = f"stored in '{path}'"
     except (OSError, ValueError) as error:
         _UNSAVED[setting] = factors
-        stays = f"but cannot keep it ({first_line(error)}), so the next run measures again"
+        result = f"not stored ({first_line(error)}), so the next run measures again"
     write_remark(
-        f"{measured.policy_name}: measured in {time.perf_counter() - begun:.1f} s how much of a"
-        f" budget each {kind} of {name} needs, {stays}"
+        f"{measured.policy_name}: measured the budget of each {kind} of {name} in"
+        f" {time.perf_counter() - begun:.1f} s; {result}"
     )
     return measured
 
