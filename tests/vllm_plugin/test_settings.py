@@ -62,7 +62,6 @@ def engine(**changes) -> SimpleNamespace:
         ),
         speculative_config=None,
         kv_transfer_config=None,
-        lora_config=None,
         use_v2_model_runner=False,
     )
     for path, value in changes.items():
@@ -146,7 +145,6 @@ def test_refused_settings(options, words):
         ({"model_config__max_model_len": 63}, "64 entries are above max_model_len=63"),
         ({"speculative_config": object()}, "--speculative-config"),
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
-        ({"lora_config": object()}, "merge the adapter"),
         ({"parallel_config__data_parallel_size": 2}, "data_parallel_size=2"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),

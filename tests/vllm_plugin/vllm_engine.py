@@ -12,6 +12,7 @@ import os
 import pytest
 import torch
 import vllm
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,6 +32,7 @@ from transformers import (
 )
 from vllm import LLM, SamplingParams
 from vllm.config import CompilationMode
+from vllm.lora.request import LoRARequest
 from vllm_plugin.cpu_environment import CPU_ENVIRONMENT
 
 import h2okv
@@ -84,10 +86,10 @@ def greedy(new=NEW, **options):
     return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, **options)
 
 
-def generate(llm, prompts, params=None):
+def generate(llm, prompts, **options):
     """Return the new tokens of each prompt."""
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
-    results = llm.generate(inputs, params or greedy(), use_tqdm=False)
+    results = llm.generate(inputs, greedy(), use_tqdm=False, **options)
     return [list(result.outputs[0].token_ids) for result in results]
 
 
@@ -424,8 +426,98 @@ def test_two_ranks_whose_heads_need_unlike_numbers(apart):
         assert generate(llm, prompts) == expected(prompts, **options)
 
 
+def quantise(folder):
+    """Replace a saved model's linear weights by int8; activations are quantised token by token."""
+    file, config = folder / "model.safetensors", folder / "config.json"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        scale = tensors[name].abs().amax(1, keepdim=True) / 127
+        tensors[name] = (tensors[name] / scale).round().to(torch.int8)
+        tensors[f"{name}_scale"] = scale
+    save_file(tensors, file, {"format": "pt"})
+    kind = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"], "weights": kind | {"strategy": "channel"},
+        "input_activations": kind | {"strategy": "token", "dynamic": True},
+    }  # fmt: skip
+    quantisation = {
+        "quant_method": "compressed-tensors", "format": "int-quantized",
+        "quantization_status": "compressed", "ignore": ["lm_head"], "config_groups": {"all": group},
+    }  # fmt: skip
+    settings = json.loads(config.read_text()) | {"quantization_config": quantisation}
+    config.write_text(json.dumps(settings))
+
+
+def test_int8_weights(tmp_path):
+    """Compare with vLLM alone: no other library rounds activations as its int8 kernels do."""
+    # vLLM's kernel for AMX takes no fp32, and sizes that it does not take go to the other one.
+    path = tiny("llama", tmp_path, hidden_size=136, head_dim=32)
+    quantise(path)
+    prompts, options = prompts_of(LENGTHS, 200), {"skip_tokenizer_init": True}
+    with engine(None, path, **options) as llm:
+        model = llm.llm_engine.model_executor.driver_worker.get_model()
+        kinds = [type(module.quant_method).__name__ for module in model.model.layers.modules()
+                 if hasattr(module, "quant_method")]  # fmt: skip
+        assert kinds.count("CompressedTensorsLinearMethod") == 8
+        full = generate(llm, prompts)
+    with engine({"heavy": 200, "recent": 200}, path, **options) as llm:
+        assert generate(llm, prompts) == full
+    best = SMALL | {"policy": "best", "layer_budgets": by_head(2), "evict_every": 32}
+    with engine(best, path, **options) as llm:
+        texts = generate(llm, prompts)
+        assert generate(llm, prompts) == texts != full
+        assert llm.generate([{"prompt_token_ids": prompts[0]}], greedy())[0].num_cached_tokens
+    with engine(best, path, enable_prefix_caching=False, **options) as llm:
+        assert generate(llm, prompts) == texts
+        assert [generate(llm, [prompt])[0] for prompt in prompts] == texts
+
+
+def adapter(number, path, folder):
+    """Save a random LoRA adapter of a model, and the model merged with it."""
+    model = LlamaForCausalLM.from_pretrained(path)
+    generator, tensors = torch.Generator().manual_seed(number), {}
+    targets = ["q_proj", "v_proj", "down_proj"]
+    for name, weight in model.named_parameters():
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in targets:
+            down, up = (
+                torch.randn(shape, generator=generator) / 5
+                for shape in ((4, weight.shape[1]), (weight.shape[0], 4))
+            )
+            tensors[f"base_model.model.{module}.lora_A.weight"] = down
+            tensors[f"base_model.model.{module}.lora_B.weight"] = up
+            weight.data += 2 * up @ down
+    saved, merged = folder / f"adapter{number}", folder / f"merged{number}"
+    saved.mkdir()
+    save_file(tensors, saved / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": targets}
+    (saved / "adapter_config.json").write_text(json.dumps(config))
+    model.save_pretrained(merged)
+    return LoRARequest(f"adapter{number}", number, str(saved)), merged
+
+
+@pytest.mark.parametrize("options", [{}, {"evict_every": 32, "scoring": "expected"}])
+def test_lora_adapters_are_as_the_merged_models(options, tmp_path):
+    """Mix two adapters and the model itself in a batch; with cached prefixes, in turns."""
+    path, prompts = tiny("llama", tmp_path / "model"), prompts_of(LENGTHS, 200)
+    first, second = (adapter(number, path, tmp_path) for number in (1, 2))
+    setting = SMALL | options
+    texts = {
+        request: expected(prompts, folder, **setting)
+        for request, folder in ((None, path), first, second)
+    }
+    # On a CPU vLLM gives requests without an adapter the last place, which has to be empty.
+    with engine(
+        setting, path, skip_tokenizer_init=True, enable_lora=True, max_loras=3, max_lora_rank=8
+    ) as llm:
+        for turn in range(3):
+            requests = [list(texts)[(turn + index) % 3] for index in range(len(prompts))]
+            assert generate(llm, prompts, lora_request=requests) == [
+                texts[request][index] for index, request in enumerate(requests)
+            ]
+
+
 REFUSED = [
-    ({"enable_lora": True}, "merge the adapter"),
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2,
                              "prompt_lookup_max": 3}}, "--speculative-config"),
     ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),

@@ -138,8 +138,6 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         )
     if vllm_config.kv_transfer_config is not None:
         yield "KV connectors move pages of a full cache; leave --kv-transfer-config out"
-    if vllm_config.lora_config is not None:
-        yield "LoRA adapters have not been tried; merge the adapter, and leave --enable-lora out"
     for kind in ("data", "pipeline", "decode_context", "prefill_context"):
         name = f"{kind}_parallel_size"
         value = getattr(parallel, name, 1)
