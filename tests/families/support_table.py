@@ -19,36 +19,36 @@ DOCUMENT = ROOT / "docs" / "support-table.md"
 README = ROOT / "README.md"
 
 _INTRODUCTION = """\
-Models with full-attention layers work, with MHA, GQA, MQA and MLA; sliding, linear and
-convolution layers beside them keep transformers' own cache. A model that does not work is refused
-when its cache is created, with the reason, never in the middle of a forward.
+**Models with full-attention layers work, with MHA, GQA, MQA and MLA.** Sliding, linear and
+convolution layers beside them keep transformers' own cache. If a model does not work, `H2OCache`
+refuses it with the reason, before any forward.
 
-Every row runs on a tiny random config in `tests/families`, with as many KV heads as query heads
-(MHA) and with fewer (GQA) if the config allows it. A budget of the whole length gives the full
-cache's logits and text, dropping keeps exactly what masking keeps, and a left-padded row gives what
-it gives alone. All but OPT and GPT-2, which have learned positions, also roll their positions past
-the context window. `LLM` and `serve` give the tokens of `generate` for every row except Llama 4
-(they refuse its chunked layers), and for every type with linear or convolution layers.
+The tests of `tests/families` run every row on a tiny random config, with as many KV heads as query
+heads (MHA) and with fewer (GQA) if the config allows it. With a budget of the whole length the
+logits and texts are the full cache's; dropping keeps exactly what masking keeps; and a left-padded
+row gives what it gives alone. All families roll their positions past the context window, except OPT
+and GPT-2, which have learned positions. `LLM` and `serve` give the tokens of `generate` for every
+row except Llama 4, which they refuse for its chunked layers, and for every type below with linear
+or convolution layers.
 """
 _IMAGES = """\
-With images in prompts (`tests/families/test_images.py`), padded batches, later turns, chunks and
-spans give the full cache's logits at a budget of the whole length, and dropping keeps what masking
-keeps. A cut (`prefill_chunk`, `evict_every`) waits for the end of an image with tokens that see
-each other. `cache.kept_positions(layer)` says which tokens of an image remain, and `cache.pin`
-keeps all of them. With `scoring="expected"` positions of three axes count as one per token, which
-moves scores around an image a little. `LLM`, `serve` and `generate --image` give the same tokens
-(`tests/families/test_image_serving.py`) and refuse images for any other type. How well these models
-answer about images after an eviction was not measured.
+With images in prompts, padded batches, later turns, chunks and spans pass the same tests. A cut
+(`prefill_chunk`, `evict_every`) waits for the end of an image with tokens that see each other.
+`cache.kept_positions(layer)` shows which tokens of an image remain, and `cache.pin` keeps all of
+them. With `scoring="expected"` positions of three axes count as one per token, which moves scores
+around an image a little. `LLM`, `serve` and `generate --image` give the same tokens and refuse
+images for any other type. How well these models answer about images after an eviction was not
+measured.
 """
 _OTHERS = """\
 ## All types
 
-Every causal LM type of transformers {transformers} was also tried with a tiny random config made by
-rules (`python tests/families/walk.py --write`, which writes this page): `H2OCache` accepts it, a
-budget above the text gives the full cache's logits, dropping equals masking, and evicting changes
-the output. {count} types pass: {works}.
+`python tests/families/walk.py --write`, which writes this page, also tries every causal LM type of
+transformers {transformers} with a tiny random config: `H2OCache` accepts it, a budget above the
+text gives the full cache's logits, dropping equals masking, and evicting changes the output.
+{count} types pass: {works}.
 
-Jamba reads a prompt in one forward: several tokens after a state are refused, as transformers
+Jamba reads a prompt in one forward and refuses several tokens after a state, because transformers
 forgets the state there. The config matters too: a model in which every layer has a sliding window
 (Mistral-7B v0.1, Phi-3-mini-4k), or with layers that share keys (Gemma 4 E2B), is refused, and so
 are encoder-decoder models (T5).
