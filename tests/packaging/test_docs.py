@@ -48,6 +48,13 @@ def test_pages_are_short():
             assert lines <= 150, f"{page.name} has {lines} lines: long tables go to docs/results"
 
 
+def test_the_readme_is_short_and_has_few_links_by_task():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 100
+    tasks = text.partition("## Read on")[2].partition("\n## ")[0]
+    assert 0 < len(LINK.findall(tasks)) <= 8
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -67,6 +74,15 @@ def test_links_between_pages_lead_somewhere(make_docs):
             assert target.exists(), f"{page.name} links to {link}"
             if anchor and target.suffix == ".md":
                 assert anchor in anchors(target), f"{page.name} links to {link}"
+
+
+def test_pages_that_code_names_exist():
+    for folder in ("src", "tests", "benchmarks", "examples", "scripts"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".sh", ".yaml", ".toml", ".ipynb", ".txt"):
+                text = path.read_text(encoding="utf-8")
+                for page in re.findall(r"\bdocs/[\w/-]+\.md\b", text):
+                    assert (ROOT / page).is_file(), f"{path.name} names {page}"
 
 
 @pytest.mark.parametrize(
