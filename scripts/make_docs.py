@@ -19,9 +19,8 @@ what stands there. An entry of `[tables]` has
 
 Templates are `str.format`'s; a template with an empty field gives an empty cell. An entry of
 `[pictures]` reads rows the same way and draws `y` over `x`, a line for each `line` and a panel for
-each `panel`. A picture stores a digest of what it shows, by which the check knows it. `otherwise`
-names an entry for the time when its file is missing. `[scripts]` names pages with places that a
-script computes.
+each `panel`. A picture stores a digest of what it shows, by which the check knows it. `[scripts]`
+names pages with places that a script computes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 SPECS = ROOT / "docs" / "results" / "tables.toml"
@@ -271,14 +270,6 @@ def series(spec: Spec) -> dict[str, dict[str, list[tuple[float, float]]]]:
     return panels
 
 
-def picture_spec(name: str) -> Spec:
-    """Return the entry of a picture, or its `otherwise` while its file is missing."""
-    spec: Spec = specs()["pictures"][name]
-    if "otherwise" in spec and not (ROOT / spec["csv"]).is_file():
-        return cast(Spec, specs()["otherwise"][spec["otherwise"]])
-    return spec
-
-
 def digest(spec: Spec) -> str:
     """Return a digest of what a picture shows."""
     text = json.dumps([spec, series(spec)], sort_keys=True)
@@ -291,7 +282,7 @@ def draw(name: str, path: Path) -> None:
 
     from h2okv.plots import COLOURS, MARKERS, new_figure
 
-    spec = picture_spec(name)
+    spec: Spec = specs()["pictures"][name]
     panels = series(spec)
     style = {"svg.hashsalt": name, "svg.fonttype": "path", "font.size": 11, "axes.axisbelow": True}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#555555"}
@@ -365,7 +356,7 @@ def picture(name: str) -> Path:
 
 def is_current(name: str) -> bool:
     """Check whether a picture shows what its CSV file says."""
-    spec = picture_spec(name)
+    spec: Spec = specs()["pictures"][name]
     if spec.get("optional") and not read(spec, specs()["names"]):
         return True
     path = picture(name)
