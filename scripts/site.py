@@ -25,7 +25,7 @@ hide: [toc, navigation]
 # What a cache keeps
 
 The viewer on the model and the text of the package: which tokens H2O and a recent window of the
-same size hold at each step. [Open it alone](live/view.html), or make one of your own text:
+same size hold at each step. [Open it alone](live/view.html), or make one of your text:
 
     h2okv view --text chapter.txt {" ".join(OPTIONS)} --export kept.html
 
