@@ -379,7 +379,7 @@ class Engine:
         minimum = self.config.cache.min_tokens
         if minimum and self.config.cache.budget.is_relative:
             lines.append(
-                f"of short prompts at least {minimum} heavy and {minimum} recent entries stay"
+                f"short prompts keep at least {minimum} heavy and {minimum} recent entries"
             )
         if self.prefix_cache is not None:
             limit = self.prefix_cache.max_bytes / _MIB
