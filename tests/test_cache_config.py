@@ -137,19 +137,19 @@ def test_best_is_even_where_a_user_says_so():
 @pytest.mark.parametrize(
     ("options", "label"),
     [
-        ({}, "best v2, 20%"),
-        ({"heavy": 0.1, "recent": 0.1}, "best v2, heavy 50%, 20%"),
-        ({"heavy": 96, "recent": 32}, "best v2, 128"),
-        ({"heavy": 95, "recent": 32, "kv_bits": 4}, "best v2, 4 bits, 127"),
-        ({"layer_budgets": (0.5, 1.5), "positions": "rolling"}, "best v2, rolling, by layer, 20%"),
-        ({"sink": 2}, "h2o, heavy 75%, sink 2, expected, by head v2, 20%"),
+        ({}, "best v3, 20%"),
+        ({"heavy": 0.1, "recent": 0.1}, "best v3, heavy 50%, 20%"),
+        ({"heavy": 96, "recent": 32}, "best v3, 128"),
+        ({"heavy": 95, "recent": 32, "kv_bits": 4}, "best v3, 4 bits, 127"),
+        ({"layer_budgets": (0.5, 1.5), "positions": "rolling"}, "best v3, rolling, by layer, 20%"),
+        ({"sink": 2}, "h2o, heavy 75%, sink 2, expected, by head v3, 20%"),
         ({"measured": None}, "h2o, heavy 75%, sink 4, expected, by head, 20%"),
         ({"measured": 7}, "best v7, 20%"),
     ],
     ids=str,
 )
 def test_labels_name_the_version_of_measured_factors(options, label):
-    measured = {"layer_budgets": ((0.5, 1.5),), "measured": 2, "heavy": 0.15, "recent": 0.05}
+    measured = {"layer_budgets": ((0.5, 1.5),), "measured": 3, "heavy": 0.15, "recent": 0.05}
     config = CacheConfig("best", **(measured | options))
     assert config.label == label
     assert CacheConfig.from_dict(config.to_record()).label == label

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from h2okv.engine.llm import LLM, AsyncLLM
     from h2okv.engine.sampling_params import SamplingParams
     from h2okv.integration.enable import enable, prefill, recipe_path
-    from h2okv.integration.layer_budgets import measure_layer_budgets
+    from h2okv.integration.factors import measure_layer_budgets
     from h2okv.ops.dispatch import use as use_ops
     from h2okv.policy import Policy, Rule, policy_names, register_policy
 
@@ -47,7 +47,7 @@ _MODULES = {
     "engine.llm": ("LLM", "AsyncLLM"),
     "engine.sampling_params": ("SamplingParams",),
     "integration.enable": ("enable", "prefill", "recipe_path"),
-    "integration.layer_budgets": ("measure_layer_budgets",),
+    "integration.factors": ("measure_layer_budgets",),
     "ops.dispatch": ("use_ops",),
     "policy": ("Policy", "Rule", "policy_names", "register_policy"),
 }

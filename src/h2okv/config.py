@@ -23,7 +23,7 @@ _ROUNDING_SLACK = 1e-6
 # H2O with the options that measured best (docs/quality.md). Configs name each of them, and labels
 # the version: a text stays reproducible when a later version chooses others.
 BEST = "best"
-BEST_VERSION = 2  # of these options and of how factors are measured
+BEST_VERSION = 3  # of these options and of how factors are measured
 _BEST_SINK, _BEST_SCORING = 4, "expected"
 _BEST_HEAVY_FRACTION = 0.75
 
@@ -550,7 +550,7 @@ class CacheConfig:
 
     @property
     def policy_name(self) -> str:
-        """The policy in tables: ``best v2`` for `BEST` with measured layer budgets."""
+        """The policy in tables: ``best v3`` for `BEST` with measured layer budgets."""
         if not self.is_best:
             return self.policy
         return BEST if self.measured is None else f"{BEST} v{self.measured}"

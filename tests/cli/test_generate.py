@@ -236,7 +236,7 @@ def test_policy_best_is_the_default_and_equals_its_options(generate):
     options += ("--policy", "h2o", "--layer-budgets", "auto")
     others = (named, generate(*small, *options).out)
     record, *records = [json.loads(out) for out in (default, *others)]
-    assert record["policy"] == "h2o" and record["cache"] == "best v2, 32"
+    assert record["policy"] == "h2o" and record["cache"] == "best v3, 32"
     assert record["mean_cached_tokens"] == pytest.approx(36, abs=1)
     for other in records:
         for name in ("cache", "heavy", "recent", "sink", "scoring", "layer_budgets", "token_ids"):

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 import h2okv
 from h2okv.assets import bundled_model_path
 from h2okv.cache.layer import CacheLayer
-from h2okv.integration import layer_budgets
-from h2okv.integration.layer_budgets import measure_layer_budgets
+from h2okv.integration import factors, layer_budgets
+from h2okv.integration.factors import measure_layer_budgets
 
 BEST = {"policy": "best", "heavy": 0.15, "recent": 0.05}
 
@@ -47,16 +47,16 @@ def files(tmp_path):
 def test_a_cache_of_a_model_is_measured_once_and_kept(model, measured, tmp_path, capsys):
     config = h2okv.H2OCache(model, **BEST).cache_config
     (path,) = files(tmp_path)
-    assert config.label == "best v2, 20%" and measured == [1024]
+    assert config.label == "best v3, 20%" and measured == [3648]
     assert capsys.readouterr().err.count(f"stored in '{path}'") == 1
-    ids = torch.tensor([layer_budgets.encode(*_text(model))[:1024]])
+    ids = torch.tensor([layer_budgets.encode(*_text(model))[:3648]])
     expected = measure_layer_budgets(model, ids, 0.15, by_head=True)
     assert config.layer_budgets == expected
     assert json.loads(path.read_text())["factors"] == [list(layer) for layer in expected]
     assert h2okv.H2OCache(model, **BEST).cache_config == config
     wrapped = torch.compile(model, backend="eager")
     assert h2okv.H2OCache.from_config(wrapped, h2okv.CacheConfig(**BEST)).cache_config == config
-    assert measured == [1024] and capsys.readouterr().err == ""
+    assert measured == [3648] and capsys.readouterr().err == ""
     # Other weights, and another share of the prompt, are measured again.
     h2okv.H2OCache(model, **BEST | {"heavy": 0.3})
     with torch.no_grad():
@@ -73,7 +73,7 @@ def _text(model):
 
 def test_rolling_positions_are_measured_by_layer(model, measured):
     config = h2okv.H2OCache(model, positions="rolling", prefill_chunk=64, **BEST).cache_config
-    assert config.label == "best v2, rolling, by layer, 20%" and measured == [2048]
+    assert config.label == "best v3, rolling, by layer, 20%" and measured == [2048]
 
 
 @pytest.mark.parametrize("even", [None, "even"])
@@ -133,7 +133,7 @@ def test_what_cannot_be_measured_is_even_with_one_sentence(
 def test_a_folder_that_cannot_be_written_costs_time_alone(model, measured, tmp_path, capsys):
     (tmp_path / "h2okv").write_text("a file, where a folder should be")
     first, again = (h2okv.H2OCache(model, **BEST).cache_config for _ in range(2))
-    assert first == again and first.is_by_head and measured == [1024]
+    assert first == again and first.is_by_head and measured == [3648]
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "not stored" in error
 
@@ -157,7 +157,7 @@ def in_threads(*models):
 def test_threads_with_one_model_measure_it_once(model, measured, capsys):
     configs = in_threads(*[model] * 4)
     assert len(configs) == 4 and all(config == configs[0] for config in configs)
-    assert configs[0].is_by_head and measured == [1024]
+    assert configs[0].is_by_head and measured == [3648]
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -190,9 +190,25 @@ def test_a_damaged_file_is_measured_again(model, measured, tmp_path, damage):
 
 def test_a_file_of_another_version_is_measured_again(model, measured, tmp_path, monkeypatch):
     h2okv.H2OCache(model, **BEST)
-    monkeypatch.setattr(layer_budgets, "BEST_VERSION", 3)
-    assert h2okv.H2OCache(model, **BEST).cache_config.label == "best v3, 20%"
+    monkeypatch.setattr(layer_budgets, "BEST_VERSION", 4)
+    assert h2okv.H2OCache(model, **BEST).cache_config.label == "best v4, 20%"
     assert len(measured) == 2 and len(files(tmp_path)) == 2
+
+
+def test_a_model_without_gradients_is_measured_by_its_attention(model, monkeypatch, capsys):
+    ids = torch.tensor([layer_budgets.encode(*_text(model))[:400]])
+    both = measure_layer_budgets(model, ids, by_head=True)
+
+    def fail(*args):
+        raise RuntimeError("no gradients here")
+
+    monkeypatch.setattr(factors, "losses_by_entries", fail)
+    by_attention = measure_layer_budgets(model, ids, by_head=True)
+    assert "by their attention alone (no gradients here)" in capsys.readouterr().err
+    for layer, other in zip(both, by_attention, strict=True):
+        assert layer != other and len(layer) == len(other)
+    flat = torch.tensor(both)
+    assert flat.mean().item() == pytest.approx(1, abs=0.001) and flat.min() >= 0.09
 
 
 def test_factors_are_measured_with_every_query_head(model, monkeypatch):

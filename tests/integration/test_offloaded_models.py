@@ -12,7 +12,7 @@ from h2okv.cache.argument import CACHE
 from h2okv.config import CacheConfig
 from h2okv.evaluation.lm_eval.scorer import Scorer
 from h2okv.integration.enable import input_device
-from h2okv.integration.layer_budgets import measure_layer_budgets
+from h2okv.integration.factors import measure_layer_budgets
 
 SMALL = {"heavy": 5, "recent": 6}
 

@@ -33,14 +33,14 @@ def model(folder):
 
 def test_a_model_is_measured_once_for_each_version(processes, tmp_path, monkeypatch):
     config = measure.measured(BEST, model(bundled_model_path()))
-    assert config.is_by_head and config.label == "best v2, 128"
+    assert config.is_by_head and config.label == "best v3, 128"
     assert measure.measured(BEST, model(bundled_model_path())) == config
     assert len(processes) == 1
     (file,) = (tmp_path / "h2okv" / "layer-budgets").glob("vllm-*.json")
     file.write_text("damaged")
     assert measure.measured(BEST, model(bundled_model_path())) == config
     assert len(processes) == 2 and json.loads(file.read_text())
-    monkeypatch.setattr(measure, "BEST_VERSION", 3)
+    monkeypatch.setattr(measure, "BEST_VERSION", 4)
     measure.measured(BEST, model(bundled_model_path()))
     assert len(processes) == 3
 

@@ -312,7 +312,7 @@ def layers(
     model: ModelOptions = args.model_options(),
     out: Path = option(Path("layers.json"), "File for --layer-budgets.", read=readers.writable),
     text: Path | None = TEXT,
-    tokens: int = option(1024, "Tokens of the text that are read.", read=readers.least, least=2),
+    tokens: int = option(3648, "Tokens of the text that are read.", read=readers.least, least=2),
     by_head: bool = option(False, "Divide among the heads of a layer too.", "--by-head"),
     budget: str = option("20%", "Budget to divide; 3/4 are heavy hitters."),
 ) -> None:

@@ -84,10 +84,7 @@ class _Enabled:
         self._compiles = False
         self._hooked: set[torch.nn.Module] = set()
         self.undo = ExitStack()
-        for config in _configs(model):
-            # Not through the property, which would also set the submodels of a composite model.
-            name = "_attn_implementation_internal"
-            self.undo.callback(setattr, config, name, config._attn_implementation)
+        restore_attention(model, self.undo)
 
     def enter(self, model: PreTrainedModel, outer: torch.nn.Module, compile: bool) -> None:
         """Enter a block; the first changes the model, the first that compiles its forward."""
@@ -154,6 +151,14 @@ def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrai
             if not enabled.users:  # the last block restores the model
                 _ENABLED.pop(base, None)
                 enabled.undo.close()
+
+
+def restore_attention(model: PreTrainedModel, undo: ExitStack) -> None:
+    """Let `undo` give a model the attention back that it has now."""
+    for config in _configs(model):
+        # Not through the property, which would also set the submodels of a composite model.
+        name = "_attn_implementation_internal"
+        undo.callback(setattr, config, name, config._attn_implementation)
 
 
 def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:

@@ -1,116 +1,36 @@
-"""Measure how to divide a budget among a model's layers and heads."""
+"""Look up how to divide a budget among a model's layers and heads, or measure it once."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.assets import sample_prompt
 from h2okv.cache import H2OCache
-from h2okv.cache.layer import CacheLayer
 from h2okv.cache.support import unwrap
 from h2okv.config import BEST_VERSION, MEASURED, CacheConfig, LayerBudgets, checked_factors
 from h2okv.console import Progress, write_remark
 from h2okv.integration.chat_template import encode
-from h2okv.integration.enable import prefill
+from h2okv.integration.factors import measure_layer_budgets
 from h2okv.integration.loading import context_of, describe
 from h2okv.integration.names import cache_folder
 from h2okv.policy import get_rule
 from h2okv.provenance import digest, fingerprint
 from h2okv.records import first_line, parse_json, write_json
 
-# A thousand tokens are enough for heads; layers, which differ less, need more. The time grows with
-# the square: 15 s for 2,048 tokens and a model of 0.5 B on one core.
-_TOKENS_BY_HEAD, _TOKENS_BY_LAYER = 1024, 2048
+# Layers differ less than heads and need one long text, whose time grows with the square.
+_TOKENS_BY_HEAD, _TOKENS_BY_LAYER = 3648, 2048
 # Assumed for a budget in tokens, because prompts may have any length.
 _USUAL_FRACTION = 0.15
-
-
-@torch.no_grad()
-def measure_layer_budgets(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    fraction: float = 0.15,
-    least: float = 0.1,
-    *,
-    by_head: bool = False,
-) -> LayerBudgets:
-    """Measure the share of the budget that each layer needs, for ``H2OCache(layer_budgets=...)``.
-
-    All layers compete for the same entries by their effect on the attention's output: the square
-    of the attention that an entry may expect (`scoring="expected"`) times the norm of its value.
-    The result depends on the model more than on the text, so one measurement for each model is
-    enough: on a thousand tokens for heads, on several thousand for layers.
-
-    Args:
-        model: a loaded model.
-        input_ids: int ``[1, T]``, a text of the kind that will be read.
-        fraction: heavy hitters to divide, as a fraction of the text.
-        least: guaranteed fraction of the equal share for every layer, or head.
-        by_head: let all KV heads of all layers compete, not only the layers.
-
-    Returns:
-        A factor for each layer with H2O entries, or a tuple of one for each of its KV heads; their
-        mean is 1.
-
-    Raises:
-        ValueError: if the text is too short to divide anything, or the model is not supported.
-    """
-    length = input_ids.shape[1]
-    equal_share = int(fraction * length)
-    floor = int(least * equal_share)
-    if not 0 < fraction < 1 or not 0 <= least <= 1 or equal_share - floor < 1:
-        raise ValueError(
-            f"a text of {length} tokens, fraction={fraction:g} and least={least:g} leave nothing to"
-            " divide among the layers; give a text of a thousand tokens."
-        )
-    cache = H2OCache(model.config, policy="full", scoring="expected")
-    for layer in cache.layers:
-        if isinstance(layer, CacheLayer):
-            # Factors by means are worse (docs/results/quality.md); this is done once for a model.
-            layer.heads_of_mean = 1
-    prefill(model, input_ids, cache, torch.ones_like(input_ids))
-    curves = []
-    for layer in cache.layers:
-        if not isinstance(layer, CacheLayer):
-            continue
-        state = layer.state
-        assert state.value_weights is not None
-        weights = torch.where(
-            state.positions >= 0, state.scores.square() * state.value_weights, 0.0
-        )[0]
-        # Entries that the recent window keeps anyway do not compete.
-        weights = weights.masked_fill(state.positions[0] >= length - equal_share // 3, 0.0)
-        weights = weights.sort(dim=-1, descending=True).values[:, :length].cpu()
-        curves.append(weights if by_head else weights.mean(dim=0, keepdim=True))
-    candidates = torch.cat(curves)[:, floor:]
-    chosen = (
-        candidates.flatten().topk((equal_share - floor) * len(candidates)).indices
-        // candidates.shape[1]
-    )
-    counts = floor + torch.bincount(chosen, minlength=len(candidates))
-    factors = [round(float(count) / equal_share, 4) for count in counts]
-    if not by_head:
-        return tuple(factors)
-    sizes = [len(curve) for curve in curves]
-    return tuple(tuple(group) for group in _split(factors, sizes))
-
-
-def _split(factors: list[float], sizes: list[int]) -> Iterator[list[float]]:
-    """Group the factors of all heads by layer; `sizes` are the layers' numbers of heads."""
-    remaining = iter(factors)
-    return (list(islice(remaining, size)) for size in sizes)
 
 
 class _Described(Protocol):
@@ -192,8 +112,8 @@ def _measured(
     even = replace(config, layer_budgets=None)
     by_head = config.positions != "rolling"
     fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION
-    context = context_of(model.config)
-    num_tokens = min(_TOKENS_BY_HEAD if by_head else _TOKENS_BY_LAYER, context or 1 << 30)
+    context = context_of(model.config) or _TOKENS_BY_LAYER
+    num_tokens = _TOKENS_BY_HEAD if by_head else min(_TOKENS_BY_LAYER, context)
     weights = _fingerprint(model)
     setting = f"{weights} {fraction:.4f} {by_head} {num_tokens} {BEST_VERSION}"
     if setting in _REFUSED:

@@ -29,8 +29,28 @@ class PackedLinear(nn.Linear):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        product: Any = torch.ops.mkldnn._linear_pointwise.default
-        return product(input, self.weight, self.bias, "none", [], "")
+        if torch.is_grad_enabled() and input.requires_grad:
+            output: Tensor = _Product.apply(input, self.weight, self.bias)
+            return output
+        return _product(input, self.weight, self.bias)
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product: Any = torch.ops.mkldnn._linear_pointwise.default
+    return product(input, weight, bias, "none", [], "")
+
+
+class _Product(torch.autograd.Function):
+    """The product with its gradient by the input, which PyTorch leaves out."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return _product(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+        return grad_outputs[0] @ ctx.weight.to_dense(), None, None
 
 
 class Int4Linear(PackedLinear):

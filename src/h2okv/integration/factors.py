@@ -1,0 +1,175 @@
+"""Measure the shares of a budget that a model's layers and heads need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from h2okv.cache import H2OCache
+from h2okv.cache.layer import CacheLayer
+from h2okv.config import BEST, CacheConfig, LayerBudgets
+from h2okv.console import write_remark
+from h2okv.integration.enable import prefill
+from h2okv.integration.loading import context_of
+from h2okv.integration.sensitivity import losses_by_entries
+from h2okv.records import first_line
+
+_PROMPT, _FOLLOWING, _WINDOWS = 1024, 192, 3  # tokens of a window; windows of a text
+_SINKS = CacheConfig(BEST).sink
+
+
+@torch.no_grad()
+def measure_layer_budgets(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    fraction: float = 0.15,
+    least: float = 0.1,
+    *,
+    by_head: bool = False,
+) -> LayerBudgets:
+    """Measure the share of the budget that each layer needs, for ``H2OCache(layer_budgets=...)``.
+
+    All layers compete for the same entries by their effect on the attention's output: the square
+    of the attention that an entry may expect (`scoring="expected"`) times the norm of its value.
+    Heads compete a second time by their effect on the predictions (`losses_by_entries`), and a
+    head's factor is the mean of both. The result depends on the model more than on the text, so
+    one measurement for each model is enough.
+
+    Args:
+        model: a loaded model; by head its attention is changed for the call.
+        input_ids: int ``[1, T]``, a text of the kind that will be read, of several thousand tokens.
+            By head at most three windows of 1,216 tokens are read.
+        fraction: heavy hitters to divide, as a fraction of the text.
+        least: guaranteed fraction of the equal share for every layer, or head.
+        by_head: let all KV heads of all layers compete, not only the layers.
+
+    Returns:
+        A factor for each layer with H2O entries, or a tuple of one for each of its KV heads; their
+        mean is 1.
+
+    Raises:
+        ValueError: if the text is too short to divide anything, or the model is not supported.
+    """
+    total = input_ids.shape[1]
+    longest = min(total, context_of(model.config) or total)
+    following = min(_FOLLOWING, longest // 6) if by_head else 0
+    length = min(_PROMPT, longest - following) if by_head else total
+    share = int(fraction * length)
+    floor = int(least * share)
+    if not 0 < fraction < 1 or not 0 <= least <= 1 or share - floor < 1:
+        raise ValueError(
+            f"a text of {longest} tokens, fraction={fraction:g} and least={least:g} leave nothing"
+            " to divide among the layers; give a text of a thousand tokens."
+        )
+    recent = share // 3
+    windows = list(_windows(input_ids, length + following))
+    prompts = [_Prompt.read(model, window[:, :length], recent) for window in windows]
+    sizes = [len(order) for order in prompts[0].orders.values()]
+    gains = torch.stack([prompt.effects for prompt in prompts]).mean(0)
+    if not by_head:
+        by_layer = torch.stack([heads.mean(0) for heads in gains.split(sizes)])
+        return tuple(_divide(by_layer, floor, share).tolist())
+    factors = _divide(gains, floor, share)
+    try:
+        losses = [
+            torch.cat(list(losses_by_entries(model, window, prompt.orders).values()))
+            for window, prompt in zip(windows, prompts, strict=True)
+        ]
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        write_remark(f"note: the heads are measured by their attention alone ({first_line(error)})")
+    else:
+        # Recent tokens and sinks are kept anyway.
+        mean = torch.stack(losses).mean(0)[:, min(recent + _SINKS, length - 1) :]
+        factors = (factors + _divide(_slopes(mean), floor, share)) / 2
+    rounded = iter([round(factor, 4) for factor in factors.tolist()])
+    return tuple(tuple(islice(rounded, size)) for size in sizes)
+
+
+def _windows(input_ids: Tensor, length: int) -> Iterator[Tensor]:
+    """Yield a few windows of a text, spread over it; they overlap in a short one."""
+    rest = input_ids.shape[1] - length
+    count = min(_WINDOWS, 1 + rest // _FOLLOWING)
+    for number in range(count):
+        start = rest * number // max(1, count - 1)
+        yield input_ids[:, start : start + length]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What a full cache says about the entries of a prompt."""
+
+    effects: Tensor  # [heads of all layers, T]: of each entry on the output, the largest first
+    orders: dict[int, Tensor]  # by layer, [H, T]: positions, the first to be dropped last
+
+    @classmethod
+    def read(cls, model: PreTrainedModel, input_ids: Tensor, recent: int) -> _Prompt:
+        """Read a prompt; its `recent` newest tokens do not compete, as every head keeps them."""
+        length = input_ids.shape[1]
+        cache = H2OCache(model.config, policy="full", scoring="expected")
+        layers = {n: layer for n, layer in enumerate(cache.layers) if isinstance(layer, CacheLayer)}
+        for layer in layers.values():
+            # Factors by means are worse (docs/results/quality.md); this is done once for a model.
+            layer.heads_of_mean = 1
+        prefill(model, input_ids, cache, torch.ones_like(input_ids))
+        effects, orders = [], {}
+        for number, layer in layers.items():
+            state = layer.state
+            assert state.value_weights is not None
+            is_empty = state.positions[0] < 0
+            is_recent = state.positions[0] >= length - recent
+            effect = state.scores[0].square() * state.value_weights[0]
+            effect = effect.masked_fill(is_recent | is_empty, 0.0)
+            effects.append(effect.sort(-1, descending=True).values[:, :length].cpu())
+            is_kept = is_recent | (state.positions[0] < _SINKS)
+            rank = state.scores[0].masked_fill(is_kept, torch.inf)
+            rank = rank.masked_fill(is_empty, -torch.inf)
+            best = rank.argsort(-1, descending=True)[:, :length]
+            orders[number] = state.positions[0].gather(-1, best).long()
+        return cls(torch.cat(effects), orders)
+
+
+def _divide(gains: Tensor, floor: int, share: int) -> Tensor:
+    """Divide a budget among rows by what each further entry gains.
+
+    Args:
+        gains: float ``[rows, N]``, the largest first.
+        floor: entries that every row gets.
+        share: entries of a row in the mean, more than `floor`.
+
+    Returns:
+        Each row's number of entries as a fraction of `share`, ``[rows]``.
+    """
+    candidates = gains[:, floor:]
+    chosen = candidates.flatten().topk((share - floor) * len(gains)).indices
+    counts = torch.bincount(chosen // candidates.shape[1], minlength=len(gains))
+    return (floor + counts) / share
+
+
+def _slopes(losses: Tensor) -> Tensor:
+    """Return what each further entry saves of the losses by entries kept, ``[rows, N]``.
+
+    A row's losses are replaced by their lower convex hull, because a head may save nothing until it
+    gets several entries more. The last entry saves the last loss.
+    """
+    rows = []
+    for row in torch.nn.functional.pad(losses, (0, 1)).tolist():
+        corners = [0]
+        for right in range(1, len(row)):
+            while len(corners) > 1:
+                left, middle = corners[-2:]
+                if (row[middle] - row[left]) * (right - middle) < (row[right] - row[middle]) * (
+                    middle - left
+                ):
+                    break
+                corners.pop()
+            corners.append(right)
+        slopes: list[float] = []
+        for left, right in pairwise(corners):
+            slopes += [(row[left] - row[right]) / (right - left)] * (right - left)
+        rows.append(slopes)
+    return torch.tensor(rows)

@@ -1,0 +1,77 @@
+"""The loss that dropped entries are expected to cost, against the divergence that they cost."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from h2okv.cache.argument import CACHE
+from h2okv.integration.sensitivity import losses_by_entries
+
+LENGTH, FOLLOWING, STEP = 24, 8, 0.02
+
+
+@pytest.fixture
+def text():
+    torch.manual_seed(3)
+    return torch.randint(2, 97, (1, LENGTH + FOLLOWING))
+
+
+def test_losses_are_the_divergence_of_weaker_entries(make_llama, text):
+    """A layer with one KV head: a mask for all heads weakens the same entries a little."""
+    model = make_llama(heads=2, kv_heads=1, layers=1, attention="eager", sharpness=3.0)
+    order = torch.randperm(LENGTH)
+    losses = losses_by_entries(model, text, {0: order[None]}, rounds=4000)[0][0]
+    causal = torch.full((FOLLOWING, LENGTH + FOLLOWING), -1e9).triu(LENGTH + 1)
+
+    @torch.no_grad()
+    def log_p(weakened):
+        cache = DynamicCache(config=model.config)
+        model(text[:, :LENGTH], **{CACHE: cache})
+        mask = causal.clone()
+        mask[:, weakened] -= STEP
+        logits = model(text[:, LENGTH:], attention_mask=mask[None, None], **{CACHE: cache}).logits
+        return logits[0].double().log_softmax(-1)
+
+    full = log_p([])
+    for rank in (0, LENGTH // 2, LENGTH - 3):
+        weaker = log_p(order[rank:])
+        divergence = (full.exp() * (full - weaker)).sum(-1).mean() / STEP**2
+        assert losses[rank].item() == pytest.approx(divergence.item(), rel=0.1)
+
+
+def test_a_model_is_as_before(make_llama, text):
+    model = make_llama(attention="sdpa")
+    before = model(text).logits
+    order = torch.arange(LENGTH).expand(2, LENGTH)
+    losses_by_entries(model, text, {0: order, 1: order})
+    assert model.config._attn_implementation == "sdpa"
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+    assert torch.equal(model(text).logits, before)
+
+
+def test_packed_layers_have_gradients(make_llama, text):
+    from h2okv.integration.packed_linear import pack_linear_layers
+
+    model = make_llama(attention="sdpa").to(torch.bfloat16)
+    order = torch.arange(LENGTH).expand(2, LENGTH)
+    expected = losses_by_entries(model, text, {0: order, 1: order})
+    if not pack_linear_layers(model):
+        pytest.skip("nothing is packed on this processor")
+    losses = losses_by_entries(model, text, {0: order, 1: order})
+    for layer in (0, 1):
+        assert losses[layer].max() > 0
+        torch.testing.assert_close(losses[layer], expected[layer], rtol=0.05, atol=1e-6)
+
+
+def test_attention_without_a_mask_is_refused(make_llama, text, monkeypatch):
+    model = make_llama(attention="sdpa")
+    layer = model.model.layers[1]
+
+    def forward(states, **options):
+        return layer.self_attn(states, **options | {"attention_mask": None})[0]
+
+    monkeypatch.setattr(layer, "forward", forward)
+    order = torch.arange(LENGTH).expand(2, LENGTH)
+    with pytest.raises(ValueError, match="takes no attention mask"):
+        losses_by_entries(model, text, {1: order})
+    assert model.config._attn_implementation == "sdpa"
