@@ -92,10 +92,10 @@ def measure_layer_budgets(
 
 def _windows(input_ids: Tensor, length: int) -> Iterator[Tensor]:
     """Yield a few windows of a text, spread over it; they overlap in a short one."""
-    rest = input_ids.shape[1] - length
-    count = min(_WINDOWS, 1 + rest // _FOLLOWING)
+    spare = input_ids.shape[1] - length
+    count = min(_WINDOWS, 1 + spare // _FOLLOWING)
     for number in range(count):
-        start = rest * number // max(1, count - 1)
+        start = spare * number // max(1, count - 1)
         yield input_ids[:, start : start + length]
 
 

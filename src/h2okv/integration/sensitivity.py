@@ -77,8 +77,8 @@ def losses_by_entries(
             for (layer, order), gradient in zip(orders.items(), gradients, strict=True):
                 if gradient is None or not gradient.isfinite().all():
                     raise ValueError(f"layer {layer} has no gradient of its attention's mask")
-                places = order[:, None].expand_as(gradient).to(gradient.device)
-                dropped = gradient.gather(-1, places).flip(-1).cumsum(-1).flip(-1)
+                indices = order[:, None].expand_as(gradient).to(gradient.device)
+                dropped = gradient.gather(-1, indices).flip(-1).cumsum(-1).flip(-1)
                 losses[layer] += dropped.square().sum(1) / (2 * rounds * following.shape[1])
     return {layer: values.cpu() for layer, values in losses.items()}
 
