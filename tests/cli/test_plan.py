@@ -104,11 +104,25 @@ def test_bad_input(plan, args, words):
         assert word in error
 
 
-def test_a_server_is_planned_by_the_same_arithmetic(plan):
-    promise = data_bytes() + (600 << 20)
+def test_a_server_is_planned_by_the_same_arithmetic(
+    plan, h2okv_command, model_folder, monkeypatch
+):
+    def load(*args, **kwargs):
+        raise AssertionError("the weights are loaded")
+
+    monkeypatch.setattr("h2okv.engine.engine.load_weights", load)
+    monkeypatch.setattr("h2okv.engine.serving.data_bytes", lambda: 400 << 20)
+    promise = 1000 << 20
     record = plan("--serve", "--json", "--memory", promise, "--budget", 64)
     assert record["span"] == 256 and record["entries"] == 68 and record["memory"] == promise
     used = record["process"] + record["weights"] + record["prefix_cache"] + record["temporaries"]
     assert used + record["num_seqs"] * record["sequence"] <= promise
-    assert "sequences: " in plan("--serve", "--memory", promise, "--budget", 64)
+    for options in (("--budget", 64), ("--budget", "10%", "--kv-bits", 8), ("--evict-every", 64)):
+        planned = plan("--serve", "--memory", promise, *options)
+        served = h2okv_command(
+            "serve", "--dry-run", "--model", model_folder, "--memory", promise, *options
+        )
+        assert served.code == 0, served
+        assert planned.startswith("memory: 1000.0 MiB, of which the process takes 400.0 MiB")
+        assert planned.splitlines() == served.out.splitlines()[: len(planned.splitlines())]
     assert "must be left out with --serve" in plan("--serve", "--cache", "file", code=2)

@@ -203,8 +203,9 @@ def test_nan_of_a_released_sequence_does_not_reach_the_next_one(make_llama, kept
 
 
 def test_caches_that_cannot_be_pooled_raise(make_llama, make_llm):
-    with pytest.raises(ValueError, match="evicts nothing"):
-        make_llm(make_llama(), policy="full")
+    for policy in ("full", "snapkv"):
+        with pytest.raises(ValueError, match=f"policy='{policy}' evicts nothing while decoding"):
+            make_llm(make_llama(), policy=policy)
     with pytest.raises(ValueError, match="not held in slots; use h2okv batch"):
         make_llm(chunked_model())
 

@@ -5,6 +5,7 @@ import random
 import pytest
 
 import h2okv
+from h2okv.engine.outputs import RequestFailedError
 from h2okv.engine.prefix_cache import PrefixCache
 
 BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
@@ -138,6 +139,51 @@ def test_a_small_limit_drops_the_state_that_was_used_least(make_llm, double_mode
     reused = [llm.generate([text], greedy(1))[0].prompt.num_reused for text in texts]
     assert reused[0] and not reused[1]
     assert len(llm.engine.runner.states) <= 3
+
+
+def test_a_limit_below_one_state_is_refused(make_llm, double_model):
+    with pytest.raises(ValueError, match=r"^prefix_cache of 100 B has no room for a state of"):
+        make_llm(double_model, heavy=8, recent=6, evict_every=8, prefix_cache=100)
+
+
+def test_saved_prefixes_outlive_the_states_of_other_prompts(make_llm, double_model, greedy):
+    options = {"heavy": 8, "recent": 6, "evict_every": 8, "max_prompt_tokens": 200}
+    prefix = list(range(2, 35))
+    probe = make_llm(double_model, **options)
+    probe.generate([prefix], greedy(1))
+    size = probe.stats().prefix_bytes  # of one state
+    pinned = make_llm(double_model, prefixes=[prefix], prefix_cache=size, **options)
+    cold = make_llm(double_model, prefix_cache=0, **options)
+    for first in range(50, 54):
+        pinned.generate([[first, *range(2, 42)]], greedy(1))
+    assert pinned.stats().prefix_evictions >= 3
+    results = [llm.generate([[*prefix, 60, 61]], greedy(30))[0] for llm in (pinned, cold)]
+    assert [result.prompt.num_reused for result in results] == [33, 0]
+    assert results[0].completions[0].token_ids == results[1].completions[0].token_ids
+
+
+def test_a_failed_request_resumes_from_its_states(make_llm, double_model, greedy, monkeypatch):
+    llm = make_llm(double_model, heavy=8, recent=6, evict_every=8, max_prompt_tokens=200)
+    cold = make_llm(
+        double_model, heavy=8, recent=6, evict_every=8, max_prompt_tokens=200, prefix_cache=0
+    )
+    prompt = list(range(2, 42))
+    expected = cold.generate([prompt], greedy(40))[0].completions[0].token_ids
+    forward, steps = llm.engine.runner._forward, []
+
+    def fail_at_the_end(tokens, *args, **options):
+        steps.append(tokens)
+        if len(steps) == 30:
+            raise RuntimeError("the device is lost")
+        return forward(tokens, *args, **options)
+
+    monkeypatch.setattr(llm.engine.runner, "_forward", fail_at_the_end)
+    with pytest.raises(RequestFailedError, match="the device is lost"):
+        llm.generate([prompt], greedy(40))
+    text = [*prompt, *expected[:20]]  # what a client has of it
+    again = llm.generate([text], greedy(20))[0]
+    assert again.prompt.num_reused == (len(text) - 1) // 8 * 8
+    assert again.completions[0].token_ids == expected[20:]
 
 
 def test_sliding_layers_continue_too(make_llm, greedy, gemma):

@@ -1,5 +1,9 @@
 """Packed linear layers against those of torch: the same numbers, and nothing held twice."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -188,3 +192,40 @@ def test_a_cpu_without_bf16_is_refused(monkeypatch):
     assert pack_linear_layers(nn.Linear(32, 16, dtype=torch.bfloat16)) == 0
     with pytest.raises(ValueError, match="needs a CPU that multiplies bfloat16"):
         check_weight_bits(4, None, torch.device("cpu"))
+
+
+def test_settings_of_the_libraries_kernels_stay(monkeypatch):
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "77")
+    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
+    pack_linear_layers(nn.Linear(8, 8, dtype=torch.bfloat16))
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "77"
+    assert os.environ["LRU_CACHE_CAPACITY"] == "128"
+
+
+LENGTHS = """
+import torch
+from torch import nn
+from h2okv.engine.memory import resident_bytes
+from h2okv.integration.packed_linear import pack_linear_layers
+
+layers = [nn.Linear(896, size, dtype=torch.bfloat16) for size in (128, 896, 1792, 4864)]
+for layer in layers:
+    pack_linear_layers(layer)
+states = torch.randn(320, 896, dtype=torch.bfloat16)
+with torch.no_grad():
+    for length in range(320, 120, -1):
+        for layer in layers:
+            layer(states[:length])
+        if length == 261:  # 240 kernels
+            before = resident_bytes()
+print((resident_bytes() - before) >> 20)
+"""
+
+
+@pytest.mark.slow
+def test_prompts_of_many_lengths_take_no_more_memory():
+    names = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    command = [sys.executable, "-c", LENGTHS]
+    options = {"check": True, "capture_output": True, "text": True, "env": environ}
+    assert int(subprocess.run(command, **options).stdout) < 50  # 400 with a kernel for each

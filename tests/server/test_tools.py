@@ -168,7 +168,18 @@ def accumulated(stream):
          [CALL_F, CALL_G]),
         (f"{G}; {F}", None, [CALL_G, CALL_F]),
         ("Hello.\n", "Hello.\n", []),
+        # A name that no tool has is a call, which the client answers.
+        ('<tool_call>{"name": "h", "arguments": {}}</tool_call>', None, [ToolCall("h", "{}")]),
+        ('<|python_tag|>{"name": "h", "parameters": {}}', None, [ToolCall("h", "{}")]),
+        # What does not parse is text, in either form.
         ("<tool_call>{bad}</tool_call>", "<tool_call>{bad}</tool_call>", []),
+        (f"<tool_call>{F[:-3]}", f"<tool_call>{F[:-3]}", []),
+        ('<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+         '<tool_call>{"name": 5, "arguments": {}}</tool_call>', []),
+        (G[:-2], G[:-2], []),
+        ('{"name": "f", "parameters": [5]}', '{"name": "f", "parameters": [5]}', []),
+        ('<|python_tag|>{"name": "f", "parameters": {\'a\': 5}}',
+         '<|python_tag|>{"name": "f", "parameters": {\'a\': 5}}', []),
     ],
 )  # fmt: skip
 def test_calls_complete_and_streamed(scripted, script, content, calls):

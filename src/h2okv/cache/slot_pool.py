@@ -425,8 +425,9 @@ def check_poolable(cache: H2OCache) -> None:
         )
     if not cache.rule.is_bounded:
         raise ValueError(
-            f"policy={cache.rule.name!r} evicts nothing, so slots of a fixed number cannot hold "
-            "it; use policy='h2o' with a budget as large as the longest text for a full cache."
+            f"policy={cache.rule.name!r} evicts nothing while decoding, and sequences have a fixed"
+            " number of slots; use policy='h2o' (for a full cache with a budget as large as the"
+            " longest text)."
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -19,11 +18,12 @@ from h2okv.cache import H2OCache
 from h2okv.cache.linear_states import state_bytes
 from h2okv.cache.slot_state import SlotBytes, slots_for
 from h2okv.cache.support import latent_sizes, size_of
+from h2okv.integration.packed_linear import limit_kernels
 
 _STRICT = ((-3, 128 << 10), (-1, 4 << 20), (-8, 2))
 """M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX."""
 _LOOSE = ((-3, 32 << 20), (-1, 64 << 20))
-_MOST_KERNELS = 16
+_LEAST_KERNELS = 16
 """Kernels of a decode step and of one micro-batch of prompts, with some to spare."""
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -71,11 +71,7 @@ def give_memory_back() -> None:
 
     It costs time: the tensors of each prompt are allocated again, and few kernels are cached.
     """
-    # oneDNN, with which PyTorch multiplies bf16 on a CPU, keeps machine code for each shape of a
-    # product, 1 to 2 MiB each, and both it and PyTorch cache 1024 of them. The variables work only
-    # if there was no bf16 product before this call.
-    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(name, str(_MOST_KERNELS))
+    limit_kernels(_LEAST_KERNELS)
     # The C library would keep freed blocks of up to 32 MiB, in which other sizes do not fit: after
     # some prompts of different lengths a process holds twice the memory that it uses.
     _set_allocator(_STRICT)

@@ -24,6 +24,7 @@ from h2okv.engine.prefix_folder import PrefixFolder
 from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.integration.limits import PromptLimits
 from h2okv.integration.loading import Described, describe, loaded_dtype, weight_bytes
+from h2okv.integration.packed_linear import limit_kernels
 
 SPAN = 256
 """Tokens between two evictions, where prompts share states and the user chose no number."""
@@ -121,7 +122,7 @@ def share_memory(
     """Return what fits into memory; ``unloaded`` are the bytes of weights that are still to come.
 
     Raises:
-        ValueError: If not even one sequence fits.
+        ValueError: If not even one sequence fits, or not even one state into a given prefix_cache.
     """
     used, limit = unloaded, _DEFAULT_SEQS
     promised = int(_FREE_FRACTION * max((available_bytes(device) or 0) - unloaded, 0)) + unloaded
@@ -131,11 +132,18 @@ def share_memory(
             give_memory_back()
         on_gpu = device.type == "cuda"
         used += torch.cuda.memory_allocated(device) if on_gpu else data_bytes() or 0
+    elif device.type == "cpu":
+        limit_kernels()
     states = config.prefix_cache or 0
     if not config.caches_prefixes:
         states = 0
     elif config.prefix_cache is None:
         states = min(DEFAULT_STATES, max(promised - used, 0) // 4)
+    elif 0 < states < memory.state:
+        raise ValueError(
+            f"prefix_cache of {format_bytes(states)} has no room for a state of"
+            f" {format_bytes(memory.state)}; give more, lower the budget, or give 0 for none."
+        )
     if config.max_num_seqs is not None:
         return MemoryShare(promised, used, states, config.max_num_seqs)
     num_seqs = min(memory.num_seqs(promised - used - states), limit)

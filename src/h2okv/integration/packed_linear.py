@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 from collections import Counter
@@ -20,6 +21,7 @@ _FEW_ROWS = 4  # from 8 on the product with 4 bits takes as long as that with 16
 _GROUP, _CODES, _MIDPOINT = 32, 16, 8
 _OUTPUTS = 16  # the product takes multiples of it
 _INNER_TILES = 1  # tiles of the inner dimension; CPUs take any number
+_MOST_KERNELS = 128  # of all batch sizes in use and of some prompts
 
 
 class PackedLinear(nn.Linear):
@@ -101,6 +103,17 @@ def check_weight_bits(bits: int, dtype: torch.dtype | None, device: torch.device
         )
 
 
+def limit_kernels(number: int = _MOST_KERNELS) -> None:
+    """Limit the kernels that oneDNN and PyTorch cache, which is 1,024 for each by default.
+
+    There is one for each shape of a product, so each length of a prompt adds some: 0.8 MiB a piece
+    in bfloat16, and a process that reads prompts would grow for hours. Variables that are set stay,
+    and they work only if there was no product before this call.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(number))
+
+
 def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
     """Pack a model's linear weights for products on this processor.
 
@@ -139,6 +152,8 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
         and owners[id(module.weight)] == 1
         and _fits(module.weight)
     ]
+    if layers:
+        limit_kernels()
     weights = {id(module.weight) for module in layers}
     for parameter in model.parameters() if layers else ():
         if id(parameter) not in weights:  # a view would keep the checkpoint's file in memory
