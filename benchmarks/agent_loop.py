@@ -86,8 +86,8 @@ def command(server: str, port: int, args: argparse.Namespace) -> list[str]:
     return [
         sys.executable, "-m", "h2okv", "serve", "--model", args.model, "--port", str(port),
         "--dtype", args.dtype, "--budget", str(args.budget), "--max-num-seqs", "1",
-        "--max-prompt-tokens", str(args.context), "--prefix-cache", size,
-        "--memory", args.memory, "--timeout", "7200",
+        "--max-prompt-tokens", str(args.context), "--prefix-cache", size, "--timeout", "7200",
+        *(() if args.memory == "none" else ("--memory", args.memory)),
     ]  # fmt: skip
 
 
@@ -95,7 +95,9 @@ def settings(server: str, args: argparse.Namespace) -> str:
     """Return what a row says of a server's cache and weights."""
     if server == "llama.cpp":
         return f"weights as in the file; full cache of {args.context} tokens in 16 bits"
-    limits = f"prefix cache {args.prefix_cache}, memory {args.memory}"
+    limits = f"prefix cache {args.prefix_cache}"
+    if args.memory != "none":
+        limits += f", memory {args.memory}"
     return f"{args.dtype}; {args.budget} entries; {limits}"
 
 
@@ -257,7 +259,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=int, default=1024, help="entries of h2okv")
     parser.add_argument("--dtype", default="bfloat16", help="of h2okv")
     parser.add_argument("--prefix-cache", default="64MiB", help="of h2okv")
-    parser.add_argument("--memory", default="3GiB", help="limit of h2okv's process")
+    parser.add_argument("--memory", default="3GiB", help="limit of h2okv's process, or none")
     parser.add_argument("--csv", type=Path, default=CSV, help="file to add rows to")
     parser.add_argument("--plot", type=Path, help="draw the CSV, measure nothing")
     parser.add_argument("--verbose", action="store_true", help="show what servers write")

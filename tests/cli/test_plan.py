@@ -104,9 +104,7 @@ def test_bad_input(plan, args, words):
         assert word in error
 
 
-def test_a_server_is_planned_by_the_same_arithmetic(
-    plan, h2okv_command, model_folder, monkeypatch
-):
+def test_a_server_is_planned_by_the_same_arithmetic(plan, h2okv_command, model_folder, monkeypatch):
     def load(*args, **kwargs):
         raise AssertionError("the weights are loaded")
 
