@@ -147,7 +147,7 @@ def command(capsys, monkeypatch):
         (("--evict-every", -1), "--evict-every -1 is too few; give 0 or more"),
         (("--policy", "snapkv", "--evict-every", 64), "leave out evict_every=64, or use policy"),
         (("--policy", "snapkv"), "evicts nothing while decoding"),
-        (("--prefix-cache", "1KiB"), "prefix_cache of 1.0 KiB has no room for a state of"),
+        (("--policy", "h2o", "--prefix-cache", "1KiB"), "1.0 KiB has no room for a state of"),
         (("--prefix-cache", "much"), "--prefix-cache 'much' is not an amount"),
         (("--prefix-cache", "1GiB", "--evict-every", 0), "--prefix-cache has no effect with"),
         (("--prefix-cache-folder", "states", "--evict-every", 0), "--prefix-cache-folder has no"),
