@@ -193,6 +193,27 @@ def test_a_prompt_in_chunks_is_a_cache_with_prefill_chunk(scoring):
     assert sum(map(len, outputs)) == 36 and [len(output) for output in outputs] == [7] * 5 + [1]
 
 
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_chunks_of_the_same_length_are_read_together(options):
+    config = config_of(**options)
+    (pool, layer), sizes = make_layer(config), []
+    run_block = layer.run_block
+    layer.run_block = lambda *states: sizes.append(len(states[4])) or run_block(*states)
+    a, b, c, d = requests = [Request(config, 13, seed, torch.float32) for seed in range(4)]
+    for block, request in enumerate(requests, start=2):
+        request.block = block
+    run_batch(layer, pool, [(a, 3), (b, 3), (c, 1)])
+    run_batch(layer, pool, [(a, 2), (b, 2), (c, 2), (d, 2)])
+    run_batch(layer, pool, [(c, 2), (d, 2)])
+    run_batch(layer, pool, [(request, 1) for request in requests])
+    run_batch(layer, pool, [(d, 1)])
+    for count in (4, 2, 1):
+        run_batch(layer, pool, [(request, count) for request in requests])
+    for request in requests:
+        request.check_state(layer)
+    assert sizes == [2, 3, 1, 2, 4, 4]
+
+
 def test_triton_on_indexed_blocks():
     config = config_of()
     with h2okv.use_ops("triton"):
@@ -265,7 +286,7 @@ def decode(config: CacheConfig, batch: int, seen: int = 30):
     index = torch.arange(batch) % NUM_BLOCKS
     for block in range(NUM_BLOCKS):
         request = Request(config, seen, block, torch.float32)
-        layer.run_block(*request.next(seen), 0, torch.tensor([block]))
+        layer.run_block(*request.next(seen), torch.tensor([0]), torch.tensor([block]), True)
     shapes = ((batch, heads, SIZE) for heads in (HEADS * GROUPS, HEADS, HEADS))
     return pool, layer, (*map(torch.randn, shapes), torch.full((batch,), seen), index)
 
@@ -358,7 +379,7 @@ def test_soft_cap_and_the_scale_reach_the_operations():
 
     def first(scale: float, softcap: float | None) -> torch.Tensor:
         _, layer = make_layer(config, torch.float32, scale, softcap)
-        return layer.run_block(query, key, value, 0, torch.tensor([0]))
+        return layer.run_block(query, key, value, torch.tensor([0]), torch.tensor([0]), True)
 
     plain = first(0.3, None)
     assert not torch.allclose(plain, first(0.6, None), atol=1e-3)

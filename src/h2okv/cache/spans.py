@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,7 +124,8 @@ class Spans:
         sequences, span = self.take_queries(layer.state, layer.is_late)
         if span is None:
             return entries.scores
-        ended = entries.of_sequences(sequences)
+        are_all = len(sequences) == len(entries.scores)
+        ended = replace(entries) if are_all else entries.of_sequences(sequences)
         ended.query = span.query
         added = layer.rule.score_block(layer.view(span, ended, torch.zeros_like(ended.scores)))
         return entries.scores.index_add(0, sequences, added.to(torch.float32))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,19 +10,23 @@ from torch import Tensor
 
 from h2okv.vllm_plugin.state import StateLayer, StatePool
 
+# Each needs copies of its entries while its chunk is read.
+_MOST_TOGETHER = 16
+
 
 @dataclass
 class Chunk:
-    """Tokens of one request: of its prompt, or several that it reads again."""
+    """As many tokens of each of B requests: of their prompts, or several that they read again."""
 
     tokens: slice  # their place among those of the step
-    seen: int  # the request's tokens before these
-    index: Tensor  # its block, int64 [1]
+    seen: Tensor  # each request's tokens before these, int64 [B]
+    is_first: bool  # whether these are the first tokens of all requests; else of none
+    index: Tensor  # their blocks, int64 [B]
 
 
 @dataclass
 class Batch:
-    """A step's requests. Single tokens of B requests are read together, chunks one by one."""
+    """A step's requests. Single tokens are read together, and so are chunks of the same length."""
 
     chunks: list[Chunk]
     rows: slice | Tensor  # the single tokens among those of the step
@@ -72,11 +76,12 @@ class Batch:
         new = [row for row in single if seen[row] == 0]
         if new:
             pool.clean(index[_int64(new, table)])
-        chunks = [
-            Chunk(slice(starts[row], starts[row + 1]), seen[row], index[row : row + 1])
-            for row in active
-            if counts[row] > 1
-        ]
+        chunks = []
+        for rows_of in _alike([row for row in active if counts[row] > 1], counts, seen):
+            first, last = rows_of[0], rows_of[-1]
+            tokens = slice(starts[first], starts[last + 1])
+            seen_of = _int64(seen[first : last + 1], table)
+            chunks.append(Chunk(tokens, seen_of, not seen[first], index[first : last + 1]))
         # Decodes come first in most servers' batches.
         offsets = [starts[row] for row in single]
         is_first = offsets == single == list(range(len(single)))
@@ -110,7 +115,9 @@ class Batch:
         output[self.num_tokens :] = 0
         for chunk in self.chunks:
             at = chunk.tokens
-            output[at] = layer.run_block(query[at], key[at], value[at], chunk.seen, chunk.index)
+            output[at] = layer.run_block(
+                query[at], key[at], value[at], chunk.seen, chunk.index, chunk.is_first
+            )
         if not len(self.index):
             return
         at_rows, is_full = self.rows, self.least_seen >= layer.largest.total
@@ -120,6 +127,23 @@ class Batch:
         )  # fmt: skip
         if self.ended is not None:
             layer.end_spans(*self.ended)
+
+
+def _alike(rows: Sequence[int], counts: Sequence[int], seen: Sequence[int]) -> Iterator[list[int]]:
+    """Yield runs of neighbouring requests with as many tokens, all at their beginning or none."""
+    run: list[int] = []
+    for row in rows:
+        if run and not (
+            len(run) < _MOST_TOGETHER
+            and row == run[-1] + 1
+            and counts[row] == counts[run[0]]
+            and (seen[row] == 0) == (seen[run[0]] == 0)
+        ):
+            yield run
+            run = []
+        run.append(row)
+    if run:
+        yield run
 
 
 def _int64(numbers: Sequence[int], like: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from h2okv.cache.block import Block
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotState, empty_value
+from h2okv.cache.slots import SlotPlan
 from h2okv.cache.spans import Spans
 from h2okv.config import Budget, CacheConfig
 from h2okv.ops.attention import mean_queries
@@ -132,35 +133,47 @@ class StateLayer(SlotLayer):
                 )
         self.slots.operations = None
 
-    # --- a prompt, or a later chunk, of one request -----------------------------------------------
+    def _forget(self) -> None:
+        super()._forget()
+        span = 1 if self.spans is None else self.spans.length
+        self.slots = _BlockPlan(self.rule, self.storage, self.head_budgets is not None, span)
+
+    # --- a prompt, or a later chunk, of each of B requests ----------------------------------------
 
     def run_block(
-        self, query: Tensor, key: Tensor, value: Tensor, seen: int, index: Tensor
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seen: Tensor,
+        index: Tensor,
+        is_first: bool,
     ) -> Tensor:
         """Attend, score and evict.
 
         Args:
-            query: ``[T, HQ, D]``.
-            key: ``[T, H, D]``.
-            value: ``[T, H, D]``.
-            seen: tokens of the request before these.
-            index: its block, int64 ``[1]``.
+            query: ``[B * T, HQ, D]``, the T tokens of one request after those of another.
+            key: ``[B * T, H, D]``.
+            value: ``[B * T, H, D]``.
+            seen: tokens of each request before these, int64 ``[B]``.
+            index: their blocks, int64 ``[B]``.
+            is_first: whether `seen` is 0 for all requests; else it is for none.
 
         Returns:
-            ``[T, HQ, D]``. Mutates the block.
+            ``[B * T, HQ, D]``. Mutates the blocks.
         """
-        query, key, value = (s.transpose(0, 1).unsqueeze(0) for s in (query, key, value))
+        query, key, value = (
+            states.unflatten(0, (len(index), -1)).transpose(1, 2) for states in (query, key, value)
+        )
         self.reset()
         self.lazy_initialization(key, value)
         self.learn_rotation(self.rotates)
-        self.cumulative_length += seen
-        if seen:
-            self.state = self._copies(index, torch.tensor([seen], device=key.device))
+        if not is_first:
+            self.cumulative_length += seen.max()
+            self.state = self._copies(index, seen)
         output = self.attend(query, key, value, None, self.scale, self.softcap)
-        if self.head_budgets is not None:
-            self.slots.make_static(self.state, self.dtype)
         self._store(index)
-        return output[0].transpose(0, 1)
+        return output.transpose(1, 2).flatten(0, 1)
 
     def _copies(self, index: Tensor, seen: Tensor) -> SlotState:
         """Return the state of requests after ``seen`` tokens, int64 ``[B]``, from their blocks."""
@@ -262,6 +275,17 @@ class StateLayer(SlotLayer):
             num_static=num_static if self.rule.has_pattern else None,
             value_weights=tensors.get("value_weights"), budgets=[self.largest],
         )  # fmt: skip
+
+
+class _BlockPlan(SlotPlan):
+    """Slots of a server's blocks: all from the beginning, and no step counts them."""
+
+    def refresh(self, state: SlotState, dtype: torch.dtype) -> None:
+        """Leave out what only steps of a cache that grows need to know."""
+
+    @staticmethod
+    def _is_static(state: SlotState) -> bool:
+        return True
 
 
 class _BlockSpans(Spans):
