@@ -169,7 +169,8 @@ def test_they_are_measured(make_llama):
     attention = model.model.layers[1].self_attn
     attention.v_proj.weight.data[: attention.head_dim] *= 1e-4
     budgets = h2okv.measure_layer_budgets(model, tokens(3, 1, 200), by_head=True)
-    assert [len(heads) for heads in budgets] == [2, 2, 2] and budgets[1][0] == 0.1 < budgets[1][1]
+    # The least share is a tenth of 25 entries: two.
+    assert [len(heads) for heads in budgets] == [2, 2, 2] and budgets[1][0] == 0.08 < budgets[1][1]
     assert sum(map(sum, budgets)) / 6 == pytest.approx(1, abs=1e-3)
     h2okv.H2OCache(model.config, 0.15, 0.05, layer_budgets=budgets)
 

@@ -72,7 +72,7 @@ def batch(
     offload: OffloadOptions = _OFFLOAD,
     input: Path = option(..., "The prompts, a JSONL file.", read=readers.readable),
     output: Path = option(
-        ..., "The results, a JSONL file; created or continued.", read=readers.writable
+        ..., "The results, a JSONL file; continued if there.", read=readers.writable
     ),
     cache_folder: Path | None = option(None, "Folder of a cache on disk (of --output)."),
     converted: Path | None = option(None, "Folder of converted checkpoints (user's cache)."),

@@ -73,7 +73,7 @@ def measure_layer_budgets(
     gains = torch.stack([prompt.effects for prompt in prompts]).mean(0)
     if not by_head:
         by_layer = torch.stack([heads.mean(0) for heads in gains.split(sizes)])
-        return tuple(_divide(by_layer, floor, share).tolist())
+        return tuple(round(factor, 4) for factor in _divide(by_layer, floor, share).tolist())
     factors = _divide(gains, floor, share)
     try:
         losses = [
