@@ -211,6 +211,25 @@ def test_a_model_without_gradients_is_measured_by_its_attention(model, monkeypat
     assert flat.mean().item() == pytest.approx(1, abs=0.001) and flat.min() >= 0.09
 
 
+@pytest.mark.parametrize(("load", "threads"), [(0.2, 3), (1.4, 2), (9.0, 1)])
+def test_threads_are_those_of_free_cores(model, monkeypatch, load, threads):
+    seen = []
+    monkeypatch.setattr(factors.os, "getloadavg", lambda: (load, 0.0, 0.0))
+
+    def count(*args):
+        seen.append(torch.get_num_threads())
+        raise RuntimeError("seen")
+
+    monkeypatch.setattr(factors, "losses_by_entries", count)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        measure_layer_budgets(model, torch.ones(1, 400, dtype=torch.long), by_head=True)
+        assert seen == [threads] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_factors_are_measured_with_every_query_head(model, monkeypatch):
     """Caches take means of query heads; factors by means were worse (docs/results/quality.md)."""
     ids = torch.tensor([layer_budgets.encode(*_text(model))[:400]])

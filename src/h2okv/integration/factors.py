@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -23,6 +25,19 @@ _PROMPT, _FOLLOWING, _WINDOWS = 1024, 192, 3  # tokens of a window; windows of a
 _SINKS = CacheConfig(BEST).sink
 
 
+@contextmanager
+def _threads_of_free_cores() -> Iterator[None]:
+    """Leave out threads for whose cores other processes compete: short operations wait for all."""
+    before = torch.get_num_threads()
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    torch.set_num_threads(max(1, before - round(load)))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@_threads_of_free_cores()
 @torch.no_grad()
 def measure_layer_budgets(
     model: PreTrainedModel,
