@@ -120,7 +120,8 @@ config, _ = in_tokens(config, "bundled")
 print("sequences", LLM("bundled", config=config, device="cpu").engine.max_num_seqs)
 """
     command = [sys.executable, "-c", script]
+    # A first start also measures the heads' budgets, which leaves some 50 MiB in the process.
+    subprocess.run(command, check=True, capture_output=True)
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     actual = int(re.search(r"sequences (\d+)", result.stdout)[1])
-    # A first start measures the heads' budgets, which leaves some 50 MiB in the process.
-    assert planned == pytest.approx(actual, rel=0.07)
+    assert planned == pytest.approx(actual, rel=0.03)
