@@ -47,6 +47,14 @@ def _cache_folder(tmp_path_factory):
         yield
 
 
+@pytest.fixture(autouse=True)
+def _no_kernel_limits():
+    """Remove the limits that loading a model sets, which later processes would inherit."""
+    yield
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture(scope="session")
 def load_script():
     """Return a function that imports a script of the checkout; a test without one is skipped."""

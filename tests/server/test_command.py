@@ -308,7 +308,8 @@ def test_signal_after_the_address_stops_gracefully(command, monkeypatch):
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("h2okv.server.launch.announce", announce)
-    assert command("--port", 0, "--max-num-seqs", 1, "--max-prompt-tokens", 64) == (0, "")
+    options = ("--max-num-seqs", 1, "--max-prompt-tokens", 64, "--policy", "h2o")
+    assert command("--port", 0, *options) == (0, "")
 
 
 def test_warning_for_a_public_host_without_api_key(command, monkeypatch):
