@@ -41,7 +41,7 @@ def files(tmp_path):
 def test_a_slowdown_is_measured_and_the_reader_ends(files):
     before = threading.active_count()
     measured = measure_slowdown(
-        files, 1 << 10, Gemm.make(32, 64, 1 << 20, torch.float32, torch.device("cpu"))
+        files, 1 << 10, Gemm.make(32, 64, 1 << 20, torch.float32, torch.device("cpu"), 2)
     )
     assert min(measured) >= 1
     assert threading.active_count() == before
@@ -51,5 +51,5 @@ def test_a_reader_that_fails_says_why(files, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="has changed while the model ran"):
         measure_slowdown(
-            files, 1 << 10, Gemm.make(32, 64, 1 << 20, torch.float32, torch.device("cpu"))
+            files, 1 << 10, Gemm.make(32, 64, 1 << 20, torch.float32, torch.device("cpu"), 2)
         )

@@ -120,7 +120,8 @@ def measure_hardware(
         copies = Clock(device).samples(lambda: target.copy_(source, non_blocking=True))
         link = _SAMPLE_BYTES / min(copies)
     width = max(1, min(memory.width, quarter // (memory.hidden * 16)))
-    gemm = Gemm.make(memory.hidden, width, quarter, dtype, device)
+    layers = len(memory.cache.layers)
+    gemm = Gemm.make(memory.hidden, width, quarter, dtype, device, layers)
     read_bytes = max(_MIN_READ_BYTES, sample // 4)
     slowdown = Slowdown()
     if device.type == "cpu":
@@ -157,11 +158,18 @@ class Gemm(NamedTuple):
 
     @classmethod
     def make(
-        cls, hidden: int, width: int, room: int, dtype: torch.dtype, device: torch.device
+        cls,
+        hidden: int,
+        width: int,
+        room: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layers: int,
     ) -> Gemm:
-        # More than a processor's cache holds, because a model's weights come from memory.
+        # More than a processor's cache holds, because a model's weights come from memory, but no
+        # more layers than the model has: a tiny one's weights stay in the processor's cache.
         each = 3 * width * hidden * dtype.itemsize
-        count = max(1, min(-(-_SAMPLE_BYTES // each), room // each))
+        count = max(1, min(-(-_SAMPLE_BYTES // each), room // each, layers))
         shapes = ((count, width, hidden), (count, width, hidden), (count, hidden, width))
         return cls(*(torch.randn(shape, dtype=dtype, device=device) for shape in shapes))
 
