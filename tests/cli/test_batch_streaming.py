@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 5
 H2O = ("--policy", "h2o")  # budgets by head are measured on whole models alone
-PROMPTS = ["the cat", "the dog sat on the log, " * 6, "on", "the mat and the dog " * 3, "it", "a"]
+PROMPTS = ["the cat", "the dog sat on the log, " * 6, "he", "the mat and the dog " * 3, "it", "a"]
 
 
 @pytest.fixture
