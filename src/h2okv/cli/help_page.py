@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from typer import rich_utils
-from typer.models import ArgumentInfo
+from typer.models import ArgumentInfo, OptionInfo
 
 PANELS = ("Model", "Cache", "Text", "Sampling", "Output", "Offload", "Server", "More")
 _TEXT = (
@@ -80,6 +80,11 @@ def describe(parameter: inspect.Parameter) -> inspect.Parameter:
         if not isinstance(value, bool) and value not in (None, "", ...):
             info.help += f" ({f'{value:g}' if isinstance(value, float) else value})"
         info.show_default = False
+    if isinstance(info, OptionInfo) and not info.param_decls:
+        # Typer 0.27 would take the flag's letters from the metavar: --POLICY.
+        flag = parameter.name.replace("_", "-")
+        is_switch = isinstance(info.default, bool)
+        info.param_decls = (f"--{flag}/--no-{flag}" if is_switch else f"--{flag}",)
     return parameter.replace(default=info)
 
 

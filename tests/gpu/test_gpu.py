@@ -1,0 +1,234 @@
+"""What users run, on a GPU: the same tokens and kept entries as on the CPU, for every option.
+
+The CPU's own results are held to formulas in loops elsewhere. Without a GPU everything is skipped.
+"""
+
+import json
+import os
+
+import pytest
+import torch
+from transformers import (
+    AutoTokenizer,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
+
+import h2okv
+from h2okv.assets import bundled_model_path
+from h2okv.cache.base_layer import BaseLayer
+from h2okv.cli.app import run
+from h2okv.ops import dispatch
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+NEW = 24
+OPTIONS = {
+    "h2o": {},
+    "whole": {"heavy": 200, "recent": 200},
+    "recent": {"policy": "recent"},
+    "sinks kept": {"policy": "sink_recent", "sink": 4},
+    "snapkv": {"policy": "snapkv"},
+    "best": {"policy": "best", "layer_budgets": None},
+    "mean": {"scoring": "mean"},
+    "decay": {"scoring": "decay"},
+    "value norm": {"scoring": "value_norm"},
+    "rolling": {"positions": "rolling"},
+    "8 bits": {"kv_bits": 8},
+    "4 bits": {"kv_bits": 4},
+    "in chunks": {"prefill_chunk": 16},
+    "at fixed places": {"evict_every": 16},
+    "by layer": {"layer_budgets": [0.8, 1.2]},
+    "by head": {"layer_budgets": [[0.6, 1.2], [1.5, 0.7]]},
+}
+
+
+@pytest.fixture(autouse=True)
+def _as_users_run(monkeypatch):
+    monkeypatch.setenv(dispatch.VARIABLE, "auto")
+
+
+def prompts(batch=2, length=70):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 97, (batch, length), generator=generator)
+    mask = torch.ones_like(ids)
+    if batch > 1:
+        mask[0, :9] = 0
+    return ids, mask
+
+
+def continued(model, device, batch=2, **options):
+    """Return the new tokens of ``generate`` and what each layer keeps."""
+    model = model.to(device)
+    ids, mask = prompts(batch)
+    generation = {"max_new_tokens": NEW, "do_sample": False} | options.pop("generation", {})
+    cache = h2okv.H2OCache(model.config, **({"heavy": 0.15, "recent": 0.15} | options))
+    with h2okv.enable(model):
+        tokens = model.generate(
+            ids.to(device), attention_mask=mask.to(device), past_key_values=cache, **generation
+        )
+    cache.check_integrity()
+    full = [index for index, layer in enumerate(cache.layers) if isinstance(layer, BaseLayer)]
+    kept = [cache.kept_positions(layer).cpu() for layer in full]
+    return tokens.cpu(), [positions.sort(dim=-1).values for positions in kept]
+
+
+def same(actual, expected):
+    assert torch.equal(actual[0], expected[0])
+    for ours, theirs in zip(actual[1], expected[1], strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("ops", ["auto", "plain"])
+def test_generate_equals_the_cpu(make_llama, name, ops):
+    model = make_llama()
+    expected = continued(model, "cpu", **OPTIONS[name])
+    with dispatch.use(ops):
+        same(continued(model, "cuda", **OPTIONS[name]), expected)
+
+
+def test_the_kernels_are_used(make_llama):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for size in (64, 96, 128, 256):
+            chosen = dispatch.operations(torch.device("cuda", 0), dtype, size, size, 4)
+            assert chosen.name == "triton", chosen.why
+
+
+@pytest.mark.parametrize("generation", [{"num_beams": 3}, {"do_sample": False}], ids=["beams", "1"])
+def test_ways_to_generate(make_llama, generation):
+    model = make_llama()
+    options = {"generation": generation}
+    expected = continued(model, "cpu", **options)
+    same(continued(model, "cuda", **options), expected)
+
+
+def test_sliding_layers_and_learned_sinks():
+    common = dict(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None, sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    models = [
+        Gemma3ForCausalLM(Gemma3TextConfig(**common)),
+        GptOssForCausalLM(GptOssConfig(**common, **experts)),
+    ]
+    for model in models:
+        model = model.eval().float()
+        expected = continued(model, "cpu", batch=1)
+        same(continued(model, "cuda", batch=1), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["h2o", "best", "by head", "rolling", "8 bits", "4 bits"])
+def test_half_precision(make_llama, dtype, name):
+    """Logits of forced tokens are near those of the CPU in fp32, with a budget above the text."""
+    model = make_llama(sharpness=2.0)
+    ids, _ = prompts(1, 90)
+    logits = {}
+    for device, kind in (("cpu", torch.float32), ("cuda", dtype)):
+        model = model.to(device, kind)
+        options = {"heavy": 60, "recent": 60} | OPTIONS[name]
+        cache = h2okv.H2OCache(model.config, **options)
+        with h2okv.enable(model), torch.no_grad():
+            model(ids[:, :60].to(device), past_key_values=cache)
+            steps = [
+                model(ids[:, at : at + 1].to(device), past_key_values=cache).logits
+                for at in range(60, 90)
+            ]
+        logits[device] = torch.cat(steps).float().cpu()
+    error = (logits["cuda"] - logits["cpu"]).norm() / logits["cpu"].norm()
+    assert error < (0.03 if "bits" not in name else 0.15), error
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "best", "layer_budgets": None}], ids=str)
+def test_a_compiled_step_replays_a_graph(make_llama, options):
+    model = make_llama()
+    expected = continued(model, "cuda", batch=1, **options)
+    compiled = make_llama()
+    compiled.forward = torch.compile(compiled.forward, mode="reduce-overhead", dynamic=False)
+    same(continued(compiled, "cuda", batch=1, **options), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"policy": "best", "layer_budgets": None}, {"layer_budgets": [[0.6, 1.2], [1.5, 0.7]]},
+     {"kv_bits": 8}, {"evict_every": 16}, {"positions": "rolling"}],
+    ids=str,
+)  # fmt: skip
+def test_the_engine_equals_generate(make_llama, options):
+    model = make_llama()
+    generator = torch.Generator().manual_seed(1)
+    requests = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (60, 9, 33, 71)]
+    params = h2okv.SamplingParams(max_tokens=NEW, ignore_eos=True)
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    settings = {"max_num_seqs": 3, "heavy": 0.2, "recent": 0.2} | options
+    outputs = {}
+    for device in ("cpu", "cuda"):
+        with h2okv.LLM(model.to(device), tokenizer, **settings) as llm:
+            results = llm.generate(requests, params, show_progress=False)
+            outputs[device] = [result.completions[0].token_ids for result in results]
+    assert outputs["cuda"] == outputs["cpu"]
+
+
+def test_a_saved_state_is_read_on_another_device(make_llama, tmp_path):
+    model = make_llama()
+    ids, _ = prompts(1)
+    kept = {}
+    for device in ("cuda", "cpu"):
+        model = model.to(device)
+        cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2)
+        with h2okv.enable(model), torch.no_grad():
+            if device == "cuda":
+                model(ids.to(device), past_key_values=cache)
+                cache.save(tmp_path / "state")
+            cache = h2okv.H2OCache.load(tmp_path / "state", model)
+            model(ids[:, :1].to(device), past_key_values=cache)
+        kept[device] = [cache.kept_positions(layer).cpu() for layer in range(len(cache.layers))]
+    assert all(map(torch.equal, kept["cuda"], kept["cpu"]))
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [("--weights", "device"), ("--weights", "cpu"), ("--weights", "device=50,disk=50"),
+     ("--cache", "device=50,cpu=50"), ("--cache", "device=50,file=50")],
+    ids=str,
+)  # fmt: skip
+def test_batch_with_weights_and_caches_elsewhere(tmp_path, placement):
+    pytest.importorskip("greenlet")
+    lines = [{"id": n, "prompt": "the cat sat on the mat and " * (n + 1)} for n in range(5)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    texts = {}
+    for device, options in (("cpu", ()), ("cuda", placement)):
+        path = tmp_path / f"{device}.jsonl"
+        args = ["batch", "--model", "bundled", "--input", tmp_path / "in.jsonl", "--output", path,
+                "--max-new-tokens", 8, "--policy", "h2o", "--device", device,
+                "--dtype", "float32", *options]  # fmt: skip
+        assert run([str(arg) for arg in args]) == 0
+        records = map(json.loads, path.read_text().splitlines())
+        texts[device] = {record["id"]: record["text"] for record in records}
+    assert texts["cuda"] == texts["cpu"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [("generate", "The sun rose over", "--max-new-tokens", "16"),
+     ("generate", "The sun rose over", "--max-new-tokens", "16", "--policy", "h2o"),
+     ("plan", "bundled"),
+     ("eval", "fidelity", "--texts", "2", "--prompt-tokens", "128", "--new-tokens", "8"),
+     ("env",)],
+    ids=" ".join,
+)  # fmt: skip
+def test_commands(args, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(os.environ, "XDG_CACHE_HOME", str(tmp_path))
+    model = () if args[0] in ("plan", "env") else ("--model", "bundled")
+    assert run([*args, *model]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
