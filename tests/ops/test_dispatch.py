@@ -41,8 +41,9 @@ def run(model, ids, implementation, **options):
      {"policy": "sink_recent"}, {"policy": "full"}, {"scoring": "decay"}],
     ids=str,
 )  # fmt: skip
-def test_a_model_on_triton_kernels(make_llama, kept_sets, options):
-    model, ids = make_llama(heads=4, kv_heads=2), torch.randint(2, 97, (2, 36))
+def test_a_model_on_triton_kernels(make_llama, kept_sets, device, options):
+    model = make_llama(heads=4, kv_heads=2).to(device)
+    ids = torch.randint(2, 97, (2, 36), device=device)
     expected, expected_logits = run(model, ids, "plain", **options)
     cache, logits = run(model, ids, "triton", **options)
     assert {layer.slots.operations.name for layer in cache.layers} == {"triton"}
@@ -51,8 +52,9 @@ def test_a_model_on_triton_kernels(make_llama, kept_sets, options):
 
 
 @pytest.mark.slow
-def test_a_padded_batch_on_triton_kernels(make_llama, kept_sets):
-    model, ids = make_llama(heads=4, kv_heads=2), torch.randint(2, 97, (2, 30))
+def test_a_padded_batch_on_triton_kernels(make_llama, kept_sets, device):
+    model = make_llama(heads=4, kv_heads=2).to(device)
+    ids = torch.randint(2, 97, (2, 30), device=device)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     texts, caches = [], []
@@ -95,7 +97,7 @@ def test_a_cpu_needs_no_kernels(make_llama):
 
 @pytest.mark.parametrize("fault", ["number", "error"])
 @pytest.mark.parametrize("where", ["attend", "step"])
-def test_kernels_that_disagree_are_not_used(monkeypatch, fault, where):
+def test_kernels_that_disagree_are_not_used(monkeypatch, device, fault, where):
     module, name = triton_prefill, "attention_with_scores"
     if where == "step":
         module, name = triton_decode, "decode_step"
@@ -108,7 +110,7 @@ def test_kernels_that_disagree_are_not_used(monkeypatch, fault, where):
         return (result[0], 2 * result[1]) if where == "attend" else result + 1
 
     monkeypatch.setattr(module, name, wrong)
-    arguments = torch.device("cpu"), torch.float32, 16, 16, 2
+    arguments = device, torch.float32, 16, 16, 2
     text = "differ from plain PyTorch" if fault == "number" else "unsupported toolchain"
     with dispatch.use("triton"), pytest.raises(ValueError, match=text):
         dispatch.operations(*arguments)

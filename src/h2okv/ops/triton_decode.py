@@ -23,6 +23,12 @@ _NOTHING = tl.constexpr(-1e30)
 
 
 @triton.jit
+def number(value):
+    # Compiled models pass Python's numbers as fp64.
+    return tl.full([], value, tl.float32)
+
+
+@triton.jit
 def _attend(
     query, new_key, new_value, keys, values, blocks, positions, free, seen, real, factors, ranks,
     logits, tops, totals, mixed,
@@ -115,9 +121,10 @@ def _attend(
             scores += tl.dot(
                 odd_query, tl.trans(even * imaginary + odd * real_part), input_precision=PRECISION
             )
-        scores = scores * scale
+        scores = scores * number(scale)
         if HAS_SOFTCAP:
-            scores = (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0) * softcap
+            cap = number(softcap)
+            scores = (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0) * cap
         scores = tl.where(is_entry[None, :], scores, -float("inf"))
         tl.store(
             logits + (row * GROUPS + group)[:, None] * num_slots + slots[None, :],

@@ -19,7 +19,7 @@ from torch import Tensor
 from h2okv.ops import flash_varlen
 from h2okv.ops.flash import add_sink
 from h2okv.ops.reference import Visibility
-from h2okv.ops.triton_decode import side
+from h2okv.ops.triton_decode import number, side
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = tl.constexpr(math.log(2.0))
@@ -42,8 +42,8 @@ def _logits(query, key, scale, softcap, HAS_SOFTCAP: tl.constexpr, PRECISION: tl
     logits = tl.dot(query, key, input_precision=PRECISION)
     if HAS_SOFTCAP:
         # scale holds 1 / softcap, softcap the factor log2(e).
-        return (2.0 * tl.sigmoid(2.0 * logits * scale) - 1.0) * softcap
-    return logits * scale
+        return (2.0 * tl.sigmoid(2.0 * logits * number(scale)) - 1.0) * number(softcap)
+    return logits * number(scale)
 
 
 @triton.jit
@@ -166,7 +166,7 @@ def _sums(
                 mask=(rows < length)[None, :] & (numbers < D)[:, None], other=0.0,
             )  # fmt: skip
             logits = _logits(some_keys, some_queries, scale, softcap, HAS_SOFTCAP, PRECISION)
-            weights = tl.exp2(logits - (limit * log2_e)[None, :])
+            weights = tl.exp2(logits - (limit * number(log2_e))[None, :])
             if HAS_SHARES:
                 share = tl.load(share_base + rows, mask=rows < length, other=0.0)
                 weights = weights * share[None, :]
