@@ -22,8 +22,8 @@ import torch
 from record import RESULTS, Target, environment, interleave, report, rows_for
 
 from h2okv.offload.profile import measure_bandwidth
-from h2okv.ops import attention as flash
 from h2okv.ops import dispatch, triton_prefill
+from h2okv.ops import flash_varlen as flash
 from h2okv.ops.decode import Slots, StepRules
 from h2okv.ops.reference import Visibility
 from h2okv.ops.triton_prefill import Tile

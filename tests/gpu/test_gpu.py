@@ -148,12 +148,10 @@ def test_half_precision(make_llama, dtype, name):
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "best", "layer_budgets": None}], ids=str)
-def test_a_compiled_step_replays_a_graph(make_llama, options):
+def test_steps_that_replay_a_graph_equal_eager_ones(make_llama, options):
     model = make_llama()
-    expected = continued(model, "cuda", batch=1, **options)
-    compiled = make_llama()
-    compiled.forward = torch.compile(compiled.forward, mode="reduce-overhead", dynamic=False)
-    same(continued(compiled, "cuda", batch=1, **options), expected)
+    eager = continued(model, "cuda", generation={"disable_compile": True}, **options)
+    same(continued(model, "cuda", **options), eager)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +178,7 @@ def test_the_engine_equals_generate(make_llama, options):
 def test_a_saved_state_is_read_on_another_device(make_llama, tmp_path):
     model = make_llama()
     ids, _ = prompts(1)
-    kept = {}
+    kept_positions = {}
     for device in ("cuda", "cpu"):
         model = model.to(device)
         cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2)
@@ -190,8 +188,10 @@ def test_a_saved_state_is_read_on_another_device(make_llama, tmp_path):
                 cache.save(tmp_path / "state")
             cache = h2okv.H2OCache.load(tmp_path / "state", model)
             model(ids[:, :1].to(device), past_key_values=cache)
-        kept[device] = [cache.kept_positions(layer).cpu() for layer in range(len(cache.layers))]
-    assert all(map(torch.equal, kept["cuda"], kept["cpu"]))
+        kept_positions[device] = [
+            cache.kept_positions(layer).cpu() for layer in range(len(cache.layers))
+        ]
+    assert all(map(torch.equal, kept_positions["cuda"], kept_positions["cpu"]))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def in_blocks(entries):
 
 def run(device, dtype=torch.float32, groups=2, num_slots=63, num_entries=None, size=32,
         value_size=None, width=0, sink=None, recent=7, cores=1, real=None, slot_mask=None,
-        indexed=False, **rules):  # fmt: skip
+        indexed=False, decode_step=triton_decode.decode_step, **rules):  # fmt: skip
     num_entries = num_slots - 1 if num_entries is None else num_entries
     value_size = value_size or size
     slots = state(device, num_slots, num_entries, size, value_size, dtype, width > 0)
@@ -82,7 +82,7 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, num_entries=None, s
             torch.randn(BATCH, HEADS, 1, size).mul(2).to(device, dtype),
             torch.randn(BATCH, HEADS, 1, value_size).to(device, dtype),
         )
-        output = triton_decode.decode_step(*token, slots, step_rules, real, num_cores=cores)
+        output = decode_step(*token, slots, step_rules, real, num_cores=cores)
         expected = step.decode_step(*token, reference, step_rules, real)
         rows = slice(None) if real is None else real[:, 0]
         tolerance = TOLERANCE[dtype]
@@ -190,3 +190,16 @@ def test_the_slots_are_shared_out_without_gaps():
             splits = triton_decode.share_out(rows, slots, 64, 132)
             size = triton_decode._split_size(slots, splits, 64)
             assert (splits - 1) * size < slots <= splits * size
+
+
+OPTIONS = {
+    "the last slot": {"sink": 4}, "filling up": {"num_entries": 30}, "rolling": {"width": 32},
+    "by position": {"priority": lambda scores, positions, newest: positions.float()},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_compiled_model_calls_the_same_kernels(device, options):
+    torch.compiler.reset()
+    compiled = torch.compile(triton_decode.decode_step, fullgraph=True)
+    run(device, cores=3, decode_step=compiled, **options)

@@ -24,7 +24,7 @@ _NOTHING = tl.constexpr(-1e30)
 
 @triton.jit
 def number(value):
-    # Compiled models pass Python's numbers as fp64.
+    """Return a number as fp32: compiled models pass Python's numbers as fp64."""
     return tl.full([], value, tl.float32)
 
 
@@ -281,13 +281,58 @@ def decode_step(
     """Run one token of each sequence through the slots, as `h2okv.ops.decode.decode_step`."""
     full = rules.full and real is None
     query, rolled = rank_new(query, slots, rules, full, real)
-    # Anything, where nothing is rotated.
-    factors, ranks = (slots.scores, slots.positions) if rolled is None else rolled
-    width = 0 if rolled is None else 2 * factors.shape[-2]
-    # Whole numbers also while a graph is recorded: they decide about the shape of the launch.
-    batch, num_heads, size = int(query.shape[0]), int(query.shape[1]), int(query.shape[3])
-    num_kv_heads, num_slots = int(slots.keys.shape[1]), int(slots.keys.shape[2])
-    value_size = slots.values.shape[-1]
+    factors, ranks = (None, None) if rolled is None else rolled
+    source: Any = slots
+    keys, values, blocks = source.keys, source.values, None
+    if isinstance(keys, Indexed):
+        blocks, keys, values = keys.block_index, keys.blocks, values.blocks
+    chooses = rules.priority is None and rules.evicts
+    # A compiled model calls what was compared with PyTorch here, and looks no further into it.
+    run = torch.ops.h2okv.decode_step if torch.compiler.is_compiling() else launch
+    output: Tensor = run(
+        query, key, value, keys, values, slots.scores, slots.positions, slots.free_slot, ranks,
+        blocks, slots.num_real_tokens, slots.slot_mask, factors, real, rules.recent, rules.sink,
+        rules.sink_logits, rules.scale, rules.softcap, chooses, rules.adds, num_cores,
+    )  # fmt: skip
+    slots.num_real_tokens.add_(1 if real is None else real[:, 0])
+    if not chooses:
+        free_next(slots, rules, full, real)
+    return output
+
+
+def launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scores: Tensor,
+    positions: Tensor,
+    free_slot: Tensor,
+    ranks: Tensor | None,
+    blocks: Tensor | None,
+    num_real_tokens: Tensor,
+    slot_mask: Tensor | None,
+    factors: Tensor | None,
+    real: Tensor | None,
+    recent: Tensor,
+    sink: Tensor | None,
+    sink_logits: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    chooses: bool,
+    adds: bool,
+    num_cores: int,
+) -> Tensor:
+    """Launch both kernels; mutates the six tensors from ``keys`` on.
+
+    The tensors are those of `decode_step` and of `Slots`; ``keys`` and ``values`` may be the blocks
+    of a pool ``[N, H, S, D]``, of which ``blocks`` names each sequence's, int64 ``[B]``. Without
+    ``factors`` positions stay. ``chooses`` tells whether the kernel picks the next free slot.
+    """
+    width = 0 if factors is None else 2 * factors.shape[-2]
+    batch, num_heads, _, size = query.shape
+    num_kv_heads, num_slots, value_size = keys.shape[1], keys.shape[2], values.shape[3]
     groups, rows = num_heads // num_kv_heads, batch * num_kv_heads
     query, key, value = (states.contiguous() for states in (query, key, value))
     exact = key.dtype == torch.float32 or width > 0
@@ -299,44 +344,57 @@ def decode_step(
     tops = query.new_empty((2, rows, groups, num_splits), dtype=torch.float32)
     mixed = query.new_empty((rows, groups, num_splits, value_size), dtype=torch.float32)
     output = value.new_empty((batch, num_heads, 1, value_size))
-    none = slots.free_slot  # stands for pointers that are not read
-    mask = none if real is None else real.to(torch.uint8)
-    source: Any = slots
-    keys, values, blocks = source.keys, source.values, none
-    if isinstance(keys, Indexed):
-        blocks, keys, values = keys.block_index.contiguous(), keys.blocks, values.blocks
+
+    def pointer(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+        # The free slot stands for pointers that are not read.
+        return free_slot if tensor is None else tensor.to(dtype or tensor.dtype).contiguous()
+
+    mask = pointer(real, torch.uint8)
     _attend[(rows, num_splits)](
-        query, key, value, keys, values, blocks, slots.positions, slots.free_slot,
-        slots.num_real_tokens, mask, factors, ranks, logits, tops[0], tops[1], mixed,
+        query, key, value, keys, values, pointer(blocks), positions, free_slot,
+        num_real_tokens, mask, pointer(factors), pointer(ranks), logits, tops[0], tops[1], mixed,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1),
         value.stride(0), value.stride(1), keys.stride(0), values.stride(0),
         num_slots, _split_size(num_slots, num_splits, block),
-        rules.scale, 1.0 if rules.softcap is None else rules.softcap,
+        scale, 1.0 if softcap is None else softcap,
         HEADS=num_kv_heads, GROUPS=groups, D=size, DV=value_size, R=width,
-        HAS_BLOCKS=blocks is not none, HAS_REAL=real is not None,
-        HAS_SOFTCAP=rules.softcap is not None,
+        HAS_BLOCKS=blocks is not None, HAS_REAL=real is not None, HAS_SOFTCAP=softcap is not None,
         PRECISION="tf32x3" if exact else "tf32",
         BLOCK_G=side(groups), BLOCK_D=side(size - width), BLOCK_R=side(width // 2),
         BLOCK_DV=side(value_size), BLOCK_S=block, num_stages=stages,
     )  # fmt: skip
-    chooses = rules.priority is None and rules.evicts
-    scores = slots.scores if rules.adds else torch.empty_like(slots.scores)
     _finish[(rows,)](
-        output, scores, slots.positions, slots.free_slot, slots.num_real_tokens, mask,
-        none if slots.slot_mask is None else slots.slot_mask.to(torch.uint8), ranks,
-        none if rules.sink is None else rules.sink, rules.recent,
-        logits, tops[0], tops[1], mixed,
-        none if rules.sink_logits is None else rules.sink_logits, num_slots, num_splits,
+        output, scores if adds else torch.empty_like(scores), positions, free_slot,
+        num_real_tokens, mask, pointer(slot_mask, torch.uint8), pointer(ranks), pointer(sink),
+        recent, logits, tops[0], tops[1], mixed, pointer(sink_logits), num_slots, num_splits,
         HEADS=num_kv_heads, GROUPS=groups, DV=value_size, HAS_REAL=real is not None,
-        HAS_SINK_LOGITS=rules.sink_logits is not None, HAS_SINKS=rules.sink is not None,
-        HAS_MASK=slots.slot_mask is not None, ROLLS=width > 0, CHOOSES=chooses,
+        HAS_SINK_LOGITS=sink_logits is not None, HAS_SINKS=sink is not None,
+        HAS_MASK=slot_mask is not None, ROLLS=width > 0, CHOOSES=chooses,
         BLOCK_G=triton.next_power_of_2(groups), BLOCK_P=triton.next_power_of_2(num_splits),
         BLOCK_DV=side(value_size), BLOCK_S=_FINISH_SLOTS,
     )  # fmt: skip
-    slots.num_real_tokens.add_(1 if real is None else real[:, 0])
-    if not chooses:
-        free_next(slots, rules, full, real)
     return output
+
+
+@torch.library.custom_op(
+    "h2okv::decode_step",
+    mutates_args=("keys", "values", "scores", "positions", "free_slot", "ranks"),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values,"
+    " Tensor(c!) scores, Tensor(d!) positions, Tensor(e!) free_slot, Tensor(f!)? ranks,"
+    " Tensor? blocks, Tensor num_real_tokens, Tensor? slot_mask, Tensor? factors, Tensor? real,"
+    " Tensor recent, Tensor? sink, Tensor? sink_logits, float scale, float? softcap,"
+    " bool chooses, bool adds, int num_cores) -> Tensor",
+)
+def _compiled_step(query: Tensor, *args: Any) -> Tensor:
+    if not query.is_cuda:
+        return launch(query, *args)
+    with torch.cuda.device(query.device):
+        return launch(query, *args)
+
+
+@_compiled_step.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+    return value.new_empty((*query.shape[:3], value.shape[3]))
 
 
 def block_slots(size: int, value_size: int, itemsize: int) -> int:
