@@ -1,5 +1,7 @@
 """What is asked of PyTorch's fused attention, by a stand-in that does what its page says."""
 
+import functools
+
 import pytest
 import torch
 
@@ -40,10 +42,21 @@ def varlen_attn(
     return torch.cat(outputs), torch.cat(limits, dim=1)
 
 
+def older_varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux, scale, window_size
+):  # fmt: skip
+    """Attend as torch 2.11 does, which takes no groups of queries."""
+    return varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, return_aux=return_aux, scale=scale,
+        window_size=window_size, enable_gqa=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("attend", [varlen_attn, older_varlen_attn])
 @pytest.mark.parametrize("past", [0, 20])
 @pytest.mark.parametrize("groups", [1, 3])
-def test_a_block_by_flash_and_sums(monkeypatch, past, groups):
-    monkeypatch.setattr(flash_varlen, "_varlen", lambda: (varlen_attn, "lse"))
+def test_a_block_by_flash_and_sums(monkeypatch, past, groups, attend):
+    monkeypatch.setattr(flash_varlen, "_varlen", lambda: (attend, "lse"))
     query = torch.randn(2, 50, 2 * groups, 16).transpose(1, 2)
     key, value = torch.randn(2, 2, past + 50, 16), torch.randn(2, 2, past + 50, 16)
     output, limits = flash_varlen.forward(query, key, value, 0.3)
@@ -79,6 +92,7 @@ def test_flash_of_another_signature_is_left_out(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the real one is tried on a GPU")
 @pytest.mark.parametrize("fault", [0.0, 0.5])
 def test_flash_is_tried_on_a_block_before_it_is_used(monkeypatch, fault):
+    @functools.wraps(varlen_attn)
     def attend(*args, **options):
         output, limits = varlen_attn(*args, **options)
         return output + fault, limits

@@ -159,6 +159,10 @@ def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]
     # Rounding may move a value to the next code, which changes it as much as packing does.
     packing = float((full - exact).abs().max() / largest)
     limit = max(_LARGEST_ERROR[is_half], packing)
+    if is_half and error > limit:
+        # Deep models round more: by how much, two ways to compute full attention show.
+        other = _logits(model, ids, DynamicCache(config=model.config), "eager")
+        limit = max(limit, 2 * float((other - exact).abs().max() / largest))
     for problem, value, largest_right in (
         ("with K >= length it differs from full attention", error, limit),
         ("it keeps other entries than its simulation", difference, _LARGEST_DIFFERENCE[is_half]),

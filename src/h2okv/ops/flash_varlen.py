@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -47,6 +48,13 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
     attend, request = kernel
     batch, num_heads, length, size = query.shape
     num_kv_heads, num_keys = key.shape[1], key.shape[2]
+    options = {"enable_gqa": num_heads != num_kv_heads}
+    if "enable_gqa" not in inspect.signature(attend).parameters:  # torch 2.11, for example
+        options = {}
+        key, value = (
+            states.repeat_interleave(num_heads // num_kv_heads, dim=1) for states in (key, value)
+        )
+        num_kv_heads = num_heads
     edges = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
     # The last query sees the last key: shorter blocks stand at the end of the keys.
     output, limits = attend(
@@ -54,8 +62,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Te
         key.transpose(1, 2).reshape(-1, num_kv_heads, size),
         value.transpose(1, 2).reshape(-1, num_kv_heads, size),
         edges * length, edges * num_keys, length, num_keys,
-        return_aux=request, scale=scale, window_size=(-1, 0),
-        enable_gqa=num_heads != num_kv_heads,
+        return_aux=request, scale=scale, window_size=(-1, 0), **options,
     )  # fmt: skip
     if limits.shape[0] != num_heads:  # as it is documented, and not as it is
         limits = limits.T
