@@ -1,6 +1,7 @@
 """The command: its imports, the list of commands and their help."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -162,3 +163,22 @@ def test_help_has_a_line_for_each_option(h2okv_command, monkeypatch, name):
         assert "<" not in line and len(line) <= 80
     panels = re.findall(r"╭─ (\w+)", text)
     assert panels == sorted(panels, key=(("Arguments", *PANELS, "Options", "Commands")).index)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [({}, "5000 None"), ({"GOMP_SPINCOUNT": "7"}, "7 None"),
+     ({"OMP_WAIT_POLICY": "active"}, "None active")],
+    ids=str,
+)  # fmt: skip
+def test_threads_do_not_spin_for_long_unless_told_to(chosen, expected):
+    script = (
+        "import os, sys; from h2okv.cli.app import run; run(['--version']);"
+        "assert 'torch' not in sys.modules;"
+        "print(os.environ.get('GOMP_SPINCOUNT'), os.environ.get('OMP_WAIT_POLICY'))"
+    )
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP", "OMP"))}
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=environ | chosen
+    )
+    assert done.stdout.splitlines()[-1] == expected, done.stderr

@@ -47,7 +47,9 @@ def test_metrics_count_requests_and_tokens(served, fake):
     assert after["h2okv_tokens_per_second",] == 1.0  # ten in the last ten seconds
     for name in ("waiting", "cache_bytes", "full_bytes", "reserved_bytes", "healthy"):
         assert (f"h2okv_{name}",) in after
-    assert ("h2okv_evictions_total",) in after
+    for name in ("evictions", "prefix_hits", "reused_tokens", "prefix_evictions"):
+        assert (f"h2okv_{name}_total",) in after
+    assert after["h2okv_prefix_states",] == after["h2okv_prefix_bytes",] == 0
 
 
 def test_servers_in_one_process_have_separate_metrics(served, serve, fake):

@@ -89,6 +89,7 @@ def main() -> None:
 
 
 def run(args: Sequence[str]) -> int:
+    _share_cores()
     _quieten_libraries()
     try:
         if not args and "_H2OKV_COMPLETE" not in os.environ:  # a shell that completes a line
@@ -133,6 +134,16 @@ def _check_spaces(args: Sequence[str]) -> None:
                 f"'{number} {unit}' of {option} is two arguments; leave out the space, as in"
                 f" {option} {number}{unit}"
             )
+
+
+def _share_cores() -> None:
+    """Let OpenMP's threads sleep soon after their work; read when torch is imported.
+
+    They would spin for about 10 ms, which other processes on the same cores pay for, and in turn
+    this one: each operation waits for all of its threads.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 
 def _quieten_libraries() -> None:

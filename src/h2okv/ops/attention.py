@@ -24,8 +24,9 @@ _LOG2_E = math.log2(math.e)
 _TILE_ROWS, _TILE_KEYS, _SCRATCH_ELEMENTS = 288, 1024, 1 << 23
 if torch.cpu._is_amx_tile_supported():
     _TILE_ROWS, _TILE_KEYS, _SCRATCH_ELEMENTS = 384, 8192, 1 << 24
-# From this number of logits on (4,096 tokens of 9 heads) tiles run in separate threads.
-_MANY_LOGITS = 1 << 27
+# From this number of logits on (2,048 tokens of 9 heads) tiles run in separate threads, which do
+# not wait for each other: beside other processes waiting takes most of the time.
+_MANY_LOGITS = 1 << 25
 # Up to this number of keys of all heads they are read at once: in fp32 while their tiles stay in a
 # core's cache, while products of bf16 gain more from fewer operations.
 _FEW_KEYS, _FEW_KEYS_BF16 = 1 << 12, 1 << 15
