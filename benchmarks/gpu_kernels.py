@@ -7,8 +7,7 @@ First every kernel is held to plain PyTorch, then timed at the heads of Llama 3 
 - the decode step of one layer, recorded as a CUDA graph, against the memory's bandwidth, which is
   measured in the same run.
 
-Whole models are measured by `h2okv bench --device cuda`. With TRITON_INTERPRET=1, H2OKV_OPS=triton
-and --device cpu the same runs in Python on next to nothing, to try the script itself.
+Whole models are measured by `h2okv bench --device cuda`.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=RESULTS / "gpu_kernels.csv")
     args = parser.parse_args()
     if args.device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no GPU here; --help says how to try the script without one")
+        parser.error("there is no GPU here; run it on a machine with one")
     with torch.no_grad():
         benchmark(args)
 

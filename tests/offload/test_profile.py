@@ -53,3 +53,9 @@ def test_a_reader_that_fails_says_why(files, tmp_path):
         measure_slowdown(
             files, 1 << 10, Gemm.make(32, 64, 1 << 20, torch.float32, torch.device("cpu"), 2)
         )
+
+
+@pytest.mark.parametrize(("layers", "count"), [(3, 3), (1000, 85)])
+def test_no_more_matrices_than_layers_or_room(layers, count):
+    gemm = Gemm.make(32, 64, 85 * 3 * 32 * 64 * 4, torch.float32, torch.device("cpu"), layers)
+    assert len(gemm.gate) == count

@@ -139,7 +139,7 @@ def _check_spaces(args: Sequence[str]) -> None:
 def _share_cores() -> None:
     """Let OpenMP's threads sleep soon after their work; read when torch is imported.
 
-    They would spin for about 10 ms, which other processes on the same cores pay for, and in turn
+    They would spin for milliseconds, which other processes on the same cores pay for, and in turn
     this one: each operation waits for all of its threads.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
