@@ -19,8 +19,10 @@ what stands there. An entry of `[tables]` has
 
 Templates are `str.format`'s; a template with an empty field gives an empty cell. An entry of
 `[pictures]` reads rows the same way and draws `y` over `x`, a line for each `line` and a panel for
-each `panel`. A picture stores a digest of what it shows, by which the check knows it. `[scripts]`
-names pages with places that a script computes.
+each `panel`; with `kind = "points"` a labelled point for each `line`; with `kind = "bars"` a bar for
+each `line`, in a panel for each of its `measures` ([panel, column] pairs). A picture stores a
+digest of what it shows, by which the check knows it. `[scripts]` names pages with places that a
+script computes.
 """
 
 from __future__ import annotations
@@ -256,17 +258,17 @@ def pages() -> list[Path]:
     return sorted(path for folder in folders for path in folder.glob("*.md"))
 
 
-def series(spec: Spec) -> dict[str, dict[str, list[tuple[float, float]]]]:
+def series(spec: Spec) -> dict[str, dict[str, list[tuple[float, ...]]]]:
     """Return what a picture shows: the points of each line of each panel."""
     fill = Template().fill
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    panels: dict[str, dict[str, list[tuple[float, ...]]]] = {}
     for row in read(spec, specs()["names"]):
-        point = row[spec["x"]], row[spec["y"]]
-        if "" in point:
-            continue
-        panel = fill(spec["panel"], row) if "panel" in spec else ""
-        points = panels.setdefault(panel, {}).setdefault(fill(spec["line"], row), [])
-        points.append(point)
+        lists = spec.get("measures") or [[spec.get("panel", ""), spec["x"], spec["y"]]]
+        for panel, *columns in lists:
+            point = tuple(row[column] for column in columns)
+            if "" not in point:
+                points = panels.setdefault(fill(panel, row), {})
+                points.setdefault(fill(spec["line"], row), []).append(point)
     return panels
 
 
@@ -289,15 +291,23 @@ def draw(name: str, path: Path) -> None:
     with matplotlib.rc_context(style):
         width = spec.get("width", 3.3 * len(panels) + 0.4)
         figure = new_figure(width, spec.get("height", 3.6))
+        kind = spec.get("kind")
         all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
         drawn = dict.fromkeys(line for panel in panels.values() for line in panel)
         lines = list(dict.fromkeys((*specs()["looks"]["order"], *drawn)))
         for axes, (title, panel) in zip(all_axes, panels.items(), strict=True):
-            axes.set_title(title, fontsize=11, fontweight="bold")
+            side = "left" if kind == "bars" else "center"
+            axes.set_title(title, loc=side, fontsize=11, fontweight="bold")
             for line, points in panel.items():
                 i = lines.index(line)
                 look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
-                if spec.get("kind") == "points":
+                if kind == "bars":
+                    (x,), *_ = points
+                    colour = look["color"] if line in specs()["looks"]["order"] else "#8a8a8a"
+                    axes.barh(line, x, color=colour, height=0.62)
+                    label = spec["format"].format(x)
+                    axes.annotate(label, (x, line), (5, 0), textcoords="offset points", va="center")
+                elif kind == "points":
                     (x, y), *_ = points
                     named = line in spec["highlight"]
                     colour = COLOURS[i % len(COLOURS)] if named else "#8a8a8a"
@@ -331,10 +341,19 @@ def draw(name: str, path: Path) -> None:
                 axes.set_ylim(*spec["ylim"])
             if "xlim" in spec:
                 axes.set_xlim(*spec["xlim"])
+            if kind == "bars":
+                axes.margins(x=0.25)
+                axes.set_xticks([])
+                axes.tick_params("y", length=0)
+                axes.spines["bottom"].set_visible(False)
+                continue
             axes.grid(color="#dddddd", linewidth=0.7)
             axes.set_xlabel(spec["xlabel"])
-        all_axes[0].set_ylabel(spec["ylabel"])
-        if spec.get("kind") != "points":
+        if kind == "bars":
+            all_axes[0].invert_yaxis()
+        else:
+            all_axes[0].set_ylabel(spec["ylabel"])
+        if kind not in ("bars", "points"):
             handles = {
                 label: handle
                 for axes in all_axes
