@@ -1,5 +1,6 @@
 """The pages of docs: marked places and pictures equal the CSV files, links lead somewhere."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -46,6 +47,20 @@ def test_pages_are_short():
         if page.name != "support-table.md":  # a row for each family
             lines = len(page.read_text(encoding="utf-8").splitlines())
             assert lines <= 150, f"{page.name} has {lines} lines: long tables go to docs/results"
+
+
+def test_tables_of_pages_are_short_and_have_headers():
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
+        lines = page.read_text(encoding="utf-8").splitlines()
+        for i, line in enumerate(lines):
+            if re.fullmatch(r"\|[ :|-]+", line):
+                header, rows = (
+                    lines[i - 1],
+                    itertools.takewhile(lambda x: x[:1] == "|", lines[i + 1 :]),
+                )
+                assert re.search(r"\w", header), f"{page.name}:{i} is a table without a header"
+                if page.name != "support-table.md":
+                    assert len(list(rows)) <= 12, f"{page.name}:{i}: long tables go to docs/results"
 
 
 def test_the_readme_is_short_and_has_few_links_by_task():
