@@ -19,8 +19,8 @@ what stands there. An entry of `[tables]` has
 
 Templates are `str.format`'s; a template with an empty field gives an empty cell. An entry of
 `[pictures]` reads rows the same way and draws `y` over `x`, a line for each `line` and a panel for
-each `panel`; with `kind = "points"` a labelled point for each `line`; with `kind = "bars"` a bar for
-each `line`, in a panel for each of its `measures` ([panel, column] pairs). A picture stores a
+each `panel`; with `kind = "points"` a labelled point for each `line`; with `kind = "bars"` a bar
+for each `line`, in a panel for each of its `measures` ([panel, column] pairs). A picture stores a
 digest of what it shows, by which the check knows it. `[scripts]` names pages with places that a
 script computes.
 """

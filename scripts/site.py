@@ -18,7 +18,8 @@ PAGES = ROOT / "build" / "pages"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(?=[)#])")
 CODE = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)
 OPTIONS = ("--policy", "h2o,recent", "--budget", "10%,20%,50%", "--tokens", "512")
-STYLE = """/* Narrow cells on phones; names in a first column stay whole; code lines of 88 characters fit. */
+# Names in a first column stay whole, code lines of 88 characters fit, cells are narrow on phones.
+STYLE = """\
 .md-typeset table:not([class]) td:first-child code { white-space: nowrap; }
 .md-typeset pre > code { font-size: 0.78em; }
 @media screen and (max-width: 44.9375em) {

@@ -288,7 +288,7 @@ def test_sweep_writes_its_folder(h2okv_command, model_folder, articles, tmp_path
         (("--too-long", "cut"), "--too-long 'cut' is not known"),
         (("--temperature", "-1"), "--temperature -1.0 is out of range"),
         (("--top-k", "5"), "--top-k 5 has no effect on greedy decoding; add --temperature"),
-        (("--csv", "none/x.csv"), "is in no folder that exists"),
+        (("--csv", "none/x.csv"), "its folder does not exist"),
         (("--input", "none.jsonl"), "'none.jsonl' cannot be read"),
         (("--max-new-tokens", "250"), "more than the model's context window of 256"),
     ],

@@ -173,7 +173,7 @@ def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
         (("--heavy", "1.5"), "heavy=1.5"),
         (("--resume",), "--resume needs --checkpoint FILE"),
         (("--plot", "picture.bmp"), "must end in .png, .svg, .pdf"),
-        (("--csv", "no/where.csv"), "is in no folder that exists"),
+        (("--csv", "no/where.csv"), "its folder does not exist"),
         (("--csv", "."), "is a folder"),
         (("--checkpoint", "none", "--resume"), "nothing to resume"),
     ],

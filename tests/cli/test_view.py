@@ -68,7 +68,7 @@ def test_an_export_has_a_default_budget(h2okv_command, model_folder, text_file, 
 
 
 @pytest.mark.parametrize(
-    ("path", "reason"), [("nowhere/kept.html", "it is in no folder that exists"), (".", "a folder")]
+    ("path", "reason"), [("nowhere/kept.html", "its folder does not exist"), (".", "a folder")]
 )
 def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeypatch, path, reason):
     def load(*_):
@@ -87,7 +87,10 @@ def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeyp
         (("--head", -1), "head must be a KV head from 0 to 1, got -1"),
         (("--policy", "h3o"), "policy 'h3o' is unknown"),
         (("--policy", "h2o,h3o"), "policy 'h3o' is unknown"),
-        (("--policy", "best"), "--policy best cannot be shown: the page follows sums; choose h2o"),
+        (
+            ("--policy", "best"),
+            "--policy best cannot be shown: the page shows accumulated attention",
+        ),
         (("--budget", 1.5), "budget 1.5 is out of range"),
         (
             ("--budget", "30%", "--recent", 64),

@@ -150,7 +150,9 @@ def view(
     for config in caches:
         args.check_cache(described.config, config)
         if config.scoring != "sum":
-            raise ValueError("--policy best cannot be shown: the page follows sums; choose h2o")
+            raise ValueError(
+                "--policy best cannot be shown: the page shows accumulated attention; choose h2o"
+            )
     loaded = model.load(described, dtype=fast_dtype(described.name, model.device))
     make_cache = partial(args.parse_cache, sink=caches[0].sink)
     reader = Reader(loaded, described, tokens, make_cache)

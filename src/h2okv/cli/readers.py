@@ -114,7 +114,7 @@ def writable(option: str, path: Path) -> Path:
     if path.is_dir():
         reason = "it is a folder"
     elif not path.parent.is_dir():
-        reason = "it is in no folder that exists"
+        reason = "its folder does not exist"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
         reason = "permission denied"
     else:

@@ -96,7 +96,7 @@ class Fidelity(Task):
 
     All caches share one forward over the prompt, which predicts the first token; predictions of the
     tokens after it are compared. For a prompt of a JSONL file these are the answer in the file, or
-    else the full cache's greedy one. A context is read and evicted from before the prompt.
+    else the full cache's greedy one. A context is read first, with an eviction.
     """
 
     name: str = "fidelity"

@@ -159,14 +159,14 @@ class Pane {
         `${packed.sink} sink + ${packed.heavy} heavy + ${packed.recent} recent` +
         `${packed.block > 1 ? `; evicts after every ${packed.block} tokens` : ""}`;
     this.root.querySelector(".counts").textContent =
-      `Held by this head: ${counts.held} of ${step + 1} tokens` +
+      `This head keeps ${counts.held} of ${step + 1} tokens` +
       `${counts.leaving ? `, ${counts.leaving} evicted now` : ""} (${budget}).`;
     const perplexity = trace.perplexityAt(step);
     const next = view.reading.tokens[step + 1];
     const guess = step < packed.first - 1 ? null : packed.next[step];
     this.root.querySelector(".foresight").textContent =
-      (guess === null ? "" : `Would say next ${shown(guess)}`) +
-      (guess !== null && next !== undefined ? `, the text says ${shown(next)}. ` : ". ") +
+      (guess === null ? "" : `Predicts ${shown(guess)} next`) +
+      (guess === null ? "" : next === undefined ? ". " : `; the text has ${shown(next)}. `) +
       (perplexity === null ? "" : `Perplexity so far ${perplexity.toFixed(2)}.`);
   }
 
