@@ -238,6 +238,7 @@ def fidelity(
         enough = [row["agreement"] >= recommend for row in results]
         caches = [cache for cache, has in zip(trial.caches, enough, strict=True) if has]
         if all(cache.kv_bits is None for cache in trial.caches):
+            write_remark("now 8 and 4 bits, for the caches with enough agreement")
             trial.caches += _with_bits(caches, trial.model.describe().config)
             code, results = run()
         if code == 0:
