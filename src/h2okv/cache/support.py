@@ -213,8 +213,8 @@ def check_positions(config: PreTrainedConfig, positions: str, rule: Rule) -> Non
         )
     if positions == "rolling" and not rule.evicts:
         raise ValueError(
-            f"positions='rolling': policy={rule.name!r} evicts nothing, so that ranks are the "
-            "places in the text; use positions='original'."
+            f"positions='rolling': policy={rule.name!r} evicts nothing, so ranks would equal "
+            "original positions; use positions='original'."
         )
     if positions == "clamped" and (rotary or context_window(config) is None):
         raise ValueError(

@@ -303,7 +303,7 @@ def _recommendation(
         return None, f"\nno cache reaches an agreement of {least:g}; the best: {headline(best)}"
     best = min(enough, key=lambda row: (row["bytes_fraction"], -row["agreement"]))
     return best["flags"], (
-        f"\nthe smallest of {len(rows)} caches with an agreement of {least:g} or more:\n"
+        f"\nof {len(rows)} caches, the smallest with an agreement of {least:g} or more:\n"
         f"{headline(best)}"
     )
 
