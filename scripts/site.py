@@ -21,6 +21,7 @@ OPTIONS = ("--policy", "h2o,recent", "--budget", "10%,20%,50%", "--tokens", "512
 # Names in a first column stay whole, code lines of 88 characters fit, cells are narrow on phones.
 STYLE = """\
 .md-typeset table:not([class]) td:first-child code { white-space: nowrap; }
+.md-typeset table code { word-break: normal; }
 .md-typeset pre > code { font-size: 0.78em; }
 @media screen and (max-width: 44.9375em) {
   .md-typeset table:not([class]) th { min-width: 0; padding: 0.7em 0.6em; }

@@ -49,6 +49,14 @@ def test_pages_are_short():
             assert lines <= 150, f"{page.name} has {lines} lines: long tables go to docs/results"
 
 
+def test_no_line_begins_with_a_value():
+    for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
+        found = re.search(r"^<!-- table: [\w-]+ -->.+", page.read_text(encoding="utf-8"), re.M)
+        assert not found, (
+            f"{page.name}: a comment at the start of a line ends the paragraph: {found}"
+        )
+
+
 def test_tables_of_pages_are_short_and_have_headers():
     for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
         lines = page.read_text(encoding="utf-8").splitlines()

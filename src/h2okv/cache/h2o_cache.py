@@ -40,7 +40,7 @@ class H2OCache(Cache):
     scores (fp32, summed over the query heads of a KV head), and then the cache is evicted down to
     ``K``. Layers that are not full attention (sliding window, linear) keep transformers' own cache.
 
-    Use it with a model that has attention ``"h2o"``::
+    Use it with a model that has attention ``"h2o"``:
 
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="h2o")
         cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1)
@@ -205,7 +205,7 @@ class H2OCache(Cache):
     def next_turn(self, input_ids: Tensor) -> dict[str, Tensor]:
         """Make the inputs of a further turn out of its new tokens alone.
 
-        For example (``past_key_values=cache`` before transformers 5.24)::
+        For example (``past_key_values=cache`` before transformers 5.24):
 
             model.generate(**cache.next_turn(new_ids), cache=cache)
 

@@ -65,7 +65,7 @@ class LLM(_Front):
     """A model that generates for many prompts at a time, each in a fixed number of cache slots.
 
     Every output equals that of the prompt's own ``generate`` with an `H2OCache` of the same
-    config, independent of the other sequences of the batch. For example::
+    config, independent of the other sequences of the batch. For example:
 
         with h2okv.LLM("bundled", heavy=0.1, recent=0.1) as llm:
             for output in llm.generate(prompts, h2okv.SamplingParams(max_tokens=64)):

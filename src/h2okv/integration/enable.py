@@ -323,7 +323,7 @@ def prefill(
 ) -> Tensor:
     """Read a prompt, or a further turn, into a cache in blocks of ``cache.prefill_chunk``.
 
-    Then generate with the full text; transformers reads only the tokens that the cache has not::
+    Then generate with the full text; transformers reads only the tokens that the cache has not:
 
         h2okv.prefill(model, input_ids[:, :-1], cache)
         model.generate(input_ids, cache=cache)  # before transformers 5.24: past_key_values=cache
