@@ -51,9 +51,9 @@ def test_pages_are_short():
 
 def test_no_line_begins_with_a_value():
     for page in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")):
-        found = re.search(r"^<!-- table: [\w-]+ -->.+", page.read_text(encoding="utf-8"), re.M)
-        assert not found, (
-            f"{page.name}: a comment at the start of a line ends the paragraph: {found}"
+        match = re.search(r"^<!-- table: [\w-]+ -->.+", page.read_text(encoding="utf-8"), re.M)
+        assert not match, (
+            f"{page.name}: a comment at the start of a line ends the paragraph: {match}"
         )
 
 
