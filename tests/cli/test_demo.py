@@ -9,7 +9,7 @@ def test_demo_shows_texts_and_their_cost(h2okv_command, model_folder):
         "tokens generated",
         "time to first token",
         "tokens per second",
-        "KV cache held",
+        "KV cache",
         "tokens that agree",
         "same next token",
     ):

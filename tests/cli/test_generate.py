@@ -202,7 +202,7 @@ def test_compare_full_shows_both_texts_and_a_table(generate):
     outcome = generate(*BUDGET, "--compare", "full", "--max-new-tokens", 12)
     assert outcome.code == 0
     assert outcome.out.count(" ---\n") == 2
-    for word in ("full cache", "h2o, 32", "KV cache held", "of 12"):
+    for word in ("full cache", "h2o, 32", "KV cache", "of 12"):
         assert word in outcome.out
     assert re.search(r" loaded in \d+\.\d s$", outcome.err, re.MULTILINE)
 

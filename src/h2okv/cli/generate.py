@@ -238,7 +238,7 @@ def _column(run: Generation, agreement: Agreement | None, full: int) -> dict[str
         "tokens generated": str(len(run.token_ids)),
         "time to first token": _format(run.time_to_first_token, ".3f", " s"),
         "tokens per second": _format(run.tokens_per_second, ".1f"),
-        "KV cache held": format_bytes(run.kv_bytes),
+        "KV cache": format_bytes(run.kv_bytes),
         "of a full one": run.share_text,
         "tokens seen": str(run.num_seen_tokens),
         "tokens kept": f"{run.mean_cached_tokens:.0f}",

@@ -367,7 +367,7 @@ class Engine:
         lines = [
             f"{self.name} in {dtype} on {device}{shards}, {self.config.cache.policy_label}:"
             f" {self._make_cache(None)!r}",
-            f"{num_seqs} sequences of {self.max_budget} entries (prompts up to "
+            f"{num_seqs} sequences of {self.max_budget:,} entries (prompts up to "
             f"{self.limits.max_prompt_tokens:,} tokens): {pool.nbytes / num_seqs / _MIB:.2f} MiB "
             f"each, {pool.nbytes / _MIB:.1f} MiB together",
             f"beside weights and slots at most {memory.prefill / _MIB:.0f} MiB "
