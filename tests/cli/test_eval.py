@@ -188,7 +188,7 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     again = {row["policy"]: row["kl"] for row in table(out) if not row["kv_bits"]}
     assert again["h2o"] == rows[0]["kl"]
     agreements = {row["policy"]: float(row["agreement"]) for row in table(out)}
-    verdict = "caches with" if 1 in agreements.values() else "no cache reaches"
+    verdict = "the smallest with" if 1 in agreements.values() else "no cache reaches"
     assert f"{verdict} an agreement of 1" in more.out
 
 
