@@ -38,12 +38,6 @@ class SlotLayer(CacheLayer):
         span = 1 if self.spans is None else self.spans.length
         self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None, span)
 
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether all steps are alike, so that ``generate`` may compile or record them on a GPU."""
-        is_static = self.rule.is_bounded and not self.position_rule.rewrites
-        return is_static and self.spans is None and self.log is None
-
     def move(self, device: torch.device) -> None:
         super().move(device)
         self.slots.operations = self.slots.filled = None

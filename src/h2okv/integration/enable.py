@@ -43,7 +43,7 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # ``generate`` compiles by itself on a GPU
+        if torch.compiler.is_compiling():  # the caller compiles the whole
             return plain(*args, **kwargs)
         kwargs = _by_name(plain, args, kwargs)
         cache, tokens = cache_in(kwargs), kwargs.get("input_ids")
