@@ -48,9 +48,7 @@ def run(
         parser.error(" ".join(str(error).split()))
 
 
-def under_test(
-    model: str, dtype: torch.dtype | None = None, device: str = "cpu"
-) -> ModelUnderTest:
+def under_test(model: str, dtype: torch.dtype | None = None, device: str = "cpu") -> ModelUnderTest:
     """Return a model as a model under test, which loads weights on demand."""
     described, chosen = describe(model), parse_device(device)
     return ModelUnderTest(
