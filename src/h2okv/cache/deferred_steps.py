@@ -37,11 +37,11 @@ class DeferredSteps:
 
     def takes(self, layer: Any, rules: StepRules) -> bool:
         """Tell whether the end of a layer's step may wait."""
-        state, rule = layer.state, layer.rule
+        state, slots = layer.state, layer.slots
         if torch.compiler.is_compiling() or state.device.type != "cpu":
             return False
         # A rule that ranks by more than scores may look at a layer's other tensors.
-        by_scores = rule.ranks_by_scores or not rule.is_bounded
+        by_scores = slots.ranks_by_scores or not layer.rule.is_bounded
         is_plain = by_scores and rules.full and rules.rotary is None
         return is_plain and state.positions.numel() <= _LARGEST
 

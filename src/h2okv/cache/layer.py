@@ -81,8 +81,7 @@ class CacheLayer(BaseLayer):
         if dtype != self.dtype or query.dtype != dtype:
             query, key, value = (states.to(self.dtype) for states in (query, key, value))
         self._begin(query.shape[2], real)
-        block = self._block(query, key, value, real, scale, softcap, position_ids)
-        block = block._replace(reach=reach)
+        block = self._block(query, key, value, real, scale, softcap, position_ids, reach)
         self.awaits_attention = True  # an error or Ctrl-C from here on leaves half a forward
         blocks = self._split(block)
         if blocks is None:
@@ -180,6 +179,7 @@ class CacheLayer(BaseLayer):
         scale: float,
         softcap: float | None,
         position_ids: Tensor | None,
+        reach: Tensor | None,
     ) -> Block:
         """Put new tokens together with what says where the model placed them."""
         undo = placed = None
@@ -195,7 +195,7 @@ class CacheLayer(BaseLayer):
             and self._keeps_positions(length)
         ):
             placed = position_ids[:, None, :, None]
-        return Block(query, key, value, real, undo, placed, scale, softcap)
+        return Block(query, key, value, real, undo, placed, scale, softcap, None, reach)
 
     def _keeps_positions(self, length: int) -> bool:
         """Tell whether the queries of T tokens are re-evaluated, which takes their positions."""
