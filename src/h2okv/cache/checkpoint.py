@@ -314,11 +314,7 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
 
 
 def _expect_queries(
-    layer: Any,
-    expected: SlotState,
-    key: Tensor,
-    tensors: dict[str, Tensor],
-    values: dict[str, Any],
+    layer: Any, expected: SlotState, key: Tensor, tensors: dict[str, Tensor], values: dict[str, Any]
 ) -> None:
     """Expect the queries of a span that has not ended; mutates the expected state."""
     if not tensors.keys() & set(_OF_SPANS):

@@ -204,10 +204,7 @@ class SlotState(Slots):
             )
 
     def set_budgets(
-        self,
-        budgets: list[TokenBudget],
-        has_pattern: bool,
-        totals: list[list[int]] | None = None,
+        self, budgets: list[TokenBudget], has_pattern: bool, totals: list[list[int]] | None = None
     ) -> None:
         """Note each sequence's budget, and K of each head if they differ; mutates the state."""
         self.budgets = budgets

@@ -46,16 +46,10 @@ class OffloadOptions:
     )
     memory: Typed = option(None, args.MEMORY_HELP, read=readers.memory)
     weight_placement: Typed = option(
-        "auto",
-        "auto, device, cpu, disk or device=40,disk=60.",
-        "--weights",
-        read=_placement,
+        "auto", "auto, device, cpu, disk or device=40,disk=60.", "--weights", read=_placement
     )
     cache_placement: Typed = option(
-        "auto",
-        "auto, device, cpu, file or percentages.",
-        "--cache",
-        read=_placement,
+        "auto", "auto, device, cpu, file or percentages.", "--cache", read=_placement
     )
     weight_bits: int | None = option(
         None, "Quantize linear layers (CPU, bfloat16).", read=readers.bits

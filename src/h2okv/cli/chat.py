@@ -25,12 +25,7 @@ from h2okv.cli.args import (
     option,
 )
 from h2okv.config import POSITIONS, CacheConfig
-from h2okv.console import (
-    INTERRUPTED,
-    OutputClosedError,
-    write_remark,
-    write_text,
-)
+from h2okv.console import INTERRUPTED, OutputClosedError, write_remark, write_text
 from h2okv.integration.chat_template import check_pinnable
 
 if TYPE_CHECKING:
@@ -69,10 +64,7 @@ def chat(
         words=("auto", *POSITIONS),
     ),
     evict_every: int | None = option(
-        None,
-        "Evict at multiples of this (256); 0: each block.",
-        read=readers.least,
-        least=0,
+        None, "Evict at multiples of this (256); 0: each block.", read=readers.least, least=0
     ),
     system: str = option("", "System message, before the first turn."),
     pin: Typed = PIN,

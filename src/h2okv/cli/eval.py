@@ -41,10 +41,7 @@ DEFAULT_CSV = Path("fidelity.csv")
 CSV = option(..., _CSV_HELP, read=readers.writable)
 LIMIT = option(None, "Use the first samples only.")
 TOO_LONG = option(
-    "refuse",
-    "refuse or skip what exceeds the context.",
-    read=choice,
-    words=("refuse", "skip"),
+    "refuse", "refuse or skip what exceeds the context.", read=choice, words=("refuse", "skip")
 )
 
 eval_app = args.group("eval")
@@ -190,9 +187,7 @@ def fidelity(
         prefill_chunk=None,
     ),
     data: list[Path] | None = option(
-        None,
-        "Text, or JSONL of prompts; may be repeated.",
-        read=readers.readable,
+        None, "Text, or JSONL of prompts; may be repeated.", read=readers.readable
     ),
     prompt_tokens: int = option(512, "Tokens of a text read at once.", read=readers.least),
     new_tokens: int = option(32, "Tokens compared after them.", read=readers.least),
@@ -208,9 +203,7 @@ def fidelity(
         None, "Plot quality against bytes: .png, .svg or .pdf.", read=readers.picture
     ),
     recommend: float | None = option(
-        None,
-        "Name the smallest cache with this agreement.",
-        read=_fraction,
+        None, "Name the smallest cache with this agreement.", read=_fraction
     ),
 ) -> int:
     from h2okv.evaluation.plots import plot_fidelity
@@ -361,11 +354,7 @@ def recall(
 def summarize(
     trial: Trial = trial_options("64,128,256,512,1024,full"),
     sampling: SamplingOptions = args.sampling_options(None),
-    input: Path = option(
-        ...,
-        "JSONL of articles, or of LongBench.",
-        read=readers.readable,
-    ),
+    input: Path = option(..., "JSONL of articles, or of LongBench.", read=readers.readable),
     references: Path | None = option(None, "JSONL of reference summaries.", read=readers.readable),
     template: str | None = option(None, "Prompt with {article} in it."),
     max_new_tokens: int | None = option(None, "Of a summary (the file's)."),

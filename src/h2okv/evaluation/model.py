@@ -133,10 +133,7 @@ class Answer(NamedTuple):
 
 
 def answer_batch(
-    model: ModelUnderTest,
-    configs: Sequence[CacheConfig],
-    prompts: Sequence[Prompt],
-    seed: int = 0,
+    model: ModelUnderTest, configs: Sequence[CacheConfig], prompts: Sequence[Prompt], seed: int = 0
 ) -> list[list[Answer]]:
     """Answer prompts with several caches, in one left-padded batch each.
 

@@ -102,11 +102,7 @@ class ImageEncoder:
             return self._encode(processor, prompt, images, special)
 
     def _encode(
-        self,
-        processor: Any,
-        prompt: str | Conversation,
-        images: Sequence[ImagePart],
-        special: bool,
+        self, processor: Any, prompt: str | Conversation, images: Sequence[ImagePart], special: bool
     ) -> EncodedPrompt:
         pixels = open_images(images)
         text = prompt

@@ -141,13 +141,7 @@ class StateLayer(SlotLayer):
     # --- a prompt, or a later chunk, of each of B requests ----------------------------------------
 
     def run_block(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen: Tensor,
-        index: Tensor,
-        is_first: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, index: Tensor, is_first: bool
     ) -> Tensor:
         """Attend, score and evict.
 
