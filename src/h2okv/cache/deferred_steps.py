@@ -26,11 +26,6 @@ class DeferredSteps:
         self._pending: list[tuple[Any, StepRules]] = []
         self._segments: dict[Any, Segments] = {}
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether a step waits for its end."""
-        return bool(self._pending)
-
     def waits_for(self, layer: Any) -> bool:
         """Tell whether a layer begins again, though the last one has not ended its step."""
         return bool(self._pending) and self._pending[0][0] is layer
