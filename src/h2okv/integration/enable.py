@@ -349,9 +349,8 @@ def prefill(
             " h2okv.H2OCache(model.config, ...)."
         )
     if not torch.is_tensor(input_ids) or input_ids.dim() != 2:
-        description = (
-            list(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
-        )
+        is_tensor = torch.is_tensor(input_ids)
+        description = list(input_ids.shape) if is_tensor else type(input_ids).__name__
         raise ValueError(
             f"input_ids must be an int tensor [batch, tokens], got {description}; give for example"
             " tokenizer(text, return_tensors='pt').input_ids."

@@ -95,7 +95,7 @@ def _resolve(
 ) -> CacheConfig:
     if config.layer_budgets != MEASURED:
         return config
-    even = replace(config, layer_budgets=None)
+    even = config.before_measuring
     H2OCache.from_config(model.config, even)  # raise for mistakes before measuring
     if config.is_full or not get_rule(config.policy).uses_scores:
         return even
@@ -109,7 +109,6 @@ def _measured(
     source: str,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
 ) -> CacheConfig:
-    even = replace(config, layer_budgets=None)
     by_head = config.positions != "rolling"
     fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION
     context = context_of(model.config) or _TOKENS_BY_LAYER
@@ -117,7 +116,7 @@ def _measured(
     weights = _fingerprint(model)
     setting = f"{weights} {fraction:.4f} {by_head} {num_tokens} {BEST_VERSION}"
     if setting in _REFUSED:
-        return even
+        return config.before_measuring
 
     def with_factors(factors: LayerBudgets) -> CacheConfig:
         """Return the config with factors; raise ValueError for those of another model's shape."""
