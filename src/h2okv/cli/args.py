@@ -26,6 +26,7 @@ from h2okv.config import (
     MEASURED,
     PER_QUERY,
     POLICIES,
+    POSITIONS,
     SCORED,
     SCORINGS,
     CacheConfig,
@@ -103,6 +104,15 @@ _PIN_HELP = "Messages never evicted: system, user, last_user."
 PIN = option("", _PIN_HELP, read=readers.names)
 ROWS = option(None, "Append the rows to this file.", read=readers.writable)
 MEMORY_HELP = "Limit, such as 4GiB (what is free)."
+AUTO_POSITIONS = option(
+    "auto",
+    "auto, original, rolling or clamped.",
+    read=readers.choice,
+    words=("auto", *POSITIONS),
+)
+EVICT_EVERY = option(
+    None, "Evict at multiples of this (256); 0: each block.", read=readers.least, least=0
+)
 COMPILE = option(False, "Compile decode steps: slow to start, then faster.", "--compile")
 WEIGHT_BITS = option(
     None, "4: decode reads 4-bit weights (x86).", "--weight-bits", read=readers.bits, allowed=(4,)

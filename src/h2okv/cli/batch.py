@@ -215,9 +215,8 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
     names = {"device": "in memory", "cpu": "in the CPU's memory", "disk": "on the disk"}
     names["file"] = "in a file"
     layers = ", ".join(f"{n} {names[tier]}" for tier, n in chosen.counts.items())
-    caches = [
-        f"{100 * share:.0f} % {names[tier]}" for tier, share in chosen.cache_placement.items()
-    ]
+    placement = chosen.cache_placement.items()
+    caches = [f"{100 * share:.0f} % {names[tier]}" for tier, share in placement]
     gemm = [f"{_number(rate / 1e9)} ({n})" for n, rate in hardware.gemm]
     return [
         ("layers and head", layers),

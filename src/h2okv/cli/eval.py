@@ -20,7 +20,7 @@ import h2okv
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import choice
-from h2okv.config import POSITIONS, CacheConfig
+from h2okv.config import POSITIONS, CacheConfig, flat_factors
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
@@ -327,9 +327,7 @@ def layers(
             loaded, torch.tensor([ids]), fraction=0.75 * fraction, by_head=by_head
         )
         file.write(json.dumps(budgets) + "\n")
-    factors = [
-        factor for layer in budgets for factor in (layer if isinstance(layer, tuple) else (layer,))
-    ]
+    factors = flat_factors(budgets)
     shares = f"{min(factors):g} to {max(factors):g} of the even share"
     heads = f", {len(factors) // len(budgets)} heads in each" if by_head else ""
     write_text(f"{out}: {shares} in {len(budgets)} layers{heads}, by {len(ids)} tokens\n")

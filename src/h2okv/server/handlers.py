@@ -85,9 +85,7 @@ class Handlers:
         read, special = self._any_length.read, body.add_special_tokens
         size = work_size(size, [prompt])
         token_ids = (await off_the_loop(size, lambda: read(prompt, special=special))).token_ids
-        strings = (
-            [self.tokens.text(token) for token in token_ids] if body.return_token_strs else None
-        )
+        strings = list(map(self.tokens.text, token_ids)) if body.return_token_strs else None
         fields = {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids}
         return JSONResponse({**fields, "token_strs": strings})
 
@@ -123,11 +121,8 @@ class TextRoute:
         except Exception as error:
             is_late = isinstance(error, TimeoutError)
             api_error = timed_out(timeout) if is_late else as_api_error(error)
-            outcome, response, last_events = (
-                api_error.outcome,
-                api_error.response(),
-                _events([api_error.body()]),
-            )
+            outcome, response = api_error.outcome, api_error.response()
+            last_events = _events([api_error.body()])
         metrics.close(outcome)
         if response is not None and not stream.has_begun:
             await response(scope, receive, send)
@@ -186,9 +181,8 @@ class TextRoute:
             raise as_api_error(error, field) from error
         if max_tokens is None:
             max_tokens = min(body.default_max_tokens or limit, room)
-        return dataclasses.replace(
-            params, max_tokens=max_tokens, stop=(*params.stop, *prompt.stops)
-        )
+        stops = (*params.stop, *prompt.stops)
+        return dataclasses.replace(params, max_tokens=max_tokens, stop=stops)
 
     async def _generate(
         self, job: _Job, stream: _EventStream, metrics: RequestMetrics
