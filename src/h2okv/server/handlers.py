@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Iterable
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic_core import to_json
@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from h2okv.config import Budget
+from h2okv.engine.llm import AsyncLLM
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.server.config import ServerSettings
 from h2okv.server.errors import ApiError, as_api_error, invalid, timed_out
@@ -23,9 +24,6 @@ from h2okv.server.protocol import DetokenizeRequest, SampledRequest, TokenizeReq
 from h2okv.server.responses import ResponseBuilder
 from h2okv.server.structured import CallSyntax
 from h2okv.server.tokenization import Prompt, PromptReader, TokenText, off_the_loop, work_size
-
-if TYPE_CHECKING:
-    from h2okv.engine.llm import AsyncLLM
 
 Result = TypeVar("Result")
 _Job = tuple[ResponseBuilder, list[SamplingParams], Budget | None]
