@@ -91,14 +91,9 @@ class _Checkpoint:
 def write_weights(
     reader: Any, architecture: str, config: PreTrainedConfig, dtype: torch.dtype, folder: Path
 ) -> tuple[transformers.PreTrainedModel, list[str]]:
-    """Write a model's weights as transformers would load them in `dtype`.
+    """Write weights, without a config, as transformers would load them in `dtype`.
 
-    Args:
-        reader: The ``gguf.GGUFReader`` of the file.
-        architecture: The architecture's name in the file.
-        config: The model's config.
-        dtype: Data type of the written weights.
-        folder: Where the weight files are written; without a config.
+    `reader` is the ``gguf.GGUFReader`` of the file, `architecture` the name in it.
 
     Returns:
         The model on the meta device, and the names of parameters that the file lacks.

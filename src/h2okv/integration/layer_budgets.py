@@ -50,11 +50,6 @@ def with_measured_budgets(
     cache folder stores them. Where they cannot be measured, the budgets are even, and a line on
     stderr says so.
 
-    Args:
-        config: the cache's config; returned unchanged unless it says ``"auto"``.
-        model: the loaded model.
-        described: the model's name and tokenizer.
-
     Returns:
         The config with factors; without factors for a policy that uses no scores.
 

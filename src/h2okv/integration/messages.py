@@ -449,9 +449,6 @@ def read_conversation(fields: Mapping[str, Any], name: str = "messages") -> Conv
             as well.
         name: The field with the messages.
 
-    Returns:
-        The conversation.
-
     Raises:
         FieldError: If a field is invalid.
     """
