@@ -43,10 +43,7 @@ def _shape(option: str, text: str) -> str:
 
 def _runners(option: str, text: str) -> tuple[str, ...]:
     """Parse names of caches."""
-    names = readers.names(option, text)
-    for name in names:
-        readers.choice(option, name, RUNNERS)
-    return names
+    return tuple(readers.choice(option, name, RUNNERS) for name in readers.names(option, text))
 
 
 def _kv_bits(option: str, text: str) -> tuple[int, ...]:
