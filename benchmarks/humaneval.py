@@ -32,7 +32,7 @@ from h2okv.config import CacheConfig
 from h2okv.console import Progress
 from h2okv.engine.model_runner import left_padded
 from h2okv.evaluation.model import ModelUnderTest
-from h2okv.integration.enable import enable
+from h2okv.integration.enable import enable, input_device
 from h2okv.records import check_settings, naming, read_jsonl
 
 STOPS = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n```", "\nassert ", "\nimport ")
@@ -71,7 +71,7 @@ class AllCut(StoppingCriteria):
         texts = [self.tested.decode(row[self.start :][-8:].tolist()) for row in input_ids]
         ended = torch.tensor([any(stop in text for stop in STOPS) for text in texts])
         self.ended = ended if self.ended is None else self.ended | ended
-        return self.ended
+        return self.ended.to(input_ids.device)
 
 
 def complete(
@@ -80,7 +80,7 @@ def complete(
     """Complete a batch of prompts greedily; return each completion and its number of tokens."""
     model: Any = tested.model
     ids = [tested.encode(prompt) for prompt in prompts]
-    batch, mask = left_padded(ids)
+    batch, mask = left_padded(ids, input_device(model))
     cache = h2okv.H2OCache(model, **config.to_dict())
     with enable(model), torch.no_grad():
         output = model.generate(

@@ -13,7 +13,7 @@ from h2okv.console import Progress
 from h2okv.evaluation.model import ModelUnderTest
 from h2okv.evaluation.runner import Evaluation, Run, SampleFile
 from h2okv.evaluation.tasks.fidelity import bootstrap
-from h2okv.integration.loading import describe, load_weights
+from h2okv.integration.loading import describe, load_weights, parse_device
 from h2okv.records import write_csv
 
 Result = Mapping[str, Any]
@@ -28,6 +28,7 @@ def parser_of(doc: str | None, example: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1 (auto)")
     parser.add_argument("--csv", type=Path, required=True)
     return parser
 
@@ -39,18 +40,19 @@ def run(
     """Evaluate what the command line asks for, and write the table."""
     args = parser.parse_args()
     try:
-        rows = evaluate(args, under_test(args.model, getattr(torch, args.dtype)))
+        tested = under_test(args.model, getattr(torch, args.dtype), args.device)
+        rows = evaluate(args, tested)
         setting = {"model": args.model, "dtype": args.dtype}
         write_csv(args.csv, [setting | row for row in rows], [*setting, *rows[0]])
     except (OSError, ValueError, KeyError) as error:
         parser.error(" ".join(str(error).split()))
 
 
-def under_test(model: str, dtype: torch.dtype | None = None) -> ModelUnderTest:
+def under_test(model: str, dtype: torch.dtype | None = None, device: str = "cpu") -> ModelUnderTest:
     """Return a model as a model under test, which loads weights on demand."""
-    described = describe(model)
+    described, chosen = describe(model), parse_device(device)
     return ModelUnderTest(
-        lambda: load_weights(described, dtype, torch.device("cpu")),
+        lambda: load_weights(described, dtype, chosen),
         described.config, described.tokenizer, described.name, described.context,
     )  # fmt: skip
 

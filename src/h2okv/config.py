@@ -174,9 +174,7 @@ def checked_factors(budgets: LayerBudgets) -> LayerBudgets:
         raise ValueError(
             "layer_budgets must be numbers only or lists only, got both; give one kind for all."
         )
-    flat = [
-        factor for layer in factors for factor in (layer if isinstance(layer, tuple) else (layer,))
-    ]
+    flat = flat_factors(factors)
     mean = sum(flat) / max(1, len(flat))
     if min(flat, default=-1) < 0 or not abs(mean - 1) <= 0.01:
         raise ValueError(
@@ -184,6 +182,12 @@ def checked_factors(budgets: LayerBudgets) -> LayerBudgets:
             f" {min(flat, default=0):g}; h2okv.measure_layer_budgets returns such factors."
         )
     return factors
+
+
+def flat_factors(budgets: LayerBudgets) -> list[float]:
+    """Return the factors of all layers, or of all their heads, in one list."""
+    layers = (layer if isinstance(layer, Sequence) else (layer,) for layer in budgets)
+    return [factor for layer in layers for factor in layer]
 
 
 def parse_factors(text: str) -> LayerBudgets:
@@ -353,9 +357,7 @@ class CacheConfig:
             ValueError: if the budget or the fraction is out of range, or ``options`` has ``heavy``
                 or ``recent``.
         """
-        duplicates = [
-            f"{name}={options[name]!r}" for name in ("heavy", "recent") if name in options
-        ]
+        duplicates = [f"{n}={options[n]!r}" for n in ("heavy", "recent") if n in options]
         if duplicates:
             raise ValueError(
                 f"budget={budget!r} cannot be combined with {' and '.join(duplicates)}; leave one"
@@ -401,16 +403,14 @@ class CacheConfig:
         """
         if "policy" in options:
             _, sink, scoring = resolve_policy(self.policy)
-            defaults: dict[str, tuple[Any, Any]] = {
-                "sink": (sink, None),
-                "scoring": (scoring, None),
-            }
-            defaults["layer_budgets"] = (None, _OF_POLICY)
-            options = {
-                name: unset
-                for name, (value, unset) in defaults.items()
-                if getattr(self, name) == value
-            } | options
+            unset: dict[str, Any] = {}
+            if self.sink == sink:
+                unset["sink"] = None
+            if self.scoring == scoring:
+                unset["scoring"] = None
+            if self.layer_budgets is None:
+                unset["layer_budgets"] = _OF_POLICY
+            options = unset | options
         return replace(self, **options)
 
     def seeded(self, seed: int) -> CacheConfig:
@@ -485,12 +485,8 @@ class CacheConfig:
             return None
         if not isinstance(self.heavy, float) or not self.heavy:
             return budgets
-        flat = [
-            factor
-            for layer in budgets
-            for factor in (layer if isinstance(layer, Sequence) else (layer,))
-        ]
-        limited = iter(_limit_factors(flat, self._heavy_limit / self.heavy))
+        limit = self._heavy_limit / self.heavy
+        limited = iter(_limit_factors(flat_factors(budgets), limit))
         return tuple(
             tuple(islice(limited, len(layer))) if isinstance(layer, Sequence) else next(limited)
             for layer in budgets
@@ -544,9 +540,8 @@ class CacheConfig:
     def is_best(self) -> bool:
         """Whether these are the options of `BEST`, with layer budgets of a measurement."""
         is_measured = self.measured is not None or self.layer_budgets == MEASURED
-        return is_measured and resolve_policy(BEST) == (
-            self.policy, self.sink, self.scoring
-        )  # fmt: skip
+        options = (self.policy, self.sink, self.scoring)
+        return is_measured and options == resolve_policy(BEST)
 
     @property
     def policy_name(self) -> str:

@@ -144,10 +144,10 @@ def test_a_copy_in_the_middle_of_a_forward_has_ended_steps(make_llama, monkeypat
     layer, seen = cache.layers[1], {}
 
     def look(*_):
-        assert layer.deferred.is_pending
+        assert layer.deferred._pending
         seen["copy"] = pickle.loads(pickle.dumps(layer)).state.positions
         seen["state"] = layer.state.positions.clone()
-        assert not layer.deferred.is_pending
+        assert not layer.deferred._pending
 
     hook = model.model.layers[1].register_forward_hook(look)
     with torch.no_grad():

@@ -25,7 +25,7 @@ def test_names_of_earlier_transformers_are_answered(make_llama):
     cache = h2okv.H2OCache(model.config, 6, 6)
     assert (cache.max_batch_size, cache.max_cache_len) == (-1, -1)
     h2okv.prefill(model, torch.full((2, 20), 5), cache)
-    assert cache.is_compileable and cache.get_max_cache_shape() == cache.get_max_length() == -1
+    assert cache.get_max_cache_shape() == cache.get_max_length() == -1
     assert (cache.max_batch_size, cache.max_cache_len) == (2, -1)
 
 

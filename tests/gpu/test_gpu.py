@@ -148,10 +148,17 @@ def test_half_precision(make_llama, dtype, name):
 
 
 @pytest.mark.parametrize("options", [{}, {"policy": "best", "layer_budgets": None}], ids=str)
-def test_steps_that_replay_a_graph_equal_eager_ones(make_llama, options):
+def test_compiled_steps_equal_eager_ones(make_llama, options):
     model = make_llama()
-    eager = continued(model, "cuda", generation={"disable_compile": True}, **options)
-    same(continued(model, "cuda", **options), eager)
+    eager = continued(model, "cuda", **options)
+    with h2okv.enable(model, compile=True):
+        same(continued(model, "cuda", **options), eager)
+
+
+def test_steps_compile_without_a_break(capsys):
+    args = ["bench", "--model", "bundled", "--contexts", "64", "--batches", "1", "--rounds", "1",
+            "--caches", "dynamic,static,h2o", "--compile", "--no-peak"]  # fmt: skip
+    assert run(args) == 0, capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

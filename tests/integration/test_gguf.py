@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import h2okv
 from h2okv.cli.app import run
 from h2okv.integration import gguf as conversion
-from h2okv.integration import gguf_reader, gguf_weights
+from h2okv.integration import gguf_weights
 from h2okv.integration.gguf import RECORD, converted
 from h2okv.integration.names import PACKAGED, SMOLLM2, cache_folder, find_gguf
 
@@ -144,7 +144,7 @@ def test_converting_tables_in_chunks_gives_the_same_weights(tmp_path, monkeypatc
     path = write_gguf(tmp_path / "tiny.gguf", Kind.Q8_0)
     monkeypatch.setattr(gguf_weights, "_NUMBERS_AT_ONCE", 2000)
     monkeypatch.setattr(gguf_weights, "_FILE_BYTES", 30000)
-    monkeypatch.setattr(gguf_reader, "_LONG", 16)
+    monkeypatch.setattr(conversion, "_LONG", 16)
     undo, rows = gguf.dequantize, []
 
     def dequantize(data, kind):

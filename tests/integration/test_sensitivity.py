@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from h2okv.cache.argument import CACHE
-from h2okv.integration.sensitivity import losses_by_entries
+from h2okv.integration.factors import losses_by_entries
 
 LENGTH, FOLLOWING, STEP = 24, 8, 0.02
 

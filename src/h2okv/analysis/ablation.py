@@ -23,10 +23,7 @@ def token_losses(logits: torch.Tensor, input_ids: torch.Tensor) -> np.ndarray:
     """Return losses of tokens ``[1, T]`` by logits ``[1, T, V]``: float64 ``[T]``, first NaN."""
     targets = input_ids[0, 1:].to(logits.device)
     chunks = zip(logits[0, :-1].split(_CHUNK), targets.split(_CHUNK), strict=True)
-    losses = [
-        F.cross_entropy(chunk.float(), chunk_targets, reduction="none")
-        for chunk, chunk_targets in chunks
-    ]
+    losses = [F.cross_entropy(chunk.float(), true, reduction="none") for chunk, true in chunks]
     return np.concatenate([[np.nan], torch.cat(losses).cpu().numpy().astype(np.float64)])
 
 
@@ -72,9 +69,7 @@ def losses_with_hidden(
     def handler(layer: LayerAttention) -> torch.Tensor:
         value = layer.value.float().unsqueeze(1)
         rows = layer.rows(masks[layer.layer_idx].to(value.device))
-        outputs = [
-            probabilities @ value[:, :, : probabilities.shape[-1]] for _, probabilities in rows
-        ]
+        outputs = [weights @ value[:, :, : weights.shape[-1]] for _, weights in rows]
         return torch.cat(outputs, dim=2).flatten(0, 1)
 
     return token_losses(read_observed(model, input_ids, handler).logits, input_ids)

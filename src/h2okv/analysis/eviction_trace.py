@@ -87,10 +87,9 @@ def follow(
             output = model(input_ids=read, logits_to_keep=new, **{CACHE: cache})
             logits = output.logits[0].float().cpu()
             following[end - new : end] = logits.argmax(-1).int()
-            true = ids[0, end - new + 1 : end + 1].cpu()
-            losses[end - new + 1 : end + 1] = F.cross_entropy(
-                logits[: len(true)], true, reduction="none"
-            )
+            predicted = slice(end - new + 1, end + 1)
+            true = ids[0, predicted].cpu()
+            losses[predicted] = F.cross_entropy(logits[: len(true)], true, reduction="none")
             # All queries until now have seen the entries of the last step and the new tokens.
             gone.scatter_(-1, positions, end)
             gone[..., begin:end] = end

@@ -133,16 +133,12 @@ def measure_ablation(study: Study, tick: Tick = no_tick, seeds: int = _SEEDS) ->
     base = study.dense_losses()
     runs = []
     for share in HIDDEN:
-        count = study.tokens(share)
+        count, shape = study.tokens(share), scores.shape
         chosen = [("heavy", 0, heaviest(scores, count))]
-        chosen += [
-            ("random", seed, random_tokens(scores.shape, count, seed)) for seed in range(seeds)
-        ]
+        chosen += [("random", seed, random_tokens(shape, count, seed)) for seed in range(seeds)]
         for kind, seed, tokens in chosen:
-            runs += [
-                (f"{kind} hidden", share, seed, tokens),
-                (f"only {kind} kept", share, seed, ~tokens),
-            ]
+            runs.append((f"{kind} hidden", share, seed, tokens))
+            runs.append((f"only {kind} kept", share, seed, ~tokens))
     rows: list[Row] = []
     for condition, share, seed, hidden in runs:
         losses = losses_with_hidden(study.model, study.sample.input_ids, hidden, study.layers)
@@ -229,9 +225,8 @@ def measure_agreement(study: Study, tick: Tick = no_tick) -> Tables:
 def measure_neurons(study: Study, tick: Tick = no_tick) -> Tables:
     """Measure the activation frequency of the MLP's neurons, by layer."""
     rows: list[Row] = []
-    for layer_idx, frequency in enumerate(
-        activation_frequency(study.model, study.sample.input_ids)
-    ):
+    frequencies = activation_frequency(study.model, study.sample.input_ids)
+    for layer_idx, frequency in enumerate(frequencies):
         top = np.sort(frequency)[-max(1, len(frequency) // 10) :].sum() / frequency.sum()
         ranked = _ranked({"layer": layer_idx}, "frequency", frequency)
         rows += [{**row, "share_of_top_tenth": top} for row in ranked]

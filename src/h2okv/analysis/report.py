@@ -49,10 +49,11 @@ class Section:
         """Return the sentence about the tables, and the verdict on the paper's finding."""
         figures = getattr(sections, f"find_{self.name}")(tables)
         repeated = self.joint.join(self.each.format(**entry) for entry in figures.get("each", ()))
-        verdict = (
-            "agrees" if figures.get("agrees") else "in part" if figures.get("partly") else "differs"
-        )
-        return self.sentence.format(**{**figures, "each": repeated}), verdict if self.paper else ""
+        sentence = self.sentence.format(**{**figures, "each": repeated})
+        if not self.paper:
+            return sentence, ""
+        partly = "in part" if figures.get("partly") else "differs"
+        return sentence, "agrees" if figures.get("agrees") else partly
 
 
 SECTIONS = tuple(
@@ -112,12 +113,8 @@ def _summary(tables: Tables) -> dict[str, str]:
     """Return the page's table of the paper's findings, and the rules of the verdicts."""
     lines, rules = "", []
     for section in filter(lambda section: section.paper, SECTIONS):
-        sentence_and_verdict = (
-            section.tell(tables) if section.tables[0] in tables else ("not measured", "")
-        )
-        cells = "".join(
-            f"<td>{escape(cell)}</td>" for cell in (section.paper, *sentence_and_verdict)
-        )
-        lines += f"<tr>{cells}</tr>"
+        is_measured = section.tables[0] in tables
+        cells = section.paper, *(section.tell(tables) if is_measured else ("not measured", ""))
+        lines += f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
         rules.append(f"{section.paper}: {section.rule}")
     return {"findings": lines, "rules": escape("; ".join(rules))}

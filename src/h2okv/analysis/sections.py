@@ -175,10 +175,8 @@ def draw_ranks(figure: Any, panels: list[Any], tables: Tables) -> None:
     for axes, kind in zip(panels, ("tokens", "words"), strict=True):
         rows = where(tables["score_ranks"], of=kind)
         for layer, look in looks.items():
-            layer_rows = where(rows, layer=layer)
-            axes.loglog(
-                column(layer_rows, "rank"), column(layer_rows, "score"), "-", lw=1.6, **look
-            )
+            ranks, scores = (column(where(rows, layer=layer), key) for key in ("rank", "score"))
+            axes.loglog(ranks, scores, "-", lw=1.6, **look)
         for law in where(tables["power_law"], of=kind):
             ends = np.array([1.0, law["tail"]])
             line = law["start"] * (ends / law["tail"]) ** (-1 / (law["exponent"] - 1))
@@ -195,13 +193,9 @@ def find_ranks(tables: Tables) -> Values:
         ratio, significant = column(laws, "log_ratio"), column(laws, "log_ratio_p") < 0.05
         entry = {"kind": kind[:-1], "plausible": plausible.sum(), "layers": len(laws)}
         entry |= {"low": exponents.min(), "high": exponents.max()}
-        entries.append(
-            {
-                **entry,
-                "normal": ((ratio < 0) & significant).sum(),
-                "law": ((ratio > 0) & significant).sum(),
-            }
-        )
+        entry["normal"] = ((ratio < 0) & significant).sum()
+        entry["law"] = ((ratio > 0) & significant).sum()
+        entries.append(entry)
         fits.append(plausible.mean())
     return {"each": entries, "agrees": min(fits) >= 0.75, "partly": max(fits) >= 0.5}
 
@@ -212,9 +206,8 @@ def draw_words(figure: Any, panels: list[Any], tables: Tables) -> None:
     for axes, (key, measure) in zip(panels, kinds, strict=True):
         together, scores = column(rows, "together"), column(rows, key)
         axes.loglog(together, scores, ".", color=BLUE, alpha=0.4, ms=5)
-        (correlation,) = where(
-            tables["cooccurrence"], measure=measure, layer="all", against="together"
-        )
+        group = where(tables["cooccurrence"], layer="all", against="together")
+        (correlation,) = where(group, measure=measure)
         interval = f"{correlation['low']:.2f} to {correlation['high']:.2f}"
         axes.set_title(f"Spearman {correlation['rho']:.2f} (95 %: {interval})")
 
@@ -406,10 +399,8 @@ def find_theory_mass(tables: Tables) -> Values:
 def draw_neurons(figure: Any, panels: list[Any], tables: Tables) -> None:
     axes, rows = panels[0], tables["neurons"]
     for layer, look in draw_layers(figure, axes, distinct(rows, "layer")).items():
-        layer_rows = where(rows, layer=layer)
-        axes.loglog(
-            column(layer_rows, "rank"), 100 * column(layer_rows, "frequency").clip(1e-5), **look
-        )
+        ranks, rates = (column(where(rows, layer=layer), key) for key in ("rank", "frequency"))
+        axes.loglog(ranks, 100 * rates.clip(1e-5), **look)
     axes.set_ylim(bottom=0.02)
 
 

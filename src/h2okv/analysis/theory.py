@@ -41,9 +41,8 @@ def real_cases(
         return layer.logits(0, size, torch.float64).cpu().numpy()
 
     starts = np.linspace(0, input_ids.shape[1] - size, excerpts).astype(int)
-    logits_by_excerpt = [
-        of_layers(model, input_ids[:, start : start + size], measure) for start in starts
-    ]
+    texts = (input_ids[:, start : start + size] for start in starts)
+    logits_by_excerpt = [of_layers(model, text, measure) for text in texts]
     layers = full_attention_layers(model.config)
     indices = np.unique(np.linspace(0, len(layers) - 1, _MOST_LAYERS).round().astype(int))
     return [

@@ -343,17 +343,12 @@ class Comparison(Bench):
             gc.collect()
             for spec, samples_of_cache in samples.items():
                 row = dict.fromkeys(COLUMNS) | self.described(spec, context)
-                row |= {
-                    "batch": batch,
-                    "status": samples_of_cache.failure or "ok",
-                    "bandwidth": self.bandwidth,
-                }
+                row |= {"batch": batch, "status": samples_of_cache.failure or "ok"}
+                row["bandwidth"] = self.bandwidth
                 row["weight_bytes"] = self.footprint.step_weight_bytes
-                yield (
-                    row
-                    if samples_of_cache.failure
-                    else row | self._figures(spec, context, batch, samples)
-                )
+                if not samples_of_cache.failure:
+                    row |= self._figures(spec, context, batch, samples)
+                yield row
 
     def _time(self, samples: dict[CacheSpec, _Samples], context: int, batch: int) -> None:
         """Time prompts, then steps on the caches of the last prompts."""
@@ -574,13 +569,11 @@ class MaxBatch(Bench):
 
     def _row(self, candidate: _Candidate, full: _Candidate, context: int) -> Row:
         peak = candidate.peaks.get(candidate.run_batch)
-        row: dict[str, Any] = dict.fromkeys(MAX_BATCH_COLUMNS) | self.described(
-            candidate.spec, context
-        )
+        row: dict[str, Any] = dict.fromkeys(MAX_BATCH_COLUMNS)
+        row |= self.described(candidate.spec, context)
         row |= {f"{name}_bytes": value for name, value in asdict(candidate.memory).items()}
-        row |= {
-            name: getattr(candidate, name) for name in ("max_batch", "is_verified", "run_batch")
-        }
+        names = ("max_batch", "is_verified", "run_batch")
+        row |= {name: getattr(candidate, name) for name in names}
         row |= {"memory_bytes": self.memory, "peak_bytes": peak and peak.peak}
         row |= quartiles("prefill", candidate.prefill) | quartiles("decode", candidate.decode)
         if candidate.decode:

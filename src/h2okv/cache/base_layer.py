@@ -89,7 +89,7 @@ class BaseLayer(CacheLayerMixin):
         self.prompt = Prompt()
         self.writer = Writer()
         self.log: StepLog | None = None  # of the newest forward, once `crop` may be called
-        self._forget_rotation()
+        self.rotations.forget()
 
     state: SlotState
     """The entries; no slots before the first block."""
@@ -98,10 +98,6 @@ class BaseLayer(CacheLayerMixin):
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether shapes, dtype and device are known."""
         return "state" in vars(self)
-
-    def _forget_rotation(self) -> None:
-        """Forget how the model rotates this layer's keys, until its next forward."""
-        self.rotations.forget()
 
     def learn_rotation(self, rotation: Rotation | None) -> None:
         """Note how the model rotates this layer's keys, if it does; mutates the layer."""
@@ -188,15 +184,12 @@ class BaseLayer(CacheLayerMixin):
     def empty_state(self, key: Tensor, value: Tensor) -> SlotState:
         """Make a state without slots for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]``."""
         state = SlotState.empty(key, value, self.storage if self.drops else KVStorage())
-        if self.drops and self.storage.bits is None and self.holds_latents(key, value):
-            return LatentState.of(state, value.shape[-1])
+        if self.drops and self.storage.bits is None and self.latent is not None:
+            rank, width = self.latent
+            # Latents, as attention with one KV head takes them.
+            if (key.shape[1], key.shape[-1], value.shape[-1]) == (1, rank + width, rank):
+                return LatentState.of(state, rank)
         return state
-
-    def holds_latents(self, key: Tensor, value: Tensor) -> bool:
-        """Tell whether these are latents, as attention with one KV head takes them."""
-        rank, width = self.latent or (0, 0)
-        shape = key.shape[1], key.shape[-1], value.shape[-1]
-        return self.latent is not None and shape == (1, rank + width, rank)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -260,8 +253,7 @@ class BaseLayer(CacheLayerMixin):
         with ordinary_tensors():
             self.state = self.state.map(lambda tensor: tensor.to(device))
             self.cumulative_length = self.cumulative_length.to(device)
-        # Rotations have tables on the former device.
-        self._forget_rotation()
+        self.rotations.forget()  # they have tables on the former device
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor]:  # type: ignore[override]
         """Return the block's own size and offset; cached entries need no mask from the model."""

@@ -73,9 +73,7 @@ def save_cache(cache: Any, path: str | Path, notes: Mapping[str, str] | None = N
 def _layer_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what a file stores of a layer: tensors, and values for the header."""
     if isinstance(layer, BaseLayer):
-        tensors = {
-            _FILE_NAMES.get(name, name): tensor for name, tensor in layer.state.tensors().items()
-        }
+        tensors = {_FILE_NAMES.get(name, name): t for name, t in layer.state.tensors().items()}
         tensors["cumulative_length"] = layer.cumulative_length
         scaling = layer.state.scaling
         if scaling is not None and not any(layer.spans.phases(layer.state)):
@@ -300,11 +298,8 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
     expected.budgets = [TokenBudget(*amounts) for amounts in values["budgets"]]
     check_loaded(layer, expected, seen)
     slot_layer: Any = layer
-    if (
-        slot_layer.scores_spans
-        and expected.queries is None
-        and any(slot_layer.spans.phases(expected))
-    ):
+    needs_queries = slot_layer.scores_spans and any(slot_layer.spans.phases(expected))
+    if needs_queries and expected.queries is None:
         raise ValueError(f"layer {layer.layer_idx} has no queries of the span that it reads")
     weights = values["weights"]
     if weights is not None and not isinstance(weights, str):
@@ -314,11 +309,7 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
 
 
 def _expect_queries(
-    layer: Any,
-    expected: SlotState,
-    key: Tensor,
-    tensors: dict[str, Tensor],
-    values: dict[str, Any],
+    layer: Any, expected: SlotState, key: Tensor, tensors: dict[str, Tensor], values: dict[str, Any]
 ) -> None:
     """Expect the queries of a span that has not ended; mutates the expected state."""
     if not tensors.keys() & set(_OF_SPANS):
@@ -358,11 +349,8 @@ def _fill_foreign(layer: Any, tensors: dict[str, Tensor], values: dict[str, Any]
         attribute, _, index = name.partition(".")
         attributes: Any = fresh.get(attribute)
         is_dict = isinstance(attributes, dict)
-        if (
-            attribute not in fresh
-            or is_dict != bool(index)
-            or (is_dict and int(index) not in attributes)
-        ):
+        is_missing = is_dict and (not index or int(index) not in attributes)
+        if attribute not in fresh or is_missing or (index and not is_dict):
             raise ValueError(f"a {type(layer).__name__} has no {name}")
         if is_dict:
             attributes[int(index)] = value

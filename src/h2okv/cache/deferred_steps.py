@@ -26,22 +26,17 @@ class DeferredSteps:
         self._pending: list[tuple[Any, StepRules]] = []
         self._segments: dict[Any, Segments] = {}
 
-    @property
-    def is_pending(self) -> bool:
-        """Whether a step waits for its end."""
-        return bool(self._pending)
-
     def waits_for(self, layer: Any) -> bool:
         """Tell whether a layer begins again, though the last one has not ended its step."""
         return bool(self._pending) and self._pending[0][0] is layer
 
     def takes(self, layer: Any, rules: StepRules) -> bool:
         """Tell whether the end of a layer's step may wait."""
-        state, rule = layer.state, layer.rule
+        state, slots = layer.state, layer.slots
         if torch.compiler.is_compiling() or state.device.type != "cpu":
             return False
         # A rule that ranks by more than scores may look at a layer's other tensors.
-        by_scores = rule.ranks_by_scores or not rule.is_bounded
+        by_scores = slots.ranks_by_scores or not layer.rule.is_bounded
         is_plain = by_scores and rules.full and rules.rotary is None
         return is_plain and state.positions.numel() <= _LARGEST
 

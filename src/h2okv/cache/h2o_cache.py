@@ -74,9 +74,8 @@ class H2OCache(Cache):
         simulate: bool = False,
         **options: Any,
     ) -> None:
-        name = policy.name if isinstance(policy, Rule) else policy
         options |= {"heavy": heavy, "recent": recent, "sink": sink}
-        cache = CacheConfig(name, **options)
+        cache = CacheConfig(policy.name if isinstance(policy, Rule) else policy, **options)
         rule = policy if isinstance(policy, Rule) else cache.policy
         self.rule = get_rule(rule, cache.seed, cache.scoring, cache.decay)
         if cache.layer_budgets == MEASURED:
@@ -88,12 +87,11 @@ class H2OCache(Cache):
         self.evict_every = cache.evict_every if self.rule.evicts else None
         self.prefill_chunk = self.evict_every or cache.prefill_chunk
         self.kv_bits = cache.kv_bits
-        positions = cache.positions
         self.config = config = support.config_of(config)
         support.check_model(config)
         window = support.context_window(config)
-        self.position_rule = PositionRule(positions, self.prefill_chunk, window)
-        support.check_positions(config, positions, self.rule)
+        self.position_rule = PositionRule(cache.positions, self.prefill_chunk, window)
+        support.check_positions(config, cache.positions, self.rule)
         support.check_rule(self.rule, self.position_rule, simulate, cache.evict_every)
         layer_class = MaskedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
@@ -402,11 +400,7 @@ class H2OCache(Cache):
         """Say where the model shall put tokens ``[B or 1, T]`` of the text; for `h2okv.enable`."""
         for layer in self._scored:
             layer.is_placed = True
-        return (
-            position_ids.clamp(max=self.position_rule.window - 1)
-            if self.needs_enabling
-            else position_ids
-        )
+        return position_ids.clamp(max=self.position_rule.window - 1)
 
     def expect(self, length: int | None) -> None:
         """Announce a prompt that comes in several forwards, for budgets in fractions.
@@ -427,8 +421,7 @@ class H2OCache(Cache):
         layer, as steps read them.
         """
         super().activate_past_recording()
-        text = support.drafted_prompt()
-        if text is not None:
+        if (text := support.drafted_prompt()) is not None:
             columns, length = text
             if length is not None:
                 self.expect(length)
@@ -557,11 +550,9 @@ class H2OCache(Cache):
         Raises:
             ValueError: if the layer has no scores or nothing was read yet.
         """
-        layer: Any = self._layer(layer_idx)
-        scores: Tensor = layer.eviction_scores()
-        return scores
+        return self._layer(layer_idx).eviction_scores()
 
-    def _layer(self, layer_idx: int) -> BaseLayer:
+    def _layer(self, layer_idx: int) -> Any:
         layers = {layer.layer_idx: layer for layer in self._scored}
         if layer_idx not in layers:
             raise ValueError(

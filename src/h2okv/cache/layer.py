@@ -81,8 +81,7 @@ class CacheLayer(BaseLayer):
         if dtype != self.dtype or query.dtype != dtype:
             query, key, value = (states.to(self.dtype) for states in (query, key, value))
         self._begin(query.shape[2], real)
-        block = self._block(query, key, value, real, scale, softcap, position_ids)
-        block = block._replace(reach=reach)
+        block = self._block(query, key, value, real, scale, softcap, position_ids, reach)
         self.awaits_attention = True  # an error or Ctrl-C from here on leaves half a forward
         blocks = self._split(block)
         if blocks is None:
@@ -180,26 +179,20 @@ class CacheLayer(BaseLayer):
         scale: float,
         softcap: float | None,
         position_ids: Tensor | None,
+        reach: Tensor | None,
     ) -> Block:
         """Put new tokens together with what says where the model placed them."""
         undo = placed = None
-        length = query.shape[2]
-        if position_ids is None and self.rotations.needs_positions:
+        length, rotations = query.shape[2], self.rotations
+        looks_again = length > 1 or self.spans is not None  # queries are re-evaluated
+        if position_ids is None and rotations.needs_positions:
             position_ids = self._next_positions(real, length)
-        if position_ids is not None and self.rotations.rolling is not None:
+        if position_ids is not None and rotations.rolling is not None:
             # Of all tokens at once: some frequencies depend on the largest position of a forward.
-            undo = self.rotations.rolling.of_text(position_ids)
-        elif (
-            position_ids is not None
-            and self.rotations.text is not None
-            and self._keeps_positions(length)
-        ):
+            undo = rotations.rolling.of_text(position_ids)
+        elif position_ids is not None and rotations.text is not None and looks_again:
             placed = position_ids[:, None, :, None]
-        return Block(query, key, value, real, undo, placed, scale, softcap)
-
-    def _keeps_positions(self, length: int) -> bool:
-        """Tell whether the queries of T tokens are re-evaluated, which takes their positions."""
-        return length > 1 or self.spans is not None
+        return Block(query, key, value, real, undo, placed, scale, softcap, None, reach)
 
     def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
         """Return the positions of tokens that follow those of each sequence, ``[B, T]``."""

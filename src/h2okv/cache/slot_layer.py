@@ -38,12 +38,6 @@ class SlotLayer(CacheLayer):
         span = 1 if self.spans is None else self.spans.length
         self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None, span)
 
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        """Whether all steps are alike, so that ``generate`` may compile or record them on a GPU."""
-        is_static = self.rule.is_bounded and not self.position_rule.rewrites
-        return is_static and self.spans is None and self.log is None
-
     def move(self, device: torch.device) -> None:
         super().move(device)
         self.slots.operations = self.slots.filled = None
@@ -211,18 +205,16 @@ class SlotLayer(CacheLayer):
             self.spans.add_queries(state, block)
         if filled is not None:  # after padding the slots may no longer be taken in their order
             slots.filled = filled + 1 if real is None else None
-        if not self.rule.is_plain_sum:
+        if not slots.is_plain_sum:
             self._prepare_step(block)
         if rotations.rolling is not None and rotations.tables is None:
             rotations.make_tables(self._rank_limit(1))
         # A ranking by the scores alone is what a kernel can do.
-        rank = None if self.rule.ranks_by_sums or self.rule.sees is Sees.WINDOW else self._rank
+        rank = None if slots.ranks_by_sums or self.rule.sees is Sees.WINDOW else self._rank
         sink = state.sink if slots.has_sinks else None
-        rule_adds = self.rule.observes not in (Sees.KEYS, Sees.QUERIES)
         rules = StepRules(
             scale, state.recent, sink, softcap, rotations.tables, rank, slots.is_full, filled,
-            evicts=self.spans is None, adds=self.spans is None or rule_adds,
-            sink_logits=self.sink_logits,
+            evicts=self.spans is None, adds=slots.adds, sink_logits=self.sink_logits,
         )  # fmt: skip
         run = decode_step
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
@@ -231,7 +223,8 @@ class SlotLayer(CacheLayer):
                 self._choose_operations(query)
             assert slots.operations is not None
             run = slots.operations.step
-        if self.deferred is not None and run is decode_step and real is None and self.log is None:
+        may_wait = slots.is_full and self.deferred is not None and self.log is None
+        if may_wait and run is decode_step and real is None:
             rules = rules._replace(deferred=self.deferred.takes(self, rules))
         output = run(query, key, value, state, rules, real)
         if self.deferred is not None and not is_compiling:

@@ -11,11 +11,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from h2okv.cache.h2o_cache import H2OCache
-from h2okv.cache.linear_states import (
-    LinearStates,
-    continues_prompts,
-    has_fixed_state,
-)
+from h2okv.cache.linear_states import LinearStates, continues_prompts, has_fixed_state
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
@@ -374,9 +370,8 @@ class SlotPool:
 def _as_slots(cache: H2OCache, sequence: int) -> list[tuple[SlotLayer, int]]:
     """Return a cache's layers as slots, each with the row of a sequence."""
     layers: list[Any] = cache.layers
-    lengths = next(
-        candidate for candidate in layers if isinstance(candidate, SlotLayer)
-    ).state.num_real_tokens
+    first = next(layer for layer in layers if isinstance(layer, SlotLayer))
+    lengths = first.state.num_real_tokens
     return [
         (window_slots(layer, index, sequence, int(lengths[sequence])), 0)
         if isinstance(layer, DynamicSlidingWindowLayer)
@@ -401,12 +396,8 @@ def copy_at_cut(cache: H2OCache) -> H2OCache:
 
 def num_entries(cache: H2OCache) -> int:
     """Entries of all sequences, layers and KV heads; waits for the device."""
-    layers = (
-        candidate
-        for candidate in cache.layers
-        if isinstance(candidate, SlotLayer) and candidate.holds_entries
-    )
-    return sum(int((layer.state.positions >= 0).sum()) for layer in layers)
+    layers = (layer for layer in cache.layers if isinstance(layer, SlotLayer))
+    return sum(int((layer.state.positions >= 0).sum()) for layer in layers if layer.holds_entries)
 
 
 def check_poolable(cache: H2OCache) -> None:

@@ -17,15 +17,8 @@ from h2okv.ops.quant import BITS, Entries, Packed, pack, packed_bytes, unpack
 
 # Fields ``[B, H, S, ...]``.
 PER_SLOT = (
-    "keys",
-    "values",
-    "scores",
-    "positions",
-    "slot_mask",
-    "ranks",
-    "value_weights",
-    "head_of_slot",
-)
+    "keys", "values", "scores", "positions", "slot_mask", "ranks", "value_weights", "head_of_slot",
+)  # fmt: skip
 _COUNTED = {*PER_SLOT, "queries"} - {"slot_mask"}
 MIN_GROWN_SLOTS = 64  # a budget of fewer slots is never worth growing into
 
@@ -41,9 +34,11 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def is_cast(device: torch.device) -> bool:
-    """Tell whether autocast is on for a device, some of which (meta) it does not know."""
-    kind = device.type
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    """Tell whether autocast is on for a device; it knows none for ``meta``.
+
+    torch 2.11 cannot compile `torch.amp.is_autocast_available`.
+    """
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def slots_for(entries: int, capacity: int | None = None) -> int:
@@ -202,10 +197,7 @@ class SlotState(Slots):
             )
 
     def set_budgets(
-        self,
-        budgets: list[TokenBudget],
-        has_pattern: bool,
-        totals: list[list[int]] | None = None,
+        self, budgets: list[TokenBudget], has_pattern: bool, totals: list[list[int]] | None = None
     ) -> None:
         """Note each sequence's budget, and K of each head if they differ; mutates the state."""
         self.budgets = budgets
@@ -317,10 +309,9 @@ class SlotState(Slots):
         """Put tensors in the place of others, by the names of `tensors`; mutates the state."""
         for name, tensor in tensors.items():
             field_name, _, attribute = name.partition(".")
-            value = vars(self)[field_name]
-            setattr(
-                self, field_name, value._replace(**{attribute: tensor}) if attribute else tensor
-            )
+            if attribute:
+                tensor = vars(self)[field_name]._replace(**{attribute: tensor})
+            setattr(self, field_name, tensor)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> SlotState:
         """Return the state with every tensor changed, for the same sequences."""
@@ -332,9 +323,8 @@ class SlotState(Slots):
         """Return the sequences of indices, int64 ``[B']``, in this order; may repeat."""
         with ordinary_tensors():
             selected = self.map(lambda tensor: tensor.index_select(0, indices))
-        selected.budgets = (
-            [self.budgets[index] for index in indices.tolist()] if self.budgets else []
-        )
+        if self.budgets:
+            selected.budgets = [self.budgets[index] for index in indices.tolist()]
         return selected
 
     def like(self, num_sequences: int, num_slots: int) -> SlotState:

@@ -39,6 +39,10 @@ class SlotPlan:
 
     def __init__(self, rule: Rule, storage: KVStorage, is_by_head: bool, span: int = 1) -> None:
         self.rule, self.storage, self.is_by_head, self.span = rule, storage, is_by_head, span
+        # What every step asks of the rule, which derives it each time.
+        self.is_plain_sum, self.ranks_by_sums = rule.is_plain_sum, rule.ranks_by_sums
+        self.ranks_by_scores = rule.ranks_by_scores
+        self.adds = span == 1 or rule.observes not in (Sees.KEYS, Sees.QUERIES)
         self.forget()
 
     def forget(self) -> None:

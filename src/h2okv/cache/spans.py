@@ -46,23 +46,16 @@ class Spans:
 
     # --- queries, for rules that score a span at its end ------------------------------------------
 
-    def make_room(self, state: SlotState, query: Tensor) -> None:
-        """Give a state room for the queries of a span; mutates the state."""
-        batch, heads, _, size = query.shape
-        with ordinary_tensors():
-            state.queries = query.new_zeros(batch, heads, self.length, size)
-            state.query_positions = torch.full(
-                (batch, self.length), -1, dtype=torch.int64, device=query.device
-            )
-
     def add_queries(self, state: SlotState, block: Block) -> None:
         """Note a block's queries, of a span the newest, before its tokens are counted; mutates."""
         query = mean_queries(block.query, block.key.shape[1])
+        batch, heads, length, size = query.shape
         if state.queries is None:
-            self.make_room(state, query)
+            with ordinary_tensors():
+                state.queries = query.new_zeros(batch, heads, self.length, size)
+                no_positions = torch.full((batch, self.length), -1, device=query.device)
+                state.query_positions = no_positions
         state.scaling = block.scale, block.softcap
-        assert state.queries is not None
-        batch, length = len(state.queries), block.length
         order, real = torch.arange(length, device=state.device).expand(batch, length), block.real
         if real is not None:
             order = real.cumsum(dim=1) - 1

@@ -36,10 +36,6 @@ class StepLog:
     def __len__(self) -> int:
         return len(self._records)
 
-    def clear(self) -> None:
-        """Forget all tokens; mutates the log."""
-        self._records.clear()
-
     def add(self, layer: Any, takes_step: bool) -> None:
         """Note a layer before it reads one token of each sequence; mutates the log."""
         state, plan = layer.state, layer.plan()
@@ -88,7 +84,7 @@ class StepLog:
                 _restore_slots(layer.state, record, slice(None))
             layer.restore_plan(plan)
         layer.cumulative_length -= min(counts)
-        self.clear()
+        self._records.clear()
 
 
 def _restore_rows(state: Any, record: SlotState | dict[str, Any], rows: Tensor) -> None:
@@ -108,20 +104,17 @@ def _restore_slots(state: Any, record: dict[str, Any], rows: Tensor | slice) -> 
         if name in entries:
             index, overwritten = before
             tensor = entries[name]
-            restored = tensor[rows].scatter(2, index[rows], overwritten[rows])
-            tensor[rows] = restored
+            tensor[rows] = tensor[rows].scatter(2, index[rows], overwritten[rows])
         else:
             vars(state)[name][rows] = before[rows]
 
 
 def _restore_state(layer: Any, before: SlotState) -> None:
     """Put a state in the place of another; in its tensors, if they are as large."""
-    tensors = layer.state.tensors()
-    if {n: t.shape for n, t in tensors.items()} != {
-        n: t.shape for n, t in before.tensors().items()
-    }:
+    now, then = layer.state.tensors(), before.tensors()
+    if {n: t.shape for n, t in now.items()} != {n: t.shape for n, t in then.items()}:
         layer.state = before
         return
-    for name, tensor in before.tensors().items():
-        tensors[name].copy_(tensor)
+    for name, tensor in then.items():
+        now[name].copy_(tensor)
     layer.state.budgets = before.budgets

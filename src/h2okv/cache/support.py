@@ -225,10 +225,8 @@ def check_positions(config: PreTrainedConfig, positions: str, rule: Rule) -> Non
 
 # Options that a rule rules out by what it sees, with the reason.
 _EXCLUDES = {
-    (
-        Sees.WINDOW,
-        "prefill_chunk",
-    ): "decides once, at the end of the prompt, and needs it as one block",
+    (Sees.WINDOW, "prefill_chunk"): "decides once, at the end of the prompt, and needs it as one"
+    " block",
     (Sees.WINDOW, "rolling"): "keeps every token after the prompt, so ranks would leave the context"
     " window too",
     (Sees.KEYS, "rolling"): "compares keys, and where positions roll those of equal tokens differ"

@@ -63,10 +63,8 @@ def check_pins(layer: Any, lengths: Sequence[int]) -> None:
     for length in lengths:
         budget = layer.rule.allocate_budget(layer.budget.resolve(length))
         count = sum(stop - max(start, min(stop, budget.sink)) for start, stop in layer.prompt.pins)
-        if layer.prompt.pins[-1][1] > length:
-            problem = (
-                f"pin {layer.prompt.pins[-1]} ends after the prompt of {length} tokens; shorten it."
-            )
+        if (last := layer.prompt.pins[-1])[1] > length:
+            problem = f"pin {last} ends after the prompt of {length} tokens; shorten it."
         elif count > budget.heavy:
             problem = (
                 f"{count} tokens are pinned and policy={layer.rule.name!r} keeps {budget.heavy}"
@@ -197,7 +195,7 @@ def check_integrity(layer: Any) -> None:
 
 def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
     """Refuses numbers from a file with which a step would read or write what is not there."""
-    name, mask = f"layer {layer.layer_idx}", state.slot_mask
+    name, mask, rolls = f"layer {layer.layer_idx}", state.slot_mask, layer.position_rule.rolls
     if seen.shape != () or seen.dtype != torch.int64:
         raise ValueError(f"{name} does not tell how many tokens it has seen")
     if state.batch_size == 0 or state.num_slots == 0 or len(state.budgets) != state.batch_size:
@@ -206,11 +204,7 @@ def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
         ("norms", state.value_weights, layer.rule.weighs_values),
         ("num_static", state.num_static, layer.rule.has_pattern),
         # A layer may have no rotary positions though the model has.
-        (
-            "ranks",
-            state.ranks,
-            state.ranks is not None and layer.position_rule.rolls and layer.drops,
-        ),
+        ("ranks", state.ranks, state.ranks is not None and rolls and layer.drops),
         ("slot_mask", mask, mask is not None and layer.drops and layer.rule.is_bounded),
         ("owner", state.head_of_slot, layer.head_budgets is not None and layer.drops),
     ):
@@ -218,31 +212,23 @@ def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
             raise ValueError(f"{name} has {field}, or has none, against its options")
     for budget in state.budgets:
         amounts = astuple(budget)
-        if (
-            any(type(amount) is not int or not 0 <= amount < 1 << 60 for amount in amounts)
-            or not budget.total
-        ):
+        are_counts = all(type(n) is int and 0 <= n < 1 << 60 for n in amounts)
+        if not are_counts or not budget.total:
             raise ValueError(f"{name} has an invalid budget {amounts}")
         options = layer.head_budgets or (layer.budget,)
         possible = [layer.rule.allocate_budget(option.resolve(1)) for option in options]
-        if not layer.budget.is_relative and budget != max(
-            possible, key=lambda option: option.total
-        ):
+        largest = max(possible, key=lambda option: option.total)
+        if not layer.budget.is_relative and budget != largest:
             raise ValueError(f"{name} has the budget {amounts}, not its options'")
     expected = copy.copy(state)
     expected.set_budgets(state.budgets, layer.rule.has_pattern)
     # The largest of a layer's heads; what the others keep, only the file knows.
     total = state.total.amax(dim=1, keepdim=True)
-    # Where whatever follows the prompt is kept, the budget has grown with it.
-    grown = (
-        total - expected.total
-        if layer.rule.sees is Sees.WINDOW
-        else torch.zeros_like(expected.total)
-    )
-    differs = (
-        (state.sink != expected.sink) | (state.recent != expected.recent + grown) | (grown < 0)
-    )
-    differs |= total != expected.total + grown
+    grown = torch.zeros_like(expected.total)
+    if layer.rule.sees is Sees.WINDOW:  # whatever follows the prompt is kept, the budget grows
+        grown = total - expected.total
+    differs = (state.sink != expected.sink) | (state.recent != expected.recent + grown)
+    differs |= (grown < 0) | (total != expected.total + grown)
     if state.num_static is not None:
         differs |= state.num_static != expected.num_static
     numbers = [tensor for tensor in state.entry_tensors().values() if tensor.is_floating_point()]

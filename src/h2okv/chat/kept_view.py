@@ -128,9 +128,8 @@ def render_runs(runs: Sequence[Run], with_marks: bool = False) -> Text:
     text = Text()
     for level in Level:
         if tokens := sum(run.num_tokens for run in runs if run.level is level):
-            text.append(f"{marked(level, level.meaning)}: {tokens:,}", style=level.style).append(
-                "  "
-            )
+            text.append(f"{marked(level, level.meaning)}: {tokens:,}", style=level.style)
+            text.append("  ")
     text.append("\n\n")
     for run in runs:
         text.append(marked(run.level, run.text), style=run.level.style)

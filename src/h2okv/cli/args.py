@@ -26,6 +26,7 @@ from h2okv.config import (
     MEASURED,
     PER_QUERY,
     POLICIES,
+    POSITIONS,
     SCORED,
     SCORINGS,
     CacheConfig,
@@ -103,13 +104,18 @@ _PIN_HELP = "Messages never evicted: system, user, last_user."
 PIN = option("", _PIN_HELP, read=readers.names)
 ROWS = option(None, "Append the rows to this file.", read=readers.writable)
 MEMORY_HELP = "Limit, such as 4GiB (what is free)."
+AUTO_POSITIONS = option(
+    "auto",
+    "auto, original, rolling or clamped.",
+    read=readers.choice,
+    words=("auto", *POSITIONS),
+)
+EVICT_EVERY = option(
+    None, "Evict at multiples of this (256); 0: each block.", read=readers.least, least=0
+)
 COMPILE = option(False, "Compile decode steps: slow to start, then faster.", "--compile")
 WEIGHT_BITS = option(
-    None,
-    "4: decode reads 4-bit weights (x86).",
-    "--weight-bits",
-    read=readers.bits,
-    allowed=(4,),
+    None, "4: decode reads 4-bit weights (x86).", "--weight-bits", read=readers.bits, allowed=(4,)
 )
 
 
@@ -203,17 +209,13 @@ def make_cache(
     positions: str = option("original", "original, rolling or clamped."),
     prefill_chunk: int | None = option(None, CHUNK_HELP, read=readers.least),
     evict_every: int | None = option(
-        None,
-        "Evict only at multiples of this many tokens.",
-        read=readers.least,
+        None, "Evict only at multiples of this many tokens.", read=readers.least
     ),
     kv_bits: int | None = option(
         None, "Quantize keys and values to 8 or 4 bits.", read=readers.bits
     ),
     layer_budgets: Typed = option(
-        None,
-        "auto, even or a file of h2okv eval layers.",
-        read=_factors,
+        None, "auto, even or a file of h2okv eval layers.", read=_factors
     ),
     default_budget: str = "20%",  # without budget, heavy and recent
     default_chunk: int | None = None,  # of --prefill-chunk, unless one or --evict-every is given
@@ -381,11 +383,7 @@ class ModelOptions:
 
     name: str = option(BUNDLED, MODEL_HELP, "--model")
     dtype_name: str = option(
-        "auto",
-        f"{', '.join(DTYPES)}.",
-        "--dtype",
-        read=readers.choice,
-        words=DTYPES,
+        "auto", f"{', '.join(DTYPES)}.", "--dtype", read=readers.choice, words=DTYPES
     )
     device_name: str = option("auto", DEVICE_HELP, "--device", read=readers.device)
     is_here: bool = True  # False if other machines load the model

@@ -46,16 +46,10 @@ class OffloadOptions:
     )
     memory: Typed = option(None, args.MEMORY_HELP, read=readers.memory)
     weight_placement: Typed = option(
-        "auto",
-        "auto, device, cpu, disk or device=40,disk=60.",
-        "--weights",
-        read=_placement,
+        "auto", "auto, device, cpu, disk or device=40,disk=60.", "--weights", read=_placement
     )
     cache_placement: Typed = option(
-        "auto",
-        "auto, device, cpu, file or percentages.",
-        "--cache",
-        read=_placement,
+        "auto", "auto, device, cpu, file or percentages.", "--cache", read=_placement
     )
     weight_bits: int | None = option(
         None, "Quantize linear layers (CPU, bfloat16).", read=readers.bits
@@ -221,9 +215,8 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
     names = {"device": "in memory", "cpu": "in the CPU's memory", "disk": "on the disk"}
     names["file"] = "in a file"
     layers = ", ".join(f"{n} {names[tier]}" for tier, n in chosen.counts.items())
-    caches = [
-        f"{100 * share:.0f} % {names[tier]}" for tier, share in chosen.cache_placement.items()
-    ]
+    placement = chosen.cache_placement.items()
+    caches = [f"{100 * share:.0f} % {names[tier]}" for tier, share in placement]
     gemm = [f"{_number(rate / 1e9)} ({n})" for n, rate in hardware.gemm]
     return [
         ("layers and head", layers),

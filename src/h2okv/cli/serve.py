@@ -27,17 +27,9 @@ def serve(
     max_waiting: int = option(256, "Requests waiting; more get HTTP 429."),
     max_prefill_tokens: int = option(512, "Prompt tokens between steps."),
     max_prefill_time_fraction: float = option(0.8, "Of time, while others decode."),
-    evict_every: int | None = option(
-        None,
-        "Evict at multiples of this (256); 0: each block.",
-        read=least,
-        least=0,
-    ),
+    evict_every: int | None = args.EVICT_EVERY,
     prefix_cache: Typed = option(
-        None,
-        "Memory of states (1GiB); 0: none.",
-        read=readers.memory,
-        least=0,
+        None, "Memory of states (1GiB); 0: none.", read=readers.memory, least=0
     ),
     prefix_cache_folder: Path | None = option(None, "Folder of states, over a restart."),
     max_new_tokens: int = option(4096, "Maximum number of new tokens."),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import h2okv
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, ModelOptions, Typed, option
-from h2okv.config import POSITIONS, CacheConfig
+from h2okv.config import CacheConfig
 from h2okv.console import (
     INTERRUPTED,
     Interrupt,
@@ -66,12 +66,7 @@ def stream(
         None, 'JSONL of {"turns": ..} or {"messages": ..}.', read=readers.readable
     ),
     tokens: int | None = option(None, "Stop after this many."),
-    positions: Typed = option(
-        "auto",
-        "auto, original, rolling or clamped.",
-        read=readers.choice,
-        words=("auto", *POSITIONS),
-    ),
+    positions: Typed = args.AUTO_POSITIONS,
     prefill_chunk: int = option(
         64, "Tokens between evictions; the paper's: 1.", read=readers.least
     ),
@@ -95,9 +90,8 @@ def stream(
         positions = "original" if cache.is_full else "rolling"
     # A stream has no end, so fractions are of the context window.
     budget = cache.budget.resolve(described.context or _NO_WINDOW)
-    cache = replace(cache, heavy=budget.heavy, recent=budget.recent, positions=positions).seeded(
-        seed
-    )
+    cache = replace(cache, heavy=budget.heavy, recent=budget.recent, positions=positions)
+    cache = cache.seeded(seed)
     # A bad budget shows before anything is read, not at the block that exceeds the window.
     args.check_cache(described.config, cache)
     block, window = cache.block or prefill_chunk, context_window(described.config)
@@ -177,8 +171,8 @@ def _run(running: Stream, described: Described, label: str, files: Files, as_jso
         if files.checkpoint.exists():
             message = (
                 f"stopped at token {state.position}; continue with the same command and --resume"
+                f" (the checkpoint is '{files.checkpoint}')"
             )
-            message += f" (the checkpoint is '{files.checkpoint}')"
     write_remark(message)
     return INTERRUPTED
 

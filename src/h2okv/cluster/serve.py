@@ -286,9 +286,8 @@ def _deploy(make: Callable[[int], Application], expected: int) -> tuple[str, int
             serve.run(make(sequences), name=APP, logging_config=_LOGGING)
     except RuntimeError as error:
         status = serve.status().applications.get(APP)
-        messages = (
-            [deployment.message for deployment in status.deployments.values()] if status else []
-        )
+        deployments = status.deployments.values() if status else ()
+        messages = [deployment.message for deployment in deployments]
         # Prefer the error of a replica that could not start.
         why = next((RuntimeError(text) for text in messages if "Error" in text), error)
         raise ValueError(f"the model cannot be served ({reason(why)})") from error

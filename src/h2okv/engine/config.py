@@ -104,8 +104,6 @@ class EngineConfig:
         for name in options:
             if name not in names:
                 raise unknown_name("option", name, names)
-        config = config or cls()
-        config = replace(
-            config, **{name: options.pop(name) for name in own_names if name in options}
-        )
+        changed = {name: options.pop(name) for name in own_names if name in options}
+        config = replace(config or cls(), **changed)
         return replace(config, cache=config.cache.with_options(**options))

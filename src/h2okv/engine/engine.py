@@ -254,9 +254,8 @@ class Engine:
         if count is not None:
             if not request.logprobs:
                 request.logprobs.append(None)
-            next_tokens = request.prompt[
-                chunk.position + 1 : chunk.position + 1 + len(chunk.tokens)
-            ]
+            first = chunk.position + 1
+            next_tokens = request.prompt[first : first + len(chunk.tokens)]
             request.logprobs.extend(token_logprobs(logits[: len(next_tokens)], next_tokens, count))
         if not chunk.is_last:
             return
@@ -361,7 +360,7 @@ class Engine:
         longest = self.limits.max_context or self.limits.max_prompt_tokens
         full, states = pool.full_bytes_of(longest), pool.linear_bytes
         # Beside states, which both hold.
-        least = (pool.nbytes / num_seqs - states) / (pool.full_bytes_of(1) - states)
+        break_even = (pool.nbytes / num_seqs - states) / (pool.full_bytes_of(1) - states)
         shards = "" if self.group is None else f" in {self.group.world_size} parts"
         device = input_device(self.model)
         lines = [
@@ -374,13 +373,11 @@ class Engine:
             f"for prefill and {num_seqs * memory.step / _MIB:.0f} MiB for a decode step",
             f"a full cache of {longest:,} tokens would take {full / _MIB:.2f} MiB for each user, "
             f"{full * num_seqs / pool.nbytes:.1f} times as much; slots save memory from "
-            f"{math.floor(least) + 1:,} tokens on",
+            f"{math.floor(break_even) + 1:,} tokens on",
         ]
-        minimum = self.config.cache.min_tokens
-        if minimum and self.config.cache.budget.is_relative:
-            lines.append(
-                f"short prompts keep at least {minimum} heavy and {minimum} recent entries"
-            )
+        least = self.config.cache.min_tokens
+        if least and self.config.cache.budget.is_relative:
+            lines.append(f"short prompts keep at least {least} heavy and {least} recent entries")
         if self.prefix_cache is not None:
             limit = self.prefix_cache.max_bytes / _MIB
             lines.append(f"states of prompts and answers: up to {limit:.0f} MiB, for later prompts")
@@ -456,10 +453,10 @@ class Engine:
         if isinstance(prompt, Mapping):
             prompt = self.image_encoder.encode_fields(prompt)
         remedy = "give a text, or tokens of this model."
+        inputs: Mapping[str, Any] = {}
         with refusing("the prompt cannot be read", remedy, TypeError):  # such as half a character
-            inputs = prompt.inputs if isinstance(prompt, EncodedPrompt) else {}
             if isinstance(prompt, EncodedPrompt):
-                prompt = prompt.token_ids
+                prompt, inputs = prompt.token_ids, prompt.inputs
             if isinstance(prompt, str):
                 prompt = encode(self.tokenizer, prompt)
             tokens: Any = tuple(prompt)

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from h2okv.cache import H2OCache
 from h2okv.cache.linear_states import state_bytes
 from h2okv.cache.slot_state import SlotBytes, slots_for
-from h2okv.cache.support import latent_sizes, size_of
+from h2okv.cache.support import latent_sizes, num_kv_heads, size_of
 from h2okv.integration.packed_linear import limit_kernels
 
 _STRICT = ((-3, 128 << 10), (-1, 4 << 20), (-8, 2))
@@ -100,10 +100,10 @@ def _field(file: str, name: str) -> int | None:
 def _left(limit: str, usage: str) -> int | None:
     """Return the bytes that a control group still allows; ``None`` without a limit."""
     with suppress(OSError, ValueError):
-        limit_bytes, used_bytes = (
-            (_CGROUPS / name).read_text(encoding="ascii") for name in (limit, usage)
+        total, used = (
+            int((_CGROUPS / name).read_text(encoding="ascii")) for name in (limit, usage)
         )
-        return max(0, int(limit_bytes) - int(used_bytes))
+        return max(0, total - used)
     return None
 
 
@@ -158,11 +158,9 @@ class MemoryModel:
         self.cache = cache  # of the same layout as all others
         self.hidden, self.width, self.vocabulary = text.hidden_size, _width(text), text.vocab_size
         self.num_heads: int = text.num_attention_heads
-        self.num_kv_heads: int = size_of(text, "num_key_value_heads") or self.num_heads
+        self.num_kv_heads = num_kv_heads(config)
         self.key_size: int = size_of(text, "head_dim") or self.hidden // self.num_heads
-        latent = latent_sizes(config)
-        if latent is not None:
-            self.num_kv_heads, self.key_size = 1, sum(latent)
+        self.key_size = sum(latent_sizes(config) or (self.key_size,))
         self.element = dtype.itemsize  # bytes of an element
         self.slots = cache.slot_bytes(self.num_kv_heads, self.key_size, dtype)  # of a layer
         self.window_slots = SlotBytes(self.num_kv_heads, 2 * self.key_size * self.element)
@@ -230,9 +228,8 @@ class MemoryModel:
         chunk = None if reads_images else self.cache.prefill_chunk
         num_entries = max_prompt if chunk is None else max(budgets) + min(chunk, max_prompt)
         # The next chunk is appended to the entries, and one layer is copied meanwhile.
-        prefill = -(
-            -(self.sequence_bytes(num_entries, 0) + 3 * self.layer_bytes(num_entries)) // ranks
-        )
+        held_bytes = self.sequence_bytes(num_entries, 0) + 3 * self.layer_bytes(num_entries)
+        prefill = -(-held_bytes // ranks)
         # Temporaries are not divided: states and logits, the largest, are replicated.
         tokens = min(max_prefill_tokens, max_prompt)
         prefill += max(

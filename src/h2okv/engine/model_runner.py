@@ -307,11 +307,9 @@ def left_padded(
 
 def count_kept(positions: Iterable[Tensor], num_tokens: int) -> list[int]:
     """Return the number of heads that hold each token, from positions ``[H, S]`` of each layer."""
-    all_positions = torch.cat(
-        [layer_positions.flatten().cpu() for layer_positions in positions]
-    ).long()
+    flat = torch.cat([of_layer.flatten().cpu() for of_layer in positions]).long()
     # -1 is an empty slot.
-    counts: list[int] = torch.bincount(all_positions + 1, minlength=num_tokens + 1)[1:].tolist()
+    counts: list[int] = torch.bincount(flat + 1, minlength=num_tokens + 1)[1:].tolist()
     return counts
 
 

@@ -69,7 +69,9 @@ class PrefixCache:
         keys = self.keys_of(tokens)
         usable = keys[: (len(tokens) - 1) // self.span]
         count = len(usable)
-        while count and not self._brings(usable[count - 1], count):
+        while count and (key := usable[count - 1]) not in self:
+            if self._load(key, count * self.span):
+                break
             count -= 1
         shared = max((n for n, key in enumerate(keys, 1) if key in self._beginnings), default=0)
         for key in keys:
@@ -83,9 +85,6 @@ class PrefixCache:
             return 0, None, saves
         self._sizes.move_to_end(keys[count - 1])
         return count * self.span, keys[count - 1], saves
-
-    def _brings(self, key: str, num_spans: int) -> bool:
-        return key in self or self._load(key, num_spans * self.span)
 
     def add(self, key: str, num_bytes: int) -> list[str]:
         """Note a saved state; return the keys of those that are to be dropped for it."""

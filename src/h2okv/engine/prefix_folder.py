@@ -101,14 +101,7 @@ class PrefixFolder:
                 self._delete(next(iter(self._sizes)))
 
     def read(self, key: str, length: int, model: Any, like: H2OCache) -> H2OCache | None:
-        """Return the state of a text of some tokens; ``None`` if no file has it.
-
-        Args:
-            key: Of the state.
-            length: Tokens that it has read.
-            model: That continues it.
-            like: A cache with its options.
-        """
+        """Return a state after `length` tokens with the options of `like`; ``None`` for no file."""
         if key not in self._sizes or key in self._refused:
             return None
         path = self._file(key)

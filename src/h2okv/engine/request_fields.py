@@ -63,15 +63,7 @@ IGNORED = frozenset(
 def known_fields(
     fields: Mapping[str, Any], names: Collection[str], unsupported: Unsupported = UNSUPPORTED
 ) -> dict[str, Any]:
-    """Leave out the fields that change nothing.
-
-    Args:
-        fields: A request as its client wrote it.
-        names: The fields that are read.
-        unsupported: Unsupported fields, which take precedence over ``names``.
-
-    Returns:
-        The known fields.
+    """Leave out the fields that change nothing; `unsupported` takes precedence over `names`.
 
     Raises:
         FieldError: If a field is unknown or unsupported.

@@ -15,7 +15,7 @@ from transformers.generation import logits_process
 
 from h2okv.engine.outputs import RequestFailedError, TokenLogprob
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.engine.structured import TokenMask
+from h2okv.engine.structured import GrammarMask
 
 NOT_A_NUMBER = (
     "the model's output is not a number (NaN); its data type may be too narrow, try dtype float32"
@@ -65,12 +65,9 @@ def generation_kwargs(params: SamplingParams) -> dict[str, Any]:
 
 def _warpers(params: SamplingParams) -> LogitsProcessorList:
     """Return the warpers whose parameters differ from the neutral ones."""
-    neutral = SamplingParams()
-    changed = [name for name in _WARPERS if getattr(params, name) != getattr(neutral, name)]
-    warpers = (
-        [] if params.is_greedy else [_WARPERS[name](getattr(params, name)) for name in changed]
-    )
-    return LogitsProcessorList(warpers)
+    values = {} if params.is_greedy else {name: getattr(params, name) for name in _WARPERS}
+    changed = {n: v for n, v in values.items() if v != getattr(SamplingParams, n)}
+    return LogitsProcessorList([_WARPERS[name](value) for name, value in changed.items()])
 
 
 def _text_processors(
@@ -83,14 +80,9 @@ def _text_processors(
     config.num_beams = 1
     ends = sorted(eos_token_ids(model))
     config._eos_token_tensor = torch.tensor(ends) if ends else None
-    any_model: Any = model
-    all_processors = any_model._get_logits_processor(
-        config, prompt_length, device="cpu", model_kwargs={}
-    )
-    warpers = tuple(_WARPERS.values())
-    processors = LogitsProcessorList(
-        processor for processor in all_processors if not isinstance(processor, warpers)
-    )
+    make: Any = model._get_logits_processor
+    every, warpers = make(config, prompt_length, device="cpu", model_kwargs={}), _WARPERS.values()
+    processors = LogitsProcessorList(p for p in every if not isinstance(p, tuple(warpers)))
     if params.presence_penalty or params.frequency_penalty or params.logit_bias:
         processors.insert(0, NewTextPenalty(params, prompt_length))
     return processors
@@ -107,10 +99,8 @@ class NewTextPenalty(LogitsProcessor):
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """Penalize logits ``[1, V]`` by the tokens of ``[1, T]`` after the prompt."""
         times = torch.bincount(input_ids[0, self._prompt_length :], minlength=scores.shape[1])
-        penalty = (
-            self._params.presence_penalty * (times > 0) + self._params.frequency_penalty * times
-        )
-        scores = scores - penalty
+        presence, frequency = self._params.presence_penalty, self._params.frequency_penalty
+        scores = scores - (presence * (times > 0) + frequency * times)
         scores[0, self._biased] += self._biases
         return scores
 
@@ -124,7 +114,7 @@ class Sampler:
         params: SamplingParams,
         prompt: Sequence[int],
         index: int = 0,
-        token_mask: TokenMask | None = None,
+        token_mask: GrammarMask | None = None,
     ) -> None:
         self.params = params
         self.warpers = _warpers(params)
@@ -196,10 +186,8 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> l
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))[:, 0]
     values, indices = (tensor.tolist() for tensor in logprobs.topk(min(count, logits.shape[1])))
-    columns = zip(tokens, chosen.tolist(), indices, values, strict=True)
-    return [
-        TokenLogprob(token, value, tuple(zip(*top, strict=True))) for token, value, *top in columns
-    ]
+    rows = zip(tokens, chosen.tolist(), indices, values, strict=True)
+    return [TokenLogprob(token, n, tuple(zip(*top, strict=True))) for token, n, *top in rows]
 
 
 class SeededSampling(LogitsProcessor):
@@ -212,9 +200,7 @@ class SeededSampling(LogitsProcessor):
     """
 
     def __init__(self, params: Sequence[SamplingParams]) -> None:
-        self._generators = [
-            torch.Generator().manual_seed(sampling_params.seed or 0) for sampling_params in params
-        ]
+        self._generators = [torch.Generator().manual_seed(p.seed or 0) for p in params]
         self._warpers = _warpers(params[0])
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:

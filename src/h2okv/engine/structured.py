@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -19,16 +19,6 @@ _BITS = torch.arange(8, dtype=torch.uint8)
 _SPACES = r" |\n[ \t]{0,20}"
 """Whitespace between two tokens of JSON: a space, or a line break with its indentation. With more,
 small models may write nothing else."""
-
-
-class TokenMask(Protocol):
-    """Which tokens may come next in one output."""
-
-    def mask(self, token_ids: Sequence[int]) -> torch.Tensor:
-        """Return which tokens may follow the output's tokens, as bool ``[V]``."""
-
-    def accept(self, token: int) -> None:
-        """Take the next token of the output."""
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
@@ -83,7 +73,7 @@ class GrammarCompiler:
 
 
 class GrammarMask:
-    """The mask of one output by a grammar."""
+    """Which tokens may come next in one output, by a grammar."""
 
     def __init__(self, matcher: Any, vocab_size: int, eos: Sequence[int]) -> None:
         self._matcher, self._vocab_size, self._eos = matcher, vocab_size, eos

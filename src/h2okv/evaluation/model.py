@@ -133,10 +133,7 @@ class Answer(NamedTuple):
 
 
 def answer_batch(
-    model: ModelUnderTest,
-    configs: Sequence[CacheConfig],
-    prompts: Sequence[Prompt],
-    seed: int = 0,
+    model: ModelUnderTest, configs: Sequence[CacheConfig], prompts: Sequence[Prompt], seed: int = 0
 ) -> list[list[Answer]]:
     """Answer prompts with several caches, in one left-padded batch each.
 
@@ -200,9 +197,8 @@ class _Answers(StoppingCriteria):
         self.ended = [False] * len(prompts)
         self.limits = [prompt.params.max_tokens or 1 for prompt in prompts]
         self._end_ids = eos_token_ids(subject.model)
-        self._texts = [
-            SequenceText(subject.tokenizer, (), prompt.params.stop) for prompt in prompts
-        ]
+        tokenizer = subject.tokenizer
+        self._texts = [SequenceText(tokenizer, (), prompt.params.stop) for prompt in prompts]
 
     def __call__(self, input_ids: Any, scores: Any, **options: Any) -> Any:
         """Add the last of ``input_ids [B, T]``; return which answers have ended."""

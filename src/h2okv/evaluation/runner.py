@@ -82,10 +82,8 @@ class SampleFile(ResultFile):
     def versions(self, run: str) -> dict[str, str]:
         versions = self._versions[run] or [self._current]
         names = dict.fromkeys(name for entry in versions for name in entry)
-        return {
-            name: " ".join(dict.fromkeys(entry.get(name, "") for entry in versions))
-            for name in names
-        }
+        values = {name: dict.fromkeys(entry.get(name, "") for entry in versions) for name in names}
+        return {name: " ".join(entries) for name, entries in values.items()}
 
     def add(self, run: str, results: Mapping[int, Result]) -> None:
         """Append results; they are on the disk when it returns."""
@@ -135,9 +133,8 @@ class Evaluation:
             missing = [set(self._missing(run)) for run in runs]
             lacking: dict[tuple[int, ...], list[int]] = defaultdict(list)
             for sample in task.samples:
-                lacking[tuple(n for n, absent in enumerate(missing) if sample in absent)].append(
-                    sample
-                )
+                numbers = tuple(n for n, absent in enumerate(missing) if sample in absent)
+                lacking[numbers].append(sample)
             lacking.pop((), None)
             for numbers, samples in lacking.items():
                 configs = [runs[n].config for n in numbers]

@@ -80,9 +80,8 @@ def chat_segments(
     for number, message in enumerate(conversation):
         messages.append(message._asdict())
         is_last, is_question = roles[number + 1] is None, message.role == "user"
-        to_answer = (
-            is_question and roles[number + 1] != "assistant"
-        )  # an answer in the file is read
+        # An answer in the file is read.
+        to_answer = is_question and roles[number + 1] != "assistant"
         if to_answer or (is_last and not is_question):
             text = chat_text(tokenizer, messages, to_answer=to_answer)
             if segments and _ANSWER not in text:

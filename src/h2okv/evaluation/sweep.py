@@ -75,9 +75,7 @@ class Surroundings:
         value = options.get(limit, getattr(task, limit))
         if self.limit is not None and (value is None or isinstance(value, int)):
             options[limit] = self.limit if value is None else min(self.limit, value)
-        several = {
-            name: options.get(name, value) for name, value in _SEVERAL.items() if name in names
-        }
+        several = {name: options.get(name, v) for name, v in _SEVERAL.items() if name in names}
         for values in product(*(v if isinstance(v, list) else [v] for v in several.values())):
             yield _checked(task, options | dict(zip(several, values, strict=True)), where)
 
@@ -228,9 +226,8 @@ def _checked(kind: type[Section], content: Any, where: str) -> Section:
         location = "".join(steps).removeprefix(".")
         problem = first["msg"].removeprefix("Value error, ")
         received = "" if first["type"] == "value_error" else f" (there is {first['input']!r})"
-        raise ValueError(
-            f"{where}: {location}{': ' if location else ''}{problem}{received}"
-        ) from error
+        prefix = f"{where}: {location}: " if location else f"{where}: "
+        raise ValueError(f"{prefix}{problem}{received}") from error
 
 
 def experiment_names() -> list[str]:
@@ -262,12 +259,8 @@ def report(experiment: Experiment, lines: Sequence[Line], row: Mapping[str, Any]
         f" ({row['commit'] or 'no checkout'}), torch {row['torch']}, transformers"
         f" {row['transformers']}; seeds {', '.join(map(str, experiment.seeds))}."
     )
-    header = (
-        f"# {experiment.title}",
-        experiment.source,
-        " ".join(experiment.remark.split()),
-        versions,
-    )
+    remark = " ".join(experiment.remark.split())
+    header = (f"# {experiment.title}", experiment.source, remark, versions)
     sections = [*(f"{paragraph}\n" for paragraph in header if paragraph), results_table(lines)]
     models: dict[str, dict[tuple[str, str], Line]] = {}
     for figure in experiment.published:

@@ -179,10 +179,8 @@ class GenerationTask(Task):
         order = sorted(samples, key=lambda n: (stops[n], -len(self._encoded[n].ids)))
         alike = [list(group) for _, group in groupby(order, stops.__getitem__)]
         size = self.batch_size
-        batches = [
-            group[start : start + size] for group in alike for start in range(0, len(group), size)
-        ]
-        for batch in batches:
+        starts = ((group, start) for group in alike for start in range(0, len(group), size))
+        for batch in (group[start : start + size] for group, start in starts):
             seeded = [(self._encoded[n], sample_seed(seed, n)) for n in batch]
             prompts = [Prompt(p.ids, replace(p.params, seed=own_seed)) for p, own_seed in seeded]
             for number, answers in enumerate(answer_batch(model, configs, prompts, seed)):

@@ -279,10 +279,8 @@ def h2o_attention(
         layer, key, value = latents
         query, to_value = absorb(module, query)
     if layer is None:
-        is_causal = getattr(module, "is_causal", True)
-        _check_modelled(
-            module, options, _IGNORED_BY_SDPA if is_causal else (*_IGNORED_BY_SDPA, "s_aux")
-        )
+        more = () if getattr(module, "is_causal", True) else ("s_aux",)
+        _check_modelled(module, options, (*_IGNORED_BY_SDPA, *more))
         return plain_attention(
             module, query, key, value, attention_mask, scaling, dropout, softcap, options
         )
@@ -326,8 +324,7 @@ def h2o_attention(
     if real is not None and layer.ends_forward and not torch.compiler.is_compiling():
         _note_padding(layer, real)
     positions = options.get("position_ids")
-    if reach is not None:
-        reach = reach.expand(query.shape[0], -1)
+    reach = None if reach is None else reach.expand(query.shape[0], -1)
     output = layer.attend(query, key, value, real, scale, softcap, positions, reach)
     if latents is not None:
         output = output @ to_value

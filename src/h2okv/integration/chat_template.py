@@ -89,9 +89,8 @@ def chat_text(
         chat = replace(chat, messages=earlier)
         continues, begins_answer = False, True
     if not tokenizer.chat_template:
-        text = "".join(
-            _PLAIN_FORMS[message["role"]].format(message["content"]) for message in chat.messages
-        )
+        turns = [_PLAIN_FORMS[turn["role"]].format(turn["content"]) for turn in chat.messages]
+        text = "".join(turns)
         return f"{text}Assistant:" if begins_answer else text[: -2 if continues else None]
     contents, tools = list[Any](chat.messages), list[Any](chat.tools) or None
     apply: Any = tokenizer.apply_chat_template
@@ -195,10 +194,8 @@ def message_spans(
         if offset < 0:
             raise ValueError("the chat template changes the messages, so they cannot be pinned.")
         if content and (role in pin or ("last_user" in pin and number == users[-1])):
-            first, end = (
-                encoded.char_to_token(offset),
-                encoded.char_to_token(offset + len(content) - 1),
-            )
-            spans.append((first - dropped, end + 1 - dropped))
+            first = encoded.char_to_token(offset) - dropped
+            last = encoded.char_to_token(offset + len(content) - 1) - dropped
+            spans.append((first, last + 1))
         offset += len(content)
     return spans

@@ -43,7 +43,7 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # ``generate`` compiles by itself on a GPU
+        if torch.compiler.is_compiling():  # the caller compiles the whole
             return plain(*args, **kwargs)
         kwargs = _by_name(plain, args, kwargs)
         cache, tokens = cache_in(kwargs), kwargs.get("input_ids")
@@ -349,9 +349,8 @@ def prefill(
             " h2okv.H2OCache(model.config, ...)."
         )
     if not torch.is_tensor(input_ids) or input_ids.dim() != 2:
-        description = (
-            list(input_ids.shape) if torch.is_tensor(input_ids) else type(input_ids).__name__
-        )
+        is_tensor = torch.is_tensor(input_ids)
+        description = list(input_ids.shape) if is_tensor else type(input_ids).__name__
         raise ValueError(
             f"input_ids must be an int tensor [batch, tokens], got {description}; give for example"
             " tokenizer(text, return_tensors='pt').input_ids."

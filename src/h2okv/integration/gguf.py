@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import shutil
+import struct
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -24,7 +26,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from h2okv.cache.support import check_model
 from h2okv.console import format_bytes, optional, write_remark
 from h2okv.integration.end_tokens import add_end_tokens
-from h2okv.integration.gguf_reader import lean_transformers, open_lean
 from h2okv.integration.gguf_tokenizer import check_split, correct_tokenizer, metadata_ends
 from h2okv.integration.gguf_weights import write_weights
 from h2okv.integration.names import cache_folder, check_gguf, gguf_shards
@@ -36,6 +37,10 @@ _DAY = 86400.0
 _SPARE_BYTES = 64 << 20
 _SCALING = ("rope.scaling.type", "rope.scaling.factor")
 _SCALING_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight")
+# Lists above this length are skipped: parsing a vocabulary takes minutes and much memory.
+_LONG = 4096
+_SIZES = {0: 1, 1: 1, 7: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 10: 8, 11: 8, 12: 8}  # of numbers
+_STRING = 8
 
 
 def converted(path: Path) -> Path:
@@ -71,10 +76,8 @@ def converted_folders() -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _is_current(folder: Path) -> bool:
-    return any(
-        other == folder and record.get("version") == _VERSION
-        for other, record in converted_folders()
-    )
+    versions = {other: record.get("version") for other, record in converted_folders()}
+    return versions.get(folder) == _VERSION
 
 
 def sha256(*paths: Path) -> str:
@@ -99,6 +102,51 @@ def temporary_folder(cache: Path, prefix: str) -> Iterator[Path]:
             prefix=prefix, dir=cache, ignore_cleanup_errors=True
         ) as temporary:
             yield Path(temporary)
+
+
+def _reader_class() -> Any:
+    import gguf
+
+    class LeanReader(gguf.GGUFReader):
+        """A reader that repeats a list's first value if it is too long for one value per layer."""
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            if raw_type != gguf.GGUFValueType.ARRAY or self.byte_order != "I":
+                return super()._get_field_parts(orig_offs, raw_type)
+            data: Any = self.data
+            kind, count = struct.unpack_from("<IQ", data, orig_offs)
+            if count <= _LONG or kind not in (*_SIZES, _STRING):
+                return super()._get_field_parts(orig_offs, raw_type)
+            end = orig_offs + 12
+            *_, first = super()._get_field_parts(end, kind)[1]
+            if kind == _STRING:
+                for _ in range(count):
+                    end += 8 + struct.unpack_from("<Q", data, end)[0]
+            else:
+                end += count * _SIZES[kind]
+            types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(kind)]
+            return end - orig_offs, [first], [0] * count, types
+
+    return LeanReader
+
+
+def open_lean(path: Path) -> Any:
+    """Open a GGUF file as ``gguf.GGUFReader`` does, but without its long lists."""
+    return _reader_class()(path)
+
+
+@contextlib.contextmanager
+def lean_transformers() -> Iterator[None]:
+    """Make transformers skip long lists too, if it does not read the vocabulary from them."""
+    import gguf
+
+    try:
+        from transformers.integrations.gguf import convert_gguf_tokenizer  # noqa: F401
+    except ImportError:  # earlier releases read the vocabulary from the list
+        yield
+        return
+    with mock.patch.object(gguf, "GGUFReader", _reader_class()):
+        yield
 
 
 @dataclass(frozen=True)

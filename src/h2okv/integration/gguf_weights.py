@@ -78,9 +78,8 @@ class _Checkpoint:
         if values.shape[1:] != shape[1:] or first_row + len(values) > shape[0]:
             raise ValueError(f"{name} must have the shape {[*shape]}, got {[*values.shape]}")
         contiguous = np.ascontiguousarray(values)
-        tensor = torch.from_numpy(
-            contiguous if contiguous.flags.writeable else contiguous.copy()
-        ).to(self.dtype)
+        writeable = contiguous if contiguous.flags.writeable else contiguous.copy()
+        tensor = torch.from_numpy(writeable).to(self.dtype)
         path, start = self._locations[name]
         with path.open("r+b") as file:
             file.seek(start + first_row * math.prod(shape[1:]) * self.dtype.itemsize)
@@ -92,14 +91,9 @@ class _Checkpoint:
 def write_weights(
     reader: Any, architecture: str, config: PreTrainedConfig, dtype: torch.dtype, folder: Path
 ) -> tuple[transformers.PreTrainedModel, list[str]]:
-    """Write a model's weights as transformers would load them in `dtype`.
+    """Write weights, without a config, as transformers would load them in `dtype`.
 
-    Args:
-        reader: The ``gguf.GGUFReader`` of the file.
-        architecture: The architecture's name in the file.
-        config: The model's config.
-        dtype: Data type of the written weights.
-        folder: Where the weight files are written; without a config.
+    `reader` is the ``gguf.GGUFReader`` of the file, `architecture` the name in it.
 
     Returns:
         The model on the meta device, and the names of parameters that the file lacks.
@@ -113,12 +107,9 @@ def write_weights(
     processor = make(config=config.to_dict())
     names = layouts.get_gguf_hf_weights_map(model, processor)
     # Tied parameters appear once.
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.named_parameters()}
-    shapes |= {
-        name: tuple(tensor.shape)
-        for name, tensor in model.named_buffers()
-        if name in names.values()
-    }
+    tensors = dict(model.named_parameters())
+    tensors |= {name: buffer for name, buffer in model.named_buffers() if name in names.values()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}  # a layer's experts, stacked
     checkpoint = _Checkpoint(folder, shapes, dtype)
     size = sum(int(tensor.n_bytes) for tensor in reader.tensors)

@@ -102,11 +102,7 @@ class ImageEncoder:
             return self._encode(processor, prompt, images, special)
 
     def _encode(
-        self,
-        processor: Any,
-        prompt: str | Conversation,
-        images: Sequence[ImagePart],
-        special: bool,
+        self, processor: Any, prompt: str | Conversation, images: Sequence[ImagePart], special: bool
     ) -> EncodedPrompt:
         pixels = open_images(images)
         text = prompt
@@ -123,12 +119,10 @@ class ImageEncoder:
             problem = f": the model's processor does not take this prompt ({first_line(error)})"
             token = getattr(processor, "image_token", None) or "placeholder"
             raise FieldError(images[0].path, f"{problem}; give one {token} for each") from error
-        inputs = {
-            name: value
-            for name, value in encoded.items()
-            if name not in ("input_ids", "attention_mask")
-        }
-        return EncodedPrompt(tuple(encoded["input_ids"][0].tolist()), inputs)
+        inputs = dict(encoded)
+        ids = inputs.pop("input_ids")
+        inputs.pop("attention_mask", None)
+        return EncodedPrompt(tuple(ids[0].tolist()), inputs)
 
     def encode_fields(self, fields: Mapping[str, Any]) -> EncodedPrompt:
         """Encode ``{"prompt": text, "images": [...]}``, the images being Pillow's."""

@@ -50,11 +50,6 @@ def with_measured_budgets(
     cache folder stores them. Where they cannot be measured, the budgets are even, and a line on
     stderr says so.
 
-    Args:
-        config: the cache's config; returned unchanged unless it says ``"auto"``.
-        model: the loaded model.
-        described: the model's name and tokenizer.
-
     Returns:
         The config with factors; without factors for a policy that uses no scores.
 
@@ -95,7 +90,7 @@ def _resolve(
 ) -> CacheConfig:
     if config.layer_budgets != MEASURED:
         return config
-    even = replace(config, layer_budgets=None)
+    even = config.before_measuring
     H2OCache.from_config(model.config, even)  # raise for mistakes before measuring
     if config.is_full or not get_rule(config.policy).uses_scores:
         return even
@@ -109,7 +104,6 @@ def _measured(
     source: str,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
 ) -> CacheConfig:
-    even = replace(config, layer_budgets=None)
     by_head = config.positions != "rolling"
     fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION
     context = context_of(model.config) or _TOKENS_BY_LAYER
@@ -117,7 +111,7 @@ def _measured(
     weights = _fingerprint(model)
     setting = f"{weights} {fraction:.4f} {by_head} {num_tokens} {BEST_VERSION}"
     if setting in _REFUSED:
-        return even
+        return config.before_measuring
 
     def with_factors(factors: LayerBudgets) -> CacheConfig:
         """Return the config with factors; raise ValueError for those of another model's shape."""

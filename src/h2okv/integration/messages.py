@@ -75,11 +75,6 @@ def format_path(path: Sequence[str | int]) -> str:
     return "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in path).lstrip(".")
 
 
-def tools_error(path: Sequence[str | int], value: Any) -> FieldError:
-    """Return the error of tools in another form than that of OpenAI's chats."""
-    return FieldError(path, f"={short_repr(value)}: {_CHATS_ONLY}")
-
-
 @dataclass(eq=False)
 class ImagePart:
     """An image of a message: a file's bytes, or an image of Pillow; and its field, for errors."""
@@ -109,15 +104,13 @@ def read_messages(messages: Any) -> list[Message]:
     """
     if not isinstance(messages, (list, tuple)):
         raise FieldError((), f"={short_repr(messages)} does not fit; give a list of {_EXAMPLE}")
-    numbered = enumerate(messages)
-    turns = [_read_message(item, at) for at, item in numbered if not _is_reasoning(item)]
+    turns = []
+    for at, item in enumerate(messages):
+        if not (isinstance(item, Mapping) and item.get("type") == "reasoning"):
+            turns.append(_read_message(item, at))
     if not turns:
         raise FieldError((), " is empty; give at least one message")
     return turns
-
-
-def _is_reasoning(item: Any) -> bool:
-    return isinstance(item, Mapping) and item.get("type") == "reasoning"
 
 
 def _read_message(message: Any, at: int) -> Message:
@@ -131,7 +124,7 @@ def _read_message(message: Any, at: int) -> Message:
     role = message.get("role")
     if role == "function" or message.get("function_call") not in EMPTY:
         name = "role" if role == "function" else "function_call"
-        raise tools_error((at, name), message[name])
+        raise FieldError((at, name), f"={short_repr(message[name])}: {_CHATS_ONLY}")
     for name, owner in (("tool_calls", "assistant"), ("tool_call_id", "tool")):
         if message.get(name) not in EMPTY and role != owner:
             problem = f" is for messages of role {owner}, got role={short_repr(role)}; leave it out"
@@ -143,11 +136,8 @@ def _read_message(message: Any, at: int) -> Message:
         raise FieldError((at, "role"), f"={short_repr(role)} does not fit; give one of {roles}")
     if "content" not in message and role != "assistant":
         raise FieldError((at, "content"), " is missing; give it", "missing_field")
-    turn = {
-        "role": _ROLES[role],
-        "content": _read_content(message, at),
-        **_read_template_fields(message, at),
-    }
+    turn = {"role": _ROLES[role], "content": _read_content(message, at)}
+    turn |= _read_template_fields(message, at)
     if (calls := message.get("tool_calls")) not in EMPTY:
         turn["tool_calls"] = _read_tool_calls(calls, (at, "tool_calls"))
     return turn
@@ -356,11 +346,10 @@ def _read_part(content: Any, path: tuple[str | int, ...]) -> str:
     for other, value in content.items():
         if other not in ("type", name, *_IGNORED_PART_FIELDS) and value not in EMPTY:
             raise FieldError((*path, other), " is not known; leave it out", "unknown_field")
-    if not isinstance(content.get(name), str):
-        raise FieldError(
-            (*path, name), f"={short_repr(content.get(name))} does not fit; give a text"
-        )
-    return _checked_text(content[name], (*path, name))
+    text, path = content.get(name), (*path, name)
+    if not isinstance(text, str):
+        raise FieldError(path, f"={short_repr(text)} does not fit; give a text")
+    return _checked_text(text, path)
 
 
 def _checked_text(text: str, path: Sequence[str | int]) -> str:
@@ -459,9 +448,6 @@ def read_conversation(fields: Mapping[str, Any], name: str = "messages") -> Conv
             ``chat_template_kwargs``, ``reasoning_effort``, ``tools`` and ``tool_choice`` are read
             as well.
         name: The field with the messages.
-
-    Returns:
-        The conversation.
 
     Raises:
         FieldError: If a field is invalid.

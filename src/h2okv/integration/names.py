@@ -134,10 +134,11 @@ def check_name(name: str) -> None:
         _ask_hub(source)
 
 
-def check_pullable(name: str) -> None:
-    """Refuse a name that is not in `PACKAGED`."""
+def check_pullable(name: str) -> str:
+    """Return the name; refuse one that is not in `PACKAGED`."""
     if name not in PACKAGED:
         raise unknown_name("model", name, PACKAGED)
+    return name
 
 
 def check_gguf(path: Path) -> None:

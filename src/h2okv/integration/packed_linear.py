@@ -150,7 +150,8 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
         if type(module) is nn.Linear
         and not name.endswith(_READ_BY_OTHERS)
         and owners[id(module.weight)] == 1
-        and _fits(module.weight)
+        and module.weight.device.type == "cpu"
+        and _multiplies(module.weight.dtype)
     ]
     if layers:
         limit_kernels()
@@ -168,9 +169,8 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
         module.weight = nn.Parameter(packed_weight, requires_grad=False)
         if number % _TRIM_INTERVAL == 0 or number == len(layers):
             _trim_memory()
-    if weight_bits is not None and not any(
-        type(module) is Int4Linear for module in model.modules()
-    ):
+    has_int4 = any(type(module) is Int4Linear for module in model.modules())
+    if weight_bits is not None and not has_int4:
         raise ValueError(
             f"{type(model).__name__} has no linear layers whose weights could have {weight_bits}"
             " bits; leave out --weight-bits"
@@ -207,10 +207,6 @@ def _trim_memory() -> None:
     library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
     if library is not None and hasattr(library, "malloc_trim"):
         library.malloc_trim(0)
-
-
-def _fits(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and _multiplies(weight.dtype)
 
 
 def _multiplies(dtype: torch.dtype) -> bool:

@@ -116,11 +116,8 @@ class MicroBatch:
 
     def drop_finished(self, store: CacheStore) -> None:
         """Remove finished sequences, also from the cache; at least one must be unfinished."""
-        rows = [
-            number
-            for number, sequence in enumerate(self.sequences)
-            if sequence.finish_reason is None
-        ]
+        reasons = [sequence.finish_reason for sequence in self.sequences]
+        rows = [row for row, reason in enumerate(reasons) if reason is None]
         if len(rows) == len(self):
             return
         indices: Any = torch.tensor(rows, device=self.device)
@@ -368,15 +365,9 @@ class Runner:
             if (len(batch) - len(batch.live)) * _REFILL >= len(batch):
                 batch.drop_finished(store)
             # Only slots and states can be merged.
-            can_merge = all(
-                isinstance(layer, SlotLayer) or has_fixed_state(layer)
-                for layer in batch.cache.layers
-            )
-            if (
-                remaining
-                and can_merge
-                and len(remaining[-1]) + len(batch) <= self.limits.decode_batch
-            ):
+            layers, limit = batch.cache.layers, self.limits.decode_batch
+            can_merge = all(isinstance(each, SlotLayer) or has_fixed_state(each) for each in layers)
+            if remaining and can_merge and len(remaining[-1]) + len(batch) <= limit:
                 remaining[-1].append(batch, store)
                 store.drop(batch.cache)
             else:

@@ -33,23 +33,10 @@ from h2okv.offload.checkpoint import (
     open_converted,
     weights_digest,
 )
-from h2okv.offload.job import (
-    Job,
-    PromptFile,
-    Summary,
-    TextCodec,
-    generate_records,
-    saved_settings,
-)
+from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records, saved_settings
 from h2okv.offload.meta_model import MetaModel, pack_layers
 from h2okv.offload.placement import Fractions
-from h2okv.offload.planner import (
-    MICRO_BATCH_TOKENS,
-    Plan,
-    Planner,
-    Workload,
-    interleave,
-)
+from h2okv.offload.planner import MICRO_BATCH_TOKENS, Plan, Planner, Workload, interleave
 from h2okv.offload.profile import measure_hardware
 from h2okv.offload.tiers import CacheStore, materialise
 from h2okv.provenance import digest

@@ -158,10 +158,8 @@ class Planner:
         longest, new = self.workload.longest_prompt, self.workload.max_new_tokens
         away = 1 - plan.cache_placement.get("device", 0.0)
         sequence_bytes = self.memory.sequence_bytes(self._slots(longest), longest + new, away)
-        spare = max(0, self.room - plan.total_bytes) // 2
-        return max(
-            plan.cache_bytes, min(plan.batch_size * sequence_bytes, plan.cache_bytes + spare)
-        )
+        limit = plan.cache_bytes + max(0, self.room - plan.total_bytes) // 2
+        return max(plan.cache_bytes, min(plan.batch_size * sequence_bytes, limit))
 
     def is_ample(self, plan: Plan) -> bool:
         """Return whether the C library may keep freed memory, at most as much again."""
@@ -341,9 +339,8 @@ class Planner:
             subject = "one layer of this model at a time and a batch of one need"
         if self.weights is not None and set(self.weights) != {"disk"}:
             remedy += ", or --weights disk"
-        available_text, needed_text = (
-            f"{-(-amount // 2**20)}MiB" for amount in (available, needed)
-        )
+        amounts = (available, needed)
+        available_text, needed_text = (f"{-(-amount // 2**20)}MiB" for amount in amounts)
         return ValueError(
             f"--memory {available_text} is too little: {subject} {needed_text} with prompts of"
             f" {self.workload.longest_prompt} tokens; give {remedy}"

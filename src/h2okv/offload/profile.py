@@ -258,9 +258,8 @@ def measure_overhead(
                 step = partial(model, tokens[:, :1].expand(batch, 1), **{CACHE: cache})
                 seconds[name].append(median(Clock(device).samples(step)))
             seconds["prompt"].append(median(Clock(device).samples(read)))
-    layer, steps, read_once = (
-        max(0.0, samples[1] - samples[0]) / 4 for samples in seconds.values()
-    )
+    pairs = seconds.values()
+    layer, steps, read_once = (max(0.0, more - fewer) / 4 for fewer, more in pairs)
     states = torch.ones((prompt, memory.hidden), dtype=dtype, device=device)
     # If the C library returns every large block, a result is new memory, page by page.
     write = median(Clock(device).samples(lambda: states + states)) / prompt

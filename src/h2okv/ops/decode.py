@@ -87,6 +87,12 @@ def _first_slots_of(rows: int, num_slots: int) -> Tensor:
         return torch.arange(0, rows * num_slots, num_slots)
 
 
+@functools.lru_cache(maxsize=4096)
+def _index_of(slot: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([slot])
+
+
 @functools.lru_cache(maxsize=64)
 def _numbers_of_heads(count: int) -> Tensor:
     with torch.inference_mode(False):
@@ -458,9 +464,14 @@ def _fill_slot(
     query: Tensor, key: Tensor, value: Tensor, slots: Any, rules: StepRules, filled: int
 ) -> Tensor:
     """Run a step whose token takes the next slot; nothing is evicted."""
-    slots.keys.narrow(2, filled, 1).copy_(key)
-    slots.values.narrow(2, filled, 1).copy_(value)
-    slots.positions.narrow(2, filled, 1).copy_(slots.num_real_tokens.view(-1, 1, 1))
+    # One operation each; a narrow view to copy to would be a second.
+    slot = _index_of(filled)
+    slots.keys.index_copy_(2, slot, key)
+    slots.values.index_copy_(2, slot, value)
+    if is_number(slots.num_real_tokens):
+        slots.positions.index_fill_(2, slot, int(slots.num_real_tokens))
+    else:
+        slots.positions.narrow(2, filled, 1).copy_(slots.num_real_tokens.view(-1, 1, 1))
     end, hidden = filled + 1, None
     if value.dtype != torch.float32:
         # Each new shape of a product in few bits costs its library more than the product itself.

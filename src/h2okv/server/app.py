@@ -7,7 +7,7 @@ import secrets
 import time
 from functools import partial
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.security import HTTPBearer
@@ -19,13 +19,11 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2okv.console import write_remark
+from h2okv.engine.llm import AsyncLLM
 from h2okv.server.config import LOOPBACK, ServerSettings
 from h2okv.server.errors import ApiError
 from h2okv.server.handlers import Handlers, TextRoute
 from h2okv.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
-
-if TYPE_CHECKING:
-    from h2okv.engine.llm import AsyncLLM
 
 _PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",

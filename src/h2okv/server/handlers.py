@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Iterable
 from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic_core import to_json
@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from h2okv.config import Budget
+from h2okv.engine.llm import AsyncLLM
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.server.config import ServerSettings
 from h2okv.server.errors import ApiError, as_api_error, invalid, timed_out
@@ -23,9 +24,6 @@ from h2okv.server.protocol import DetokenizeRequest, SampledRequest, TokenizeReq
 from h2okv.server.responses import ResponseBuilder
 from h2okv.server.structured import CallSyntax
 from h2okv.server.tokenization import Prompt, PromptReader, TokenText, off_the_loop, work_size
-
-if TYPE_CHECKING:
-    from h2okv.engine.llm import AsyncLLM
 
 Result = TypeVar("Result")
 _Job = tuple[ResponseBuilder, list[SamplingParams], Budget | None]
@@ -85,9 +83,7 @@ class Handlers:
         read, special = self._any_length.read, body.add_special_tokens
         size = work_size(size, [prompt])
         token_ids = (await off_the_loop(size, lambda: read(prompt, special=special))).token_ids
-        strings = (
-            [self.tokens.text(token) for token in token_ids] if body.return_token_strs else None
-        )
+        strings = list(map(self.tokens.text, token_ids)) if body.return_token_strs else None
         fields = {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids}
         return JSONResponse({**fields, "token_strs": strings})
 
@@ -123,11 +119,8 @@ class TextRoute:
         except Exception as error:
             is_late = isinstance(error, TimeoutError)
             api_error = timed_out(timeout) if is_late else as_api_error(error)
-            outcome, response, last_events = (
-                api_error.outcome,
-                api_error.response(),
-                _events([api_error.body()]),
-            )
+            outcome, response = api_error.outcome, api_error.response()
+            last_events = _events([api_error.body()])
         metrics.close(outcome)
         if response is not None and not stream.has_begun:
             await response(scope, receive, send)
@@ -186,9 +179,8 @@ class TextRoute:
             raise as_api_error(error, field) from error
         if max_tokens is None:
             max_tokens = min(body.default_max_tokens or limit, room)
-        return dataclasses.replace(
-            params, max_tokens=max_tokens, stop=(*params.stop, *prompt.stops)
-        )
+        stops = (*params.stop, *prompt.stops)
+        return dataclasses.replace(params, max_tokens=max_tokens, stop=stops)
 
     async def _generate(
         self, job: _Job, stream: _EventStream, metrics: RequestMetrics

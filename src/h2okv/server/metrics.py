@@ -6,16 +6,14 @@ import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from h2okv.engine.llm import AsyncLLM
 from h2okv.engine.outputs import OutputDelta
-
-if TYPE_CHECKING:
-    from h2okv.engine.llm import AsyncLLM
 
 _PREFIX = "h2okv_"
 _WINDOW = 10

@@ -64,9 +64,8 @@ class ResponseBuilder(ABC):
     def response(self) -> dict[str, Any]:
         """Return the complete response to a finished request."""
         # Outputs of no tokens have no finish reason.
-        choices = [
-            self._choice(output, output.finish_reason or "length") for output in self.outputs
-        ]
+        outputs = self.outputs
+        choices = [self._choice(output, output.finish_reason or "length") for output in outputs]
         usage = self._usage()
         return {"object": self.kinds[1], "choices": choices, "usage": usage, **self._shared}
 

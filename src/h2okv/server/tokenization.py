@@ -170,10 +170,8 @@ def shared_prefix(
     prompts: list[Any] = [text + continuation for continuation in _CONTINUATIONS]
     if is_system:
         system = {"role": "system", "content": text}
-        users = [
-            {"role": "user", "content": continuation.strip() or "b"}
-            for continuation in _CONTINUATIONS
-        ]
+        contents = [continuation.strip() or "b" for continuation in _CONTINUATIONS]
+        users = [{"role": "user", "content": content} for content in contents]
         prompts = [Conversation([system, user]) for user in users]
     reader = PromptReader(tokenizer)
     return tuple(os.path.commonprefix([reader.read(prompt).token_ids for prompt in prompts]))

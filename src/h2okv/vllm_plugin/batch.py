@@ -90,7 +90,7 @@ class Batch:
         single_seen = [seen[row] for row in single]
         ended = None
         if spans is not None:
-            ends = [row for row, count in enumerate(single_seen) if spans.ends_at(count + 1)]
+            ends = [row for row, n in enumerate(single_seen) if (n + 1) % spans.length == 0]
             if ends:
                 counts_then = _int64([single_seen[row] + 1 for row in ends], table)
                 ended = counts_then, single_index[_int64(ends, table)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,10 @@ def measured(cache: CacheConfig, model: Any) -> CacheConfig:
     state = _state_of_weights(Path(source)) or getattr(model.hf_config, "_commit_hash", None)
     setting = f"{source} {state} {dtype} {cache.heavy} {BEST_VERSION}"
     file = cache_folder("layer-budgets") / f"vllm-{digest(setting)}.json"
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged
         stored = parse_json(file.read_text(encoding="utf-8"))
         if state is not None and stored["setting"] == setting:
             return CacheConfig.from_dict(cache.to_dict() | stored["cache"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not there, or damaged
     request = json.dumps([source, dtype, cache.to_dict()])
     done = subprocess.run(
         [sys.executable, "-m", __name__], input=request, stdout=subprocess.PIPE, text=True,
@@ -49,11 +48,9 @@ def measured(cache: CacheConfig, model: Any) -> CacheConfig:
         return even_budgets(cache, f"the model could not be measured ({reason})")
     options = {name: parse_json(done.stdout)[name] for name in ("layer_budgets", "measured")}
     if options["measured"] is not None:
-        try:
+        with suppress(OSError, ValueError):  # then the next start looks for it in the model again
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, {"setting": setting, "cache": options})
-        except (OSError, ValueError):
-            pass  # then the next start looks for it in the model again
     return replace(cache, **options)
 
 

@@ -124,13 +124,10 @@ class StateLayer(SlotLayer):
             if self.head_budgets is not None:
                 span = 1 if self.spans is None else self.spans.length
                 counts = torch.tensor([total + span for total in self.totals])
-                head_of_slot = torch.arange(len(counts)).repeat_interleave(counts)
-                head_of_slot = torch.nn.functional.pad(
-                    head_of_slot, (0, self.num_slots - len(head_of_slot)), value=NO_HEAD
-                )
-                self._constants["head_of_slot"] = head_of_slot.to(device, torch.uint8).view(
-                    1, 1, -1
-                )
+                heads = torch.arange(len(counts)).repeat_interleave(counts)
+                room = (0, self.num_slots - len(heads))
+                heads = torch.nn.functional.pad(heads, room, value=NO_HEAD).view(1, 1, -1)
+                self._constants["head_of_slot"] = heads.to(device, torch.uint8)
         self.slots.operations = None
 
     def _forget(self) -> None:
@@ -141,13 +138,7 @@ class StateLayer(SlotLayer):
     # --- a prompt, or a later chunk, of each of B requests ----------------------------------------
 
     def run_block(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seen: Tensor,
-        index: Tensor,
-        is_first: bool,
+        self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, index: Tensor, is_first: bool
     ) -> Tensor:
         """Attend, score and evict.
 
@@ -291,10 +282,6 @@ class _BlockPlan(SlotPlan):
 class _BlockSpans(Spans):
     """Spans whose queries are in the blocks of a server."""
 
-    def ends_at(self, seen: int) -> bool:
-        """Tell whether a span ends with the last of ``seen`` tokens."""
-        return seen % self.length == 0
-
     def positions(self, seen: Tensor, is_over: bool = False) -> Tensor:
         """Return where the queries of a span are after ``seen`` tokens ``[B]``, -1: none yet.
 
@@ -375,9 +362,7 @@ def model_rotation(config: PreTrainedConfig, dtype: torch.dtype, in_halves: bool
     """Return how a model rotates its keys, from transformers' implementation."""
     with torch.device("meta"):
         modules = list(AutoModel.from_config(config).modules())
-    kind = next(
-        type(module) for module in modules if type(module).__name__.endswith("RotaryEmbedding")
-    )
-    rotary: Any = kind(config)
+    kinds = (type(module) for module in modules)
+    rotary: Any = next(kind for kind in kinds if kind.__name__.endswith("RotaryEmbedding"))(config)
     layout: Layout = "half" if in_halves else "interleaved"
     return Rotation(rotary, None, layout, dtype, rotary.inv_freq.device)

@@ -45,10 +45,7 @@ def pack_trace(trace: Trace, highest: float) -> dict[str, Any]:
     """
     sizes = trace.cache_bytes
     changed = np.flatnonzero((sizes > 0) & (np.diff(sizes, prepend=0) != 0))
-    levels = [
-        quantise(layer_scores, highest).reshape(len(layer_scores), -1)
-        for layer_scores in trace.scores
-    ]
+    levels = [quantise(layer, highest).reshape(len(layer), -1) for layer in trace.scores]
     return {
         "first": trace.first,
         "steps": trace.recorded.tolist(),
@@ -99,9 +96,8 @@ class Reader:
     model: PreTrainedModel
     described: Described
     max_tokens: int
-    make_cache: Callable[
-        [str, str], CacheConfig
-    ]  # from a policy and a budget as the user wrote them
+    # From a policy and a budget as the user wrote them.
+    make_cache: Callable[[str, str], CacheConfig]
 
     def read(self, text: str, new_tokens: int = 0) -> Reading:
         """Tokenize a text and let the model continue it, with the full cache."""
@@ -134,9 +130,7 @@ class Reading:
         # The highest possible score: all attention of every query of the group.
         query_heads = config.get_text_config(decoder=True).num_attention_heads
         self.highest = float(self.length * query_heads // heads)
-        queries = of_layers(
-            reader.model, input_ids, lambda layer: strongest_queries(layer, _ARROWS)
-        )
+        queries = of_layers(reader.model, input_ids, partial(strongest_queries, count=_ARROWS))
         # The page's data besides the traces, as a JSON object.
         self.content = {
             "model": reader.described.name,

@@ -37,11 +37,8 @@ def run_harness(args: Sequence[str], data: Path | None = None) -> int:
                 _check_early(parsed)
             _evaluate(parsed)
     except SystemExit as exit_error:  # after its help, or with its own message
-        return (
-            exit_error.code
-            if isinstance(exit_error.code, int)
-            else int(exit_error.code is not None)
-        )
+        code = exit_error.code
+        return code if isinstance(code, int) else int(code is not None)
     return 0
 
 
@@ -94,10 +91,8 @@ def _task_manager(ours_only: bool) -> AbstractContextManager[Any]:
             if not matches and not all(Path(name).exists() for name in task_list):
                 near = difflib.get_close_matches(task_list[0], self.all_tasks, n=3)
                 hint = f"did you mean {', '.join(near)}? " if near else ""
-                raise ValueError(
-                    f"--tasks {task_list[0]!r} is unknown; {hint}`h2okv lm-eval ls tasks` lists "
-                    "all."
-                )
+                problem = f"--tasks {task_list[0]!r} is unknown"
+                raise ValueError(f"{problem}; {hint}`h2okv lm-eval ls tasks` lists all.")
             return matches
 
     return patch.object(lm_eval.tasks, "TaskManager", Tasks)

@@ -130,9 +130,8 @@ class Scorer:
             alike = [context for context in users if (len(context) > 1) == has_more]
             for members in batches([len(context) for context in alike], size):
                 contexts = [alike[index] for index in members]
-                jobs = [
-                    (slot, key) for slot, context in enumerate(contexts) for key in users[context]
-                ]
+                slots = enumerate(contexts)
+                jobs = [(slot, key) for slot, context in slots for key in users[context]]
                 self._read([context[:-1] for context in contexts], jobs, size)
                 for _, key in jobs:
                     yield from ((number, self._scores[key]) for number in numbers[key])

@@ -123,10 +123,8 @@ class Fidelity(Task):
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         for index, source in enumerate(self.sources):
-            samples = (
-                self._prompts(model, source) if source.prompts else self._windows(model, source)
-            )
-            for number, sample in enumerate(samples):
+            read = self._prompts if source.prompts else self._windows
+            for number, sample in enumerate(read(model, source)):
                 self._samples[number * len(self.sources) + index] = sample
         lengths = []
         for sample in self._samples.values():
@@ -218,14 +216,10 @@ class Fidelity(Task):
     def _row(self, name: str, results: Sequence[Result]) -> dict[str, Any]:
         """Return means over texts, each with its 95 % bootstrap interval."""
         columns = {field: [result[field] for result in results] for field in results[0]}
-        row: dict[str, Any] = {
-            "data": name,
-            "texts": len(results),
-            "tokens": sum(columns["tokens"]),
-        }
-        differences = [
-            loss - full for loss, full in zip(columns["nll"], columns["full_nll"], strict=True)
-        ]
+        row: dict[str, Any] = {"data": name, "texts": len(results)}
+        row["tokens"] = sum(columns["tokens"])
+        losses = zip(columns["nll"], columns["full_nll"], strict=True)
+        differences = [loss - full for loss, full in losses]
         ratio = [None if value is None else math.exp(value) for value in bootstrap(differences)]
         intervals = {name: bootstrap(columns[name]) for name in ("agreement", "kl")}
         for measure, values in (*intervals.items(), ("perplexity_ratio", ratio)):
@@ -281,9 +275,8 @@ class _Comparison:
         block, targets = torch.tensor([tokens[:-1]]), torch.tensor(tokens[1:])
         outputs = (self._forward(block, cache)[0] for cache in self.caches)
         full = next(outputs)
-        return torch.stack(
-            [_measure(full, log_probs, targets) for log_probs in chain([full], outputs)], dim=1
-        )
+        measured = [_measure(full, log_probs, targets) for log_probs in chain([full], outputs)]
+        return torch.stack(measured, dim=1)
 
     def _generate_answer(self, max_new_tokens: int) -> list[int]:
         """Generate the full cache's own answer on a copy; at least two tokens."""
@@ -313,9 +306,8 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float | None, float | Non
     numbers = torch.tensor(values, dtype=torch.float64)
     if len(numbers) < 2:
         return float(numbers.mean()), None, None
-    draws = torch.randint(
-        len(numbers), (_DRAWS, len(numbers)), generator=torch.Generator().manual_seed(0)
-    )
+    seeded, size = torch.Generator().manual_seed(0), len(numbers)
+    draws = torch.randint(size, (_DRAWS, size), generator=seeded)
     means = numbers[draws].mean(dim=1)
     low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return float(numbers.mean()), low, high

@@ -43,10 +43,8 @@ def _article(line: Record, template: str | None) -> TextPrompt:
                 f"{line.location}: field article is a whole prompt already; leave out --template"
             )
         stops = line.texts("stop") if line.fields.get("stop") is not None else ()
-        max_new_tokens = line.number("max_tokens", _TOKENS)
-        return TextPrompt(
-            line.text("article"), max_new_tokens, stops, line.location, line.texts("summary_gt")
-        )
+        limit, text = line.number("max_tokens", _TOKENS), line.text("article")
+        return TextPrompt(text, limit, stops, line.location, line.texts("summary_gt"))
     if "context" in line.fields:
         text = (template or SEVERAL_DOCUMENTS).replace(_FIELD, line.text("context").strip())
         return TextPrompt(text, _TOKENS_OF_DOCUMENTS, (), line.location, line.texts("answers"))
@@ -68,10 +66,8 @@ def _pairs(path: Path, references: Path, template: str) -> list[TextPrompt]:
         location = f"line {number} of '{path}'"
         if not text.strip():
             raise ValueError(f"{location} is empty; give one article on each line")
-        prompt = template.replace(_FIELD, text.strip())
-        prompts.append(
-            TextPrompt(prompt, _TOKENS_OF_SEVERAL, ("###",), location, line.texts("refs"))
-        )
+        prompt, refs = template.replace(_FIELD, text.strip()), line.texts("refs")
+        prompts.append(TextPrompt(prompt, _TOKENS_OF_SEVERAL, ("###",), location, refs))
     return prompts
 
 

@@ -164,12 +164,9 @@ class NeedleTask(QuestionTask):
         self._questions = []
         for length, depth, number in product(self.lengths, self.depths, range(self.tries)):
             name, city = rng.choice(_NAMES), rng.choice(_CITIES)
-            statement, question = (
-                model.encode(
-                    template.replace("{name}", name).replace("{answer}", city), special=False
-                )
-                for template in (f" {self.statement}", self.question)
-            )
+            templates = (f" {self.statement}", self.question)
+            texts = (t.replace("{name}", name).replace("{answer}", city) for t in templates)
+            statement, question = (model.encode(text, special=False) for text in texts)
             room = length - len(opening) - len(statement) - len(question)
             self._check_room(length, room, len(ids))
             start = number * room % (len(ids) - room + 1)
@@ -181,10 +178,8 @@ class NeedleTask(QuestionTask):
             expected = self.answer or city
             columns = {"length": length, "depth": depth, "expected": expected}
             self._questions.append((context, question, [expected], columns))
-        max_new_tokens = self.max_new_tokens
-        lengths = [
-            (length + max_new_tokens, f"a text of --lengths {length}") for length in self.lengths
-        ]
+        new = self.max_new_tokens
+        lengths = [(length + new, f"a text of --lengths {length}") for length in self.lengths]
         self.within_window(model, configs, lengths)
         self.samples = range(len(self._questions))
 
