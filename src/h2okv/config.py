@@ -376,8 +376,8 @@ class CacheConfig:
             raise ValueError(f"budget {budget} is too small; give 2 tokens or more, or a fraction")
         if not is_tokens and not 0 < budget < 1:
             raise ValueError(
-                f"budget {budget:g} is out of range; give a fraction above 0 and up to 1, tokens"
-                " (64), or full"
+                f"budget {budget:g} is out of range; give a fraction above 0 and up to 1 (100 %),"
+                " tokens (64), or full"
             )
         heavy = int(budget * heavy_fraction) if is_tokens else budget * heavy_fraction
         return cls(**(options | {"heavy": heavy, "recent": budget - heavy}))

@@ -238,7 +238,7 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
         ("decode step: weights", f"{step['weights']:.3f} s"),
         ("caches", f"{step['cache']:.3f} s"),
         ("computing", f"{step['compute']:.3f} s"),
-        ("the longest counts", f"{step[estimate.limit]:.3f} s ({estimate.limit})"),
+        ("slowest of them", f"{step[estimate.limit]:.3f} s ({estimate.limit})"),
         ("prefill", f"{estimate.prefill_seconds:.1f} s for each batch"),
         ("the first result", f"after {_duration(estimate.first_result_seconds)}"),
         ("decoding", f"{_number(estimate.decode_tokens_per_second)} tokens/s"),
