@@ -10,6 +10,7 @@ import ast
 import contextlib
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def main() -> None:
         notebook = json.loads(args.path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         parser.error(f"'{args.path}' is not a notebook that can be read ({error})")
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")  # as the commands do, before torch is imported
     run(notebook)
     if args.write:
         text = json.dumps(notebook, ensure_ascii=False, indent=1) + "\n"
