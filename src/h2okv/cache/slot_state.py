@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from h2okv.config import TokenBudget
-from h2okv.ops.decode import NO_HEAD, Slots, compact, pick
+from h2okv.ops.compaction import NO_HEAD, compact, pick
+from h2okv.ops.decode import Slots
 from h2okv.ops.quant import BITS, Entries, Packed, pack, packed_bytes, unpack
 
 # Fields ``[B, H, S, ...]``.

@@ -17,7 +17,7 @@ from h2okv.cache.slot_state import (
     slots_for,
 )
 from h2okv.config import TokenBudget
-from h2okv.ops.decode import pick, share_slots
+from h2okv.ops.compaction import pick, share_slots
 from h2okv.ops.dispatch import Operations
 from h2okv.policy import Rule, Sees
 
@@ -39,7 +39,7 @@ class SlotPlan:
 
     def __init__(self, rule: Rule, storage: KVStorage, is_by_head: bool, span: int = 1) -> None:
         self.rule, self.storage, self.is_by_head, self.span = rule, storage, is_by_head, span
-        # What every step asks of the rule, which derives it each time.
+        # Every step reads these; the rule would derive them again each time.
         self.is_plain_sum, self.ranks_by_sums = rule.is_plain_sum, rule.ranks_by_sums
         self.ranks_by_scores = rule.ranks_by_scores
         self.adds = span == 1 or rule.observes not in (Sees.KEYS, Sees.QUERIES)

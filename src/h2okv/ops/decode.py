@@ -21,7 +21,6 @@ _ROTATE_ELEMENTS = 5 << 17
 _FUSED_GROUPS = 8
 # Slots by which the products of a step that fills them grow, in dtypes other than fp32.
 _SHAPE_STEP = 64
-NO_HEAD = 255  # the owner of shared slots beyond a sequence's own
 attend_without_scores = torch.nn.functional.scaled_dot_product_attention
 # Added to a position, it sorts behind every other; no sequence is that long.
 BEHIND_ALL = 1 << 30
@@ -554,60 +553,3 @@ def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
         is_behind = slots.ranks > slots.ranks.gather(-1, slots.free_slot)
         slots.ranks.add_(is_behind, alpha=-1)
         slots.ranks.scatter_(-1, slots.free_slot, slots.ranks.shape[-1] - 1)
-
-
-def compact(
-    entries: Tensor, indices: Tensor, num_slots: int, heads: Tensor | None = None
-) -> Tensor:
-    """Copy whole entries into the first of new slots.
-
-    Args:
-        entries: ``[B, H, N, D]``, of any strides.
-        indices: int64 ``[B, H, K]``, below N.
-        num_slots: S, at least K.
-        heads: the head that each index is of, int64, as large as `indices`; ``None``: of its row.
-
-    Returns:
-        ``[B, H, S, D]``, contiguous; zero beyond K.
-    """
-    count = indices.shape[2]
-    # Whole entries at once, straight to their places; gather with an index for each number takes
-    # twice the time, and a copy of what stays would need its memory once more.
-    padded = torch.nn.functional.pad(indices, (0, num_slots - count))
-    slots = pick(entries, padded, heads).contiguous()
-    slots[:, :, count:] = 0
-    return slots
-
-
-def pick(entries: Tensor, indices: Tensor, heads: Tensor | None = None) -> Tensor:
-    """Gather ``[B, H, N, ...]`` by indices ``[B, H', K]``; heads as in `compact`."""
-    rows = torch.arange(len(entries), device=entries.device).view(-1, 1, 1)
-    if heads is None:
-        heads = torch.arange(entries.shape[1], device=entries.device).view(1, -1, 1)
-    return entries[rows, heads, indices]
-
-
-def share_slots(indices: Tensor, is_kept: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Put the entries of heads that keep different numbers into one row of slots.
-
-    Args:
-        indices: int64 ``[B, H, K]``, as `keep_indices` returns them: evicted ones come last.
-        is_kept: bool ``[B, H, K]``.
-        total: entries that each head has room for, int64 ``[B, H, 1]``; no fewer than are kept.
-
-    Returns:
-        ``(indices, is_kept, head_of_slot)``, each ``[B, 1, S]``: a head has one slot more than its
-        room, S are those of the sequence that has most; head_of_slot is uint8.
-    """
-    ends = (total.squeeze(-1) + 1).cumsum(dim=-1)
-    offsets = torch.arange(int(ends[:, -1].max()), device=indices.device)
-    offsets = offsets.expand(len(ends), -1).contiguous()
-    head_of_slot = torch.searchsorted(ends, offsets, right=True)
-    is_unused = head_of_slot == total.shape[1]
-    heads = head_of_slot.masked_fill(is_unused, 0)
-    offsets = offsets - (ends - total.squeeze(-1) - 1).gather(-1, heads)
-    is_beyond = is_unused | (offsets >= indices.shape[2])
-    flat = heads * indices.shape[2] + offsets.masked_fill(is_beyond, 0)
-    chosen, stays = (t.flatten(1).gather(-1, flat).unsqueeze(1) for t in (indices, is_kept))
-    head_of_slot = head_of_slot.masked_fill(is_unused, NO_HEAD).to(torch.uint8).unsqueeze(1)
-    return chosen, stays & ~is_beyond.unsqueeze(1), head_of_slot

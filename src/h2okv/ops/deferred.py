@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from h2okv.ops.compaction import NO_HEAD
 from h2okv.ops.decode import (
     BEHIND_ALL,
-    NO_HEAD,
     Slots,
     StepRules,
     evict_one,

@@ -18,7 +18,7 @@ from h2okv.cache.slots import SlotPlan
 from h2okv.cache.spans import Spans
 from h2okv.config import Budget, CacheConfig
 from h2okv.ops.attention import mean_queries
-from h2okv.ops.decode import NO_HEAD
+from h2okv.ops.compaction import NO_HEAD
 from h2okv.ops.indexed import Indexed
 from h2okv.ops.rope import Layout
 from h2okv.vllm_plugin.settings import rule_of
