@@ -5,7 +5,7 @@ import torch
 
 import h2okv
 from h2okv.config import TokenBudget
-from h2okv.ops.decode import NO_HEAD, share_slots
+from h2okv.ops.compaction import NO_HEAD, share_slots
 
 FACTORS = ((0.25, 1.75), (1.5, 0.5), (0.0, 2.0))
 OPTIONS = [

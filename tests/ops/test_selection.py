@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 
-from h2okv.ops.decode import Slots, StepRules, compact, evict_one, keep_indices, protected_entries
+from h2okv.ops.compaction import compact
+from h2okv.ops.decode import Slots, StepRules, evict_one, keep_indices, protected_entries
 
 
 @st.composite
