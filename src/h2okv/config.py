@@ -36,6 +36,8 @@ PER_QUERY = ("topk", "topk_heavy")
 """Policies that choose entries again for every query, from a cache that keeps all of them."""
 SCORED = ("h2o", "heavy", "strided_heavy", "fixed_heavy")
 """The members of `POLICIES` that use accumulated attention; `BEST` sets its own scoring."""
+KV_BITS = {8: (8, 8), 6: (8, 4), 4: (4, 4)}  # bits of keys and of values, by their mean
+
 SCORINGS = ("sum", "mean", "decay", "last", "value_norm", "expected")
 
 LEAST_ENTRIES = 64
@@ -274,7 +276,7 @@ class CacheConfig:
             the forwards that brought it. 1 is Algorithm 1 of the paper. ``None``: evict once after
             each block.
         kv_bits: 8 or 4 bits for each number of keys and values, by groups of up to 64 with a scale
-            and a low each; ``None``: the model's dtype. What a block reads of itself is in full
+            and a low each; 6: keys in 8 bits and values in 4; ``None``: the model's dtype. What a block reads of itself is in full
             precision; it is rounded once, when it becomes an entry.
         max_tokens: upper limit of each layer's budget in tokens; a larger budget is an error.
         min_tokens: lower limit, in tokens, for each of heavy and recent that is a fraction.

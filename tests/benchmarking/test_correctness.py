@@ -15,7 +15,7 @@ def test_a_right_cache_passes(build, dtype, positions):
     assert (check["drop_error"] is None) == (dtype == torch.bfloat16)
 
 
-@pytest.mark.parametrize("kv_bits", [8, 4])
+@pytest.mark.parametrize("kv_bits", [8, 6, 4])
 def test_quantized_caches_have_their_own_tolerance(build, kv_bits):
     assert check_h2o(build(torch.bfloat16), kv_bits=kv_bits)["full_error"] < 0.05
 

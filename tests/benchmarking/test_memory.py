@@ -38,7 +38,7 @@ def test_bytes_of_an_entry_by_hand(source):
 
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("bits", [None, 8, 6, 4])
 def test_footprint_equals_the_bytes_of_real_caches(build, positions, dtype, bits):
     model = build(dtype)
     footprint = Footprint(model.config, dtype, positions)

@@ -317,9 +317,9 @@ class NaiveH2O:
         return (entry.position // cells + 1) % stride == 0
 
     def _round(self, entry):
-        entry.key, entry.value = (
-            _rounded(states, self.options["kv_bits"]) for states in (entry.key, entry.value)
-        )
+        bits = self.options["kv_bits"]
+        entry.key = _rounded(entry.key, 4 if bits == 4 else 8)
+        entry.value = _rounded(entry.value, 8 if bits == 8 else 4)
 
     def scores_by_position(self, sequence, layer, head):
         """Return the score of each entry, by position."""

@@ -40,7 +40,7 @@ CHOICES = {
     "prefill_chunk": [1, 2, 5, 16],
     "evict_every": [1, 2, 6, 16],
     "min_tokens": [3],
-    "kv_bits": [8, 4],
+    "kv_bits": [8, 6, 4],
     "by_layer": [(0.5, 1.5), (1.25, 0.75), (0.0, 2.0)],
     # Of one layer's heads, which the other layer has the other way round.
     "by_head": [(0.5, 1.5, 1.0, 1.0), (1.5, 0.5, 0.0, 2.0), (0.25, 1.75, 1, 1)],

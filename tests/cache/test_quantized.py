@@ -1,4 +1,4 @@
-"""Slots in 8 and 4 bits: rounded once and nowhere else, and otherwise as slots in full."""
+"""Slots in 8, 6 and 4 bits: rounded once and nowhere else, and otherwise as slots in full."""
 
 import copy
 
@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
 from h2okv.cache.checkpoint import read_head
-from h2okv.ops.quant import BITS, pack, unpack
+from h2okv.config import KV_BITS
+from h2okv.ops.quant import pack, unpack
 
 # One layer: its keys do not depend on attention, whose last bits would move a number to another
 # code now and then.
@@ -21,7 +22,7 @@ from h2okv.ops.quant import BITS, pack, unpack
 
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(
-    bits=st.sampled_from(BITS),
+    bits=st.sampled_from(list(KV_BITS)),
     policy=st.sampled_from(POLICIES),
     scoring=st.sampled_from(["sum", "value_norm", "expected"]),
     kv_heads=st.sampled_from([1, 2, 4]),
@@ -65,7 +66,7 @@ def test_dropping_equals_masking(
 
 @settings(max_examples=examples(20), deadline=None, derandomize=True)
 @given(
-    bits=st.sampled_from(BITS),
+    bits=st.sampled_from(list(KV_BITS)),
     pads=st.lists(st.integers(0, 20), min_size=2, max_size=3),
     fraction=st.booleans(),
     holes=st.sampled_from([0.0, 0.3]),
@@ -99,15 +100,15 @@ def read(model, ids, blocks, **options):
     return cache, run(model, cache, ids, torch.ones_like(ids), blocks)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", KV_BITS)
 def test_a_prompt_is_read_in_full_precision_and_kept_rounded(make_llama, kept_sets, bits):
     model, ids = make_llama(), tokens(1, 2, 40)
     (packed, logits), (plain, expected) = (read(model, ids, [40], kv_bits=n) for n in (bits, None))
     assert torch.equal(logits, expected) and kept_sets(packed) == kept_sets(plain)
     for layer, other in zip(packed.layers, plain.layers, strict=True):
         stored = (layer.state.keys, layer.state.values)
-        for codes, full in zip(stored, (other.keys, other.values), strict=True):
-            assert torch.equal(unpack(codes), unpack(pack(full, bits)).to(full.dtype))
+        for codes, full, size in zip(stored, (other.keys, other.values), KV_BITS[bits], strict=True):
+            assert torch.equal(unpack(codes), unpack(pack(full, size)).to(full.dtype))
 
 
 def codes_by_position(cache):
@@ -132,7 +133,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", KV_BITS)
 @pytest.mark.parametrize("options", RULES, ids=str)
 @pytest.mark.parametrize("chunk", [None, 1, 7])
 def test_rules_that_look_at_values_or_keys_see_them_rounded(
@@ -151,7 +152,7 @@ def test_rules_that_look_at_values_or_keys_see_them_rounded(
         torch.testing.assert_close(results[0][1], results[1][1], atol=1e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", KV_BITS)
 def test_the_first_eviction_ranks_by_rounded_values(make_llama, bits):
     """The rule once more, from the model's own values: the highest of attention times norm stay."""
     model, ids = make_llama(layers=1).double(), tokens(3, 1, 40)
@@ -159,7 +160,7 @@ def test_the_first_eviction_ranks_by_rounded_values(make_llama, bits):
     full, _ = read(model, ids, [40], policy="full")
     hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
     values = attention.v_proj(hidden).view(40, 2, 16).transpose(0, 1)
-    norms = unpack(pack(values.detach(), bits)).abs().sum(dim=-1)
+    norms = unpack(pack(values.detach(), KV_BITS[bits][1])).abs().sum(dim=-1)
     cache, _ = read(model, ids, [40], heavy=12, recent=1, scoring="value_norm", kv_bits=bits)
     for head, received in enumerate(held_scores(full, 0, 0)):
         best = (received * norms[head])[:39].topk(12).indices
@@ -167,7 +168,7 @@ def test_the_first_eviction_ranks_by_rounded_values(make_llama, bits):
         assert positions == {*best.tolist(), 39}
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", KV_BITS)
 @pytest.mark.parametrize("options", [{}, *RULES, {"positions": "rolling"}], ids=str)
 @pytest.mark.parametrize("simulate", [False, True])
 def test_a_single_token_of_a_padded_block_is_what_it_is_alone(
@@ -186,7 +187,7 @@ def test_a_single_token_of_a_padded_block_is_what_it_is_alone(
     assert kept_sets(together)[0][1] == kept_sets(alone)[0][0]
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", KV_BITS)
 def test_a_pinned_prompt_in_single_tokens_is_rounded_alike(make_llama, kept_sets, bits):
     model, ids, results = make_llama(layers=1).double(), tokens(5, 1, 30), []
     for simulate in (False, True):
@@ -198,7 +199,7 @@ def test_a_pinned_prompt_in_single_tokens_is_rounded_alike(make_llama, kept_sets
     torch.testing.assert_close(results[0][1], results[1][1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", KV_BITS)
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 @torch.no_grad()
 def test_what_is_packed_is_never_packed_again(make_llama, bits, positions):
@@ -214,7 +215,7 @@ def test_what_is_packed_is_never_packed_again(make_llama, bits, positions):
     assert survived > 50
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", KV_BITS)
 def test_keys_of_any_size_are_kept(make_llama, bits):
     model, ids = make_llama(layers=1), tokens(1, 1, 40)
     model.model.layers[0].self_attn.k_proj.weight.data *= 1e5
@@ -226,14 +227,14 @@ def test_keys_of_any_size_are_kept(make_llama, bits):
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("bits", "share"), [(8, 0.1105), (4, 0.06)])
+@pytest.mark.parametrize(("bits", "share"), [(8, 0.1105), (6, 0.0853), (4, 0.06)])
 def test_bytes_at_a_head_of_128(make_llama, bits, share):
     model = make_llama(head_dim=128).bfloat16()
     cache, _ = read(model, tokens(1, 1, 500), [500], heavy=0.1, recent=0.1, kv_bits=bits)
     assert cache.full_nbytes == 500 * 2 * 2 * 2 * 128 * 2
     # 20 % of the entries, one free slot, and for each a score and a position.
-    codes = {8: 136, 4: 72}[bits]
-    assert cache.nbytes == 101 * 2 * 2 * (2 * codes + 8)
+    codes = sum({8: 136, 4: 72}[each] for each in KV_BITS[bits])
+    assert cache.nbytes == 101 * 2 * 2 * (codes + 8)
     assert cache.nbytes / cache.full_nbytes == pytest.approx(share, rel=0.01)
     simulated, _ = read(
         model, tokens(1, 1, 500), [500], heavy=0.1, recent=0.1, kv_bits=bits, simulate=True
@@ -241,7 +242,7 @@ def test_bytes_at_a_head_of_128(make_llama, bits, share):
     assert simulated.nbytes == cache.nbytes // 101 * 100
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", KV_BITS)
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
@@ -277,7 +278,7 @@ def test_a_file_without_bits_is_as_before(make_llama, tmp_path):
     assert h2okv.H2OCache.load(tmp_path / "cache").kv_bits is None
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", KV_BITS)
 @pytest.mark.parametrize(
     "options",
     [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"do_sample": False}],
@@ -293,7 +294,7 @@ def test_generate_writes_what_masking_writes(make_llama, bits, options):
     assert torch.equal(*texts)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", KV_BITS)
 def test_a_full_cache_grows(make_llama, bits):
     model, ids = make_llama(layers=1), tokens(1, 1, 300)
     blocks = [20, *[1] * 280]
@@ -308,11 +309,11 @@ def test_a_full_cache_grows(make_llama, bits):
 @pytest.mark.parametrize("wrong", [0, 2, 16, True, 8.0, "8"])
 @pytest.mark.parametrize("simulate", [False, True])
 def test_other_bits_are_refused(make_llama, wrong, simulate):
-    with pytest.raises(ValueError, match=f"kv_bits must be 8 or 4, got {wrong!r}"):
+    with pytest.raises(ValueError, match=f"kv_bits must be 8, 6 or 4, got {wrong!r}"):
         h2okv.H2OCache(make_llama().config, kv_bits=wrong, simulate=simulate)
 
 
-@pytest.mark.parametrize(("bits", "mean", "maximum"), [(8, 1e-4, 1e-3), (4, 2e-2, 1e-1)])
+@pytest.mark.parametrize(("bits", "mean", "maximum"), [(8, 1e-4, 1e-3), (6, 4e-3, 3e-2), (4, 2e-2, 1e-1)])
 @torch.no_grad()
 def test_a_trained_model_says_nearly_the_same(bits, mean, maximum):
     """The divergence of next-token distributions, in nats, over 60 steps of a novel."""

@@ -94,6 +94,7 @@ CACHES = {
     "mean": ("--budget", "16", "--scoring", "mean"),
     "decay": ("--budget", "16", "--scoring", "decay", "--decay", "0.5"),
     "8 bits": ("--budget", "16", "--kv-bits", "8"),
+    "6 bits": ("--budget", "16", "--kv-bits", "6"),
     "4 bits": ("--budget", "16", "--kv-bits", "4"),
 }
 
@@ -163,7 +164,7 @@ BAD = {
     "budget of zero": (("--heavy", "0", "--recent", "0"), ("heavy=0",)),
     "no such scoring": (("--scoring", "luck"), ("'luck'", "decay")),
     "decay of nothing": (("--decay", "0.9"), ("decay",)),
-    "no such bits": (("--kv-bits", "5"), ("--kv-bits 5", "8 or 4")),
+    "no such bits": (("--kv-bits", "5"), ("--kv-bits 5", "8, 6 or 4")),
     "no tokens": (("--max-new-tokens", "0"), ("--max-new-tokens 0",)),
     "output in no folder": (("--output", "/nowhere/out.jsonl"), ("cannot be written",)),
 }

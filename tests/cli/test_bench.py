@@ -173,7 +173,7 @@ def test_missing_packages_are_named_below_the_table(h2okv_command, monkeypatch):
         ),
         (("--dtype", "float8"), "'float8'"),
         (("--positions", "clamped"), "'clamped'"),
-        (("--kv-bits", "3"), "--kv-bits 3 .*8 or 4"),
+        (("--kv-bits", "3"), "--kv-bits 3 .*8, 6 or 4"),
         (("--kv-bits", "few"), "--kv-bits 'few'"),
         (("--kv-bits", "8", "--caches", "dynamic"), "--kv-bits needs h2o"),
         (("--model", "bundled"), "--model and --shape exclude each other"),

@@ -10,7 +10,7 @@ MISSING = "no-such-file"
 CACHE = {
     "--policy h20": "--policy 'h20' is unknown; did you mean h2o",
     "--scoring means": "--scoring 'means' is unknown",
-    "--kv-bits 3": "--kv-bits 3 is not known; give 8 or 4",
+    "--kv-bits 3": "--kv-bits 3 is not known; give 8, 6 or 4",
     "--budget much": "--budget 'much' is not an amount",
     "--budget 20% --heavy 64": "--budget 20% cannot be combined with --heavy and --recent",
     "--budget 20 % hello": "'20 %' of --budget is two arguments; leave out the space",

@@ -164,7 +164,7 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     ]  # fmt: skip
     assert all(float(row["kl_low"]) <= float(row["kl"]) <= float(row["kl_high"]) for row in rows)
     # All of them agree enough, so each is tried with fewer bits too.
-    assert [row["kv_bits"] for row in rows] == [""] * 7 + ["8", "4"] * 7
+    assert [row["kv_bits"] for row in rows] == [""] * 7 + ["8", "6", "4"] * 7
     # Of equally small ones that with the best agreement.
     smallest = min(rows, key=lambda row: (float(row["bytes"]), -float(row["agreement"])))
     command, flags = lines[-1].split(" --policy ")

@@ -564,4 +564,4 @@ def test_kv_bits_reach_the_cache(generate, model_folder, prompt):
     full, packed = (json.loads(generate(*options, *more).out) for more in ((), ("--kv-bits", 4)))
     assert packed["kv_bits"] == 4 and packed["kv_bytes"] < full["kv_bytes"] / 2
     outcome = generate("--kv-bits", 3)
-    assert outcome.code == 2 and "--kv-bits 3 is not known; give 8 or 4" in outcome.err
+    assert outcome.code == 2 and "--kv-bits 3 is not known; give 8, 6 or 4" in outcome.err

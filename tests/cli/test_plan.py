@@ -91,7 +91,7 @@ BAD = {
     "no prompt": (("--prompt", "0"), ("--prompt 0", "1 or more")),
     "too little": (("--memory", "2MiB"), ("--memory 2MiB is too little",)),
     "no amount": (("--memory", "much"), ("--memory 'much'",)),
-    "no such bits": (("--kv-bits", "5"), ("--kv-bits 5", "8 or 4")),
+    "no such bits": (("--kv-bits", "5"), ("--kv-bits 5", "8, 6 or 4")),
     "no such weights": (("--weight-bits", "5"), ("--weight-bits 5", "8 or 4")),
     "no place": (("--weights", "attic"), ("--weights must be", "got 'attic'")),
 }

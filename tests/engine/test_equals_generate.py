@@ -33,6 +33,7 @@ def token_ids(outputs):
         {"prefill_chunk": 8},
         {"prefill_chunk": 1},
         {"kv_bits": 8},
+        {"kv_bits": 6},
         {"kv_bits": 4, "positions": "rolling"},
         {"scoring": "mean"},
         {"scoring": "decay", "decay": 0.9},

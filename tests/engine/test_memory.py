@@ -18,7 +18,7 @@ from h2okv.engine.memory import (
 OPTIONS = [
     {"positions": positions, "scoring": scoring, "kv_bits": kv_bits}
     for positions, scoring, kv_bits in product(
-        ("original", "rolling"), ("sum", "value_norm"), (None, 8, 4)
+        ("original", "rolling"), ("sum", "value_norm"), (None, 8, 6, 4)
     )
 ]
 BATCH, LENGTH = 3, 40

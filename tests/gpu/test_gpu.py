@@ -39,6 +39,7 @@ OPTIONS = {
     "value norm": {"scoring": "value_norm"},
     "rolling": {"positions": "rolling"},
     "8 bits": {"kv_bits": 8},
+    "6 bits": {"kv_bits": 6},
     "4 bits": {"kv_bits": 4},
     "in chunks": {"prefill_chunk": 16},
     "at fixed places": {"evict_every": 16},

@@ -69,7 +69,7 @@ def test_recipe_takes_what_the_cache_takes(model, options):
 def test_recipe_refuses_what_the_cache_refuses(model):
     with pytest.raises(ValueError, match="is above max_tokens=9"):
         by_recipe(model, heavy=0.5, max_tokens=9)
-    with pytest.raises(ValueError, match="kv_bits must be 8 or 4, got 3"):
+    with pytest.raises(ValueError, match="kv_bits must be 8, 6 or 4, got 3"):
         by_recipe(model, kv_bits=3)
 
 

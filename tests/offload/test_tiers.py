@@ -44,6 +44,7 @@ OPTIONS = {
 }
 PACKED = {
     "8 bits": {"kv_bits": 8},
+    "6 bits": {"kv_bits": 6},
     "4 bits": {"kv_bits": 4},
     "4 bits, budget of one": {"kv_bits": 4, "heavy": 0, "recent": 1},
     "8 bits, full": {"kv_bits": 8, "policy": "full"},
@@ -111,7 +112,7 @@ def micro_batches(model, sequences, bits=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("bits", [None, 8, 6, 4])
 @pytest.mark.parametrize("tiers", PLACEMENTS.values(), ids=PLACEMENTS.keys())
 def test_entries_and_scores_of_caches_stay_apart(model, make_sequences, tmp_path, tiers, bits):
     # The fork lets micro-batches share a workspace, and layers a score buffer: then one would hold

@@ -184,7 +184,7 @@ class BaseLayer(CacheLayerMixin):
     def empty_state(self, key: Tensor, value: Tensor) -> SlotState:
         """Make a state without slots for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]``."""
         state = SlotState.empty(key, value, self.storage if self.drops else KVStorage())
-        if self.drops and self.storage.bits is None and self.latent is not None:
+        if self.drops and not self.storage.is_packed and self.latent is not None:
             rank, width = self.latent
             # Latents, as attention with one KV head takes them.
             if (key.shape[1], key.shape[-1], value.shape[-1]) == (1, rank + width, rank):

@@ -360,11 +360,13 @@ class H2OCache(Cache):
 
     def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:
         """Return the bytes that slots of these KV heads take, before anything is allocated."""
-        # The values of latents are a part of the keys.
-        num_parts = 1 if self._scored[0].latent and self.kv_bits is None else 2
+        storage = KVStorage(self.kv_bits)
+        parts = [storage.keys, storage.values]
+        if self._scored[0].latent and not storage.is_packed:
+            parts.pop()  # the values of latents are a part of the keys
         return SlotBytes(
             num_heads,
-            num_parts * KVStorage(self.kv_bits).head_bytes(head_size, dtype),
+            sum(part.head_bytes(head_size, dtype) for part in parts),
             has_ranks=self.position_rule.rolls,
             has_norms=self.rule.weighs_values,
             has_static_mask=self.rule.has_pattern,

@@ -233,11 +233,14 @@ class CacheLayer(BaseLayer):
         self._evict(entries)
         return output
 
-    def _as_attended(self, states: Tensor, past: int, real: Tensor | None) -> Tensor:
-        """Return keys or values ``[B, H, P + T, D]`` as the block attends to them."""
+    def _as_attended(
+        self, key: Tensor, value: Tensor, past: int, real: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values ``[B, H, P + T, D]`` as the block attends to them."""
+        keys, values = self.storage.keys, self.storage.values
         if self.spans is not None:  # the same for a token that comes alone and one in a block
-            return self.storage.as_held(states, past)
-        return self.storage.as_attended(states, past, real)
+            return keys.as_held(key, past), values.as_held(value, past)
+        return keys.as_attended(key, past, real), values.as_attended(value, past, real)
 
     @abstractmethod
     def _place(self, block: Block) -> BlockEntries:
@@ -367,10 +370,10 @@ class CacheLayer(BaseLayer):
         """Rank a block's entries, fp32 ``[B, H, N]``, by numbers as they will be stored."""
         weights = keys = None
         if self.rule.weighs_values:
-            values = self.storage.as_held(entries.value, entries.past)
+            values = self.storage.values.as_held(entries.value, entries.past)
             weights = self.rule.value_weights(values)
         if self.rule.observes is Sees.KEYS:
-            keys = self.storage.as_held(entries.key, entries.past)
+            keys = self.storage.keys.as_held(entries.key, entries.past)
         return self._rank(entries.scores, entries.positions, self.newest(), weights, keys)
 
     def _rank(
@@ -397,7 +400,7 @@ class CacheLayer(BaseLayer):
             scores = scores.masked_fill(positions > newest - self.state.recent, 0.0)
         if rule.sees is Sees.KEYS:
             if keys is None:
-                keys = self.storage.read(self.state.keys, self.dtype)
+                keys = self.storage.keys.read(self.state.keys, self.dtype)
             ranks = rule.key_priority(keys, positions)
         else:
             ranks = rule.priority(scores, positions, newest, self.layer_idx)

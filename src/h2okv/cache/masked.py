@@ -57,9 +57,7 @@ class MaskedLayer(CacheLayer):
         state.scores = torch.cat([state.scores, scores], dim=2)
         state.positions = torch.cat([state.positions, positions], dim=2)
         state.keys, state.values = key, value
-        attended_key, attended_value = (
-            self._as_attended(states, past, block.real) for states in (key, value)
-        )
+        attended_key, attended_value = self._as_attended(key, value, past, block.real)
         query = block.query
         if self.rotations.rolling is not None:
             query, attended_key = self._rotate(query, attended_key, past)
@@ -108,9 +106,8 @@ class MaskedLayer(CacheLayer):
     def _evict(self, entries: BlockEntries) -> None:
         state = self.state
         # The block's tokens have become entries.
-        state.keys, state.values = (
-            self.storage.as_held(states, entries.past) for states in (entries.key, entries.value)
-        )
+        state.keys = self.storage.keys.as_held(entries.key, entries.past)
+        state.values = self.storage.values.as_held(entries.value, entries.past)
         state.scores = entries.scores
         if self.rule.weighs_values:
             state.value_weights = self.rule.value_weights(state.values)
@@ -142,6 +139,6 @@ class MaskedLayer(CacheLayer):
         """Bytes that dropping would hold for the entries (the mask itself saves none)."""
         if not self.holds_entries:
             return 0
-        sizes = (self.key_size, self.value_size)
-        entry = sum(self.storage.head_bytes(size, self.dtype) for size in sizes) + 4 + 4
+        key_bytes = self.storage.keys.head_bytes(self.key_size, self.dtype)
+        entry = key_bytes + self.storage.values.head_bytes(self.value_size, self.dtype) + 4 + 4
         return int((self.state.positions >= 0).sum()) * entry

@@ -69,13 +69,11 @@ class SlotLayer(CacheLayer):
         key, value = block.key, block.value
         scores, positions = self._block_entries(block)
         if past:
-            key = torch.cat([self.storage.read(state.keys, self.dtype), key], dim=2)
-            value = torch.cat([self.storage.read(state.values, self.dtype), value], dim=2)
+            key = torch.cat([self.storage.keys.read(state.keys, self.dtype), key], dim=2)
+            value = torch.cat([self.storage.values.read(state.values, self.dtype), value], dim=2)
             scores = torch.cat([state.scores, scores], dim=2)
             positions = torch.cat([state.positions, positions], dim=2)
-        attended_key, attended_value = (
-            self._as_attended(states, past, block.real) for states in (key, value)
-        )
+        attended_key, attended_value = self._as_attended(key, value, past, block.real)
         query = block.query
         if self.rotations.rolling is not None:
             query, attended_key = self._rotate_block(query, attended_key, positions, past)
@@ -145,7 +143,7 @@ class SlotLayer(CacheLayer):
     def _choose_operations(self, query: Tensor) -> None:
         """Choose the operations of all tokens until the next block; mutates the plan."""
         groups = query.shape[1] // self.num_kv_heads
-        is_packed = self.storage.bits is not None or not self.state.has_values
+        is_packed = self.storage.is_packed or not self.state.has_values
         self.slots.operations = operations(
             query.device, self.dtype, self.key_size, self.value_size, groups, is_packed
         )
@@ -254,7 +252,7 @@ class SlotLayer(CacheLayer):
         if self.rule.scoring.factor is not None:
             state.scores.copy_(self._decayed(state.scores, block.counts()))
         if state.value_weights is not None:
-            weights = self.rule.value_weights(self.storage.round(block.value))
+            weights = self.rule.value_weights(self.storage.values.round(block.value))
             state.value_weights.scatter_(-1, state.free_slot, weights.view_as(state.free_slot))
 
     @property

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2okv.config import TokenBudget
+from h2okv.config import KV_BITS, TokenBudget
 from h2okv.ops.compaction import NO_HEAD, compact, pick
 from h2okv.ops.decode import Slots
-from h2okv.ops.quant import BITS, Entries, Packed, pack, packed_bytes, unpack
+from h2okv.ops.quant import Entries, Packed, pack, packed_bytes, unpack
 
 # Fields ``[B, H, S, ...]``.
 PER_SLOT = (
@@ -55,21 +55,14 @@ def slots_for(entries: int, capacity: int | None = None) -> int:
 
 
 @dataclass(frozen=True)
-class KVStorage:
-    """Keys and values as they are held: in the model's dtype, or packed into few bits.
+class EntryStorage:
+    """Keys, or values, as they are stored: in the model's dtype, or packed into 8 or 4 bits.
 
     A number is rounded once, when its token becomes an entry. A block attends to itself in full
     precision, and to cached entries as they unpack; a single token is an entry at its own step.
     """
 
     bits: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.bits is not None and (type(self.bits) is not int or self.bits not in BITS):
-            raise ValueError(
-                f"kv_bits must be 8 or 4, got {self.bits!r}; leave it "
-                "out to keep them in the model's dtype."
-            )
 
     def store(self, states: Tensor) -> Entries:
         return states if self.bits is None else pack(states, self.bits)
@@ -135,6 +128,19 @@ class KVStorage:
         return size * dtype.itemsize if self.bits is None else packed_bytes(size, self.bits)
 
 
+class KVStorage:
+    """How a layer stores keys and how it stores values, by `CacheConfig.kv_bits`."""
+
+    def __init__(self, kv_bits: int | None = None) -> None:
+        if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in KV_BITS):
+            raise ValueError(
+                f"kv_bits must be 8, 6 or 4, got {kv_bits!r}; leave it "
+                "out to keep keys and values in the model's dtype."
+            )
+        self.is_packed = kv_bits is not None
+        self.keys, self.values = map(EntryStorage, KV_BITS.get(kv_bits, (None, None)))
+
+
 @dataclass(frozen=True)
 class SlotBytes:
     """What one sequence takes in one layer of slots."""
@@ -186,8 +192,8 @@ class SlotState(Slots):
         batch, heads = key.shape[:2]
         with ordinary_tensors():
             keys, values = (
-                storage.store(states.new_zeros(batch, heads, 0, states.shape[-1]))
-                for states in (key, value)
+                kind.store(states.new_zeros(batch, heads, 0, states.shape[-1]))
+                for kind, states in ((storage.keys, key), (storage.values, value))
             )
             scores = torch.zeros(batch, heads, 0, dtype=torch.float32, device=key.device)
             seen = torch.zeros(batch, dtype=torch.int64, device=key.device)

@@ -85,9 +85,13 @@ class SlotPlan:
             num_slots = self.capacity
         empty = (0, num_slots - indices.shape[2])
         with ordinary_tensors():
-            state.keys = self.storage.compact(entries.key, state.keys, indices, num_slots)
+            state.keys = self.storage.keys.compact(
+                entries.key, state.keys, indices, num_slots
+            )
             if state.has_values:
-                state.values = self.storage.compact(entries.value, state.values, indices, num_slots)
+                state.values = self.storage.values.compact(
+                    entries.value, state.values, indices, num_slots
+                )
             state.scores = pad(entries.scores.gather(2, indices), empty)
             positions = torch.where(is_kept, entries.positions.gather(2, indices), -1)
             state.positions = pad(positions, empty, value=-1)
@@ -96,7 +100,9 @@ class SlotPlan:
 
     def _weigh(self, state: SlotState, dtype: torch.dtype) -> None:
         if self.rule.weighs_values:
-            state.value_weights = self.rule.value_weights(self.storage.read(state.values, dtype))
+            state.value_weights = self.rule.value_weights(
+                self.storage.values.read(state.values, dtype)
+            )
 
     def _share(
         self,
@@ -115,8 +121,10 @@ class SlotPlan:
         # Slots of no head are copied from any.
         heads, num_slots = head_of_slot.long() % entries.key.shape[1], head_of_slot.shape[2]
         with ordinary_tensors():
-            state.keys = self.storage.compact(entries.key, state.keys, indices, num_slots, heads)
-            state.values = self.storage.compact(
+            state.keys = self.storage.keys.compact(
+                entries.key, state.keys, indices, num_slots, heads
+            )
+            state.values = self.storage.values.compact(
                 entries.value, state.values, indices, num_slots, heads
             )
             state.scores = pick(entries.scores, indices, heads)
@@ -258,7 +266,7 @@ class SlotPlan:
         On a CPU a step that takes the next slot has half as many operations as one that looks for
         it. The scores of the other slots become zero; mutates the state.
         """
-        is_plain = state.ranks is None and self.storage.bits is None and state.head_of_slot is None
+        is_plain = state.ranks is None and not self.storage.is_packed and state.head_of_slot is None
         has_mask = self.rule.is_bounded and state.slot_mask is not None
         if self._is_static(state) or not is_plain or has_mask:
             return None
@@ -278,7 +286,8 @@ class SlotPlan:
         state.unshare()
         order = (state.positions < 0).to(torch.uint8).argsort(dim=-1, stable=True)
         is_kept = state.positions.gather(-1, order) >= 0
-        key, value = (self.storage.read(entry, dtype) for entry in (state.keys, state.values))
+        key = self.storage.keys.read(state.keys, dtype)
+        value = self.storage.values.read(state.values, dtype)
         entries = BlockEntries(
             state.num_slots, key, value, state.scores, state.positions, key, key, value
         )

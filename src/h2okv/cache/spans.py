@@ -129,7 +129,8 @@ class Spans:
         if not bool(self.is_over(state).any()):
             return
         key, value, scores, positions = state.by_head("keys", "values", "scores", "positions")
-        key, value = (layer.storage.read(states, layer.dtype) for states in (key, value))
+        key = layer.storage.keys.read(key, layer.dtype)
+        value = layer.storage.values.read(value, layer.dtype)
         entries = BlockEntries(past, key, value, scores, positions, key, key, value, positions >= 0)
         if layer.scores_spans:
             if layer.rotations.rolling is not None:

@@ -20,6 +20,7 @@ import h2okv
 from h2okv.cli import readers
 from h2okv.cli.help_page import describe, order
 from h2okv.config import (
+    KV_BITS,
     BEST,
     EVEN,
     LEAST_ENTRIES,
@@ -212,7 +213,7 @@ def make_cache(
         None, "Evict only at multiples of this many tokens.", read=readers.least
     ),
     kv_bits: int | None = option(
-        None, "Quantize keys and values to 8 or 4 bits.", read=readers.bits
+        None, "8, 6 (keys 8, values 4) or 4: quantize.", read=readers.bits, allowed=tuple(KV_BITS)
     ),
     layer_budgets: Typed = option(
         None, "auto, even or a file of h2okv eval layers.", read=_factors

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, option
 from h2okv.cli.readers import least, numbers
-from h2okv.config import POSITIONS, CacheConfig
+from h2okv.config import KV_BITS, POSITIONS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
 from h2okv.records import CsvFile, Row, unknown_name
@@ -47,7 +47,7 @@ def _runners(option: str, text: str) -> tuple[str, ...]:
 
 
 def _kv_bits(option: str, text: str) -> tuple[int, ...]:
-    return tuple(readers.bits(option, number) for number in numbers(option, text))
+    return tuple(readers.bits(option, number, tuple(KV_BITS)) for number in numbers(option, text))
 
 
 def _dtypes(option: str, text: str) -> list[str]:
@@ -72,7 +72,7 @@ def bench(
     positions: Typed = option(
         "original", "original or rolling.", read=readers.choice, words=POSITIONS
     ),
-    kv_bits: Typed = option("", "8, 4 or 8,4: quantized h2o too.", read=_kv_bits),
+    kv_bits: Typed = option("", "8, 6, 4 or several: quantized h2o too.", read=_kv_bits),
     dtypes: Typed = option("auto", f"{', '.join(args.DTYPES)}.", "--dtype", read=_dtypes),
     device: str = option("auto", args.DEVICE_HELP, read=readers.device),
     rounds: int = option(5, "Times that each cache is measured."),

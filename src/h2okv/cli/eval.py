@@ -20,7 +20,7 @@ import h2okv
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import choice
-from h2okv.config import POSITIONS, CacheConfig, flat_factors
+from h2okv.config import KV_BITS, POSITIONS, CacheConfig, flat_factors
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
@@ -231,7 +231,7 @@ def fidelity(
         enough = [row["agreement"] >= recommend for row in results]
         caches = [cache for cache, has in zip(trial.caches, enough, strict=True) if has]
         if all(cache.kv_bits is None for cache in trial.caches):
-            write_remark("now 8 and 4 bits, for the caches with enough agreement")
+            write_remark("now 8, 6 and 4 bits, for the caches with enough agreement")
             trial.caches += _with_bits(caches, trial.model.describe().config)
             code, results = run()
         if code == 0:
@@ -249,11 +249,11 @@ def fidelity(
 
 
 def _with_bits(caches: Sequence[CacheConfig], model: PreTrainedConfig) -> list[CacheConfig]:
-    """Return caches, and the full one, with 8 and with 4 bits, where they can have them."""
+    """Return caches, and the full one, with fewer bits, where they can have them."""
     full = CacheConfig("full")
     unique = {cache.label: cache for cache in (*caches, full)}.values()
     quantized = []
-    for cache, bits in itertools.product(unique, (8, 4)):
+    for cache, bits in itertools.product(unique, KV_BITS):
         with suppress(ValueError):
             args.check_cache(model, config := replace(cache, kv_bits=bits))
             quantized.append(config)

@@ -33,7 +33,8 @@ def choice(option: str, text: str, words: Sequence[str]) -> str:
 def bits(option: str, number: int, allowed: Sequence[int] = (8, 4)) -> int:
     """Read a number of bits."""
     if number not in allowed:
-        choices = " or ".join(map(str, allowed))
+        *first, last = map(str, allowed)
+        choices = f"{', '.join(first)} or {last}" if first else last
         raise ValueError(f"{option} {number} is not known; give {choices}, or leave it out")
     return number
 

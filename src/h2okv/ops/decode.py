@@ -67,7 +67,8 @@ def _write_packed(slots: Packed, free: Tensor, entry: Packed) -> None:
 def _write_both(slots: Slots, key: Tensor, value: Tensor) -> None:
     """Write the new entry of each sequence and head."""
     keys, values = slots.keys, slots.values
-    if isinstance(keys, Packed) and isinstance(values, Packed) and key.shape == value.shape:
+    is_packed = isinstance(keys, Packed) and isinstance(values, Packed)
+    if is_packed and keys.bits == values.bits and key.shape == value.shape:
         # Many small operations pack it: once for both.
         packed = pack(torch.stack([key, value]), keys.bits)
         for half, store in enumerate((keys, values)):
