@@ -84,6 +84,11 @@ def fingerprint(module: torch.nn.Module) -> str | None:
     return digest.hexdigest()
 
 
+def weights_state(model: torch.nn.Module) -> list[tuple[int, int]]:
+    """Return what changes when a model's weights are replaced or written to."""
+    return [(id(p), 0 if p.is_inference() else p._version) for p in model.parameters()]
+
+
 def digest(content: str | bytes) -> str:
     """Return a short hash of a content, which tells whether results may resume on it."""
     data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")

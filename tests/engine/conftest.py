@@ -48,7 +48,7 @@ def alone():
 
     def generate(model, prompt, new, cache=None, **options):
         if cache is None:
-            cache = h2okv.H2OCache(model.config, **({"heavy": 0.2, "recent": 0.2} | options))
+            cache = h2okv.H2OCache(model, **({"heavy": 0.2, "recent": 0.2} | options))
         ids = torch.tensor([prompt])
         with h2okv.enable(model):
             generated = model.generate(

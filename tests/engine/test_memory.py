@@ -41,7 +41,7 @@ def held_bytes(layer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_pool_bytes_equal_the_memory_model(make_llama, options, dtype):
     model = make_llama().to(dtype)
-    cache = h2okv.H2OCache(model.config, 1, 1, **options)
+    cache = h2okv.H2OCache(model, 1, 1, **options)
     budgets = (37, 21) if "layer_budgets" in options else (37, 37)
     sizes = MemoryModel(model.config, cache, dtype).serving(budgets, 100, 50)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def test_pool_bytes_equal_the_memory_model(make_llama, options, dtype):
 @pytest.mark.parametrize("options", [*OPTIONS, {"policy": "strided_heavy"}], ids=str)
 def test_cache_bytes_equal_the_memory_model(make_llama, options, budget):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, *budget, **options)
+    cache = h2okv.H2OCache(model, *budget, **options)
     memory = MemoryModel(model.config, cache, model.dtype)
     slots = cache.slots_for(LENGTH, 10)
     ids = torch.randint(3, 90, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))

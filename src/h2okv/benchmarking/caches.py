@@ -186,7 +186,7 @@ class _H2O(CacheRunner):
     def new_cache(self, context: int) -> Any:
         assert self.spec.config is not None
         config = self.spec.config.with_chunk(self.prefill_chunk)
-        cache = h2okv.H2OCache.from_config(self.model.config, config)
+        cache = h2okv.H2OCache.from_config(self.model, config)
         cache.expect(context)
         return cache
 

@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from h2okv.cache.argument import CACHE
 from h2okv.cache.latent import Latents, LatentState, join
 from h2okv.cache.rope import PositionRule, Rotation, Rotations
+from h2okv.ops.quant import KeyChange
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
 from h2okv.cache.spans import Spans
 from h2okv.cache.step_log import StepLog
@@ -59,6 +60,8 @@ class BaseLayer(CacheLayerMixin):
     latent: tuple[int, int] | None = None  # R and r of a model with latent attention
     window: int | None = None  # the sliding window that the entries stand for
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
+    # Centers and scales of the keys, fp32 ``[1, H, 1, D]``, if they are packed by them.
+    key_change: KeyChange | None = None
 
     def __init__(
         self,
@@ -189,6 +192,12 @@ class BaseLayer(CacheLayerMixin):
             # Latents, as attention with one KV head takes them.
             if (key.shape[1], key.shape[-1], value.shape[-1]) == (1, rank + width, rank):
                 return LatentState.of(state, rank)
+        change, (batch, heads, _, size) = self.key_change, key.shape
+        if change is not None and change.center.shape[1::2] == (heads, size):
+            with ordinary_tensors():
+                state.key_center, state.key_scale = (
+                    tensor.to(key.device).repeat(batch, 1, 1, 1) for tensor in change
+                )
         return state
 
     def update(

@@ -278,6 +278,7 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
         for size in values["sizes"]
     )
     empty = layer.empty_state(key[:, :heads], value[:, :heads])
+    empty.key_center = empty.key_scale = None  # those of the file, if it has some
     expected = empty.like(batch, num_slots)
     if by_head is not None:
         expected.total = expected.total.expand(-1, len(by_head), -1)
@@ -290,6 +291,10 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
     for name in optional.keys() & tensors.keys():
         per_slot = expected.sink if name == "num_static" else expected.positions
         expected.set_tensors({name: torch.empty_like(per_slot, dtype=optional[name])})
+    for name in {"key_center", "key_scale"} & tensors.keys():
+        expected.set_tensors({name: key.new_empty(key.shape, dtype=torch.float32)})
+        if not tensors[name].isfinite().all():
+            raise ValueError(f"the keys of layer {layer.layer_idx} have a {name} that is not finite")
     _expect_queries(layer, expected, key, tensors, values)
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in expected.tensors().items()}
     if shapes != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:

@@ -87,7 +87,8 @@ class H2OCache(Cache):
         self.evict_every = cache.evict_every if self.rule.evicts else None
         self.prefill_chunk = self.evict_every or cache.prefill_chunk
         self.kv_bits = cache.kv_bits
-        self.config = config = support.config_of(config)
+        model, self.config = config, support.config_of(config)
+        config = self.config
         support.check_model(config)
         window = support.context_window(config)
         self.position_rule = PositionRule(cache.positions, self.prefill_chunk, window)
@@ -98,12 +99,14 @@ class H2OCache(Cache):
         layers: list[Any] = DynamicCache(config=config).layers
         full_layers = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         support.check_layer_budgets(cache, self.rule, config, len(full_layers))
+        changes = support.measured_keys(model, cache)
         alike = self.rule, self.position_rule, cache.kv_bits
         spans = Spans(self.evict_every) if (self.evict_every or 1) > 1 else None
         for number, index in enumerate(full_layers):
             budget, head_budgets = cache.layer_budget(number), cache.head_budgets(number)
             layers[index] = layer_class(index, budget, *alike, head_budgets, spans)
             layers[index].latent = support.latent_sizes(config)
+            layers[index].key_change = changes.get(index)
         self._scored = [layer for layer in layers if isinstance(layer, BaseLayer)]
         support.check_layers(config, layers, len(self._scored), self.position_rule)
         self._last_updated: BaseLayer | None = None
@@ -371,6 +374,7 @@ class H2OCache(Cache):
             has_norms=self.rule.weighs_values,
             has_static_mask=self.rule.has_pattern,
             is_by_head=self.cache_config.is_by_head,
+            key_change=8 * head_size * support.changes_keys(self.cache_config, self.config),
             queries=self._query_bytes(head_size, dtype),
         )
 

@@ -69,7 +69,8 @@ class SlotLayer(CacheLayer):
         key, value = block.key, block.value
         scores, positions = self._block_entries(block)
         if past:
-            key = torch.cat([self.storage.keys.read(state.keys, self.dtype), key], dim=2)
+            cached_key = self.storage.keys.read(state.keys, self.dtype, state.key_change)
+            key = torch.cat([cached_key, key], dim=2)
             value = torch.cat([self.storage.values.read(state.values, self.dtype), value], dim=2)
             scores = torch.cat([state.scores, scores], dim=2)
             positions = torch.cat([state.positions, positions], dim=2)

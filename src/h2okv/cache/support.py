@@ -6,7 +6,7 @@ import pkgutil
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from h2okv.cache.argument import CACHE
 from h2okv.cache.rope import BY_LENGTH, PositionRule
-from h2okv.config import CacheConfig
+from h2okv.config import KV_BITS, CacheConfig
+from h2okv.ops.quant import KeyChange
 from h2okv.policy import Rule, Sees, get_rule
 
 _REASONS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
@@ -368,3 +369,23 @@ def measured_budgets(model: Any, cache: CacheConfig) -> CacheConfig:
             stacklevel=3,
         )
     return replace(cache, layer_budgets=None)
+
+
+def changes_keys(cache: CacheConfig, config: PreTrainedConfig) -> bool:
+    """Tell whether keys are packed relative to what is usual for a model (`KeyChange`).
+
+    Rolling layers rotate keys after they are unpacked, at every step.
+    """
+    is_packed = cache.kv_bits is not None and KV_BITS[cache.kv_bits][0] == 4
+    return is_packed and cache.positions != "rolling" and latent_sizes(config) is None
+
+
+def measured_keys(model: Any, cache: CacheConfig) -> Mapping[int, KeyChange]:
+    """Return the centers and scales of a model's keys by layer, if a cache packs them so."""
+    if isinstance(model, PreTrainedConfig) or not changes_keys(cache, config_of(model)):
+        return {}
+    # By name, as in `measured_budgets`.
+    measure: Callable[[Any], Mapping[int, KeyChange]] = pkgutil.resolve_name(
+        "h2okv.integration.key_changes:changes_of_model"
+    )
+    return measure(model)

@@ -93,7 +93,7 @@ def chat(
         if positions == "auto" and remark is None:
             cache, remark = probe_positions(loaded, cache)
         cache = with_measured_budgets(cache, loaded, described)
-        h2o_cache = h2okv.H2OCache.from_config(loaded.config, cache.seeded(int(params.seed or 0)))
+        h2o_cache = h2okv.H2OCache.from_config(loaded, cache.seeded(int(params.seed or 0)))
         session = Chat(loaded, described, params, h2o_cache, system, pin)
         if load is not None:
             load_and_report(session, load)

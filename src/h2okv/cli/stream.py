@@ -113,7 +113,7 @@ def stream(
     if files.resume and files.checkpoint is not None:
         running = Stream.resume(loaded, files.checkpoint, source, settings, identity)
     else:
-        h2o_cache = h2okv.H2OCache.from_config(described.config, cache)
+        h2o_cache = h2okv.H2OCache.from_config(loaded, cache)
         running = Stream(loaded, h2o_cache, source, settings, identity)
     code = _run(running, described, cache.label, files, as_json)
     if as_json:

@@ -489,10 +489,12 @@ class Engine:
         config = self.config.cache
         if budget is not None:
             config = replace(config, heavy=budget.heavy, recent=budget.recent, sink=budget.sink)
-        cache = H2OCache.from_config(self._model_config, config)
-        if self.config.tensor_parallel:
+        if self.config.tensor_parallel:  # a process's part of the model measures nothing
+            cache = H2OCache.from_config(self._model_config, config)
             cache.allow_non_finite()
-        return cache
+            return cache
+        source: Any = vars(self).get("model", self._model_config)
+        return H2OCache.from_config(source, config)
 
     def _set_limits(self, probe: H2OCache, described: Described) -> None:
         """Set the maximum lengths of prompts and texts, and of the entries of a sequence."""

@@ -21,7 +21,7 @@ import h2okv
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.shared import SharedPrefill, shares_prompt
-from h2okv.cache.support import context_window
+from h2okv.cache.support import config_of, context_window
 from h2okv.config import MEASURED, CacheConfig
 from h2okv.engine.detokenizer import SequenceText
 from h2okv.engine.model_runner import left_padded
@@ -46,12 +46,14 @@ def resolve_config(config: CacheConfig, model_config: PreTrainedConfig) -> Cache
     return config.in_blocks(max(1, min(_ROLLING_BLOCK, window // 4)))
 
 
-def make_cache(config: CacheConfig, model_config: PreTrainedConfig, seed: int = 0) -> H2OCache:
+def make_cache(
+    config: CacheConfig, model: PreTrainedModel | PreTrainedConfig, seed: int = 0
+) -> H2OCache:
     """Make an empty cache; masked instead of evicting if each query chooses its own entries."""
     # An entry cannot be dropped while another query may still choose it.
     simulate = get_rule(config.policy).sees is Sees.EACH_QUERY
-    resolved = resolve_config(config, model_config).seeded(seed)
-    return H2OCache.from_config(model_config, resolved, simulate=simulate)
+    resolved = resolve_config(config, config_of(model)).seeded(seed)
+    return H2OCache.from_config(model, resolved, simulate=simulate)
 
 
 @dataclass(eq=False)
@@ -140,7 +142,7 @@ def answer_batch(
     Each answer equals that of its prompt alone with that cache. With greedy decoding the prompts
     are read once for all caches that can share them.
     """
-    caches = [make_cache(config, model.config, seed) for config in configs]
+    caches = [make_cache(config, model.model, seed) for config in configs]
     sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
     if len(sharing) == 1 or not prompts[0].params.is_greedy:
         sharing = []
@@ -172,7 +174,7 @@ def answer_question(
     # The last token is read alone: then every token of the answer comes from the compressed cache.
     ids, last = torch.tensor([prompt.ids]), len(prompt.ids) - 1
     first = last if query_aware else len(context)
-    caches = [make_cache(config, model.config, seed) for config in configs]
+    caches = [make_cache(config, model.model, seed) for config in configs]
     for cache in caches:
         if cache.rule.sees is not Sees.WINDOW:  # such a rule takes the first forward for the prompt
             cache.expect(last + 1)

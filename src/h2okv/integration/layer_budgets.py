@@ -24,7 +24,7 @@ from h2okv.integration.factors import measure_layer_budgets
 from h2okv.integration.loading import context_of, describe
 from h2okv.integration.names import cache_folder
 from h2okv.policy import get_rule
-from h2okv.provenance import digest, fingerprint
+from h2okv.provenance import digest, fingerprint, weights_state
 from h2okv.records import first_line, parse_json, write_json
 
 # Layers differ less than heads and need one long text, whose time grows with the square.
@@ -168,7 +168,7 @@ _FINGERPRINTS: WeakKeyDictionary[torch.nn.Module, tuple[Any, str | None]] = Weak
 
 def _fingerprint(model: PreTrainedModel) -> str | None:
     """Return the model's fingerprint, computed again only after its weights have changed."""
-    state = [(id(p), 0 if p.is_inference() else p._version) for p in model.parameters()]
+    state = weights_state(model)
     entry = _FINGERPRINTS.get(model)
     if entry is None or entry[0] != state:
         entry = _FINGERPRINTS[model] = state, fingerprint(model)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from h2okv.ops.indexed import Indexed, mix_values
-from h2okv.ops.quant import Entries, Packed, pack, packed_logits, packed_output
+from h2okv.ops.quant import Entries, KeyChange, Packed, pack, packed_logits, packed_output
 from h2okv.ops.reference import softmax
 from h2okv.ops.rope import rotate
 
@@ -67,6 +67,8 @@ def _write_packed(slots: Packed, free: Tensor, entry: Packed) -> None:
 def _write_both(slots: Slots, key: Tensor, value: Tensor) -> None:
     """Write the new entry of each sequence and head."""
     keys, values = slots.keys, slots.values
+    if slots.key_change is not None:
+        key, value = slots.key_change.apply(key), value.float()
     is_packed = isinstance(keys, Packed) and isinstance(values, Packed)
     if is_packed and keys.bits == values.bits and key.shape == value.shape:
         # Many small operations pack it: once for both.
@@ -122,6 +124,7 @@ def decode_with_scores(
     ranks: Ranks | None = None,
     scores: Tensor | None = None,
     sink_logits: Tensor | None = None,
+    key_change: KeyChange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends with one query over all slots.
 
@@ -138,6 +141,7 @@ def decode_with_scores(
         ranks: rotations that the keys, but not the query, still need; ``None`` if none.
         scores: fp32 ``[B, H, S]``, contiguous; the sums are added to them. Mutated.
         sink_logits: as in `reference.attention_with_scores`.
+        key_change: what the packed keys were changed by, which then need no ranks.
 
     Returns:
         ``(output, sums)``: output ``[B, HQ, 1, Dv]`` in the query's dtype, sums fp32 ``[B, H, S]``,
@@ -147,8 +151,13 @@ def decode_with_scores(
     num_kv_heads, num_slots = keys.shape[1], keys.shape[2]
     rows = batch * num_kv_heads
     groups = num_heads // num_kv_heads
+    dtype, constant = query.dtype, None
+    if key_change is not None:
+        query, constant = key_change.of_queries(query)
     # Logits are fp32 in every dtype: bf16 logits would move the scores by percents.
     logits = _logits(query.reshape(rows, groups, size), scale, _by_row(keys), ranks)
+    if constant is not None and (softcap is not None or sink_logits is not None):
+        logits = logits + constant.reshape(rows, groups, 1) * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if hidden is not None:
@@ -162,7 +171,7 @@ def decode_with_scores(
     if hidden is not None and hidden.shape[1] == num_kv_heads:
         # The finite floor keeps a sequence without entries free of NaN; zero it here.
         weights = weights.view_as(by_head).masked_fill(unseen, 0.0).view_as(logits)
-    output = _output(weights, _by_row(values), query.dtype)
+    output = _output(weights, _by_row(values), dtype)
     output = output.view(batch, num_heads, 1, -1)
     if scores is not None and groups > 1 and not torch.compiler.is_compiling():
         # One product in place of a sum and an addition.
@@ -339,6 +348,15 @@ class Slots:
     head_of_slot: Tensor | None = (
         None  # uint8 [B, 1, S], the KV head of a shared slot; `NO_HEAD`: of none
     )
+    key_center: Tensor | None = None  # fp32 [B, H, 1, D], as `key_scale`; see `KeyChange`
+    key_scale: Tensor | None = None
+
+    @property
+    def key_change(self) -> KeyChange | None:
+        """What keys are changed by before they are packed."""
+        if self.key_center is None or self.key_scale is None:
+            return None
+        return KeyChange(self.key_center, self.key_scale)
 
     def of_others(self) -> Tensor:
         """Mark, for each head, the shared slots that are not its own; bool ``[B, H, S]``."""
@@ -419,7 +437,7 @@ def decode_step(
         hidden = others if hidden is None else others | hidden
     output, sums = decode_with_scores(
         query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks,
-        slots.scores if real is None and rules.adds else None, rules.sink_logits,
+        slots.scores if real is None and rules.adds else None, rules.sink_logits, slots.key_change,
     )  # fmt: skip
     if rules.deferred:
         return output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -40,6 +41,57 @@ class Packed(NamedTuple):
 
 Entries = Tensor | Packed
 """Keys or values of slots, as they are or packed."""
+
+
+class KeyChange(NamedTuple):
+    """What keys of 4 bits are packed as: centred, scaled, and spread over all numbers of a head.
+
+    A few numbers of a key are far from zero in every token of a text, and one grid for all leaves
+    few levels to the others. ``k' = H ((k - center) / scale)``, with H an orthogonal matrix; then
+    ``q . k = (H (q * scale)) . k' + q . center``, whose second term is the same for all keys and
+    leaves the softmax alone. Channels were scaled so in SmoothQuant (arXiv 2211.10438), rotated in
+    QuaRot (arXiv 2404.00456), and quantized by channel in KIVI (arXiv 2402.02750).
+    """
+
+    center: Tensor  # fp32 [B, H, 1, D]
+    scale: Tensor  # fp32 [B, H, 1, D], positive
+
+    def apply(self, keys: Tensor) -> Tensor:
+        """Change keys ``[B, H, N, D]``, fp32."""
+        return ((keys.float() - self.center) / self.scale) @ _spread(keys)
+
+    def undo(self, keys: Tensor) -> Tensor:
+        """Return the keys ``[B, H, N, D]`` of changed ones, fp32."""
+        return (keys @ _spread(keys)) * self.scale + self.center
+
+    def of_queries(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what queries ``[B, HQ, T, D]`` ask changed keys, fp32, and ``q . center``."""
+        grouped = query.float().unflatten(1, (self.center.shape[1], -1))
+        center, scale = self.center.unsqueeze(2), self.scale.unsqueeze(2)
+        asked = ((grouped * scale) @ _spread(query)).flatten(1, 2)
+        return asked, (grouped * center).sum(dim=-1, keepdim=True).flatten(1, 2)
+
+
+def _spread(states: Tensor) -> Tensor:
+    """Return H for states ``[..., D]``: symmetric and orthogonal, fp32 ``[D, D]``."""
+    if torch.compiler.is_compiling():
+        return _hadamard(states.shape[-1], states.device)
+    return _kept_hadamard(states.shape[-1], states.device)
+
+
+def _hadamard(size: int, device: torch.device) -> Tensor:
+    """Return Hadamard matrices along the diagonal, of the largest power of two that divides D."""
+    block = torch.ones(1, 1, device=device)
+    while size % (2 * len(block)) == 0:
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    return torch.block_diag(*[block * len(block) ** -0.5] * (size // len(block)))
+
+
+@functools.lru_cache(maxsize=8)
+def _kept_hadamard(size: int, device: torch.device) -> Tensor:
+    """Return the same; an ordinary tensor, also under inference_mode."""
+    with torch.inference_mode(False):
+        return _hadamard(size, device)
 
 
 def group_size(size: int) -> int:

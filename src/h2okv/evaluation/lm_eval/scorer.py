@@ -182,7 +182,7 @@ class Scorer:
         return self._forward(ids, torch.ones_like(ids), self.new_cache())
 
     def new_cache(self) -> H2OCache:
-        return make_cache(self.config, self.model.config, self.config.seed)
+        return make_cache(self.config, self.model, self.config.seed)
 
     def _forward(
         self, ids: torch.Tensor, mask: torch.Tensor, cache: H2OCache, keep: int = 0
@@ -230,7 +230,7 @@ class EvictingModel:
         self._scan_config = config.in_blocks(1)
 
     def generate(self, **inputs: Any) -> Any:
-        cache = make_cache(self.config, self.model.config, self.config.seed)
+        cache = make_cache(self.config, self.model, self.config.seed)
         with enable(self.model):
             return self.model.generate(**{CACHE: cache}, **inputs)
 

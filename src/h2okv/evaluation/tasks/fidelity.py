@@ -195,7 +195,7 @@ class Fidelity(Task):
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> CacheResults:
         for sample in samples:
-            caches = [make_cache(config, model.config, seed) for config in (_FULL, *configs)]
+            caches = [make_cache(config, model.model, seed) for config in (_FULL, *configs)]
             with enable(model.model), torch.no_grad():
                 compared = _Comparison(model, caches, self._samples[sample])
                 results = compared.run(self.new_tokens, self.protocol)

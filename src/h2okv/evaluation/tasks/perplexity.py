@@ -69,7 +69,7 @@ class Perplexity(Task):
     ) -> CacheResults:
         for (number, config), sample in product(enumerate(configs), samples):
             settings = StreamSettings(config.block or _BLOCK, self.every)
-            cache = make_cache(_in_blocks(config), model.config, seed)
+            cache = make_cache(_in_blocks(config), model.model, seed)
             stream = Stream(model.model, cache, TextSource(self._ids[sample], ""), settings)
             run_stream(stream)
             rows = stream.all_rows()

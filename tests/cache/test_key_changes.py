@@ -1,0 +1,201 @@
+"""Keys of 4 bits relative to what is usual for a model: exact everywhere, and worth it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis_examples import examples
+from naive_h2o import _rounded
+from test_oracle import held_scores, padding, run, tokens
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import h2okv
+from h2okv.assets import bundled_model_path, sample_prompt
+from h2okv.cache.slot_state import EntryStorage
+from h2okv.integration.key_changes import changes_of_model
+from h2okv.ops.decode import decode_with_scores
+from h2okv.ops.quant import KeyChange, pack
+from h2okv.ops.reference import attention_with_scores
+
+BY_HEAD = ((0.5, 1.5),)
+
+
+def with_offsets(model, size=30.0):
+    """Give a model's keys a few numbers that are far from zero in every token, as Qwen's are."""
+    for layer in model.model.layers:
+        projection = layer.self_attn.k_proj
+        offsets = torch.zeros(projection.out_features, dtype=projection.weight.dtype)
+        offsets[3::8] = size
+        projection.bias = torch.nn.Parameter(offsets)
+    return model
+
+
+def some_change(batch=2, heads=3, size=16):
+    scale = torch.rand(batch, heads, 1, size) + 0.1
+    return KeyChange(3 * torch.randn(batch, heads, 1, size), scale)
+
+
+@pytest.mark.parametrize("size", [1, 6, 16, 24, 45, 64, 80, 128])
+def test_a_change_is_undone_and_products_stay(size):
+    change, keys = some_change(size=size), torch.randn(2, 3, 5, size) * 4
+    changed = change.apply(keys)
+    torch.testing.assert_close(change.undo(changed), keys, atol=1e-4, rtol=1e-4)
+    query = torch.randn(2, 6, 2, size)
+    asked, constant = change.of_queries(query)
+    grouped = (tensor.unflatten(1, (3, 2)) for tensor in (asked, constant))
+    products = torch.einsum("bhgtd,bhnd->bhgtn", next(grouped), changed) + next(grouped)
+    expected = torch.einsum("bhgtd,bhnd->bhgtn", query.unflatten(1, (3, 2)), keys)
+    torch.testing.assert_close(products, expected, atol=1e-3, rtol=1e-4)
+
+
+def test_keys_are_rounded_as_the_formula_says():
+    """With loops over numbers, and Hadamard's matrix by the parity of common bits."""
+    size, change = 16, some_change()
+    keys = torch.randn(2, 3, 4, size) * 5
+    actual = EntryStorage(4).round(keys, change)
+    hadamard = np.array(
+        [[(-1.0) ** bin(row & column).count("1") for column in range(size)] for row in range(size)]
+    )
+    hadamard /= size**0.5
+    for row, head, token in np.ndindex(2, 3, 4):
+        center, scale = (tensor[row, head, 0].double().numpy() for tensor in change)
+        changed = hadamard @ ((keys[row, head, token].double().numpy() - center) / scale)
+        rounded = hadamard @ _rounded(changed, 4) * scale + center
+        np.testing.assert_allclose(actual[row, head, token], rounded, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_a_step_equals_attention_to_the_rounded_keys(softcap, has_sinks, groups):
+    change = some_change()
+    keys, values = torch.randn(2, 3, 9, 16) * 3, torch.randn(2, 3, 9, 16)
+    query, hidden = torch.randn(2, 3 * groups, 1, 16), torch.rand(2, 3, 9) < 0.3
+    sinks = torch.randn(3 * groups) if has_sinks else None
+    output, sums = decode_with_scores(
+        query, pack(change.apply(keys), 4), pack(values, 4), hidden, 0.3, softcap,
+        sink_logits=sinks, key_change=change,
+    )  # fmt: skip
+    storage = EntryStorage(4)
+    visible = ~hidden.unsqueeze(2)
+    expected, weights = attention_with_scores(
+        query, storage.round(keys, change), storage.round(values), visible, 0.3, softcap, None,
+        sinks,
+    )  # fmt: skip
+    torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(sums, weights, atol=1e-4, rtol=1e-4)
+
+
+@settings(max_examples=examples(40), deadline=None, derandomize=True)
+@given(
+    options=st.sampled_from([
+        {}, {"scoring": "value_norm"}, {"scoring": "expected", "sink": 2}, {"policy": "keydiff"},
+        {"policy": "recent"}, {"policy": "full"}, {"prefill_chunk": 5}, {"evict_every": 6},
+        {"scoring": "expected", "evict_every": 4}, {"layer_budgets": BY_HEAD},
+        {"layer_budgets": BY_HEAD, "scoring": "expected"},
+    ]),
+    pads=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    blocks=st.lists(st.sampled_from([1, 1, 1, 2, 7, 16]), max_size=8),
+    prompt=st.integers(10, 40),
+    holes=st.sampled_from([0.0, 0.0, 0.3]),
+    seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_dropping_equals_masking(
+    make_llama, kept_sets, options, pads, blocks, prompt, holes, seed
+):
+    model = with_offsets(make_llama(kv_heads=2, layers=1, seed=seed), 3.0)
+    blocks = [prompt, *blocks, 1]
+    mask = padding(pads, blocks, holes, seed)
+    input_ids = tokens(seed, len(pads), sum(blocks))
+    results = []
+    for simulate in (False, True):
+        cache = h2okv.H2OCache(model, 6, 4, simulate=simulate, kv_bits=4, **options)
+        logits = run(model, cache, input_ids, mask, blocks)
+        cache.check_integrity()
+        assert cache.layers[0].state.key_change is not None
+        scores = []
+        if "layer_budgets" not in options:  # heads of different sizes do not stack
+            scores = [held_scores(cache, 0, row) for row in range(len(pads))]
+        results.append((logits[mask.bool()], kept_sets(cache), scores))
+    (dropped, remaining, received), (masked, alive, expected) = results
+    assert remaining == alive
+    torch.testing.assert_close(received, expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(dropped, masked, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("options", [{}, {"layer_budgets": BY_HEAD * 2}, {"evict_every": 8}], ids=str)
+@torch.no_grad()
+def test_files_forks_and_beams_go_on_alike(make_llama, tmp_path, options):
+    model, ids = with_offsets(make_llama(kv_heads=2, layers=2)), tokens(1, 2, 60)
+    cache = h2okv.H2OCache(model, 6, 6, kv_bits=4, **options)
+    run(model, cache, ids, torch.ones_like(ids), [40, 1])
+    cache.save(tmp_path / "cache")
+    others = [h2okv.H2OCache.load(tmp_path / "cache", model), cache.fork(1)]
+    twice = cache.fork(2)
+    chunks = ids[:, 41:].split([1, 9, 1, 8], dim=1)
+    expected = [model(chunk, past_key_values=cache).logits for chunk in chunks]
+    for other in others:
+        assert other.nbytes == cache.nbytes
+        for chunk, logits in zip(chunks, expected, strict=True):
+            assert torch.equal(model(chunk, past_key_values=other).logits, logits)
+    twice.reorder_cache(torch.tensor([2, 2, 0, 1]))
+    twice.batch_select_indices(torch.tensor([1, 2]))
+    step = model(ids[[1, 0]][:, 41:42], past_key_values=twice).logits
+    torch.testing.assert_close(step, expected[0][[1, 0]], atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_is_measured_once_for_its_weights(make_llama, monkeypatch):
+    model = make_llama()
+    first = changes_of_model(model)
+    assert changes_of_model(model) is first and sorted(first) == [0, 1]
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(2)
+    second = changes_of_model(model)
+    assert not torch.equal(first[0].center, second[0].center)
+    torch.testing.assert_close(second[0].center, 2 * first[0].center, atol=1e-4, rtol=1e-4)
+
+
+def test_only_keys_of_4_bits_at_their_positions_are_changed(make_llama):
+    model, ids = make_llama(), tokens(1, 1, 20)
+    for source, options in (
+        (model.config, {"kv_bits": 4}), (model, {"kv_bits": 6}), (model, {"kv_bits": 8}), (model, {}),
+        (model, {"kv_bits": 4, "positions": "rolling"}),
+    ):  # fmt: skip
+        cache = h2okv.H2OCache(source, 4, 4, **options)
+        run(model, cache, ids, torch.ones_like(ids), [20])
+        assert cache.layers[0].state.key_change is None
+
+
+def test_a_model_without_weights_is_packed_as_it_is(make_llama, capsys):
+    with torch.device("meta"):
+        model = type(make_llama())(make_llama().config)
+    assert changes_of_model(model) == {} and changes_of_model(model) == {}
+    note = "note: keys are rounded to 4 bits as they are (some of its weights are not in memory)"
+    assert capsys.readouterr().err.count(note) == 1
+
+
+@torch.no_grad()
+def test_offset_keys_cost_a_trained_model_little():
+    """The divergence of next-token distributions, in nats, over 60 steps of a novel."""
+    path = bundled_model_path()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="h2o", dtype=torch.float32
+    )
+    with_offsets(model, 6.0)
+    ids = AutoTokenizer.from_pretrained(path)(sample_prompt()[:2000], return_tensors="pt")
+    ids = ids.input_ids[:, :360]
+
+    def predictions(source, **options):
+        cache = h2okv.H2OCache(source, 32, 32, **options)
+        logits = run(model, cache, ids, torch.ones_like(ids), [300, *[1] * 60])
+        return logits[0, 300:].log_softmax(dim=-1)
+
+    exact = predictions(model.config)
+
+    def divergence(source):
+        packed = predictions(source, kv_bits=4)
+        return float((exact.exp() * (exact - packed)).sum(dim=-1).mean())
+
+    changed, as_they_are = divergence(model), divergence(model.config)
+    assert changed < 2e-2 and changed < as_they_are / 2
