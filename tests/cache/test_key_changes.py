@@ -42,9 +42,9 @@ def test_a_change_is_undone_and_products_stay(size):
     changed = change.apply(keys)
     torch.testing.assert_close(change.undo(changed), keys, atol=1e-4, rtol=1e-4)
     query = torch.randn(2, 6, 2, size)
-    asked, constant = change.of_queries(query)
-    grouped = (tensor.unflatten(1, (3, 2)) for tensor in (asked, constant))
-    products = torch.einsum("bhgtd,bhnd->bhgtn", next(grouped), changed) + next(grouped)
+    grouped = change.of_queries(query).unflatten(1, (3, 2))
+    products = torch.einsum("bhgtd,bhnd->bhgtn", grouped, changed)
+    products += change.center_logits(query).unflatten(1, (3, 2))
     expected = torch.einsum("bhgtd,bhnd->bhgtn", query.unflatten(1, (3, 2)), keys)
     torch.testing.assert_close(products, expected, atol=1e-3, rtol=1e-4)
 
@@ -101,9 +101,7 @@ def test_a_step_equals_attention_to_the_rounded_keys(softcap, has_sinks, groups)
     holes=st.sampled_from([0.0, 0.0, 0.3]),
     seed=st.integers(0, 10**6),
 )  # fmt: skip
-def test_dropping_equals_masking(
-    make_llama, kept_sets, options, pads, blocks, prompt, holes, seed
-):
+def test_dropping_equals_masking(make_llama, kept_sets, options, pads, blocks, prompt, holes, seed):
     model = with_offsets(make_llama(kv_heads=2, layers=1, seed=seed), 3.0)
     blocks = [prompt, *blocks, 1]
     mask = padding(pads, blocks, holes, seed)
@@ -124,7 +122,7 @@ def test_dropping_equals_masking(
     torch.testing.assert_close(dropped, masked, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("options", [{}, {"layer_budgets": BY_HEAD * 2}, {"evict_every": 8}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"layer_budgets": 2 * BY_HEAD}, {"evict_every": 8}])
 @torch.no_grad()
 def test_files_forks_and_beams_go_on_alike(make_llama, tmp_path, options):
     model, ids = with_offsets(make_llama(kv_heads=2, layers=2)), tokens(1, 2, 60)
@@ -159,8 +157,8 @@ def test_a_model_is_measured_once_for_its_weights(make_llama, monkeypatch):
 def test_only_keys_of_4_bits_at_their_positions_are_changed(make_llama):
     model, ids = make_llama(), tokens(1, 1, 20)
     for source, options in (
-        (model.config, {"kv_bits": 4}), (model, {"kv_bits": 6}), (model, {"kv_bits": 8}), (model, {}),
-        (model, {"kv_bits": 4, "positions": "rolling"}),
+        (model.config, {"kv_bits": 4}), (model, {"kv_bits": 6}), (model, {"kv_bits": 8}),
+        (model, {}), (model, {"kv_bits": 4, "positions": "rolling"}),
     ):  # fmt: skip
         cache = h2okv.H2OCache(source, 4, 4, **options)
         run(model, cache, ids, torch.ones_like(ids), [20])

@@ -106,8 +106,8 @@ def test_a_prompt_is_read_in_full_precision_and_kept_rounded(make_llama, kept_se
     (packed, logits), (plain, expected) = (read(model, ids, [40], kv_bits=n) for n in (bits, None))
     assert torch.equal(logits, expected) and kept_sets(packed) == kept_sets(plain)
     for layer, other in zip(packed.layers, plain.layers, strict=True):
-        stored = (layer.state.keys, layer.state.values)
-        for codes, full, size in zip(stored, (other.keys, other.values), KV_BITS[bits], strict=True):
+        stored, full_states = (layer.state.keys, layer.state.values), (other.keys, other.values)
+        for codes, full, size in zip(stored, full_states, KV_BITS[bits], strict=True):
             assert torch.equal(unpack(codes), unpack(pack(full, size)).to(full.dtype))
 
 
@@ -313,7 +313,9 @@ def test_other_bits_are_refused(make_llama, wrong, simulate):
         h2okv.H2OCache(make_llama().config, kv_bits=wrong, simulate=simulate)
 
 
-@pytest.mark.parametrize(("bits", "mean", "maximum"), [(8, 1e-4, 1e-3), (6, 4e-3, 3e-2), (4, 2e-2, 1e-1)])
+@pytest.mark.parametrize(
+    ("bits", "mean", "maximum"), [(8, 1e-4, 1e-3), (6, 4e-3, 3e-2), (4, 2e-2, 1e-1)]
+)
 @torch.no_grad()
 def test_a_trained_model_says_nearly_the_same(bits, mean, maximum):
     """The divergence of next-token distributions, in nats, over 60 steps of a novel."""

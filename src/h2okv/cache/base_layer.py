@@ -15,12 +15,12 @@ from transformers.cache_utils import CacheLayerMixin
 from h2okv.cache.argument import CACHE
 from h2okv.cache.latent import Latents, LatentState, join
 from h2okv.cache.rope import PositionRule, Rotation, Rotations
-from h2okv.ops.quant import KeyChange
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
 from h2okv.cache.spans import Spans
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_match
 from h2okv.config import Budget
+from h2okv.ops.quant import KeyChange
 from h2okv.policy import Rule, Sees
 from h2okv.provenance import fingerprint
 

@@ -294,7 +294,7 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
     for name in {"key_center", "key_scale"} & tensors.keys():
         expected.set_tensors({name: key.new_empty(key.shape, dtype=torch.float32)})
         if not tensors[name].isfinite().all():
-            raise ValueError(f"the keys of layer {layer.layer_idx} have a {name} that is not finite")
+            raise ValueError(f"{name} of layer {layer.layer_idx} is not finite")
     _expect_queries(layer, expected, key, tensors, values)
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in expected.tensors().items()}
     if shapes != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:

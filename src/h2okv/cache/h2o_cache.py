@@ -364,12 +364,12 @@ class H2OCache(Cache):
     def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:
         """Return the bytes that slots of these KV heads take, before anything is allocated."""
         storage = KVStorage(self.kv_bits)
-        parts = [storage.keys, storage.values]
+        storages = [storage.keys, storage.values]
         if self._scored[0].latent and not storage.is_packed:
-            parts.pop()  # the values of latents are a part of the keys
+            storages.pop()  # the values of latents are a part of the keys
         return SlotBytes(
             num_heads,
-            sum(part.head_bytes(head_size, dtype) for part in parts),
+            sum(kind.head_bytes(head_size, dtype) for kind in storages),
             has_ranks=self.position_rule.rolls,
             has_norms=self.rule.weighs_values,
             has_static_mask=self.rule.has_pattern,

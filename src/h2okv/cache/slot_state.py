@@ -69,9 +69,7 @@ class EntryStorage:
             return states
         return pack(states if change is None else change.apply(states), self.bits)
 
-    def read(
-        self, entries: Entries, dtype: torch.dtype, change: KeyChange | None = None
-    ) -> Tensor:
+    def read(self, entries: Entries, dtype: torch.dtype, change: KeyChange | None = None) -> Tensor:
         """Entries as a block attends to them."""
         if not isinstance(entries, Packed):
             return entries

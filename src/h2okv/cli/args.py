@@ -20,9 +20,9 @@ import h2okv
 from h2okv.cli import readers
 from h2okv.cli.help_page import describe, order
 from h2okv.config import (
-    KV_BITS,
     BEST,
     EVEN,
+    KV_BITS,
     LEAST_ENTRIES,
     MEASURED,
     PER_QUERY,

@@ -69,8 +69,11 @@ def _write_both(slots: Slots, key: Tensor, value: Tensor) -> None:
     keys, values = slots.keys, slots.values
     if slots.key_change is not None:
         key, value = slots.key_change.apply(key), value.float()
-    is_packed = isinstance(keys, Packed) and isinstance(values, Packed)
-    if is_packed and keys.bits == values.bits and key.shape == value.shape:
+    if (
+        isinstance(keys, Packed)
+        and isinstance(values, Packed)
+        and (keys.bits, key.shape) == (values.bits, value.shape)
+    ):
         # Many small operations pack it: once for both.
         packed = pack(torch.stack([key, value]), keys.bits)
         for half, store in enumerate((keys, values)):
@@ -153,11 +156,13 @@ def decode_with_scores(
     groups = num_heads // num_kv_heads
     dtype, constant = query.dtype, None
     if key_change is not None:
-        query, constant = key_change.of_queries(query)
+        if softcap is not None or sink_logits is not None:
+            constant = key_change.center_logits(query).reshape(rows, groups, 1) * scale
+        query = key_change.of_queries(query)
     # Logits are fp32 in every dtype: bf16 logits would move the scores by percents.
     logits = _logits(query.reshape(rows, groups, size), scale, _by_row(keys), ranks)
-    if constant is not None and (softcap is not None or sink_logits is not None):
-        logits = logits + constant.reshape(rows, groups, 1) * scale
+    if constant is not None:
+        logits = logits + constant
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
     if hidden is not None:

@@ -64,12 +64,15 @@ class KeyChange(NamedTuple):
         """Return the keys ``[B, H, N, D]`` of changed ones, fp32."""
         return (keys @ _spread(keys)) * self.scale + self.center
 
-    def of_queries(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what queries ``[B, HQ, T, D]`` ask changed keys, fp32, and ``q . center``."""
+    def of_queries(self, query: Tensor) -> Tensor:
+        """Change queries ``[B, HQ, T, D]`` for changed keys, fp32."""
+        grouped = query.float().unflatten(1, (self.scale.shape[1], -1))
+        return ((grouped * self.scale.unsqueeze(2)) @ _spread(query)).flatten(1, 2)
+
+    def center_logits(self, query: Tensor) -> Tensor:
+        """Return what the products of changed ones lack, ``q . center``, fp32 ``[B, HQ, T, 1]``."""
         grouped = query.float().unflatten(1, (self.center.shape[1], -1))
-        center, scale = self.center.unsqueeze(2), self.scale.unsqueeze(2)
-        asked = ((grouped * scale) @ _spread(query)).flatten(1, 2)
-        return asked, (grouped * center).sum(dim=-1, keepdim=True).flatten(1, 2)
+        return (grouped * self.center.unsqueeze(2)).sum(dim=-1, keepdim=True).flatten(1, 2)
 
 
 def _spread(states: Tensor) -> Tensor:
