@@ -63,7 +63,7 @@ def alone():
             for sequence in sequences:
                 output = model.generate(
                     torch.tensor([sequence.prompt]),
-                    past_key_values=h2okv.H2OCache(model.config, **options),
+                    past_key_values=h2okv.H2OCache(model, **options),
                     max_new_tokens=sequence.max_new_tokens,
                     do_sample=False,
                 )

@@ -321,7 +321,7 @@ class Runner:
                 groups[-1] = group
         for group in groups:
             largest = max(map(self.limits.bytes_of, group))
-            cache = H2OCache.from_config(self.model.config, self.cache)
+            cache = H2OCache.from_config(self.model, self.cache)
             yield MicroBatch(group, cache, self.device, largest)
 
     def _weight_pass(self) -> list[BatchSequence]:
