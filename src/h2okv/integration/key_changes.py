@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +15,7 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.support import unwrap
 from h2okv.console import write_remark
 from h2okv.integration.enable import enable, input_device
+from h2okv.integration.layer_budgets import lock_of
 from h2okv.integration.loading import context_of
 from h2okv.ops.quant import KeyChange
 from h2okv.provenance import weights_state
@@ -34,7 +34,7 @@ def changes_of_model(model: Any) -> Mapping[int, KeyChange]:
     cannot, keys are packed as they are, and a line on stderr says so.
     """
     model = unwrap(model)
-    with _LOCK:
+    with lock_of(model):
         state = weights_state(model)
         entry = _MEASURED.get(model)
         if entry is None or entry[0] != state:
@@ -42,10 +42,7 @@ def changes_of_model(model: Any) -> Mapping[int, KeyChange]:
         return entry[1]
 
 
-# Measuring changes the model's attention for a while, so one thread does it at a time.
-_LOCK = threading.RLock()
-_MEASURED: WeakKeyDictionary[torch.nn.Module, tuple[Any, Mapping[int, KeyChange]]]
-_MEASURED = WeakKeyDictionary()
+_MEASURED: WeakKeyDictionary[Any, tuple[Any, Mapping[int, KeyChange]]] = WeakKeyDictionary()
 
 
 def _measure(model: PreTrainedModel) -> dict[int, KeyChange]:
@@ -54,18 +51,14 @@ def _measure(model: PreTrainedModel) -> dict[int, KeyChange]:
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(0, vocab_size, (1, length), generator=generator, device="cpu")
     cache = H2OCache(model.config, policy="full")
-    was_training = model.training
     try:
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("some of its weights are not in memory")
-        model.eval()
-        with enable(model), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), enable(model):
             model(ids.to(input_device(model)), **{CACHE: cache})
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         write_remark(f"note: keys are rounded to 4 bits as they are ({first_line(error)})")
         return {}
-    finally:
-        model.train(was_training)
     layers = {n: layer for n, layer in enumerate(cache.layers) if isinstance(layer, CacheLayer)}
     return {number: _change(layer) for number, layer in layers.items()}
 

@@ -94,7 +94,7 @@ def _resolve(
     H2OCache.from_config(model.config, even)  # raise for mistakes before measuring
     if config.is_full or not get_rule(config.policy).uses_scores:
         return even
-    with _LOCKS.setdefault(model, threading.Lock()):
+    with lock_of(model):
         return _measured(config, model, source, tokenizer)
 
 
@@ -159,7 +159,11 @@ def _measured(
     return measured
 
 
-# Measuring changes the model's attention for a while, so one thread does it at a time.
+def lock_of(model: torch.nn.Module) -> threading.Lock:
+    """Return the lock of a model's measurements, which change its attention for a while."""
+    return _LOCKS.setdefault(model, threading.Lock())
+
+
 _LOCKS: WeakKeyDictionary[torch.nn.Module, threading.Lock] = WeakKeyDictionary()
 _UNSAVED: dict[str, LayerBudgets] = {}  # factors that no folder could keep, by setting
 _REFUSED: set[str] = set()  # settings that could not be measured, as a line said
