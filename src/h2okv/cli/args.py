@@ -516,7 +516,8 @@ def with_least_entries(
     tokens = raised.budget.resolve(length or 0)
     if cache.is_full or tokens == cache.budget.resolve(length or 0):
         return cache, None
-    entries = f"{tokens.heavy} heavy + {tokens.recent} recent entries are kept"
+    sinks = f"{tokens.sink} first + " if tokens.sink else ""
+    entries = f"{sinks}{tokens.heavy} heavy + {tokens.recent} recent entries are kept"
     if length is None:
         note = f"{cache.budget_label} of a short prompt is too little for good text: {entries}"
     else:
