@@ -93,6 +93,7 @@ def test_a_step_equals_attention_to_the_rounded_keys(softcap, has_sinks, groups)
         {}, {"scoring": "value_norm"}, {"scoring": "expected", "sink": 2}, {"policy": "keydiff"},
         {"policy": "recent"}, {"policy": "full"}, {"prefill_chunk": 5}, {"evict_every": 6},
         {"scoring": "expected", "evict_every": 4}, {"layer_budgets": BY_HEAD},
+        {"positions": "rolling"}, {"positions": "rolling", "scoring": "expected"},
         {"layer_budgets": BY_HEAD, "scoring": "expected"},
     ]),
     pads=st.lists(st.integers(0, 9), min_size=1, max_size=3),
@@ -122,7 +123,9 @@ def test_dropping_equals_masking(make_llama, kept_sets, options, pads, blocks, p
     torch.testing.assert_close(dropped, masked, atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("options", [{}, {"layer_budgets": 2 * BY_HEAD}, {"evict_every": 8}])
+@pytest.mark.parametrize(
+    "options", [{}, {"layer_budgets": 2 * BY_HEAD}, {"evict_every": 8}, {"positions": "rolling"}]
+)
 @torch.no_grad()
 def test_files_forks_and_beams_go_on_alike(make_llama, tmp_path, options):
     model, ids = with_offsets(make_llama(kv_heads=2, layers=2)), tokens(1, 2, 60)
@@ -154,11 +157,11 @@ def test_a_model_is_measured_once_for_its_weights(make_llama, monkeypatch):
     torch.testing.assert_close(second[0].center, 2 * first[0].center, atol=1e-4, rtol=1e-4)
 
 
-def test_only_keys_of_4_bits_at_their_positions_are_changed(make_llama):
+def test_only_keys_of_4_bits_are_changed(make_llama):
     model, ids = make_llama(), tokens(1, 1, 20)
     for source, options in (
         (model.config, {"kv_bits": 4}), (model, {"kv_bits": 6}), (model, {"kv_bits": 8}),
-        (model, {}), (model, {"kv_bits": 4, "positions": "rolling"}),
+        (model, {}),
     ):  # fmt: skip
         cache = h2okv.H2OCache(source, 4, 4, **options)
         run(model, cache, ids, torch.ones_like(ids), [20])

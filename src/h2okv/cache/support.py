@@ -372,12 +372,9 @@ def measured_budgets(model: Any, cache: CacheConfig) -> CacheConfig:
 
 
 def changes_keys(cache: CacheConfig, config: PreTrainedConfig) -> bool:
-    """Tell whether keys are packed relative to what is usual for a model (`KeyChange`).
-
-    Rolling layers rotate keys after they are unpacked, at every step.
-    """
+    """Tell whether keys are packed relative to what is usual for a model (`KeyChange`)."""
     is_packed = cache.kv_bits is not None and KV_BITS[cache.kv_bits][0] == 4
-    return is_packed and cache.positions != "rolling" and latent_sizes(config) is None
+    return is_packed and latent_sizes(config) is None
 
 
 def measured_keys(model: Any, cache: CacheConfig) -> Mapping[int, KeyChange]:
@@ -385,7 +382,7 @@ def measured_keys(model: Any, cache: CacheConfig) -> Mapping[int, KeyChange]:
     if isinstance(model, PreTrainedConfig) or not changes_keys(cache, config_of(model)):
         return {}
     # By name, as in `measured_budgets`.
-    measure: Callable[[Any], Mapping[int, KeyChange]] = pkgutil.resolve_name(
+    measure: Callable[[Any, bool], Mapping[int, KeyChange]] = pkgutil.resolve_name(
         "h2okv.integration.key_changes:changes_of_model"
     )
-    return measure(model)
+    return measure(model, cache.positions == "rolling")

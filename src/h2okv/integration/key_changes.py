@@ -13,6 +13,7 @@ from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.support import unwrap
+from h2okv.config import Positions
 from h2okv.console import write_remark
 from h2okv.integration.enable import enable, input_device
 from h2okv.integration.layer_budgets import lock_of
@@ -27,8 +28,10 @@ _TOKENS = 512
 _SINKS = 4
 
 
-def changes_of_model(model: Any) -> Mapping[int, KeyChange]:
+def changes_of_model(model: Any, rolls: bool = False) -> Mapping[int, KeyChange]:
     """Return each layer's `KeyChange`, for one sequence, from the keys of 512 random tokens.
+
+    Where positions roll, from keys that are not rotated yet.
 
     It reads them once for a model in memory, and again after its weights have changed. Where it
     cannot, keys are packed as they are, and a line on stderr says so.
@@ -38,19 +41,24 @@ def changes_of_model(model: Any) -> Mapping[int, KeyChange]:
         state = weights_state(model)
         entry = _MEASURED.get(model)
         if entry is None or entry[0] != state:
-            entry = _MEASURED[model] = state, _measure(model)
-        return entry[1]
+            entry = _MEASURED[model] = state, {}
+        changes = entry[1]
+        if rolls not in changes:
+            changes[rolls] = _measure(model, rolls)
+        return changes[rolls]
 
 
-_MEASURED: WeakKeyDictionary[Any, tuple[Any, Mapping[int, KeyChange]]] = WeakKeyDictionary()
+_MEASURED: WeakKeyDictionary[Any, tuple[Any, dict[bool, Mapping[int, KeyChange]]]]
+_MEASURED = WeakKeyDictionary()
 
 
-def _measure(model: PreTrainedModel) -> dict[int, KeyChange]:
+def _measure(model: PreTrainedModel, rolls: bool) -> dict[int, KeyChange]:
     length = min(_TOKENS, context_of(model.config) or _TOKENS)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(0, vocab_size, (1, length), generator=generator, device="cpu")
-    cache = H2OCache(model.config, policy="full")
+    positions: Positions = "rolling" if rolls else "original"
+    cache = H2OCache(model.config, 0, length - 1, policy="recent", positions=positions)
     try:
         if any(parameter.is_meta for parameter in model.parameters()):
             raise ValueError("some of its weights are not in memory")

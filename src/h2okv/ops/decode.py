@@ -144,7 +144,7 @@ def decode_with_scores(
         ranks: rotations that the keys, but not the query, still need; ``None`` if none.
         scores: fp32 ``[B, H, S]``, contiguous; the sums are added to them. Mutated.
         sink_logits: as in `reference.attention_with_scores`.
-        key_change: what the packed keys were changed by, which then need no ranks.
+        key_change: what the packed keys were changed by.
 
     Returns:
         ``(output, sums)``: output ``[B, HQ, 1, Dv]`` in the query's dtype, sums fp32 ``[B, H, S]``,
@@ -154,13 +154,15 @@ def decode_with_scores(
     num_kv_heads, num_slots = keys.shape[1], keys.shape[2]
     rows = batch * num_kv_heads
     groups = num_heads // num_kv_heads
-    dtype, constant = query.dtype, None
-    if key_change is not None:
+    dtype, constant, kept_change = query.dtype, None, None
+    if key_change is not None and ranks is not None:  # keys are rotated as they were
+        kept_change = KeyChange(*(tensor.flatten(0, 1) for tensor in key_change))
+    elif key_change is not None:
         if softcap is not None or sink_logits is not None:
             constant = key_change.center_logits(query).reshape(rows, groups, 1) * scale
         query = key_change.of_queries(query)
     # Logits are fp32 in every dtype: bf16 logits would move the scores by percents.
-    logits = _logits(query.reshape(rows, groups, size), scale, _by_row(keys), ranks)
+    logits = _logits(query.reshape(rows, groups, size), scale, _by_row(keys), ranks, kept_change)
     if constant is not None:
         logits = logits + constant
     if softcap is not None:
@@ -203,8 +205,17 @@ def _fuses(groups: int, device: torch.device) -> bool:
     return torch.compiler.is_compiling() and device.type == "cpu" and groups <= _FUSED_GROUPS
 
 
-def _logits(query: Tensor, scale: float, keys: Entries | Indexed, ranks: Ranks | None) -> Tensor:
-    """Logits ``[rows, G, S]`` of queries ``[rows, G, D]`` and keys ``[rows, S, D]``, fp32."""
+def _logits(
+    query: Tensor,
+    scale: float,
+    keys: Entries | Indexed,
+    ranks: Ranks | None,
+    key_change: KeyChange | None,
+) -> Tensor:
+    """Logits ``[rows, G, S]`` of queries ``[rows, G, D]`` and keys ``[rows, S, D]``, fp32.
+
+    Keys that were changed, by tensors ``[rows, 1, D]``, are packed and need ranks.
+    """
     is_fused = _fuses(query.shape[1], query.device)
     if ranks is None and isinstance(keys, Tensor) and not is_fused:
         # One operation for the product and the factor; what is added to does not count.
@@ -217,8 +228,9 @@ def _logits(query: Tensor, scale: float, keys: Entries | Indexed, ranks: Ranks |
         assert ranks is None, "indexed keys come rotated"
         return keys.logits(scaled)
     if isinstance(keys, Packed):
-        rolled = () if ranks is None else (ranks.factors, ranks.ranks.flatten(0, 1))
-        return packed_logits(scaled, keys, *rolled)
+        if ranks is None:
+            return packed_logits(scaled, keys)
+        return packed_logits(scaled, keys, ranks.factors, ranks.ranks.flatten(0, 1), key_change)
     if ranks is not None and not torch.compiler.is_compiling():
         return _logits_at_ranks(scaled, keys, ranks)
     rotated = keys.float()

@@ -53,7 +53,7 @@ class KeyChange(NamedTuple):
     QuaRot (arXiv 2404.00456), and quantized by channel in KIVI (arXiv 2402.02750).
     """
 
-    center: Tensor  # fp32 [B, H, 1, D]
+    center: Tensor  # fp32 [B, H, 1, D]; of keys that are not rotated yet where positions roll
     scale: Tensor  # fp32 [B, H, 1, D], positive
 
     def apply(self, keys: Tensor) -> Tensor:
@@ -182,20 +182,28 @@ _LARGE_PIECE = 1 << 24
 
 
 def packed_logits(
-    query: Tensor, keys: Packed, factors: Tensor | None = None, ranks: Tensor | None = None
+    query: Tensor,
+    keys: Packed,
+    factors: Tensor | None = None,
+    ranks: Tensor | None = None,
+    change: KeyChange | None = None,
 ) -> Tensor:
     """Logits fp32 ``[rows, G, S]`` of queries, fp32 ``[rows, G, D]`` and scaled, and packed keys.
 
-    These may still need rotations, fp32 ``[n, R / 2, 2]``, to the ranks, int ``[rows, S]``.
+    These may still need rotations, fp32 ``[n, R / 2, 2]``, to the ranks, int ``[rows, S]``, and
+    before that their change undone, of tensors ``[rows, 1, D]``.
     """
     if torch.compiler.is_compiling():
         if factors is None:
             return _fused_logits(query, keys)
-        rotated = rotate(unpack(keys), factors[ranks])
+        numbers = unpack(keys) if change is None else change.undo(unpack(keys))
+        rotated = rotate(numbers, factors[ranks])
         return (query.unsqueeze(2) * rotated.unsqueeze(1)).sum(dim=-1)
     rows, num_slots, _ = keys.shape
     logits = query.new_empty(rows, query.shape[1], num_slots)
     for at, numbers in _pieces(keys):
+        if change is not None:
+            numbers = KeyChange(*(tensor[at] for tensor in change)).undo(numbers)
         if factors is not None and ranks is not None:
             numbers = rotate(numbers, factors[ranks[at]])
         torch.bmm(query[at], numbers.transpose(1, 2), out=logits[at])
