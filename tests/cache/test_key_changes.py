@@ -1,5 +1,7 @@
 """Keys of 4 bits relative to what is usual for a model: exact everywhere, and worth it."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -166,6 +168,21 @@ def test_only_keys_of_4_bits_are_changed(make_llama):
         cache = h2okv.H2OCache(source, 4, 4, **options)
         run(model, cache, ids, torch.ones_like(ids), [20])
         assert cache.layers[0].state.key_change is None
+
+
+def test_a_config_alone_warns_once_it_reads(make_llama):
+    model, ids = make_llama(), tokens(1, 1, 20)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        caches = [
+            h2okv.H2OCache(model.config, 4, 4, kv_bits=4),
+            h2okv.H2OCache(model, 4, 4, kv_bits=4),
+        ]
+        assert not caught
+        for cache in caches:
+            run(model, cache, ids, torch.ones_like(ids), [10, 10])
+    messages = [str(one.message) for one in caught if "kv_bits=4" in str(one.message)]
+    assert len(messages) == 1 and "H2OCache(model, kv_bits=4)" in messages[0]
 
 
 def test_a_model_without_weights_is_packed_as_it_is(make_llama, capsys):

@@ -100,6 +100,7 @@ class H2OCache(Cache):
         full_layers = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         support.check_layer_budgets(cache, self.rule, config, len(full_layers))
         changes = support.measured_keys(model, cache)
+        self._warns_of_keys = model is config and support.changes_keys(cache, config)
         alike = self.rule, self.position_rule, cache.kv_bits
         spans = Spans(self.evict_every) if (self.evict_every or 1) > 1 else None
         for number, index in enumerate(full_layers):
@@ -170,6 +171,8 @@ class H2OCache(Cache):
             if not torch.compiler.is_compiling():
                 support.check_callers()
                 self._check_goes_on(key_states.shape[2])
+                if self._warns_of_keys and not layer.is_initialized:
+                    support.warn_of_keys()
             for rotation in layer.rotations.found_rotations:
                 rotation.begin_forward()
         self._last_updated = layer if isinstance(layer, BaseLayer) else None

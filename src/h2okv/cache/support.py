@@ -386,3 +386,13 @@ def measured_keys(model: Any, cache: CacheConfig) -> Mapping[int, KeyChange]:
         "h2okv.integration.key_changes:changes_of_model"
     )
     return measure(model, cache.positions == "rolling")
+
+
+def warn_of_keys() -> None:
+    """Warn that a cache made from a config alone packs keys of 4 bits as they are."""
+    warnings.warn(
+        "kv_bits=4: keys are rounded as they are, as a config alone says nothing about them, which "
+        "costs models such as Qwen2.5 their text; give the model, H2OCache(model, kv_bits=4), or "
+        "use kv_bits=6.",
+        stacklevel=4,
+    )
