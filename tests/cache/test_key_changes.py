@@ -181,7 +181,7 @@ def test_a_config_alone_warns_once_it_reads(make_llama):
         assert not caught
         for cache in caches:
             run(model, cache, ids, torch.ones_like(ids), [10, 10])
-    messages = [str(one.message) for one in caught if "kv_bits=4" in str(one.message)]
+    messages = [str(w.message) for w in caught if "kv_bits=4" in str(w.message)]
     assert len(messages) == 1 and "H2OCache(model, kv_bits=4)" in messages[0]
 
 
