@@ -373,8 +373,9 @@ def measured_budgets(model: Any, cache: CacheConfig) -> CacheConfig:
 
 def changes_keys(cache: CacheConfig, config: PreTrainedConfig) -> bool:
     """Tell whether keys are packed relative to what is usual for a model (`KeyChange`)."""
-    is_packed = cache.kv_bits is not None and KV_BITS[cache.kv_bits][0] == 4
-    return is_packed and latent_sizes(config) is None
+    # Other values are refused where layers are made.
+    has_four = type(cache.kv_bits) is int and KV_BITS.get(cache.kv_bits, (8,))[0] == 4
+    return has_four and latent_sizes(config) is None
 
 
 def measured_keys(model: Any, cache: CacheConfig) -> Mapping[int, KeyChange]:
