@@ -203,7 +203,7 @@ def test_sequences_are_selected_put_together_and_copied(bits):
     key = torch.randn(3, 2, 5, 8)
     storage = KVStorage(bits)
     state = SlotState.empty(key, key, storage)
-    state.keys, state.values = storage.store(key), storage.store(2 * key)
+    state.keys, state.values = storage.keys.store(key), storage.values.store(2 * key)
     state.scores, state.positions = torch.rand(3, 2, 5), torch.arange(30).int().view(3, 2, 5)
     state.ranks = state.positions % 5
     selected = state.index_select(torch.tensor([2, 0]))

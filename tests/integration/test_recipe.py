@@ -53,7 +53,7 @@ def test_recipe_takes_a_budget(model):
 )
 def test_recipe_takes_what_the_cache_takes(model, options):
     options = {"heavy": 3, "recent": 2} | options
-    cache = h2okv.H2OCache(model.config, **options)
+    cache = h2okv.H2OCache(model, **options)
     with h2okv.enable(model):
         expected = generate(model, past_key_values=cache, output_logits=True,
                             return_dict_in_generate=True)  # fmt: skip
