@@ -278,8 +278,8 @@ class CacheConfig:
         kv_bits: 8 or 4 bits for each number of keys and values, by groups of up to 64 with a scale
             and a low each; 6: keys in 8 bits and values in 4; ``None``: the model's dtype. What a
             block reads of itself is in full precision; it is rounded once, when it becomes an
-            entry. Keys of 4 bits are rounded relative to the model's usual keys if the cache is
-            given the model, and not only its config (`h2okv.ops.quant.KeyChange`).
+            entry. 4-bit keys are centered, scaled and rotated first, which needs the model and
+            not only its config (`h2okv.ops.quant.KeyTransform`).
         max_tokens: upper limit of each layer's budget in tokens; a larger budget is an error.
         min_tokens: lower limit, in tokens, for each of heavy and recent that is a fraction.
         seed: seed of policies that draw at random.

@@ -45,8 +45,9 @@ class Sequence:
 class NaiveH2O:
     """A Llama whose attention keeps what the contract says."""
 
-    def __init__(self, weights, sizes, options):
+    def __init__(self, weights, sizes, options, transforms=None):
         self.weights, self.sizes, self.options = weights, sizes, options
+        self.transforms = transforms  # centers and scales of 4-bit keys, each ``[layers, H, D]``
         size = sizes["head_dim"]
         self.frequencies = sizes["theta"] ** (-np.arange(0, size, 2) / size)
 
@@ -143,7 +144,7 @@ class NaiveH2O:
         rounds_first = is_step or every > 1
         if bits and rounds_first:
             for entry in added:
-                self._round(entry)
+                self._round(entry, layer, head)
         entries = cached + added
         output = np.zeros((length, query.shape[1], value.shape[-1]))
         probabilities = np.zeros((query.shape[1], length, len(entries)))
@@ -185,7 +186,7 @@ class NaiveH2O:
                 entry.observed = rank
         if bits and not rounds_first:
             for entry in added:
-                self._round(entry)
+                self._round(entry, layer, head)
         if not waits:
             entries = self._evict(sequence, layer, head, entries)
         sequence.entries[layer][head] = entries
@@ -316,9 +317,15 @@ class NaiveH2O:
             stride *= 2
         return (entry.position // cells + 1) % stride == 0
 
-    def _round(self, entry):
+    def _round(self, entry, layer, head):
         bits = self.options["kv_bits"]
-        entry.key = _rounded(entry.key, 4 if bits == 4 else 8)
+        if self.transforms is None:
+            entry.key = _rounded(entry.key, 4 if bits == 4 else 8)
+        else:
+            center, scale = (numbers[layer][head] for numbers in self.transforms)
+            matrix = _hadamard(len(entry.key))
+            transformed = matrix @ ((entry.key - center) / scale)
+            entry.key = matrix.T @ _rounded(transformed, bits) * scale + center
         entry.value = _rounded(entry.value, 8 if bits == 8 else 4)
 
     def scores_by_position(self, sequence, layer, head):
@@ -339,6 +346,12 @@ def _softmax(keys, query, sink):
     highest = max(logits.max(), sink)
     weights = np.exp(logits - highest)
     return weights / (weights.sum() + np.exp(sink - highest))
+
+
+def _hadamard(size):
+    """Sylvester's matrix, whose signs are the parities of the bits that two indices share."""
+    signs = [[bin(row & column).count("1") % 2 for column in range(size)] for row in range(size)]
+    return (1 - 2 * np.array(signs)) / math.sqrt(size)
 
 
 def _rounded(numbers, bits):

@@ -16,6 +16,7 @@ from hypothesis_examples import examples
 from naive_h2o import NaiveH2O, NearTieError
 
 import h2okv
+from h2okv.integration.key_transforms import transforms_of_model
 
 HEADS = 4
 DEFAULTS = {
@@ -41,6 +42,7 @@ CHOICES = {
     "evict_every": [1, 2, 6, 16],
     "min_tokens": [3],
     "kv_bits": [8, 6, 4],
+    "from_config": [True],
     "by_layer": [(0.5, 1.5), (1.25, 0.75), (0.0, 2.0)],
     # Of one layer's heads, which the other layer has the other way round.
     "by_head": [(0.5, 1.5, 1.0, 1.0), (1.5, 0.5, 0.0, 2.0), (0.25, 1.75, 1, 1)],
@@ -140,16 +142,25 @@ def agrees(make_llama, tmp_path_factory, values, kv_heads, *, pads, prompt, even
     if values.get("learned_sinks"):
         give_sinks(model)
     model = model.double()
+    source, transforms = model.config, None
+    if options["positions"] != "rolling" and "from_config" not in values:
+        source = model
+    if source is model and options["kv_bits"] == 4:
+        by_layer = transforms_of_model(model)
+        transforms = [
+            [getattr(by_layer[layer], name)[0, :, 0].double().numpy() for layer in range(layers)]
+            for name in ("center", "scale")
+        ]
     naive = NaiveH2O(
         {name: tensor.numpy() for name, tensor in model.state_dict().items()},
         {
             "layers": layers, "kv_heads": kv_heads, "head_dim": 16, "theta": 10_000.0,
             "eps": model.config.rms_norm_eps, "vocabulary": 97,
         },
-        options,
+        options, transforms,
     )  # fmt: skip
     given_options = {name: value for name, value in options.items() if name != "pins"}
-    cache = h2okv.H2OCache(model.config, **given_options)
+    cache = h2okv.H2OCache(source, **given_options)
     cache.pin(options["pins"])
     generator = torch.Generator().manual_seed(seed)
     sequences = [naive.begin() for _ in pads]

@@ -40,6 +40,7 @@ def files(folder):
     "options",
     [
         {}, {"policy": "best"}, {"policy": "best", "layer_budgets": BY_HEAD}, {"kv_bits": 8},
+        {"kv_bits": 4},
         {"positions": "rolling"}, {"scoring": "expected"}, {"model": "gemma"},
     ],
     ids=lambda options: str(sorted(options)),
@@ -105,6 +106,17 @@ def test_states_of_other_models_and_options_are_not_used(run, make_llama, tmp_pa
             assert run(TEXT, 5, tmp_path)[:2] == (cold, 0)
         assert len(caplog.messages) == 1 and path.name in caplog.messages[0]
         caplog.clear()
+
+
+def test_a_state_whose_keys_were_not_transformed_is_not_used(run, tmp_path, caplog, monkeypatch):
+    cold = run(TEXT, 5, kv_bits=4)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr("h2okv.integration.key_transforms.transforms_of_model", lambda *_: {})
+        run(TEXT, 5, tmp_path, kv_bits=4)
+    (path,) = files(tmp_path)
+    with caplog.at_level(logging.WARNING, "h2okv.engine"):
+        assert run(TEXT, 5, tmp_path, kv_bits=4)[:2] == (cold, 0)
+    assert len(caplog.messages) == 1 and path.name in caplog.messages[0]
 
 
 def test_other_files_are_named_once_and_left_alone(run, tmp_path, caplog):

@@ -20,7 +20,7 @@ from h2okv.cache.spans import Spans
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_match
 from h2okv.config import Budget
-from h2okv.ops.quant import KeyChange
+from h2okv.ops.quant import KeyTransform
 from h2okv.policy import Rule, Sees
 from h2okv.provenance import fingerprint
 
@@ -60,8 +60,8 @@ class BaseLayer(CacheLayerMixin):
     latent: tuple[int, int] | None = None  # R and r of a model with latent attention
     window: int | None = None  # the sliding window that the entries stand for
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
-    # Centers and scales of the keys, fp32 ``[1, H, 1, D]``, if they are packed by them.
-    key_change: KeyChange | None = None
+    # How keys are transformed before they are packed, of tensors ``[1, H, 1, D]``.
+    key_transform: KeyTransform | None = None
 
     def __init__(
         self,
@@ -192,11 +192,11 @@ class BaseLayer(CacheLayerMixin):
             # Latents, as attention with one KV head takes them.
             if (key.shape[1], key.shape[-1], value.shape[-1]) == (1, rank + width, rank):
                 return LatentState.of(state, rank)
-        change, (batch, heads, _, size) = self.key_change, key.shape
-        if change is not None and change.center.shape[1::2] == (heads, size):
+        transform, (batch, heads, _, size) = self.key_transform, key.shape
+        if transform is not None and transform.center.shape[1::2] == (heads, size):
             with ordinary_tensors():
                 state.key_center, state.key_scale = (
-                    tensor.to(key.device).repeat(batch, 1, 1, 1) for tensor in change
+                    tensor.to(key.device).repeat(batch, 1, 1, 1) for tensor in transform
                 )
         return state
 

@@ -149,7 +149,7 @@ def load_cache(
         policy = _saved_policy(path, head["policy"])
     with _naming_damage(path):
         options = CacheConfig.from_dict(head["cache_config"]).to_dict() | {"policy": policy}
-        cache = cache_class(config, simulate=head["simulate"], **options)
+        cache = cache_class(model or config, simulate=head["simulate"], **options)
     base = None if model is None or isinstance(model, PreTrainedConfig) else unwrap(model)
     # An offloaded model has no device of its own; the cache follows the keys when they come.
     offloaded = base is None or base.device.type == "meta"
@@ -278,7 +278,7 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
         for size in values["sizes"]
     )
     empty = layer.empty_state(key[:, :heads], value[:, :heads])
-    empty.key_center = empty.key_scale = None  # those of the file, if it has some
+    empty.key_center = empty.key_scale = None  # the file says how its keys are transformed
     expected = empty.like(batch, num_slots)
     if by_head is not None:
         expected.total = expected.total.expand(-1, len(by_head), -1)

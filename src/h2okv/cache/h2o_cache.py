@@ -25,7 +25,7 @@ from h2okv.cache.linear_states import continues_prompts, held_bytes
 from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
-from h2okv.cache.slot_state import KVStorage, SlotBytes, ordinary_tensors, slots_for
+from h2okv.cache.slot_state import SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.spans import Spans
 from h2okv.config import MEASURED, Budget, CacheConfig
 from h2okv.ops.attention import num_means
@@ -87,8 +87,8 @@ class H2OCache(Cache):
         self.evict_every = cache.evict_every if self.rule.evicts else None
         self.prefill_chunk = self.evict_every or cache.prefill_chunk
         self.kv_bits = cache.kv_bits
-        model, self.config = config, support.config_of(config)
-        config = self.config
+        model, config = config, support.config_of(config)
+        self.config = config
         support.check_model(config)
         window = support.context_window(config)
         self.position_rule = PositionRule(cache.positions, self.prefill_chunk, window)
@@ -99,15 +99,15 @@ class H2OCache(Cache):
         layers: list[Any] = DynamicCache(config=config).layers
         full_layers = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         support.check_layer_budgets(cache, self.rule, config, len(full_layers))
-        changes = support.measured_keys(model, cache)
-        self._warns_of_keys = model is config and support.changes_keys(cache, config)
+        transforms = support.measured_keys(model, cache)
+        self._lacks_model = model is config and support.transforms_keys(cache, config)
         alike = self.rule, self.position_rule, cache.kv_bits
         spans = Spans(self.evict_every) if (self.evict_every or 1) > 1 else None
         for number, index in enumerate(full_layers):
             budget, head_budgets = cache.layer_budget(number), cache.head_budgets(number)
             layers[index] = layer_class(index, budget, *alike, head_budgets, spans)
             layers[index].latent = support.latent_sizes(config)
-            layers[index].key_change = changes.get(index)
+            layers[index].key_transform = transforms.get(index)
         self._scored = [layer for layer in layers if isinstance(layer, BaseLayer)]
         support.check_layers(config, layers, len(self._scored), self.position_rule)
         self._last_updated: BaseLayer | None = None
@@ -171,12 +171,19 @@ class H2OCache(Cache):
             if not torch.compiler.is_compiling():
                 support.check_callers()
                 self._check_goes_on(key_states.shape[2])
-                if self._warns_of_keys and not layer.is_initialized:
-                    support.warn_of_keys()
+                if self._lacks_model and not layer.is_initialized:
+                    support.warn_of_untransformed_keys()
             for rotation in layer.rotations.found_rotations:
                 rotation.begin_forward()
         self._last_updated = layer if isinstance(layer, BaseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    @property
+    def transforms_keys(self) -> bool:
+        """Whether keys are transformed before they are packed (`h2okv.ops.quant.KeyTransform`)."""
+        layer = self._scored[0]
+        holder = layer.state if layer.is_initialized else layer
+        return holder.key_transform is not None
 
     @property
     def read_chunk(self) -> int | None:
@@ -366,18 +373,15 @@ class H2OCache(Cache):
 
     def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:
         """Return the bytes that slots of these KV heads take, before anything is allocated."""
-        storage = KVStorage(self.kv_bits)
-        storages = [storage.keys, storage.values]
-        if self._scored[0].latent and not storage.is_packed:
-            storages.pop()  # the values of latents are a part of the keys
+        first = self._scored[0]
         return SlotBytes(
             num_heads,
-            sum(kind.head_bytes(head_size, dtype) for kind in storages),
+            first.storage.entry_bytes(head_size, dtype, first.latent is not None),
             has_ranks=self.position_rule.rolls,
             has_norms=self.rule.weighs_values,
             has_static_mask=self.rule.has_pattern,
             is_by_head=self.cache_config.is_by_head,
-            key_change=8 * head_size * support.changes_keys(self.cache_config, self.config),
+            key_transform=8 * head_size * support.transforms_keys(self.cache_config, self.config),
             queries=self._query_bytes(head_size, dtype),
         )
 

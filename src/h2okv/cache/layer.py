@@ -237,10 +237,10 @@ class CacheLayer(BaseLayer):
         self, key: Tensor, value: Tensor, past: int, real: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[B, H, P + T, D]`` as the block attends to them."""
-        keys, values, change = self.storage.keys, self.storage.values, self.state.key_change
+        keys, values, transform = self.storage.keys, self.storage.values, self.state.key_transform
         if self.spans is not None:  # the same for a token that comes alone and one in a block
-            return keys.as_held(key, past, change), values.as_held(value, past)
-        attended_key = keys.as_attended(key, past, real, change)
+            return keys.as_held(key, past, transform), values.as_held(value, past)
+        attended_key = keys.as_attended(key, past, real, transform)
         return attended_key, values.as_attended(value, past, real)
 
     @abstractmethod
@@ -374,7 +374,7 @@ class CacheLayer(BaseLayer):
             values = self.storage.values.as_held(entries.value, entries.past)
             weights = self.rule.value_weights(values)
         if self.rule.observes is Sees.KEYS:
-            keys = self.storage.keys.as_held(entries.key, entries.past, self.state.key_change)
+            keys = self.storage.keys.as_held(entries.key, entries.past, self.state.key_transform)
         return self._rank(entries.scores, entries.positions, self.newest(), weights, keys)
 
     def _rank(
@@ -401,7 +401,7 @@ class CacheLayer(BaseLayer):
             scores = scores.masked_fill(positions > newest - self.state.recent, 0.0)
         if rule.sees is Sees.KEYS:
             if keys is None:
-                keys = self.storage.keys.read(self.state.keys, self.dtype, self.state.key_change)
+                keys = self.storage.keys.read(self.state.keys, self.dtype, self.state.key_transform)
             ranks = rule.key_priority(keys, positions)
         else:
             ranks = rule.priority(scores, positions, newest, self.layer_idx)

@@ -106,7 +106,7 @@ class MaskedLayer(CacheLayer):
     def _evict(self, entries: BlockEntries) -> None:
         state = self.state
         # The block's tokens have become entries.
-        state.keys = self.storage.keys.as_held(entries.key, entries.past, state.key_change)
+        state.keys = self.storage.keys.as_held(entries.key, entries.past, state.key_transform)
         state.values = self.storage.values.as_held(entries.value, entries.past)
         state.scores = entries.scores
         if self.rule.weighs_values:

@@ -69,7 +69,7 @@ class SlotLayer(CacheLayer):
         key, value = block.key, block.value
         scores, positions = self._block_entries(block)
         if past:
-            cached_key = self.storage.keys.read(state.keys, self.dtype, state.key_change)
+            cached_key = self.storage.keys.read(state.keys, self.dtype, state.key_transform)
             key = torch.cat([cached_key, key], dim=2)
             value = torch.cat([self.storage.values.read(state.values, self.dtype), value], dim=2)
             scores = torch.cat([state.scores, scores], dim=2)

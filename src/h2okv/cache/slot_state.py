@@ -14,7 +14,7 @@ from torch import Tensor
 from h2okv.config import KV_BITS, TokenBudget
 from h2okv.ops.compaction import NO_HEAD, compact, pick
 from h2okv.ops.decode import Slots
-from h2okv.ops.quant import Entries, KeyChange, Packed, pack, packed_bytes, unpack
+from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_bytes, unpack
 
 # Fields ``[B, H, S, ...]``.
 PER_SLOT = (
@@ -64,32 +64,34 @@ class EntryStorage:
 
     bits: int | None = None
 
-    def store(self, states: Tensor, change: KeyChange | None = None) -> Entries:
+    def store(self, states: Tensor, transform: KeyTransform | None = None) -> Entries:
         if self.bits is None:
             return states
-        return pack(states if change is None else change.apply(states), self.bits)
+        return pack(states if transform is None else transform.apply(states), self.bits)
 
-    def read(self, entries: Entries, dtype: torch.dtype, change: KeyChange | None = None) -> Tensor:
+    def read(
+        self, entries: Entries, dtype: torch.dtype, transform: KeyTransform | None = None
+    ) -> Tensor:
         """Entries as a block attends to them."""
         if not isinstance(entries, Packed):
             return entries
         numbers = unpack(entries)
-        return (numbers if change is None else change.undo(numbers)).to(dtype)
+        return (numbers if transform is None else transform.undo(numbers)).to(dtype)
 
-    def round(self, states: Tensor, change: KeyChange | None = None) -> Tensor:
-        return self.read(self.store(states, change), states.dtype, change)
+    def round(self, states: Tensor, transform: KeyTransform | None = None) -> Tensor:
+        return self.read(self.store(states, transform), states.dtype, transform)
 
-    def as_held(self, states: Tensor, past: int, change: KeyChange | None = None) -> Tensor:
+    def as_held(self, states: Tensor, past: int, transform: KeyTransform | None = None) -> Tensor:
         """Keys or values ``[B, H, P + T, D]``, of which P are held, as they are after the block.
 
         By these entries are ranked, so that a number that is rounded counts alike all its life.
         """
         if self.bits is None:
             return states
-        return torch.cat([states[:, :, :past], self.round(states[:, :, past:], change)], dim=2)
+        return torch.cat([states[:, :, :past], self.round(states[:, :, past:], transform)], dim=2)
 
     def as_attended(
-        self, states: Tensor, past: int, real: Tensor | None, change: KeyChange | None = None
+        self, states: Tensor, past: int, real: Tensor | None, transform: KeyTransform | None = None
     ) -> Tensor:
         """Return the same as the block attends to them: its own in full precision.
 
@@ -99,7 +101,7 @@ class EntryStorage:
         length = states.shape[2] - past
         if self.bits is None or past == 0 or (real is None and length > 1):
             return states
-        rounded = self.as_held(states, past, change)
+        rounded = self.as_held(states, past, transform)
         if real is None or length == 1:
             return rounded
         return torch.where((real.sum(dim=1) == 1).view(-1, 1, 1, 1), rounded, states)
@@ -111,15 +113,15 @@ class EntryStorage:
         indices: Tensor,
         num_slots: int,
         heads: Tensor | None = None,
-        change: KeyChange | None = None,
+        transform: KeyTransform | None = None,
     ) -> Entries:
         """Fill S new slots with the K entries that stay; what was held keeps its codes.
 
         Of the states ``[B, H, N, D]`` the first P are those held, as `held` has them; `indices` is
         int64 ``[B, H, K]``, of the heads of their rows or of `heads`.
         """
-        if change is not None:
-            states = change.apply(states)
+        if transform is not None:
+            states = transform.apply(states)
         # Only what stays is packed.
         stored = self.store(compact(states, indices, num_slots, heads))
         past, count = cached.shape[2], indices.shape[2]
@@ -150,6 +152,13 @@ class KVStorage:
         self.is_packed = kv_bits is not None
         self.keys, self.values = map(EntryStorage, KV_BITS.get(kv_bits, (None, None)))
 
+    def entry_bytes(self, size: int, dtype: torch.dtype, is_latent: bool) -> int:
+        """Return the bytes of one head's key and value; latents in full are keys alone."""
+        key_bytes = self.keys.head_bytes(size, dtype)
+        if is_latent and not self.is_packed:
+            return key_bytes
+        return key_bytes + self.values.head_bytes(size, dtype)
+
 
 @dataclass(frozen=True)
 class SlotBytes:
@@ -161,7 +170,7 @@ class SlotBytes:
     has_norms: bool = False
     has_static_mask: bool = False
     is_by_head: bool = False  # whose slots, of one row, have owners; their mean is what counts
-    key_change: int = 0  # bytes of a head's centers and scales
+    key_transform: int = 0  # bytes of the center and scale of a head's keys
     queries: int = 0  # bytes of a span's queries, of rules that score a span at its end
 
     def total(self, slots: float) -> float:
@@ -170,7 +179,7 @@ class SlotBytes:
         once = 8 * self.num_heads + 8 * (4 + self.has_static_mask)
         if self.is_by_head:
             once += 8 * (self.num_heads - 1)
-        return self.entries(slots) + once + self.key_change * self.num_heads + self.queries
+        return self.entries(slots) + once + self.key_transform * self.num_heads + self.queries
 
     def entries(self, slots: float) -> float:
         """Return the bytes of a number of slots alone, as `SlotState.nbytes` counts them."""

@@ -86,7 +86,7 @@ class SlotPlan:
         empty = (0, num_slots - indices.shape[2])
         with ordinary_tensors():
             state.keys = self.storage.keys.compact(
-                entries.key, state.keys, indices, num_slots, change=state.key_change
+                entries.key, state.keys, indices, num_slots, transform=state.key_transform
             )
             if state.has_values:
                 state.values = self.storage.values.compact(
@@ -122,7 +122,7 @@ class SlotPlan:
         heads, num_slots = head_of_slot.long() % entries.key.shape[1], head_of_slot.shape[2]
         with ordinary_tensors():
             state.keys = self.storage.keys.compact(
-                entries.key, state.keys, indices, num_slots, heads, state.key_change
+                entries.key, state.keys, indices, num_slots, heads, state.key_transform
             )
             state.values = self.storage.values.compact(
                 entries.value, state.values, indices, num_slots, heads
@@ -286,7 +286,7 @@ class SlotPlan:
         state.unshare()
         order = (state.positions < 0).to(torch.uint8).argsort(dim=-1, stable=True)
         is_kept = state.positions.gather(-1, order) >= 0
-        key = self.storage.keys.read(state.keys, dtype, state.key_change)
+        key = self.storage.keys.read(state.keys, dtype, state.key_transform)
         value = self.storage.values.read(state.values, dtype)
         entries = BlockEntries(
             state.num_slots, key, value, state.scores, state.positions, key, key, value

@@ -129,7 +129,7 @@ class Spans:
         if not bool(self.is_over(state).any()):
             return
         key, value, scores, positions = state.by_head("keys", "values", "scores", "positions")
-        key = layer.storage.keys.read(key, layer.dtype, state.key_change)
+        key = layer.storage.keys.read(key, layer.dtype, state.key_transform)
         value = layer.storage.values.read(value, layer.dtype)
         entries = BlockEntries(past, key, value, scores, positions, key, key, value, positions >= 0)
         if layer.scores_spans:

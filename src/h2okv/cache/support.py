@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from h2okv.cache.argument import CACHE
 from h2okv.cache.rope import BY_LENGTH, PositionRule
 from h2okv.config import KV_BITS, CacheConfig
-from h2okv.ops.quant import KeyChange
+from h2okv.ops.quant import KeyTransform
 from h2okv.policy import Rule, Sees, get_rule
 
 _REASONS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
@@ -371,29 +371,28 @@ def measured_budgets(model: Any, cache: CacheConfig) -> CacheConfig:
     return replace(cache, layer_budgets=None)
 
 
-def changes_keys(cache: CacheConfig, config: PreTrainedConfig) -> bool:
-    """Tell whether keys are packed relative to what is usual for a model (`KeyChange`)."""
+def transforms_keys(cache: CacheConfig, config: PreTrainedConfig) -> bool:
+    """Tell whether a cache transforms keys before it packs them (`KeyTransform`)."""
     # Other values are refused where layers are made.
     has_four = type(cache.kv_bits) is int and KV_BITS.get(cache.kv_bits, (8,))[0] == 4
     return has_four and latent_sizes(config) is None
 
 
-def measured_keys(model: Any, cache: CacheConfig) -> Mapping[int, KeyChange]:
-    """Return the centers and scales of a model's keys by layer, if a cache packs them so."""
-    if isinstance(model, PreTrainedConfig) or not changes_keys(cache, config_of(model)):
+def measured_keys(model: Any, cache: CacheConfig) -> Mapping[int, KeyTransform]:
+    """Return how each layer of a model transforms keys; empty if the cache does not."""
+    if isinstance(model, PreTrainedConfig) or not transforms_keys(cache, config_of(model)):
         return {}
     # By name, as in `measured_budgets`.
-    measure: Callable[[Any, bool], Mapping[int, KeyChange]] = pkgutil.resolve_name(
-        "h2okv.integration.key_changes:changes_of_model"
+    measure: Callable[[Any, bool], Mapping[int, KeyTransform]] = pkgutil.resolve_name(
+        "h2okv.integration.key_transforms:transforms_of_model"
     )
     return measure(model, cache.positions == "rolling")
 
 
-def warn_of_keys() -> None:
-    """Warn that a cache made from a config alone packs keys of 4 bits as they are."""
+def warn_of_untransformed_keys() -> None:
+    """Warn that a cache that knows only a config cannot transform keys."""
     warnings.warn(
-        "kv_bits=4: keys are rounded as they are, as a config alone says nothing about them, which "
-        "costs models such as Qwen2.5 their text; give the model, H2OCache(model, kv_bits=4), or "
-        "use kv_bits=6.",
+        "kv_bits=4: keys are rounded without centering, which needs the model and costs models "
+        "such as Qwen2.5 their text; give the model, H2OCache(model, kv_bits=4), or use kv_bits=6.",
         stacklevel=4,
     )

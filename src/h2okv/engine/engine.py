@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import config_identity
@@ -81,6 +81,7 @@ class Engine:
         self.image_encoder = described.image_encoder
         # Check everything that can be checked before the weights are loaded.
         self._model_config, cache_config = described.config, config.cache
+        self._cache_source: PreTrainedConfig | PreTrainedModel = described.config
         if config.tensor_parallel:
             cache_config = even_budgets(cache_config, "each process holds a part of the model")
         self.config = config = replace(config, cache=cache_config.before_measuring)
@@ -100,7 +101,9 @@ class Engine:
             load_options = config.tensor_parallel, True, config.weight_bits
             model = load_weights(described, dtype, target, *load_options)
         self.model = model.eval()
-        self._model_config = self.model.config
+        self._model_config = self._cache_source = self.model.config
+        if not config.tensor_parallel:  # where a process has a part of the model
+            self._cache_source = self.model
         if cache_config.layer_budgets == MEASURED:
             measured_config = with_measured_budgets(cache_config, self.model, described)
             self.config = config = replace(config, cache=measured_config)
@@ -489,12 +492,10 @@ class Engine:
         config = self.config.cache
         if budget is not None:
             config = replace(config, heavy=budget.heavy, recent=budget.recent, sink=budget.sink)
-        if self.config.tensor_parallel:  # a process's part of the model measures nothing
-            cache = H2OCache.from_config(self._model_config, config)
+        cache = H2OCache.from_config(self._cache_source, config)
+        if self.config.tensor_parallel:
             cache.allow_non_finite()
-            return cache
-        source: Any = vars(self).get("model", self._model_config)
-        return H2OCache.from_config(source, config)
+        return cache
 
     def _set_limits(self, probe: H2OCache, described: Described) -> None:
         """Set the maximum lengths of prompts and texts, and of the entries of a sequence."""

@@ -110,6 +110,7 @@ class PrefixFolder:
                 raise ValueError(f"'{path}' holds the state of another text or model.")
             state = H2OCache.load(path, model, like.rule)
             is_same = state.cache_config.identity() == like.cache_config.identity()
+            is_same &= state.transforms_keys == like.transforms_keys
             if not is_same or (state.batch_size, state.num_seen_tokens) != (1, length):
                 raise ValueError(f"'{path}' holds the state of another text or cache.")
         except Exception as error:  # whatever is wrong with a file, the text can be read again

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from h2okv.ops.indexed import Indexed, mix_values
-from h2okv.ops.quant import Entries, KeyChange, Packed, pack, packed_logits, packed_output
+from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_logits, packed_output
 from h2okv.ops.reference import softmax
 from h2okv.ops.rope import rotate
 
@@ -67,8 +67,8 @@ def _write_packed(slots: Packed, free: Tensor, entry: Packed) -> None:
 def _write_both(slots: Slots, key: Tensor, value: Tensor) -> None:
     """Write the new entry of each sequence and head."""
     keys, values = slots.keys, slots.values
-    if slots.key_change is not None:
-        key, value = slots.key_change.apply(key), value.float()
+    if slots.key_transform is not None:
+        key, value = slots.key_transform.apply(key), value.float()
     if (
         isinstance(keys, Packed)
         and isinstance(values, Packed)
@@ -127,7 +127,7 @@ def decode_with_scores(
     ranks: Ranks | None = None,
     scores: Tensor | None = None,
     sink_logits: Tensor | None = None,
-    key_change: KeyChange | None = None,
+    key_transform: KeyTransform | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends with one query over all slots.
 
@@ -144,7 +144,7 @@ def decode_with_scores(
         ranks: rotations that the keys, but not the query, still need; ``None`` if none.
         scores: fp32 ``[B, H, S]``, contiguous; the sums are added to them. Mutated.
         sink_logits: as in `reference.attention_with_scores`.
-        key_change: what the packed keys were changed by.
+        key_transform: how the packed keys were transformed; ``None``: not at all.
 
     Returns:
         ``(output, sums)``: output ``[B, HQ, 1, Dv]`` in the query's dtype, sums fp32 ``[B, H, S]``,
@@ -154,15 +154,15 @@ def decode_with_scores(
     num_kv_heads, num_slots = keys.shape[1], keys.shape[2]
     rows = batch * num_kv_heads
     groups = num_heads // num_kv_heads
-    dtype, constant, kept_change = query.dtype, None, None
-    if key_change is not None and ranks is not None:  # keys are rotated as they were
-        kept_change = KeyChange(*(tensor.flatten(0, 1) for tensor in key_change))
-    elif key_change is not None:
+    dtype, constant, row_transform = query.dtype, None, None
+    if key_transform is not None and ranks is not None:  # rotations apply to the keys themselves
+        row_transform = KeyTransform(*(tensor.flatten(0, 1) for tensor in key_transform))
+    elif key_transform is not None:
         if softcap is not None or sink_logits is not None:
-            constant = key_change.center_logits(query).reshape(rows, groups, 1) * scale
-        query = key_change.of_queries(query)
+            constant = key_transform.center_logits(query).reshape(rows, groups, 1) * scale
+        query = key_transform.of_queries(query)
     # Logits are fp32 in every dtype: bf16 logits would move the scores by percents.
-    logits = _logits(query.reshape(rows, groups, size), scale, _by_row(keys), ranks, kept_change)
+    logits = _logits(query.reshape(rows, groups, size), scale, _by_row(keys), ranks, row_transform)
     if constant is not None:
         logits = logits + constant
     if softcap is not None:
@@ -210,11 +210,11 @@ def _logits(
     scale: float,
     keys: Entries | Indexed,
     ranks: Ranks | None,
-    key_change: KeyChange | None,
+    key_transform: KeyTransform | None,
 ) -> Tensor:
     """Logits ``[rows, G, S]`` of queries ``[rows, G, D]`` and keys ``[rows, S, D]``, fp32.
 
-    Keys that were changed, by tensors ``[rows, 1, D]``, are packed and need ranks.
+    With ranks, transformed keys are restored first; the tensors are ``[rows, 1, D]``.
     """
     is_fused = _fuses(query.shape[1], query.device)
     if ranks is None and isinstance(keys, Tensor) and not is_fused:
@@ -230,7 +230,7 @@ def _logits(
     if isinstance(keys, Packed):
         if ranks is None:
             return packed_logits(scaled, keys)
-        return packed_logits(scaled, keys, ranks.factors, ranks.ranks.flatten(0, 1), key_change)
+        return packed_logits(scaled, keys, ranks.factors, ranks.ranks.flatten(0, 1), key_transform)
     if ranks is not None and not torch.compiler.is_compiling():
         return _logits_at_ranks(scaled, keys, ranks)
     rotated = keys.float()
@@ -365,15 +365,15 @@ class Slots:
     head_of_slot: Tensor | None = (
         None  # uint8 [B, 1, S], the KV head of a shared slot; `NO_HEAD`: of none
     )
-    key_center: Tensor | None = None  # fp32 [B, H, 1, D], as `key_scale`; see `KeyChange`
+    key_center: Tensor | None = None  # fp32 [B, H, 1, D], as `key_scale`; see `KeyTransform`
     key_scale: Tensor | None = None
 
     @property
-    def key_change(self) -> KeyChange | None:
-        """What keys are changed by before they are packed."""
+    def key_transform(self) -> KeyTransform | None:
+        """How keys are transformed before they are packed; ``None``: not at all."""
         if self.key_center is None or self.key_scale is None:
             return None
-        return KeyChange(self.key_center, self.key_scale)
+        return KeyTransform(self.key_center, self.key_scale)
 
     def of_others(self) -> Tensor:
         """Mark, for each head, the shared slots that are not its own; bool ``[B, H, S]``."""
@@ -454,7 +454,8 @@ def decode_step(
         hidden = others if hidden is None else others | hidden
     output, sums = decode_with_scores(
         query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks,
-        slots.scores if real is None and rules.adds else None, rules.sink_logits, slots.key_change,
+        slots.scores if real is None and rules.adds else None, rules.sink_logits,
+        slots.key_transform,
     )  # fmt: skip
     if rules.deferred:
         return output

@@ -43,34 +43,34 @@ Entries = Tensor | Packed
 """Keys or values of slots, as they are or packed."""
 
 
-class KeyChange(NamedTuple):
-    """What keys of 4 bits are packed as: centred, scaled, and spread over all numbers of a head.
+class KeyTransform(NamedTuple):
+    """Centers, scales and rotates keys before they are packed into 4 bits.
 
-    A few numbers of a key are far from zero in every token of a text, and one grid for all leaves
-    few levels to the others. ``k' = H ((k - center) / scale)``, with H an orthogonal matrix; then
-    ``q . k = (H (q * scale)) . k' + q . center``, whose second term is the same for all keys and
-    leaves the softmax alone. Channels were scaled so in SmoothQuant (arXiv 2211.10438), rotated in
-    QuaRot (arXiv 2404.00456), and quantized by channel in KIVI (arXiv 2402.02750).
+    Outlier channels are far from zero in every token, so a grid that covers them leaves few levels
+    to the other channels. A key is packed as ``k' = H ((k - center) / scale)``, with H a Hadamard
+    matrix, and ``q . k = (H (q * scale)) . k' + q . center``. The last term is equal for all keys
+    and does not change the softmax. Related: scales as in SmoothQuant (arXiv 2211.10438), rotation
+    as in QuaRot (arXiv 2404.00456), quantization by channel in KIVI (arXiv 2402.02750).
     """
 
     center: Tensor  # fp32 [B, H, 1, D]; of keys that are not rotated yet where positions roll
     scale: Tensor  # fp32 [B, H, 1, D], positive
 
     def apply(self, keys: Tensor) -> Tensor:
-        """Change keys ``[B, H, N, D]``, fp32."""
+        """Transform keys ``[B, H, N, D]``, fp32."""
         return ((keys.float() - self.center) / self.scale) @ _spread(keys)
 
     def undo(self, keys: Tensor) -> Tensor:
-        """Return the keys ``[B, H, N, D]`` of changed ones, fp32."""
+        """Return the keys of transformed ones ``[B, H, N, D]``, fp32."""
         return (keys @ _spread(keys)) * self.scale + self.center
 
     def of_queries(self, query: Tensor) -> Tensor:
-        """Change queries ``[B, HQ, T, D]`` for changed keys, fp32."""
+        """Transform queries ``[B, HQ, T, D]`` for products with transformed keys, fp32."""
         grouped = query.float().unflatten(1, (self.scale.shape[1], -1))
         return ((grouped * self.scale.unsqueeze(2)) @ _spread(query)).flatten(1, 2)
 
     def center_logits(self, query: Tensor) -> Tensor:
-        """Return what the products of changed ones lack, ``q . center``, fp32 ``[B, HQ, T, 1]``."""
+        """Return ``q . center``, the part that transformed keys lack, fp32 ``[B, HQ, T, 1]``."""
         grouped = query.float().unflatten(1, (self.center.shape[1], -1))
         return (grouped * self.center.unsqueeze(2)).sum(dim=-1, keepdim=True).flatten(1, 2)
 
@@ -186,24 +186,24 @@ def packed_logits(
     keys: Packed,
     factors: Tensor | None = None,
     ranks: Tensor | None = None,
-    change: KeyChange | None = None,
+    transform: KeyTransform | None = None,
 ) -> Tensor:
     """Logits fp32 ``[rows, G, S]`` of queries, fp32 ``[rows, G, D]`` and scaled, and packed keys.
 
     These may still need rotations, fp32 ``[n, R / 2, 2]``, to the ranks, int ``[rows, S]``, and
-    before that their change undone, of tensors ``[rows, 1, D]``.
+    before that their transform, of tensors ``[rows, 1, D]``, undone.
     """
     if torch.compiler.is_compiling():
         if factors is None:
             return _fused_logits(query, keys)
-        numbers = unpack(keys) if change is None else change.undo(unpack(keys))
+        numbers = unpack(keys) if transform is None else transform.undo(unpack(keys))
         rotated = rotate(numbers, factors[ranks])
         return (query.unsqueeze(2) * rotated.unsqueeze(1)).sum(dim=-1)
     rows, num_slots, _ = keys.shape
     logits = query.new_empty(rows, query.shape[1], num_slots)
     for at, numbers in _pieces(keys):
-        if change is not None:
-            numbers = KeyChange(*(tensor[at] for tensor in change)).undo(numbers)
+        if transform is not None:
+            numbers = KeyTransform(*(tensor[at] for tensor in transform)).undo(numbers)
         if factors is not None and ranks is not None:
             numbers = rotate(numbers, factors[ranks[at]])
         torch.bmm(query[at], numbers.transpose(1, 2), out=logits[at])

@@ -1,4 +1,4 @@
-"""Measure what keys of 4 bits are packed relative to."""
+"""Measure how keys are transformed before they are packed into 4 bits."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ from h2okv.console import write_remark
 from h2okv.integration.enable import enable, input_device
 from h2okv.integration.layer_budgets import lock_of
 from h2okv.integration.loading import context_of
-from h2okv.ops.quant import KeyChange
+from h2okv.ops.quant import KeyTransform
 from h2okv.provenance import weights_state
 from h2okv.records import first_line
 
-# Random tokens show the same channels as a text, and need no tokenizer.
+# Random tokens show the same outlier channels as a text, and need no tokenizer.
 _TOKENS = 512
 # The first tokens of a text have keys of their own (attention sinks).
 _SINKS = 4
 
 
-def changes_of_model(model: Any, rolls: bool = False) -> Mapping[int, KeyChange]:
-    """Return each layer's `KeyChange`, for one sequence, from the keys of 512 random tokens.
+def transforms_of_model(model: Any, rolls: bool = False) -> Mapping[int, KeyTransform]:
+    """Measure each layer's `KeyTransform` on the keys of 512 random tokens.
 
-    Where positions roll, from keys that are not rotated yet.
+    The model reads them once, and again after its weights have changed. If it cannot, a line on
+    stderr says so.
 
-    It reads them once for a model in memory, and again after its weights have changed. Where it
-    cannot, keys are packed as they are, and a line on stderr says so.
+    Args:
+        model: a model with its weights in memory, or a wrapper of it.
+        rolls: whether positions roll, so that keys are stored before they are rotated.
+
+    Returns:
+        The transforms by layer, of tensors ``[1, H, 1, D]``; none if the model cannot be read.
     """
     model = unwrap(model)
     with lock_of(model):
@@ -42,17 +47,17 @@ def changes_of_model(model: Any, rolls: bool = False) -> Mapping[int, KeyChange]
         entry = _MEASURED.get(model)
         if entry is None or entry[0] != state:
             entry = _MEASURED[model] = state, {}
-        changes = entry[1]
-        if rolls not in changes:
-            changes[rolls] = _measure(model, rolls)
-        return changes[rolls]
+        transforms = entry[1]
+        if rolls not in transforms:
+            transforms[rolls] = _measure(model, rolls)
+        return transforms[rolls]
 
 
-_MEASURED: WeakKeyDictionary[Any, tuple[Any, dict[bool, Mapping[int, KeyChange]]]]
+_MEASURED: WeakKeyDictionary[Any, tuple[Any, dict[bool, Mapping[int, KeyTransform]]]]
 _MEASURED = WeakKeyDictionary()
 
 
-def _measure(model: PreTrainedModel, rolls: bool) -> dict[int, KeyChange]:
+def _measure(model: PreTrainedModel, rolls: bool) -> dict[int, KeyTransform]:
     length = min(_TOKENS, context_of(model.config) or _TOKENS)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator("cpu").manual_seed(0)
@@ -65,20 +70,24 @@ def _measure(model: PreTrainedModel, rolls: bool) -> dict[int, KeyChange]:
         with torch.inference_mode(False), torch.no_grad(), enable(model):
             model(ids.to(input_device(model)), **{CACHE: cache})
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        write_remark(f"note: keys are rounded to 4 bits as they are ({first_line(error)})")
+        write_remark(
+            "note: keys are rounded to 4 bits without centering, which costs some models their text"
+            f" ({first_line(error)}); 6 bits do not need it"
+        )
         return {}
     layers = {n: layer for n, layer in enumerate(cache.layers) if isinstance(layer, CacheLayer)}
-    return {number: _change(layer) for number, layer in layers.items()}
+    return {number: _transform_of(layer) for number, layer in layers.items()}
 
 
-def _change(layer: CacheLayer) -> KeyChange:
-    """Return centers, and the roots of the channels' deviations as scales."""
+def _transform_of(layer: CacheLayer) -> KeyTransform:
+    """Return centers, and the square roots of the channels' standard deviations as scales."""
     keys, positions = layer.state.stored("keys")[0].float(), layer.state.positions[0]
-    counts = (positions >= _SINKS).unsqueeze(-1)
-    number = counts.sum(dim=1, keepdim=True).clamp(min=1)
-    center = torch.where(counts, keys, 0.0).sum(dim=1, keepdim=True) / number
-    square = torch.where(counts, (keys - center).square(), 0.0).sum(dim=1, keepdim=True) / number
-    mean = square.mean(dim=-1, keepdim=True)
+    is_counted = (positions >= _SINKS).unsqueeze(-1)
+    count = is_counted.sum(dim=1, keepdim=True).clamp(min=1)
+    center = torch.where(is_counted, keys, 0.0).sum(dim=1, keepdim=True) / count
+    squares = torch.where(is_counted, (keys - center).square(), 0.0)
+    variance = squares.sum(dim=1, keepdim=True) / count
+    mean = variance.mean(dim=-1, keepdim=True)
     # A channel that hardly moves must not be enlarged without limit.
-    relative = torch.where(mean > 0, square / mean, 1.0).clamp(min=1e-4)
-    return KeyChange(center[None], relative.pow(0.25)[None])
+    relative = torch.where(mean > 0, variance / mean, 1.0).clamp(min=1e-4)
+    return KeyTransform(center[None], relative.pow(0.25)[None])

@@ -1,23 +1,21 @@
-"""Keys of 4 bits relative to what is usual for a model: exact everywhere, and worth it."""
+"""Transforms of 4-bit keys: exact everywhere, and worth it."""
 
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
-from naive_h2o import _rounded
 from test_oracle import held_scores, padding, run, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
 from h2okv.cache.slot_state import EntryStorage
-from h2okv.integration.key_changes import changes_of_model
+from h2okv.integration.key_transforms import transforms_of_model
 from h2okv.ops.decode import decode_with_scores
-from h2okv.ops.quant import KeyChange, pack
+from h2okv.ops.quant import KeyTransform, pack
 from h2okv.ops.reference import attention_with_scores
 
 BY_HEAD = ((0.5, 1.5),)
@@ -33,56 +31,40 @@ def with_offsets(model, size=30.0):
     return model
 
 
-def some_change(batch=2, heads=3, size=16):
+def some_transform(batch=2, heads=3, size=16):
     scale = torch.rand(batch, heads, 1, size) + 0.1
-    return KeyChange(3 * torch.randn(batch, heads, 1, size), scale)
+    return KeyTransform(3 * torch.randn(batch, heads, 1, size), scale)
 
 
 @pytest.mark.parametrize("size", [1, 6, 16, 24, 45, 64, 80, 128])
-def test_a_change_is_undone_and_products_stay(size):
-    change, keys = some_change(size=size), torch.randn(2, 3, 5, size) * 4
-    changed = change.apply(keys)
-    torch.testing.assert_close(change.undo(changed), keys, atol=1e-4, rtol=1e-4)
+def test_a_transform_is_undone_and_products_stay(size):
+    transform, keys = some_transform(size=size), torch.randn(2, 3, 5, size) * 4
+    changed = transform.apply(keys)
+    torch.testing.assert_close(transform.undo(changed), keys, atol=1e-4, rtol=1e-4)
     query = torch.randn(2, 6, 2, size)
-    grouped = change.of_queries(query).unflatten(1, (3, 2))
+    grouped = transform.of_queries(query).unflatten(1, (3, 2))
     products = torch.einsum("bhgtd,bhnd->bhgtn", grouped, changed)
-    products += change.center_logits(query).unflatten(1, (3, 2))
+    products += transform.center_logits(query).unflatten(1, (3, 2))
     expected = torch.einsum("bhgtd,bhnd->bhgtn", query.unflatten(1, (3, 2)), keys)
     torch.testing.assert_close(products, expected, atol=1e-3, rtol=1e-4)
-
-
-def test_keys_are_rounded_as_the_formula_says():
-    """With loops over numbers, and Hadamard's matrix by the parity of common bits."""
-    size, change = 16, some_change()
-    keys = torch.randn(2, 3, 4, size) * 5
-    actual = EntryStorage(4).round(keys, change)
-    hadamard = np.array(
-        [[(-1.0) ** bin(row & column).count("1") for column in range(size)] for row in range(size)]
-    )
-    hadamard /= size**0.5
-    for row, head, token in np.ndindex(2, 3, 4):
-        center, scale = (tensor[row, head, 0].double().numpy() for tensor in change)
-        changed = hadamard @ ((keys[row, head, token].double().numpy() - center) / scale)
-        rounded = hadamard @ _rounded(changed, 4) * scale + center
-        np.testing.assert_allclose(actual[row, head, token], rounded, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("groups", [1, 3])
 def test_a_step_equals_attention_to_the_rounded_keys(softcap, has_sinks, groups):
-    change = some_change()
+    transform = some_transform()
     keys, values = torch.randn(2, 3, 9, 16) * 3, torch.randn(2, 3, 9, 16)
     query, hidden = torch.randn(2, 3 * groups, 1, 16), torch.rand(2, 3, 9) < 0.3
     sinks = torch.randn(3 * groups) if has_sinks else None
     output, sums = decode_with_scores(
-        query, pack(change.apply(keys), 4), pack(values, 4), hidden, 0.3, softcap,
-        sink_logits=sinks, key_change=change,
+        query, pack(transform.apply(keys), 4), pack(values, 4), hidden, 0.3, softcap,
+        sink_logits=sinks, key_transform=transform,
     )  # fmt: skip
     storage = EntryStorage(4)
     visible = ~hidden.unsqueeze(2)
     expected, weights = attention_with_scores(
-        query, storage.round(keys, change), storage.round(values), visible, 0.3, softcap, None,
+        query, storage.round(keys, transform), storage.round(values), visible, 0.3, softcap, None,
         sinks,
     )  # fmt: skip
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
@@ -114,7 +96,7 @@ def test_dropping_equals_masking(make_llama, kept_sets, options, pads, blocks, p
         cache = h2okv.H2OCache(model, 6, 4, simulate=simulate, kv_bits=4, **options)
         logits = run(model, cache, input_ids, mask, blocks)
         cache.check_integrity()
-        assert cache.layers[0].state.key_change is not None
+        assert cache.layers[0].state.key_transform is not None
         scores = []
         if "layer_budgets" not in options:  # heads of different sizes do not stack
             scores = [held_scores(cache, 0, row) for row in range(len(pads))]
@@ -150,16 +132,16 @@ def test_files_forks_and_beams_go_on_alike(make_llama, tmp_path, options):
 
 def test_a_model_is_measured_once_for_its_weights(make_llama, monkeypatch):
     model = make_llama()
-    first = changes_of_model(model)
-    assert changes_of_model(model) is first and sorted(first) == [0, 1]
+    first = transforms_of_model(model)
+    assert transforms_of_model(model) is first and sorted(first) == [0, 1]
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(2)
-    second = changes_of_model(model)
+    second = transforms_of_model(model)
     assert not torch.equal(first[0].center, second[0].center)
     torch.testing.assert_close(second[0].center, 2 * first[0].center, atol=1e-4, rtol=1e-4)
 
 
-def test_only_keys_of_4_bits_are_changed(make_llama):
+def test_only_keys_of_4_bits_are_transformed(make_llama):
     model, ids = make_llama(), tokens(1, 1, 20)
     for source, options in (
         (model.config, {"kv_bits": 4}), (model, {"kv_bits": 6}), (model, {"kv_bits": 8}),
@@ -167,7 +149,7 @@ def test_only_keys_of_4_bits_are_changed(make_llama):
     ):  # fmt: skip
         cache = h2okv.H2OCache(source, 4, 4, **options)
         run(model, cache, ids, torch.ones_like(ids), [20])
-        assert cache.layers[0].state.key_change is None
+        assert cache.layers[0].state.key_transform is None
 
 
 def test_a_config_alone_warns_once_it_reads(make_llama):
@@ -185,11 +167,11 @@ def test_a_config_alone_warns_once_it_reads(make_llama):
     assert len(messages) == 1 and "H2OCache(model, kv_bits=4)" in messages[0]
 
 
-def test_a_model_without_weights_is_packed_as_it_is(make_llama, capsys):
+def test_the_keys_of_a_model_without_weights_are_not_transformed(make_llama, capsys):
     with torch.device("meta"):
         model = type(make_llama())(make_llama().config)
-    assert changes_of_model(model) == {} and changes_of_model(model) == {}
-    note = "note: keys are rounded to 4 bits as they are (some of its weights are not in memory)"
+    assert transforms_of_model(model) == {} and transforms_of_model(model) == {}
+    note = "note: keys are rounded to 4 bits without centering"
     assert capsys.readouterr().err.count(note) == 1
 
 
