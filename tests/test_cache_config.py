@@ -110,9 +110,9 @@ def test_identity_leaves_out_what_a_full_cache_does_not_use():
 def test_best_resolves_to_its_options(make_llama):
     best = CacheConfig.from_budget(0.2, policy="best")
     options = {"sink": 4, "scoring": "expected", "layer_budgets": "auto"}
-    assert best == CacheConfig("h2o", 0.2 * 0.75, 0.2 - 0.2 * 0.75, **options)
+    assert best == CacheConfig("h2o", 0.2 * 0.85, 0.2 - 0.2 * 0.85, **options)
     assert best.label == "best, 20%"
-    assert best.before_measuring.label == "h2o, heavy 75%, sink 4, expected, 20%"
+    assert best.before_measuring.label == "h2o, heavy 85%, sink 4, expected, 20%"
     halved = CacheConfig.from_budget(64, 0.5, policy="best", sink=2, scoring="decay")
     assert halved == CacheConfig("h2o", 32, 32, 2, "decay", layer_budgets="auto")
     cache = H2OCache(make_llama().config, 12, 4, policy="best", layer_budgets="even")
@@ -137,19 +137,19 @@ def test_best_is_even_where_a_user_says_so():
 @pytest.mark.parametrize(
     ("options", "label"),
     [
-        ({}, "best v3, 20%"),
-        ({"heavy": 0.1, "recent": 0.1}, "best v3, heavy 50%, 20%"),
-        ({"heavy": 96, "recent": 32}, "best v3, 128"),
-        ({"heavy": 95, "recent": 32, "kv_bits": 4}, "best v3, 4 bits, 127"),
-        ({"layer_budgets": (0.5, 1.5), "positions": "rolling"}, "best v3, rolling, by layer, 20%"),
-        ({"sink": 2}, "h2o, heavy 75%, sink 2, expected, by head v3, 20%"),
-        ({"measured": None}, "h2o, heavy 75%, sink 4, expected, by head, 20%"),
+        ({}, "best v4, 20%"),
+        ({"heavy": 0.1, "recent": 0.1}, "best v4, heavy 50%, 20%"),
+        ({"heavy": 108, "recent": 20}, "best v4, 128"),
+        ({"heavy": 107, "recent": 20, "kv_bits": 4}, "best v4, 4 bits, 127"),
+        ({"layer_budgets": (0.5, 1.5), "positions": "rolling"}, "best v4, rolling, by layer, 20%"),
+        ({"sink": 2}, "h2o, heavy 85%, sink 2, expected, by head v4, 20%"),
+        ({"measured": None}, "h2o, heavy 85%, sink 4, expected, by head, 20%"),
         ({"measured": 7}, "best v7, 20%"),
     ],
     ids=str,
 )
 def test_labels_name_the_version_of_measured_factors(options, label):
-    measured = {"layer_budgets": ((0.5, 1.5),), "measured": 3, "heavy": 0.15, "recent": 0.05}
+    measured = {"layer_budgets": ((0.5, 1.5),), "measured": 4, "heavy": 0.17, "recent": 0.03}
     config = CacheConfig("best", **(measured | options))
     assert config.label == label
     assert CacheConfig.from_dict(config.to_record()).label == label

@@ -23,9 +23,9 @@ _ROUNDING_SLACK = 1e-6
 # H2O with the options that measured best (docs/quality.md). Configs name each of them, and labels
 # the version: a text stays reproducible when a later version chooses others.
 BEST = "best"
-BEST_VERSION = 3  # of these options and of how factors are measured
+BEST_VERSION = 4  # of these options and of how factors are measured
 _BEST_SINK, _BEST_SCORING = 4, "expected"
-_BEST_HEAVY_FRACTION = 0.75
+BEST_HEAVY_FRACTION = 0.85
 
 POLICIES = (
     "full", "recent", "sink_recent", "h2o", "heavy", "random", "strided", "strided_heavy",
@@ -351,7 +351,7 @@ class CacheConfig:
         Args:
             budget: tokens (int), a fraction of the prompt (float), or ``None`` to keep everything.
             heavy_fraction: fraction of the budget for heavy hitters, 0 to 1; ``None`` for 0.5, or
-                0.75 with ``policy="best"``.
+                0.85 with ``policy="best"``.
             **options: the other fields.
 
         Returns:
@@ -368,7 +368,7 @@ class CacheConfig:
                 " of them out"
             )
         if heavy_fraction is None:
-            heavy_fraction = _BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5
+            heavy_fraction = BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5
         if not 0 <= heavy_fraction <= 1:
             raise ValueError(
                 f"heavy_fraction={heavy_fraction:g} is not a fraction of the budget; give 0 to 1"
@@ -549,7 +549,7 @@ class CacheConfig:
 
     @property
     def policy_name(self) -> str:
-        """The policy in tables: ``best v3`` for `BEST` with measured layer budgets."""
+        """The policy in tables: ``best v4`` for `BEST` with measured layer budgets."""
         if not self.is_best:
             return self.policy
         return BEST if self.measured is None else f"{BEST} v{self.measured}"
@@ -557,7 +557,7 @@ class CacheConfig:
     @property
     def has_usual_split(self) -> bool:
         """Whether the budget is divided between heavy and recent as its policy does by default."""
-        heavy = (self.heavy + self.recent) * (_BEST_HEAVY_FRACTION if self.is_best else 0.5)
+        heavy = (self.heavy + self.recent) * (BEST_HEAVY_FRACTION if self.is_best else 0.5)
         # An odd number of tokens cannot be halved.
         return abs(self.heavy - heavy) < (1 if isinstance(self.heavy, int) else _ROUNDING_SLACK)
 

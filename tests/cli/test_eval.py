@@ -52,7 +52,7 @@ def test_summaries_have_a_row_for_each_cache(h2okv_command, model_folder, articl
     assert done.out.startswith("| policy | budget | rouge1 | rouge2 | rougeL | samples |\n")
     rows = table(tmp_path / "s.csv")
     assert [(row["policy"], row["budget"], row["samples"]) for row in rows] == [
-        ("best v3", "8", "4"), ("best v3", "50%", "4"), ("full", "full", "4"),
+        ("best v4", "8", "4"), ("best v4", "50%", "4"), ("full", "full", "4"),
     ]  # fmt: skip
     assert {row["model"] for row in rows} == {str(model_folder)}
     assert all(row["revision"] and row["torch"] and row["transformers"] for row in rows)
@@ -308,7 +308,7 @@ def test_samples_of_other_settings_are_refused(h2okv_command, model_folder, arti
     done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", *rolling)
     assert done.code == 0, done.err
     assert (
-        "h2o, heavy 75%, sink 4, decay 0.9, rolling, by layer v3, 8"
+        "h2o, heavy 85%, sink 4, decay 0.9, rolling, by layer v4, 8"
         in (tmp_path / "s.samples.jsonl").read_text()
     )
     done = summarize(

@@ -232,18 +232,18 @@ def test_policy_best_is_the_default_and_equals_its_options(generate):
     small = ("--budget", 32, "--max-new-tokens", 12, "--json")
     default = generate(*small).out
     named = generate(*small, "--policy", "best").out
-    options = ("--scoring", "expected", "--sink", 4, "--heavy-fraction", 0.75)
+    options = ("--scoring", "expected", "--sink", 4, "--heavy-fraction", 0.85)
     options += ("--policy", "h2o", "--layer-budgets", "auto")
     others = (named, generate(*small, *options).out)
     record, *records = [json.loads(out) for out in (default, *others)]
-    assert record["policy"] == "h2o" and record["cache"] == "best v3, 32"
+    assert record["policy"] == "h2o" and record["cache"] == "best v4, 32"
     assert record["mean_cached_tokens"] == pytest.approx(36, abs=1)
     for other in records:
         for name in ("cache", "heavy", "recent", "sink", "scoring", "layer_budgets", "token_ids"):
             assert record[name] == other[name], name
     even = json.loads(generate(*small, "--layer-budgets", "even").out)
     assert even["layer_budgets"] is None and even["num_cached_tokens"] == 36
-    assert even["cache"] == "h2o, heavy 75%, sink 4, expected, 32"
+    assert even["cache"] == "h2o, heavy 84.4%, sink 4, expected, 32"
     h2o = json.loads(generate(*small, "--policy", "h2o").out)
     assert h2o["cache"] == "h2o, 32" and h2o["num_cached_tokens"] == 32
 

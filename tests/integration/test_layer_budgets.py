@@ -11,12 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import h2okv
-from h2okv.assets import bundled_model_path
+from h2okv.assets import bundled_model_path, calibration_texts
 from h2okv.cache.layer import CacheLayer
+from h2okv.config import BEST_VERSION
 from h2okv.integration import factors, layer_budgets
 from h2okv.integration.factors import measure_layer_budgets
 
-BEST = {"policy": "best", "heavy": 0.15, "recent": 0.05}
+BEST = {"policy": "best", "heavy": 0.17, "recent": 0.03}
 
 
 @pytest.fixture
@@ -47,16 +48,17 @@ def files(tmp_path):
 def test_a_cache_of_a_model_is_measured_once_and_kept(model, measured, tmp_path, capsys):
     config = h2okv.H2OCache(model, **BEST).cache_config
     (path,) = files(tmp_path)
-    assert config.label == "best v3, 20%" and measured == [3648]
+    assert config.label == "best v4, 20%" and measured == [4 * 1216]
     assert capsys.readouterr().err.count(f"stored in '{path}'") == 1
-    ids = torch.tensor([layer_budgets.encode(*_text(model))[:3648]])
-    expected = measure_layer_budgets(model, ids, 0.15, by_head=True)
+    tokenizer = layer_budgets.describe(model.config._name_or_path).tokenizer
+    ids = [token for text in calibration_texts() for token in tokenizer(text).input_ids[:1216]]
+    expected = measure_layer_budgets(model, torch.tensor([ids]), 0.17, by_head=True)
     assert config.layer_budgets == expected
     assert json.loads(path.read_text())["factors"] == [list(layer) for layer in expected]
     assert h2okv.H2OCache(model, **BEST).cache_config == config
     wrapped = torch.compile(model, backend="eager")
     assert h2okv.H2OCache.from_config(wrapped, h2okv.CacheConfig(**BEST)).cache_config == config
-    assert measured == [3648] and capsys.readouterr().err == ""
+    assert measured == [4 * 1216] and capsys.readouterr().err == ""
     # Other weights, and another share of the prompt, are measured again.
     h2okv.H2OCache(model, **BEST | {"heavy": 0.3})
     with torch.no_grad():
@@ -73,7 +75,7 @@ def _text(model):
 
 def test_rolling_positions_are_measured_by_layer(model, measured):
     config = h2okv.H2OCache(model, positions="rolling", prefill_chunk=64, **BEST).cache_config
-    assert config.label == "best v3, rolling, by layer, 20%" and measured == [2048]
+    assert config.label == "best v4, rolling, by layer, 20%" and measured == [2048]
 
 
 @pytest.mark.parametrize("even", [None, "even"])
@@ -88,7 +90,7 @@ def test_a_config_alone_gives_even_budgets_with_one_warning(model, measured):
     with pytest.warns(UserWarning, match="H2OCache.model, ...., or layer_budgets of") as seen:
         cache = h2okv.H2OCache(model.config, **BEST)
     assert len(seen) == 1 and seen[0].filename == __file__
-    assert cache.cache_config.label == "h2o, heavy 75%, sink 4, expected, 20%"
+    assert cache.cache_config.label == "h2o, heavy 85%, sink 4, expected, 20%"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         h2okv.H2OCache(model.config, layer_budgets=None, **BEST)
@@ -133,7 +135,7 @@ def test_what_cannot_be_measured_is_even_with_one_sentence(
 def test_a_folder_that_cannot_be_written_costs_time_alone(model, measured, tmp_path, capsys):
     (tmp_path / "h2okv").write_text("a file, where a folder should be")
     first, again = (h2okv.H2OCache(model, **BEST).cache_config for _ in range(2))
-    assert first == again and first.is_by_head and measured == [3648]
+    assert first == again and first.is_by_head and measured == [4 * 1216]
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "not stored" in error
 
@@ -157,7 +159,7 @@ def in_threads(*models):
 def test_threads_with_one_model_measure_it_once(model, measured, capsys):
     configs = in_threads(*[model] * 4)
     assert len(configs) == 4 and all(config == configs[0] for config in configs)
-    assert configs[0].is_by_head and measured == [3648]
+    assert configs[0].is_by_head and measured == [4 * 1216]
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -190,8 +192,8 @@ def test_a_damaged_file_is_measured_again(model, measured, tmp_path, damage):
 
 def test_a_file_of_another_version_is_measured_again(model, measured, tmp_path, monkeypatch):
     h2okv.H2OCache(model, **BEST)
-    monkeypatch.setattr(layer_budgets, "BEST_VERSION", 4)
-    assert h2okv.H2OCache(model, **BEST).cache_config.label == "best v4, 20%"
+    monkeypatch.setattr(layer_budgets, "BEST_VERSION", BEST_VERSION + 1)
+    assert h2okv.H2OCache(model, **BEST).cache_config.label == "best v5, 20%"
     assert len(measured) == 2 and len(files(tmp_path)) == 2
 
 

@@ -1,6 +1,7 @@
+import ast
 import json
 
-from h2okv.assets import bundled_model_path, sample_prompt
+from h2okv.assets import bundled_model_path, calibration_texts, sample_prompt
 
 
 def test_the_bundled_model_is_there():
@@ -16,3 +17,11 @@ def test_the_sample_prompt_fills_a_context_of_a_thousand_tokens():
     text = sample_prompt()
     assert len(text.split()) > 2000
     assert text.startswith("To Sherlock Holmes she is always THE woman.")
+
+
+def test_each_calibration_text_is_longer_than_a_window_of_1216_tokens():
+    story, code, *others = calibration_texts()
+    assert story == sample_prompt() and len(others) == 2
+    ast.parse(code)
+    for text in (code, *others):
+        assert len(text) > 4 * 1216

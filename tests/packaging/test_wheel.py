@@ -30,6 +30,9 @@ def names(wheel) -> set[str]:
     [
         "h2okv/py.typed",
         "h2okv/assets/sample_prompt.txt",
+        "h2okv/assets/sample_chat.txt",
+        "h2okv/assets/sample_code.txt",
+        "h2okv/assets/sample_manual.txt",
         "h2okv/cli/help.md",
         "h2okv/assets/books-llama/config.json",
         "h2okv/assets/books-llama/model.safetensors",

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from h2okv.assets import bundled_model_path
-from h2okv.config import CacheConfig
+from h2okv.config import BEST_VERSION, CacheConfig
 from h2okv.vllm_plugin import measure
 
-BEST = CacheConfig("best", heavy=96, recent=32)
+BEST = CacheConfig("best", heavy=108, recent=20)
 
 
 @pytest.fixture
@@ -33,14 +33,14 @@ def model(folder):
 
 def test_a_model_is_measured_once_for_each_version(processes, tmp_path, monkeypatch):
     config = measure.measured(BEST, model(bundled_model_path()))
-    assert config.is_by_head and config.label == "best v3, 128"
+    assert config.is_by_head and config.label == "best v4, 128"
     assert measure.measured(BEST, model(bundled_model_path())) == config
     assert len(processes) == 1
     (file,) = (tmp_path / "h2okv" / "layer-budgets").glob("vllm-*.json")
     file.write_text("damaged")
     assert measure.measured(BEST, model(bundled_model_path())) == config
     assert len(processes) == 2 and json.loads(file.read_text())
-    monkeypatch.setattr(measure, "BEST_VERSION", 4)
+    monkeypatch.setattr(measure, "BEST_VERSION", BEST_VERSION + 1)
     measure.measured(BEST, model(bundled_model_path()))
     assert len(processes) == 3
 

@@ -1,4 +1,4 @@
-"""What the package brings along: a small trained model and a text to try it on."""
+"""What the package brings along: a small trained model, and texts to try and to measure with."""
 
 from __future__ import annotations
 
@@ -20,3 +20,9 @@ def sample_article() -> str:
 def sample_prompt() -> str:
     """Return the opening of "A Scandal in Bohemia" (1892), unknown to the bundled model."""
     return (_FOLDER / "sample_prompt.txt").read_text(encoding="utf-8")
+
+
+def calibration_texts() -> tuple[str, ...]:
+    """Return a story, a program, a manual and a conversation, each of 5 KB or more."""
+    names = ("sample_prompt", "sample_code", "sample_manual", "sample_chat")
+    return tuple((_FOLDER / f"{name}.txt").read_text(encoding="utf-8") for name in names)

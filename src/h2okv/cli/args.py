@@ -203,7 +203,7 @@ def make_cache(
     budget: str | None = option(None, _BUDGET.format("20%")),
     heavy: str | None = option(None, "Heavy hitters to keep, instead of --budget."),
     recent: str | None = option(None, "Newest tokens to keep, instead of --budget."),
-    heavy_fraction: float | None = option(None, "Heavy hitters in --budget (0.5; best: 0.75)."),
+    heavy_fraction: float | None = option(None, "Heavy hitters in --budget (0.5; best: 0.85)."),
     sink: int | None = option(None, "First tokens, never evicted (none; best: 4)."),
     scoring: str | None = option(None, f"{', '.join(SCORINGS)} (sum; best: expected)."),
     decay: float | None = option(None, "Of scores, per token (--scoring decay: 0.995)."),

@@ -20,7 +20,7 @@ import h2okv
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import choice
-from h2okv.config import KV_BITS, POSITIONS, CacheConfig, flat_factors
+from h2okv.config import BEST_HEAVY_FRACTION, KV_BITS, POSITIONS, CacheConfig, flat_factors
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
@@ -306,11 +306,11 @@ def layers(
     model: ModelOptions = args.model_options(),
     out: Path = option(Path("layers.json"), "File for --layer-budgets.", read=readers.writable),
     text: Path | None = TEXT,
-    tokens: int = option(3648, "Tokens of the text that are read.", read=readers.least, least=2),
+    tokens: int = option(3648, "Tokens of --text that are read.", read=readers.least, least=2),
     by_head: bool = option(False, "Divide among the heads of a layer too.", "--by-head"),
-    budget: str = option("20%", "Budget to divide; 3/4 are heavy hitters."),
+    budget: str = option("20%", "Budget to divide; 85 % are heavy hitters."),
 ) -> None:
-    fraction, wording = readers.parse_budget(budget), readers.text_or_sample(text)
+    fraction = readers.parse_budget(budget)
     if not isinstance(fraction, float) or fraction >= 1:
         raise ValueError(
             f"--budget must be a fraction of the text below 1, got {budget}; give percent below 100"
@@ -318,20 +318,24 @@ def layers(
     import torch
 
     from h2okv.integration.chat_template import encode
+    from h2okv.integration.layer_budgets import calibration_ids
 
     described = model.describe()
     limit = min(tokens, described.context or tokens)
-    ids = encode(described.tokenizer, wording)[:limit]
+    if text is None:
+        ids = calibration_ids(described.tokenizer, None if by_head else limit)
+    else:
+        ids = torch.tensor([encode(described.tokenizer, readers.text_or_sample(text))[:limit]])
     with atomic_write(out) as file:  # opened before the work, to find a bad path early
         loaded = model.load(described)
         budgets = h2okv.measure_layer_budgets(
-            loaded, torch.tensor([ids]), fraction=0.75 * fraction, by_head=by_head
+            loaded, ids, fraction=BEST_HEAVY_FRACTION * fraction, by_head=by_head
         )
         file.write(json.dumps(budgets) + "\n")
     factors = flat_factors(budgets)
     shares = f"{min(factors):g} to {max(factors):g} of the even share"
     heads = f", {len(factors) // len(budgets)} heads in each" if by_head else ""
-    write_text(f"{out}: {shares} in {len(budgets)} layers{heads}, by {len(ids)} tokens\n")
+    write_text(f"{out}: {shares} in {len(budgets)} layers{heads}, by {ids.shape[1]} tokens\n")
 
 
 @args.subcommand(eval_app, "recall")

@@ -16,13 +16,14 @@ from transformers import DynamicCache, PreTrainedModel
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
-from h2okv.config import BEST, CacheConfig, LayerBudgets
+from h2okv.config import BEST, BEST_HEAVY_FRACTION, CacheConfig, LayerBudgets
 from h2okv.console import write_remark
 from h2okv.integration.enable import input_device, prefill, restore_attention
 from h2okv.integration.loading import context_of
 from h2okv.records import first_line
 
-_PROMPT, _FOLLOWING, _WINDOWS = 1024, 192, 3  # tokens of a window; windows of a text
+_PROMPT, _FOLLOWING, _WINDOWS = 1024, 192, 4  # tokens of a window; windows of a text
+WINDOW = _PROMPT + _FOLLOWING
 _SINKS = CacheConfig(BEST).sink
 _QUERIES_OF_A_GATE = 16
 
@@ -44,7 +45,7 @@ def _threads_of_free_cores() -> Iterator[None]:
 def measure_layer_budgets(
     model: PreTrainedModel,
     input_ids: Tensor,
-    fraction: float = 0.15,
+    fraction: float = 0.17,
     least: float = 0.1,
     *,
     by_head: bool = False,
@@ -60,7 +61,8 @@ def measure_layer_budgets(
     Args:
         model: a loaded model; by head its attention is changed for the call.
         input_ids: int ``[1, T]``, a text of the kind that will be read, of several thousand tokens.
-            By head at most three windows of 1,216 tokens are read.
+            By head at most four windows of 1,216 tokens are read. Texts of different kinds, one
+            in each window, give factors that hold for more of them.
         fraction: heavy hitters to divide, as a fraction of the text.
         least: guaranteed fraction of the equal share for every layer, or head.
         by_head: let all KV heads of all layers compete, not only the layers.
@@ -83,7 +85,7 @@ def measure_layer_budgets(
             f"a text of {longest} tokens, fraction={fraction:g} and least={least:g} leave nothing"
             " to divide among the layers; give a text of a thousand tokens."
         )
-    recent = share // 3
+    recent = int(share / BEST_HEAVY_FRACTION) - share
     windows = list(_windows(input_ids, length + following))
     prompts = [_Prompt.read(model, window[:, :length], recent) for window in windows]
     sizes = [len(order) for order in prompts[0].orders.values()]

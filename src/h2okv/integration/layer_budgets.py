@@ -14,13 +14,13 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2okv.assets import sample_prompt
+from h2okv.assets import calibration_texts, sample_prompt
 from h2okv.cache import H2OCache
 from h2okv.cache.support import unwrap
 from h2okv.config import BEST_VERSION, MEASURED, CacheConfig, LayerBudgets, checked_factors
 from h2okv.console import Progress, write_remark
 from h2okv.integration.chat_template import encode
-from h2okv.integration.factors import measure_layer_budgets
+from h2okv.integration.factors import WINDOW, measure_layer_budgets
 from h2okv.integration.loading import context_of, describe
 from h2okv.integration.names import cache_folder
 from h2okv.policy import get_rule
@@ -28,9 +28,9 @@ from h2okv.provenance import digest, fingerprint, weights_state
 from h2okv.records import first_line, parse_json, write_json
 
 # Layers differ less than heads and need one long text, whose time grows with the square.
-_TOKENS_BY_HEAD, _TOKENS_BY_LAYER = 3648, 2048
+_TOKENS_BY_LAYER = 2048
 # Assumed for a budget in tokens, because prompts may have any length.
-_USUAL_FRACTION = 0.15
+_USUAL_FRACTION = 0.17
 
 
 class _Described(Protocol):
@@ -46,9 +46,9 @@ def with_measured_budgets(
     """Replace ``layer_budgets="auto"`` by factors measured for the model.
 
     By head, or by layer with rolling positions. `measure_layer_budgets` measures them on the
-    package's sample story the first time that a model is used with a budget; a file in the user's
-    cache folder stores them. Where they cannot be measured, the budgets are even, and a line on
-    stderr says so.
+    package's texts the first time that a model is used with a budget; a file in the user's cache
+    folder stores them. Where they cannot be measured, the budgets are even, and a line on stderr
+    says so.
 
     Returns:
         The config with factors; without factors for a policy that uses no scores.
@@ -107,7 +107,7 @@ def _measured(
     by_head = config.positions != "rolling"
     fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION
     context = context_of(model.config) or _TOKENS_BY_LAYER
-    num_tokens = _TOKENS_BY_HEAD if by_head else min(_TOKENS_BY_LAYER, context)
+    num_tokens = None if by_head else min(_TOKENS_BY_LAYER, context)
     weights = _fingerprint(model)
     setting = f"{weights} {fraction:.4f} {by_head} {num_tokens} {BEST_VERSION}"
     if setting in _REFUSED:
@@ -137,7 +137,7 @@ def _measured(
         if weights is None:
             raise ValueError("some of its weights are not in memory")
         vocab_size = model.config.get_text_config().vocab_size
-        ids = torch.tensor([encode(tokenizer(), sample_prompt(), vocab_size)[:num_tokens]])
+        ids = calibration_ids(tokenizer(), num_tokens, vocab_size)
         with Progress(f"measuring the {kind}s of {name}, once"):
             factors = measure_layer_budgets(model, ids, fraction, by_head=by_head)
         measured = with_factors(factors)
@@ -157,6 +157,20 @@ def _measured(
         f" {time.perf_counter() - begun:.1f} s; {result}"
     )
     return measured
+
+
+def calibration_ids(
+    tokenizer: PreTrainedTokenizerBase, num_tokens: int | None, vocab_size: int | None = None
+) -> torch.Tensor:
+    """Return the package's texts for `measure_layer_budgets`, int64 ``[1, T]``.
+
+    The first `num_tokens` tokens of the story to measure layers; with ``None`` a window of each
+    text to measure heads, which keep different things in different kinds of text.
+    """
+    if num_tokens is not None:
+        return torch.tensor([encode(tokenizer, sample_prompt(), vocab_size)[:num_tokens]])
+    windows = [encode(tokenizer, text, vocab_size)[:WINDOW] for text in calibration_texts()]
+    return torch.tensor([[token for window in windows for token in window]])
 
 
 def lock_of(model: torch.nn.Module) -> threading.Lock:
