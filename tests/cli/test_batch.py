@@ -190,7 +190,7 @@ def test_duplicate_ids_are_refused(job, prompts):
 def test_output_of_another_job_is_refused(job, prompts):
     job(prompts)
     outcome, _ = job(prompts, "--heavy", "5", code=2)
-    assert "begun with heavy 0.15" in outcome.err and ", not 5" in outcome.err
+    assert "begun with heavy 0.17" in outcome.err and ", not 5" in outcome.err
     write_prompts(prompts, 12, seed=1)
     outcome, _ = job(prompts, code=2)
     assert "a result for another prompt with id" in outcome.err

@@ -308,7 +308,7 @@ def test_samples_of_other_settings_are_refused(h2okv_command, model_folder, arti
     done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", *rolling)
     assert done.code == 0, done.err
     assert (
-        "h2o, heavy 85%, sink 4, decay 0.9, rolling, by layer v4, 8"
+        "h2o, heavy 75%, sink 4, decay 0.9, rolling, by layer v4, 8"
         in (tmp_path / "s.samples.jsonl").read_text()
     )
     done = summarize(
