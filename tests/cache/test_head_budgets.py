@@ -168,7 +168,7 @@ def test_they_are_measured(make_llama):
     # A head without values changes nothing and needs nothing.
     attention = model.model.layers[1].self_attn
     attention.v_proj.weight.data[: attention.head_dim] *= 1e-4
-    budgets = h2okv.measure_layer_budgets(model, tokens(3, 1, 200), by_head=True)
+    budgets = h2okv.measure_layer_budgets(model, tokens(3, 1, 200), 0.15, by_head=True)
     # The least share is a tenth of 25 entries: two.
     assert [len(heads) for heads in budgets] == [2, 2, 2] and budgets[1][0] == 0.08 < budgets[1][1]
     assert sum(map(sum, budgets)) / 6 == pytest.approx(1, abs=1e-3)

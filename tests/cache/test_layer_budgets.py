@@ -63,7 +63,7 @@ def test_they_are_measured(make_llama):
     model = make_llama(layers=3)
     # A layer without values changes nothing and needs nothing.
     model.model.layers[1].self_attn.v_proj.weight.data *= 1e-4
-    budgets = h2okv.measure_layer_budgets(model, tokens(3, 1, 200))
+    budgets = h2okv.measure_layer_budgets(model, tokens(3, 1, 200), 0.15)
     assert budgets[1] == 0.1 and sum(budgets) / 3 == pytest.approx(1, abs=1e-3)
     h2okv.H2OCache(model.config, 0.15, 0.05, layer_budgets=budgets)
     with pytest.raises(ValueError, match="a text of 3 tokens, .* leave nothing to divide"):

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import h2okv
-from h2okv.assets import bundled_model_path, calibration_texts
+from h2okv.assets import bundled_model_path, calibration_texts, sample_prompt
 from h2okv.cache.layer import CacheLayer
 from h2okv.config import BEST_VERSION
 from h2okv.integration import factors, layer_budgets
@@ -70,12 +70,12 @@ def test_a_cache_of_a_model_is_measured_once_and_kept(model, measured, tmp_path,
 
 def _text(model):
     described = layer_budgets.describe(str(bundled_model_path()))
-    return described.tokenizer, layer_budgets.sample_prompt(), described.vocab_size
+    return described.tokenizer, sample_prompt(), described.vocab_size
 
 
 def test_rolling_positions_are_measured_by_layer(model, measured):
     config = h2okv.H2OCache(model, positions="rolling", prefill_chunk=64, **BEST).cache_config
-    assert config.label == "best v4, rolling, by layer, 20%" and measured == [2048]
+    assert config.label == "best v4, rolling, by layer, 20%" and measured == [4 * 1216]
 
 
 @pytest.mark.parametrize("even", [None, "even"])

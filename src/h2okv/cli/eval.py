@@ -311,6 +311,7 @@ def layers(
     budget: str = option("20%", "Budget to divide; 85 % are heavy hitters."),
 ) -> None:
     fraction = readers.parse_budget(budget)
+    wording = None if text is None else readers.text_or_sample(text)
     if not isinstance(fraction, float) or fraction >= 1:
         raise ValueError(
             f"--budget must be a fraction of the text below 1, got {budget}; give percent below 100"
@@ -321,11 +322,11 @@ def layers(
     from h2okv.integration.layer_budgets import calibration_ids
 
     described = model.describe()
-    limit = min(tokens, described.context or tokens)
-    if text is None:
-        ids = calibration_ids(described.tokenizer, None if by_head else limit)
+    if wording is None:
+        ids = calibration_ids(described.tokenizer)
     else:
-        ids = torch.tensor([encode(described.tokenizer, readers.text_or_sample(text))[:limit]])
+        limit = min(tokens, described.context or tokens)
+        ids = torch.tensor([encode(described.tokenizer, wording)[:limit]])
     with atomic_write(out) as file:  # opened before the work, to find a bad path early
         loaded = model.load(described)
         budgets = h2okv.measure_layer_budgets(

@@ -61,8 +61,8 @@ def measure_layer_budgets(
     Args:
         model: a loaded model; by head its attention is changed for the call.
         input_ids: int ``[1, T]``, a text of the kind that will be read, of several thousand tokens.
-            By head at most four windows of 1,216 tokens are read. Texts of different kinds, one
-            in each window, give factors that hold for more of them.
+            At most four windows of 1,024 tokens are read, by head of 192 more. Texts of different
+            kinds, one in each window, give factors that hold for more of them.
         fraction: heavy hitters to divide, as a fraction of the text.
         least: guaranteed fraction of the equal share for every layer, or head.
         by_head: let all KV heads of all layers compete, not only the layers.
@@ -77,7 +77,7 @@ def measure_layer_budgets(
     total = input_ids.shape[1]
     longest = min(total, context_of(model.config) or total)
     following = min(_FOLLOWING, longest // 6) if by_head else 0
-    length = min(_PROMPT, longest - following) if by_head else total
+    length = min(_PROMPT, longest - following)
     share = int(fraction * length)
     floor = int(least * share)
     if not 0 < fraction < 1 or not 0 <= least <= 1 or share - floor < 1:

@@ -14,21 +14,19 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from h2okv.assets import calibration_texts, sample_prompt
+from h2okv.assets import calibration_texts
 from h2okv.cache import H2OCache
 from h2okv.cache.support import unwrap
 from h2okv.config import BEST_VERSION, MEASURED, CacheConfig, LayerBudgets, checked_factors
 from h2okv.console import Progress, write_remark
 from h2okv.integration.chat_template import encode
 from h2okv.integration.factors import WINDOW, measure_layer_budgets
-from h2okv.integration.loading import context_of, describe
+from h2okv.integration.loading import describe
 from h2okv.integration.names import cache_folder
 from h2okv.policy import get_rule
 from h2okv.provenance import digest, fingerprint, weights_state
 from h2okv.records import first_line, parse_json, write_json
 
-# Layers differ less than heads and need one long text, whose time grows with the square.
-_TOKENS_BY_LAYER = 2048
 # Assumed for a budget in tokens, because prompts may have any length.
 _USUAL_FRACTION = 0.17
 
@@ -106,10 +104,8 @@ def _measured(
 ) -> CacheConfig:
     by_head = config.positions != "rolling"
     fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION
-    context = context_of(model.config) or _TOKENS_BY_LAYER
-    num_tokens = None if by_head else min(_TOKENS_BY_LAYER, context)
     weights = _fingerprint(model)
-    setting = f"{weights} {fraction:.4f} {by_head} {num_tokens} {BEST_VERSION}"
+    setting = f"{weights} {fraction:.4f} {by_head} {BEST_VERSION}"
     if setting in _REFUSED:
         return config.before_measuring
 
@@ -137,7 +133,7 @@ def _measured(
         if weights is None:
             raise ValueError("some of its weights are not in memory")
         vocab_size = model.config.get_text_config().vocab_size
-        ids = calibration_ids(tokenizer(), num_tokens, vocab_size)
+        ids = calibration_ids(tokenizer(), vocab_size)
         with Progress(f"measuring the {kind}s of {name}, once"):
             factors = measure_layer_budgets(model, ids, fraction, by_head=by_head)
         measured = with_factors(factors)
@@ -160,15 +156,12 @@ def _measured(
 
 
 def calibration_ids(
-    tokenizer: PreTrainedTokenizerBase, num_tokens: int | None, vocab_size: int | None = None
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
 ) -> torch.Tensor:
-    """Return the package's texts for `measure_layer_budgets`, int64 ``[1, T]``.
+    """Return a window of each of the package's texts, for `measure_layer_budgets`.
 
-    The first `num_tokens` tokens of the story to measure layers; with ``None`` a window of each
-    text to measure heads, which keep different things in different kinds of text.
+    Int64 ``[1, T]``. Heads keep different things in different kinds of text.
     """
-    if num_tokens is not None:
-        return torch.tensor([encode(tokenizer, sample_prompt(), vocab_size)[:num_tokens]])
     windows = [encode(tokenizer, text, vocab_size)[:WINDOW] for text in calibration_texts()]
     return torch.tensor([[token for window in windows for token in window]])
 
