@@ -305,7 +305,7 @@ def _recommendation(
 def layers(
     model: ModelOptions = args.model_options(),
     out: Path = option(Path("layers.json"), "File for --layer-budgets.", read=readers.writable),
-    text: Path | None = TEXT,
+    text: Path | None = option(None, "Text file (four sample texts).", read=readers.readable),
     tokens: int = option(3648, "Tokens of --text that are read.", read=readers.least, least=2),
     by_head: bool = option(False, "Divide among the heads of a layer too.", "--by-head"),
     budget: str = option("20%", "Budget to divide; 85 % are heavy hitters."),
