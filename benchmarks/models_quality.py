@@ -18,7 +18,7 @@ from typing import Any
 import quality
 from recall_prompts import TASKS, write_prompts
 
-from h2okv.config import KV_BITS, CacheConfig
+from h2okv.config import BEST, BEST_VERSION, KV_BITS, CacheConfig
 from h2okv.evaluation.model import ModelUnderTest
 from h2okv.evaluation.runner import Run
 from h2okv.evaluation.tasks.fidelity import Fidelity, Source, bootstrap
@@ -30,14 +30,17 @@ RULES = ("best", "best even", "h2o", "sink_recent", "snapkv", "recent")
 def caches(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], CacheConfig]]:
     """Yield the caches, each with its columns of the table."""
     for bits in KV_BITS:
-        yield {"rule": "full", "kept": 1.0, "kv_bits": bits}, CacheConfig("full", kv_bits=bits)
+        columns = {"rule": "full", "kept": 1.0, "kv_bits": bits, "version": ""}
+        yield columns, CacheConfig("full", kv_bits=bits)
     for fraction, rule in product(args.kept, args.rules):
         options: dict[str, Any] = {"policy": rule.split()[0]}
         if rule == "best even":
             options["layer_budgets"] = None
         for bits in (None, *KV_BITS) if rule == "best" else (None,):
             config = CacheConfig.from_budget(fraction, kv_bits=bits, **options)
-            yield {"rule": rule, "kept": fraction, "kv_bits": bits or ""}, config
+            version = BEST_VERSION if options["policy"] == BEST else ""
+            columns = {"rule": rule, "kept": fraction, "kv_bits": bits or "", "version": version}
+            yield columns, config
 
 
 def rows_of(

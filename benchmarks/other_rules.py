@@ -131,7 +131,7 @@ def paper_rule(formula: str) -> type[Rule]:
 def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
     """Score the prompts by each rule in turn; return the rows of the table."""
     sources = [Source.read(path) for path in args.data]
-    heavy = {"heavy_fraction": 0.75, "sink": 4}  # as `best`
+    heavy = {"heavy_fraction": 0.75, "sink": 4}  # as version 3 of `best`
     results: dict[str, list[quality.Result]] = {}
     for rule in RULES:
         paper_rule(rule)

@@ -8,6 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
+from h2okv.assets import bundled_model_path
+from h2okv.config import CacheConfig
 from h2okv.integration import layer_budgets as own_budgets
 
 BUDGET = ("--policy", "h2o", "--heavy", "16", "--recent", "16")
@@ -347,6 +349,25 @@ def test_a_chat_template_is_used_unless_the_text_is_raw(generate, chat_folder):
     assert record["prompt_tokens"] == len(tokenizer("a cat?")["input_ids"])
     outcome = generate("--system", "be brief")
     assert outcome.code == 2 and "--system needs a chat template" in outcome.err
+
+
+@pytest.mark.parametrize("by_head", [True, False])
+def test_eval_layers_measures_what_best_does(h2okv_command, tmp_path, monkeypatch, by_head):
+    """Without --text, the factors of the file are those that a cache measures by itself."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    out, path = tmp_path / "layers.json", bundled_model_path()
+    options = ("--model", path, "--dtype", "float32", "--out", out)
+    outcome = h2okv_command("eval", "layers", *options, *["--by-head"] * by_head)
+    assert outcome.code == 0 and "by 4864 tokens" in outcome.out
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    config = CacheConfig.from_budget(
+        0.2, policy="best", positions="original" if by_head else "rolling"
+    )
+    measured = h2okv.H2OCache.from_config(model, config).cache_config
+    assert measured.is_best and measured.is_by_head == by_head
+    assert json.loads(out.read_text()) == json.loads(json.dumps(measured.layer_budgets))
+    few = h2okv_command("eval", "layers", *options, "--tokens", 700)
+    assert few.code == 0 and "by 700 tokens" in few.out
 
 
 def test_layer_budgets_are_read_from_a_measured_file(

@@ -193,7 +193,7 @@ def test_a_damaged_file_is_measured_again(model, measured, tmp_path, damage):
 def test_a_file_of_another_version_is_measured_again(model, measured, tmp_path, monkeypatch):
     h2okv.H2OCache(model, **BEST)
     monkeypatch.setattr(layer_budgets, "BEST_VERSION", BEST_VERSION + 1)
-    assert h2okv.H2OCache(model, **BEST).cache_config.label == "best v5, 20%"
+    assert h2okv.H2OCache(model, **BEST).cache_config.label == f"best v{BEST_VERSION + 1}, 20%"
     assert len(measured) == 2 and len(files(tmp_path)) == 2
 
 

@@ -2,6 +2,7 @@ import ast
 import json
 
 from h2okv.assets import bundled_model_path, calibration_texts, sample_prompt
+from h2okv.integration.factors import WINDOW
 
 
 def test_the_bundled_model_is_there():
@@ -19,9 +20,9 @@ def test_the_sample_prompt_fills_a_context_of_a_thousand_tokens():
     assert text.startswith("To Sherlock Holmes she is always THE woman.")
 
 
-def test_each_calibration_text_is_longer_than_a_window_of_1216_tokens():
+def test_each_calibration_text_has_four_characters_for_each_token_of_a_window():
     story, code, *others = calibration_texts()
     assert story == sample_prompt() and len(others) == 2
     ast.parse(code)
     for text in (code, *others):
-        assert len(text) > 4 * 1216
+        assert len(text) > 4 * WINDOW

@@ -23,6 +23,9 @@ def sample_prompt() -> str:
 
 
 def calibration_texts() -> tuple[str, ...]:
-    """Return a story, a program, a manual and a conversation, each of 5 KB or more."""
+    """Return the texts that heads are measured on: a story, a program, a manual, a conversation.
+
+    Each is longer than a window of `measure_layer_budgets`.
+    """
     names = ("sample_prompt", "sample_code", "sample_manual", "sample_chat")
     return tuple((_FOLDER / f"{name}.txt").read_text(encoding="utf-8") for name in names)

@@ -21,6 +21,7 @@ from h2okv.cli import readers
 from h2okv.cli.help_page import describe, order
 from h2okv.config import (
     BEST,
+    BEST_HEAVY_FRACTION,
     EVEN,
     KV_BITS,
     LEAST_ENTRIES,
@@ -203,7 +204,9 @@ def make_cache(
     budget: str | None = option(None, _BUDGET.format("20%")),
     heavy: str | None = option(None, "Heavy hitters to keep, instead of --budget."),
     recent: str | None = option(None, "Newest tokens to keep, instead of --budget."),
-    heavy_fraction: float | None = option(None, "Heavy hitters in --budget (0.5; best: 0.85)."),
+    heavy_fraction: float | None = option(
+        None, f"Heavy hitters in --budget (0.5; best: {BEST_HEAVY_FRACTION:g})."
+    ),
     sink: int | None = option(None, "First tokens, never evicted (none; best: 4)."),
     scoring: str | None = option(None, f"{', '.join(SCORINGS)} (sum; best: expected)."),
     decay: float | None = option(None, "Of scores, per token (--scoring decay: 0.995)."),

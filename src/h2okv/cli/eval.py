@@ -306,12 +306,14 @@ def layers(
     model: ModelOptions = args.model_options(),
     out: Path = option(Path("layers.json"), "File for --layer-budgets.", read=readers.writable),
     text: Path | None = option(None, "Text file (four sample texts).", read=readers.readable),
-    tokens: int = option(3648, "Tokens of --text that are read.", read=readers.least, least=2),
+    tokens: int = option(4864, "Tokens of the text that are read.", read=readers.least, least=2),
     by_head: bool = option(False, "Divide among the heads of a layer too.", "--by-head"),
-    budget: str = option("20%", "Budget to divide; 85 % are heavy hitters."),
+    budget: str = option(
+        "20%", f"Budget to divide; {100 * BEST_HEAVY_FRACTION:g} % are heavy hitters."
+    ),
 ) -> None:
     fraction = readers.parse_budget(budget)
-    wording = None if text is None else readers.text_or_sample(text)
+    wording = None if text is None else readers.read_text("--text", text)
     if not isinstance(fraction, float) or fraction >= 1:
         raise ValueError(
             f"--budget must be a fraction of the text below 1, got {budget}; give percent below 100"
@@ -325,8 +327,8 @@ def layers(
     if wording is None:
         ids = calibration_ids(described.tokenizer)
     else:
-        limit = min(tokens, described.context or tokens)
-        ids = torch.tensor([encode(described.tokenizer, wording)[:limit]])
+        ids = torch.tensor([encode(described.tokenizer, wording)])
+    ids = ids[:, :tokens]
     with atomic_write(out) as file:  # opened before the work, to find a bad path early
         loaded = model.load(described)
         budgets = h2okv.measure_layer_budgets(

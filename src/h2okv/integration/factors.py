@@ -61,8 +61,8 @@ def measure_layer_budgets(
     Args:
         model: a loaded model; by head its attention is changed for the call.
         input_ids: int ``[1, T]``, a text of the kind that will be read, of several thousand tokens.
-            At most four windows of 1,024 tokens are read, by head of 192 more. Texts of different
-            kinds, one in each window, give factors that hold for more of them.
+            At most four windows are read, of 1,024 tokens each and 192 more by head. Windows of
+            different kinds of text give factors that hold for more texts.
         fraction: heavy hitters to divide, as a fraction of the text.
         least: guaranteed fraction of the equal share for every layer, or head.
         by_head: let all KV heads of all layers compete, not only the layers.

@@ -17,7 +17,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from h2okv.assets import calibration_texts
 from h2okv.cache import H2OCache
 from h2okv.cache.support import unwrap
-from h2okv.config import BEST_VERSION, MEASURED, CacheConfig, LayerBudgets, checked_factors
+from h2okv.config import (
+    BEST_HEAVY_FRACTION,
+    BEST_VERSION,
+    MEASURED,
+    CacheConfig,
+    LayerBudgets,
+    checked_factors,
+)
 from h2okv.console import Progress, write_remark
 from h2okv.integration.chat_template import encode
 from h2okv.integration.factors import WINDOW, measure_layer_budgets
@@ -28,7 +35,7 @@ from h2okv.provenance import digest, fingerprint, weights_state
 from h2okv.records import first_line, parse_json, write_json
 
 # Assumed for a budget in tokens, because prompts may have any length.
-_USUAL_FRACTION = 0.17
+_USUAL_FRACTION = 0.2 * BEST_HEAVY_FRACTION
 
 
 class _Described(Protocol):
@@ -44,7 +51,7 @@ def with_measured_budgets(
     """Replace ``layer_budgets="auto"`` by factors measured for the model.
 
     By head, or by layer with rolling positions. `measure_layer_budgets` measures them on the
-    package's texts the first time that a model is used with a budget; a file in the user's cache
+    calibration texts the first time that a model is used with a budget; a file in the user's cache
     folder stores them. Where they cannot be measured, the budgets are even, and a line on stderr
     says so.
 
@@ -158,9 +165,9 @@ def _measured(
 def calibration_ids(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
 ) -> torch.Tensor:
-    """Return a window of each of the package's texts, for `measure_layer_budgets`.
+    """Return a window of each calibration text, int64 ``[1, T]``, for `measure_layer_budgets`.
 
-    Int64 ``[1, T]``. Heads keep different things in different kinds of text.
+    Heads keep different things in different kinds of text.
     """
     windows = [encode(tokenizer, text, vocab_size)[:WINDOW] for text in calibration_texts()]
     return torch.tensor([[token for window in windows for token in window]])
