@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
+from h2okv.cache import rope
 from h2okv.ops import dispatch
 from h2okv.ops.dispatch import use
 from h2okv.ops.rope import rotate
@@ -365,3 +366,43 @@ def test_learned_positions_stop_at_the_last_one(kind):
     assert text.shape == (1, 106)
     with pytest.raises(ValueError, match="positions='rolling'.*positions='clamped'"):
         h2okv.H2OCache(config, positions="rolling")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{"positions": "rolling"}, {"scoring": "expected"}], ids=str)
+def test_a_module_is_probed_once_for_all_caches(make_llama, monkeypatch, options):
+    probed, probe = [], rope._probe
+    monkeypatch.setattr(rope, "_probe", lambda *args: probed.append(args[1]) or probe(*args))
+    model = make_llama(layers=3)
+
+    def read():
+        cache = h2okv.H2OCache(model.config, 6, 6, **options)
+        logits = model(tokens(30), past_key_values=cache).logits
+        return logits, cache.kept_positions(2)
+
+    first = read()
+    assert probed == [0, 1, 2]
+    for again, expected in zip(read(), first, strict=True):
+        assert again.equal(expected)
+    assert probed == [0, 1, 2]
+    model.to(torch.float64)
+    read()
+    assert probed == [0, 1, 2] * 2
+    # Rotary embeddings that were replaced may rotate in another way.
+    model.model.rotary_emb = copy.deepcopy(model.model.rotary_emb)
+    read()
+    assert probed == [0, 1, 2] * 3
+
+
+@torch.no_grad()
+def test_layers_share_the_rotations_of_a_forward(make_llama, monkeypatch):
+    computed, move = [], rope.Rotation.moved
+    monkeypatch.setattr(
+        rope.Rotation, "moved", lambda *args: computed.append(args[1]) or move(*args)
+    )
+    model = make_llama(layers=3)
+    cache = h2okv.H2OCache(model.config, 6, 6, scoring="expected", prefill_chunk=10)
+    with h2okv.enable(model):
+        h2okv.prefill(model, tokens(30), cache)
+    positions = [list(range(start, start + 10)) for start in (0, 10, 20)]
+    assert [ids[0].tolist() for ids in computed] == positions

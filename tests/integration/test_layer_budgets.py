@@ -201,7 +201,7 @@ def test_a_model_without_gradients_is_measured_by_its_attention(model, monkeypat
     ids = torch.tensor([layer_budgets.encode(*_text(model))[:400]])
     both = measure_layer_budgets(model, ids, by_head=True)
 
-    def fail(*args):
+    def fail(*args, **options):
         raise RuntimeError("no gradients here")
 
     monkeypatch.setattr(factors, "losses_by_entries", fail)
@@ -218,7 +218,7 @@ def test_threads_are_those_of_free_cores(model, monkeypatch, load, threads):
     seen = []
     monkeypatch.setattr(factors.os, "getloadavg", lambda: (load, 0.0, 0.0))
 
-    def count(*args):
+    def count(*args, **options):
         seen.append(torch.get_num_threads())
         raise RuntimeError("seen")
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from h2okv.cache.argument import CACHE
-from h2okv.integration.factors import losses_by_entries
+from h2okv.integration.factors import _Prompt, losses_by_entries, measure_layer_budgets
 
 LENGTH, FOLLOWING, STEP = 24, 8, 0.02
 
@@ -75,3 +75,47 @@ def test_attention_without_a_mask_is_refused(make_llama, text, monkeypatch):
     with pytest.raises(ValueError, match="takes no attention mask"):
         losses_by_entries(model, text, {1: order})
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {}),
+        ("gemma3_text", {"sliding_window": 8,
+                         "layer_types": ["sliding_attention", "full_attention"]}),
+        ("minicpm3", {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+                      "qk_nope_head_dim": 8, "v_head_dim": 8}),
+    ],
+    ids=["full", "sliding", "latent"],
+)  # fmt: skip
+def test_the_scored_prompt_is_not_read_again(text, monkeypatch, kind, options):
+    config = AutoConfig.for_model(
+        kind, vocab_size=97, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4 if kind == "minicpm3" else 2, **options,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.inference_mode():
+        prompt = _Prompt.read(model, text[:, :LENGTH], recent=4)
+    reads, forward = [], type(model).forward
+    monkeypatch.setattr(
+        type(model),
+        "forward",
+        lambda *args, **options: reads.append(1) or forward(*args, **options),
+    )
+    expected = losses_by_entries(model, text, prompt.orders)
+    assert len(reads) == 2
+    losses = losses_by_entries(model, text, prompt.orders, cache=prompt.cache)
+    assert len(reads) == (4 if kind == "minicpm3" else 3)  # a cache of latents has no keys
+    for layer, values in expected.items():
+        torch.testing.assert_close(losses[layer], values, rtol=1e-3, atol=1e-7)
+        assert values.max() > 0
+
+
+def test_measuring_works_in_inference_mode(make_llama, capsys):
+    model = make_llama(layers=2)
+    ids = torch.arange(400)[None] % 97
+    expected = measure_layer_budgets(model, ids, by_head=True)
+    with torch.inference_mode():
+        assert measure_layer_budgets(model, ids, by_head=True) == expected
+    assert capsys.readouterr().err == ""

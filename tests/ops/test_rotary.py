@@ -32,6 +32,8 @@ def test_a_rotation_is_the_models_own(layout):
         torch.testing.assert_close(
             rotated, interleave_pairs(reference, 16, layout), atol=1e-6, rtol=1e-5
         )
+        in_place = rotate(states, factors, layout)
+        torch.testing.assert_close(in_place, reference, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
@@ -41,6 +43,8 @@ def test_only_the_first_numbers_of_a_head_are_rotated(layout, width):
     rotated = rotate(interleave_pairs(states, width, layout), factors_of(5, width))
     assert torch.equal(rotated[..., width:], states[..., width:])
     assert not torch.allclose(rotated[:, :, 1:, :width], states[:, :, 1:, :width])
+    in_place = rotate(states, factors_of(5, width), layout)
+    torch.testing.assert_close(interleave_pairs(in_place, width, layout), rotated)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -173,7 +173,7 @@ class H2OCache(Cache):
                 self._check_goes_on(key_states.shape[2])
                 if self._lacks_model and not layer.is_initialized:
                     support.warn_of_untransformed_keys()
-            for rotation in layer.rotations.found_rotations:
+            for rotation in layer.rotations.shared_rotations:
                 rotation.begin_forward()
         self._last_updated = layer if isinstance(layer, BaseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -336,7 +336,7 @@ class H2OCache(Cache):
         rotations: list[Rotation] = []
         deferred = DeferredSteps()
         for layer in self._scored:
-            layer.rotations.found_rotations = rotations
+            layer.rotations.shared_rotations = rotations
         for layer in self._slot_layers:
             layer.deferred = deferred
         self._scored[-1].ends_forward = True

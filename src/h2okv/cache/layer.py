@@ -239,7 +239,7 @@ class CacheLayer(BaseLayer):
         """Return keys and values ``[B, H, P + T, D]`` as the block attends to them."""
         keys, values, transform = self.storage.keys, self.storage.values, self.state.key_transform
         if self.spans is not None:  # the same for a token that comes alone and one in a block
-            return keys.as_held(key, past, transform), values.as_held(value, past)
+            return keys.as_stored(key, past, transform), values.as_stored(value, past)
         attended_key = keys.as_attended(key, past, real, transform)
         return attended_key, values.as_attended(value, past, real)
 
@@ -317,7 +317,7 @@ class CacheLayer(BaseLayer):
         elif rotations.text is not None:
             assert block.position_ids is not None
             position_ids = block.position_ids[:, 0, :, 0]
-            query, keys = rotations.moved_behind(query, keys, real, position_ids, AHEAD)
+            query = rotations.moved_behind(query, real, position_ids, AHEAD)
         options = block.scale, block.softcap, sinks
         return expected_attention(query, keys, is_entry, real, *options)
 
@@ -371,10 +371,10 @@ class CacheLayer(BaseLayer):
         """Rank a block's entries, fp32 ``[B, H, N]``, by numbers as they will be stored."""
         weights = keys = None
         if self.rule.weighs_values:
-            values = self.storage.values.as_held(entries.value, entries.past)
+            values = self.storage.values.as_stored(entries.value, entries.past)
             weights = self.rule.value_weights(values)
         if self.rule.observes is Sees.KEYS:
-            keys = self.storage.keys.as_held(entries.key, entries.past, self.state.key_transform)
+            keys = self.storage.keys.as_stored(entries.key, entries.past, self.state.key_transform)
         return self._rank(entries.scores, entries.positions, self.newest(), weights, keys)
 
     def _rank(

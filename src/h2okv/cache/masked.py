@@ -106,8 +106,8 @@ class MaskedLayer(CacheLayer):
     def _evict(self, entries: BlockEntries) -> None:
         state = self.state
         # The block's tokens have become entries.
-        state.keys = self.storage.keys.as_held(entries.key, entries.past, state.key_transform)
-        state.values = self.storage.values.as_held(entries.value, entries.past)
+        state.keys = self.storage.keys.as_stored(entries.key, entries.past, state.key_transform)
+        state.values = self.storage.values.as_stored(entries.value, entries.past)
         state.scores = entries.scores
         if self.rule.weighs_values:
             state.value_weights = self.rule.value_weights(state.values)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from h2okv.cache.argument import CACHE
 from h2okv.config import Positions, check_tokens
 from h2okv.ops.decode import RotaryTables
-from h2okv.ops.rope import Layout, interleave_pairs, inverse, multiply, relative, rotate
+from h2okv.ops.rope import Layout, inverse, multiply, relative, rotate
 
 # Kinds of RoPE whose frequencies depend on the longest position.
 BY_LENGTH = ("dynamic", "longrope")
@@ -33,6 +34,7 @@ class Rotation:
     def __post_init__(self) -> None:
         self._tables: dict[int, Tensor] = {}
         self._last: tuple[Tensor, Tensor] | None = None
+        self._last_moved: tuple[Tensor, Tensor | None, Tensor] | None = None
         # R, how many numbers of a head are rotated.
         self.width = 2 * self._frequencies(self.rotary)[0].shape[0]
 
@@ -53,9 +55,20 @@ class Rotation:
         there = self._factors(self.rotary, end.to(self.device)).unsqueeze(1)
         return multiply(self.of_text(position_ids), there)
 
+    def behind(self, position_ids: Tensor, real: Tensor | None, ahead: int) -> Tensor:
+        """Return factors that move rotations to one place, `ahead` of the last real position."""
+        last = None if torch.compiler.is_compiling() else self._last_moved
+        # All layers of a forward get views of one tensor, and the same padding.
+        if last is None or not (_is_same(last[0], position_ids) and _is_same(last[1], real)):
+            ends = position_ids if real is None else position_ids.masked_fill(~real, 0)
+            factors = self.moved(position_ids, ends.amax(dim=1, keepdim=True) + ahead)
+            factors = factors.movedim(-1, 0).contiguous().movedim(0, -1)  # as `rotate` reads them
+            last = self._last_moved = position_ids, real, factors
+        return last[2]
+
     def begin_forward(self) -> None:
         """Forgets the last forward's positions, which a caller may have overwritten in place."""
-        self._last = None
+        self._last = self._last_moved = None
 
     def of_ranks(self, length: int) -> Tensor:
         """Factors of the rotations to the ranks of a cache, fp32 ``[length, R / 2, 2]``."""
@@ -99,7 +112,7 @@ class Rotations:
     def __init__(self, rolls: bool, looks_ahead: bool) -> None:
         self.rolls, self.looks_ahead = rolls, looks_ahead
         # One list for all layers of a cache: layers that rotate alike share one object.
-        self.found_rotations: list[Rotation] = []
+        self.shared_rotations: list[Rotation] = []
         self.forget()
 
     def forget(self) -> None:
@@ -135,25 +148,28 @@ class Rotations:
         return rotate(query, self.rolling.of_ranks(num_ranks)[end + ahead])
 
     def moved_behind(
-        self, query: Tensor, keys: Tensor, real: Tensor | None, position_ids: Tensor, ahead: int
-    ) -> tuple[Tensor, Tensor]:
-        """Rotate queries from their positions ``[B or 1, T]`` to one `ahead` of the last.
-
-        Returns them and the keys, pairs next to each other in both.
-        """
+        self, query: Tensor, real: Tensor | None, position_ids: Tensor, ahead: int
+    ) -> Tensor:
+        """Rotate queries from their positions ``[B or 1, T]`` to one `ahead` of the last."""
         assert self.text is not None
         if real is not None:
             position_ids = position_ids.expand_as(real)
-        last = position_ids if real is None else position_ids.masked_fill(~real, 0)
-        width, layout = self.text.width, self.text.layout
-        factors = self.text.moved(position_ids, last.amax(dim=1, keepdim=True) + ahead)
-        query = rotate(interleave_pairs(query, width, layout), factors)
-        return query, interleave_pairs(keys, width, layout)
+        factors = self.text.behind(position_ids, real, ahead)
+        return rotate(query, factors, self.text.layout)
 
     @property
     def needs_positions(self) -> bool:
         """Whether a forward must say where the model put its tokens."""
         return (self.rolling or self.text) is not None
+
+
+def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+    """Tell whether two tensors are views of the same numbers, without reading them."""
+    if one is None or other is None:
+        return one is other
+    return (one.data_ptr(), one.shape, one.stride()) == (
+        other.data_ptr(), other.shape, other.stride(),
+    )  # fmt: skip
 
 
 def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:
@@ -220,7 +236,53 @@ class _KeyTaker(DynamicCache):
 def find_rotation(
     module: torch.nn.Module, layer_idx: int, key: Tensor, rotations: list[Rotation]
 ) -> Rotation | None:
-    """Learns how an attention module rotates its keys, and checks it on two tokens.
+    """Return how an attention module rotates its keys, one object for modules that do so alike.
+
+    Probes a module once and remembers the result, which does not depend on its weights.
+
+    Args:
+        module: the attention module, in a forward of its model.
+        layer_idx: its layer.
+        key: keys that it made, for their dtype and device.
+        rotations: those of the cache's other layers; a new one is appended.
+
+    Returns:
+        The rotation, or ``None`` if the module rotates nothing.
+
+    Raises:
+        ValueError: if it rotates its keys in an unknown way.
+    """
+    rotary = _running_rotary(module)
+    setting = _Probe(rotary, key.dtype, key.device)
+    probe = _PROBES.get(module)
+    if probe is None or probe != setting:
+        probe = replace(setting, result=_probe(module, layer_idx, key, rotary))
+        _PROBES[module] = probe
+    if probe.result is None:
+        return None
+    rotation = Rotation(rotary, *probe.result, key.device)
+    if rotation not in rotations:
+        rotations.append(rotation)
+    return rotations[rotations.index(rotation)]
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """What a module's rotation depends on, and the result."""
+
+    rotary: torch.nn.Module | None
+    dtype: torch.dtype
+    device: torch.device
+    result: tuple[str | None, Layout, torch.dtype] | None = field(default=None, compare=False)
+
+
+_PROBES: WeakKeyDictionary[torch.nn.Module, _Probe] = WeakKeyDictionary()
+
+
+def _probe(
+    module: torch.nn.Module, layer_idx: int, key: Tensor, rotary: Any
+) -> tuple[str | None, Layout, torch.dtype] | None:
+    """Check on two tokens how a module rotates; return layer type, layout and the tables' dtype.
 
     The module is run on random numbers at two positions and without a rotation; the one must be the
     other, rotated. So a family that rotates its keys in a way of its own is noticed.
@@ -232,7 +294,6 @@ def find_rotation(
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 2, config.hidden_size, generator=generator)
     hidden = hidden.to(device, parameter.dtype if parameter.is_floating_point() else dtype)
-    rotary = _running_rotary(module)
     if rotary is None:
         if "position_ids" in inspect.signature(module.forward).parameters:
             raise _unknown(module)
@@ -260,14 +321,11 @@ def find_rotation(
     for layout in get_args(Layout):
         trial = Rotation(fresh, layer_type, layout, table_dtype, device)
         start, back = (
-            rotate(interleave_pairs(keys, trial.width, layout), trial.of_text(position_ids))
+            rotate(keys, trial.of_text(position_ids), layout)
             for keys, position_ids in ((plain, torch.zeros_like(ids)), (rotated, ids))
         )
         if (back - start).norm() <= _CLOSE * start.norm():
-            rotation = Rotation(rotary, layer_type, layout, table_dtype, device)
-            if rotation not in rotations:
-                rotations.append(rotation)
-            return rotations[rotations.index(rotation)]
+            return layer_type, layout, table_dtype
     raise _unknown(module)
 
 

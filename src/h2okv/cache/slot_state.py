@@ -81,7 +81,7 @@ class EntryStorage:
     def round(self, states: Tensor, transform: KeyTransform | None = None) -> Tensor:
         return self.read(self.store(states, transform), states.dtype, transform)
 
-    def as_held(self, states: Tensor, past: int, transform: KeyTransform | None = None) -> Tensor:
+    def as_stored(self, states: Tensor, past: int, transform: KeyTransform | None = None) -> Tensor:
         """Keys or values ``[B, H, P + T, D]``, of which P are held, as they are after the block.
 
         By these entries are ranked, so that a number that is rounded counts alike all its life.
@@ -101,7 +101,7 @@ class EntryStorage:
         length = states.shape[2] - past
         if self.bits is None or past == 0 or (real is None and length > 1):
             return states
-        rounded = self.as_held(states, past, transform)
+        rounded = self.as_stored(states, past, transform)
         if real is None or length == 1:
             return rounded
         return torch.where((real.sum(dim=1) == 1).view(-1, 1, 1, 1), rounded, states)

@@ -26,6 +26,7 @@ _PROMPT, _FOLLOWING, _WINDOWS = 1024, 192, 4  # tokens of a window; windows of a
 WINDOW = _PROMPT + _FOLLOWING
 _SINKS = CacheConfig(BEST).sink
 _QUERIES_OF_A_GATE = 16
+_AFTER_ALL = torch.iinfo(torch.int32).max
 
 
 @contextmanager
@@ -41,6 +42,7 @@ def _threads_of_free_cores() -> Iterator[None]:
 
 
 @_threads_of_free_cores()
+@torch.inference_mode(False)
 @torch.no_grad()
 def measure_layer_budgets(
     model: PreTrainedModel,
@@ -91,14 +93,14 @@ def measure_layer_budgets(
     sizes = [len(order) for order in prompts[0].orders.values()]
     gains = torch.stack([prompt.effects for prompt in prompts]).mean(0)
     if not by_head:
-        by_layer = torch.stack([heads.mean(0) for heads in gains.split(sizes)])
-        return tuple(round(factor, 4) for factor in _divide(by_layer, floor, share).tolist())
+        means = torch.stack([heads.mean(0) for heads in gains.split(sizes)])
+        return tuple(round(factor, 4) for factor in _divide(means, floor, share).tolist())
     factors = _divide(gains, floor, share)
     try:
-        losses = [
-            torch.cat(list(losses_by_entries(model, window, prompt.orders).values()))
-            for window, prompt in zip(windows, prompts, strict=True)
-        ]
+        losses = []
+        for window, prompt in zip(windows, prompts, strict=True):
+            by_layer = losses_by_entries(model, window, prompt.orders, cache=prompt.cache)
+            losses.append(torch.cat(list(by_layer.values())))
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         write_remark(f"note: the heads are measured by their attention alone ({first_line(error)})")
     else:
@@ -124,6 +126,7 @@ class _Prompt:
 
     effects: Tensor  # [heads of all layers, T]: of each entry on the output, the largest first
     orders: dict[int, Tensor]  # by layer, [H, T]: positions, the first to be dropped last
+    cache: DynamicCache | None  # of the prompt, where it can be had without another reading
 
     @classmethod
     def read(cls, model: PreTrainedModel, input_ids: Tensor, recent: int) -> _Prompt:
@@ -149,7 +152,26 @@ class _Prompt:
             rank = rank.masked_fill(is_empty, -torch.inf)
             best = rank.argsort(-1, descending=True)[:, :length]
             orders[number] = state.positions[0].gather(-1, best).long()
-        return cls(torch.cat(effects), orders)
+        return cls(torch.cat(effects), orders, _full_cache(model, cache))
+
+
+def _full_cache(model: PreTrainedModel, cache: H2OCache) -> DynamicCache | None:
+    """Return a cache that evicted nothing as transformers' own; ``None`` if it holds latents."""
+    result = DynamicCache(config=model.config)
+    for number, layer in enumerate(cache.layers):
+        if not isinstance(layer, CacheLayer):
+            result.layers[number] = layer  # already one of transformers'
+            continue
+        if not layer.state.has_values:
+            return None
+        order = layer.state.positions.masked_fill(layer.state.positions < 0, _AFTER_ALL).argsort(-1)
+        order = order[..., : cache.num_seen_tokens].unsqueeze(-1)
+        keys, values = (
+            states.gather(2, order.expand(-1, -1, -1, states.shape[-1]))
+            for states in (layer.state.keys, layer.state.values)
+        )
+        result.update(keys, values, number)
+    return result
 
 
 def _divide(gains: Tensor, floor: int, share: int) -> Tensor:
@@ -204,6 +226,7 @@ def losses_by_entries(
     orders: Mapping[int, Tensor],
     rounds: int = 2,
     seed: int = 0,
+    cache: DynamicCache | None = None,
 ) -> dict[int, Tensor]:
     """Estimate the divergence of the predictions if each head drops the end of its order.
 
@@ -221,6 +244,7 @@ def losses_by_entries(
             dropped last: int ``[H, T]``.
         rounds: backward passes, each with other labels.
         seed: of the labels.
+        cache: of the prompt, mutated; read if not given.
 
     Returns:
         For each layer float ``[H, T]``: the divergence, in nats a token, if only the entries before
@@ -232,8 +256,10 @@ def losses_by_entries(
     length = next(iter(orders.values())).shape[-1]
     following = input_ids[:, length:].to(input_device(model))
     generator = torch.Generator(following.device).manual_seed(seed)
-    cache = DynamicCache(config=model.config)
-    model(input_ids[:, :length].to(following.device), **{CACHE: cache})
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+        prompt = input_ids[:, :length].to(following.device)
+        model(prompt, logits_to_keep=1, **{CACHE: cache})
     spans = -(-following.shape[1] // _QUERIES_OF_A_GATE)
     gates, losses = {}, {}
     for number, order in orders.items():

@@ -162,5 +162,5 @@ def power(decay: float, exponent: Tensor) -> Tensor:
 def value_norms(values: Tensor) -> Tensor:
     """Return the L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``, never 0."""
     wide = torch.promote_types(values.dtype, torch.float32)  # float64 is not narrowed before
-    norms = torch.linalg.vector_norm(values, ord=1, dim=-1, dtype=wide).to(torch.float32)
+    norms = values.abs().sum(dim=-1, dtype=wide).to(torch.float32)  # vector_norm: 6 times slower
     return norms.clamp_(min=torch.finfo(torch.float32).tiny)  # inf (a pin) times 0 would be NaN
