@@ -55,7 +55,7 @@ class Rotation:
         there = self._factors(self.rotary, end.to(self.device)).unsqueeze(1)
         return multiply(self.of_text(position_ids), there)
 
-    def behind(self, position_ids: Tensor, real: Tensor | None, ahead: int) -> Tensor:
+    def moved_to_end(self, position_ids: Tensor, real: Tensor | None, ahead: int) -> Tensor:
         """Return factors that move rotations to one place, `ahead` of the last real position."""
         last = None if torch.compiler.is_compiling() else self._last_moved
         # All layers of a forward get views of one tensor, and the same padding.
@@ -154,7 +154,7 @@ class Rotations:
         assert self.text is not None
         if real is not None:
             position_ids = position_ids.expand_as(real)
-        factors = self.text.behind(position_ids, real, ahead)
+        factors = self.text.moved_to_end(position_ids, real, ahead)
         return rotate(query, factors, self.text.layout)
 
     @property
@@ -163,13 +163,12 @@ class Rotations:
         return (self.rolling or self.text) is not None
 
 
-def _is_same(one: Tensor | None, other: Tensor | None) -> bool:
+def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
     """Tell whether two tensors are views of the same numbers, without reading them."""
-    if one is None or other is None:
-        return one is other
-    return (one.data_ptr(), one.shape, one.stride()) == (
-        other.data_ptr(), other.shape, other.stride(),
-    )  # fmt: skip
+    if first is None or second is None:
+        return first is second
+    is_shaped_alike = first.shape == second.shape and first.stride() == second.stride()
+    return is_shaped_alike and first.data_ptr() == second.data_ptr()
 
 
 def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:

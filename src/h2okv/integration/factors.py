@@ -158,17 +158,21 @@ class _Prompt:
 def _full_cache(model: PreTrainedModel, cache: H2OCache) -> DynamicCache | None:
     """Return a cache that evicted nothing as transformers' own; ``None`` if it holds latents."""
     result = DynamicCache(config=model.config)
+    if len(result.layers) != len(cache.layers):
+        return None
     for number, layer in enumerate(cache.layers):
         if not isinstance(layer, CacheLayer):
-            result.layers[number] = layer  # already one of transformers'
+            if type(layer) is not type(result.layers[number]):
+                return None
+            result.layers[number] = layer
             continue
-        if not layer.state.has_values:
+        states = [t for t in (layer.state.keys, layer.state.values) if isinstance(t, Tensor)]
+        if not layer.state.has_values or len(states) < 2:
             return None
         order = layer.state.positions.masked_fill(layer.state.positions < 0, _AFTER_ALL).argsort(-1)
         order = order[..., : cache.num_seen_tokens].unsqueeze(-1)
         keys, values = (
-            states.gather(2, order.expand(-1, -1, -1, states.shape[-1]))
-            for states in (layer.state.keys, layer.state.values)
+            tensor.gather(2, order.expand(-1, -1, -1, tensor.shape[-1])) for tensor in states
         )
         result.update(keys, values, number)
     return result
