@@ -135,6 +135,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 def environment() -> dict[str, Any]:
     """Return the columns that describe machine and code."""
     row = describe(torch.device("cpu")) | {"ops": implementation_in_use()}
+    if "Xeon" in row["machine"] and not torch.cpu._is_amx_tile_supported():
+        row["machine"] = row["machine"].replace(",", " without AMX,")  # virtual ones share a name
     return {name: row[name] for name in FIELDS if name in row}
 
 
