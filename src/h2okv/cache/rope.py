@@ -242,7 +242,7 @@ def find_rotation(
     Args:
         module: the attention module, in a forward of its model.
         layer_idx: its layer.
-        key: keys that it made, for their dtype and device.
+        key: its keys, for their dtype and device.
         rotations: those of the cache's other layers; a new one is appended.
 
     Returns:
