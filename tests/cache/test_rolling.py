@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 import h2okv
 from h2okv.cache import rope
@@ -366,6 +367,52 @@ def test_learned_positions_stop_at_the_last_one(kind):
     assert text.shape == (1, 106)
     with pytest.raises(ValueError, match="positions='rolling'.*positions='clamped'"):
         h2okv.H2OCache(config, positions="rolling")
+
+
+def _doubles_its_keys(query, key, cos, sin, **options):
+    return query, key * (1 + cos[:, None] ** 2)
+
+
+def _needs_more(query, key, cos, sin, **options):
+    raise KeyError("full_attention")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rotates", [_doubles_its_keys, _needs_more])
+@pytest.mark.parametrize(
+    ("options", "given", "remedy"),
+    [
+        ({"positions": "rolling"}, "positions='rolling'", "use positions='original'."),
+        (
+            {"policy": "best", "layer_budgets": "even"},
+            "scoring='expected' (of policy='best')",
+            "use policy='h2o' (--policy h2o), without that scoring.",
+        ),
+        (
+            {"scoring": "expected", "positions": "rolling"},
+            "positions='rolling' and scoring='expected' (of policy='best')",
+            "use positions='original' and policy='h2o' (--policy h2o), without that scoring.",
+        ),
+    ],
+    ids=["rolling", "best", "both"],
+)
+def test_an_unknown_rotation_is_refused_by_the_options_given(
+    make_llama, monkeypatch, rotates, options, given, remedy
+):
+    model, rotate_keys = make_llama(), modeling_llama.apply_rotary_pos_emb
+    calls = []
+
+    def apply(*args, **kwargs):  # the model's first layer is probed in its forward
+        calls.append(args)
+        return (rotate_keys if len(calls) == 1 else rotates)(*args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", apply)
+    with pytest.raises(ValueError) as caught:
+        model(tokens(9), past_key_values=h2okv.H2OCache(model.config, 6, 6, **options))
+    assert str(caught.value) == (
+        f"{given}: how LlamaAttention rotates its keys must be known, and it does so in another way"
+        f" than other models; {remedy}"
+    )
 
 
 @torch.no_grad()

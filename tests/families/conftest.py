@@ -18,6 +18,9 @@ QUICK = {
     "Gemma 2", "GPT-BigCode, StarCoder", "Qwen3-Next", "LFM2", "SmolLM3", "Phi-3, LongRoPE",
     "DeepSeek-V3, R1, Kimi K2", "Llava", "Gemma 3", "Qwen2.5-VL",
 }  # fmt: skip
+# With the commands' default besides: pairs of neighbours, complex numbers, positions that queries
+# grow with, minus the angle, learned sinks.
+QUICK_DEFAULTS = QUICK | {"GLM-4", "DeepSeek-V2", "Ministral 3", "NanoChat", "gpt-oss"}
 
 
 def pytest_collection_modifyitems(items):
@@ -31,5 +34,6 @@ def pytest_collection_modifyitems(items):
         if is_latent or family.model_type not in CONFIG_MAPPING:
             item.add_marker(pytest.mark.skip("needs a newer transformers"))
         both = family.name == "LLaMA 1, LLaMA 2"
-        if family.name not in QUICK or (heads == 4 and not both):
+        quick = QUICK_DEFAULTS if item.path.stem == "test_defaults" else QUICK
+        if family.name not in quick or (heads == 4 and not both):
             item.add_marker(pytest.mark.slow)

@@ -84,6 +84,21 @@ def generate(
     return output.sequences[:, ids.shape[1] :], torch.stack(output.logits, dim=1)
 
 
+@torch.no_grad()
+def factors_by_head(model: PreTrainedModel) -> list[list[float]]:
+    """Return factors on heavy, of mean 1, for each KV head of each layer with H2O entries."""
+    cache = h2okv.H2OCache(model.config)
+    model = _fresh(model)
+    with h2okv.enable(model):
+        model(tokens(1, 5), **{CACHE: cache})
+    heads = [layer.num_kv_heads for layer in cache._scored]
+    factors = [1.5 if number % 2 else 0.5 for number in range(sum(heads))]
+    if len(factors) % 2:
+        factors[-1] = 1.0
+    rest = iter(factors)
+    return [[next(rest) for _ in range(count)] for count in heads]
+
+
 def kept_sets(cache: h2okv.H2OCache) -> dict[int, list[list[set[int]]]]:
     """Return the positions in each full-attention layer, for each row and head."""
     sets = {}

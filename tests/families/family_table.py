@@ -126,6 +126,13 @@ FAMILIES = (
     Family(
         "Ministral", "ministral", _SLIDING | _WIDE_HEADS, note="sliding layers beside full ones"
     ),
+    Family(
+        "Ministral 3",
+        "ministral3",
+        # From token 48 on, queries grow with their position.
+        _rope("yarn", factor=4.0, original_max_position_embeddings=48, llama_4_scaling_beta=0.5),
+        note="YaRN; queries grow with their position",
+    ),
     Family("Mixtral", "mixtral", {"num_local_experts": 4, "sliding_window": None}),
     Family("Qwen2", "qwen2"),
     Family(
@@ -218,6 +225,7 @@ FAMILIES = (
     Family("Nemotron", "nemotron", {"head_dim": 8}),
     Family("Seed-OSS", "seed_oss", {"head_dim": 8}),
     Family("Apertus", "apertus"),
+    Family("NanoChat", "nanochat", note="rotates by minus the angle"),
     Family("ERNIE 4.5", "ernie4_5", {"head_dim": 8}),
     Family(
         "gpt-oss",

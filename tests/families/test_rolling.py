@@ -113,14 +113,22 @@ def test_only_rotary_positions_roll(family):
         h2okv.H2OCache(config, positions="rolling")
 
 
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({"positions": "rolling"}, "^positions='rolling': .*run each sequence alone, or use pos"),
+        ({"scoring": "expected"}, "^scoring='expected' .*sequence alone, or use policy='h2o'"),
+    ],
+    ids=["rolling", "expected"],
+)
 @torch.no_grad()
-def test_padding_is_refused_where_a_model_tells_no_positions():
+def test_padding_is_refused_where_a_model_tells_no_positions(options, refusal):
     family = next(f for f in FAMILIES if f.model_type == "llama4_text")
     rotated = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "no_rope_layers": [1]}
     config = AutoConfig.for_model("llama4_text", **config_options(family, 4) | rotated)
     model = AutoModelForCausalLM.from_config(config)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = 0
-    cache = h2okv.H2OCache(config, 4, 4, positions="rolling")
-    with h2okv.enable(model), pytest.raises(ValueError, match="run each sequence alone"):
+    cache = h2okv.H2OCache(config, 4, 4, **options)
+    with h2okv.enable(model), pytest.raises(ValueError, match=refusal):
         model(tokens(2, 9), attention_mask=mask, past_key_values=cache)

@@ -47,6 +47,16 @@ def test_only_the_first_numbers_of_a_head_are_rotated(layout, width):
     torch.testing.assert_close(interleave_pairs(in_place, width, layout), rotated)
 
 
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_factors_may_have_any_strides(layout):
+    states, factors = torch.randn(2, 3, 9, 16), factors_of(9, 12)
+    planar = factors.movedim(-1, 0).contiguous().movedim(0, -1)
+    assert planar.stride(-1) != 1
+    for strided in (planar, factors.repeat(2, 1, 1)[::2], factors.expand(2, 1, -1, -1, -1)):
+        expected = rotate(states, strided.clone(memory_format=torch.contiguous_format), layout)
+        assert torch.equal(rotate(states, strided, layout), expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_inverse_undoes_scale_and_rounding(dtype):
     states = torch.randn(1, 2, 50, 16)

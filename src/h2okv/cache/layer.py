@@ -12,6 +12,7 @@ from torch import Tensor
 
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.rope import options_of_rotation
 from h2okv.cache.slot_state import is_cast
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_finite, check_prompt, check_window
@@ -197,9 +198,10 @@ class CacheLayer(BaseLayer):
     def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
         """Return the positions of tokens that follow those of each sequence, ``[B, T]``."""
         if real is not None and not bool(real.all()):
+            options, remedy = options_of_rotation(self)
             raise ValueError(
-                "positions='rolling' and scoring='expected': this model does not tell its attention"
-                " the position_ids, which a padded batch needs; run each sequence alone."
+                f"{options}: this model does not tell its attention the position_ids, which a"
+                f" padded batch needs; run each sequence alone, or {remedy}."
             )
         seen = self.state.num_real_tokens.unsqueeze(1)  # sequences of a pool differ in length
         return seen + torch.arange(length, device=self.device)

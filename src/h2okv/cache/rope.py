@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,7 @@ class Rotation:
     layout: Layout
     dtype: torch.dtype
     device: torch.device
+    direction: int = 1  # -1: by minus the angle (NanoChat)
 
     def __post_init__(self) -> None:
         self._tables: dict[int, Tensor] = {}
@@ -62,7 +64,8 @@ class Rotation:
         if last is None or not (_is_same(last[0], position_ids) and _is_same(last[1], real)):
             ends = position_ids if real is None else position_ids.masked_fill(~real, 0)
             factors = self.moved(position_ids, ends.amax(dim=1, keepdim=True) + ahead)
-            factors = factors.movedim(-1, 0).contiguous().movedim(0, -1)  # as `rotate` reads them
+            if self.layout == "half":  # `rotate` reads cosines and sines apart
+                factors = factors.movedim(-1, 0).contiguous().movedim(0, -1)
             last = self._last_moved = position_ids, real, factors
         return last[2]
 
@@ -78,13 +81,17 @@ class Rotation:
             with torch.inference_mode(False):
                 ranks = torch.arange(length, device=self.device).unsqueeze(0)
                 # Not the running one: its frequencies may depend on what it has met.
-                fresh: Any = type(self.rotary)(self.rotary.config).to(self.device)
-                options = {"layer_type": self.layer_type} if self.layer_type else {}
-                kind: Any = fresh.rope_type
-                if (kind[self.layer_type] if options else kind) in BY_LENGTH:
-                    fresh(torch.empty(0, device=self.device), ranks, **options)
-                self._tables[length] = self._factors(fresh, ranks)[0]
+                self._tables[length] = self._factors(self._rotary_of(ranks), ranks)[0]
         return self._tables[length]
+
+    def _rotary_of(self, positions: Tensor) -> Any:
+        """Return rotary embeddings that have met nothing but these positions."""
+        fresh: Any = type(self.rotary)(self.rotary.config).to(self.device)
+        options = {"layer_type": self.layer_type} if self.layer_type else {}
+        kind: Any = fresh.rope_type
+        if (kind[self.layer_type] if options else kind) in BY_LENGTH:
+            fresh(torch.empty(0, device=self.device), positions, **options)
+        return fresh
 
     def _frequencies(self, rotary: Any) -> tuple[Tensor, float]:
         """Frequencies ``[R / 2]``, and the scale of the cosines (YaRN)."""
@@ -95,11 +102,14 @@ class Rotation:
 
     def _factors(self, rotary: Any, positions: Tensor) -> Tensor:
         frequencies, scaling = self._frequencies(rotary)
+        if frequencies.is_meta:  # buffers may be offloaded too
+            frequencies, scaling = self._frequencies(self._rotary_of(positions))
         # A model that was cast as a whole has rounded frequencies.
         frequencies = frequencies.to(self._frequencies(self.rotary)[0].dtype)
         # The same operation as in transformers, so that the same angle comes out, rounding and all.
         angles = positions[..., None].float() * frequencies.to(positions.device, torch.float32)
-        return torch.stack([angles.cos() * scaling, angles.sin() * scaling], dim=-1)
+        sines = angles.sin() * (scaling * self.direction)
+        return torch.stack([angles.cos() * scaling, sines], dim=-1)
 
 
 class Rotations:
@@ -232,18 +242,15 @@ class _KeyTaker(DynamicCache):
         raise _KeysTakenError
 
 
-def find_rotation(
-    module: torch.nn.Module, layer_idx: int, key: Tensor, rotations: list[Rotation]
-) -> Rotation | None:
+def find_rotation(module: torch.nn.Module, layer: Any, key: Tensor) -> Rotation | None:
     """Return how an attention module rotates its keys, one object for modules that do so alike.
 
     Probes a module once and remembers the result, which does not depend on its weights.
 
     Args:
         module: the attention module, in a forward of its model.
-        layer_idx: its layer.
+        layer: its cache layer; a new rotation is noted for the other layers.
         key: its keys, for their dtype and device.
-        rotations: those of the cache's other layers; a new one is appended.
 
     Returns:
         The rotation, or ``None`` if the module rotates nothing.
@@ -255,14 +262,35 @@ def find_rotation(
     setting = _Probe(rotary, key.dtype, key.device)
     probe = _PROBES.get(module)
     if probe is None or probe != setting:
-        probe = replace(setting, result=_probe(module, layer_idx, key, rotary))
-        _PROBES[module] = probe
+        try:
+            result = _probe(module, layer.layer_idx, key, rotary)
+        except Exception as error:  # whatever a module raises that needs what it does not get
+            options, remedy = options_of_rotation(layer)
+            raise ValueError(
+                f"{options}: how {type(module).__name__} rotates its keys must be known, and it"
+                f" does so in another way than other models; {remedy}."
+            ) from error
+        probe = _PROBES[module] = replace(setting, result=result)
     if probe.result is None:
         return None
-    rotation = Rotation(rotary, *probe.result, key.device)
+    rotation, rotations = replace(probe.result, rotary=rotary), layer.rotations.shared_rotations
     if rotation not in rotations:
         rotations.append(rotation)
     return rotations[rotations.index(rotation)]
+
+
+def options_of_rotation(layer: Any) -> tuple[str, str]:
+    """Return the options that need a model's rotation, and what to use instead."""
+    options, remedies = [], []
+    if layer.rotations.rolls:
+        options.append("positions='rolling'")
+        remedies.append("positions='original'")
+    if layer.rotations.looks_ahead:
+        is_scoring = layer.rule.scoring.name == "expected"
+        own_rule = f"policy={layer.rule.name!r}"
+        options.append("scoring='expected' (of policy='best')" if is_scoring else own_rule)
+        remedies.append("policy='h2o' (--policy h2o), without that scoring" * is_scoring)
+    return " and ".join(options), "use " + " and ".join(filter(None, remedies))
 
 
 @dataclass(frozen=True)
@@ -272,79 +300,80 @@ class _Probe:
     rotary: torch.nn.Module | None
     dtype: torch.dtype
     device: torch.device
-    result: tuple[str | None, Layout, torch.dtype] | None = field(default=None, compare=False)
+    result: Rotation | None = field(default=None, compare=False)
 
 
 _PROBES: WeakKeyDictionary[torch.nn.Module, _Probe] = WeakKeyDictionary()
 
 
-def _probe(
-    module: torch.nn.Module, layer_idx: int, key: Tensor, rotary: Any
-) -> tuple[str | None, Layout, torch.dtype] | None:
-    """Check on two tokens how a module rotates; return layer type, layout and the tables' dtype.
+def _probe(module: torch.nn.Module, layer_idx: int, key: Tensor, rotary: Any) -> Rotation | None:
+    """Check on two tokens how a module rotates; raise an error if it cannot be seen.
 
     The module is run on random numbers at two positions and without a rotation; the one must be the
     other, rotated. So a family that rotates its keys in a way of its own is noticed.
     """
     config: Any = module.config
-    parameter = next(module.parameters())
     # Not the parameters' device, which have none while their weights are offloaded.
     dtype, device = key.dtype, key.device
+    parameter = next(module.parameters(), key)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 2, config.hidden_size, generator=generator)
     hidden = hidden.to(device, parameter.dtype if parameter.is_floating_point() else dtype)
-    if rotary is None:
-        if "position_ids" in inspect.signature(module.forward).parameters:
-            raise _unknown(module)
-        _keys(module, hidden, None)  # raises for a module that needs rotations
-        return None
-    options: dict[str, Any] = {}
-    if "layer_type" in inspect.signature(rotary.forward).parameters:
-        options["layer_type"] = config.layer_types[layer_idx]
     # Not the running one, as in `Rotation.of_ranks`.
-    fresh = type(rotary)(rotary.config).to(device)
+    fresh = None if rotary is None else type(rotary)(rotary.config).to(device)
+    options: dict[str, Any] = {}
+    if fresh is not None and "layer_type" in inspect.signature(fresh.forward).parameters:
+        options["layer_type"] = config.layer_types[layer_idx]
+        if options["layer_type"] not in fresh.rope_type:  # Beam rotates in sliding layers only
+            fresh = None
 
     def keys_at(positions: tuple[int, int]) -> tuple[Tensor, Any]:
         ids = torch.tensor([positions], device=device)
-        embeddings = fresh(hidden.to(dtype), ids, **options)
-        return _keys(module, hidden, embeddings), embeddings
+        embeddings = None if fresh is None else fresh(hidden.to(dtype), ids, **options)
+        return _keys(module, hidden, ids, embeddings), embeddings
 
     plain, _ = keys_at((0, 0))
     rotated, embeddings = keys_at(_PROBED)
     if (rotated - plain).norm() <= 1e-6 * rotated.norm():
         return None
     # Some families hold complex numbers, which are never rounded to the model's dtype.
-    table_dtype = torch.float32 if torch.is_tensor(embeddings) else dtype
+    table_dtype = torch.float32 if torch.is_tensor(embeddings) else embeddings[0].dtype
     ids = torch.tensor([_PROBED], device=device)
-    layer_type = options.get("layer_type")
-    for layout in get_args(Layout):
-        trial = Rotation(fresh, layer_type, layout, table_dtype, device)
+    for layout, direction in product(get_args(Layout), (1, -1)):
+        setting = options.get("layer_type"), layout, table_dtype, device, direction
+        trial = Rotation(fresh, *setting)
         start, back = (
             rotate(keys, trial.of_text(position_ids), layout)
             for keys, position_ids in ((plain, torch.zeros_like(ids)), (rotated, ids))
         )
         if (back - start).norm() <= _CLOSE * start.norm():
-            return layer_type, layout, table_dtype
-    raise _unknown(module)
+            return trial
+    raise ValueError("the keys are not those of another position, rotated")
 
 
-def _keys(module: torch.nn.Module, hidden: Tensor, embeddings: Any) -> Tensor:
+def _keys(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, embeddings: Any) -> Tensor:
+    """Return the keys that a module makes of hidden states at positions."""
     taker = _KeyTaker(module)
-    names = inspect.signature(module.forward).parameters
-    arguments: dict[str, Any] = {"hidden_states": hidden, "attention_mask": None}
-    if embeddings is not None or "position_embeddings" in names:
-        arguments["position_embeddings"] = embeddings
-    if "shared_kv_states" in names:  # Gemma 4
-        arguments["shared_kv_states"] = {}
-    arguments["layer_past" if "layer_past" in names else CACHE] = taker
+    parameters = inspect.signature(module.forward).parameters
+    known: dict[str, Any] = {
+        "hidden_states": hidden,
+        "attention_mask": None,
+        "position_ids": position_ids,
+        "position_embeddings": embeddings,
+        "shared_kv_states": {},  # Gemma 4
+        "layer_past" if "layer_past" in parameters else CACHE: taker,
+    }
+    arguments = {name: value for name, value in known.items() if name in parameters}
+    for name, parameter in parameters.items():
+        is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if is_named and parameter.default is parameter.empty:
+            arguments.setdefault(name, hidden)  # CTRL's queries, keys and values
     try:
         with torch.no_grad():
             module(**arguments)
     except _KeysTakenError:
         return taker.keys
-    except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
-        raise _unknown(module) from error
-    raise _unknown(module)
+    raise ValueError("the module hands its cache no keys")
 
 
 def _running_rotary(module: torch.nn.Module) -> Any:
@@ -367,10 +396,3 @@ def _running_rotary(module: torch.nn.Module) -> Any:
     finally:
         del frame
     return None
-
-
-def _unknown(module: torch.nn.Module) -> ValueError:
-    return ValueError(
-        f"positions='rolling': cannot find out how {type(module).__name__} rotates its keys; "
-        "use positions='original' for this model, and no scoring='expected'."
-    )

@@ -317,8 +317,7 @@ def h2o_attention(
             )
         layer.is_placed = False
     if not layer.rotations.is_known:
-        rotation = find_rotation(module, layer.layer_idx, key, layer.rotations.shared_rotations)
-        layer.learn_rotation(rotation)
+        layer.learn_rotation(find_rotation(module, layer, key))
     sink_logits = options.get("s_aux")
     layer.sink_logits = None if sink_logits is None else sink_logits.detach()
     if real is not None and layer.ends_forward and not torch.compiler.is_compiling():

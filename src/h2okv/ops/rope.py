@@ -59,8 +59,8 @@ def relative(factors: Tensor) -> Tensor:
 def multiply(pairs: Tensor, factors: Tensor) -> Tensor:
     """Complex products ``[..., 2]``."""
     if not torch.compiler.is_compiling():
-        product = torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(factors)
-        return torch.view_as_real(product)
+        first, second = (torch.view_as_complex(t.contiguous()) for t in (pairs, factors))
+        return torch.view_as_real(first * second)
     # The compiler fuses this and does not know complex numbers.
     (a, b), (c, d) = pairs.unbind(-1), factors.unbind(-1)
     return torch.stack([a * c - b * d, b * c + a * d], dim=-1)
