@@ -380,7 +380,7 @@ def _needs_more(query, key, cos, sin, **options):
 @torch.no_grad()
 @pytest.mark.parametrize("rotates", [_doubles_its_keys, _needs_more])
 @pytest.mark.parametrize(
-    ("options", "given", "remedy"),
+    ("options", "named", "remedy"),
     [
         ({"positions": "rolling"}, "positions='rolling'", "use positions='original'."),
         (
@@ -397,7 +397,7 @@ def _needs_more(query, key, cos, sin, **options):
     ids=["rolling", "best", "both"],
 )
 def test_an_unknown_rotation_is_refused_by_the_options_given(
-    make_llama, monkeypatch, rotates, options, given, remedy
+    make_llama, monkeypatch, rotates, options, named, remedy
 ):
     model, rotate_keys = make_llama(), modeling_llama.apply_rotary_pos_emb
     calls = []
@@ -410,7 +410,7 @@ def test_an_unknown_rotation_is_refused_by_the_options_given(
     with pytest.raises(ValueError) as caught:
         model(tokens(9), past_key_values=h2okv.H2OCache(model.config, 6, 6, **options))
     assert str(caught.value) == (
-        f"{given}: how LlamaAttention rotates its keys must be known, and it does so in another way"
+        f"{named}: how LlamaAttention rotates its keys must be known, and it does so in another way"
         f" than other models; {remedy}"
     )
 

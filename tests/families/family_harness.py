@@ -95,8 +95,8 @@ def factors_by_head(model: PreTrainedModel) -> list[list[float]]:
     factors = [1.5 if number % 2 else 0.5 for number in range(sum(heads))]
     if len(factors) % 2:
         factors[-1] = 1.0
-    rest = iter(factors)
-    return [[next(rest) for _ in range(count)] for count in heads]
+    remaining = iter(factors)
+    return [[next(remaining) for _ in range(count)] for count in heads]
 
 
 def kept_sets(cache: h2okv.H2OCache) -> dict[int, list[list[set[int]]]]:

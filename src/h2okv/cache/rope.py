@@ -355,7 +355,7 @@ def _keys(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, embeddi
     """Return the keys that a module makes of hidden states at positions."""
     taker = _KeyTaker(module)
     parameters = inspect.signature(module.forward).parameters
-    known: dict[str, Any] = {
+    by_name: dict[str, Any] = {
         "hidden_states": hidden,
         "attention_mask": None,
         "position_ids": position_ids,
@@ -363,7 +363,7 @@ def _keys(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, embeddi
         "shared_kv_states": {},  # Gemma 4
         "layer_past" if "layer_past" in parameters else CACHE: taker,
     }
-    arguments = {name: value for name, value in known.items() if name in parameters}
+    arguments = {name: value for name, value in by_name.items() if name in parameters}
     for name, parameter in parameters.items():
         is_named = parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
         if is_named and parameter.default is parameter.empty:
