@@ -3,8 +3,10 @@
 import json
 import re
 
+import pytest
 from server import page_driver
-from server.page_driver import IDLE, answers, button, click, fill, say, text
+from server.page_driver import IDLE, answers, ask, button, click, fill, proxied, say, text
+from server.test_page_stream import DONE, event
 
 browser, page = page_driver.browser, page_driver.page  # the fixtures
 
@@ -271,6 +273,119 @@ def test_markdown_is_shown_safely_and_knows_its_source(browser, page):
         })()"""
     )
     assert grown == [True, 2, "<p>one</p><p>two <strong>three</strong></p>"]
+
+
+WHOLE_ANSWERS = {
+    "quotes": ">" * 3000 + " deep",
+    "quotes with spaces": "> " * 3000 + "deep",
+    "lists in a line": "* " * 3000 + "deep",
+    "lists in lines": "\n".join("  " * level + "- deep" for level in range(600)),
+    "both in turn": "> 1. " * 3000 + "deep",
+    "emphasis": "*" * 6000 + "deep" + "*" * 6000,
+    "emphasis in turn": "**~~_" * 2000 + "deep" + "_~~**" * 2000,
+    "paragraphs": "deep\n\n" * 60_000,
+    "columns": "|deep" * 3000 + "|\n" + "|-" * 3000 + "|\n" + "|b" * 3000 + "|",
+}
+
+
+@pytest.mark.parametrize("answer", WHOLE_ANSWERS.values(), ids=list(WHOLE_ANSWERS))
+def test_no_answer_ends_the_chat(browser, page, answer):
+    served = page()
+    with proxied(browser, served) as proxy:
+        browser.wait("stats")
+        proxy.stream = [event(answer) + event(end="stop") + DONE]
+        ask(browser, "write")
+        assert "deep" in answers(browser)[0] and text(browser, "#status") == ""
+        proxy.stream = [event("more") + event(end="stop") + DONE]
+        ask(browser, "and then?")
+        page_driver.reload(browser)
+        assert len(answers(browser)) == 2 and "deep" in answers(browser)[0]
+        assert not browser.run("document.getElementById('new').disabled")
+        button(browser, "New chat")
+        assert answers(browser) == [] and browser.complaints() == []
+
+
+LONG_TEXTS = [
+    "'**a '.repeat(n / 4)",
+    "'__a '.repeat(n / 4)",
+    "'~~a '.repeat(n / 4)",
+    "'*a '.repeat(n / 3) + 'x*'",
+    "'*'.repeat(n / 2) + 'a' + '*'.repeat(n / 2)",
+    "'['.repeat(n)",
+    "'['.repeat(n) + '](x'",
+    "'![a]('.repeat(n / 5)",
+    "Array.from({ length: 1400 }, (_, k) => '`'.repeat(k + 1)).join(' ')",
+    "'# ' + '#'.repeat(n) + 'x'",
+    "'# a' + ' '.repeat(n) + '#x'",
+    "'a|b\\n' + ' '.repeat(n) + 'x'",
+    "'a|b\\n' + '|-'.repeat(n / 2) + 'x'",
+    "'```' + ' '.repeat(n) + '`'",
+    "'~'.repeat(n) + '`'",
+    "'a|b\\n|-|-|\\n' + '|' + '\\\\|'.repeat(n / 2)",
+    "'```py\\n\"' + 'a'.repeat(n)",
+    "'http://'.repeat(n / 7)",
+    "'- '.repeat(n / 2) + 'x'",
+    "'> - '.repeat(n / 4)",
+    "'> a\\n'.repeat(n / 4)",
+    "'a\\n\\n'.repeat(n / 3)",
+    "'- a\\n1. b\\n'.repeat(n / 9)",
+    "'\\\\*'.repeat(n / 2)",
+    "'\\ud800'.repeat(n)",
+]
+
+
+@pytest.mark.parametrize("script", LONG_TEXTS)
+def test_a_million_characters_are_drawn_in_time(browser, page, script):
+    """A pattern that reads on from each mark to the end would take hours."""
+    page()
+    size, shown, num_texts = browser.run(
+        f"""(() => {{
+          const n = 1e6, message = {{ role: "assistant", content: {script} }};
+          article(message);
+          showText(message);
+          const body = bodies.get(message);
+          bodies.delete(message);
+          return [message.content.length, body.textContent.length, [...leaves(body)].length];
+        }})()"""
+    )
+    assert size > 900_000 and shown > 0 and num_texts <= 50_000
+
+
+def test_a_message_that_cannot_be_drawn_is_shown_as_written(browser, page):
+    served = page()
+    with proxied(browser, served) as proxy:
+        browser.wait("stats")
+        browser.run(
+            "window.drawMarkdown = renderMarkdown;"
+            "renderMarkdown = (target, source) => {"
+            " if (source.includes('boom')) { throw new Error('cannot'); }"
+            " drawMarkdown(target, source); }"
+        )
+        for answer in ("*first*", "*boom*\nsecond", "*third*"):
+            proxy.stream = [event(answer[:3]), event(answer[3:]) + event(end="stop") + DONE]
+            ask(browser, "write")
+        assert answers(browser) == ["first", "*boom*\nsecond", "third"]
+        browser.run("paintKept = () => { throw new Error('no colours'); }")
+        proxy.stream = None
+        ask(browser, "with colours")
+        assert len(answers(browser)) == 4 and text(browser, "#status") == ""
+        assert browser.complaints() == []
+
+
+def test_deep_lists_fit_a_phone(browser, page):
+    page()
+    say(browser, "a")
+    browser.wait(IDLE)
+    size = {"width": 360, "height": 700, "deviceScaleFactor": 1, "mobile": True}
+    browser.call("Emulation.setDeviceMetricsOverride", **size)
+    try:
+        browser.run("chat.turns[0].answer.content = '> - '.repeat(9) + 'words of text'; showAll()")
+        assert answers(browser)[0].endswith("words of text")
+        assert browser.run("document.documentElement.scrollWidth") == 360
+        width = "[...document.querySelectorAll('.assistant .said *')].at(-1).clientWidth"
+        assert browser.run(width) > 80
+    finally:
+        browser.call("Emulation.clearDeviceMetricsOverride")
 
 
 def test_code_is_copied_and_a_refused_link_does_not_look_like_one(browser, page):

@@ -84,15 +84,24 @@ async function ask({ content, file }, replaces = "") {
   bodies.get(answer).parentElement.setAttribute("aria-busy", "true");
   at("main").scrollTop = at("main").scrollHeight;
   showRunning();
-  let frame = 0, usage = null, begin = 0, error = null;
+  let frame = 0, pause = 0, usage = null, begin = 0, error = null;
   const draw = () => follow(() => {
-    frame = 0;
+    const start = performance.now();
     const seconds = (performance.now() - begin) / 1000, count = (usage?.completion_tokens || 0) - 1;
     const speed = count > 0 ? `${number(count / seconds)} tokens/s` : "";
     answer.note = [memoryLine(kept), speed].filter(Boolean).join(" · ");
     if (bodies.has(answer)) { showText(answer); }
     paint();
+    // A long text takes a while to draw: most of the time is for the person and for what comes.
+    pause = Math.min(3 * (performance.now() - start), 5000);
   });
+  const drawSoon = () => {
+    frame ||= setTimeout(() => requestAnimationFrame(() => {
+      if (!frame) { return; }
+      frame = 0;
+      draw();
+    }), pause < 50 ? 0 : pause);
+  };
   const saving = setInterval(() => saveTurn(turn), KEEP_EVERY);
   try {
     const failure = stats ? null : await refresh();
@@ -117,16 +126,16 @@ async function ask({ content, file }, replaces = "") {
         caches.set(answer, kept);
         chosen = answer;
       }
-      frame ||= requestAnimationFrame(draw);
+      drawSoon();
     }
     if (answer.end === "open") { answer.end = "stop"; }
     if (!answer.content) { throw new ServerError("The model's answer is empty.", 200); }
   } catch (caught) { error = caught; }
   clearInterval(saving);
-  cancelAnimationFrame(frame);
+  clearTimeout(frame);
+  frame = 0;
   if (isLeft) { return; }  // it is the page that ended, and it has said so
-  draw();
-  follow(() => finish(turn, error));
+  try { draw(); } finally { follow(() => finish(turn, error)); }
 }
 
 function finish(turn, error) {

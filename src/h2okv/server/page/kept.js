@@ -85,7 +85,11 @@ function paintKept(kept, starts, bodies) {
       }
     }
   }
-  ranges.forEach((own, level) => CSS.highlights?.set(`kept-${level}`, new Highlight(...own)));
+  ranges.forEach((own, level) => {
+    const highlight = CSS.highlights && new Highlight();
+    for (const range of highlight ? own : []) { highlight.add(range); }
+    CSS.highlights?.set(`kept-${level}`, highlight);
+  });
 }
 
 /** The first place of a sorted list with more than a value. */

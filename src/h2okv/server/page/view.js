@@ -29,18 +29,31 @@ function article(message) {
   return element;
 }
 
+/** Shows a message's text; where it cannot be drawn, as it was written. No message keeps others from being shown. */
 function showText(message) {
+  try { drawText(message); } catch (error) {
+    console.warn(error);
+    const body = bodies.get(message), plain = make("p", textNode(message.content, 0));
+    body.source = message.content;
+    plain.className = "plain";
+    body.replaceChildren(plain);
+  }
+}
+
+function drawText(message) {
   const body = bodies.get(message), who = { user: "You", assistant: stats?.model || "Model", system: "System prompt" };
   body.previousSibling.textContent = who[message.role];
-  if (message.role === "assistant") {
+  if (body.source === message.content) { /* it is shown */ }
+  else if (message.role === "assistant") {
     renderMarkdown(body, message.content);
+    body.source = message.content;
     for (const code of body.querySelectorAll("pre > code:only-child")) {
       const copying = button("", () => copy(code.textContent));
       copying.setAttribute("aria-label", "Copy the code");
       code.before(copying);
     }
   }
-  else if (body.source !== message.content) {
+  else {
     body.source = message.content;
     const from = message.file?.length || 0, lead = from && message.content.length - message.content.slice(from).trimStart().length;
     body.replaceChildren(textNode(message.content, lead));
@@ -111,6 +124,10 @@ function memoryLine(kept) {
 
 /** Draws what the chosen answer's cache holds, and says it in numbers. */
 function paint() {
+  try { paintChosen(); } catch (error) { console.warn(error); }  // the text stays without colours
+}
+
+function paintChosen() {
   const kept = settings.colours && chosen ? caches.get(chosen) : null;
   at("legend").hidden = !kept?.numHeads;
   if (!kept?.numHeads) { paintKept(null, [], bodies); return; }
