@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from h2okv.cache.argument import CACHE
 from h2okv.cache.latent import Latents, LatentState, join
 from h2okv.cache.rope import PositionRule, Rotation, Rotations
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
 from h2okv.cache.spans import Spans
 from h2okv.cache.step_log import StepLog
-from h2okv.cache.validation import check_match
+from h2okv.cache.validation import check_match, check_new_tokens
 from h2okv.config import Budget
 from h2okv.ops.quant import KeyTransform
 from h2okv.policy import Rule, Sees
@@ -256,6 +255,8 @@ class BaseLayer(CacheLayerMixin):
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self.state = self.state.index_select(indices)
+        if self.log is not None:
+            self.log.select(indices)
 
     def move(self, device: torch.device) -> None:
         """Move the state to a device; mutates the layer."""
@@ -267,11 +268,7 @@ class BaseLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, Tensor]:  # type: ignore[override]
         """Return the block's own size and offset; cached entries need no mask from the model."""
         if query_length == 0:
-            raise ValueError(
-                f"H2OCache has seen {self.get_seq_length()} tokens and got none after them; give "
-                "generate the whole text with more at its end, or generate(**cache.next_turn("
-                f"input_ids), {CACHE}=cache), or call cache.reset() to read another text."
-            )
+            check_new_tokens(self.get_seq_length(), query_length)
         return query_length, self.cumulative_length
 
     def get_seq_length(self) -> Any:  # transformers says int; its static layer gives a tensor too
@@ -304,7 +301,8 @@ class BaseLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes 0 or minus a number of tokens, got {tokens_to_remove}.")
         if self.log is not None:
-            self.log.take_back(self, [-tokens_to_remove] * self.batch_size)
+            num_sequences = self.batch_size if self.is_initialized else 1
+            self.log.take_back(self, [-tokens_to_remove] * num_sequences)
         elif tokens_to_remove:
             raise ValueError(
                 "H2OCache takes tokens back (crop) only of a forward whose past it recorded; call"
@@ -314,7 +312,16 @@ class BaseLayer(CacheLayerMixin):
 
     def activate_past_recording(self) -> None:
         """Record what each token changes, for `crop`; mutates the layer."""
-        self.log = self.log or StepLog()
+        self.record_past = True
+
+    @property
+    def record_past(self) -> bool:
+        """Whether tokens may be taken back; transformers sets it to False where it ends this."""
+        return self.log is not None
+
+    @record_past.setter
+    def record_past(self, records: bool) -> None:
+        self.log = (self.log or StepLog()) if records else None
 
     # --- the attention function's side ------------------------------------------------------------
 

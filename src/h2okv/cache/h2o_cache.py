@@ -20,6 +20,7 @@ from h2okv.cache import support, validation
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.checkpoint import load_cache, save_cache
 from h2okv.cache.deferred_steps import DeferredSteps
+from h2okv.cache.drafting import Drafting, end_recording
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.linear_states import continues_prompts, held_bytes
 from h2okv.cache.masked import MaskedLayer
@@ -112,6 +113,7 @@ class H2OCache(Cache):
         support.check_layers(config, layers, len(self._scored), self.position_rule)
         self._last_updated: BaseLayer | None = None
         self._expects_turn = False
+        self._drafting: Drafting | None = None  # the call that records
         self._connect_layers()
         super().__init__(layers=layers)
 
@@ -169,6 +171,7 @@ class H2OCache(Cache):
         if layer is self._scored[0]:
             layer.end_steps()  # of a forward that did not reach the last layer
             if not torch.compiler.is_compiling():
+                self._end_drafting()
                 support.check_callers()
                 self._check_goes_on(key_states.shape[2])
                 if self._lacks_model and not layer.is_initialized:
@@ -177,6 +180,16 @@ class H2OCache(Cache):
                 rotation.begin_forward()
         self._last_updated = layer if isinstance(layer, BaseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        """Return the tokens seen, padding included (not the tokens cached)."""
+        self._end_drafting()
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, Any]:
+        """Return the length and the offset of a block's mask; called by the model."""
+        self._end_drafting()
+        return super().get_mask_sizes(query_length, layer_idx)
 
     @property
     def transforms_keys(self) -> bool:
@@ -261,6 +274,7 @@ class H2OCache(Cache):
             ValueError: if the cache is empty or a forward was interrupted, or the file cannot be
                 written.
         """
+        self._end_drafting()
         save_cache(self, path, notes)
 
     @classmethod
@@ -312,6 +326,7 @@ class H2OCache(Cache):
     def reset(self) -> None:
         """Forget everything; the next forward is a prompt, of a batch of any size."""
         super().reset()
+        self._drafting = None
         # Linear layers of transformers keep the shapes of their states over a reset.
         for index, layer in enumerate(DynamicCache(config=self.config).layers):
             if not isinstance(self.layers[index], CacheLayer):
@@ -320,12 +335,17 @@ class H2OCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> H2OCache:
         """Copy the entries; the model's config and what was learned of it are shared."""
         duplicate = memo[id(self)] = self.__class__.__new__(self.__class__)
-        shared = (self.config, self.rule, self.position_rule)
+        self._end_drafting()
+        shared = (self.config, self.rule, self.position_rule, self._drafting)
         memo.update({id(item): item for item in shared})
         with ordinary_tensors():
             for name, value in vars(self).items():
                 setattr(duplicate, name, copy.deepcopy(value, memo))
         return duplicate
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._end_drafting()
+        return vars(self) | {"_drafting": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -421,6 +441,7 @@ class H2OCache(Cache):
         Ignored when the cache holds something, or knows its length already. ``None`` withdraws
         an announcement, if nothing was read yet.
         """
+        self._end_drafting()
         for layer in self._scored:
             prompt = layer.prompt
             if not layer.holds_budgets and (prompt.expected_length is None or length is None):
@@ -431,22 +452,65 @@ class H2OCache(Cache):
 
         transformers calls it before it verifies drafts (``assistant_model``,
         ``prompt_lookup_num_tokens``). Tokens after the prompt are then read one by one within each
-        layer, as steps read them.
+        layer, as steps read them, until that ``generate`` returns or raises; if your code calls it,
+        until `end_past_recording`.
+
+        Raises:
+            ValueError: if the text that drafts are to follow has no token that is new.
         """
+        self._end_drafting()
+        drafting, seen = Drafting.of_caller(), self.num_seen_tokens
+        is_again = drafting is not None and drafting.gives_whole_text and seen > 0
+        if is_again and drafting is not None and drafting.columns is not None:
+            validation.check_new_tokens(seen, drafting.columns - seen)
         super().activate_past_recording()
-        if (text := support.drafted_prompt()) is not None:
-            columns, length = text
-            if length is not None:
-                self.expect(length)
-            for layer in self._scored:
-                assert layer.log is not None
-                seen = int(layer.cumulative_length) if columns > 0 else 0
-                layer.log.prompt_columns = columns - seen
+        self._drafting = drafting
+        if drafting is None or drafting.columns is None:
+            return
+        if not any(layer.holds_budgets or layer.prompt.expected_length for layer in self._scored):
+            drafting.announced = True
+            self.expect(drafting.length)
+        for layer in self._scored:
+            assert layer.log is not None
+            layer.log.prompt_columns = drafting.columns - seen
+        if is_again:
+            drafting.skip(self, seen)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens, of which `activate_past_recording` tells.
+
+        Args:
+            tokens_to_remove: 0, or minus the number of tokens.
+
+        Raises:
+            ValueError: if fewer tokens were recorded since the last crop.
+        """
+        self._end_drafting()
+        super().crop(tokens_to_remove)
 
     def end_past_recording(self) -> None:
         """Record nothing from now on; tokens that were read stay."""
-        for layer in self._scored:
-            layer.log = None
+        self._drafting = None
+        for layer in self.layers:
+            end_recording(layer)
+
+    def _end_drafting(self) -> None:
+        """End the recording of a ``generate`` that is over, which transformers does not.
+
+        Drafts that it has left unverified, because it was interrupted, are taken back.
+        """
+        drafting = self._drafting
+        if drafting is None or torch.compiler.is_compiling() or drafting.is_running:
+            return
+        first = self._scored[0]
+        is_whole = len({layer.num_forwards for layer in self._scored}) == 1
+        is_whole &= not any(layer.awaits_attention for layer in self._scored)
+        if is_whole and first.log is not None:
+            super().crop(-first.log.num_drafts)
+        self.end_past_recording()
+        drafting.end()
+        if drafting.announced:  # for a prompt that was not read
+            self.expect(None)
 
     def pin(self, spans: Iterable[Sequence[int]], length: int | None = None) -> None:
         """Protect tokens of the prompt that is read next: they are never evicted.
@@ -484,6 +548,7 @@ class H2OCache(Cache):
         All layers must hold entries in slots, and all that is learned from the model at its first
         forward must be known. Waits for the device only when a layer becomes full.
         """
+        self._end_drafting()
         layers = self._slot_layers
         if len(layers) < len(self.layers) or not all(layer.is_ready for layer in layers):
             return False
@@ -515,11 +580,13 @@ class H2OCache(Cache):
     @property
     def num_seen_tokens(self) -> int:
         """Tokens that went through, padding included. Waits for the device."""
+        self._end_drafting()
         return int(self._scored[0].get_seq_length())
 
     @property
     def num_cached_tokens(self) -> int:
         """Entries held for one KV head, of the sequence that holds most. Waits for the device."""
+        self._end_drafting()
         counts = [layer.state.counts() for layer in self._scored if layer.holds_entries]
         return max((int(count.max()) for count in counts), default=0)
 
@@ -566,6 +633,7 @@ class H2OCache(Cache):
         return self._layer(layer_idx).eviction_scores()
 
     def _layer(self, layer_idx: int) -> Any:
+        self._end_drafting()
         layers = {layer.layer_idx: layer for layer in self._scored}
         if layer_idx not in layers:
             raise ValueError(
@@ -582,6 +650,7 @@ class H2OCache(Cache):
         Raises:
             ValueError: if a layer breaks the contract, naming the layer and what it breaks.
         """
+        self._end_drafting()
         lengths = {int(layer.get_seq_length()) for layer in self._scored}
         self._check_alike("numbers of tokens", lengths)
         filled_layers = [layer for layer in self._scored if layer.holds_entries]

@@ -107,6 +107,8 @@ class CacheLayer(BaseLayer):
         """Return the blocks of the contract that a forward brings; ``None`` for one."""
         if self.log is not None:
             num_read = self._prompt_columns(self.log, block)
+            # A forward without a prompt begins with the text's newest token, which is no draft.
+            self.log.num_drafts = block.length - (num_read or 1)
             if num_read < block.length > 1:
                 return self._with_drafts(block, num_read)
         return self._split_prompt(block)
@@ -123,7 +125,7 @@ class CacheLayer(BaseLayer):
         columns, log.prompt_columns = log.prompt_columns, None
         expected = self.prompt.expected_length
         if columns is not None:
-            return min(columns, block.length) if columns > 0 else block.length + columns
+            return min(columns, block.length)
         if self.holds_entries:
             return 0
         if expected is None:
@@ -209,8 +211,11 @@ class CacheLayer(BaseLayer):
     def _read(self, block: Block) -> Tensor:
         self.is_late = block.is_late
         takes_step = self._takes_step(block)
-        if self.log is not None and block.length == 1 and self.holds_entries:
-            self.log.add(self, takes_step)
+        if self.log is not None:
+            if block.length == 1 and self.holds_entries:
+                self.log.add(self, takes_step)
+            else:
+                self.log.forget()
         if self.rule.sees is Sees.WINDOW and self.holds_entries:  # tokens after the prompt stay
             count = block.counts()
             count = count if isinstance(count, int) else count.view(-1, 1, 1)

@@ -30,6 +30,7 @@ class StepLog:
 
     def __init__(self) -> None:
         self.prompt_columns: int | None = None  # of the next forward, before its drafts
+        self.num_drafts = 0  # of the last forward, which `crop` has not decided yet
         self._records: deque[tuple[SlotState | dict[str, Any], dict[str, Any]]]
         self._records = deque(maxlen=_MOST_TOKENS)
 
@@ -56,6 +57,25 @@ class StepLog:
                 index = free.expand(-1, -1, -1, tensor.shape[-1])
                 record[name] = index, tensor.gather(2, index)
         self._records.append((record, plan))
+
+    def forget(self) -> None:
+        """Let no token be taken back that was read so far; mutates the log."""
+        self._records.clear()
+
+    def select(self, indices: Tensor) -> None:
+        """Follow `SlotState.index_select` with int64 indices; mutates the log."""
+
+        def selected(record: Any) -> Any:
+            if isinstance(record, SlotState):
+                return record.index_select(indices)
+            if isinstance(record, Tensor):
+                return record.index_select(0, indices)
+            if isinstance(record, tuple):
+                return tuple(map(selected, record))
+            return {name: selected(before) for name, before in record.items()}
+
+        records = [(selected(record), plan) for record, plan in self._records]
+        self._records = deque(records, maxlen=_MOST_TOKENS)
 
     def take_back(self, layer: Any, counts: Sequence[int]) -> None:
         """Restore each sequence of a layer as it was before its last `counts` tokens; mutates both.
@@ -84,7 +104,8 @@ class StepLog:
                 _restore_slots(layer.state, record, slice(None))
             layer.restore_plan(plan)
         layer.cumulative_length -= min(counts)
-        self._records.clear()
+        self.num_drafts = 0
+        self.forget()
 
 
 def _restore_rows(state: Any, record: SlotState | dict[str, Any], rows: Tensor) -> None:

@@ -86,30 +86,6 @@ def check_callers() -> None:
         frame = frame.f_back
 
 
-def drafted_prompt() -> tuple[int, int | None] | None:
-    """Return the columns and real tokens of a text that ``generate`` drafts for, if it does.
-
-    Its first forward brings prompt and drafts together and does not say where they meet. Of a model
-    that drafts, minus one and no number: all columns but the last, which it takes back.
-    """
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_prepare_cache_for_generation":
-            return -1, None
-        if frame.f_code.co_name == "_assisted_decoding":
-            values = frame.f_locals
-            inputs = values.get("model_kwargs") or {}
-            mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
-            if mask is not None:
-                return mask.shape[1], int(mask.sum(dim=1).max())
-            # Of a later turn the tokens alone are new, and the positions those of the whole text.
-            texts = (values["input_ids"], position_ids)
-            columns: int = max(text.shape[-1] for text in texts if text is not None)
-            return columns, columns
-        frame = frame.f_back
-    return None
-
-
 def _check_adapters(model: Any) -> None:
     """Refuse PEFT's prompt learning: prefix tuning, prompt tuning, p-tuning."""
     adapters = getattr(model, "active_peft_config", None)

@@ -97,6 +97,16 @@ def check_match(layer: Any, key_states: Tensor) -> None:
         )
 
 
+def check_new_tokens(seen: int, count: int) -> None:
+    """Refuses a text that ends with the tokens seen, or before."""
+    if count <= 0:
+        raise ValueError(
+            f"H2OCache has seen {seen} tokens and got none after them; give generate the whole text"
+            f" with more at its end, or generate(**cache.next_turn(input_ids), {CACHE}=cache), or"
+            " call cache.reset() to read another text."
+        )
+
+
 def check_follows(
     layer: Any, position_ids: Tensor | None, real: Tensor | None, length: int
 ) -> None:
