@@ -11,7 +11,7 @@ from h2okv.config import CacheConfig
 from h2okv.ops.decode import decode_with_scores, write_slot
 from h2okv.ops.indexed import Indexed
 from h2okv.vllm_plugin.batch import Batch
-from h2okv.vllm_plugin.settings import tokens_to_run
+from h2okv.vllm_plugin.settings import records_steps, tokens_to_run
 from h2okv.vllm_plugin.state import LayerShape, StateLayer, StatePool, model_rotation
 
 HEADS, GROUPS, SIZE, LAYER = 2, 3, 8, 1
@@ -331,6 +331,29 @@ def test_a_traced_step_is_the_step(options):
         )
     for left, right in zip(*results, strict=True):
         torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_steps_are_recorded_only_where_a_replay_keeps_the_same_entries(options):
+    """A replay repeats the operations of a batch of padding on other numbers, and no Python."""
+    config = config_of(**options)
+    pool, layer = make_layer(config)
+    request = Request(config, 40, 3, torch.float32)
+    request.block = 2
+    run_batch(layer, pool, [(request, 5)])
+    seen, index = torch.zeros(2, 1, dtype=torch.int64)
+    recorded = Batch([], slice(0, 1), seen, index, None, 0, None, 1)
+    for _ in range(25):
+        seen.fill_(request.seen)
+        index.fill_(request.block)
+        states = request.next(1)
+        request.expected(*states)
+        recorded.run(layer, *states, torch.empty_like(states[0]))
+    if records_steps(config):
+        request.check_state(layer)
+    else:
+        with pytest.raises(AssertionError):
+            request.check_state(layer)
 
 
 class Reads(TorchDispatchMode):

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,18 @@ def _environment():
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+@pytest.mark.parametrize("evict_every, recorded", [(None, True), (1, True), (64, False)])
+def test_no_whole_step_is_recorded_with_spans(evict_every, recorded):
+    """A replay would leave out the evictions at the ends of spans."""
+    from h2okv.vllm_plugin.layer import AttentionCGSupport, MetadataBuilder
+
+    setting = {"h2okv": {**SMALL, "evict_every": evict_every}}
+    support = MetadataBuilder.get_cudagraph_support(
+        SimpleNamespace(additional_config=setting), None
+    )
+    assert (support != AttentionCGSupport.NEVER) == recorded
 
 
 @contextlib.contextmanager

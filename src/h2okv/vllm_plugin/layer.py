@@ -29,7 +29,7 @@ from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
 from h2okv.policy import Sees
 from h2okv.vllm_plugin.batch import Batch
-from h2okv.vllm_plugin.settings import UNQUANTISED, parse, summary
+from h2okv.vllm_plugin.settings import UNQUANTISED, parse, records_steps, summary
 from h2okv.vllm_plugin.state import LayerShape, StateLayer, StatePool, model_rotation
 
 PREFIX = "H2O"
@@ -65,6 +65,13 @@ class MetadataBuilder(AttentionMetadataBuilder[Batch]):
     # As vLLM's own states: a batch of single tokens may be one CUDA graph. No GPU has run it.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold = 1  # single tokens come first
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return which batches vLLM may record whole; without any it records between layers."""
+        cache = parse(vllm_config.additional_config)
+        is_recorded = cache is not None and records_steps(cache)
+        return cls._cudagraph_support if is_recorded else AttentionCGSupport.NEVER
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device

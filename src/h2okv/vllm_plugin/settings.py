@@ -200,6 +200,14 @@ def caches_prefixes(cache: CacheConfig, is_wanted: bool) -> bool:
     return is_wanted and cache.evict_every is not None and cache.evict_every > 1
 
 
+def records_steps(cache: CacheConfig) -> bool:
+    """Tell whether a step of single tokens may be recorded and replayed as one CUDA graph.
+
+    With ``evict_every`` the host evicts where a span ends, which a replay would leave out.
+    """
+    return (cache.evict_every or 1) == 1
+
+
 def tokens_to_run(start: int, available: int, prompt_length: int, cache: CacheConfig) -> int:
     """Return how many tokens of a request a step runs: a whole chunk of its prompt, or none.
 
