@@ -280,9 +280,9 @@ def test_a_cache_that_fills_while_decoding_is_known_to_be_full(model, positions)
     read(model, cache, length=3)
     for step in range(3, 14):
         assert [layer.slots.is_full for layer in cache.layers] == [step > 10] * len(cache.layers)
-        padded = mask.clone()[:, : step + 1]
         if step == 5:
-            padded[:, -1] = 0  # a step that adds nothing
+            mask[:, step] = 0  # a step that adds nothing
         with torch.no_grad():
-            model(torch.full((1, 1), 7), attention_mask=padded, past_key_values=cache)
+            seen_mask = mask[:, : step + 1]
+            model(torch.full((1, 1), 7), attention_mask=seen_mask, past_key_values=cache)
         cache.check_integrity()

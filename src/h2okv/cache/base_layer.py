@@ -55,7 +55,7 @@ class BaseLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     drops = True  # evicts for real and stores entries as `storage` says; else it masks
-    ends_forward = False  # the last layer of its cache
+    begins_forward = ends_forward = False  # the first, the last layer of its cache
     latent: tuple[int, int] | None = None  # R and r of a model with latent attention
     window: int | None = None  # the sliding window that the entries stand for
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
@@ -87,6 +87,7 @@ class BaseLayer(CacheLayerMixin):
     def _forget(self) -> None:
         vars(self).pop("state", None)
         self.is_cast = self.has_inner_padding = False
+        self.counts_padding: bool | None = None  # whether the model's positions do, if known
         self.num_forwards = 0
         self.prompt = Prompt()
         self.writer = Writer()

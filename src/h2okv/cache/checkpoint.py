@@ -83,6 +83,7 @@ def _layer_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return tensors, {
             "budgets": [astuple(budget) for budget in layer.state.budgets],
             **({} if scaling is None else {"scaling": scaling}),
+            "counts_padding": layer.counts_padding,
             "weights": layer.weights(),
             # What packed entries do not tell.
             "dtype": str(layer.dtype).removeprefix("torch."),
@@ -311,6 +312,8 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
         raise ValueError(f"layer {layer.layer_idx} has no fingerprint of weights")
     layer.lazy_initialization(key, value)
     layer.load_state(expected, seen, weights)
+    counts_padding = values.get("counts_padding")
+    layer.counts_padding = counts_padding if isinstance(counts_padding, bool) else None
 
 
 def _expect_queries(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -189,7 +190,41 @@ class H2OCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, Any]:
         """Return the length and the offset of a block's mask; called by the model."""
         self._end_drafting()
+        if not torch.compiler.is_compiling():
+            # The model hands over no mask. Here no layer has read any of the block yet.
+            arguments = sys._getframe(1).f_locals
+            mask, position_ids = arguments.get("attention_mask"), arguments.get("position_ids")
+            self.check_block(query_length, mask, position_ids)
         return super().get_mask_sizes(query_length, layer_idx)
+
+    def check_block(
+        self, length: int, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> None:
+        """Refuse a block that takes padding seen for text, before any layer reads it.
+
+        Args:
+            length: T.
+            attention_mask: ``[B, tokens seen + T]``, 0 for padding; ``None`` without padding.
+            position_ids: where the model puts the tokens, ``[B or 1, T]``, if it is known.
+
+        Raises:
+            ValueError: if the mask, or the positions, contradict those of the tokens seen.
+        """
+        first, real = self._scored[0], None
+        # A step on a GPU must not wait for what it would read.
+        is_readable = first.is_initialized and first.device.type != "meta"
+        if not (is_readable and first.holds_budgets) or (
+            length == 1 and first.device.type != "cpu"
+        ):
+            return
+        end = self.num_seen_tokens + length
+        # A mask that ends before the block does is refused where the model's is made.
+        is_flat = attention_mask is not None and attention_mask.dim() == 2
+        if attention_mask is not None and is_flat and attention_mask.shape[1] >= end:
+            validation.check_mask(first, attention_mask)
+            real = attention_mask[:, end - length : end].to(torch.bool)
+        if first.counts_padding is not None and not self.needs_enabling:
+            validation.check_follows(first, position_ids, real, length)
 
     @property
     def transforms_keys(self) -> bool:
@@ -359,7 +394,7 @@ class H2OCache(Cache):
             layer.rotations.shared_rotations = rotations
         for layer in self._slot_layers:
             layer.deferred = deferred
-        self._scored[-1].ends_forward = True
+        self._scored[0].begins_forward = self._scored[-1].ends_forward = True
 
     @property
     def _slot_layers(self) -> list[SlotLayer]:

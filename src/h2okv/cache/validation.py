@@ -113,24 +113,75 @@ def check_follows(
     """Refuses a later block that does not go on where the last one ended.
 
     ``generate(use_cache=False)`` reads the whole text again at every step, which would count
-    every token again. Reads the device, so it asks only for blocks of more than one token.
+    every token again. Reads the device; of steps, which must not wait for it, only a CPU's are
+    checked, and only behind padding.
     """
-    if position_ids is None or position_ids.dim() != 2 or length == 1 or not layer.holds_budgets:
+    if position_ids is None or position_ids.dim() != 2:
         return
-    last = position_ids.to(layer.device).amax(dim=1)
-    new = torch.full_like(layer.state.num_real_tokens, length) if real is None else real.sum(dim=1)
-    # Positions count the real tokens (generate) or all of them (a bare forward).
-    follows = (last == layer.state.num_real_tokens + new - 1) | (new == 0)
-    follows |= last == layer.cumulative_length + length - 1
-    if not bool(follows.all()):
-        row = int((~follows).nonzero()[0])
-        seen = int(layer.state.num_real_tokens[row])
+    is_step = length == 1 and layer.holds_budgets
+    if is_step and (layer.counts_padding is None or layer.device.type != "cpu"):
+        return
+    state, position_ids = layer.state, position_ids.to(layer.device)
+    if layer.holds_budgets:
+        last, before = position_ids.amax(dim=1), state.num_real_tokens
+        new = torch.full_like(before, length) if real is None else real.sum(dim=1)
+        # Positions count the real tokens (generate) or all of them (a bare forward).
+        by_text = (last == before + new - 1) | (new == 0)
+        by_columns = (last == layer.cumulative_length + length - 1) | (new == 0)
+        follows = by_text | by_columns
+        if not bool(follows.all()):
+            row = int((~follows).nonzero()[0])
+            raise ValueError(
+                f"H2OCache has seen {int(before[row])} tokens of sequence {row} and got "
+                f"{int(new[row])} more that end at position {int(last.expand_as(new)[row])}, which "
+                "does not go on from there; for a further turn call "
+                f"generate(**cache.next_turn(input_ids), {CACHE}=cache) or give it the whole text, "
+                "leave out use_cache=False, or call cache.reset() to read a new text."
+            )
+        goes_on = by_columns if layer.counts_padding else by_text
+        if layer.counts_padding is not None and not bool(goes_on.all()):
+            row = int((~goes_on).nonzero()[0])
+            padding = int(layer.cumulative_length - before[row])
+            habit = "did and now do not" if layer.counts_padding else "did not and now do"
+            raise ValueError(
+                f"position_ids: those of sequence {row} so far {habit} count its {padding} tokens "
+                f"of padding, so that a gap would follow; {_REMEDY}."
+            )
+    if real is not None and layer.begins_forward and layer.counts_padding is None:
+        layer.counts_padding = _counts_padding(layer, position_ids, real)
+
+
+_REMEDY = (
+    "give attention_mask [batch, tokens seen + new tokens] with 0 for all padding, as"
+    " cache.next_turn(input_ids) does, and position_ids that go on from those before"
+)
+
+
+def _counts_padding(layer: Any, position_ids: Tensor, real: Tensor) -> bool | None:
+    """Tell whether the model's positions count padding before real tokens; ``None``: unknown."""
+    column, is_there = real.to(torch.uint8).argmax(dim=1), real.any(dim=1)
+    first = position_ids.expand(len(real), -1).gather(1, column.unsqueeze(1)).squeeze(1)
+    by_text, by_columns = layer.state.num_real_tokens, layer.cumulative_length + column
+    differs = is_there & (by_text != by_columns)
+    for counts, expected in ((False, by_text), (True, by_columns)):
+        if bool(differs.any()) and bool(((first == expected) | ~differs).all()):
+            return counts
+    return None
+
+
+def check_mask(layer: Any, attention_mask: Tensor) -> None:
+    """Refuse a mask ``[B, tokens seen + T]`` that marks padding seen as text, or the reverse."""
+    seen, before = int(layer.cumulative_length), layer.state.num_real_tokens
+    marked = attention_mask[:, :seen].to(torch.bool).sum(dim=1).to(before.device)
+    # The sequences of a pool are as long as each is, and their masks begin with the new tokens.
+    if marked.shape != before.shape or int(before.max()) > seen:
+        return
+    if not bool((marked == before).all()):
+        row = int((marked != before).nonzero()[0])
         raise ValueError(
-            f"H2OCache has seen {seen} tokens of sequence {row} and got {int(new[row])} "
-            f"more that end at position {int(last.expand_as(new)[row])}, which does not "
-            "go on from there; for a further turn call "
-            f"generate(**cache.next_turn(input_ids), {CACHE}=cache) or give it the whole text, "
-            "leave out use_cache=False, or call cache.reset() to read a new text."
+            f"attention_mask marks {int(marked[row])} of the {seen} tokens seen of sequence {row}"
+            f" as text, and {int(before[row])} of them are; the others are padding. Instead,"
+            f" {_REMEDY}."
         )
 
 
