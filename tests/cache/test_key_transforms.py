@@ -175,6 +175,18 @@ def test_the_keys_of_a_model_without_weights_are_not_transformed(make_llama, cap
     assert capsys.readouterr().err.count(note) == 1
 
 
+def test_a_window_shorter_than_what_is_measured_has_room(make_llama, capsys):
+    """RoPE scaling reaches further than the window in which positions roll."""
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+    model = make_llama(rope_parameters={**scaling, "rope_theta": 10000.0})
+    for window in (128, 300):
+        model.config.max_position_embeddings = window
+        model.lm_head.weight.data += 0.0  # measured again
+        cache = h2okv.H2OCache(model, 8, 4, kv_bits=4, positions="rolling")
+        assert cache.transforms_keys
+    assert "note" not in capsys.readouterr().err
+
+
 @torch.no_grad()
 def test_offset_keys_cost_a_trained_model_little():
     """The divergence of next-token distributions, in nats, over 60 steps of a novel."""

@@ -335,3 +335,24 @@ def test_a_trained_model_says_nearly_the_same(bits, mean, maximum):
     divergence = (full.exp() * (full - packed)).sum(dim=-1)
     assert divergence.mean() < mean and divergence.max() < maximum
     assert divergence.max() > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", ["full", "h2o"])
+@pytest.mark.parametrize("kv_bits", [8, 6, 4])
+@pytest.mark.parametrize("simulate", [False, True])
+def test_with_evict_every_a_text_is_rounded_alike_in_any_blocks(
+    make_llama, policy, kv_bits, simulate
+):
+    model = make_llama().double()
+    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
+    logits, keys = [], []
+    for blocks in ([40], [7, 1, 20, 12], [1] * 40):
+        options = {"kv_bits": kv_bits, "evict_every": 8, "simulate": simulate}
+        cache = h2okv.H2OCache(model.config, 8, 4, policy=policy, **options)
+        read = [model(block, past_key_values=cache).logits for block in ids.split(blocks, dim=1)]
+        logits.append(torch.cat(read, dim=1))
+        keys.append(cache.kept_positions(1).sort(dim=-1).values[..., -12:])
+    for other_logits, other_keys in zip(logits[1:], keys[1:], strict=True):
+        torch.testing.assert_close(other_logits, logits[0], atol=1e-5, rtol=1e-5)
+        assert torch.equal(other_keys, keys[0])

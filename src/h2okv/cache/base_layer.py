@@ -55,6 +55,8 @@ class BaseLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
     drops = True  # evicts for real and stores entries as `storage` says; else it masks
+    # Whether a block sees its own entries as they are stored, however the text is cut into blocks.
+    rounds_blocks = False
     begins_forward = ends_forward = False  # the first, the last layer of its cache
     latent: tuple[int, int] | None = None  # R and r of a model with latent attention
     window: int | None = None  # the sliding window that the entries stand for

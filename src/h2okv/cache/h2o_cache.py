@@ -110,6 +110,8 @@ class H2OCache(Cache):
             layers[index] = layer_class(index, budget, *alike, head_budgets, spans)
             layers[index].latent = support.latent_sizes(config)
             layers[index].key_transform = transforms.get(index)
+            # Also where nothing is evicted; at every token (1) blocks are as long as one.
+            layers[index].rounds_blocks = (cache.evict_every or 1) > 1
         self._scored = [layer for layer in layers if isinstance(layer, BaseLayer)]
         support.check_layers(config, layers, len(self._scored), self.position_rule)
         self._last_updated: BaseLayer | None = None

@@ -245,7 +245,7 @@ class CacheLayer(BaseLayer):
     ) -> tuple[Tensor, Tensor]:
         """Return keys and values ``[B, H, P + T, D]`` as the block attends to them."""
         keys, values, transform = self.storage.keys, self.storage.values, self.state.key_transform
-        if self.spans is not None:  # the same for a token that comes alone and one in a block
+        if self.rounds_blocks:  # the same for a token that comes alone and one in a block
             return keys.as_stored(key, past, transform), values.as_stored(value, past)
         attended_key = keys.as_attended(key, past, real, transform)
         return attended_key, values.as_attended(value, past, real)

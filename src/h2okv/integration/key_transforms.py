@@ -12,12 +12,11 @@ from transformers import PreTrainedModel
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
-from h2okv.cache.support import unwrap
+from h2okv.cache.support import context_window, unwrap
 from h2okv.config import Positions
 from h2okv.console import write_remark
 from h2okv.integration.enable import enable, input_device
 from h2okv.integration.layer_budgets import lock_of
-from h2okv.integration.loading import context_of
 from h2okv.ops.quant import KeyTransform
 from h2okv.provenance import weights_state
 from h2okv.records import first_line
@@ -58,7 +57,8 @@ _MEASURED = WeakKeyDictionary()
 
 
 def _measure(model: PreTrainedModel, rolls: bool) -> dict[int, KeyTransform]:
-    length = min(_TOKENS, context_of(model.config) or _TOKENS)
+    # Rolling positions have room for the window alone, however far RoPE scaling reaches.
+    length = min(_TOKENS, context_window(model.config) or _TOKENS)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator("cpu").manual_seed(0)
     ids = torch.randint(0, vocab_size, (1, length), generator=generator, device="cpu")
