@@ -1,3 +1,4 @@
+import http.client
 import json
 import os
 import re
@@ -5,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 
 import pytest
@@ -158,3 +160,30 @@ def test_view_serves_the_page_until_ctrl_c(model_folder, text_file):
         process.kill()
     assert process.returncode == 0
     assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_a_text_is_read_ends_with_130(save_model, text_file):
+    model = save_model(context=10**5)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "h2okv", "view", "--model", str(model), "--port", "0",
+         "--text", str(text_file), "--tokens", "60000", "--no-open"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    try:
+        address = process.stdout.readline().strip()
+        body = json.dumps({"text": "the cat sat on the mat. " * 10_000}).encode()
+        host = address.removeprefix("http://").rstrip("/")
+        connection = http.client.HTTPConnection(host, timeout=30)
+        connection.request("POST", "/api/text", body)
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        connection.close()
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "stopped while a text was being read."
+    assert "Traceback" not in err and "terminate" not in err

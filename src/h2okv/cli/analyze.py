@@ -191,5 +191,8 @@ def _serve(reader: Reader, choice: dict[str, Any], port: int, open_browser: bool
             webbrowser.open(address)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+        if server.desk is not None and server.desk.is_busy:
+            write_remark("\nstopped while a text was being read.")
+            return INTERRUPTED
     write_remark("")
     return 0

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import pkgutil
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 import h2okv
-from h2okv.console import BAD_INPUT, OUTPUT_CLOSED, OutputClosedError, write_text
+from h2okv.console import (
+    BAD_INPUT,
+    INTERRUPTED,
+    OUTPUT_CLOSED,
+    OutputClosedError,
+    write_remark,
+    write_text,
+)
 
 COMMANDS = {
     "generate": ("generate:generate", "Generate text with an H2O cache."),
@@ -43,6 +52,14 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, remaining = super().resolve_command(ctx, args)
         return name, command and load_command(str(name)), remaining
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; report Ctrl-C where the command does not (typer would be silent)."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            write_remark("h2okv: interrupted.")
+            return INTERRUPTED
 
 
 def load_command(name: str) -> Any:
@@ -84,8 +101,19 @@ for _name, (_, _summary) in COMMANDS.items():
     _app.command(_name, help=_summary)(lambda: None)
 
 
-def main() -> None:
-    sys.exit(run(sys.argv[1:]))
+def main() -> NoReturn:
+    try:
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:  # outside a command
+        write_remark("h2okv: interrupted.")
+        code = INTERRUPTED
+    if any(thread.daemon for thread in threading.enumerate()):
+        # A thread in the middle of a forward would abort the process when the interpreter ends.
+        atexit._run_exitfuncs()
+        for output in (sys.stdout, sys.stderr):
+            output.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(args: Sequence[str]) -> int:

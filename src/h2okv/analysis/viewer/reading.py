@@ -182,6 +182,11 @@ class Desk:
         self._traces: dict[tuple[int, str, str], dict[str, Any]] = {}
         self._count = 0
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a text is read or a policy followed."""
+        return self._lock.locked()
+
     def read(self, body: Any) -> dict[str, Any]:
         """Read a text: ``{"text": "...", "new_tokens": 0}``; see `Reader.read`."""
         body = body if isinstance(body, dict) else {}
