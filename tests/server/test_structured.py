@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 
 import jsonschema
@@ -41,6 +42,7 @@ def client(start, make_llama, bundled_tokenizer):
     engine = h2okv.AsyncLLM(model, tokenizer, heavy=64, recent=64, max_num_seqs=4)
     served = start(engine)
     with served.client() as client:
+        client.compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
         yield client
     served.stop()
 
@@ -147,6 +149,55 @@ def test_unsupported_schemas_are_refused_with_the_reason(client, schema, words, 
     complete(client, tools=[tool], max_tokens=1)
 
 
+# What llguidance would weaken in silence, or never end, in a property that every value has.
+UNENFORCEABLE = {
+    "empty": ({"type": "integer", "minimum": 3, "maximum": 2}, "Unsatisfiable schema"),
+    "pattern": ({"type": "string", "pattern": "[^\\s\\S]"}, "unsatisfiable"),
+    "circle": ({"$ref": "#/$defs/n"}, "refers to itself without an end"),
+    "deep circle": (
+        {"type": "object", "properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]},
+        "refers to itself without an end",
+    ),
+    "items": ({"type": "array", "items": {"$ref": "#/$defs/n"}, "minItems": 1}, "without an end"),
+    "minimum": ({"type": "integer", "minimum": 1e30}, "minimum must be within"),
+    "maximum": ({"type": "number", "maximum": 10**30}, "maximum must be within"),
+    "exclusive": ({"type": "integer", "exclusiveMinimum": 2**53 + 1}, "exactly"),
+    "const": ({"const": -(2**63)}, "const has the number -9223372036854775808"),
+    "enum": ({"enum": [[2**53 + 1]]}, "enum has the number 9007199254740993"),
+    "format": ({"type": "integer", "format": "age"}, "format 'age' is not known"),
+    "keyword": ({"type": "string", "maxlength": 5}, "did you mean maxLength?"),
+    "nullable": ({"type": "string", "nullable": True}, "not a keyword of JSON Schema"),
+    "one of": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "coerce_one_of"),
+    "guidance": ({"x-guidance": {"lenient": True}}, "may only have coerce_one_of"),
+}
+
+
+@pytest.mark.parametrize(("inner", "words"), UNENFORCEABLE.values(), ids=UNENFORCEABLE)
+def test_schemas_that_would_be_weakened_are_refused(client, inner, words):
+    schema = {
+        "type": "object",
+        "properties": {"a": inner},
+        "required": ["a"],
+        "$defs": {"n": inner},
+        **({"x-guidance": inner["x-guidance"]} if "x-guidance" in inner else {}),
+    }
+    function = {"name": "f", "parameters": schema, "strict": True}
+    stated = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    changes = [
+        {"response_format": stated},
+        {"response_format": {"type": "json_object", "schema": schema}},
+        {"tools": [{"type": "function", "function": function}]},
+        {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+    ]
+    for change in changes:
+        with pytest.raises(openai.BadRequestError) as caught:
+            complete(client, **change)
+        assert words in caught.value.body["message"]
+        assert caught.value.body["param"].startswith([*change][0])
+    with pytest.raises(ValueError, match=re.escape(words)):
+        GrammarCompiler.compile(client.compiler, json_grammar(schema))
+
+
 @pytest.mark.parametrize(
     ("stated", "param", "words"),
     [
@@ -155,12 +206,31 @@ def test_unsupported_schemas_are_refused_with_the_reason(client, schema, words, 
         ({"type": "json_schema"}, "response_format.json_schema", "=None does not fit"),
         ({"type": "json_schema", "json_schema": {"name": "a"}},
          "response_format.json_schema.schema", "give a JSON schema"),
+        ({"type": "json_schema", "schema": SCHEMA}, "response_format.schema", "is not known"),
+        ({"type": "json_object", "schema": "a"}, "response_format.schema", "give a JSON schema"),
+        ({"type": "text", "schema": SCHEMA}, "response_format.schema", "is not known"),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA, "regex": "a"}},
+         "response_format.json_schema.regex", "is not known"),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": 1}},
+         "response_format.json_schema.strict", "give true or false"),
     ],
 )  # fmt: skip
 def test_bad_formats_are_refused(client, stated, param, words):
     with pytest.raises(openai.BadRequestError) as caught:
         complete(client, response_format=stated)
     assert caught.value.body["param"] == param and words in caught.value.body["message"]
+    if stated in ("json", {"type": "xml"}) or param == "response_format.json_schema":
+        return
+    flat = {"type": stated["type"], **stated.get("json_schema", stated)}
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="fake", input="Hi", text={"format": {**flat, "regex": "a"}})
+    assert caught.value.body["param"].startswith("text.format.")
+
+
+def test_a_json_object_may_have_a_schema(client):
+    stated = {"type": "json_object", "schema": SCHEMA}
+    text = complete(client, response_format=stated).choices[0].message.content
+    jsonschema.validate(json.loads(text), SCHEMA)
 
 
 def test_remedy_without_the_package(client, monkeypatch):
@@ -227,6 +297,22 @@ def test_grammars_of_calls_take_what_the_parser_reads(compiler, bundled_tokenize
     assert [*parser.add(both), *parser.end()] == calls
 
 
+@pytest.mark.parametrize("is_parallel", [False, True])
+@pytest.mark.parametrize("form", WRITTEN)
+def test_an_answer_may_end_after_each_call(compiler, bundled_tokenizer, form, is_parallel):
+    """Whitespace promises no further call, which models would have to make for it."""
+    first, second, separator = WRITTEN[form]
+    for choice in ("required", {"name": "f"}):
+        grammar = answer_grammar(None, TOOLS, choice, is_parallel, CallSyntax(form, {}))
+        may_go_on = is_parallel and choice == "required"
+        assert fits(compiler, bundled_tokenizer, grammar, first.removesuffix("\n</tool_call>"))
+        for end in ("", "\n", " ", "\n\n"):
+            assert fits(compiler, bundled_tokenizer, grammar, first + end)
+            both = f"{first}{end or separator}{second}"
+            assert fits(compiler, bundled_tokenizer, grammar, f"{both}\n") is may_go_on
+        assert not fits(compiler, bundled_tokenizer, grammar, f"{first}\nAnd")
+
+
 @pytest.mark.parametrize("is_special", [False, True])
 def test_markers_that_are_tokens(bundled_tokenizer, is_special):
     tokenizer = copy.deepcopy(bundled_tokenizer)
@@ -238,45 +324,135 @@ def test_markers_that_are_tokens(bundled_tokenizer, is_special):
     assert fits(compiler, tokenizer, grammar, "\n".join(WRITTEN["hermes"][:2]))
 
 
-@pytest.mark.parametrize("is_special", [False, True])
-def test_strict_arguments_of_calls_that_are_free(bundled_tokenizer, is_special):
-    """Any text, and then calls, of which those to strict tools fit their schemas."""
+def strict_tools(strict=True):
+    return [{"type": "function", "function": {**TOOLS[0]["function"], "strict": strict}}, TOOLS[1]]
+
+
+@pytest.fixture(scope="module", params=["text", "token", "special"])
+def marked(request, bundled_tokenizer):
+    """Return a tokenizer whose markers are texts, tokens, or special tokens."""
     tokenizer = copy.deepcopy(bundled_tokenizer)
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=is_special)
-    syntax = CallSyntax.of(tokenizer)
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    first, second, _ = WRITTEN["hermes"]
-    body = {"model": "fake", "messages": [USER]}
+    if request.param != "text":
+        markers = ["<tool_call>", "</tool_call>", "<|python_tag|>"]
+        tokenizer.add_tokens(markers, special_tokens=request.param == "special")
+    return tokenizer, GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
 
-    def check(text, strict=True, schema=None, **fields):
-        tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": strict}}]
-        request = ChatRequest(**body, tools=[*tools, TOOLS[1]], response_format=schema, **fields)
-        grammar = request.grammar(syntax)
-        return grammar is None or fits(compiler, tokenizer, grammar, text)
 
-    wrong = first.replace("22", "23")
-    assert check(wrong, strict=False) and check(wrong, tool_choice="none")
-    for before in ("", "Well, {}:\n<tool\n"):
-        assert check(f"{before}{first}") and check(f"{before}{first}\n{second}")
-        assert check(f"{before}{second.replace('{}', '{1: 2}'.replace('1', chr(34) * 2))}")
-        assert not check(f"{before}{wrong}") and not check(f"{before}{first}\n{wrong}")
-        assert not check(f"{before}<tool_call>\n{{") and not check(f"{before}{first} And")
-    assert check("Hello.\n") and check('{"name": "f"}')
-    assert check(first, schema=FORMAT) and check(F, schema=FORMAT)
-    assert not check(wrong, schema=FORMAT) and check(wrong, False, FORMAT)
-    assert not check(f"{first}\n{second}", parallel_tool_calls=False)
-    # JSON without a marker, which the grammar takes for text, is not a call.
-    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
-    request = ChatRequest(**body, tools=tools)
-    assert not request.only_marked and request.grammar(syntax) and request.only_marked
-    parser, text = ToolCallParser(only_marked=True), '{"name": "f", "arguments": {}}\n'
-    segments = [*parser.add(text), *parser.add(first), *parser.end()]
-    assert segments == [text.rstrip(), ToolCall("f", F)]
-    # Without tokens of their own, a marker is text like any other.
-    plain = CallSyntax.of(bundled_tokenizer)
-    function = {**TOOLS[0]["function"], "strict": True}
-    request = ChatRequest(**body, tools=[{"type": "function", "function": function}])
-    assert request.grammar(plain) is None
+def check_request(marked, text, **fields):
+    tokenizer, compiler = marked
+    request = ChatRequest(model="fake", messages=[USER], **fields)
+    grammar = request.grammar(CallSyntax.of(tokenizer))
+    return grammar is None or fits(compiler, tokenizer, grammar, text)
+
+
+BARE = (
+    '{"name": "f", "arguments": %s}', '{"name":"f","parameters":%s}',
+    '\n```json\n{"name": "f", "arguments": %s}\n```', '[{"name": "f", "arguments": %s}]',
+    '{"type": "function", "name": "f", "parameters": %s}',
+    '<|python_tag|>{"name": "f", "arguments": %s}',
+    '{"name": "the \\"g\\"", "arguments": {}}; {"name": "f", "arguments": %s}',
+    '[{"name": "the \\"g\\"", "arguments": {}}, {"name": "f", "arguments": %s}]',
+    '[{"name": "the \\"g\\"", "arguments": {}}]\n{"name": "f", "arguments": %s}',
+    "<tool_call>\n{\"name\": \"f\", \"arguments\": %s}\n</tool_call>",
+    "Well, {}:\n<tool_call>{\"name\": \"f\", \"arguments\": %s}</tool_call>",
+    '<tool_call>{"name": "the \\"g\\"", "arguments": {}}</tool_call>{"name": "f", "arguments": %s}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", BARE)
+def test_strict_binds_the_arguments_of_every_form_of_call(marked, form):
+    """What the parser reads as a call has arguments that fit, and may go on as without strict."""
+    right, wrong = form % F, form % F.replace("22", "23")
+    calls = [*(parser := ToolCallParser()).add(right), *parser.end()]
+    assert ToolCall("f", F) in calls
+    for end in ("", "\n", "\n\nThat is all.", f"\n{BARE[0] % F}"):
+        assert check_request(marked, right + end, tools=strict_tools())
+    for text in (wrong, f"{right}\n{wrong}", f"{right}\n{BARE[-3] % F.replace('22', '23')}"):
+        assert not check_request(marked, text, tools=strict_tools())
+        assert check_request(marked, text, tools=strict_tools(strict=False))
+        assert check_request(marked, text, tools=strict_tools(), tool_choice="none")
+    assert not check_request(
+        marked, f"{right}\n{right}", tools=strict_tools(), parallel_tool_calls=False
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Hello.\n", "", '{"name": "f"}', '{"name": "f", "age": 5}', '{"name": "h", "arguments": 5}',
+     'So {"name": "f", "arguments": 5}', "[1, 2]", "```json\n{}\n```", '{"city": "Paris"}',
+     "<tool>", '<|python_tag|>search.call(query="a")'],
+)  # fmt: skip
+def test_strict_changes_no_text(marked, text):
+    assert check_request(marked, text, tools=strict_tools())
+
+
+def test_a_marker_leads_to_a_call(marked):
+    for text in ("<tool_call>", "<tool_call>\n{", "<tool_call>Hello"):
+        assert not check_request(marked, text, tools=strict_tools())
+
+
+def test_calls_beside_a_schema_need_no_marker(marked):
+    """An answer and a call may begin alike, and only a tool's name makes it a call."""
+    person = {
+        "type": "object",
+        "properties": {"name": {"$ref": "#/$defs/s"}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+        "$defs": {"s": {"type": "string"}},
+    }
+    stated = {"type": "json_schema", "json_schema": {"name": "a", "schema": person}}
+    tools, wrong = strict_tools(), F.replace("22", "23")
+    bare, hermes = BARE[0], BARE[-3]
+    for text in ('{"name": "Anna", "age": 31}', '{"name": "f", "age": 31}', bare % F, hermes % F):
+        assert check_request(marked, text, tools=tools, response_format=stated)
+        assert check_request(marked, text, tools=tools, response_format=stated) and not (
+            check_request(marked, f"{text} And", tools=tools, response_format=stated)
+        )
+    for text in (bare % wrong, hermes % wrong):
+        assert not check_request(marked, text, tools=tools, response_format=stated)
+        free = {"tools": strict_tools(strict=False), "response_format": stated}
+        assert check_request(marked, text, **free)
+    for text in ("Hello", '{"name": "h", "arguments": {}}', '{"age": 31}'):
+        assert not check_request(marked, text, tools=tools, response_format=stated)
+
+
+ONE_OF = [
+    ({"oneOf": [{"type": "object", "properties": {"kind": {"const": kind, "default": kind},
+                                                  kind: {"type": "integer"}}}
+                for kind in "ab"]},
+     ['{"kind": "a"}', '{"kind": "b", "b": 5}'], ["{}", '{"kind": "a", "a": "x"}']),
+    ({"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+      "oneOf": [{"required": ["a"]}, {"required": ["b"]}]},
+     ['{"a": 1}', '{"b": 1}'], ["{}", '{"a": 1, "b": 1}']),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"type": "null"}],
+      "$defs": {"a": {"type": "object", "required": ["a"],
+                      "properties": {"a": {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]}}},
+                "b": {"type": "object", "required": ["b"]}}},
+     ['{"a": null}', '{"a": {"a": null}}', '{"b": 1}', "null"], ['{"a": null, "b": 1}', "5"]),
+    ({"oneOf": [{"type": "array", "items": {"type": name}} for name in ("string", "integer")]},
+     ['["a"]', "[1, 2]"], ["[]", '["a", 1]']),
+    ({"type": "string", "oneOf": [{"const": "a", "title": "A"}, {"enum": ["b", "c"]}]},
+     ['"a"', '"c"'], ['"d"']),
+    ({"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}},
+     ["5.5", "5"], ['"a"']),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "right", "wrong"), ONE_OF)
+def test_alternatives_of_one_of_share_no_value(compiler, bundled_tokenizer, schema, right, wrong):
+    for text in right:
+        assert fits(compiler, bundled_tokenizer, json_grammar(schema), text)
+        if "x-guidance" not in schema:
+            jsonschema.validate(json.loads(text), schema)
+    for text in wrong:
+        assert not fits(compiler, bundled_tokenizer, json_grammar(schema), text)
+
+
+def test_formats_of_numbers_are_ranges(compiler, bundled_tokenizer):
+    for form, right, wrong in (("int32", "-5", str(2**31)), ("uint8", "255", "-1")):
+        grammar = json_grammar({"type": "integer", "format": form})
+        assert fits(compiler, bundled_tokenizer, grammar, right)
+        assert not fits(compiler, bundled_tokenizer, grammar, wrong)
 
 
 def test_json_may_be_indented_but_not_padded(compiler, bundled_tokenizer):

@@ -51,7 +51,19 @@ ANSWERS = [
      [f"<tool_call>{F[:-3]}</tool_call>", CALL_G]),
     (f'<tool_call>{{"a": "5" tall"}}</tool_call> <tool_call>{G}</tool_call>',
      ['<tool_call>{"a": "5" tall"}</tool_call>', CALL_G]),
-    ('<tool_call>{"name": "f"}</tool_call>', ['<tool_call>{"name": "f"}</tool_call>']),
+    # Calls without arguments, with a marker.
+    ('<tool_call>{"name": "f"}</tool_call>', [ToolCall("f", "{}")]),
+    ('<tool_call>{"name": "f", "arguments": null}</tool_call>', [ToolCall("f", "{}")]),
+    ('<|python_tag|>{"name": "f", "parameters": ""}', [ToolCall("f", "{}")]),
+    ('{"name": "f"}', ['{"name": "f"}']),
+    ('{"name": "f", "arguments": null}', ['{"name": "f", "arguments": null}']),
+    # Line breaks as they are; functions as in OpenAI's messages.
+    ('<tool_call>{"name": "f", "arguments": {"a": "x\ny\t"}}</tool_call>',
+     [ToolCall("f", '{"a": "x\\ny\\t"}')]),
+    ('<tool_call>{"type": "function", "function": {"name": "f", "arguments": "{}"}}</tool_call>',
+     [ToolCall("f", "{}")]),
+    ('{"type": "function", "function": {"name": "f"}}',
+     ['{"type": "function", "function": {"name": "f"}}']),
     ('{"name": "f", "arguments": 5}', ['{"name": "f", "arguments": 5}']),
     ('{"name": "f", "arguments": {"a": NaN}}', ['{"name": "f", "arguments": {"a": NaN}}']),
     ('{"name": "\\ud800", "arguments": {}}', ['{"name": "\\ud800", "arguments": {}}']),
@@ -65,12 +77,12 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-def read(text, cuts):
-    parser, pieces = ToolCallParser(), []
+def read(text, cuts, is_cut=False, **options):
+    parser, pieces = ToolCallParser(**options), []
     edges = [0, *sorted(cuts), len(text)]
     for start, stop in zip(edges, edges[1:], strict=False):
         pieces += parser.add(text[start:stop])
-    pieces += parser.end()
+    pieces += parser.end(is_cut)
     joined = []
     for piece in pieces:
         if isinstance(piece, str) and joined and isinstance(joined[-1], str):
@@ -86,6 +98,51 @@ def test_calls_are_the_same_at_any_cut(text, expected):
     assert read(text, range(1, len(text))) == expected
     for cut in range(len(text)):
         assert read(text, [cut]) == expected
+
+
+NAMED = {"names": ("f", "g"), "no_arguments": ("g",)}
+CUT = [
+    # Whatever the marker begins is no text; without a marker a tool's name decides.
+    ("Well. <tool_call>\n", {}, ["Well."]),
+    (f"Well.\n<tool_call>{F[:-3]}", {}, ["Well."]),
+    (f"<tool_call>{F}</tool_c", {}, [CALL_F]),
+    (f"<tool_call>{F}</tool_call>\n<tool_ca", {}, [CALL_F]),
+    (f"<tool_call>{F}</tool_call>\n<tool_call>{F[:20]}", {}, [CALL_F]),
+    (F[:-3], {}, [F[:-3]]),
+    (F[:-3], NAMED, []),
+    (f"```json\n{F[:30]}", NAMED, []),
+    ('{"name": "f"', NAMED, []),
+    ('{"name": "f"', NAMED | {"has_schema": True}, ['{"name": "f"']),
+    ('{"name": "f", "arguments": {', NAMED | {"has_schema": True}, []),
+    ('{"name": "Anna", "ag', NAMED, ['{"name": "Anna", "ag']),
+    ("Hello <", NAMED, ["Hello <"]),
+    ('{"na', {"only_calls": True}, []),
+    ("<tool_call>", {"only_calls": True}, []),
+    (f'{G}; {{"na', {"only_calls": True}, [CALL_G]),
+]
+
+
+@pytest.mark.parametrize(("text", "options", "expected"), CUT)
+def test_a_call_that_was_cut_is_no_text(text, options, expected):
+    for cuts in ([], range(1, len(text)), *([cut] for cut in range(len(text)))):
+        assert read(text, cuts, is_cut=True, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ('{"name": "g"}', NAMED, [CALL_G]),
+        ('{"name": "g", "arguments": null}', NAMED, [CALL_G]),
+        ('{"name": "f"}', NAMED, ['{"name": "f"}']),
+        ('{"name": "g"}', NAMED | {"has_schema": True}, ['{"name": "g"}']),
+        ('{"name": "Anna", "arguments": {}}', NAMED | {"has_schema": True},
+         ['{"name": "Anna", "arguments": {}}']),
+        (G, NAMED | {"has_schema": True}, [CALL_G]),
+    ],
+)  # fmt: skip
+def test_what_is_a_call_depends_on_the_tools(text, options, expected):
+    for cuts in ([], range(1, len(text)), *([cut] for cut in range(len(text)))):
+        assert read(text, cuts, **options) == expected
 
 
 @given(st.data())
@@ -217,6 +274,24 @@ def test_length_ends_an_answer_with_calls_too(scripted):
     assert choice.finish_reason == "length" and len(choice.message.tool_calls) == 1
 
 
+def test_half_a_call_is_not_in_the_content(scripted):
+    scripted.engine.ending = "length"
+    for script, content, number in (
+        (f"Well. <tool_call>{F[:-3]}", "Well.", 0),
+        (f"<tool_call>{G}</tool_call>\n<tool_call>\n", None, 1),
+        (f"<tool_call>{G[:9]}", None, 0),
+    ):
+        (choice,) = complete(scripted, script).choices
+        message = choice.message
+        assert (choice.finish_reason, message.content) == ("length", content)
+        assert len(message.tool_calls or ()) == number
+        streamed = accumulated(complete(scripted, script, stream=True))
+        assert (streamed[0], len(streamed[1])) == (content or "", number)
+        response = respond(scripted, script)
+        texts = [item for item in contents_of(response.output) if isinstance(item, str)]
+        assert "".join(texts) == (content or "") and response.status == "incomplete"
+
+
 def test_every_choice_has_its_calls(scripted):
     answer = complete(scripted, G, n=2)
     ids = {choice.message.tool_calls[0].id for choice in answer.choices}
@@ -339,7 +414,10 @@ def test_choices_of_responses(scripted):
     for choice in ("required", {"type": "function", "name": "f"}):
         response = respond(scripted, script, tool_choice=choice)
         assert scripted.engine.requests[-1][1].grammar and response.tool_choice
-    assert respond(scripted, script) and scripted.engine.requests[-1][1].grammar is None
+    loose = [{**tool, "strict": False} for tool in FLAT]
+    assert respond(scripted, script, tools=loose)
+    assert scripted.engine.requests[-1][1].grammar is None
+    assert respond(scripted, script) and scripted.engine.requests[-1][1].grammar
 
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent_loop.py"

@@ -6,12 +6,14 @@ import json
 import re
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from h2okv.console import optional
+from h2okv.engine.json_schemas import AS_ANY_OF, OVERLAP, SchemaError, enforceable
 from h2okv.engine.outputs import RequestFailedError
 
 _LOCATION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
@@ -22,9 +24,18 @@ small models may write nothing else."""
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return what a grammar has in place of a JSON value of a schema."""
-    spaces = {"whitespace_pattern": _SPACES}
-    return f"%json {json.dumps({**schema, 'x-guidance': spaces})}"
+    """Return what a grammar has in place of a JSON value of a schema.
+
+    Raises:
+        SchemaError: If the schema has no value, or cannot be enforced as written.
+    """
+    return raw_rule(enforceable(schema))
+
+
+def raw_rule(schema: Mapping[str, Any]) -> str:
+    """Return the same of a schema that `enforceable` returned, or that was built of such ones."""
+    options = {"whitespace_pattern": _SPACES}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def json_grammar(schema: Mapping[str, Any] | None = None) -> str:
@@ -68,8 +79,12 @@ class GrammarCompiler:
             first, *others = _LOCATION.sub("", matcher.get_error()).splitlines()
             reasons = [first, *(line for line in others if line.startswith("error: "))]
             reason = " ".join(reasons).rstrip(".")
-            raise ValueError(f"grammar: {reason}; change the schema.")
-        return GrammarMask(matcher, self._vocab_size, self._eos)
+            raise SchemaError(OVERLAP if AS_ANY_OF in reason else reason)
+        mask = GrammarMask(matcher, self._vocab_size, self._eos)
+        with suppress(RequestFailedError):
+            if mask.mask(()).any():
+                return mask.copy()
+        raise SchemaError("no output fits it")
 
 
 class GrammarMask:

@@ -191,10 +191,13 @@ def _read_name(function: Mapping[str, Any], path: tuple[str | int, ...]) -> str:
     return _checked_text(name, (*path, "function", "name"))
 
 
-def parse_object(text: str) -> dict[str, Any] | None:
-    """Return a JSON object, or ``None`` for any other text."""
+def parse_object(text: str, strict: bool = True) -> dict[str, Any] | None:
+    """Return a JSON object, or ``None`` for any other text.
+
+    Unless ``strict``, strings may have line breaks as they are, as models write them.
+    """
     try:
-        value = json.loads(text, parse_constant=_no_constant)
+        value = json.loads(text, parse_constant=_no_constant, strict=strict)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None

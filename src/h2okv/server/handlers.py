@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from h2okv.config import Budget
+from h2okv.engine.json_schemas import SchemaError
 from h2okv.engine.llm import AsyncLLM
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.server.config import ServerSettings
@@ -135,7 +136,11 @@ class TextRoute:
         body, size = await self.handlers.read(request, self.kind)
         texts, params = body.prompts, body.params(self.engine.model_sampling)
         syntax = self.handlers.call_syntax
-        params = dataclasses.replace(params, grammar=body.grammar(syntax))
+        try:
+            grammar = await off_the_loop(size, lambda: body.grammar(syntax))
+        except ValueError as error:
+            raise body.refusal(error) from error
+        params = dataclasses.replace(params, grammar=grammar)
         if body.may_call and syntax.has_special_markers:  # the text would be without them
             params = dataclasses.replace(params, skip_special_tokens=False)
         n, max_choices = params.n, self.settings.max_choices
@@ -210,7 +215,8 @@ class TextRoute:
                     group.create_task(generate_one(number, prompt_params))
         except ExceptionGroup as errors:
             first = errors.exceptions[0]
-            raise body.refusal(first) if type(first) is ValueError else first from None
+            is_value = type(first) in (ValueError, SchemaError)
+            raise body.refusal(first) if is_value else first from None
         if not body.stream:
             return Response(_json(builder.response()), media_type="application/json")
         done = b"data: [DONE]\n\n" if builder.says_done else b""

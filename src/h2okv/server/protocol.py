@@ -39,6 +39,7 @@ from h2okv.server.errors import ApiError, as_api_error, invalid
 from h2okv.server.structured import (
     CallSyntax,
     answer_grammar,
+    check_fields,
     read_response_format,
     read_tool_choice,
 )
@@ -237,12 +238,21 @@ class CallingRequest(SampledRequest):
 
     _conversation: Conversation = PrivateAttr()
     _choice: str | Mapping[str, str] = PrivateAttr("auto")
-    _only_marked: bool = PrivateAttr(default=False)
 
     @property
-    def only_marked(self) -> bool:
-        """Whether every call has a marker, by the grammar of free text and strict calls."""
-        return self._only_marked
+    def call_options(self) -> dict[str, Any]:
+        """What `ToolCallParser` must know of the request."""
+        functions = [tool["function"] for tool in self._conversation.tools]
+        return {
+            "names": {function["name"] for function in functions},
+            "no_arguments": {
+                function["name"]
+                for function in functions
+                if not (function.get("parameters") or {}).get("required")
+            },
+            "has_schema": self._schema is not None,
+            "only_calls": self._choice not in ("auto", "none"),
+        }
 
     def _located(self, error: FieldError) -> FieldError:
         """Return an error of a chat's fields with the path that it has in this request."""
@@ -264,16 +274,19 @@ class CallingRequest(SampledRequest):
         """How many calls an answer may have; ``None`` for any number."""
         return 1 if self.parallel_tool_calls is False else None
 
+    def _grammar_field(self, of_schema: str) -> str:
+        """Return the field that a grammar came from."""
+        is_free = self._choice in ("auto", "none")
+        return of_schema if is_free and self._schema is not None else "tools"
+
     def grammar(self, syntax: CallSyntax) -> str | None:
         tools, is_parallel = self._conversation.tools, self.max_calls is None
         stated = [nested(tool)["function"] for tool in self.tools or ()] if tools else []
         strict = {function["name"] for function in stated if function.get("strict")}
         try:
-            rules = answer_grammar(self._schema, tools, self._choice, is_parallel, syntax, strict)
+            return answer_grammar(self._schema, tools, self._choice, is_parallel, syntax, strict)
         except FieldError as error:
             raise as_api_error(self._located(error)) from error
-        self._only_marked = bool(rules) and self._choice == "auto" and self._schema is None
-        return rules
 
 
 class ChatRequest(CallingRequest, Templated):
@@ -306,7 +319,7 @@ class ChatRequest(CallingRequest, Templated):
         if parameter == "max_tokens" and self.max_tokens is None:
             return "max_completion_tokens"
         if parameter == "grammar":
-            return "response_format" if self._choice in ("auto", "none") else "tools"
+            return self._grammar_field("response_format")
         return "top_logprobs" if parameter == "logprobs" else parameter
 
 
@@ -391,9 +404,15 @@ class ResponsesRequest(CallingRequest):
             chat = dataclasses.replace(chat, messages=[system, *chat.messages])
         self._conversation = chat
         self._read_choice()
-        stated = (self.text or {}).get("format")  # verbosity is only a hint
+        text = self.text or {}
+        stated = text.get("format")
         if isinstance(stated, dict) and stated.get("type") == "json_schema":
-            stated = {"type": "json_schema", "json_schema": stated}
+            nested_format = {name: value for name, value in stated.items() if name != "type"}
+            stated = {"type": "json_schema", "json_schema": nested_format}
+        try:
+            check_fields(text, ("format", "verbosity"))  # the latter is only a hint
+        except FieldError as error:
+            raise error.within("text") from error
         try:
             self._schema = read_response_format(stated)
         except FieldError as error:
@@ -423,8 +442,7 @@ class ResponsesRequest(CallingRequest):
         return {"max_tokens": self.max_output_tokens}
 
     def field_of(self, parameter: str) -> str:
-        grammar = "text" if self._choice in ("auto", "none") else "tools"
-        names = {"max_tokens": "max_output_tokens", "grammar": grammar}
+        names = {"max_tokens": "max_output_tokens", "grammar": self._grammar_field("text")}
         return names.get(parameter, parameter)
 
 

@@ -41,7 +41,7 @@ class ResponseBuilder(ABC):
             lambda: codecs.getincrementaldecoder("utf-8")("replace")
         )
         self._parsers: dict[int, ToolCallParser] = defaultdict(
-            lambda: ToolCallParser(body.only_marked)
+            lambda: ToolCallParser(**body.call_options)
         )
         self._num_calls: dict[int, int] = defaultdict(int)
         self._shared = {
@@ -99,7 +99,8 @@ class ResponseBuilder(ABC):
         if not self.body.may_call:
             return [text] if text else []
         parser, limit = self._parsers[index], self.body.max_calls
-        segments = [*parser.add(text), *(parser.end() if is_end else ())]
+        is_cut = self.outputs[index].finish_reason == "length"
+        segments = [*parser.add(text), *(parser.end(is_cut) if is_end else ())]
         passed: list[Segment] = []
         for segment in segments:
             if isinstance(segment, ToolCall):
@@ -155,8 +156,10 @@ class ChatResponseBuilder(ResponseBuilder):
             segments = self._segments(output.index, output.text, is_end=True)
             text = "".join(segment for segment in segments if isinstance(segment, str))
             calls = [segment for segment in segments if isinstance(segment, ToolCall)]
+            if text != output.text:  # what is left of it may be nothing
+                message["content"] = text or None
             if calls:
-                message |= {"content": text or None, "tool_calls": [*map(_as_object, calls)]}
+                message["tool_calls"] = [*map(_as_object, calls)]
         reason = self._reason(output.index, finish_reason)
         fields = {"message": message, "logprobs": self._logprobs(output.logprobs)}
         return super()._choice(output, reason) | fields

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from h2okv.engine.structured import json_grammar, json_rule
+from h2okv.engine.json_schemas import SchemaError, enforceable
+from h2okv.engine.structured import json_grammar, raw_rule
 from h2okv.integration.messages import EMPTY, FieldError
 from h2okv.integration.tool_messages import CallForm, call_form
 from h2okv.records import short_repr
-from h2okv.server.tools import CLOSE, MARKERS, OPEN
+from h2okv.server.tools import CLOSE, MARKERS, OPEN, PYTHON_TAG
 
 _FORMATS = ("text", "json_object", "json_schema")
 _CHOICES = ("auto", "none", "required")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_ANY_ARGUMENTS = {"type": "object"}
+_BLANKS = r"[ \t\r\n]*"
+_GAP = r"/[ \t\r\n]{1,4}/"
+"""Whitespace after a complete call. It promises no further one: the answer may end there."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,17 @@ class CallSyntax:
         return json.dumps(text) if token is None else f"<[{token}]>"
 
 
+_FIELDS = {
+    "text": (), "json_object": ("schema",), "json_schema": ("json_schema",),
+}  # fmt: skip
+_SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+
+
 def read_response_format(value: Any) -> Mapping[str, Any] | None:
     """Return the JSON schema that answers must fit; ``None`` for answers of plain text.
 
     Raises:
-        FieldError: If the format is not one of OpenAI's.
+        FieldError: If the format is not one of OpenAI's, or has fields of none.
     """
     if value in EMPTY:
         return None
@@ -56,17 +67,39 @@ def read_response_format(value: Any) -> Mapping[str, Any] | None:
     if kind not in _FORMATS:
         kinds = ", ".join(_FORMATS)
         raise FieldError((), f"={short_repr(value)} does not fit; give a type of {kinds}")
-    if kind != "json_schema":
-        return None if kind == "text" else {"type": "object"}
+    check_fields(value, ("type", *_FIELDS[kind]))
+    if kind == "json_object":
+        schema = value.get("schema")
+        if schema is not None and not isinstance(schema, Mapping):
+            raise FieldError(("schema",), f"={short_repr(schema)} does not fit; give a JSON schema")
+        return {"type": "object", **(schema or {})}
+    if kind == "text":
+        return None
     stated = value.get("json_schema")
     if not isinstance(stated, Mapping):
         example = '{"name": "answer", "schema": {...}}'
         raise FieldError(("json_schema",), f"={short_repr(stated)} does not fit; give {example}")
+    try:
+        check_fields(stated, _SCHEMA_FIELDS)
+    except FieldError as error:
+        raise error.within("json_schema") from error
+    strict = stated.get("strict")
+    if strict is not None and not isinstance(strict, bool):
+        problem = f"={short_repr(strict)} does not fit; give true or false"
+        raise FieldError(("json_schema", "strict"), problem)
     schema = stated.get("schema")
     if not isinstance(schema, Mapping):
         problem = f"={short_repr(schema)} does not fit; give a JSON schema"
         raise FieldError(("json_schema", "schema"), problem)
     return schema
+
+
+def check_fields(value: Mapping[str, Any], names: Collection[str]) -> None:
+    """Refuse unknown fields, which might change the answer."""
+    for name, stated in value.items():
+        if name not in names and stated not in EMPTY:
+            problem = f" is not known here; give {', '.join(names)}, or leave it out"
+            raise FieldError((name,), problem, "unknown_field")
 
 
 def read_tool_choice(value: Any, names: Sequence[str]) -> str | Mapping[str, str]:
@@ -82,6 +115,9 @@ def read_tool_choice(value: Any, names: Sequence[str]) -> str | Mapping[str, str
             raise FieldError((), "='required' needs tools; give some, or leave it out")
         return value
     function = value.get("function") if isinstance(value, Mapping) else None
+    if isinstance(function, Mapping):
+        check_fields(value, ("type", "function"))
+        check_fields(function, ("name",))
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str) or value.get("type", "function") != "function":
         example = '{"type": "function", "function": {"name": "..."}}'
@@ -104,6 +140,9 @@ def answer_grammar(
 ) -> str | None:
     """Return the grammar of an answer; ``None`` where any text is allowed.
 
+    After a complete answer it always may end, with or without a call's closing marker: only an
+    opening marker, or the beginning of a call's JSON, leads to a further call.
+
     Args:
         schema: As `read_response_format` returns it.
         tools: As `read_tools` returns them.
@@ -111,57 +150,164 @@ def answer_grammar(
         is_parallel: Whether one answer may have several calls.
         syntax: How the model writes calls.
         strict: Functions whose arguments must fit their schemas in calls that the model is free to
-            make. Only where a token of its own begins a call, which no other text can contain.
+            make. All else that the model may write stays as without them.
+
+    Raises:
+        FieldError: If the parameters of a tool cannot be enforced.
+        SchemaError: If ``schema`` cannot be enforced.
     """
-    is_hermes = syntax.form == "hermes"
-    masks_text = bool(strict) and is_hermes and OPEN in syntax.marker_tokens
-    if not tools or choice == "none" or (choice == "auto" and schema is None and not masks_text):
+    is_auto = choice == "auto"
+    if not tools or choice == "none" or (is_auto and schema is None and not strict):
         return None if schema is None else json_grammar(schema)
-    functions = [tool["function"] for tool in tools]
-    if choice == "auto" and schema is not None and syntax.form == "llama":
-        return json_grammar(_either(schema, functions))
-    if isinstance(choice, Mapping):
-        functions = [entry for entry in functions if entry["name"] == choice["name"]][:1]
-        is_parallel = False
-    start = "calls"
-    lines = []
-    if choice == "auto":
-        # Which arguments are right is left to the model here, as in answers of plain text.
-        functions = [
-            entry if entry["name"] in strict else {**entry, "parameters": {"type": "object"}}
-            for entry in functions
-        ]
-        start = "TEXT? calls?" if schema is None else "answer | calls"
-        lines = [r"TEXT: /(?s:.+)/" if schema is None else f"answer: {json_rule(schema)}"]
-    key, separator = ("arguments", r"\n") if is_hermes else ("parameters", "; ")
-    names = [f"call_{number}" for number in range(len(functions))]
-    call = " | ".join(names)
-    if is_hermes:
-        call = rf'{syntax.marker(OPEN)} "\n" ({call}) "\n" {syntax.marker(CLOSE)}'
-    more = f' ("{separator}" call)*' if is_parallel else ""
-    lines = [f"start: {start}", *lines, f"calls: call{more}", f"call: {call}"]
-    for number, (name, function) in enumerate(zip(names, functions, strict=True)):
-        head = f'{{"name": {json.dumps(function["name"])}, "{key}": '
-        lines += [
-            f'{name}: {json.dumps(head)} arguments_{number} "}}"',
-            f"arguments_{number}: {json_rule(_parameters(function, number))}",
-        ]
+    calls = _Calls(tools, choice, is_parallel, syntax, strict)
+    if not is_auto:
+        lines = ["start: calls", *calls.marked()]
+    elif schema is None:
+        lines = [*calls.among_text()]
+    else:
+        # A call without a marker and an answer begin alike: one JSON value may be either.
+        lines = ["start: value", f"value: {calls.or_answer(schema)}"]
+        if syntax.form == "hermes":
+            lines = ["start: value | calls", *lines[1:], *calls.marked()]
     return "\n".join(lines)
 
 
-def _either(schema: Mapping[str, Any], functions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a schema of answers that fit another, or are a call: both begin alike."""
-    definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": entry["name"]}, "parameters": {"type": "object"}},
-            "required": ["name", "parameters"],
-            "additionalProperties": False,
-        }
-        for entry in functions
-    ]
-    return {**definitions, "anyOf": [schema, *calls]}
+class _Calls:
+    """The rules of a grammar for calls of some tools."""
+
+    def __init__(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        choice: str | Mapping[str, str],
+        is_parallel: bool,
+        syntax: CallSyntax,
+        strict: Collection[str],
+    ) -> None:
+        self._syntax, self._is_hermes = syntax, syntax.form == "hermes"
+        self._is_parallel = is_parallel and not isinstance(choice, Mapping)
+        self._key = "arguments" if self._is_hermes else "parameters"
+        self._functions: dict[str, dict[str, Any]] = {}  # arguments by name; the first one counts
+        for number, tool in enumerate(tools):
+            function, name = tool["function"], tool["function"]["name"]
+            if isinstance(choice, Mapping) and name != choice["name"]:
+                continue
+            # Which other arguments are right is left to the model, as in answers of plain text.
+            is_bound = choice != "auto" or name in strict
+            schema = _parameters(function, number) if is_bound else _ANY_ARGUMENTS
+            try:
+                self._functions.setdefault(name, enforceable(schema))
+            except SchemaError as error:
+                path = ("tools", number, "function", "parameters")
+                raise FieldError(path, f": {error.reason}") from error
+
+    def marked(self) -> Iterator[str]:
+        """Yield the rules of one or several calls, each with its markers if the model has some."""
+        more = f" (more call)* {_GAP}?" if self._is_parallel else f" {_GAP}?"
+        separator = f"{_GAP}?" if self._is_hermes else f"{_GAP} | /;[ \\t\\r\\n]{{0,4}}/"
+        yield f"calls: call{more}"
+        if self._is_parallel:
+            yield f"more: {separator}"
+        yield from self._call()
+
+    def _call(self) -> Iterator[str]:
+        """Yield the rules of one call, with markers if the model has some."""
+        names = [f"call_{number}" for number in range(len(self._functions))]
+        call = " | ".join(names)
+        if self._is_hermes:
+            opening, closing = map(self._syntax.marker, (OPEN, CLOSE))
+            call = f"{opening} {_GAP}? ({call}) ({_GAP}? {closing})?"
+        yield f"call: {call}"
+        for rule, name in zip(names, self._functions, strict=True):
+            written = json.dumps(name, ensure_ascii=False)
+            head = f'{{"name": {written}, "{self._key}": '
+            yield f'{rule}: {json.dumps(head)} arguments_{rule[5:]} "}}"'
+        yield from self._arguments()
+
+    def _arguments(self) -> Iterator[str]:
+        for at, schema in enumerate(self._functions.values()):
+            yield f"arguments_{at}: {raw_rule(schema)}"
+
+    def or_answer(self, schema: Mapping[str, Any]) -> str:
+        """Return the rule of JSON that fits a schema, or is a call without a marker."""
+        alternatives: list[Mapping[str, Any]] = [_embedded(enforceable(schema), "answer")]
+        for at, (name, arguments) in enumerate(self._functions.items()):
+            written = {"name": {"const": name}, self._key: _embedded(arguments, f"arguments-{at}")}
+            alternatives.append(
+                {
+                    "type": "object",
+                    "properties": written,
+                    "required": [*written],
+                    "additionalProperties": False,
+                }
+            )
+        return raw_rule({"anyOf": alternatives})
+
+    def among_text(self) -> Iterator[str]:
+        """Yield the rules of any text in which calls, in all forms that are read, are bound.
+
+        A text may not begin as a call does, so that the rules of this call apply; only at the
+        beginning, after a call and after a marker, since JSON within a text is no call.
+        """
+        heads = [_head(name) for name in self._functions]
+        any_head = "|".join(heads)
+        begin = f"/{_BEFORE_CALL}({any_head})(?s:.*)/"
+        plain = f"/(?s:.+)/ & ~{begin}"
+        markers = (OPEN, PYTHON_TAG)
+        written = [text for text in markers if text not in self._syntax.marker_tokens]
+        if written:
+            plain += " & ~/(?s:.*)(" + "|".join(map(_literal, written)) + ")(?s:.*)/"
+        after = "begin" if self._is_parallel else "TEXT?"
+        opening = {text: self._lead(text) for text in markers}
+        calls = " | ".join(f"call_{number}" for number in range(len(heads)))
+        marked = f"{opening[OPEN]} {_GAP}? ({calls}) ({_GAP}? {self._syntax.marker(CLOSE)})?"
+        yield "start: begin"
+        yield f"begin: TEXT? | {marked} {after} | {opening[PYTHON_TAG]} begin | bare {after}"
+        yield f"TEXT: {plain}"
+        for text in written:
+            yield f"{self._lead(text).rstrip('?')}: TEXT? {json.dumps(text)}"
+        bare = (f"HEAD_{at} arguments_{at} /{_BLANKS}\\}}/" for at in range(len(heads)))
+        yield f"bare: {' | '.join(bare)}"
+        for at, head in enumerate(heads):
+            yield f"HEAD_{at}: /{_BEFORE_CALL}{head}{_BLANKS}/"
+            yield f"call_{at}: CALL_{at} arguments_{at} /{_BLANKS}\\}}/"
+            yield f"CALL_{at}: /\\{{{_BLANKS}{head}{_BLANKS}/"
+        yield from self._arguments()
+
+    def _lead(self, marker: str) -> str:
+        """Return what a grammar has for a text and a marker behind it."""
+        token = self._syntax.marker_tokens.get(marker)
+        name = "OPENING" if marker == OPEN else "PYTHON_TAG"
+        return name if token is None else f"TEXT? <[{token}]>"
+
+
+_BEFORE_CALL = (
+    rf"[ \t\r\n;,\]]*((```|<\/tool_call>)[ \t\r\n;,]*)?(```(json|tool_call)?)?"
+    rf"{_BLANKS}\[?{_BLANKS}\{{{_BLANKS}"
+    rf'("type"{_BLANKS}:{_BLANKS}"function"{_BLANKS},{_BLANKS}'
+    rf'|"id"{_BLANKS}:{_BLANKS}"[^"\\]*"{_BLANKS},{_BLANKS})*'
+)
+"""What a call without a marker may begin with, up to its name."""
+
+
+def _head(name: str) -> str:
+    """Return the expression of a call's name and of the key of its arguments."""
+    forms = {json.dumps(name), json.dumps(name, ensure_ascii=False)}
+    written = "|".join(map(_literal, sorted(forms)))
+    key = '"(arguments|parameters)"'
+    return f'"name"{_BLANKS}:{_BLANKS}({written}){_BLANKS},{_BLANKS}{key}{_BLANKS}:'
+
+
+def _literal(text: str) -> str:
+    """Return the regular expression of a text."""
+    return "".join(
+        letter if letter.isalnum() or letter in "_-<>" else f"\\x{{{ord(letter):x}}}"
+        for letter in text
+    )
+
+
+def _embedded(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a schema as part of another one, where its references still are its own."""
+    return {**schema, "$id": f"urn:h2okv:{name}"}
 
 
 def _parameters(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:

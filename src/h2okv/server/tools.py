@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,16 @@ _FIRST_KEYS = ("name", "arguments", "parameters", "type", "id")
 _HEADS = tuple(f'{opening}"{key}"' for opening in ("{", "[{") for key in _FIRST_KEYS)
 """What calls without a marker begin with, without whitespace."""
 _HEAD_LENGTH = 64
+_MARKER_LENGTH = len("<tool_")
+"""Characters of a marker that no other text begins with."""
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING = re.compile(r'["\\]')
 _BLANK = " \t\r\n"
+_BEGUN = re.compile(
+    r"""[\[\s]*\{\s*(?:"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*)*"name"\s*:\s*"""
+    r"""("(?:[^"\\]|\\.)*")\s*(,\s*"(?:arguments|parameters)"\s*:)?"""
+)
+"""The beginning of a call, up to its name, and the key of its arguments."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +81,32 @@ class ToolCallParser:
     Calls are read between ``<tool_call>`` tags (Hermes, Qwen) anywhere, and as JSON objects or
     arrays with ``name`` and ``arguments`` or ``parameters`` (Llama 3) after ``<|python_tag|>``, and
     without it at the beginning of the answer, in a code fence too. What is no such call stays text,
-    and a name that no tool has is a call, as in vLLM. Whitespace around calls is left out.
+    and a name that no tool has is a call, as in vLLM. After a marker a name alone is a call without
+    arguments. Whitespace around calls is left out.
 
     Args:
-        only_marked: Whether every call has a marker, so that JSON without one is text.
+        names: Functions that the answer may call.
+        no_arguments: Those of them that need no arguments: their names alone are calls.
+        has_schema: Whether the answer may also be JSON of a schema, which is no call, whatever its
+            keys, unless it names a function.
+        only_calls: Whether the answer has nothing but calls.
     """
 
-    def __init__(self, only_marked: bool = False) -> None:
+    def __init__(
+        self,
+        names: Collection[str] = (),
+        no_arguments: Collection[str] = (),
+        has_schema: bool = False,
+        only_calls: bool = False,
+    ) -> None:
+        self._names, self._has_schema, self._only_calls = names, has_schema, only_calls
+        self._no_arguments = () if has_schema else no_arguments
         self._text = ""  # not yet decided
         self._blank = ""  # whitespace that a call may follow
         self._has_text = self._has_calls = False
-        self._may_begin = not only_marked  # whether a call without a marker may begin here
+        self._may_begin = True  # whether a call without a marker may begin here
         self._is_closing = False  # whether a call's closing tag may come
+        self._is_cut = self._is_call_cut = False
         self._fenced = False
         self._scan: _JsonScan | None = None
 
@@ -94,10 +115,11 @@ class ToolCallParser:
         self._text += piece
         return list(self._segments(is_end=False))
 
-    def end(self) -> list[Segment]:
-        """Return the remaining segments."""
+    def end(self, is_cut: bool = False) -> list[Segment]:
+        """Return the remaining segments; without a call that has only begun if the text is cut."""
+        self._is_cut = is_cut
         segments = list(self._segments(is_end=True))
-        if self._blank and not self._has_calls:
+        if self._blank and not (self._has_calls or self._is_call_cut):
             segments.append(self._blank)
         return segments
 
@@ -116,6 +138,9 @@ class ToolCallParser:
         at = self._skip(0)
         if self._is_closing:
             closing = _FENCE if self._fenced else CLOSE
+            if self._is_cut and at < len(self._text) and closing.startswith(self._text[at:]):
+                self._text = ""
+                return
             if self._starts(closing, at, is_end):
                 self._text, self._is_closing = self._text[at + len(closing) :], False
                 return
@@ -127,6 +152,9 @@ class ToolCallParser:
         if not opening and (self._fenced or not self._has_calls):
             fence = next((tag for tag in _FENCES if self._starts(tag, at, is_end)), "")
         value_at = self._skip(at + len(opening or fence))
+        if self._is_begun_call(value_at, bool(opening)):
+            self._text, self._is_call_cut = "", True
+            return
         calls, end = self._read_calls(value_at, bool(opening), is_end)
         self._scan = None
         if calls:
@@ -158,7 +186,57 @@ class ToolCallParser:
             if not is_end:
                 raise _Wait
             return [], at
-        return _calls(self._text[at:end]), end
+        return self._calls(self._text[at:end], is_marked), end
+
+    def _is_begun_call(self, at: int, is_marked: bool) -> bool:
+        """Return whether a text that is cut ends in a call, whose JSON begins at an index."""
+        if not self._is_cut:
+            return False
+        value = self._text[at:]
+        if value[:1] in ("{", "["):
+            if _JsonScan(at).end(self._text) is not None:
+                return False
+        elif value or not (is_marked or self._only_calls):
+            return self._only_calls
+        if is_marked or self._only_calls:
+            return True
+        begun = _BEGUN.match(value)
+        if begun is None or (self._has_schema and begun[2] is None):
+            return False
+        return _string(begun[1]) in self._names
+
+    def _calls(self, source: str, is_marked: bool) -> list[ToolCall]:
+        """Return the calls of a JSON object or an array of them; none if any is not a call."""
+        value = parse_object(f'{{"calls": {source}}}', strict=False)
+        if value is None:
+            return []
+        listed = value["calls"]
+        listed = listed if isinstance(listed, list) else [listed]
+        calls = [self._call(entry, is_marked) for entry in listed]
+        return [call for call in calls if call is not None] if all(calls) else []
+
+    def _call(self, entry: Any, is_marked: bool) -> ToolCall | None:
+        if not isinstance(entry, dict):
+            return None
+        inner = entry.get("function")
+        if is_marked and isinstance(inner, dict) and "name" not in entry:
+            entry = inner  # as in OpenAI's messages
+        name = entry.get("name")
+        if not isinstance(name, str) or not name or not _is_writable(name):
+            return None
+        if self._has_schema and not is_marked and name not in self._names:
+            return None
+        arguments = entry.get("arguments", entry.get("parameters"))
+        if arguments in (None, "") and (is_marked or name in self._no_arguments):
+            arguments = {}
+        if isinstance(arguments, str):  # JSON in a string, as in OpenAI's messages
+            arguments = parse_object(arguments, strict=False)
+        if not isinstance(arguments, dict):
+            return None
+        text = json.dumps(arguments, ensure_ascii=False)
+        if not _is_writable(text):  # half of a surrogate pair
+            text = json.dumps(arguments)
+        return ToolCall(name, text)
 
     def _pass_text(self, is_end: bool) -> Iterator[Segment]:
         """Pass text on up to the next marker."""
@@ -170,6 +248,9 @@ class ToolCallParser:
             length = len(self._text)
             if not is_end:
                 length -= _partial_length(self._text)
+            elif self._is_cut and (partial := _partial_length(self._text)) >= _MARKER_LENGTH:
+                self._text, length = self._text[:-partial], length - partial
+                self._is_call_cut = True
         passed, self._text = self._text[:length], self._text[length:]
         yield from self._emit(passed)
         if not starts and self._text:
@@ -210,30 +291,12 @@ def _partial_length(text: str) -> int:
     return 0
 
 
-def _calls(source: str) -> list[ToolCall]:
-    """Return the calls of a JSON object or an array of them; none if any is not a call."""
-    value = parse_object(f'{{"calls": {source}}}')
-    if value is None:
-        return []
-    listed = value["calls"]
-    listed = listed if isinstance(listed, list) else [listed]
-    calls = [_call(entry) for entry in listed]
-    return [call for call in calls if call is not None] if all(calls) else []
-
-
-def _call(entry: Any) -> ToolCall | None:
-    if not isinstance(entry, dict):
+def _string(source: str) -> str | None:
+    """Return the text of a JSON string; ``None`` for any other source."""
+    try:
+        return str(json.loads(source, strict=False))
+    except ValueError:
         return None
-    name = entry.get("name")
-    arguments = entry.get("arguments", entry.get("parameters"))
-    if isinstance(arguments, str):  # JSON in a string, as in OpenAI's messages
-        arguments = parse_object(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
-        return None
-    text = json.dumps(arguments, ensure_ascii=False)
-    if not _is_writable(text):  # half of a surrogate pair
-        text = json.dumps(arguments)
-    return ToolCall(name, text) if _is_writable(name) else None
 
 
 def _is_writable(text: str) -> bool:
