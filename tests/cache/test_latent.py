@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.utils import parametrizations
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import eager_attention_forward
 
@@ -40,8 +41,8 @@ def _capture(module, query, key, value, mask, **options):
 AttentionInterface.register("latent_capture", _capture)
 
 
-def _model(layers=2, attention="h2o", **options):
-    config = AutoConfig.for_model("deepseek_v3", **_SIZES, num_hidden_layers=layers, **options)
+def _model(layers=2, attention="h2o", model_type="deepseek_v3", **options):
+    config = AutoConfig.for_model(model_type, **_SIZES, num_hidden_layers=layers, **options)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
 
@@ -187,20 +188,111 @@ def test_drafts_are_taken_back():
     torch.testing.assert_close(_read(model, cache, ids[:, 24:], (1,) * 16), expected)
 
 
+class _Scaled(torch.nn.Linear):
+    def forward(self, states):
+        return super().forward(states) * 2
+
+
+def _change_class(linear, folder):
+    linear.__class__ = _Scaled
+
+
+def _replace_forward(linear, folder):
+    forward = linear.forward
+    linear.forward = lambda states: forward(states) * 2
+
+
+def _scale_in_hook(linear, folder):
+    linear.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _steer_in_hook(linear, folder):
+    vector = torch.randn(linear.out_features, generator=torch.Generator().manual_seed(5))
+    linear.register_forward_hook(lambda module, args, output: output + vector)
+
+
+def _scale_before(linear, folder):
+    linear.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def _add_bias(linear, folder):
+    generator = torch.Generator().manual_seed(5)
+    linear.bias = torch.nn.Parameter(torch.randn(linear.out_features, generator=generator))
+
+
+def _parametrize(linear, folder):
+    parametrizations.weight_norm(linear)
+    linear.parametrizations.weight.original0.mul_(2)
+
+
+def _offload(linear, folder):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.cpu_offload(linear, execution_device="cpu")
+    assert linear.weight.is_meta
+
+
+def _offload_to_disk(linear, folder):
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.disk_offload(linear, folder / str(id(linear)), execution_device="cpu")
+    assert linear.weight.is_meta
+
+
 @torch.no_grad()
-def test_weights_that_are_not_a_plain_matrix_expand_the_same():
-    """An adapter's or a quantised layer's product is what counts, not a `weight` attribute."""
-
-    class Scaled(torch.nn.Linear):
-        def forward(self, states):
-            return super().forward(states) * 2
-
-    model, ids, blocks = _model(), _ids(30), (28, 1, 1)
+@pytest.mark.parametrize(
+    "change",
+    [
+        _change_class, _replace_forward, _scale_in_hook, _steer_in_hook, _scale_before, _add_bias,
+        _parametrize, _offload, _offload_to_disk,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+def test_what_expands_latents_is_its_forward_not_its_weight(model_type, change, tmp_path):
+    """Adapters, hooks, offloading and few bits may change what a plain matrix would give."""
+    model, ids, blocks = _model(model_type=model_type), _ids(30, rows=2), (25, 1, 1, 3)
+    plain = _read(model, h2okv.H2OCache(model.config, heavy=99, recent=99), ids, blocks)
     for layer in model.model.layers:
-        layer.self_attn.kv_b_proj.__class__ = Scaled
+        change(layer.self_attn.kv_b_proj, tmp_path)
     cache = h2okv.H2OCache(model.config, heavy=99, recent=99)
     logits = _read(model, cache, ids, blocks)
     model.set_attn_implementation("sdpa")
+    expected = _read(model, DynamicCache(config=model.config), ids, blocks)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert torch.allclose(plain, expected, atol=1e-3) == (change in (_offload, _offload_to_disk))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"scoring": "expected"}, {"positions": "rolling"}], ids=str
+)
+@pytest.mark.parametrize("offload", ["cpu_offload", "disk_offload"])
+def test_an_offloaded_model_gives_what_it_gives_in_memory(offload, options, tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model, ids, blocks = _model(), _ids(40), (30, 1, 1, 5, 1, 1, 1)
+    caches = [h2okv.H2OCache(model.config, heavy=6, recent=4, **options) for _ in range(2)]
+    expected = _read(model, caches[0], ids, blocks)
+    arguments = (tmp_path,) if offload == "disk_offload" else ()
+    hooked = {"execution_device": "cpu", "offload_buffers": True}
+    getattr(accelerate, offload)(model, *arguments, **hooked)
+    torch.testing.assert_close(_read(model, caches[1], ids, blocks), expected)
+
+
+@torch.no_grad()
+def test_a_hook_that_is_not_linear_is_refused():
+    model = _model()
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: out.clamp(-1, 1))
+    with pytest.raises(ValueError, match="kv_b_proj with its hooks and adapters must be linear"):
+        model(_ids(30), cache=h2okv.H2OCache(model.config, heavy=6, recent=4))
+
+
+@torch.no_grad()
+def test_adapters_of_the_matrix_that_expands_latents_count():
+    peft = pytest.importorskip("peft")
+    model, ids, blocks = _model(), _ids(30), (28, 1, 1)
+    options = {"target_modules": ["kv_b_proj"], "init_lora_weights": False, "lora_dropout": 0.5}
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, **options)).eval()
+    cache = h2okv.H2OCache(model.config, heavy=99, recent=99)
+    logits = _read(model, cache, ids, blocks)
+    model.base_model.model.set_attn_implementation("sdpa")
     expected = _read(model, DynamicCache(config=model.config), ids, blocks)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 

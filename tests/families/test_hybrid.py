@@ -105,6 +105,20 @@ def test_every_type_with_states_that_a_cache_accepts_is_served():
     assert with_states == SERVED
 
 
+@torch.no_grad()
+def test_a_block_without_positions_is_refused_where_a_model_counts_from_zero():
+    model = model_of("bamba")
+    model.set_attn_implementation("h2o")
+    ids, cache = torch.tensor(prompts_of([14])), h2okv.H2OCache(model.config, heavy=20, recent=20)
+    expected = model(ids, **{CACHE: h2okv.H2OCache(model.config, heavy=20, recent=20)}).logits
+    model(ids[:, :9], **{CACHE: cache})
+    waiting = cache.fork(1)
+    with pytest.raises(ValueError, match="5 more whose positions begin at 0.*position_ids 9 to 13"):
+        model(ids[:, 9:], **{CACHE: cache})
+    logits = model(ids[:, 9:], position_ids=torch.arange(9, 14)[None], **{CACHE: waiting}).logits
+    torch.testing.assert_close(logits, expected[:, 9:], atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize("model_type", ["jamba", "nemotron_h"])
 def test_the_best_policy_where_nothing_is_rotated(model_type):
     model, (prompt,) = model_of(model_type), prompts_of([40])

@@ -32,7 +32,19 @@ def join(latent: Tensor, rotated: Tensor) -> Tensor:
     return torch.cat([rotated, latent], dim=-1)
 
 
-def absorb(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
+class Expansion(NamedTuple):
+    """How a module turns latents ``[..., R]`` into values."""
+
+    matrix: Tensor  # [HQ, R, dv]
+    offset: Tensor | None  # [HQ, 1, dv]
+
+    def __call__(self, latents: Tensor) -> Tensor:
+        """Return values ``[B, HQ, T, dv]`` of latents ``[B, HQ or 1, T, R]``."""
+        values = latents @ self.matrix
+        return values if self.offset is None else values + self.offset
+
+
+def absorb(module: Any, query: Tensor) -> tuple[Tensor, Expansion]:
     """Turn queries that meet keys into queries that meet latents.
 
     Args:
@@ -40,20 +52,54 @@ def absorb(module: Any, query: Tensor) -> tuple[Tensor, Tensor]:
         query: ``[B, HQ, T, dn + r]``, rotated behind.
 
     Returns:
-        The queries ``[B, HQ, T, r + R]``, rotated before; and the matrices ``[HQ, R, dv]`` that
-        turn sums of latents into outputs.
+        The queries ``[B, HQ, T, r + R]``, rotated before; and what turns sums of latents into
+        outputs.
     """
-    linear: Any = getattr(module, EXPANDS_LATENTS)
-    if type(linear) is nn.Linear and linear.weight.is_floating_point():
+    linear, rank = getattr(module, EXPANDS_LATENTS), module.kv_lora_rank
+    offset = None
+    if _is_plain(linear):
         weight = linear.weight
-    else:  # in few bits, or with adapters: what it makes of each unit vector
-        units = torch.eye(module.kv_lora_rank, dtype=query.dtype, device=query.device)
-        weight = linear(units).t()
+    else:  # what its forward, with all hooks, makes of each unit vector and of zero
+        units = torch.eye(rank + 1, rank, dtype=query.dtype, device=query.device)
+        weight, offset = linear(units).split([rank, 1])
+        weight = (weight - offset).t()
     sizes = module.qk_nope_head_dim, module.v_head_dim
-    weight = weight.to(query.dtype).view(-1, sum(sizes), module.kv_lora_rank)
+    weight = weight.to(query.dtype).reshape(-1, sum(sizes), rank)
     to_key, to_value = weight.split(sizes, dim=1)
     plain, rotated = query.split([sizes[0], module.qk_rope_head_dim], dim=-1)
-    return torch.cat([rotated, plain @ to_key], dim=-1), to_value.transpose(1, 2)
+    if offset is not None:  # that of keys is the same for all, and changes no probability
+        offset = offset.to(query.dtype).view(-1, 1, sum(sizes))[..., sizes[0] :]
+    expansion = Expansion(to_value.transpose(1, 2), offset)
+    return torch.cat([rotated, plain @ to_key], dim=-1), expansion
+
+
+def _is_plain(linear: Any) -> bool:
+    """Tell whether a module's forward is a product with its weight, which is in memory."""
+    # Offloading and adapters may leave the class and replace the forward of the instance.
+    is_hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+    is_matrix = type(linear) is nn.Linear and linear.weight.is_floating_point()
+    return is_matrix and linear.bias is None and not is_hooked
+
+
+# Largest relative difference between a module's values and its linear part's, of 8 bits too.
+_CLOSE = 0.05
+_CHECKED = 16  # tokens of a block
+
+
+def check_expansion(module: Any, latents: Tensor, values: Tensor, expansion: Expansion) -> None:
+    """Refuse a module whose values ``[B, HQ, T, dv]`` are no sum of parts of latents.
+
+    Waits for the device, so for blocks only; modules with a plain matrix need no check.
+    """
+    if expansion.offset is None or module.training or torch.compiler.is_compiling():
+        return
+    latents, values = latents[:, :, -_CHECKED:], values[:, :, -_CHECKED:]
+    if not (expansion(latents) - values).norm() <= _CLOSE * values.norm():
+        raise ValueError(
+            f"{type(module).__name__}: {EXPANDS_LATENTS} with its hooks and adapters must be linear"
+            " up to a constant, as the cache holds latents that are expanded after they are summed;"
+            " remove the hook, or use transformers' own cache."
+        )
 
 
 class LatentState(SlotState):

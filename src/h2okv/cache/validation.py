@@ -131,10 +131,17 @@ def check_follows(
         follows = by_text | by_columns
         if not bool(follows.all()):
             row = int((~follows).nonzero()[0])
+            seen, count, end = (int(n[row]) for n in (before, new, last.expand_as(new)))
+            problem = f"that end at position {end}, which does not go on from there; "
+            if end == count - 1:
+                problem = (
+                    "whose positions begin at 0, which does not go on from there (some models "
+                    f"count from 0 without position_ids); give position_ids {seen} to {seen + end},"
+                    " "
+                )
             raise ValueError(
-                f"H2OCache has seen {int(before[row])} tokens of sequence {row} and got "
-                f"{int(new[row])} more that end at position {int(last.expand_as(new)[row])}, which "
-                "does not go on from there; for a further turn call "
+                f"H2OCache has seen {seen} tokens of sequence {row} and got {count} more {problem}"
+                "for a further turn call "
                 f"generate(**cache.next_turn(input_ids), {CACHE}=cache) or give it the whole text, "
                 "leave out use_cache=False, or call cache.reset() to read a new text."
             )

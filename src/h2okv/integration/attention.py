@@ -12,7 +12,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
 from h2okv.cache.base_layer import LAYER_ATTRIBUTE
-from h2okv.cache.latent import Latents, absorb
+from h2okv.cache.latent import Latents, absorb, check_expansion
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import find_rotation
 from h2okv.cache.slot_state import is_cast
@@ -276,8 +276,10 @@ def h2o_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: CacheLayer | None = getattr(key, LAYER_ATTRIBUTE, None)
     if latents is not None:
+        query, expand = absorb(module, query)
+        if query.shape[2] > 1:
+            check_expansion(module, latents.value, value, expand)
         layer, key, value = latents
-        query, to_value = absorb(module, query)
     if layer is None:
         more = () if getattr(module, "is_causal", True) else ("s_aux",)
         _check_modelled(module, options, (*_IGNORED_BY_SDPA, *more))
@@ -326,7 +328,7 @@ def h2o_attention(
     reach = None if reach is None else reach.expand(query.shape[0], -1)
     output = layer.attend(query, key, value, real, scale, softcap, positions, reach)
     if latents is not None:
-        output = output @ to_value
+        output = expand(output)
     return output.transpose(1, 2).contiguous(), None
 
 
