@@ -47,12 +47,16 @@ def full_cache(model: PreTrainedModel) -> DynamicCache:
 
 @torch.no_grad()
 def forced_logits(
-    model: PreTrainedModel, cache: Cache, attention: str, blocks: tuple[int, ...] = BLOCKS
+    model: PreTrainedModel,
+    cache: Cache,
+    attention: str,
+    blocks: tuple[int, ...] = BLOCKS,
+    seed: int = 1,
 ) -> torch.Tensor:
     """Logits of two rows of fixed text, read block by block."""
     model = _fresh(model)
     model.set_attn_implementation(attention)
-    ids = tokens(2, sum(blocks))
+    ids = tokens(2, sum(blocks), seed)
     logits, start = [], 0
     # Some models forget the past in the positions that they make themselves.
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters

@@ -44,9 +44,11 @@ _OTHERS = """\
 ## All types
 
 `python tests/families/walk.py --write`, which writes this page, also tries every causal LM type of
-transformers {transformers} with a tiny random config: `H2OCache` accepts it, a budget above the
-text gives the full cache's logits, dropping equals masking, and evicting changes the output.
-{count} types pass: {works}.
+transformers {transformers} with a tiny random config, by five settings: H2O; the commands' default,
+`best` with factors by head; `best` with `evict_every`, and with it `kv_bits=4`, or rolling
+positions. `H2OCache` accepts it, a budget above the text gives the full cache's logits (not in 4
+bits), dropping equals masking, and evicting changes the output.
+{count} types pass all five, except rolling positions where nothing is rotated ({rolling}): {works}.
 
 Jamba reads a prompt in one forward and refuses several tokens after a state, because transformers
 forgets the state there. The config matters too: a model in which every layer has a sliding window
@@ -80,7 +82,10 @@ def table() -> str:
     walked = walk.results()
     works, not_tiny = (_listed(walked[name]) for name in ("works", "not_tiny"))
     count = len(walked["works"].split())
-    others = _OTHERS.format(transformers=walked["transformers"], count=count, works=works)
+    rolling = _listed(walked["without"]["rolling"])
+    others = _OTHERS.format(
+        transformers=walked["transformers"], count=count, rolling=rolling, works=works
+    )
     lines += ["", others, "| Refused | Why |", "|---|---|"]
     lines += [f"| {_listed(types)} | {reason} |" for reason, types in walked["refused"].items()]
     if not_tiny:

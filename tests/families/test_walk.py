@@ -4,9 +4,15 @@ import pytest
 import transformers
 import walk
 
-# One of each kind, for the quick run; a type that becomes wrong shows in the slow one.
+# One of each kind of attention, for the quick run; a type that becomes wrong shows in the slow one.
 _QUICK = (
     "llama",
+    "glm4",  # rotates neighbours
+    "deepseek_v2",  # by complex numbers, latents
+    "nanochat",  # by minus the angle
+    "ministral3",  # attention takes positions
+    "beam",  # rotates in sliding layers only
+    "ctrl",  # rotates nothing
     "gemma4_text",
     "phi3",
     "lfm2_moe",
@@ -25,6 +31,11 @@ def test_a_type_does_what_the_table_says(model_type):
     kind, why = walk.outcome(model_type)
     expected = "works" if model_type in walk.results()["works"].split() else "refused"
     assert kind == expected, why
+    if kind == "works":
+        without = walk.results()["without"].items()
+        assert [*why] == [setting for setting, types in without if model_type in types.split()]
+        for setting, message in why.items():
+            assert message.startswith(f"positions={setting!r}")  # which the setting gives
 
 
 @pytest.mark.slow
