@@ -9,15 +9,17 @@ from family_harness import (
     factors_by_head,
     forced_logits,
     full_cache,
+    generate,
     kept_sets,
     tiny_model,
     tokens,
 )
 from family_table import config_options, variant_id, variants
 from test_rolling import LONG, ROTARY, one_layer
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
+from h2okv.assets import bundled_model_path
 from h2okv.cache.latent import absorb
 from h2okv.cache.layer import AHEAD
 from h2okv.ops.attention import mean_queries
@@ -25,6 +27,12 @@ from h2okv.ops.attention import mean_queries
 LENGTH = 12
 BUDGET = {"policy": "best", "heavy": 6, "recent": 4}
 every_family = pytest.mark.parametrize("variant", variants(), ids=variant_id, scope="module")
+# Neighbours, complex numbers and latents, positions that queries grow with, minus the angle.
+SERVED = [
+    variant
+    for variant in variants()
+    if variant[0].model_type in ("glm4", "deepseek_v2", "ministral3", "nanochat")
+]
 _SEEN = []
 
 
@@ -94,3 +102,21 @@ def test_dropping_equals_masking(variant, evict_every):
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
     full_logits = forced_logits(model, full_cache(model), "eager")
     assert (logits - full_logits).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("variant", SERVED, ids=variant_id)
+def test_the_engine_gives_what_generate_gives(variant, tmp_path, monkeypatch):
+    """As `serve` runs it; the first request measures what it can."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, options = tiny_model(*variant), BUDGET | {"evict_every": 8}
+    model.set_attn_implementation("h2o")
+    prompts = [tokens(1, length, seed) for seed, length in enumerate((30, 9, 26))]
+    params = h2okv.SamplingParams(max_tokens=6, temperature=0)
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    with h2okv.LLM(model, tokenizer, max_num_seqs=2, max_prefill_tokens=16, **options) as llm:
+        outputs = llm.generate([ids[0].tolist() for ids in prompts], params)
+        factors = llm.engine.config.cache.layer_budgets
+    for ids, output in zip(prompts, outputs, strict=True):
+        cache = h2okv.H2OCache(model.config, **options | {"layer_budgets": factors or "even"})
+        expected, _ = generate(model, ids, cache, "h2o")
+        assert output.completions[0].token_ids == expected[0].tolist()
