@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -16,6 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 # Earlier runs must not decide which code a test runs; tests of other code set it themselves.
 os.environ["H2OKV_OPS"] = "plain"
+
+# A shell without job control starts what runs in the background with Ctrl-C ignored, which child
+# processes inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -81,7 +87,11 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def make_llama():
-    """Builds a tiny random Llama with attention far from uniform, so that evictions matter."""
+    """Builds a tiny random Llama with attention far from uniform, so that evictions matter.
+
+    In float64: products of other shapes round differently on every CPU, and a rounded number can
+    move a code of `kv_bits` or a choice between tokens. Tests of other dtypes convert it.
+    """
 
     def make(
         heads: int = 4,
@@ -106,7 +116,7 @@ def make_llama():
             **options,
         )
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).eval()
+        model = LlamaForCausalLM(config).eval().double()
         for layer in model.model.layers:
             layer.self_attn.q_proj.weight.data *= sharpness
             layer.self_attn.k_proj.weight.data *= sharpness

@@ -83,8 +83,6 @@ def test_ctrl_c_keeps_finished_measurements(model_folder, text_file, tmp_path):
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         start_new_session=True,
-        # Whoever runs the tests in the background ignores the signal, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while not (tmp_path / "ablation.csv").is_file() and time.monotonic() < deadline:

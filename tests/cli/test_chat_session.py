@@ -35,7 +35,7 @@ def load(chat_folder, model_folder):
 
     def call(template=True):
         described = describe(str(chat_folder if template else model_folder))
-        model = load_weights(described, None, torch.device("cpu"))
+        model = load_weights(described, torch.float64, torch.device("cpu"))
         model.set_attn_implementation("h2o")
         return Partner(model, described, greedy(ANSWER))
 

@@ -78,8 +78,6 @@ def start():
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-            # A test run in the background ignores SIGINT, and so would its children.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
         processes.append(process)
         return process

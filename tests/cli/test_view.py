@@ -145,8 +145,6 @@ def test_view_serves_the_page_until_ctrl_c(model_folder, text_file):
          "--text", str(text_file), "--no-open"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        # Whoever runs the tests in the background ignores the signal, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     try:
         address = process.stdout.readline().strip()

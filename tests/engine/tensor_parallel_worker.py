@@ -13,7 +13,7 @@ def main() -> None:
     torch.set_num_threads(1)
     request = json.loads(sys.argv[1])
     with h2okv.LLM(
-        request["model"], tensor_parallel=True, dtype=torch.float32, **request["settings"]
+        request["model"], tensor_parallel=True, dtype=torch.float64, **request["settings"]
     ) as llm:
         heads = llm.engine.runner.pool.cache.layers[0].num_kv_heads
         token_ids = []

@@ -241,21 +241,25 @@ def test_sliding_window_equal_to_a_layer_index_is_not_a_budget(
 
 def sliding_model(layers=("sliding_attention", "full_attention", "sliding_attention"), window=8):
     torch.manual_seed(0)
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=len(layers),
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            vocab_size=97,
-            sliding_window=window,
-            layer_types=list(layers),
-            initializer_range=0.4,
-            eos_token_id=None,
-        )  # fmt: skip
-    ).eval()
+    return (
+        Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                hidden_size=32,
+                intermediate_size=32,
+                num_hidden_layers=len(layers),
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=16,
+                vocab_size=97,
+                sliding_window=window,
+                layer_types=list(layers),
+                initializer_range=0.4,
+                eos_token_id=None,
+            )  # fmt: skip
+        )
+        .eval()
+        .double()
+    )
 
 
 def chunked_model():

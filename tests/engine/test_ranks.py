@@ -31,21 +31,25 @@ def torchrun(request):
 def test_two_ranks_equal_one_rank(make_prompts, alone, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=98,
-            max_position_embeddings=512,
-            initializer_range=0.3,
-            bos_token_id=1,
-            eos_token_id=None,
-            pad_token_id=0,
-        )  # fmt: skip
-    ).eval()
+    model = (
+        LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=64,
+                intermediate_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=98,
+                max_position_embeddings=512,
+                initializer_range=0.3,
+                bos_token_id=1,
+                eos_token_id=None,
+                pad_token_id=0,
+            )  # fmt: skip
+        )
+        .eval()
+        .double()
+    )
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     prompts = make_prompts([40, 3, 25, 61])

@@ -9,7 +9,9 @@ from h2okv.ops import attention as blockwise
 from h2okv.ops.attention import blockwise_attention_with_scores
 from h2okv.ops.reference import Visibility, attention_with_scores
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+TOLERANCE = {
+    torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3
+}  # fmt: skip
 
 
 def draw(batch, kv_heads, groups, length, past, size, dtype=torch.float32, value_size=None):

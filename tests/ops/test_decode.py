@@ -6,7 +6,9 @@ import torch
 from h2okv.ops.decode import decode_with_scores, write_slot
 from h2okv.ops.reference import attention_with_scores
 
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+TOLERANCE = {
+    torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3
+}  # fmt: skip
 
 
 def draw(batch, kv_heads, groups, slots, size, dtype=torch.float32):

@@ -10,6 +10,10 @@ from h2okv.ops.decode import Ranks, decode_with_scores
 from h2okv.ops.reference import attention_with_scores
 from h2okv.ops.rope import interleave_pairs, inverse, rotate
 
+TOLERANCE = {
+    torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3
+}  # fmt: skip
+
 
 def factors_of(length, width, scale=1.0):
     angles = torch.arange(length)[:, None] * 100.0 ** -(torch.arange(width // 2) / width)
@@ -65,7 +69,7 @@ def test_the_inverse_undoes_scale_and_rounding(dtype):
     torch.testing.assert_close(rotate(rotated, inverse(factors)), states, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [32, 24])
 @pytest.mark.parametrize("elements", [1, 3000, 1 << 20])
 def test_a_step_rotates_each_key_to_its_rank(monkeypatch, dtype, width, elements):
@@ -81,6 +85,6 @@ def test_a_step_rotates_each_key_to_its_rank(monkeypatch, dtype, width, elements
         query.double(), rotated.double(), values.double(), ~hidden.unsqueeze(2), 0.3
     )
     output, sums = decode_with_scores(query, keys, values, hidden, 0.3, ranks=Ranks(factors, ranks))
-    tolerance = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
+    tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(sums.double(), expected_sums, atol=1e-5, rtol=1e-5)

@@ -10,7 +10,7 @@ from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import rotate_to_ranks
 from h2okv.ops.decode import protected_entries
-from h2okv.ops.reference import attention_with_scores
+from h2okv.ops.reference import attention_with_scores, compute_dtype
 from h2okv.policy import Sees
 
 
@@ -26,7 +26,8 @@ def choose_by_query(
     groups = query.shape[1] // key.shape[1]
     seen, chosen = (t.repeat_interleave(groups, dim=1) for t in (visible, always.unsqueeze(2)))
     # A soft cap would not change the order.
-    logits = query.float() @ key.float().repeat_interleave(groups, dim=1).transpose(-1, -2) * scale
+    query, key = (states.to(compute_dtype(states.dtype)) for states in (query, key))
+    logits = query @ key.repeat_interleave(groups, dim=1).transpose(-1, -2) * scale
     open_to_choice = seen & ~chosen
     ranks = logits.masked_fill(~open_to_choice, -torch.inf)
     # Stable, from the newest on: among equals the newer comes first.

@@ -15,6 +15,7 @@ from h2okv.config import KV_BITS, TokenBudget
 from h2okv.ops.compaction import NO_HEAD, compact, pick
 from h2okv.ops.decode import Slots
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_bytes, unpack
+from h2okv.ops.reference import compute_dtype
 
 # Fields ``[B, H, S, ...]``.
 PER_SLOT = (
@@ -75,7 +76,7 @@ class EntryStorage:
         """Entries as a block attends to them."""
         if not isinstance(entries, Packed):
             return entries
-        numbers = unpack(entries)
+        numbers = unpack(entries).to(compute_dtype(dtype))
         return (numbers if transform is None else transform.undo(numbers)).to(dtype)
 
     def round(self, states: Tensor, transform: KeyTransform | None = None) -> Tensor:

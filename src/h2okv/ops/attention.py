@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from h2okv.ops import flash
-from h2okv.ops.reference import Visibility
+from h2okv.ops.reference import Visibility, compute_dtype
 from h2okv.ops.threads import run_apart
 
 # The CPU computes 2 ** x four times as fast as e ** x.
@@ -68,7 +68,7 @@ def blockwise_attention_with_scores(
         sink_logits: as in `reference.attention_with_scores`.
 
     Returns:
-        ``(output, sums)`` as in `reference.attention_with_scores`, computed in fp32. The output's
+        ``(output, sums)`` as in `reference.attention_with_scores`, the sums in fp32. The output's
         memory is laid out as ``[B, T, HQ, Dv]``, which is what the model makes of it.
     """
     batch, num_heads, length, _ = query.shape
@@ -178,7 +178,7 @@ def _attend_row(
     if is_kept:
         kernels = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
         is_kept = not kernels.isdecimal() or int(kernels) >= _LEAST_KERNELS
-    dtype = value.dtype if is_kept else torch.float32
+    dtype = value.dtype if is_kept else compute_dtype(value.dtype)
     factor = scale / row.softcap if row.softcap else scale * _LOG2_E
 
     def attend(at: slice, share: slice, head_sums: Tensor, scratch_elements: int) -> None:
@@ -200,7 +200,7 @@ def _attend_row(
             ),
         )  # fmt: skip
         return
-    few = _FEW_KEYS if dtype == torch.float32 else _FEW_KEYS_BF16
+    few = _FEW_KEYS_BF16 if is_kept else _FEW_KEYS
     step = num_heads if num_heads * key.shape[1] <= few else threads
     for start in range(0, num_heads, step):
         attend(slice(start, start + step), slice(None), sums, _SCRATCH_ELEMENTS)
@@ -239,13 +239,13 @@ def _attend_heads(
     value: Tensor,
     bias: Tensor | None,
 ) -> None:
-    """Attend by tiles of h heads of one sequence, in fp32; mutates the output and the zero sums.
+    """Attend by tiles of h heads of one sequence; mutates the output and the zero sums.
 
     Shapes: output ``[h, G, T, Dv]``, sums ``[h, N]``, query ``[h, G, T, D]``, to be multiplied by
     ``scale``, key and value ``[h, N, ...]``, bias ``[h, 1, N]``, added to the logits. Of the blocks
     of queries it attends to those in ``share``, whose tiles take at most ``scratch_elements``
     numbers. Values of fewer bits are multiplied by probabilities of as many, as in the model's own
-    attention; the sums stay fp32.
+    attention; all else is computed in fp32 (fp64 for fp64), and the sums stay fp32.
     """
     past, window, softcap, weights, needs_sums, sink_logits, reach = row
     heads, groups, length, _ = query.shape
@@ -253,7 +253,8 @@ def _attend_heads(
     # Minus the logit of the query's own key is added by one more column of the product, not by a
     # pass over each tile.
     shifted = softcap is None
-    keys = key.new_full((heads, num_keys, key.shape[2] + shifted), -1, dtype=torch.float32)
+    wide = compute_dtype(query.dtype)
+    keys = key.new_full((heads, num_keys, key.shape[2] + shifted), -1, dtype=wide)
     keys[..., : key.shape[2]] = key
     rows = max(1, min(_TILE_ROWS, scratch_elements // (heads * num_keys)) // groups)
     scratch = keys.new_empty(min(rows, length) * groups * heads * num_keys)
@@ -262,7 +263,7 @@ def _attend_heads(
         bottom = min(top + rows, length)
         height = groups * (bottom - top)
         # All queries at once would be new memory for each layer, page by page.
-        scaled = query[:, :, top:bottom].float() * scale
+        scaled = query[:, :, top:bottom].to(wide) * scale
         query_keys = keys[:, None, past + top : past + bottom, : key.shape[2]]
         own_logits = (scaled * query_keys).sum(dim=-1, keepdim=True)
         if shifted:
@@ -286,7 +287,7 @@ def _attend_heads(
             if bias is None or softcap is not None:
                 torch.bmm(row_queries, tile_keys, out=tile)
             else:
-                torch.baddbmm(bias[:, :, columns], row_queries, tile_keys, out=tile)
+                torch.baddbmm(bias[:, :, columns].to(wide), row_queries, tile_keys, out=tile)
             if softcap is not None:
                 tile.tanh_().mul_(softcap * _LOG2_E)
                 if bias is not None:
@@ -308,7 +309,7 @@ def _attend_heads(
                 tile.exp2_()
                 tiles.append(tile)
                 tile_total, product = tile.sum(dim=-1, keepdim=True), value[:, columns]
-                product = torch.bmm(tile.to(value.dtype), product).float()
+                product = torch.bmm(tile.to(value.dtype), product).to(wide)
                 total = tile_total if total is None else total.add_(tile_total)
                 mixed = product if mixed is None else mixed.add_(product)
             assert total is not None and mixed is not None
@@ -467,7 +468,7 @@ def expected_attention(
         if entry_columns is None:
             sums[row] = squares
         else:
-            sums[row].scatter_(1, entry_columns, squares)
+            sums[row].scatter_(1, entry_columns, squares.to(sums.dtype))
     return sums.sqrt_() if entries is None else sums.sqrt_().masked_fill_(~entries, 0.0)
 
 
@@ -488,10 +489,11 @@ def _expected_squares(
         if flash.sums_apply(rounded, key, key):
             return flash.expected_squares(rounded, key, scale, sink_logits)
     heads, count, _ = key.shape
-    sums = torch.zeros(heads, count, dtype=torch.float32, device=key.device)
+    wide = compute_dtype(key.dtype)
+    sums = torch.zeros(heads, count, dtype=wide, device=key.device)
     rows = max(1, (_TILE_ELEMENTS_GPU if key.is_cuda else _TILE_ELEMENTS) // count)
     factor = scale / softcap if softcap else scale * _LOG2_E
-    queries, keys = query.float().flatten(1, 2) * factor, key.float().transpose(1, 2)
+    queries, keys = query.to(wide).flatten(1, 2) * factor, key.to(wide).transpose(1, 2)
     if queries.shape[1] == 0:  # a sequence that is all padding in this block
         return sums
     sinks = None

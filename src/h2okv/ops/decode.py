@@ -12,14 +12,14 @@ from torch import Tensor
 
 from h2okv.ops.indexed import Indexed, mix_values
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_logits, packed_output
-from h2okv.ops.reference import softmax
+from h2okv.ops.reference import compute_dtype, softmax
 from h2okv.ops.rope import rotate
 
 # Numbers of keys rotated at a time on a CPU: 2.5 MiB in fp32, which its cache holds.
 _ROTATE_ELEMENTS = 5 << 17
 # Query heads of a KV head up to which its keys are better read for each of them than once.
 _FUSED_GROUPS = 8
-# Slots by which the products of a step that fills them grow, in dtypes other than fp32.
+# Slots by which the products of a step that fills them grow, in dtypes of fewer bits than fp32.
 _SHAPE_STEP = 64
 attend_without_scores = torch.nn.functional.scaled_dot_product_attention
 # Added to a position, it sorts behind every other; no sequence is that long.
@@ -105,16 +105,16 @@ def _numbers_of_heads(count: int) -> Tensor:
 
 
 def _ones_like(tensor: Tensor, *shape: int) -> Tensor:
-    """Ones in fp32 where a tensor is."""
+    """Return ones of a tensor's dtype, where it is."""
     if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _kept_ones(shape)
-    return tensor.new_ones(shape, dtype=torch.float32)
+        return _kept_ones(shape, tensor.dtype)
+    return tensor.new_ones(shape)
 
 
 @functools.lru_cache(maxsize=64)
-def _kept_ones(shape: tuple[int, ...]) -> Tensor:
+def _kept_ones(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
-        return torch.ones(shape)
+        return torch.ones(shape, dtype=dtype)
 
 
 def decode_with_scores(
@@ -161,7 +161,7 @@ def decode_with_scores(
         if softcap is not None or sink_logits is not None:
             constant = key_transform.center_logits(query).reshape(rows, groups, 1) * scale
         query = key_transform.of_queries(query)
-    # Logits are fp32 in every dtype: bf16 logits would move the scores by percents.
+    # Logits are fp32 or wider: bf16 logits would move the scores by percents.
     logits = _logits(query.reshape(rows, groups, size), scale, _by_row(keys), ranks, row_transform)
     if constant is not None:
         logits = logits + constant
@@ -180,6 +180,7 @@ def decode_with_scores(
         weights = weights.view_as(by_head).masked_fill(unseen, 0.0).view_as(logits)
     output = _output(weights, _by_row(values), dtype)
     output = output.view(batch, num_heads, 1, -1)
+    weights = weights.float()
     if scores is not None and groups > 1 and not torch.compiler.is_compiling():
         # One product in place of a sum and an addition.
         row_of_ones = _ones_like(weights, rows, 1, groups)
@@ -212,18 +213,17 @@ def _logits(
     ranks: Ranks | None,
     key_transform: KeyTransform | None,
 ) -> Tensor:
-    """Logits ``[rows, G, S]`` of queries ``[rows, G, D]`` and keys ``[rows, S, D]``, fp32.
+    """Logits ``[rows, G, S]`` of queries ``[rows, G, D]`` and keys ``[rows, S, D]``, fp32 or fp64.
 
     With ranks, transformed keys are restored first; the tensors are ``[rows, 1, D]``.
     """
+    query = query.to(compute_dtype(query.dtype))
     is_fused = _fuses(query.shape[1], query.device)
     if ranks is None and isinstance(keys, Tensor) and not is_fused:
         # One operation for the product and the factor; what is added to does not count.
-        nothing = _ones_like(query, 1, 1, 1)
-        return torch.baddbmm(
-            nothing, query.float(), keys.float().transpose(1, 2), beta=0, alpha=scale
-        )
-    scaled = query.float() * scale
+        nothing, columns = _ones_like(query, 1, 1, 1), keys.to(query.dtype).transpose(1, 2)
+        return torch.baddbmm(nothing, query, columns, beta=0, alpha=scale)
+    scaled = query * scale
     if isinstance(keys, Indexed):
         assert ranks is None, "indexed keys come rotated"
         return keys.logits(scaled)
@@ -233,7 +233,7 @@ def _logits(
         return packed_logits(scaled, keys, ranks.factors, ranks.ranks.flatten(0, 1), key_transform)
     if ranks is not None and not torch.compiler.is_compiling():
         return _logits_at_ranks(scaled, keys, ranks)
-    rotated = keys.float()
+    rotated = keys.to(query.dtype)
     if ranks is not None:
         rotated = rotate(keys, ranks.factors[ranks.ranks.reshape(keys.shape[:2])])
     if is_fused:
@@ -248,14 +248,14 @@ def _output(weights: Tensor, values: Entries | Indexed, dtype: torch.dtype) -> T
     if isinstance(values, Packed):
         return packed_output(weights, values).to(dtype)
     if _fuses(weights.shape[1], weights.device):
-        output = (weights.unsqueeze(-1) * values.float().unsqueeze(1)).sum(dim=2)
+        output = (weights.unsqueeze(-1) * values.to(weights.dtype).unsqueeze(1)).sum(dim=2)
         return output.to(values.dtype)
     return mix_values(weights, values)
 
 
 def _logits_at_ranks(query: Tensor, keys: Tensor, ranks: Ranks) -> Tensor:
     """Logits ``[rows, G, S]`` of keys ``[rows, S, D]`` at their ranks, piece by piece; eager."""
-    (count, num_slots, size), factors = keys.shape, ranks.factors
+    (count, num_slots, size), factors = keys.shape, ranks.factors.to(query.dtype)
     width, step = 2 * factors.shape[-2], count
     if keys.device.type == "cpu":
         step = max(1, min(count, _ROTATE_ELEMENTS // (num_slots * size)))
@@ -275,7 +275,7 @@ def _logits_at_ranks(query: Tensor, keys: Tensor, ranks: Ranks) -> Tensor:
         torch.view_as_complex(rotated).mul_(torch.view_as_complex(pairs))
         rotated_keys, unrotated = rotated.flatten(-2), piece[..., width:]
         if unrotated.shape[-1] > 0:
-            rotated_keys = torch.cat([rotated_keys, unrotated.float()], dim=-1)
+            rotated_keys = torch.cat([rotated_keys, unrotated.to(query.dtype)], dim=-1)
         torch.bmm(query[at], rotated_keys.transpose(1, 2), out=logits[at])
     return logits
 
@@ -509,7 +509,7 @@ def _fill_slot(
     else:
         slots.positions.narrow(2, filled, 1).copy_(slots.num_real_tokens.view(-1, 1, 1))
     end, hidden = filled + 1, None
-    if value.dtype != torch.float32:
+    if value.dtype.itemsize < 4:
         # Each new shape of a product in few bits costs its library more than the product itself.
         end = min(-(-end // _SHAPE_STEP) * _SHAPE_STEP, slots.positions.shape[2])
         hidden = slots.positions.narrow(2, 0, end) < 0

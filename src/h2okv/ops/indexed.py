@@ -15,9 +15,9 @@ _FEW_VALUES = 1 << 16
 
 
 def mix_values(weights: Tensor, values: Tensor) -> Tensor:
-    """Sum ``[rows, G, D]`` of values ``[rows, S, D]`` by fp32 weights ``[rows, G, S]``."""
+    """Sum ``[rows, G, D]`` of values ``[rows, S, D]`` by weights ``[rows, G, S]``, fp32 or fp64."""
     if values.is_cpu and values.numel() <= _FEW_VALUES:
-        return torch.bmm(weights, values.float()).to(values.dtype)
+        return torch.bmm(weights, values.to(weights.dtype)).to(values.dtype)
     return torch.bmm(weights.to(values.dtype), values)
 
 
@@ -42,20 +42,20 @@ class Indexed(NamedTuple):
         self.blocks[self.block_index.view(-1, 1, 1), rows, free] = entries
 
     def logits(self, query: Tensor) -> Tensor:
-        """Products ``[B * H, G, S]`` of fp32 queries ``[B * H, G, D]`` and all keys."""
+        """Products ``[B * H, G, S]`` of queries ``[B * H, G, D]``, fp32 or fp64, and all keys."""
         if self._copies:
-            keys = self.blocks.index_select(0, self.block_index).float().flatten(0, 1)
+            keys = self.blocks.index_select(0, self.block_index).to(query.dtype).flatten(0, 1)
             return torch.bmm(query, keys.transpose(1, 2))
         batch, heads, num_slots, _ = self.shape
         queries = query.unflatten(0, (batch, heads))
         logits = query.new_empty(batch, heads, query.shape[1], num_slots)
         for sequence, block in enumerate(self._numbers):
-            keys = self.blocks[block].float().transpose(1, 2)
+            keys = self.blocks[block].to(query.dtype).transpose(1, 2)
             torch.bmm(queries[sequence], keys, out=logits[sequence])
         return logits.flatten(0, 1)
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Sum ``[B * H, G, D]`` of all values, by fp32 weights ``[B * H, G, S]``."""
+        """Sum ``[B * H, G, D]`` of all values, by weights ``[B * H, G, S]``."""
         if self._copies:
             return mix_values(weights, self.blocks.index_select(0, self.block_index).flatten(0, 1))
         batch, heads, _, size = self.shape

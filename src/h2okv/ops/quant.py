@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from h2okv.ops.reference import compute_dtype
 from h2okv.ops.rope import rotate
 
 BITS = (8, 4)  # what can be packed into
@@ -57,29 +58,30 @@ class KeyTransform(NamedTuple):
     scale: Tensor  # fp32 [B, H, 1, D], positive
 
     def apply(self, keys: Tensor) -> Tensor:
-        """Transform keys ``[B, H, N, D]``, fp32."""
-        return ((keys.float() - self.center) / self.scale) @ _spread(keys)
+        """Transform keys ``[B, H, N, D]``, in fp32 or fp64."""
+        transformed = (keys.to(compute_dtype(keys.dtype)) - self.center) / self.scale
+        return transformed @ _spread(transformed)
 
     def undo(self, keys: Tensor) -> Tensor:
-        """Return the keys of transformed ones ``[B, H, N, D]``, fp32."""
+        """Return the keys of transformed ones ``[B, H, N, D]``, in their dtype: fp32 or fp64."""
         return (keys @ _spread(keys)) * self.scale + self.center
 
     def of_queries(self, query: Tensor) -> Tensor:
-        """Transform queries ``[B, HQ, T, D]`` for products with transformed keys, fp32."""
-        grouped = query.float().unflatten(1, (self.scale.shape[1], -1))
-        return ((grouped * self.scale.unsqueeze(2)) @ _spread(query)).flatten(1, 2)
+        """Transform queries ``[B, HQ, T, D]`` for products with transformed keys."""
+        grouped = query.to(compute_dtype(query.dtype)).unflatten(1, (self.scale.shape[1], -1))
+        return ((grouped * self.scale.unsqueeze(2)) @ _spread(grouped)).flatten(1, 2)
 
     def center_logits(self, query: Tensor) -> Tensor:
-        """Return ``q . center``, the part that transformed keys lack, fp32 ``[B, HQ, T, 1]``."""
-        grouped = query.float().unflatten(1, (self.center.shape[1], -1))
+        """Return ``q . center``, the part that transformed keys lack, ``[B, HQ, T, 1]``."""
+        grouped = query.to(compute_dtype(query.dtype)).unflatten(1, (self.center.shape[1], -1))
         return (grouped * self.center.unsqueeze(2)).sum(dim=-1, keepdim=True).flatten(1, 2)
 
 
 def _spread(states: Tensor) -> Tensor:
-    """Return H for states ``[..., D]``: symmetric and orthogonal, fp32 ``[D, D]``."""
+    """Return H for states ``[..., D]``: symmetric and orthogonal, ``[D, D]``."""
     if torch.compiler.is_compiling():
-        return _hadamard(states.shape[-1], states.device)
-    return _kept_hadamard(states.shape[-1], states.device)
+        return _hadamard(states.shape[-1], states.device).to(states.dtype)
+    return _kept_hadamard(states.shape[-1], states.device).to(states.dtype)
 
 
 def _hadamard(size: int, device: torch.device) -> Tensor:
@@ -188,10 +190,11 @@ def packed_logits(
     ranks: Tensor | None = None,
     transform: KeyTransform | None = None,
 ) -> Tensor:
-    """Logits fp32 ``[rows, G, S]`` of queries, fp32 ``[rows, G, D]`` and scaled, and packed keys.
+    """Return logits ``[rows, G, S]`` of scaled queries ``[rows, G, D]`` and packed keys.
 
-    These may still need rotations, fp32 ``[n, R / 2, 2]``, to the ranks, int ``[rows, S]``, and
-    before that their transform, of tensors ``[rows, 1, D]``, undone.
+    Queries are fp32 or fp64, and so are the logits. Keys may still need rotations, fp32
+    ``[n, R / 2, 2]``, to the ranks, int ``[rows, S]``, and before that their transform, of tensors
+    ``[rows, 1, D]``, undone.
     """
     if torch.compiler.is_compiling():
         if factors is None:
@@ -202,6 +205,7 @@ def packed_logits(
     rows, num_slots, _ = keys.shape
     logits = query.new_empty(rows, query.shape[1], num_slots)
     for at, numbers in _pieces(keys):
+        numbers = numbers.to(query.dtype)
         if transform is not None:
             numbers = KeyTransform(*(tensor[at] for tensor in transform)).undo(numbers)
         if factors is not None and ranks is not None:
@@ -211,12 +215,12 @@ def packed_logits(
 
 
 def packed_output(weights: Tensor, values: Packed) -> Tensor:
-    """Sum fp32 ``[rows, G, Dv]`` of packed values, by weights, fp32 ``[rows, G, S]``."""
+    """Sum ``[rows, G, Dv]`` of packed values, by weights ``[rows, G, S]``, fp32 or fp64."""
     if torch.compiler.is_compiling():
         return _fused_output(weights, values)
     output = weights.new_empty(*weights.shape[:2], values.size)
     for at, numbers in _pieces(values):
-        torch.bmm(weights[at], numbers, out=output[at])
+        torch.bmm(weights[at], numbers.to(weights.dtype), out=output[at])
     return output
 
 

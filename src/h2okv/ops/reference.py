@@ -54,7 +54,7 @@ def attention_with_scores(
     """
     batch, num_heads, length, _ = query.shape
     num_kv_heads = key.shape[1]
-    compute = torch.promote_types(query.dtype, torch.float32)
+    compute = compute_dtype(query.dtype)
     grouped = query.to(compute).view(batch, num_kv_heads, num_heads // num_kv_heads, length, -1)
     logits = grouped @ key.to(compute).unsqueeze(2).transpose(-1, -2) * scale
     if softcap is not None:
@@ -68,6 +68,11 @@ def attention_with_scores(
     if weights is not None:
         probabilities = probabilities * weights[:, None, None, :, None]
     return output.flatten(1, 2).to(query.dtype), probabilities.sum(dim=(2, 3))
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what attention on tensors of a dtype is computed in: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:

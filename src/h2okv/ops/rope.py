@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from h2okv.ops.reference import compute_dtype
+
 Layout = Literal["half", "interleaved"]
 """Which two numbers of a head are rotated together: d and d + R / 2, or 2 d and 2 d + 1."""
 
@@ -24,23 +26,27 @@ def interleave_pairs(states: Tensor, width: int, layout: Layout) -> Tensor:
 
 
 def rotate(states: Tensor, factors: Tensor, layout: Layout = "interleaved") -> Tensor:
-    """Rotates the first R numbers of each head, in pairs; the others pass. Fp32 ``[..., T, D]``.
+    """Rotates the first R numbers of each head, in pairs; the others pass. ``[..., T, D]``.
 
     Args:
         states: ``[..., T, D]``.
         factors: fp32, broadcastable to ``[..., T, R / 2, 2]``.
         layout: where the numbers of a pair are; they stay there.
+
+    Returns:
+        The same shape in fp32, or in fp64 for fp64.
     """
+    states = states.to(compute_dtype(states.dtype))
     width = 2 * factors.shape[-2]
     if layout == "half":  # twice as fast as pairs put next to each other and rotated as complex
         cosines, sines = (numbers.contiguous() for numbers in factors.unbind(-1))
-        a, b, unrotated = states.float().tensor_split((width // 2, width), dim=-1)
+        a, b, unrotated = states.tensor_split((width // 2, width), dim=-1)
         first = (a * cosines).addcmul_(b, sines, value=-1)
         return torch.cat([first, (b * cosines).addcmul_(a, sines), unrotated], dim=-1)
-    pairs = states[..., :width].float().unflatten(-1, (-1, 2))
+    pairs = states[..., :width].unflatten(-1, (-1, 2))
     rotated = multiply(pairs, factors).flatten(-2)
     unrotated = states[..., width:]
-    return rotated if unrotated.shape[-1] == 0 else torch.cat([rotated, unrotated.float()], dim=-1)
+    return rotated if unrotated.shape[-1] == 0 else torch.cat([rotated, unrotated], dim=-1)
 
 
 def inverse(factors: Tensor) -> Tensor:

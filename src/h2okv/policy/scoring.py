@@ -59,10 +59,11 @@ class BlockView:
     """``[HQ]``, one more logit in each head's normaliser; ``None`` if the model has none."""
 
     def probabilities(self) -> Tensor:
-        """Return the causal probabilities, fp32 ``[B, H, G, T, N]``; zero for padding."""
+        """Return the causal probabilities ``[B, H, G, T, N]``; zero for padding."""
         heads, length, count = self.key.shape[1], self.query.shape[2], self.key.shape[2]
-        query = self.query.unflatten(1, (heads, -1)).float()
-        logits = query @ self.key.float().unsqueeze(2).transpose(-1, -2) * self.scale
+        wide = torch.promote_types(self.query.dtype, torch.float32)
+        query = self.query.to(wide).unflatten(1, (heads, -1))
+        logits = query @ self.key.to(wide).unsqueeze(2).transpose(-1, -2) * self.scale
         visible = torch.ones(length, count, dtype=torch.bool, device=self.key.device)
         visible = visible.tril(count - length)
         if self.entries is not None:
