@@ -9,21 +9,28 @@ PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 WHEEL_DIR ?= dist
 
 VENV := .venv
+LOWER := .venv-lower
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet $(PIP_ARGS) -c constraints.txt
 PINS := pyproject.toml constraints.txt
+# The lower end of pyproject.toml's range, and what it wants older than constraints.txt.
+LOWER_PINS := transformers==5.17.0 huggingface_hub==1.33.0 httpx==0.28.1
+# What reads or writes transformers' interfaces, which change between its versions.
+LOWER_TESTS := tests/cache/test_argument.py tests/cache/test_goldens.py tests/cache/test_h2o_cache.py \
+	tests/engine/test_equals_generate.py tests/families/test_exactness.py tests/integration
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-all test-rest test-upstream vllm-test bench bench-quick lint format docs site wheel check-wheel clean
+.PHONY: help demo test test-all test-rest test-lower test-upstream vllm-test bench bench-quick lint format docs site wheel check-wheel clean
 
 help:
 	@echo "make demo         a small model answers with the full cache, best, H2O and a window, at 20 %"
 	@echo "make test         the quick tests: unit and model tier (4 to 7 minutes on two cores)"
 	@echo "make test-all     all tests: every model family, Triton, compilation, processes, Ray"
 	@echo "make test-rest    what 'make test' leaves out of them"
+	@echo "make test-lower   chosen quick tests with the oldest transformers that h2okv takes"
 	@echo "make test-upstream  transformers' own model tests against the cache (10 minutes; from its sdist)"
 	@echo "make vllm-test    H2O inside vLLM, in .venv-vllm (3.5 GB; half an hour)"
 	@echo "make bench        measure the speed against transformers' own caches (half an hour, quiet machine)"
@@ -54,6 +61,9 @@ test-all: $(VENV)/.test
 # hypothesis: its tests are among the quick ones with a few examples, and here with all of them.
 test-rest: $(VENV)/.test
 	H2OKV_TESTS=all $(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow or hypothesis"
+
+test-lower: $(LOWER)/.done
+	$(LOWER)/bin/python -m pytest $(PYTEST_ARGS) -m "not slow" $(LOWER_TESTS)
 
 # setuptools: pip asks it for the sdist's metadata; nothing is built.
 test-upstream: $(VENV)/.test
@@ -101,7 +111,7 @@ check-wheel: wheel
 	PIP_ARGS="$(PIP_ARGS)" bash scripts/check_wheel.sh "$(PYTHON)" $(WHEEL_DIR)/*.whl
 
 clean:
-	rm -rf $(VENV) $(VLLM) build $(WHEEL_DIR) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(LOWER) $(VLLM) build $(WHEEL_DIR) .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: a second run installs nothing unless the pins or the metadata have changed.
@@ -120,6 +130,16 @@ $(VENV)/.demo: $(PINS) | $(BIN)/python
 
 $(VENV)/.test: $(VENV)/.demo
 	$(INSTALL) --no-build-isolation -e '.[test]'
+	@touch $@
+
+# The other packages are those of .venv, so that this installs three.
+$(LOWER)/.done: $(VENV)/.test Makefile
+	rm -rf $(LOWER)
+	$(PYTHON) -m venv $(LOWER)
+	packages='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$packages")')" \
+		> "$$($(LOWER)/bin/python -c "$$packages")/packages_of_venv.pth"
+	$(LOWER)/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) $(LOWER_PINS)
 	@touch $@
 
 # torch comes first and stays: a build for CPUs (PIP_ARGS) would be exchanged for one with GPU

@@ -86,7 +86,7 @@ def same(actual, expected):
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("ops", ["auto", "plain"])
 def test_generate_equals_the_cpu(make_llama, name, ops):
-    model = make_llama()
+    model = make_llama().float()
     expected = continued(model, "cpu", **OPTIONS[name])
     with dispatch.use(ops):
         same(continued(model, "cuda", **OPTIONS[name]), expected)
@@ -101,7 +101,7 @@ def test_the_kernels_are_used(make_llama):
 
 @pytest.mark.parametrize("generation", [{"num_beams": 3}, {"do_sample": False}], ids=["beams", "1"])
 def test_ways_to_generate(make_llama, generation):
-    model = make_llama()
+    model = make_llama().float()
     options = {"generation": generation}
     expected = continued(model, "cpu", **options)
     same(continued(model, "cuda", **options), expected)
@@ -150,7 +150,7 @@ def test_half_precision(make_llama, dtype, name):
 
 @pytest.mark.parametrize("options", [{}, {"policy": "best", "layer_budgets": None}], ids=str)
 def test_compiled_steps_equal_eager_ones(make_llama, options):
-    model = make_llama()
+    model = make_llama().float()
     eager = continued(model, "cuda", **options)
     with h2okv.enable(model, compile=True):
         same(continued(model, "cuda", **options), eager)
@@ -169,7 +169,7 @@ def test_steps_compile_without_a_break(capsys):
     ids=str,
 )  # fmt: skip
 def test_the_engine_equals_generate(make_llama, options):
-    model = make_llama()
+    model = make_llama().float()
     generator = torch.Generator().manual_seed(1)
     requests = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (60, 9, 33, 71)]
     params = h2okv.SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0)
@@ -184,7 +184,7 @@ def test_the_engine_equals_generate(make_llama, options):
 
 
 def test_a_saved_state_is_read_on_another_device(make_llama, tmp_path):
-    model = make_llama()
+    model = make_llama().float()
     ids, _ = prompts(1)
     kept_positions = {}
     for device in ("cuda", "cpu"):

@@ -46,7 +46,7 @@ def save_family(family, folder):
     AutoModelForCausalLM.from_config(config).eval().save_pretrained(folder)
 
 
-def stream(folder, placement, converted=None, dtype=torch.float32):
+def stream(folder, placement, converted=None, dtype=torch.float64):
     """Open the model in the folder with some of its weights on the disk."""
     meta, files = open_checkpoint(AutoConfig.from_pretrained(folder), folder, dtype)
     if not files.parameters:
@@ -75,7 +75,7 @@ def test_streamed_families_equal_loaded_ones(name, tmp_path, make_sequences, run
     expected = run_engine(model, make_sequences(LENGTHS), limits)
     unlimited = Limits(batch_size=7, micro_batch_tokens=1000, decode_batch=7)
     for placement, setting in ((everything_on_disk, limits), (mixed, unlimited)):
-        offloaded = stream(tmp_path, placement)
+        offloaded = stream(tmp_path, placement, dtype=torch.float32)
         output = run_engine(
             offloaded.meta.model, make_sequences(LENGTHS), setting, offloaded.scheduler
         )
@@ -144,7 +144,7 @@ def test_scattered_and_half_precision_checkpoints_are_converted_once(
     # In half precision, so that the model's dtype is another one than that of the file.
     save_file({n: w.to(torch.float16) for n, w in weights.items()}, folder / "model.safetensors")
     expected = run_engine(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), make_sequences(LENGTHS)
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64), make_sequences(LENGTHS)
     )
     copies = tmp_path / "kept"
     for _ in range(2):
@@ -211,7 +211,7 @@ def test_nothing_is_left_in_the_model_after_it_was_converted(make_llama, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [torch.float32, torch.bfloat16], ids=["as it is", "converted"])
+@pytest.mark.parametrize("run", [torch.float64, torch.bfloat16], ids=["as it is", "converted"])
 def test_tied_weights_that_are_stored_as_the_heads(
     make_llama, tmp_path, make_sequences, run_engine, run
 ):
@@ -223,7 +223,7 @@ def test_tied_weights_that_are_stored_as_the_heads(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", [torch.float32, torch.bfloat16], ids=["as it is", "converted"])
+@pytest.mark.parametrize("run", [torch.float64, torch.bfloat16], ids=["as it is", "converted"])
 def test_a_head_that_is_stored_apart_although_the_config_ties_it(
     make_llama, tmp_path, make_sequences, run_engine, run
 ):

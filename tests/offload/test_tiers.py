@@ -136,9 +136,9 @@ def test_entries_and_scores_of_caches_stay_apart(model, make_sequences, tmp_path
         assert all(int((layer["positions"] >= 0).sum(dim=-1).min()) == 7 for layer in batch)
 
 
-@pytest.mark.parametrize(("bits", "entry"), [(None, 2 * 16 * 4), (8, 2 * 20), (4, 2 * 12)])
+@pytest.mark.parametrize(("bits", "entry"), [(None, 2 * 16 * 8), (8, 2 * 20), (4, 2 * 12)])
 def test_only_the_changed_slot_is_written(model, make_sequences, tmp_path, bits, entry):
-    # An entry is a key and a value of 16 numbers: fp32, or codes and a grid of two bf16 numbers.
+    # An entry is a key and a value of 16 numbers: fp64, or codes and a grid of two bf16 numbers.
     store = CacheStore(["file"] * LAYERS, tmp_path, CPU)
     scheduler = ForwardScheduler(split_model(model).units, store=store)
     cache = h2okv.H2OCache(model.config, heavy=4, recent=4, kv_bits=bits)

@@ -42,7 +42,7 @@ def run(model, ids, implementation, **options):
     ids=str,
 )  # fmt: skip
 def test_a_model_on_triton_kernels(make_llama, kept_sets, device, options):
-    model = make_llama(heads=4, kv_heads=2).to(device)
+    model = make_llama(heads=4, kv_heads=2).to(device, torch.float32)
     ids = torch.randint(2, 97, (2, 36), device=device)
     expected, expected_logits = run(model, ids, "plain", **options)
     cache, logits = run(model, ids, "triton", **options)
@@ -53,7 +53,7 @@ def test_a_model_on_triton_kernels(make_llama, kept_sets, device, options):
 
 @pytest.mark.slow
 def test_a_padded_batch_on_triton_kernels(make_llama, kept_sets, device):
-    model = make_llama(heads=4, kv_heads=2).to(device)
+    model = make_llama(heads=4, kv_heads=2).to(device, torch.float32)
     ids = torch.randint(2, 97, (2, 30), device=device)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
