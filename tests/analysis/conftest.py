@@ -26,4 +26,4 @@ def attention(make_llama, sample):
     eager = make_llama(attention="eager")
     with torch.inference_mode():
         output = eager(sample.input_ids, output_attentions=True, use_cache=False)
-    return torch.cat(output.attentions)
+    return torch.cat(output.attentions).float()

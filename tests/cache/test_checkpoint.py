@@ -141,7 +141,7 @@ def test_another_model_is_refused(make_llama, model, tmp_path):
     with pytest.raises(ValueError, match="rope_parameters"):
         rope = {"rope_type": "default", "rope_theta": 5000.0}
         h2okv.H2OCache.load(path, make_llama(rope_parameters=rope).config)
-    with pytest.raises(ValueError, match="torch.float32 and the model is in torch.bfloat16"):
+    with pytest.raises(ValueError, match="torch.float64 and the model is in torch.bfloat16"):
         h2okv.H2OCache.load(path, copy.deepcopy(model).to(torch.bfloat16))
     loaded = h2okv.H2OCache.load(path, make_llama(seed=1))
     with pytest.raises(ValueError, match="saved with other weights"):
@@ -326,7 +326,7 @@ def test_numbers_that_cannot_be_are_refused(rolling_file, name, damage):
         lambda t: t | {"0.norms": t["0.scores"].clone()},
         lambda t: t | {"0.slot_mask": torch.zeros(1, 2, 13, dtype=torch.bool)},
         lambda t: t | {"0.values": t["0.values"][:, :, :5].clone()},
-        lambda t: t | {"0.keys": t["0.keys"].double()},
+        lambda t: t | {"0.keys": t["0.keys"].float()},
         lambda t: t | {"0.cumulative_length": torch.tensor(61.0)},
         lambda t: t | {"1.cumulative_length": torch.tensor(62)},
     ],

@@ -38,9 +38,9 @@ def test_reports_what_it_holds(model):
     positions, scores = cache.kept_positions(0), cache.scores(1)
     assert positions.shape == scores.shape == (3, 2, 11)
     assert scores.dtype == torch.float32 and not positions.is_floating_point()
-    # 2 layers, 3 rows, 2 KV heads, 11 slots of 16 + 16 fp32 numbers, a score and a position.
-    assert cache.nbytes == 2 * 3 * 2 * 11 * (32 * 4 + 4 + 4)
-    assert cache.full_nbytes == 2 * 3 * 2 * 32 * 32 * 4
+    # 2 layers, 3 rows, 2 KV heads, 11 slots of 16 + 16 fp64 numbers, a score and a position.
+    assert cache.nbytes == 2 * 3 * 2 * 11 * (32 * 8 + 4 + 4)
+    assert cache.full_nbytes == 2 * 3 * 2 * 32 * 32 * 8
 
 
 def test_what_it_returns_is_a_copy(model):
@@ -129,7 +129,7 @@ def test_another_model_is_refused(make_llama, model):
     read(model, cache)
     with pytest.raises(ValueError, match="another model"):
         read(make_llama(seed=9), cache, length=1)
-    with pytest.raises(ValueError, match=r"another model: .*\(4, 16, torch.float32\)"):
+    with pytest.raises(ValueError, match=r"another model: .*\(4, 16, torch.float64\)"):
         read(make_llama(kv_heads=4), cache)
     with pytest.raises(ValueError, match=r"another model: .*bfloat16"):
         read(copy.deepcopy(model).bfloat16(), cache)

@@ -165,7 +165,7 @@ def test_padded_row_equals_the_row_alone(
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("simulate", [False, True])
 def test_budget_of_the_whole_length_is_full_attention(make_llama, policy, simulate):
-    model, reference = make_llama(), make_llama(attention="eager")
+    model, reference = make_llama(), make_llama(attention="sdpa")
     input_ids = tokens(3, 2, 40)
     blocks = [25, 1, 1, 8, 1, 4]
     mask = padding([0, 6], blocks)

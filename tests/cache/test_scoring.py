@@ -230,7 +230,7 @@ def test_a_prompt_in_one_block_by_definition(make_llama, scoring):
         "expected": reevaluated_norms(model, input_ids, key, length - 1 + 16) * norms,
         DECAYED_NORM: decayed * norms,
     }[scoring]
-    torch.testing.assert_close(held_scores(cache, 0, 0), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(held_scores(cache, 0, 0), expected.float(), atol=1e-4, rtol=1e-4)
 
 
 def test_decay_of_one_is_the_sum(make_llama, kept_sets):

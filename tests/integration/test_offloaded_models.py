@@ -91,7 +91,7 @@ FACTORS = [[0.5, 1.5], [1.5, 0.5]]
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_cache_is_sized_on_the_meta_device(make_llama, family, options):
-    model = make_llama()
+    model = make_llama().float()
     if family == "gemma2":
         if "positions" in options:
             pytest.skip("has layers that slide")
