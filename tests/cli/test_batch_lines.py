@@ -12,7 +12,7 @@ BEGUN = [USER, {"role": "assistant", "content": "sat on"}]
 
 
 def line(name, url, **body):
-    return {"custom_id": name, "method": "POST", "url": url, "body": {"model": "m", **body}}
+    return {"custom_id": name, "method": "POST", "url": url, "body": body}
 
 
 @pytest.fixture
@@ -36,6 +36,18 @@ def run(h2okv_command, model_folder, tmp_path):
 def llm(model_folder):
     with h2okv.LLM(str(model_folder), heavy=8, recent=8, max_num_seqs=2) as engine:
         yield engine
+
+
+def test_lines_for_another_model_are_refused(run, model_folder):
+    named = {"messages": [USER], "max_tokens": 1}
+    outcome, results = run(line("a", CHAT, **named), line("b", CHAT, model="gpt", **named))
+    assert outcome.code == 2 and not results
+    assert f"model='gpt' is not this command's model; give '{model_folder.name}'" in outcome.err
+    outcome, results = run(
+        line("a", CHAT, model=model_folder.name, **named),
+        line("b", CHAT, model=str(model_folder), **named),
+    )
+    assert outcome.code == 0 and len(results) == 2
 
 
 def test_openai_lines_get_openai_responses(run, llm):

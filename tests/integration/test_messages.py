@@ -7,7 +7,13 @@ from transformers import AutoTokenizer
 
 from h2okv.assets import bundled_model_path
 from h2okv.integration.chat_template import ChatTemplateError, chat_text, encode, message_spans
-from h2okv.integration.messages import Conversation, FieldError, read_conversation, read_messages
+from h2okv.integration.messages import (
+    Conversation,
+    FieldError,
+    read_conversation,
+    read_messages,
+    read_tools,
+)
 
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
@@ -198,7 +204,8 @@ def test_no_message_is_continued_within_its_calls(templated):
         ([{**BEGUN, "function_call": {"name": "f"}}], "[0].function_call", TOOLS),
         ([{"type": "function_call", "call_id": "c", "name": "f"}], "[0]", TOOLS),
         ([{"type": "function_call_output", "output": "4"}], "[0]", TOOLS),
-        ([{"type": "item_reference", "id": "m"}], "[0]", "only messages are supported"),
+        ([{"type": "image_generation"}], "[0]", "only messages, calls of functions and their"),
+        ([{"type": "item_reference", "id": "m"}], "[0]", "nothing is stored"),
         ([{"role": "user", "content": [{"type": "tool_result", "content": "4"}]}],
          "[0].content", TOOLS),
         ([{"role": "user", "content": 4}], "[0].content", "=4 does not fit; give a text"),
@@ -311,3 +318,23 @@ def test_pins_of_a_chat_without_a_user(templated):
     assert templated.decode(encode(templated, chat)[first:stop]).strip() == "Be kind."
     with pytest.raises(ValueError, match="pin='last_user' finds no last_user message"):
         message_spans(templated, chat, ["system", "last_user"])
+
+
+def test_a_message_may_have_the_type_of_its_text():
+    for kind in ("message", "text", "input_text", None):
+        assert read_messages([{**USER, "type": kind}]) == read_messages([USER])
+
+
+@pytest.mark.parametrize(
+    ("tool", "path"),
+    [
+        ({"type": "function", "function": {"name": "f", "input_schema": {"type": "object"}}},
+         "tools[0].function.input_schema"),
+        ({"type": "function", "function": {"name": "f"}, "parameters": {"type": "object"}},
+         "tools[0].parameters"),
+    ],
+)  # fmt: skip
+def test_fields_of_tools_that_would_be_dropped_are_refused(tool, path):
+    with pytest.raises(FieldError, match="is not known; give") as caught:
+        read_tools({"tools": [tool]})
+    assert caught.value.name == path

@@ -112,7 +112,7 @@ def test_lines_in_openais_batch_format(tmp_path):
         ({"prompt": "a", "stream": True}, "stream=True: the answers of a batch are whole"),
         ({"prompt": "a", "n": 2}, "n=2: a line of a batch has one answer"),
         ({"prompt": "a", "logprobs": 1}, "logprobs=1: a batch has no log-probabilities"),
-        ({"messages": MESSAGES, "tools": [{}]}, "tools=.*: tools are for /v1/chat/completions"),
+        ({"messages": MESSAGES, "tools": [{}]}, "tools=.*: a batch calls no tools"),
         ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "plain text"),
         ({"custom_id": "a"}, "url is missing; give it"),
         ({"body": {}}, "custom_id is missing; give it"),

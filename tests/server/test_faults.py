@@ -4,6 +4,8 @@ import json
 import logging
 import socket
 import time
+import urllib.error
+import urllib.request
 
 import openai
 import pytest
@@ -239,3 +241,46 @@ def test_many_prompts_at_once_leave_the_server_responsive(serve, fake):
             return answered
 
     assert asyncio.run(ask()) > 1
+
+
+def ends_within(connection, seconds):
+    """Return what a connection sends before the server closes it."""
+    connection.settimeout(seconds)
+    data = b""
+    while piece := connection.recv(4096):
+        data += piece
+    return data
+
+
+@pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nHost: 127.0", b"GET /hea"])
+def test_half_a_head_does_not_hold_a_connection(served, monkeypatch, head):
+    monkeypatch.setattr("h2okv.server.launch.HEAD_SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(head)
+        assert ends_within(connection, 10) == b""
+    # Bytes that drip in do not move the deadline; a second request has one too.
+    whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(whole + whole[:9])
+        assert ends_within(connection, 10).count(b"200 OK") == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_half_a_body_does_not_hold_a_connection(served, monkeypatch, path):
+    monkeypatch.setattr("h2okv.server.protocol.BODY_PAUSE", 0.3)
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert b"408" in ends_within(connection, 20).partition(b"\r\n")[0]
+
+
+def test_a_body_that_is_nested_too_deeply(served):
+    body = b'{"model": "fake", "messages": ' + b"[" * 300 + b"]" * 300 + b"}"
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(
+        f"{served.address}/v1/chat/completions", body, headers, method="POST"
+    )
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=20)
+    assert caught.value.code == 400
+    assert "nested deeper than 200 levels" in caught.value.read().decode()

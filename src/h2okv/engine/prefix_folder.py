@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import os
 import re
+import secrets
 import tempfile
 import threading
 import time
@@ -23,7 +26,12 @@ from h2okv.records import naming
 
 _LOG = logging.getLogger("h2okv.engine")
 _NAME = re.compile(r"([0-9a-f]{64})\.safetensors(\.[0-9a-f]+\.tmp)?")
-_NOTE = "prefix"
+_NOTE, _SIGNATURE = "prefix", "signature"
+_KEY_FILE = "key"
+_UNSIGNED = "0" * 64
+_CHUNK = 1 << 20
+_SIGNED = re.compile(rb'signature\\": \\"([0-9a-f]{64})\\"')
+"""The signature among the notes, which are JSON in a string of the header."""
 _STALE = 3600.0  # seconds after which a draft counts as abandoned
 
 
@@ -31,7 +39,8 @@ class PrefixFolder:
     """The states of a `PrefixCache` as `H2OCache.save` writes them, least recently used deleted.
 
     A file is named by its state's key, so that it is read only for the text, weights and options
-    that it was written for, and it is checked before it is used. A thread writes: no step waits for
+    that it was written for. It is signed, by a secret in a file that only its user can read, so
+    that no file that was copied or changed is used. A thread writes: no step waits for
     the disk. A state that is dropped from memory before its turn is not written.
 
     Args:
@@ -53,6 +62,7 @@ class PrefixFolder:
         with naming(self.path, "written", "give a folder for prefix_cache_folder that can be"):
             self.path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
+                self._secret = self._read_secret()
                 self._list()
 
     @classmethod
@@ -71,6 +81,8 @@ class PrefixFolder:
         files, others = [], []
         for entry in os.scandir(self.path):
             match = _NAME.fullmatch(entry.name)
+            if entry.name == _KEY_FILE:
+                continue
             if match is None or not entry.is_file():
                 others.append(entry.name)
             elif match[2] is None:
@@ -86,6 +98,47 @@ class PrefixFolder:
                 "'%s' has %d other entries, such as %r, which stay as they are",
                 self.path, count, first,
             )  # fmt: skip
+
+    def _read_secret(self) -> bytes:
+        """Return the folder's secret; create it in a folder that has none."""
+        path = self.path / _KEY_FILE
+        with suppress(FileExistsError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(32))
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        with os.fdopen(os.open(path, flags), "rb") as file:
+            status, secret = os.fstat(file.fileno()), file.read(_CHUNK)
+        is_private = os.name != "posix" or (
+            status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        )
+        if not is_private or len(secret) != 32:
+            raise ValueError(
+                f"'{path}' must be a file of 32 bytes that only you can read (chmod 600), since it"
+                " signs the states; delete it and the states, or give another prefix_cache_folder."
+            )
+        return secret
+
+    def _signature(self, path: Path, key: str, offset: int) -> str:
+        """Return the signature of a file for a key, without the bytes of its signature."""
+        code = hmac.new(self._secret, key.encode(), hashlib.sha256)
+        with path.open("rb") as file:
+            code.update(file.read(offset))
+            file.seek(len(_UNSIGNED), os.SEEK_CUR)
+            while chunk := file.read(_CHUNK):
+                code.update(chunk)
+        return code.hexdigest()
+
+    @staticmethod
+    def _find_signature(path: Path) -> tuple[int, str]:
+        """Return where in a file its signature is, and the signature."""
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = file.read(min(length, _CHUNK * 16))
+        found = [*_SIGNED.finditer(header)]
+        if len(found) != 1:
+            raise ValueError(f"'{path}' has no signature.")
+        return 8 + found[0].start(1), found[0][1].decode()
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -106,6 +159,9 @@ class PrefixFolder:
             return None
         path = self._file(key)
         try:
+            offset, signature = self._find_signature(path)
+            if not hmac.compare_digest(self._signature(path, key, offset), signature):
+                raise ValueError(f"'{path}' was not written by this folder's user, or changed.")
             if read_notes(path).get(_NOTE) != key:
                 raise ValueError(f"'{path}' holds the state of another text or model.")
             state = H2OCache.load(path, model, like.rule)
@@ -152,8 +208,7 @@ class PrefixFolder:
         if state is None:
             return
         try:
-            state.save(self._file(key), notes={_NOTE: key})
-            size = self._file(key).stat().st_size
+            size = self._save(key, state)
         except Exception as error:  # such as a full disk; the state is still in memory
             self.forget(key)
             _LOG.warning("state not kept: %s", " ".join(str(error).split()))
@@ -166,6 +221,23 @@ class PrefixFolder:
             if self._pending.pop(key, None) is None:  # removed meanwhile
                 self._delete(key)
         self.trim()
+
+    def _save(self, key: str, state: H2OCache) -> int:
+        """Write a signed state; return its bytes."""
+        draft = self._file(key).with_suffix(f".safetensors.{secrets.token_hex(4)}.tmp")
+        try:
+            state.save(draft, notes={_NOTE: key, _SIGNATURE: _UNSIGNED})
+            offset, _ = self._find_signature(draft)
+            signature = self._signature(draft, key, offset)
+            with draft.open("r+b") as file:
+                file.seek(offset)
+                file.write(signature.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(self._file(key))
+        finally:
+            draft.unlink(missing_ok=True)
+        return self._file(key).stat().st_size
 
     def _add(self, key: str, size: int) -> None:
         self.num_bytes += size - self._sizes.pop(key, 0)

@@ -51,6 +51,12 @@ _CALL_EXAMPLE = '{"id": "...", "type": "function", "function": {"name": "f", "ar
 _TOOL_EXAMPLE = '{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}'
 _SIGNATURE = ("name", "description", "parameters")
 """Fields of a function that a model sees."""
+_IGNORED_TOOL_FIELDS = frozenset(
+    {"allowed_callers", "annotations", "cache_control", "defer_loading", "eager_input_streaming",
+     "id", "input_examples", "metadata", "output_schema", "response", "return", "returns", "title",
+     "type"}
+)  # fmt: skip
+"""Fields of a tool that say nothing about its arguments."""
 
 
 class FieldError(ValueError):
@@ -117,10 +123,15 @@ def _read_message(message: Any, at: int) -> Message:
     if not isinstance(message, Mapping):
         raise FieldError((at,), f"={short_repr(message)} is not a message; give {_EXAMPLE}")
     kind = message.get("type") or "message"
-    if kind != "message":
+    is_message = "role" in message and kind in _TEXT_PARTS  # some clients write that of the content
+    if kind != "message" and not is_message:
+        if kind == "item_reference":
+            problem = ": item of type 'item_reference'; nothing is stored, so give the item itself"
+            raise FieldError((at,), problem)
         if not isinstance(kind, str) or "call" in kind or "tool" in kind or "mcp" in kind:
             raise FieldError((at,), f": item of type {short_repr(kind)}; {_CHATS_ONLY}")
-        raise FieldError((at,), f": item of type {short_repr(kind)}; only messages are supported")
+        supported = "only messages, calls of functions and their results are supported"
+        raise FieldError((at,), f": item of type {short_repr(kind)}; {supported}")
     role = message.get("role")
     if role == "function" or message.get("function_call") not in EMPTY:
         name = "role" if role == "function" else "function_call"
@@ -236,6 +247,12 @@ def read_tools(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
         at = ("tools", number)
         function = _read_function(tool, at, _TOOL_EXAMPLE)
         _read_name(function, at)
+        for fields_of, path in ((tool, at), (function, (*at, "function"))):
+            for name, value in fields_of.items():
+                names = ("function",) if fields_of is tool else (*_SIGNATURE, "strict")
+                if name not in (*names, *_IGNORED_TOOL_FIELDS) and value not in EMPTY:
+                    problem = f" is not known; give {', '.join(names)}, or leave it out"
+                    raise FieldError((*path, name), problem, "unknown_field")
         for name, kind, remedy in (
             ("description", str, "give a text"),
             ("parameters", Mapping, "give a JSON schema"),

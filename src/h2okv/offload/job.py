@@ -48,6 +48,8 @@ _CHAT_FIELDS = _COMMON_FIELDS | _TEMPLATE_FIELDS | {"messages", "max_completion_
 _BODY_FIELDS = {CHAT: _CHAT_FIELDS, COMPLETION: _COMMON_FIELDS | {"prompt"}}
 _UNSUPPORTED: Unsupported = {
     **UNSUPPORTED,
+    "tools": ("a batch calls no tools; leave it out",),
+    "tool_choice": ("a batch calls no tools; leave it out", "none", "auto"),
     "stream": ("the answers of a batch are whole; leave it out", False),
     "stream_options": ("the answers of a batch are whole; leave it out",),
     "n": ("a line of a batch has one answer; give more lines", 1),
@@ -68,6 +70,7 @@ class Prompt(NamedTuple):
     fields: dict[str, Any] = {}  # those that control how the content is rendered
     sampling: dict[str, Any] = {}  # parameters that replace those of the job
     url: str | None = None  # of a line in OpenAI's batch format
+    model: str | None = None
 
 
 class PromptLine(NamedTuple):
@@ -77,6 +80,7 @@ class PromptLine(NamedTuple):
     start: int  # its first byte
     digest: str
     max_tokens: int | None  # of the line's parameters
+    model: str | None  # the name that the line gives
 
 
 class PromptFile:
@@ -96,7 +100,7 @@ class PromptFile:
                     prompt = _parse(data, location, number)
                     name = json.dumps(prompt.id)
                     limit = prompt.sampling.get("max_tokens")
-                    line = PromptLine(number, start, prompt.digest, limit)
+                    line = PromptLine(number, start, prompt.digest, limit, prompt.model)
                     if (first := self.lines.setdefault(name, line)) is not line:
                         raise ValueError(
                             f"{location}: id {name} is that of line {first.number} too; give every"
@@ -105,6 +109,15 @@ class PromptFile:
                 start += len(data)
         if not self.lines:
             raise ValueError(f"'{path}' has no prompts; give lines such as {_LINE}")
+
+    def check_model(self, *names: str) -> None:
+        """Refuse lines for another model, by the names of the command's model."""
+        for line in self.lines.values():
+            if line.model is not None and line.model not in names:
+                raise ValueError(
+                    f"line {line.number} of '{self.path}': model={short_repr(line.model)} is not"
+                    f" this command's model; give {names[0]!r}, or leave it out"
+                )
 
     def read(self, name: str) -> Prompt:
         """Read a prompt again, by its id as JSON."""
@@ -179,7 +192,10 @@ def _make_prompt(prompt_id: PromptId, fields: dict[str, Any], url: str | None) -
     rendering = {name: fields[name] for name in _TEMPLATE_FIELDS if fields.get(name) is not None}
     line = [content, rendering, sampling] if rendering or sampling else content
     name = digest(json.dumps(line if url is None else [prompt_id, url, line], sort_keys=True))
-    return Prompt(prompt_id, content, name, rendering, sampling, url)
+    model = fields.get("model")
+    if model is not None and not isinstance(model, str):
+        raise FieldError(("model",), f"={short_repr(model)} does not fit; give a text")
+    return Prompt(prompt_id, content, name, rendering, sampling, url, model)
 
 
 @dataclass(frozen=True)

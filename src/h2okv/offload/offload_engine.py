@@ -131,6 +131,8 @@ def run(
     ``prompts`` are those of the request's input, if they were read already.
     """
     prompts = prompts or PromptFile(request.input)
+    path = Path(request.model)
+    prompts.check_model(path.resolve().name if path.exists() else request.model, request.model)
     described = describe_for(request)
     request, model = _with_budgets(request, described, is_here=execute is None)
     execute = execute or partial(_run_here, model=model)

@@ -25,7 +25,7 @@ _KINDS = {
     504: ("timeout_error", "timeout"),
 }
 """OpenAI's error type and the outcome in the metrics, by status; all others are refusals."""
-_BEFORE_BODY = (401, 403, 413)
+_BEFORE_BODY = (401, 403, 408, 413)
 _LINGER = 2.0
 """Seconds in which the rest of an unread body is discarded."""
 

@@ -10,6 +10,7 @@ from contextlib import closing
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from h2okv.console import INTERRUPTED, write_remark, write_text
 from h2okv.engine.engine import Engine
@@ -19,6 +20,8 @@ from h2okv.records import refusing
 from h2okv.server.app import guarded, make_app
 from h2okv.server.config import ServeRequest, ServerSettings
 
+HEAD_SECONDS = 20.0
+"""Seconds in which a client must send the head of a request; then its connection is closed."""
 _AFTER_DRAIN = 6.0
 """Seconds for the last answers to be sent, after the engine has stopped."""
 
@@ -92,6 +95,40 @@ def open_port(host: str, port: int) -> socket.socket:
         ) from error
 
 
+class _Connection(H11Protocol):
+    """A connection that is closed if it sends half a request's head, or nothing."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch(self) -> None:
+        """Set a deadline while no request is answered; further bytes do not move it."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_watching()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEAD_SECONDS, self._close)
+
+    def _stop_watching(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _close(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+
+
 class Listener(uvicorn.Server):
     """A uvicorn server that stops the engine when it shuts down."""
 
@@ -101,7 +138,7 @@ class Listener(uvicorn.Server):
     def __init__(self, app: ASGIApp, engine: AsyncLLM, settings: ServerSettings) -> None:
         config = uvicorn.Config(
             guarded(app, settings),
-            http="h11",
+            http=_Connection,
             loop="asyncio",
             ws="none",
             lifespan="off",

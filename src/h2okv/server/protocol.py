@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import dataclasses
 import re
@@ -45,6 +46,8 @@ from h2okv.server.structured import (
 )
 from h2okv.server.tokenization import off_the_loop
 
+BODY_PAUSE = 30.0
+"""Seconds in which a client must send the next piece of a body."""
 _NAME = re.compile(r"(\w+)[\[=:]")
 
 Integer = Annotated[int, BeforeValidator(lambda value: _as_int(value))]
@@ -542,11 +545,18 @@ async def read_limited(request: Request, limit: int) -> bytes:
     length, data = request.headers.get("content-length", "0"), bytearray()
     if length.isdecimal() and int(length) > limit:
         raise too_large
-    async for chunk in request.stream():
-        data += chunk
-        if len(data) > limit:
-            raise too_large
-    return bytes(data)
+    chunks = request.stream()
+    try:
+        while True:
+            async with asyncio.timeout(BODY_PAUSE):
+                data += await anext(chunks)
+            if len(data) > limit:
+                raise too_large
+    except StopAsyncIteration:
+        return bytes(data)
+    except TimeoutError as error:
+        late = f"no more of the body came in {BODY_PAUSE:g} s; send the request again, whole."
+        raise ApiError(408, late, code="body_incomplete") from error
 
 
 async def read_body(request: Request, model: type[BaseModel], limit: int) -> tuple[Any, int]:
@@ -572,6 +582,8 @@ def _parse(raw: bytes, model: type[BaseModel]) -> BaseModel:
         raise _explained(error.errors(include_url=False)[0], model) from error
 
 
+_MAX_DEPTH = 200
+"""Levels of JSON that pydantic's parser takes."""
 _CODES = {"json_invalid": "invalid_json", "missing": "missing_field"}
 """Error codes by pydantic's error types; all others are ``invalid_value``."""
 _MESSAGES = {
@@ -589,6 +601,9 @@ def _explained(problem: Mapping[str, Any], model: type[BaseModel]) -> ApiError:
     if isinstance(context.get("error"), FieldError):
         return as_api_error(context["error"].within(*path))
     field = format_path(path)
+    if "recursion limit" in str(context.get("error")):
+        message = f"the body is nested deeper than {_MAX_DEPTH} levels; send fewer levels."
+        return invalid(message, code="invalid_json")
     message = _MESSAGES.get(problem["type"], "{field}={value} does not fit; give {should}.").format(
         **context,
         field=field or "the body",
