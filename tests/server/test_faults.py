@@ -259,9 +259,9 @@ def test_half_a_head_does_not_hold_a_connection(served, monkeypatch, head):
         connection.sendall(head)
         assert ends_within(connection, 10) == b""
     # Bytes that drip in do not move the deadline; a second request has one too.
-    whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
-        connection.sendall(whole + whole[:9])
+        connection.sendall(request + request[:9])
         assert ends_within(connection, 10).count(b"200 OK") == 1
 
 

@@ -135,10 +135,10 @@ class PrefixFolder:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = file.read(min(length, _CHUNK * 16))
-        found = [*_SIGNED.finditer(header)]
-        if len(found) != 1:
+        matches = [*_SIGNED.finditer(header)]
+        if len(matches) != 1:
             raise ValueError(f"'{path}' has no signature.")
-        return 8 + found[0].start(1), found[0][1].decode()
+        return 8 + matches[0].start(1), matches[0][1].decode()
 
     def __len__(self) -> int:
         return len(self._sizes)
