@@ -7,6 +7,7 @@ import json
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
@@ -98,14 +99,33 @@ def format_table(
     return text
 
 
+def format_duration(seconds: float) -> str:
+    """Format a time for people."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{seconds / 3600:.1f} h"
+
+
 class Progress:
-    """A progress bar on stderr, drawn only on a terminal and removed at the end."""
+    """A progress bar on stderr, drawn only on a terminal and removed at the end.
+
+    With `line_seconds`, there is a line at such intervals where there is no terminal.
+    """
 
     def __init__(
-        self, description: str, total: float | None = None, unit: str = "", *, shown: bool = True
+        self,
+        description: str,
+        total: float | None = None,
+        unit: str = "",
+        *,
+        shown: bool = True,
+        line_seconds: float | None = None,
     ) -> None:
-        self._unit = unit
+        self._unit, self._description, self._total = unit, description, total
         self.is_drawn = shown and sys.stderr.isatty()
+        self._line_seconds = line_seconds if shown and not self.is_drawn else None
+        self._begun = self._last_line = time.monotonic()
         if self.is_drawn:
             self._bar = _make_bar()
             self._bar.add_task(description, total=total, count="", note="")
@@ -135,6 +155,14 @@ class Progress:
             task = self._bar.tasks[0]
             count, note = self._count(done, task.total), note or task.fields["note"]
             self._bar.update(task.id, completed=done, count=count, note=note)
+        now = time.monotonic()
+        if self._line_seconds is not None and now - self._last_line >= self._line_seconds:
+            self._last_line = now
+            line = f"{self._description}: {self._count(done, self._total)}"
+            if self._total and done:
+                left = (now - self._begun) * (self._total - done) / done
+                line += f", about {format_duration(left)} left"
+            write_remark(line)
 
     def _count(self, done: float, total: float | None) -> str:
         if not self._unit:

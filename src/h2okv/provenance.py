@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,11 @@ from pathlib import Path
 import torch
 
 _SAMPLE = 4096  # elements of each parameter; training changes all of them, so a sample will do
+_CHUNKS = 8  # of a sample that files are read for
+_ROUNDING, _LEAST = 2**-8, 1e-6  # of a weight in bfloat16, and of a tiny one in float16
+
+WeightPrint = tuple[str, float]
+"""Of a weight: a digest of its signs, and the mean of its magnitudes."""
 
 
 def versions() -> dict[str, str]:
@@ -82,6 +88,43 @@ def fingerprint(module: torch.nn.Module) -> str | None:
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def weight_prints(module: torch.nn.Module) -> dict[str, WeightPrint]:
+    """Return the print of each parameter in memory, by name; those on the meta device have none."""
+    prints = {}
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != "meta":
+            # Packed linear layers have the same weights in another layout.
+            dense = parameter.to_dense() if parameter.is_mkldnn else parameter
+            flat = dense.detach().reshape(-1)
+            sample = torch.cat([flat[chunk].cpu() for chunk in chunks_of(len(flat))])
+            prints[name] = weight_print(parameter.shape, sample)
+    return prints
+
+
+def chunks_of(count: int) -> list[slice]:
+    """Return the chunks of a flat weight of `count` elements that its print is of."""
+    size = _SAMPLE // _CHUNKS
+    if count <= _SAMPLE:
+        return [slice(0, count)]
+    starts = (number * (count - size) // (_CHUNKS - 1) for number in range(_CHUNKS))
+    return [slice(start, start + size) for start in starts]
+
+
+def weight_print(shape: Sequence[int], sample: torch.Tensor) -> WeightPrint:
+    """Return a digest of a weight's signs, which rounding to another dtype keeps, and its size."""
+    if not sample.is_floating_point():  # packed by another library
+        return digest(repr([*shape]).encode() + sample.contiguous().numpy().tobytes()), 0.0
+    signs = torch.signbit(sample.float()).numpy().tobytes()
+    return digest(repr([*shape]).encode() + signs), float(f"{sample.double().abs().mean():.6g}")
+
+
+def prints_agree(one: WeightPrint, other: WeightPrint) -> bool:
+    """Return whether two prints are of the same weight, in any two dtypes."""
+    largest = max(abs(one[1]), abs(other[1]))
+    difference = abs(one[1] - other[1])
+    return one[0] == other[0] and difference <= _ROUNDING * largest + _LEAST
 
 
 def weights_state(model: torch.nn.Module) -> list[tuple[int, int]]:

@@ -407,16 +407,18 @@ def test_layer_budgets_are_read_from_a_measured_file(
         assert outcome.code == 2 and message in outcome.err
 
 
-def test_auto_layer_budgets_are_measured_once_and_stored(generate, monkeypatch, tmp_path):
+def test_auto_layer_budgets_are_measured_once_and_stored(
+    generate, h2okv_command, model_folder, monkeypatch, tmp_path
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = []
-    measure = own_budgets.measure_layer_budgets
+    measure = own_budgets.measure_shares
 
     def count(*args, **options):
         measured.append(options)
         return measure(*args, **options)
 
-    monkeypatch.setattr(own_budgets, "measure_layer_budgets", count)
+    monkeypatch.setattr(own_budgets, "measure_shares", count)
     auto = ("--layer-budgets", "auto", "--max-new-tokens", 4)
     best = ("--policy", "best", "--heavy", "15%", "--recent", "5%", *auto)
 
@@ -426,33 +428,51 @@ def test_auto_layer_budgets_are_measured_once_and_stored(generate, monkeypatch, 
     first = factors(*best)
     path = next((tmp_path / "h2okv" / "layer-budgets").iterdir())
     stored = json.loads(path.read_text())
-    assert [len(layer) for layer in first] == [2, 2] and stored["factors"] == first
+    assert [len(layer) for layer in first] == [2, 2]
     assert factors(*best) == first and len(measured) == 1
     path.write_text("[")  # by a machine that lost its power
     assert factors(*best) == first and len(measured) == 2
     for wrong in (
         [1, 1], [[1, 1, 1], [1, 1, 1]], [[1, 1]], [["1", 1], [1, True]], None, {"factors": 1},
     ):  # fmt: skip
-        path.write_text(json.dumps(stored | {"factors": wrong}))
+        path.write_text(json.dumps(stored | {"by_head": [wrong] * len(stored["fractions"])}))
         assert factors(*best) == first and json.loads(path.read_text()) == stored
-    for wrong in ("[" * 20_000, "[]", "null", json.dumps(stored | {"setting": "another model's"})):
+    for wrong in ("[" * 20_000, "[]", "null", json.dumps(stored | {"weights": {}})):
         path.write_text(wrong)
         assert factors(*best) == first and json.loads(path.read_text()) == stored
     assert len(measured) == 12
-    # A file of the cache folder is one of factors too.
-    named = ("--policy", "best", "--budget", "20%", "--layer-budgets", path, "--max-new-tokens", 4)
-    assert factors(*named) == first
-    del measured[2:]
-    factors(*best, "--dtype", "bfloat16")
+    # One measurement serves all dtypes, budgets, layers and heads.
+    assert factors(*best, "--dtype", "bfloat16") == first
     factors("--policy", "best", "--budget", "40%", *auto)
-    assert len(measured) == 4
     rolled = factors(*best, "--positions", "rolling")
-    assert isinstance(rolled[0], float) and measured[-1] == {"by_head": False}
-    assert factors("--policy", "recent", *auto) is None and len(measured) == 5
+    assert isinstance(rolled[0], float)
+    out = tmp_path / "heads.json"
+    layers = ("eval", "layers", "--by-head", "--out", out, "--budget", f"{15 / 0.85}%")
+    assert h2okv_command(*layers, "--model", model_folder).code == 0
+    assert json.loads(out.read_text()) == first and len(measured) == 12
+
+    assert factors("--policy", "recent", *auto) is None and len(measured) == 12
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # nothing can be kept there
-    assert factors(*best) == first and len(measured) == 6
+    assert factors(*best) == first and len(measured) == 13
     refused = generate(*best, "--sink", 20, "--scoring", "mean", "--decay", "0.5")
     assert refused.code == 2 and "decay=0.5 has no effect" in refused.err
+
+
+def test_eval_layers_measures_for_later_uses(
+    generate, h2okv_command, model_folder, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(own_budgets, "_REFUSED", set())
+    monkeypatch.setattr(own_budgets, "expected_seconds", lambda model: 1e4)
+    best = ("--policy", "best", "--max-new-tokens", 4, "--json")
+    even = generate(*best)
+    assert json.loads(even.out)["layer_budgets"] is None
+    command = "h2okv eval layers --model"
+    assert "would take about 2.8 h here" in even.err and command in even.err
+    measured = h2okv_command("eval", "layers", "--model", model_folder, "--out", tmp_path / "x")
+    assert measured.code == 0 and "(about 2.8 h here)\n" in measured.err
+    by_head = json.loads(generate(*best).out)["layer_budgets"]
+    assert [len(layer) for layer in by_head] == [2, 2]
 
 
 def test_pinned_messages_are_not_evicted(generate, chat_folder):

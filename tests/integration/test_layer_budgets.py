@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 import h2okv
 from h2okv.assets import bundled_model_path, calibration_texts, sample_prompt
 from h2okv.cache.layer import CacheLayer
-from h2okv.config import BEST_VERSION
-from h2okv.integration import factors, layer_budgets
+from h2okv.config import BEST_VERSION, flat_factors
+from h2okv.integration import factors, layer_budgets, loading
 from h2okv.integration.factors import measure_layer_budgets
 
 BEST = {"policy": "best", "heavy": 0.17, "recent": 0.03}
@@ -31,13 +31,13 @@ def measured(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in ("_UNSAVED", "_REFUSED"):
         monkeypatch.setattr(layer_budgets, name, type(getattr(layer_budgets, name))())
-    calls, measure = [], layer_budgets.measure_layer_budgets
+    calls, measure = [], layer_budgets.measure_shares
 
     def count(model, ids, *args, **options):
         calls.append(ids.shape[1])
         return measure(model, ids, *args, **options)
 
-    monkeypatch.setattr(layer_budgets, "measure_layer_budgets", count)
+    monkeypatch.setattr(layer_budgets, "measure_shares", count)
     return calls
 
 
@@ -49,23 +49,108 @@ def test_a_cache_of_a_model_is_measured_once_and_kept(model, measured, tmp_path,
     config = h2okv.H2OCache(model, **BEST).cache_config
     (path,) = files(tmp_path)
     assert config.label == "best v4, 20%" and measured == [4 * 1216]
-    assert capsys.readouterr().err.count(f"stored in '{path}'") == 1
+    begun, done = capsys.readouterr().err.splitlines()
+    assert re.search("once for this model .about [0-9]+ s here.; --policy h2o or --layer", begun)
+    assert done.endswith(f"; stored in '{path}'")
     tokenizer = layer_budgets.describe(model.config._name_or_path).tokenizer
     ids = [token for text in calibration_texts() for token in tokenizer(text).input_ids[:1216]]
     expected = measure_layer_budgets(model, torch.tensor([ids]), 0.17, by_head=True)
     assert config.layer_budgets == expected
-    assert json.loads(path.read_text())["factors"] == [list(layer) for layer in expected]
     assert h2okv.H2OCache(model, **BEST).cache_config == config
     wrapped = torch.compile(model, backend="eager")
     assert h2okv.H2OCache.from_config(wrapped, h2okv.CacheConfig(**BEST)).cache_config == config
     assert measured == [4 * 1216] and capsys.readouterr().err == ""
-    # Other weights, and another share of the prompt, are measured again.
-    h2okv.H2OCache(model, **BEST | {"heavy": 0.3})
+    # Other weights are measured again, even where no sign has changed.
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
     changed = h2okv.H2OCache(model, **BEST).cache_config
-    assert len(measured) == 3 and changed.layer_budgets != expected
-    assert len(files(tmp_path)) == 3
+    assert len(measured) == 2 and changed.layer_budgets != expected
+    assert len(files(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_measurement_serves_dtypes_budgets_layers_and_heads(measured, capsys, first):
+    dtypes = [first, torch.float32, torch.bfloat16, torch.float16]
+    for dtype in dtypes:
+        model = AutoModelForCausalLM.from_pretrained(bundled_model_path(), dtype=dtype).eval()
+        for heavy, recent in ((0.17, 0.03), (0.1, 0.1), (0.425, 0.075), (0.02, 0.01), (0.9, 0.1)):
+            for positions in ("original", "rolling"):
+                options = {"positions": positions, "heavy": heavy, "recent": recent}
+                config = h2okv.H2OCache(model, "best", **options).cache_config
+                assert config.is_by_head is (positions == "original") and config.measured == 4
+        in_tokens = h2okv.H2OCache(model, "best", heavy=109, recent=19).cache_config
+        assert in_tokens.layer_budgets == h2okv.H2OCache(model, **BEST).cache_config.layer_budgets
+    assert len(measured) == 1 and capsys.readouterr().err.count("\n") == 2
+
+
+def test_shares_of_one_pass_are_those_of_each_fraction(model):
+    ids = layer_budgets.calibration_ids(*_text(model)[::2])
+    shares = factors.measure_shares(model, ids)
+    for by_head in (False, True):
+        for fraction in (0.17, 0.1):
+            alone = measure_layer_budgets(model, ids, fraction, by_head=by_head)
+            assert shares.factors(fraction, by_head) == alone
+        between = flat_factors(measure_layer_budgets(model, ids, 0.2, by_head=by_head))
+        interpolated = flat_factors(shares.factors(0.2, by_head))
+        for factor, expected in zip(interpolated, between, strict=True):
+            assert factor == pytest.approx(expected, abs=0.15)
+        lowest, highest = shares.factors(0.001, by_head), shares.factors(1.0, by_head)
+        measured = shares.by_head if by_head else shares.by_layer
+        assert (lowest, highest) == (measured[0], measured[-1])
+
+
+def test_what_takes_long_is_measured_on_request_only(
+    model, measured, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(layer_budgets, "expected_seconds", lambda model: 1900.0)
+    for _ in range(2):
+        assert h2okv.H2OCache(model, **BEST).cache_config.layer_budgets is None
+    (note,) = capsys.readouterr().err.splitlines()
+    assert "would take about 32 min here; to measure it once" in note and measured == []
+    assert note.endswith(f"h2okv eval layers --model {bundled_model_path()}")
+    described = layer_budgets.describe(str(bundled_model_path()))
+    shares = layer_budgets.measure_model(model, described)
+    config = h2okv.H2OCache(model, **BEST).cache_config
+    assert config.layer_budgets == shares.factors(0.17, by_head=True)
+    assert layer_budgets.measure_model(model, described) == shares and len(measured) == 1
+
+
+def test_progress_is_written_without_a_terminal(model, measured, monkeypatch, capsys):
+    monkeypatch.setattr(layer_budgets, "_LINE_SECONDS", 0.0)
+    h2okv.H2OCache(model, **BEST)
+    lines = capsys.readouterr().err.splitlines()[1:-1]
+    percents = [int(re.search(": ([0-9]+) %, about .* left", line)[1]) for line in lines]
+    assert percents == sorted(percents) and percents[0] < 10 and percents[-1] > 80
+    assert len(percents) >= 4 * model.config.num_hidden_layers
+
+
+def test_ctrl_c_while_measuring_leaves_nothing(model, measured, tmp_path, monkeypatch, capsys):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(factors, "losses_by_orders", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            h2okv.H2OCache(model, **BEST)
+    assert "stopped measuring" in capsys.readouterr().err and files(tmp_path) == []
+    assert not any(module._forward_hooks for module in model.modules())
+    assert h2okv.H2OCache(model, **BEST).cache_config.is_by_head and len(measured) == 2
+
+
+def test_a_model_without_a_name_asks_no_hub(make_llama, measured, monkeypatch, capsys):
+    def fail(*args, **options):
+        raise AssertionError(args)
+
+    for name in ("AutoTokenizer", "AutoConfig"):
+        monkeypatch.setattr(getattr(loading, name), "from_pretrained", fail)
+    model = make_llama()
+    assert not model.config._name_or_path
+    cache = h2okv.H2OCache(model, **BEST)
+    assert cache.cache_config.layer_budgets is None and measured == []
+    (note,) = capsys.readouterr().err.splitlines()
+    assert "this llama model could not be measured (it has no name" in note
+    with pytest.raises(ValueError, match="this llama model has no name.* LLM.model, tokenizer."):
+        h2okv.LLM(model)
 
 
 def _text(model):
@@ -73,7 +158,7 @@ def _text(model):
     return described.tokenizer, sample_prompt(), described.vocab_size
 
 
-def test_rolling_positions_are_measured_by_layer(model, measured):
+def test_rolling_positions_are_by_layer(model, measured):
     config = h2okv.H2OCache(model, positions="rolling", prefill_chunk=64, **BEST).cache_config
     assert config.label == "best v4, rolling, by layer, 20%" and measured == [4 * 1216]
 
@@ -137,7 +222,7 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(model, measured, tmp_p
     first, again = (h2okv.H2OCache(model, **BEST).cache_config for _ in range(2))
     assert first == again and first.is_by_head and measured == [4 * 1216]
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "not stored" in error
+    assert error.count("\n") == 2 and "not stored" in error
 
 
 def in_threads(*models):
@@ -160,27 +245,46 @@ def test_threads_with_one_model_measure_it_once(model, measured, capsys):
     configs = in_threads(*[model] * 4)
     assert len(configs) == 4 and all(config == configs[0] for config in configs)
     assert configs[0].is_by_head and measured == [4 * 1216]
-    assert capsys.readouterr().err.count("\n") == 1
+    assert capsys.readouterr().err.count("\n") == 2
 
 
 def test_two_that_measure_at_once_leave_one_whole_file(model, measured, tmp_path, monkeypatch):
-    both, measure = threading.Barrier(2), layer_budgets.measure_layer_budgets
+    both, measure = threading.Barrier(2), layer_budgets.measure_shares
 
     def together(*args, **options):
-        factors = measure(*args, **options)
+        shares = measure(*args, **options)
         both.wait(60)
-        return factors
+        return shares
 
-    monkeypatch.setattr(layer_budgets, "measure_layer_budgets", together)
+    monkeypatch.setattr(layer_budgets, "measure_shares", together)
     other = AutoModelForCausalLM.from_pretrained(bundled_model_path()).eval()
     configs = in_threads(model, other)
     assert len(measured) == 2 and configs[0] == configs[1]
     (path,) = files(tmp_path)
     assert h2okv.H2OCache(model, **BEST).cache_config == configs[0] and len(measured) == 2
-    assert json.loads(path.read_text())["factors"]
+    assert json.loads(path.read_text())["by_head"]
 
 
-@pytest.mark.parametrize("damage", ["", "[1, 1]", '{"setting": 1}'])
+def test_the_first_of_two_processes_stores_what_both_use(model, measured, monkeypatch, capsys):
+    """One with other numbers, such as of another dtype, would generate other texts next time."""
+    measure = layer_budgets.measure_shares
+
+    def late(*args, **options):
+        monkeypatch.setattr(layer_budgets, "measure_shares", measure)
+        weights = layer_budgets.Weights.of(model)
+        shares = measure(*args, **options)
+        layer_budgets._store(model.config, weights, shares)
+        even = tuple(tuple((1.0,) * len(layer) for layer in heads) for heads in shares.by_head)
+        return replace(shares, by_head=even)
+
+    monkeypatch.setattr(layer_budgets, "measure_shares", late)
+    config = h2okv.H2OCache(model, **BEST).cache_config
+    assert "another process" in capsys.readouterr().err
+    assert config == h2okv.H2OCache(model, **BEST).cache_config and len(measured) == 1
+    assert config.layer_budgets[0][0] != 1.0
+
+
+@pytest.mark.parametrize("damage", ["", "[1, 1]", '{"setting": 1}', "{}", '{"version": 4}'])
 def test_a_damaged_file_is_measured_again(model, measured, tmp_path, damage):
     config = h2okv.H2OCache(model, **BEST).cache_config
     (path,) = files(tmp_path)
@@ -204,7 +308,7 @@ def test_a_model_without_gradients_is_measured_by_its_attention(model, monkeypat
     def fail(*args, **options):
         raise RuntimeError("no gradients here")
 
-    monkeypatch.setattr(factors, "losses_by_entries", fail)
+    monkeypatch.setattr(factors, "losses_by_orders", fail)
     by_attention = measure_layer_budgets(model, ids, by_head=True)
     assert "by their attention alone (no gradients here)" in capsys.readouterr().err
     for layer, other in zip(both, by_attention, strict=True):
@@ -222,7 +326,7 @@ def test_threads_are_those_of_free_cores(model, monkeypatch, load, threads):
         seen.append(torch.get_num_threads())
         raise RuntimeError("seen")
 
-    monkeypatch.setattr(factors, "losses_by_entries", count)
+    monkeypatch.setattr(factors, "losses_by_orders", count)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -96,16 +96,17 @@ def test_the_scored_prompt_is_not_read_again(text, monkeypatch, kind, options):
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.inference_mode():
-        prompt = _Prompt.read(model, text[:, :LENGTH], recent=4)
+        prompt = _Prompt.read(model, text[:, :LENGTH])
+        orders = prompt.orders(recent=4)
     reads, forward = [], type(model).forward
     monkeypatch.setattr(
         type(model),
         "forward",
         lambda *args, **options: reads.append(1) or forward(*args, **options),
     )
-    expected = losses_by_entries(model, text, prompt.orders)
+    expected = losses_by_entries(model, text, orders)
     assert len(reads) == 2
-    losses = losses_by_entries(model, text, prompt.orders, cache=prompt.cache)
+    losses = losses_by_entries(model, text, orders, cache=prompt.cache)
     assert len(reads) == (4 if kind == "minicpm3" else 3)  # a cache of latents has no keys
     for layer, values in expected.items():
         torch.testing.assert_close(losses[layer], values, rtol=1e-3, atol=1e-7)

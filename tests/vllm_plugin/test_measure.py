@@ -35,6 +35,8 @@ def test_a_model_is_measured_once_for_each_version(processes, tmp_path, monkeypa
     config = measure.measured(BEST, model(bundled_model_path()))
     assert config.is_by_head and config.label == "best v4, 128"
     assert measure.measured(BEST, model(bundled_model_path())) == config
+    other = CacheConfig("best", heavy=0.1, recent=0.02)  # of another budget
+    assert measure.measured(other, model(bundled_model_path())).layer_budgets
     assert len(processes) == 1
     (file,) = (tmp_path / "h2okv" / "layer-budgets").glob("vllm-*.json")
     file.write_text("damaged")

@@ -16,6 +16,7 @@ from h2okv.config import CacheConfig
 from h2okv.console import (
     INTERRUPTED,
     format_bytes,
+    format_duration,
     format_table,
     write_json,
     write_remark,
@@ -186,22 +187,15 @@ def _plan_server(
 def _warning(planned: PlannedJob) -> str:
     """Return the warning of a late first result, with a batch size that gives it sooner."""
     estimate, sooner = planned.plan.estimate, planned.sooner
-    text = f"the first result comes after about {_duration(estimate.first_result_seconds)}"
+    text = f"the first result comes after about {format_duration(estimate.first_result_seconds)}"
     if sooner is None:
         return text
     return (
         f"{text}; --batch {sooner.batch_size} gives one after"
-        f" {_duration(sooner.estimate.first_result_seconds)}, with"
+        f" {format_duration(sooner.estimate.first_result_seconds)}, with"
         f" {_number(sooner.estimate.tokens_per_second)} new tokens/s instead of"
         f" {_number(estimate.tokens_per_second)}"
     )
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes < 2:
-        return f"{seconds:.0f} s"
-    return f"{minutes} min" if minutes < 120 else f"{seconds / 3600:.1f} h"
 
 
 def _number(value: float) -> str:
@@ -240,7 +234,7 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
         ("computing", f"{step['compute']:.3f} s"),
         ("slowest of them", f"{step[estimate.limit]:.3f} s ({estimate.limit})"),
         ("prefill", f"{estimate.prefill_seconds:.1f} s for each batch"),
-        ("the first result", f"after {_duration(estimate.first_result_seconds)}"),
+        ("the first result", f"after {format_duration(estimate.first_result_seconds)}"),
         ("decoding", f"{_number(estimate.decode_tokens_per_second)} tokens/s"),
         ("prefill included", f"{_number(estimate.tokens_per_second)} new tokens/s"),
     ]

@@ -301,12 +301,17 @@ def _recommendation(
     )
 
 
+_TOKENS = 4864  # of the four sample texts
+
+
 @args.subcommand(eval_app, "layers")
 def layers(
     model: ModelOptions = args.model_options(),
     out: Path = option(Path("layers.json"), "File for --layer-budgets.", read=readers.writable),
     text: Path | None = option(None, "Text file (four sample texts).", read=readers.readable),
-    tokens: int = option(4864, "Tokens of the text that are read.", read=readers.least, least=2),
+    tokens: int | None = option(
+        None, "Tokens of the text that are read (4864).", read=readers.least, least=2
+    ),
     by_head: bool = option(False, "Divide among the heads of a layer too.", "--by-head"),
     budget: str = option(
         "20%", f"Budget to divide; {100 * BEST_HEAVY_FRACTION:g} % are heavy hitters."
@@ -322,23 +327,26 @@ def layers(
 
     from h2okv.integration.chat_template import encode
     from h2okv.integration.layer_budgets import calibration_ids
+    from h2okv.offload.offload_engine import OffloadRequest, measure
 
     described = model.describe()
     if wording is None:
-        ids = calibration_ids(described.tokenizer)
+        ids = calibration_ids(described.tokenizer, described.vocab_size)
     else:
         ids = torch.tensor([encode(described.tokenizer, wording)])
-    ids = ids[:, :tokens]
+    read, fraction = ids[:, : tokens or _TOKENS], BEST_HEAVY_FRACTION * fraction
     with atomic_write(out) as file:  # opened before the work, to find a bad path early
-        loaded = model.load(described)
-        budgets = h2okv.measure_layer_budgets(
-            loaded, ids, fraction=BEST_HEAVY_FRACTION * fraction, by_head=by_head
-        )
+        if wording is None and tokens is None:  # what all commands use, and store
+            request = OffloadRequest(model=model.name, device=model.device, dtype=model.dtype)
+            budgets = measure(request, described).factors(fraction, by_head)
+        else:
+            loaded = model.load(described)
+            budgets = h2okv.measure_layer_budgets(loaded, read, fraction, by_head=by_head)
         file.write(json.dumps(budgets) + "\n")
     factors = flat_factors(budgets)
     shares = f"{min(factors):g} to {max(factors):g} of the even share"
     heads = f", {len(factors) // len(budgets)} heads in each" if by_head else ""
-    write_text(f"{out}: {shares} in {len(budgets)} layers{heads}, by {ids.shape[1]} tokens\n")
+    write_text(f"{out}: {shares} in {len(budgets)} layers{heads}, by {read.shape[1]} tokens\n")
 
 
 @args.subcommand(eval_app, "recall")

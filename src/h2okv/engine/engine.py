@@ -72,8 +72,14 @@ class Engine:
                     " name or folder, or change yours by"
                     " h2okv.integration.packed_linear.pack_linear_layers(model, 4)."
                 )
-            name = str(model.config._name_or_path or model.config.model_type)
+            name = str(model.config._name_or_path or "")
+            if tokenizer is None and not name:
+                raise ValueError(
+                    f"this {model.config.model_type} model has no name, so its tokenizer is"
+                    " unknown; give it, LLM(model, tokenizer)."
+                )
             own_tokenizer = tokenizer or describe(name).tokenizer
+            name = name or model.config.model_type
             described = Described(
                 name, name, model.config, own_tokenizer, context_of(model.config), processor
             )

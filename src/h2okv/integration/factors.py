@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -16,17 +18,32 @@ from transformers import DynamicCache, PreTrainedModel
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
-from h2okv.config import BEST, BEST_HEAVY_FRACTION, CacheConfig, LayerBudgets
+from h2okv.config import (
+    BEST,
+    BEST_HEAVY_FRACTION,
+    CacheConfig,
+    LayerBudgets,
+    checked_factors,
+    flat_factors,
+)
 from h2okv.console import write_remark
 from h2okv.integration.enable import input_device, prefill, restore_attention
 from h2okv.integration.loading import context_of
 from h2okv.records import first_line
 
-_PROMPT, _FOLLOWING, _WINDOWS = 1024, 192, 4  # tokens of a window; windows of a text
-WINDOW = _PROMPT + _FOLLOWING
+_PROMPT, FOLLOWING, _WINDOWS = 1024, 192, 4  # tokens of a window; windows of a text
+WINDOW = _PROMPT + FOLLOWING
 _SINKS = CacheConfig(BEST).sink
 _QUERIES_OF_A_GATE = 16
 _AFTER_ALL = torch.iinfo(torch.int32).max
+_SAME_FRACTION = 1e-6  # fractions that differ by less are one, up to rounding
+_ROUNDS = 2  # backward passes
+# How long the passes over a window take, in forwards of a prompt.
+_WORK_OF_PROMPT, _WORK_OF_FORWARD, _WORK_OF_ROUND = 1.0, 0.3, 0.6
+NUM_PASSES = _WINDOWS * (2 + _ROUNDS)  # over the weights
+_TRIES = 6
+_PRODUCT = 512  # rows and columns of the matrix product that is timed
+_ATTENTION = 4  # what attention and scores take, in products of all entries with a hidden state
 
 
 @contextmanager
@@ -41,9 +58,57 @@ def _threads_of_free_cores() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@_threads_of_free_cores()
-@torch.inference_mode(False)
-@torch.no_grad()
+# Heavy hitters that shares are measured for: `BEST`'s of these budgets, and a tenth.
+_BUDGETS = (0.03, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75)
+FRACTIONS = tuple(sorted([0.1, *(BEST_HEAVY_FRACTION * budget for budget in _BUDGETS)]))
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Factors of a model for several fractions of the text, of one measurement."""
+
+    fractions: tuple[float, ...]  # of heavy hitters, ascending
+    by_layer: tuple[LayerBudgets, ...]  # for each fraction
+    by_head: tuple[LayerBudgets, ...]  # likewise; empty if not measured
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Shares:
+        """Read the fields of a JSON object; raise an error of any kind if it has none."""
+        return cls(
+            tuple(map(float, content["fractions"])),
+            tuple(map(checked_factors, content["by_layer"])),
+            tuple(map(checked_factors, content["by_head"])),
+        )
+
+    def factors(self, fraction: float, by_head: bool) -> LayerBudgets:
+        """Return the factors for a fraction.
+
+        Between two that were measured, the number of entries of each layer or head is interpolated;
+        outside, the factors are those of the nearest.
+        """
+        measured = self.by_head if by_head else self.by_layer
+        upper = bisect_left(self.fractions, fraction - _SAME_FRACTION)
+        if upper == len(self.fractions):
+            return measured[-1]
+        right = self.fractions[upper]
+        if upper == 0 or right - fraction < _SAME_FRACTION:
+            return measured[upper]
+        left = self.fractions[upper - 1]
+        weight = (fraction - left) / (right - left)
+        weights = (1 - weight) * left / fraction, weight * right / fraction
+
+        def mean(pair: tuple[float, float]) -> float:
+            return round(weights[0] * pair[0] + weights[1] * pair[1], 4)
+
+        flat = iter(
+            map(mean, zip(*map(flat_factors, measured[upper - 1 : upper + 1]), strict=True))
+        )
+        return tuple(
+            tuple(islice(flat, len(layer))) if isinstance(layer, Sequence) else next(flat)
+            for layer in measured[upper]
+        )
+
+
 def measure_layer_budgets(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -76,45 +141,174 @@ def measure_layer_budgets(
     Raises:
         ValueError: if the text is too short to divide anything, or the model is not supported.
     """
+    shares = measure_shares(model, input_ids, (fraction,), least, with_heads=by_head)
+    return shares.factors(fraction, by_head)
+
+
+@_threads_of_free_cores()
+@torch.inference_mode(False)
+@torch.no_grad()
+def measure_shares(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    fractions: Sequence[float] = FRACTIONS,
+    least: float = 0.1,
+    *,
+    with_heads: bool = True,
+    report: Callable[[float], None] = lambda done: None,
+) -> Shares:
+    """Measure factors for several fractions, by layer and by head, in one pass over the text.
+
+    Arguments are those of `measure_layer_budgets`. Fractions for which the text is too short are
+    left out, if there are others. ``report`` is called with the part of the work that is done.
+    """
     total = input_ids.shape[1]
     longest = min(total, context_of(model.config) or total)
-    following = min(_FOLLOWING, longest // 6) if by_head else 0
+    following = min(FOLLOWING, longest // 6)
     length = min(_PROMPT, longest - following)
-    share = int(fraction * length)
-    floor = int(least * share)
-    if not 0 < fraction < 1 or not 0 <= least <= 1 or share - floor < 1:
+    divided = [_Divided.of(fraction, least, length) for fraction in fractions]
+    usable = [entry for entry in divided if entry is not None]
+    if not usable:
         raise ValueError(
-            f"a text of {longest} tokens, fraction={fraction:g} and least={least:g} leave nothing"
-            " to divide among the layers; give a text of a thousand tokens."
+            f"a text of {longest} tokens, fraction={fractions[-1]:g} and least={least:g} leave"
+            " nothing to divide among the layers; give a text of a thousand tokens."
         )
-    recent = int(share / BEST_HEAVY_FRACTION) - share
     windows = list(_windows(input_ids, length + following))
-    prompts = [_Prompt.read(model, window[:, :length], recent) for window in windows]
-    sizes = [len(order) for order in prompts[0].orders.values()]
-    gains = torch.stack([prompt.effects for prompt in prompts]).mean(0)
-    if not by_head:
-        means = torch.stack([heads.mean(0) for heads in gains.split(sizes)])
-        return tuple(round(factor, 4) for factor in _divide(means, floor, share).tolist())
-    factors = _divide(gains, floor, share)
-    try:
-        losses = []
-        for window, prompt in zip(windows, prompts, strict=True):
-            by_layer = losses_by_entries(model, window, prompt.orders, cache=prompt.cache)
-            losses.append(torch.cat(list(by_layer.values())))
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        write_remark(f"note: the heads are measured by their attention alone ({first_line(error)})")
-    else:
-        # Recent tokens and sinks are kept anyway.
-        mean = torch.stack(losses).mean(0)[:, min(recent + _SINKS, length - 1) :]
-        factors = (factors + _divide(_slopes(mean), floor, share)) / 2
-    rounded = iter([round(factor, 4) for factor in factors.tolist()])
-    return tuple(tuple(islice(rounded, size)) for size in sizes)
+    gains: list[list[Tensor]] = [[] for _ in usable]
+    losses: list[list[Tensor]] = [[] for _ in usable]
+    with _Work(model, len(windows), with_heads, report) as work:
+        for window in windows:
+            work.begin(_WORK_OF_PROMPT)
+            prompt = _Prompt.read(model, window[:, :length])
+            for entry, measured in zip(usable, gains, strict=True):
+                measured.append(prompt.effects(entry.recent))
+            if not with_heads:
+                continue
+            orders = [prompt.orders(entry.recent) for entry in usable]
+            try:
+                by_order = losses_by_orders(
+                    model, window, orders, cache=prompt.cache, before_pass=work.begin
+                )
+            except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+                reason = first_line(error)
+                write_remark(f"note: the heads are measured by their attention alone ({reason})")
+                with_heads, losses = False, []
+                continue
+            for by_layer, measured in zip(by_order, losses, strict=True):
+                measured.append(torch.cat(list(by_layer.values())))
+    sizes = [len(scores) for scores in prompt.scores.values()]
+    by_layer, by_head = [], []
+    for number, entry in enumerate(usable):
+        effects = torch.stack(gains[number]).mean(0)
+        means = torch.stack([heads.mean(0) for heads in effects.split(sizes)])
+        by_layer.append(tuple(_rounded(_divide(means, entry.floor, entry.share))))
+        factors = _divide(effects, entry.floor, entry.share)
+        if losses and losses[number]:
+            # Recent tokens and sinks are kept anyway.
+            kept = min(entry.recent + _SINKS, length - 1)
+            slopes = _slopes(torch.stack(losses[number]).mean(0)[:, kept:])
+            factors = (factors + _divide(slopes, entry.floor, entry.share)) / 2
+        rounded = iter(_rounded(factors))
+        by_head.append(tuple(tuple(islice(rounded, size)) for size in sizes))
+    return Shares(tuple(entry.fraction for entry in usable), tuple(by_layer), tuple(by_head))
+
+
+def _rounded(factors: Tensor) -> list[float]:
+    return [round(factor, 4) for factor in factors.tolist()]
+
+
+@dataclass(frozen=True)
+class _Divided:
+    """A budget in tokens of a prompt, of each head in the mean."""
+
+    fraction: float
+    share: int  # heavy hitters
+    floor: int  # of them, guaranteed
+    recent: int
+
+    @classmethod
+    def of(cls, fraction: float, least: float, length: int) -> _Divided | None:
+        """Resolve a fraction; ``None`` if it leaves nothing to divide."""
+        share = int(fraction * length)
+        floor = int(least * share)
+        recent = int(share / BEST_HEAVY_FRACTION) - share
+        if not 0 < fraction < 1 or not 0 <= least <= 1 or share - floor < 1:
+            return None
+        if share > length - recent - _SINKS:  # more than there is to choose from
+            return None
+        return cls(fraction, share, floor, recent)
+
+
+def expected_seconds(model: PreTrainedModel) -> float:
+    """Return about how long `measure_shares` will compute, by the speed of a matrix product."""
+    text, embedding = model.config.get_text_config(), model.get_input_embeddings()
+    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
+    active = (getattr(text, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
+    table = id(getattr(embedding, "weight", None))
+    weights = sum(
+        parameter.numel() * (active if ".experts." in name else 1.0)
+        for name, parameter in model.named_parameters()
+        if id(parameter) != table
+    )
+    device, dtype = input_device(model), model.dtype
+    left = torch.zeros(_PRODUCT, _PRODUCT, dtype=dtype, device=device)
+    # On a CPU without the time of others, so that a busy machine decides nothing.
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    seconds = []
+    for _ in range(_TRIES):
+        begun = clock()
+        (left @ left)[0, 0].item()
+        seconds.append(clock() - begun)
+    work = _WORK_OF_PROMPT + _WORK_OF_FORWARD + _ROUNDS * _WORK_OF_ROUND
+    attended = _ATTENTION * text.num_hidden_layers * text.hidden_size * _PROMPT
+    return (weights + attended) * _WINDOWS * _PROMPT * work * min(seconds) / _PRODUCT**3
+
+
+class _Work:
+    """Reports the part of a measurement that is done, after each layer's attention."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        windows: int,
+        with_heads: bool,
+        report: Callable[[float], None],
+    ) -> None:
+        passes = (
+            _WORK_OF_PROMPT,
+            *((_WORK_OF_FORWARD, *[_WORK_OF_ROUND] * _ROUNDS) if with_heads else ()),
+        )
+        self._total, self._report = windows * sum(passes), report
+        self._done = self._end = self._part = 0.0
+        self._layers = [m for m in model.modules() if _is_attention(m)]
+
+    def __enter__(self) -> _Work:
+        self._hooks = [layer.register_forward_hook(self._advance) for layer in self._layers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self, work: float) -> None:
+        """Begin a pass over the layers, and so end the last."""
+        self._done = self._end
+        self._end += work
+        self._part = work / max(1, len(self._layers))
+
+    def _advance(self, *_: object) -> None:
+        self._done = min(self._done + self._part, self._end)
+        self._report(self._done / self._total)
+
+
+def _is_attention(module: Any) -> bool:
+    return hasattr(module, "layer_idx") and hasattr(module, "is_causal")
 
 
 def _windows(input_ids: Tensor, length: int) -> Iterator[Tensor]:
     """Yield a few windows of a text, spread over it; they overlap in a short one."""
     spare = input_ids.shape[1] - length
-    count = min(_WINDOWS, 1 + spare // _FOLLOWING)
+    count = min(_WINDOWS, 1 + spare // FOLLOWING)
     for number in range(count):
         start = spare * number // max(1, count - 1)
         yield input_ids[:, start : start + length]
@@ -122,37 +316,53 @@ def _windows(input_ids: Tensor, length: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class _Prompt:
-    """What a full cache says about the entries of a prompt."""
+    """What a full cache says about the entries of a prompt; by layer, ``[H, slots]`` each."""
 
-    effects: Tensor  # [heads of all layers, T]: of each entry on the output, the largest first
-    orders: dict[int, Tensor]  # by layer, [H, T]: positions, the first to be dropped last
+    length: int
+    scores: dict[int, Tensor]
+    weights: dict[int, Tensor]  # norms of values
+    positions: dict[int, Tensor]  # negative where a slot is empty
     cache: DynamicCache | None  # of the prompt, where it can be had without another reading
 
     @classmethod
-    def read(cls, model: PreTrainedModel, input_ids: Tensor, recent: int) -> _Prompt:
-        """Read a prompt; its `recent` newest tokens do not compete, as every head keeps them."""
-        length = input_ids.shape[1]
+    def read(cls, model: PreTrainedModel, input_ids: Tensor) -> _Prompt:
         cache = H2OCache(model.config, policy="full", scoring="expected")
         layers = {n: layer for n, layer in enumerate(cache.layers) if isinstance(layer, CacheLayer)}
         for layer in layers.values():
             # Factors by means are worse (docs/results/quality.md); this is done once for a model.
             layer.heads_of_mean = 1
         prefill(model, input_ids, cache, torch.ones_like(input_ids))
-        effects, orders = [], {}
+        scores, weights, positions = {}, {}, {}
         for number, layer in layers.items():
-            state = layer.state
-            assert state.value_weights is not None
-            is_empty = state.positions[0] < 0
-            is_recent = state.positions[0] >= length - recent
-            effect = state.scores[0].square() * state.value_weights[0]
-            effect = effect.masked_fill(is_recent | is_empty, 0.0)
-            effects.append(effect.sort(-1, descending=True).values[:, :length].cpu())
-            is_kept = is_recent | (state.positions[0] < _SINKS)
-            rank = state.scores[0].masked_fill(is_kept, torch.inf)
-            rank = rank.masked_fill(is_empty, -torch.inf)
-            best = rank.argsort(-1, descending=True)[:, :length]
-            orders[number] = state.positions[0].gather(-1, best).long()
-        return cls(torch.cat(effects), orders, _full_cache(model, cache))
+            assert layer.state.value_weights is not None
+            scores[number], positions[number] = layer.state.scores[0], layer.state.positions[0]
+            weights[number] = layer.state.value_weights[0]
+        full = _full_cache(model, cache)
+        return cls(input_ids.shape[1], scores, weights, positions, full)
+
+    def effects(self, recent: int) -> Tensor:
+        """Return the effect of each entry on the output, ``[heads of all layers, T]``.
+
+        The largest come first. The `recent` newest do not compete, as every head keeps them.
+        """
+        effects = []
+        for number, positions in self.positions.items():
+            has_none = (positions >= self.length - recent) | (positions < 0)
+            effect = self.scores[number].square() * self.weights[number]
+            effect = effect.masked_fill(has_none, 0.0).sort(-1, descending=True).values
+            effects.append(effect[:, : self.length].cpu())
+        return torch.cat(effects)
+
+    def orders(self, recent: int) -> dict[int, Tensor]:
+        """Return by layer the positions ``[H, T]``, the first to be dropped last."""
+        orders = {}
+        for number, positions in self.positions.items():
+            is_kept = (positions >= self.length - recent) | (positions < _SINKS)
+            rank = self.scores[number].masked_fill(is_kept, torch.inf)
+            rank = rank.masked_fill(positions < 0, -torch.inf)
+            best = rank.argsort(-1, descending=True)[:, : self.length]
+            orders[number] = positions.gather(-1, best)
+        return orders
 
 
 def _full_cache(model: PreTrainedModel, cache: H2OCache) -> DynamicCache | None:
@@ -222,13 +432,11 @@ def _slopes(losses: Tensor) -> Tensor:
 # --- what predictions lose when a head drops entries ----------------------------------------------
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def losses_by_entries(
     model: PreTrainedModel,
     input_ids: Tensor,
     orders: Mapping[int, Tensor],
-    rounds: int = 2,
+    rounds: int = _ROUNDS,
     seed: int = 0,
     cache: DynamicCache | None = None,
 ) -> dict[int, Tensor]:
@@ -257,7 +465,22 @@ def losses_by_entries(
     Raises:
         ValueError: if the model's attention takes no mask, or has no gradients.
     """
-    length = next(iter(orders.values())).shape[-1]
+    return losses_by_orders(model, input_ids, [orders], rounds, seed, cache)[0]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def losses_by_orders(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    orders: Sequence[Mapping[int, Tensor]],
+    rounds: int = _ROUNDS,
+    seed: int = 0,
+    cache: DynamicCache | None = None,
+    before_pass: Callable[[float], None] = lambda work: None,
+) -> list[dict[int, Tensor]]:
+    """Do the same for several orders, with the same gradients; `before_pass` gets a pass's work."""
+    length = next(iter(orders[0].values())).shape[-1]
     following = input_ids[:, length:].to(input_device(model))
     generator = torch.Generator(following.device).manual_seed(seed)
     if cache is None:
@@ -265,28 +488,33 @@ def losses_by_entries(
         prompt = input_ids[:, :length].to(following.device)
         model(prompt, logits_to_keep=1, **{CACHE: cache})
     spans = -(-following.shape[1] // _QUERIES_OF_A_GATE)
-    gates, losses = {}, {}
-    for number, order in orders.items():
-        gates[number] = torch.zeros(order.shape[0], spans, length, device=following.device)
-        losses[number] = torch.zeros(order.shape, device=following.device)
+    gates = {
+        number: torch.zeros(order.shape[0], spans, length, device=following.device)
+        for number, order in orders[0].items()
+    }
+    losses = [{number: torch.zeros(o.shape) for number, o in order.items()} for order in orders]
     with _gated(model, gates), torch.enable_grad():
         for gate in gates.values():
             gate.requires_grad_()
+        before_pass(_WORK_OF_FORWARD)
         logits = model(following, **{CACHE: cache}).logits[0].float()
         log_p = logits.log_softmax(-1)
         for number in range(rounds):
+            before_pass(_WORK_OF_ROUND)
             labels = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
             gradients = torch.autograd.grad(
                 log_p.gather(-1, labels).sum(), list(gates.values()),
                 retain_graph=number < rounds - 1, allow_unused=True,
             )  # fmt: skip
-            for (layer, order), gradient in zip(orders.items(), gradients, strict=True):
+            for layer, gradient in zip(gates, gradients, strict=True):
                 if gradient is None or not gradient.isfinite().all():
                     raise ValueError(f"layer {layer} has no gradient of its attention's mask")
-                indices = order[:, None].expand_as(gradient).to(gradient.device)
-                dropped = gradient.gather(-1, indices).flip(-1).cumsum(-1).flip(-1)
-                losses[layer] += dropped.square().sum(1) / (2 * rounds * following.shape[1])
-    return {layer: values.cpu() for layer, values in losses.items()}
+                for by_layer, order in zip(losses, orders, strict=True):
+                    indices = order[layer].long()[:, None].expand_as(gradient).to(gradient.device)
+                    dropped = gradient.gather(-1, indices).flip(-1).cumsum(-1).flip(-1)
+                    loss = dropped.square().sum(1) / (2 * rounds * following.shape[1])
+                    by_layer[layer] += loss.cpu()
+    return losses
 
 
 @contextmanager
@@ -314,6 +542,6 @@ def _gated(model: PreTrainedModel, gates: Mapping[int, Tensor]) -> Iterator[None
                 undo.callback(parameter.requires_grad_)
                 parameter.requires_grad_(False)
         for module in model.modules():
-            if getattr(module, "layer_idx", None) in gates and hasattr(module, "is_causal"):
+            if _is_attention(module) and module.layer_idx in gates:
                 undo.callback(module.register_forward_pre_hook(gate, with_kwargs=True).remove)
         yield

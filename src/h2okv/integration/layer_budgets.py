@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.assets import calibration_texts
 from h2okv.cache import H2OCache
 from h2okv.cache.support import unwrap
 from h2okv.config import (
+    BEST,
     BEST_HEAVY_FRACTION,
     BEST_VERSION,
     MEASURED,
     CacheConfig,
-    LayerBudgets,
-    checked_factors,
 )
-from h2okv.console import Progress, write_remark
+from h2okv.console import Progress, format_duration, write_remark
 from h2okv.integration.chat_template import encode
-from h2okv.integration.factors import WINDOW, measure_layer_budgets
+from h2okv.integration.factors import (
+    NUM_PASSES,
+    WINDOW,
+    Shares,
+    expected_seconds,
+    measure_shares,
+)
 from h2okv.integration.loading import describe
 from h2okv.integration.names import cache_folder
 from h2okv.policy import get_rule
-from h2okv.provenance import digest, fingerprint, weights_state
+from h2okv.provenance import WeightPrint, digest, prints_agree, weight_prints, weights_state
 from h2okv.records import first_line, parse_json, write_json
 
 # Assumed for a budget in tokens, because prompts may have any length.
 _USUAL_FRACTION = 0.2 * BEST_HEAVY_FRACTION
+PATIENCE = 300.0  # seconds; what takes longer is measured on request only
+_LINE_SECONDS = 10.0
+_SKIP = "--policy h2o or --layer-budgets even (in Python layer_budgets='even') leaves it out"
 
 
 class _Described(Protocol):
@@ -45,15 +55,52 @@ class _Described(Protocol):
     def tokenizer(self) -> PreTrainedTokenizerBase: ...
 
 
+@dataclass(frozen=True)
+class Weights:
+    """What tells one model's weights from another's, in memory or in files, in any dtype."""
+
+    prints: Mapping[str, WeightPrint]  # by parameter
+    is_complete: bool = True  # whether all parameters have one
+    pass_seconds: float = 0.0  # that reading them takes in each pass, if they are not in memory
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Weights:
+        prints = weight_prints(model)
+        return cls(prints, len(prints) == sum(1 for _ in model.parameters()))
+
+    def match(self, stored: Mapping[str, Sequence[Any]]) -> bool:
+        """Return whether stored prints are of the same weights, as far as these are known."""
+        if self.is_complete and self.prints.keys() != stored.keys():
+            return False
+        return 2 * len(self.prints) >= len(stored) and all(
+            name in stored and prints_agree(own, (stored[name][0], float(stored[name][1])))
+            for name, own in self.prints.items()
+        )
+
+    @property
+    def digest(self) -> str:
+        """A short name of these weights, in any dtype."""
+        return digest(json.dumps({name: entry[0] for name, entry in sorted(self.prints.items())}))
+
+
 def with_measured_budgets(
-    config: CacheConfig, model: PreTrainedModel, described: _Described
+    config: CacheConfig,
+    model: PreTrainedModel,
+    described: _Described,
+    weights: Weights | None = None,
 ) -> CacheConfig:
     """Replace ``layer_budgets="auto"`` by factors measured for the model.
 
-    By head, or by layer with rolling positions. `measure_layer_budgets` measures them on the
-    calibration texts the first time that a model is used with a budget; a file in the user's cache
-    folder stores them. Where they cannot be measured, the budgets are even, and a line on stderr
-    says so.
+    By head, or by layer with rolling positions. `measure_shares` measures them on the calibration
+    texts the first time that a model is used with a budget, for all budgets and dtypes; a file in
+    the user's cache folder stores them. Where they cannot be measured, or not within `PATIENCE`,
+    the budgets are even, and a line on stderr says so.
+
+    Args:
+        config: the setting.
+        model: a loaded model, or one that reads its weights from files.
+        described: its name and tokenizer.
+        weights: of a model whose weights are not in memory.
 
     Returns:
         The config with factors; without factors for a policy that uses no scores.
@@ -61,105 +108,195 @@ def with_measured_budgets(
     Raises:
         ValueError: if the cache cannot be made for the model.
     """
-    return _resolve(config, model, described.name, lambda: described.tokenizer)
+    return _resolve(config, model, described.name, lambda: described.tokenizer, weights)
 
 
 def budgets_of_model(model: Any, config: CacheConfig) -> CacheConfig:
-    """Do the same for a model without a name, whose tokenizer is that of its checkpoint."""
+    """Do the same for a model alone, whose tokenizer is that of its checkpoint."""
     model = unwrap(model)
-    name = str(model.config._name_or_path or model.config.model_type)
-    return _resolve(config, model, name, lambda: describe(name).tokenizer)
+    name = str(model.config._name_or_path or "")
+
+    def tokenizer() -> PreTrainedTokenizerBase:
+        if not name:  # anything else would be another model's
+            raise ValueError("it has no name, and so no tokenizer for the texts that are read")
+        return describe(name).tokenizer
+
+    return _resolve(config, model, name or f"this {model.config.model_type} model", tokenizer)
 
 
-def even_budgets(config: CacheConfig, reason: str) -> CacheConfig:
+def stored_budgets(
+    config: CacheConfig, model_config: PreTrainedConfig, weights: Weights
+) -> CacheConfig | None:
+    """Replace ``"auto"`` by the factors of an earlier measurement; ``None`` without one."""
+    even = config.before_measuring
+    H2OCache.from_config(model_config, even)  # raise for mistakes before measuring
+    if config.is_full or config is even or not get_rule(config.policy).uses_scores:
+        return even
+    shares = _find(model_config, weights)
+    return None if shares is None else with_shares(config, shares)
+
+
+def measure_model(
+    model: PreTrainedModel, described: _Described, weights: Weights | None = None
+) -> Shares:
+    """Measure a model, however long it takes, and store what the commands use; once.
+
+    Raises:
+        ValueError: if the model cannot be measured.
+    """
+    with lock_of(model):
+        weights = weights or _weights_of(model)
+        shares = _find(model.config, weights)
+        if shares is None:
+            shares = _measure(model, described.name, lambda: described.tokenizer, weights)
+        return shares
+
+
+def even_budgets(config: CacheConfig, reason: str, remedy: str | None = None) -> CacheConfig:
     """Replace ``"auto"`` by even budgets where nothing can be measured, and say so on stderr."""
     if config.layer_budgets != MEASURED:
         return config
     if not config.is_full:
-        write_remark(f"note: {_remedy(reason)}")
+        remedy = remedy or (
+            "for budgets by head give a file of h2okv eval layers --by-head (--layer-budgets FILE,"
+            " layer_budgets=...)"
+        )
+        write_remark(f"note: every head gets the same budget, as {reason}; {remedy}")
     return replace(config, layer_budgets=None)
 
 
-def _remedy(reason: str) -> str:
+def measuring_command(name: str) -> str:
+    """Return the remedy for a model that was not measured."""
     return (
-        f"every head gets the same budget, as {reason}; for budgets by head give a file of h2okv"
-        " eval layers --by-head (--layer-budgets FILE, layer_budgets=...)"
+        "to measure it once, for all later uses, run:"
+        f" h2okv eval layers --model {shlex.quote(name)}"
     )
 
 
 def _resolve(
     config: CacheConfig,
     model: PreTrainedModel,
-    source: str,
+    name: str,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
+    weights: Weights | None = None,
 ) -> CacheConfig:
     if config.layer_budgets != MEASURED:
         return config
-    even = config.before_measuring
-    H2OCache.from_config(model.config, even)  # raise for mistakes before measuring
-    if config.is_full or not get_rule(config.policy).uses_scores:
-        return even
     with lock_of(model):
-        return _measured(config, model, source, tokenizer)
+        weights = weights or _weights_of(model)
+        stored = stored_budgets(config, model.config, weights)
+        if stored is not None:
+            return stored
+        if weights.digest in _REFUSED:
+            return config.before_measuring
+        short = Path(name).name
+        try:
+            seconds = _expected_seconds(model, weights)
+            if seconds > PATIENCE:
+                _REFUSED.add(weights.digest)
+                return even_budgets(
+                    config,
+                    f"measuring {short} would take about {format_duration(seconds)} here",
+                    measuring_command(name),
+                )
+            return with_shares(config, _measure(model, name, tokenizer, weights, _SKIP))
+        except ValueError as error:
+            _REFUSED.add(weights.digest)
+            return even_budgets(config, f"{short} could not be measured ({first_line(error)})")
 
 
-def _measured(
-    config: CacheConfig,
-    model: PreTrainedModel,
-    source: str,
-    tokenizer: Callable[[], PreTrainedTokenizerBase],
-) -> CacheConfig:
-    by_head = config.positions != "rolling"
+def with_shares(config: CacheConfig, shares: Shares) -> CacheConfig:
+    """Replace ``"auto"`` by the factors for a config's heavy hitters and positions."""
     fraction = config.heavy if isinstance(config.heavy, float) else _USUAL_FRACTION
-    weights = _fingerprint(model)
-    setting = f"{weights} {fraction:.4f} {by_head} {BEST_VERSION}"
-    if setting in _REFUSED:
-        return config.before_measuring
+    factors = shares.factors(fraction, by_head=config.positions != "rolling")
+    return replace(config, layer_budgets=factors, measured=BEST_VERSION)
 
-    def with_factors(factors: LayerBudgets) -> CacheConfig:
-        """Return the config with factors; raise ValueError for those of another model's shape."""
-        measured = replace(config, layer_budgets=factors, measured=BEST_VERSION)
-        H2OCache.from_config(model.config, measured)
-        if measured.is_by_head != by_head:
-            raise ValueError(f"layer_budgets must be by {'head' if by_head else 'layer'}.")
-        return measured
 
-    def file() -> Path:
-        name = f"{model.config.model_type}-{digest(setting)}.json"
-        return cache_folder("layer-budgets") / name
-
-    with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged
-        stored = parse_json(file().read_text(encoding="utf-8"))
-        if stored["setting"] == setting:
-            return with_factors(checked_factors(stored["factors"]))
-    if setting in _UNSAVED:
-        return with_factors(_UNSAVED[setting])
-    name, kind = Path(source).name, "head" if by_head else "layer"
-    begun = time.perf_counter()
-    try:
-        if weights is None:
-            raise ValueError("some of its weights are not in memory")
-        vocab_size = model.config.get_text_config().vocab_size
-        ids = calibration_ids(tokenizer(), vocab_size)
-        with Progress(f"measuring the {kind}s of {name}, once"):
-            factors = measure_layer_budgets(model, ids, fraction, by_head=by_head)
-        measured = with_factors(factors)
-    except ValueError as error:
-        _REFUSED.add(setting)
-        return even_budgets(config, f"{name} could not be measured ({first_line(error)})")
-    try:
-        path = file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"setting": setting, "factors": factors})
-        result = f"stored in '{path}'"
-    except (OSError, ValueError) as error:
-        _UNSAVED[setting] = factors
-        result = f"not stored ({first_line(error)}), so the next run measures again"
+def _measure(
+    model: PreTrainedModel,
+    name: str,
+    tokenizer: Callable[[], PreTrainedTokenizerBase],
+    weights: Weights,
+    remark: str = "",
+) -> Shares:
+    if not weights.is_complete:
+        raise ValueError("some of its weights are not in memory")
+    ids = calibration_ids(tokenizer(), model.config.get_text_config().vocab_size)
+    short, begun = Path(name).name, time.perf_counter()
+    duration = format_duration(_expected_seconds(model, weights))
     write_remark(
-        f"{measured.policy_name}: measured the budget of each {kind} of {name} in"
-        f" {time.perf_counter() - begun:.1f} s; {result}"
+        f"{BEST}: measuring how many entries each head of {short} needs, once for this model (about"
+        f" {duration} here){'; ' * bool(remark)}{remark}"
     )
-    return measured
+    try:
+        with Progress(f"measuring {short}", 1.0, line_seconds=_LINE_SECONDS) as progress:
+            shares = measure_shares(model, ids, report=progress.update)
+    except KeyboardInterrupt:
+        write_remark(f"stopped measuring {short}, and stored nothing{'; ' * bool(remark)}{remark}")
+        raise
+    # Another process may have been faster; both use the same from now on.
+    shares, result = _store(model.config, weights, shares)
+    write_remark(
+        f"{BEST} v{BEST_VERSION}: measured {short} in {time.perf_counter() - begun:.1f} s; {result}"
+    )
+    return shares
+
+
+def _store(config: PreTrainedConfig, weights: Weights, shares: Shares) -> tuple[Shares, str]:
+    """Return the shares that later uses will find, and a phrase that says where they are."""
+    content = {"version": BEST_VERSION, "weights": dict(weights.prints), **asdict(shares)}
+    try:
+        path = _folder() / f"{config.model_type}-{digest(f'{weights.digest} {BEST_VERSION}')}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if (stored := _find(config, weights)) is not None:
+            return stored, "another process has stored its result"
+        write_json(path, content)
+    except (OSError, ValueError) as error:
+        _UNSAVED.append(content)
+        return shares, f"not stored ({first_line(error)}), so the next run measures again"
+    return shares, f"stored in '{path}'"
+
+
+def _find(config: PreTrainedConfig, weights: Weights) -> Shares | None:
+    """Return the shares of an earlier measurement of these weights."""
+    with suppress(OSError, ValueError):
+        for path in sorted(_folder().glob(f"{config.model_type}-*.json")):
+            with suppress(OSError, ValueError):  # damaged, or written by another version
+                if shares := _checked(
+                    parse_json(path.read_text(encoding="utf-8")), config, weights
+                ):
+                    return shares
+    return next(filter(None, (_checked(entry, config, weights) for entry in _UNSAVED)), None)
+
+
+def _checked(content: Any, config: PreTrainedConfig, weights: Weights) -> Shares | None:
+    """Return shares from a file's content; ``None`` if they are of other weights, or damaged."""
+    with suppress(ValueError, KeyError, TypeError, IndexError, AttributeError):
+        if content["version"] != BEST_VERSION or not weights.match(content["weights"]):
+            return None
+        shares = Shares.from_dict(content)
+        for measured, by_head in ((shares.by_layer, False), (shares.by_head, True)):
+            cache = CacheConfig(BEST, 0.1, 0.1, layer_budgets=measured[0])
+            H2OCache.from_config(config, cache)  # raise for another number of layers or heads
+            shapes = {tuple(map(_num_heads, factors)) for factors in measured}
+            if cache.is_by_head != by_head or len(shapes) > 1:
+                return None
+            if len(measured) != len(shares.fractions) or sorted(shares.fractions)[0] <= 0:
+                return None
+        return shares
+    return None
+
+
+def _num_heads(layer: float | Sequence[float]) -> int:
+    return len(layer) if isinstance(layer, Sequence) else 0
+
+
+def _folder() -> Path:
+    return cache_folder("layer-budgets")
+
+
+def _expected_seconds(model: PreTrainedModel, weights: Weights) -> float:
+    return weights.pass_seconds * NUM_PASSES + expected_seconds(model)
 
 
 def calibration_ids(
@@ -179,15 +316,15 @@ def lock_of(model: torch.nn.Module) -> threading.Lock:
 
 
 _LOCKS: WeakKeyDictionary[torch.nn.Module, threading.Lock] = WeakKeyDictionary()
-_UNSAVED: dict[str, LayerBudgets] = {}  # factors that no folder could keep, by setting
-_REFUSED: set[str] = set()  # settings that could not be measured, as a line said
-_FINGERPRINTS: WeakKeyDictionary[torch.nn.Module, tuple[Any, str | None]] = WeakKeyDictionary()
+_UNSAVED: list[dict[str, Any]] = []  # contents of files that no folder could keep
+_REFUSED: set[str] = set()  # digests of weights that could not be measured, as a line said
+_WEIGHTS: WeakKeyDictionary[torch.nn.Module, tuple[Any, Weights]] = WeakKeyDictionary()
 
 
-def _fingerprint(model: PreTrainedModel) -> str | None:
-    """Return the model's fingerprint, computed again only after its weights have changed."""
+def _weights_of(model: PreTrainedModel) -> Weights:
+    """Return the model's weights, read again only after they have changed."""
     state = weights_state(model)
-    entry = _FINGERPRINTS.get(model)
+    entry = _WEIGHTS.get(model)
     if entry is None or entry[0] != state:
-        entry = _FINGERPRINTS[model] = state, fingerprint(model)
+        entry = _WEIGHTS[model] = state, Weights.of(model)
     return entry[1]

@@ -329,8 +329,7 @@ def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
             file.write(header)
             for group in groups:
                 written = {slot.name for slot in group}
-                keys = [key for key, (name, _) in named.items() if name in written]
-                for tensor in _load(meta, group, {key: _LazyTensor(files, key) for key in keys}):
+                for tensor in read_group(meta, files, named, group):
                     file.write(bytes_of(tensor))
                 for slot in meta.slots:
                     if slot.name in written:
@@ -348,6 +347,18 @@ def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
+
+
+def read_group(
+    meta: MetaModel,
+    files: CheckpointFiles,
+    named: dict[str, tuple[str, str | None]],
+    group: list[ParameterSlot],
+) -> Iterator[torch.Tensor]:
+    """Yield the tensor of each slot as transformers converts it; `named` is of `named_keys`."""
+    names = {slot.name for slot in group}
+    keys = [key for key, (name, _) in named.items() if name in names]
+    yield from _load(meta, group, {key: _LazyTensor(files, key) for key in keys})
 
 
 class _LazyTensor:

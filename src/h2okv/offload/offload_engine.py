@@ -16,11 +16,17 @@ from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.config import MEASURED, CacheConfig
-from h2okv.console import Progress
+from h2okv.console import Progress, format_bytes
 from h2okv.engine import memory as process
 from h2okv.engine.memory import MemoryModel
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.layer_budgets import even_budgets, with_measured_budgets
+from h2okv.integration.factors import Shares
+from h2okv.integration.layer_budgets import (
+    even_budgets,
+    measure_model,
+    measuring_command,
+    with_measured_budgets,
+)
 from h2okv.integration.loading import Described, describe, load_weights
 from h2okv.integration.models import default_dtype
 from h2okv.integration.names import cache_folder
@@ -34,6 +40,12 @@ from h2okv.offload.checkpoint import (
     weights_digest,
 )
 from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records, saved_settings
+from h2okv.offload.measure import (
+    budgets_in_files,
+    budgets_while_streaming,
+    bytes_while_streaming,
+    shares_while_streaming,
+)
 from h2okv.offload.meta_model import MetaModel, pack_layers
 from h2okv.offload.placement import Fractions
 from h2okv.offload.planner import MICRO_BATCH_TOKENS, Plan, Planner, Workload, interleave
@@ -168,8 +180,45 @@ def _with_budgets(
         model = load_weights(described, request.dtype, request.device)
         cache = with_measured_budgets(cache, model, described)
     else:
-        cache = even_budgets(cache, f"{described.name} is not loaded whole here")
+        cache = _budgets_from_files(request, described, measures=is_here)
     return replace(request, cache=cache), model
+
+
+def _budgets_from_files(
+    request: OffloadRequest, described: Described, measures: bool
+) -> CacheConfig:
+    """Replace ``"auto"`` for a model that is not loaded whole here."""
+    dtype = request.dtype or default_dtype(described.name, request.device)
+    try:
+        meta, files = open_checkpoint(described.config, _checkpoint_folder(described), dtype)
+    except ValueError:
+        if measures:
+            raise
+        return even_budgets(request.cache, "the weights cannot be read here")
+    reason = f"{described.name} was not measured yet"
+    with closing(files):
+        found = budgets_in_files(request.cache, described, meta, files)
+        if found is not None:
+            return found
+        room = None if request.memory is None else request.memory - (process.data_bytes() or 0)
+        needed = bytes_while_streaming(meta)
+        if measures and (room is None or needed <= room):
+            if room is not None:
+                process.give_memory_back()
+            return budgets_while_streaming(request.cache, described, meta, files, request.device)
+        if measures:
+            reason = f"--memory leaves less than the {format_bytes(needed)} that measuring takes"
+    return even_budgets(request.cache, reason, measuring_command(described.name))
+
+
+def measure(request: OffloadRequest, described: Described) -> Shares:
+    """Measure a model's budgets by layer and head, loaded or streamed; once."""
+    if _fits_in_memory(request, described):
+        return measure_model(load_weights(described, request.dtype, request.device), described)
+    dtype = request.dtype or default_dtype(described.name, request.device)
+    meta, files = open_checkpoint(described.config, _checkpoint_folder(described), dtype)
+    with closing(files):
+        return shares_while_streaming(described, meta, files, request.device)
 
 
 def _run_here(
@@ -377,7 +426,7 @@ def _plan_for(
     return planner, planner.plan(), longest
 
 
-def _fits_in_memory(request: BatchRequest, described: Described) -> bool:
+def _fits_in_memory(request: OffloadRequest, described: Described) -> bool:
     """Return whether the model is simply loaded: no placement requested, and ample memory."""
     if request.weight_bits is not None or request.memory is not None:
         return False

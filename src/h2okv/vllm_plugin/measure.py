@@ -10,12 +10,18 @@ import json
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from h2okv.config import BEST_VERSION, MEASURED, CacheConfig
-from h2okv.integration.layer_budgets import even_budgets, with_measured_budgets
+from h2okv.integration.factors import Shares
+from h2okv.integration.layer_budgets import (
+    even_budgets,
+    measure_model,
+    with_measured_budgets,
+    with_shares,
+)
 from h2okv.integration.names import cache_folder
 from h2okv.provenance import digest
 from h2okv.records import first_line, parse_json, write_json
@@ -32,12 +38,12 @@ def measured(cache: CacheConfig, model: Any) -> CacheConfig:
         return cache
     source, dtype = str(model.model), str(model.dtype).removeprefix("torch.")
     state = _state_of_weights(Path(source)) or getattr(model.hf_config, "_commit_hash", None)
-    setting = f"{source} {state} {dtype} {cache.heavy} {BEST_VERSION}"
+    setting = f"{source} {state} {BEST_VERSION}"
     file = cache_folder("layer-budgets") / f"vllm-{digest(setting)}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged
         stored = parse_json(file.read_text(encoding="utf-8"))
         if state is not None and stored["setting"] == setting:
-            return CacheConfig.from_dict(cache.to_dict() | stored["cache"])
+            return with_shares(cache, Shares.from_dict(stored["shares"]))
     request = json.dumps([source, dtype, cache.to_dict()])
     done = subprocess.run(
         [sys.executable, "-m", __name__], input=request, stdout=subprocess.PIPE, text=True,
@@ -46,12 +52,13 @@ def measured(cache: CacheConfig, model: Any) -> CacheConfig:
     if done.returncode:
         reason = done.stdout.strip() or f"exit status {done.returncode}"
         return even_budgets(cache, f"the model could not be measured ({reason})")
-    options = {name: parse_json(done.stdout)[name] for name in ("layer_budgets", "measured")}
-    if options["measured"] is not None:
-        with suppress(OSError, ValueError):  # then the next start looks for it in the model again
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_json(file, {"setting": setting, "cache": options})
-    return replace(cache, **options)
+    shares = parse_json(done.stdout)
+    if shares is None:  # a line has said why
+        return replace(cache, layer_budgets=None)
+    with suppress(OSError, ValueError):  # then the next start looks for it in the model again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"setting": setting, "shares": shares})
+    return with_shares(cache, Shares.from_dict(shares))
 
 
 def _state_of_weights(folder: Path) -> str | None:
@@ -63,7 +70,7 @@ def _state_of_weights(folder: Path) -> str | None:
 
 
 def _main() -> None:
-    """Measure the model that stdin names; write the cache's options to stdout."""
+    """Measure the model that stdin names; write its shares to stdout, or null."""
     import torch
 
     from h2okv.integration.loading import describe, load_weights, parse_device
@@ -72,7 +79,8 @@ def _main() -> None:
     described = describe(source)
     loaded = load_weights(described, getattr(torch, dtype), parse_device("auto"))
     cache = with_measured_budgets(CacheConfig.from_dict(options), loaded, described)
-    sys.stdout.write(json.dumps(cache.to_dict()))
+    shares = None if cache.measured is None else asdict(measure_model(loaded, described))
+    sys.stdout.write(json.dumps(shares))
 
 
 if __name__ == "__main__":
