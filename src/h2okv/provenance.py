@@ -120,11 +120,10 @@ def weight_print(shape: Sequence[int], sample: torch.Tensor) -> WeightPrint:
     return digest(repr([*shape]).encode() + signs), float(f"{sample.double().abs().mean():.6g}")
 
 
-def prints_agree(one: WeightPrint, other: WeightPrint) -> bool:
+def prints_agree(left: WeightPrint, right: WeightPrint) -> bool:
     """Return whether two prints are of the same weight, in any two dtypes."""
-    largest = max(abs(one[1]), abs(other[1]))
-    difference = abs(one[1] - other[1])
-    return one[0] == other[0] and difference <= _ROUNDING * largest + _LEAST
+    difference, largest = abs(left[1] - right[1]), max(left[1], right[1])
+    return left[0] == right[0] and difference <= _ROUNDING * largest + _LEAST
 
 
 def weights_state(model: torch.nn.Module) -> list[tuple[int, int]]:

@@ -100,7 +100,7 @@ def job(tmp_path):
 
 @pytest.mark.parametrize("order", [("device", "disk"), ("disk", "device")])
 def test_a_job_from_the_disk_has_the_shares_and_texts_of_one_in_memory(best, job, order, tmp_path):
-    texts, settings = zip(*(job(best.config, place, place) for place in order), strict=True)
+    texts, settings = zip(*(job(best.config, tier, tier) for tier in order), strict=True)
     assert texts[0] == texts[1] and len(best.calls) == 1
     assert settings[0]["layer_budgets"] == settings[1]["layer_budgets"] and settings[0]["measured"]
     even, _ = job(replace(best.config, layer_budgets=None), "device", "even")
@@ -145,6 +145,6 @@ def test_a_model_that_does_not_fit_is_measured_on_request(best, monkeypatch, tmp
     request = offload_engine.OffloadRequest(model=described.name, device=CPU)
     shares = offload_engine.measure(request, described)
     model = AutoModelForCausalLM.from_pretrained(bundled_model_path()).eval()
-    cache = h2okv.H2OCache(model, "best", heavy=0.17, recent=0.03)
+    cache = h2okv.H2OCache(model, policy="best", heavy=0.17, recent=0.03)
     assert cache.cache_config.layer_budgets == shares.factors(0.17, by_head=True)
     assert len(best.calls) == 1

@@ -160,7 +160,8 @@ def measure_shares(
     """Measure factors for several fractions, by layer and by head, in one pass over the text.
 
     Arguments are those of `measure_layer_budgets`. Fractions for which the text is too short are
-    left out, if there are others. ``report`` is called with the part of the work that is done.
+    left out, up to half of them. ``report`` is called with the part of the work that is done,
+    with 0 once it begins.
     """
     total = input_ids.shape[1]
     longest = min(total, context_of(model.config) or total)
@@ -168,11 +169,12 @@ def measure_shares(
     length = min(_PROMPT, longest - following)
     divided = [_Divided.of(fraction, least, length) for fraction in fractions]
     usable = [entry for entry in divided if entry is not None]
-    if not usable:
+    if 2 * len(usable) < len(fractions):
         raise ValueError(
             f"a text of {longest} tokens, fraction={fractions[-1]:g} and least={least:g} leave"
             " nothing to divide among the layers; give a text of a thousand tokens."
         )
+    report(0.0)
     windows = list(_windows(input_ids, length + following))
     gains: list[list[Tensor]] = [[] for _ in usable]
     losses: list[list[Tensor]] = [[] for _ in usable]
@@ -194,10 +196,11 @@ def measure_shares(
                 write_remark(f"note: the heads are measured by their attention alone ({reason})")
                 with_heads, losses = False, []
                 continue
-            for by_layer, measured in zip(by_order, losses, strict=True):
-                measured.append(torch.cat(list(by_layer.values())))
+            for divergences, measured in zip(by_order, losses, strict=True):
+                measured.append(torch.cat(list(divergences.values())))
     sizes = [len(scores) for scores in prompt.scores.values()]
-    by_layer, by_head = [], []
+    by_layer: list[LayerBudgets] = []
+    by_head: list[LayerBudgets] = []
     for number, entry in enumerate(usable):
         effects = torch.stack(gains[number]).mean(0)
         means = torch.stack([heads.mean(0) for heads in effects.split(sizes)])
@@ -205,8 +208,8 @@ def measure_shares(
         factors = _divide(effects, entry.floor, entry.share)
         if losses and losses[number]:
             # Recent tokens and sinks are kept anyway.
-            kept = min(entry.recent + _SINKS, length - 1)
-            slopes = _slopes(torch.stack(losses[number]).mean(0)[:, kept:])
+            always = min(entry.recent + _SINKS, length - 1)
+            slopes = _slopes(torch.stack(losses[number]).mean(0)[:, always:])
             factors = (factors + _divide(slopes, entry.floor, entry.share)) / 2
         rounded = iter(_rounded(factors))
         by_head.append(tuple(tuple(islice(rounded, size)) for size in sizes))
@@ -279,7 +282,7 @@ class _Work:
             *((_WORK_OF_FORWARD, *[_WORK_OF_ROUND] * _ROUNDS) if with_heads else ()),
         )
         self._total, self._report = windows * sum(passes), report
-        self._done = self._end = self._part = 0.0
+        self._done = self._end = self._step = 0.0
         self._layers = [m for m in model.modules() if _is_attention(m)]
 
     def __enter__(self) -> _Work:
@@ -294,10 +297,10 @@ class _Work:
         """Begin a pass over the layers, and so end the last."""
         self._done = self._end
         self._end += work
-        self._part = work / max(1, len(self._layers))
+        self._step = work / max(1, len(self._layers))
 
     def _advance(self, *_: object) -> None:
-        self._done = min(self._done + self._part, self._end)
+        self._done = min(self._done + self._step, self._end)
         self._report(self._done / self._total)
 
 

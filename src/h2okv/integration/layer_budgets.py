@@ -73,14 +73,14 @@ class Weights:
         if self.is_complete and self.prints.keys() != stored.keys():
             return False
         return 2 * len(self.prints) >= len(stored) and all(
-            name in stored and prints_agree(own, (stored[name][0], float(stored[name][1])))
-            for name, own in self.prints.items()
+            name in stored and prints_agree(entry, (stored[name][0], float(stored[name][1])))
+            for name, entry in self.prints.items()
         )
 
     @property
     def digest(self) -> str:
-        """A short name of these weights, in any dtype."""
-        return digest(json.dumps({name: entry[0] for name, entry in sorted(self.prints.items())}))
+        """A short name of these weights in this dtype."""
+        return digest(json.dumps(dict(self.prints), sort_keys=True))
 
 
 def with_measured_budgets(
@@ -224,13 +224,18 @@ def _measure(
     ids = calibration_ids(tokenizer(), model.config.get_text_config().vocab_size)
     short, begun = Path(name).name, time.perf_counter()
     duration = format_duration(_expected_seconds(model, weights))
-    write_remark(
-        f"{BEST}: measuring how many entries each head of {short} needs, once for this model (about"
-        f" {duration} here){'; ' * bool(remark)}{remark}"
-    )
+
+    def report(done: float) -> None:
+        if done:
+            return progress.update(done)
+        write_remark(
+            f"{BEST}: measuring how many entries each head of {short} needs, once for this model"
+            f" (about {duration} here){'; ' * bool(remark)}{remark}"
+        )
+
     try:
         with Progress(f"measuring {short}", 1.0, line_seconds=_LINE_SECONDS) as progress:
-            shares = measure_shares(model, ids, report=progress.update)
+            shares = measure_shares(model, ids, report=report)
     except KeyboardInterrupt:
         write_remark(f"stopped measuring {short}, and stored nothing{'; ' * bool(remark)}{remark}")
         raise

@@ -197,9 +197,9 @@ def _budgets_from_files(
         return even_budgets(request.cache, "the weights cannot be read here")
     reason = f"{described.name} was not measured yet"
     with closing(files):
-        found = budgets_in_files(request.cache, described, meta, files)
-        if found is not None:
-            return found
+        stored = budgets_in_files(request.cache, described, meta, files)
+        if stored is not None:
+            return stored
         room = None if request.memory is None else request.memory - (process.data_bytes() or 0)
         needed = bytes_while_streaming(meta)
         if measures and (room is None or needed <= room):
