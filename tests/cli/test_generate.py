@@ -463,6 +463,7 @@ def test_eval_layers_measures_for_later_uses(
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(own_budgets, "_REFUSED", set())
+    monkeypatch.setattr(own_budgets, "_UNSAVED", [])
     monkeypatch.setattr(own_budgets, "expected_seconds", lambda model: 1e4)
     best = ("--policy", "best", "--max-new-tokens", 4, "--json")
     even = generate(*best)
