@@ -135,7 +135,7 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
     results: dict[str, list[quality.Result]] = {}
     for rule in RULES:
         paper_rule(rule)
-        config = CacheConfig.from_budget(args.budget, policy=rule, **heavy)
+        config = CacheConfig.from_budget(args.budget, min_tokens=0, policy=rule, **heavy)
         task = Fidelity(
             sources=sources, texts=args.texts, raw=True, prompt_tokens=args.prompt_tokens,
             new_tokens=args.new_tokens, protocol="block",

@@ -67,7 +67,7 @@ class Engine:
         self, plain: PreTrainedModel, tokenizer: Any, args: argparse.Namespace,
         budget: int, prefix_cache: int | None,
     ) -> None:  # fmt: skip
-        cache = CacheConfig.from_budget(budget, evict_every=args.evict_every)
+        cache = CacheConfig.from_budget(budget, min_tokens=0, evict_every=args.evict_every)
         context = plain.config.max_position_embeddings
         self.llm = h2okv.LLM(
             with_h2o(plain), tokenizer, cache=cache, max_num_seqs=1,
@@ -164,7 +164,7 @@ class Fuzz:
 def measure_fuzz(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any) -> list[Any]:
     """Compare the answers of many conversations with those of an engine without states."""
     longest, end = 6 * args.evict_every, time.monotonic() + 60 * args.minutes
-    cache = CacheConfig.from_budget(args.budget, evict_every=args.evict_every)
+    cache = CacheConfig.from_budget(args.budget, min_tokens=0, evict_every=args.evict_every)
     states, cold = (
         h2okv.LLM(
             with_h2o(plain), tokenizer, cache=cache, max_num_seqs=3, max_prompt_tokens=longest,
@@ -251,7 +251,7 @@ def draft_prompts(tokenizer: Any) -> dict[str, list[int]]:
 
 def measure_drafts(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any) -> list[Any]:
     """Time answers with drafts by prompt lookup, and without, after one of each to warm up."""
-    cache = CacheConfig.from_budget(args.draft_budget, evict_every=args.evict_every)
+    cache = CacheConfig.from_budget(args.draft_budget, min_tokens=0, evict_every=args.evict_every)
     drafts = args.speculate or 4
     llms = {
         name: h2okv.LLM(

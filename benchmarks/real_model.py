@@ -115,7 +115,7 @@ def measure_weights(
     for name, bits in WEIGHTS[setting["dtype"]].items():
         models[name] = with_h2o(h2o_model)
         pack_linear_layers(models[name], bits)
-    spec = CacheSpec("h2o", CacheConfig.from_budget(0.2))
+    spec = CacheSpec("h2o", CacheConfig.from_budget(0.2, min_tokens=0))
     runners = {name: spec.runner(model) for name, model in models.items()}
     _check_packed(runners, ids[:, :256])
 
@@ -155,7 +155,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure one dtype, of a model and the same model under H2O attention."""
     rows = []
-    fifth = CacheConfig.from_budget(0.2)
+    fifth = CacheConfig.from_budget(0.2, min_tokens=0)
     specs = {"dynamic": (plain, None), "static": (plain, fifth), "h2o": (h2o_model, fifth)}
     if args.compile:
         specs["compiled"] = (with_h2o(plain), fifth)
@@ -163,7 +163,7 @@ def measure(
     if args.layer_budgets:
         factors = json.loads(args.layer_budgets.read_text(encoding="utf-8"))
     if args.best:
-        best = CacheConfig.from_budget(0.2, policy="best", layer_budgets=factors)
+        best = CacheConfig.from_budget(0.2, min_tokens=0, policy="best", layer_budgets=factors)
         specs["best"] = (h2o_model, best)
     elif factors:
         specs["uneven"] = (h2o_model, replace(fifth, layer_budgets=factors))

@@ -5,17 +5,17 @@ from h2okv.config import TokenBudget
 
 
 def test_fractions_are_of_the_prompt():
-    tokens = Budget(heavy=0.1, recent=0.29).resolve(100)
+    tokens = Budget(heavy=0.1, recent=0.29, min_tokens=0).resolve(100)
     assert (tokens.heavy, tokens.recent, tokens.sink, tokens.total) == (10, 29, 0, 39)
 
 
 def test_a_fraction_of_a_short_prompt_keeps_a_token():
-    tokens = Budget().resolve(3)
+    tokens = Budget(min_tokens=0).resolve(3)
     assert (tokens.heavy, tokens.recent) == (1, 1)
 
 
 def test_tokens_and_fractions_mix():
-    tokens = Budget(heavy=7, recent=0.5, sink=2).resolve(11)
+    tokens = Budget(heavy=7, recent=0.5, sink=2, min_tokens=0).resolve(11)
     assert (tokens.sink, tokens.heavy, tokens.recent) == (2, 7, 5)
 
 
@@ -56,6 +56,16 @@ def test_fractions_of_a_short_prompt_are_raised():
     assert budget.resolve(40) == TokenBudget(0, 64, 64)
     assert budget.resolve(2000) == TokenBudget(0, 200, 200)
     assert Budget(heavy=5, recent=0.0, min_tokens=64).resolve(40) == TokenBudget(0, 5, 0)
-    config = CacheConfig(min_tokens=64)
-    assert config.entries(40) == 128
-    assert "min_tokens" in config.identity() and "min_tokens" not in CacheConfig().identity()
+    config = CacheConfig()
+    assert config.entries(40) == 128 and config.identity()["min_tokens"] == 64
+    exact = CacheConfig(min_tokens=0)
+    assert exact.entries(40) == 8 and "min_tokens" not in exact.identity()
+
+
+def test_the_default_minimum_is_of_fractions_and_within_the_maximum():
+    assert Budget().min_tokens == 64 and Budget(6, 3).min_tokens == 0
+    assert Budget(6, 3).resolve(1000) == TokenBudget(0, 6, 3)
+    assert Budget(0.1, 0.1, sink=4, max_tokens=50).resolve(40) == TokenBudget(4, 23, 23)
+    assert Budget(0.1, 30, max_tokens=50).resolve(40) == TokenBudget(0, 20, 30)
+    # A fraction of 0 keeps nothing, whatever the minimum.
+    assert Budget(0.0, 0.1).resolve(40) == TokenBudget(0, 0, 64)

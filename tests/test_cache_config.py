@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from h2okv import CacheConfig, H2OCache
+from h2okv import Budget, CacheConfig, H2OCache
 from h2okv.cli.args import cache_flags, make_cache
 from h2okv.evaluation.sweep import CacheEntry
 from h2okv.policy import Sees
@@ -16,7 +16,7 @@ def test_fields_are_the_arguments_of_the_cache():
     expected = {
         name: parameter.default
         for name, parameter in arguments.items()
-        if name not in ("config", "simulate")
+        if name not in ("model", "budget", "simulate")
     }
     assert {field.name: field.default for field in fields(CacheConfig)} == expected
 
@@ -54,7 +54,7 @@ def test_every_field_reaches_the_cache_the_command_and_the_experiment_file(make_
 
 def test_records_of_earlier_versions_stay_the_same():
     """Compare with the names of earlier versions; results with others would be recomputed."""
-    written = CacheConfig(heavy=3).identity()
+    written = CacheConfig(heavy=3, min_tokens=0).identity()
     assert list(written) == [
         "policy", "heavy", "recent", "sink", "scoring", "decay", "positions", "prefill_chunk",
         "kv_bits", "max_tokens", "seed",
@@ -94,8 +94,60 @@ def test_an_invalid_budget_is_refused(budget, fraction):
         CacheConfig.from_budget(budget, fraction)
 
 
+@pytest.mark.parametrize(
+    ("budget", "amounts"),
+    [
+        (0.2, (0.1, 0.1)), ("20%", (0.1, 0.1)), ("0.2", (0.1, 0.1)), (64, (32, 32)),
+        ("64", (32, 32)), (Budget(5, 7), (5, 7)),
+    ],
+)  # fmt: skip
+def test_a_budget_is_an_argument(make_llama, budget, amounts):
+    config = CacheConfig(budget=budget)
+    assert (config.heavy, config.recent) == amounts
+    assert CacheConfig(heavy=3).with_options(budget=budget, heavy=None).heavy == amounts[0]
+    assert H2OCache(make_llama().config, budget=budget).cache_config == config
+
+
+def test_the_policy_divides_the_budget():
+    best = CacheConfig("best", budget=0.2)
+    assert best == CacheConfig("best") == CacheConfig.from_budget(0.2, policy="best")
+    assert (best.heavy, best.recent) == (pytest.approx(0.17), pytest.approx(0.03))
+    assert CacheConfig().with_options(policy="best") == best
+    assert CacheConfig().with_options(policy="best", budget=100).heavy == 85
+    assert best.with_options(budget=100).heavy == 85
+    assert CacheConfig("best", budget="full").is_full
+    assert CacheConfig("best", budget=100, heavy_fraction=0.4).heavy == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0.2, "heavy": 3}, "budget=0.2 cannot be combined with heavy=3"),
+        ({"budget": "a lot"}, "budget='a lot' is not a budget; give a fraction"),
+        ({"budget": True}, "budget=True is not a budget"),
+        ({"budget": 1}, "budget 1 is too small"),
+        ({"budget": 1.5}, "budget 1.5 is out of range"),
+        ({"heavy_fraction": 0.3}, "heavy_fraction=0.3 needs a budget"),
+        ({"policy": 0.2}, "policy must be a name such as 'best' or 'h2o', got 0.2"),
+        ({"sinks": 4}, r"CacheConfig: argument 'sinks' is unknown; did you mean sink\?"),
+    ],
+)
+def test_a_wrong_argument_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        CacheConfig(**options)
+
+
+def test_files_without_a_minimum_have_exact_fractions():
+    assert CacheConfig.from_dict({"heavy": 0.1}).min_tokens == 0
+    exact = CacheConfig(min_tokens=0)
+    assert "min_tokens" not in exact.to_record()
+    assert CacheConfig.from_dict(exact.to_record()) == exact
+    assert CacheConfig.from_dict(CacheConfig().to_record()) == CacheConfig()
+
+
 def test_entries_and_labels():
     assert CacheConfig(heavy=0.1, recent=0.1).entries(1000) == 200
+    assert CacheConfig(heavy=0.1, recent=0.1).entries(37) == 128
     assert CacheConfig(heavy=0.1, recent=0.1).label == "h2o, 20%"
     assert CacheConfig(heavy=64, recent=64, sink=4, kv_bits=8).label == "h2o, sink 4, 8 bits, 128"
     assert CacheConfig(heavy=16, recent=48).policy_label == "h2o, heavy 25%"

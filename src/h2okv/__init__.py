@@ -10,13 +10,24 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from h2okv.assets import sample_article
     from h2okv.cache import H2OCache
     from h2okv.cache.support import check_model
     from h2okv.config import Budget, CacheConfig
+    from h2okv.engine.config import EngineConfig
     from h2okv.engine.llm import LLM, AsyncLLM
+    from h2okv.engine.outputs import (
+        EngineStoppedError,
+        OutputDelta,
+        QueueFullError,
+        RequestFailedError,
+        RequestOutput,
+    )
     from h2okv.engine.sampling_params import SamplingParams
-    from h2okv.integration.enable import enable, prefill, recipe_path
+    from h2okv.integration.enable import disable, enable, prefill, recipe_path
     from h2okv.integration.factors import measure_layer_budgets
+    from h2okv.integration.limits import PromptTooLongError
+    from h2okv.integration.loading import load
     from h2okv.ops.dispatch import use as use_ops
     from h2okv.policy import Policy, Rule, policy_names, register_policy
 
@@ -26,28 +37,49 @@ __all__ = [
     "AsyncLLM",
     "Budget",
     "CacheConfig",
+    "EngineConfig",
+    "EngineStoppedError",
     "H2OCache",
+    "OutputDelta",
     "Policy",
+    "PromptTooLongError",
+    "QueueFullError",
+    "RequestFailedError",
+    "RequestOutput",
     "Rule",
     "SamplingParams",
     "check_model",
+    "disable",
     "enable",
+    "load",
     "measure_layer_budgets",
     "policy_names",
     "prefill",
     "recipe_path",
     "register_policy",
+    "sample_article",
     "use_ops",
 ]
 
-_MODULES = {
+_MODULES: dict[str, tuple[str, ...]] = {
+    "assets": ("sample_article",),
     "cache": ("H2OCache",),
     "cache.support": ("check_model",),
     "config": ("Budget", "CacheConfig"),
+    "engine.config": ("EngineConfig",),
     "engine.llm": ("LLM", "AsyncLLM"),
+    "engine.outputs": (
+        "EngineStoppedError",
+        "OutputDelta",
+        "QueueFullError",
+        "RequestFailedError",
+        "RequestOutput",
+    ),
     "engine.sampling_params": ("SamplingParams",),
-    "integration.enable": ("enable", "prefill", "recipe_path"),
+    "integration.enable": ("disable", "enable", "prefill", "recipe_path"),
     "integration.factors": ("measure_layer_budgets",),
+    "integration.limits": ("PromptTooLongError",),
+    "integration.loading": ("load",),
     "ops.dispatch": ("use_ops",),
     "policy": ("Policy", "Rule", "policy_names", "register_policy"),
 }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
+from numbers import Integral, Real
 from typing import Any, Literal
 
-from h2okv.records import parse_json, refusing, unknown_name
+from h2okv.records import checked_arguments, parse_json, refusing, short_repr
 
 Positions = Literal["original", "rolling", "clamped"]
 LayerBudgets = Sequence[float | Sequence[float]]
@@ -26,6 +29,7 @@ BEST = "best"
 BEST_VERSION = 4  # of these options and of how factors are measured
 _BEST_SINK, _BEST_SCORING = 4, "expected"
 BEST_HEAVY_FRACTION = 0.85
+_BUDGET = 0.2  # without a budget, heavy and recent
 
 POLICIES = (
     "full", "recent", "sink_recent", "h2o", "heavy", "random", "strided", "strided_heavy",
@@ -41,7 +45,7 @@ KV_BITS = {8: (8, 8), 6: (8, 4), 4: (4, 4)}  # bits of keys and of values, by th
 SCORINGS = ("sum", "mean", "decay", "last", "value_norm", "expected")
 
 LEAST_ENTRIES = 64
-"""Minimum number of entries, heavy and recent each, of commands that write text."""
+"""Default minimum of heavy and of recent where they are fractions; measurements use none."""
 
 
 def resolve_policy(
@@ -73,6 +77,7 @@ class TokenBudget:
         return self.sink + self.heavy + self.recent + self.num_static
 
 
+@checked_arguments()
 @dataclass(frozen=True)
 class Budget:
     """A cache budget as the user writes it: tokens, or fractions of the prompt.
@@ -83,7 +88,8 @@ class Budget:
         recent: newest tokens to keep, given like ``heavy``.
         sink: first tokens to keep regardless of their score, in tokens.
         max_tokens: upper limit for ``sink + heavy + recent`` in tokens, or ``None``.
-        min_tokens: lower limit, in tokens, for each of ``heavy`` and ``recent`` that is a fraction.
+        min_tokens: lower limit, in tokens, for each of ``heavy`` and ``recent`` that is a fraction,
+            as far as ``max_tokens`` allows; default 64, as a few entries are too few for any text.
 
     Raises:
         ValueError: if a value is negative, a fraction is above 1, all are zero, or the sum is above
@@ -94,11 +100,13 @@ class Budget:
     recent: int | float = 0.1
     sink: int = 0
     max_tokens: int | None = None
-    min_tokens: int = 0
+    min_tokens: int = None  # type: ignore[assignment]  # readers never see `None`
 
     def __post_init__(self) -> None:
         for name in ("heavy", "recent"):
             _check_share(name, getattr(self, name))
+        if self.min_tokens is None:
+            object.__setattr__(self, "min_tokens", _usual_least(self.heavy, self.recent))
         check_tokens("sink", self.sink, 0)
         check_tokens("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
@@ -129,16 +137,23 @@ class Budget:
             prompt_length: tokens of the prompt without padding.
 
         Returns:
-            The budget in tokens. A fraction above 0 keeps at least ``max(1, min_tokens)``.
+            The budget in tokens. A fraction above 0 keeps at least ``max(1, min_tokens)``, and no
+            more for ``min_tokens`` than ``max_tokens`` allows.
 
         Raises:
             ValueError: if the sum is above ``max_tokens``.
         """
+        least = self.min_tokens
+        if self.max_tokens is not None and least:
+            shares = (self.heavy, self.recent)
+            fixed = self.sink + sum(share for share in shares if isinstance(share, int))
+            fractions = sum(isinstance(share, float) and share > 0 for share in shares)
+            least = min(least, (self.max_tokens - fixed) // max(1, fractions))
 
         def to_tokens(share: int | float) -> int:
             if not isinstance(share, float) or share == 0:
                 return int(share)
-            return max(1, self.min_tokens, int(share * prompt_length + _ROUNDING_SLACK))
+            return max(1, least, int(share * prompt_length + _ROUNDING_SLACK))
 
         tokens = TokenBudget(self.sink, to_tokens(self.heavy), to_tokens(self.recent))
         if self.max_tokens is not None and tokens.total > self.max_tokens:
@@ -148,6 +163,76 @@ class Budget:
                 "raise max_tokens."
             )
         return tokens
+
+
+def parse_amount(text: str) -> int | float | None:
+    """Parse tokens (`64`) or a fraction of the prompt (`10%`, `0.1`); ``None`` for another text."""
+    with suppress(ValueError):
+        return int(text)
+    with suppress(ValueError):
+        percent = text.strip().endswith("%")
+        fraction = float(text.strip().removesuffix("%")) / (100 if percent else 1)
+        return fraction if math.isfinite(fraction) else None
+    return None
+
+
+def _parse_budget(budget: Any) -> int | float | None:
+    """Return a budget in tokens or as a fraction; ``None`` for the full cache."""
+    amount = budget
+    if isinstance(budget, str):
+        if budget.strip().lower() == "full":
+            return None
+        amount = parse_amount(budget)
+    if isinstance(amount, Integral) and not isinstance(amount, bool):
+        return int(amount)
+    if isinstance(amount, Real) and not isinstance(amount, bool):
+        return float(amount)
+    raise ValueError(
+        f"budget={short_repr(budget)} is not a budget; give a fraction of the prompt (0.2 or"
+        " '20%'), tokens (512), or 'full'."
+    )
+
+
+def divided(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace ``budget`` and ``heavy_fraction`` among a cache's options by the fields they set.
+
+    Raises:
+        ValueError: if the budget or the fraction is out of range, or heavy or recent is given too.
+    """
+    options = dict(values)
+    budget, fraction = options.pop("budget", None), options.pop("heavy_fraction", None)
+    if budget is None:
+        if fraction is not None:
+            raise ValueError(f"heavy_fraction={fraction!r} needs a budget; give budget=0.2 too.")
+        return options
+    amounts = ("heavy", "recent")
+    duplicates = [f"{n}={options[n]!r}" for n in amounts if options.get(n) is not None]
+    if duplicates:
+        raise ValueError(
+            f"budget={budget!r} cannot be combined with {' and '.join(duplicates)}; leave one"
+            " of them out"
+        )
+    if isinstance(budget, Budget):
+        return options | {name: value for name, value in vars(budget).items() if value is not None}
+    if fraction is None:
+        fraction = BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5
+    if not 0 <= fraction <= 1:
+        raise ValueError(
+            f"heavy_fraction={fraction:g} is not a fraction of the budget; give 0 to 1"
+        )
+    budget = _parse_budget(budget)
+    is_tokens = isinstance(budget, int)
+    if budget is None or (budget == 1 and not is_tokens):
+        return options | {"policy": "full"}
+    if is_tokens and budget < 2:
+        raise ValueError(f"budget {budget} is too small; give 2 tokens or more, or a fraction")
+    if not is_tokens and not 0 < budget < 1:
+        raise ValueError(
+            f"budget {budget:g} is out of range; give a fraction above 0 and up to 1 (100 %),"
+            " tokens (64), or full"
+        )
+    heavy = int(budget * fraction) if is_tokens else budget * fraction
+    return options | {"heavy": heavy, "recent": budget - heavy}
 
 
 def _number(value: Any) -> float:
@@ -215,6 +300,11 @@ def _limit_factors(factors: Sequence[float], limit: float) -> list[float]:
     return limited
 
 
+def _usual_least(heavy: int | float, recent: int | float) -> int:
+    """Return the default of ``min_tokens``."""
+    return LEAST_ENTRIES if isinstance(heavy, float) or isinstance(recent, float) else 0
+
+
 def _check_share(name: str, value: int | float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         problem = "is not a budget; give an int (tokens) or a float (fraction)"
@@ -239,19 +329,23 @@ def check_tokens(name: str, value: int, least: int) -> None:
 LATER = {"is_later": True}
 
 
+@checked_arguments(divided, "budget", "heavy_fraction")
 @dataclass(frozen=True)
 class CacheConfig:
     """All options of a cache; `H2OCache.from_config` builds the cache.
 
     The fields are the arguments of `H2OCache`. Command line, engine, server, evaluation and saved
     files all carry this one object, and take their lists of options from its fields.
+    ``budget=0.2`` (or ``"20%"``, ``512``, ``"full"``) sets heavy and recent: the policy divides it.
 
     Attributes:
         policy: a name of `h2okv.policy_names()`; ``"full"`` keeps everything. ``"best"`` becomes
             ``"h2o"`` with ``scoring="expected"``, ``sink=4`` and ``layer_budgets="auto"`` as
             defaults.
-        heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
-        recent: newest tokens to keep, given like ``heavy``.
+        heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float); default 0.1,
+            or 0.17 with ``policy="best"``.
+        recent: newest tokens to keep, given like ``heavy``; default 0.1, or 0.03 with
+            ``policy="best"``.
         sink: first tokens to keep regardless of their score, in tokens; default 0, or 4 with
             ``policy="best"``.
         scoring: how received attention counts: ``"sum"`` (H2O), ``"mean"`` (divided by the number
@@ -265,7 +359,7 @@ class CacheConfig:
             entry sits at its rank in the cache and the new tokens after them, so that a model with
             rotary positions reads and writes past its context window (H2O, section 5.3 and
             arXiv 2309.17453, section 3.2). ``"clamped"``: learned positions (OPT) stop at the
-            last one, inside ``with h2okv.enable(model)``.
+            last one, on a model that `h2okv.enable` was called with.
         prefill_chunk: maximum number of tokens in a block. A longer input is read as several
             blocks, with eviction after each, so that at most ``K + prefill_chunk`` entries are
             attended to; 1 is Algorithm 1 of the paper from the first token on. ``None``: a prompt
@@ -281,7 +375,9 @@ class CacheConfig:
             entry. 4-bit keys are centered, scaled and rotated first, which needs the model and
             not only its config (`h2okv.ops.quant.KeyTransform`).
         max_tokens: upper limit of each layer's budget in tokens; a larger budget is an error.
-        min_tokens: lower limit, in tokens, for each of heavy and recent that is a fraction.
+        min_tokens: lower limit, in tokens, for each of heavy and recent that is a fraction, as far
+            as ``max_tokens`` allows; default 64, as a few entries are too few for any text. 0 keeps
+            the exact fraction of a short prompt too, as measurements and the paper do.
         seed: seed of policies that draw at random.
         layer_budgets: a factor on heavy for each layer with H2O entries, or a list of one for each
             of its KV heads, of mean 1; `h2okv.measure_layer_budgets` measures a model's.
@@ -296,9 +392,9 @@ class CacheConfig:
     """
 
     policy: str = "h2o"
-    heavy: int | float = 0.1
-    recent: int | float = 0.1
     # `__post_init__` replaces the defaults: readers never see `None`.
+    heavy: int | float = None  # type: ignore[assignment]
+    recent: int | float = None  # type: ignore[assignment]
     sink: int = None  # type: ignore[assignment]
     scoring: str = None  # type: ignore[assignment]
     decay: float | None = None
@@ -307,7 +403,7 @@ class CacheConfig:
     evict_every: int | None = field(default=None, metadata=LATER)
     kv_bits: int | None = None
     max_tokens: int | None = None
-    min_tokens: int = field(default=0, metadata=LATER)
+    min_tokens: int = field(default=None, metadata=LATER)  # type: ignore[assignment]
     seed: int = 0
     layer_budgets: LayerBudgets | Literal["auto", "even", "policy"] | None = field(
         default=_OF_POLICY, metadata=LATER
@@ -315,6 +411,16 @@ class CacheConfig:
     measured: int | None = field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.policy, str):
+            raise ValueError(
+                f"policy must be a name such as 'best' or 'h2o', got {short_repr(self.policy)}."
+            )
+        usual = divided({"policy": self.policy, "budget": _BUDGET})
+        for name in ("heavy", "recent"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, usual[name])
+        if self.min_tokens is None:
+            object.__setattr__(self, "min_tokens", _usual_least(self.heavy, self.recent))
         factors = self.layer_budgets
         if factors == _OF_POLICY:
             factors = MEASURED if self.policy == BEST else None
@@ -361,61 +467,52 @@ class CacheConfig:
             ValueError: if the budget or the fraction is out of range, or ``options`` has ``heavy``
                 or ``recent``.
         """
-        duplicates = [f"{n}={options[n]!r}" for n in ("heavy", "recent") if n in options]
-        if duplicates:
-            raise ValueError(
-                f"budget={budget!r} cannot be combined with {' and '.join(duplicates)}; leave one"
-                " of them out"
-            )
-        if heavy_fraction is None:
-            heavy_fraction = BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5
-        if not 0 <= heavy_fraction <= 1:
-            raise ValueError(
-                f"heavy_fraction={heavy_fraction:g} is not a fraction of the budget; give 0 to 1"
-            )
-        is_tokens = isinstance(budget, int)
-        if budget is None or (budget == 1 and not is_tokens):
-            return cls(**(options | {"policy": "full"}))
-        if is_tokens and budget < 2:
-            raise ValueError(f"budget {budget} is too small; give 2 tokens or more, or a fraction")
-        if not is_tokens and not 0 < budget < 1:
-            raise ValueError(
-                f"budget {budget:g} is out of range; give a fraction above 0 and up to 1 (100 %),"
-                " tokens (64), or full"
-            )
-        heavy = int(budget * heavy_fraction) if is_tokens else budget * heavy_fraction
-        return cls(**(options | {"heavy": heavy, "recent": budget - heavy}))
+        amount = "full" if budget is None else budget
+        return cls(budget=amount, heavy_fraction=heavy_fraction, **options)  # type: ignore[call-arg]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CacheConfig:
-        """Build a config from named values, as `to_dict` returns them.
+        """Build a config from named values, as `to_dict` and `to_record` return them.
 
         Raises:
             ValueError: if a name is unknown, or a value is invalid.
         """
-        names = [field.name for field in fields(cls)]
-        for name in values:
-            if name not in names:
-                raise unknown_name("cache option", name, names)
-        return cls(**values)
+        return cls(**({"min_tokens": 0} | dict(values)))  # files of earlier versions lack it
 
     def with_options(self, **options: Any) -> CacheConfig:
-        """Return a config with fields replaced.
+        """Return a config with fields replaced, or with a ``budget``.
 
-        A new policy also sets its default sinks, scoring and layer budgets, unless they are among
-        ``options`` or differ from the former policy's defaults.
+        A new policy also sets its default amounts, sinks, scoring and layer budgets, unless they
+        are among ``options`` or differ from the former policy's defaults.
         """
+        unset: dict[str, Any] = {}
+        if self.min_tokens == _usual_least(self.heavy, self.recent):
+            unset["min_tokens"] = None
         if "policy" in options:
-            _, sink, scoring = resolve_policy(self.policy)
-            unset: dict[str, Any] = {}
-            if self.sink == sink:
-                unset["sink"] = None
-            if self.scoring == scoring:
-                unset["scoring"] = None
+            usual = CacheConfig(self.policy)
+            names = ("heavy", "recent", "sink", "scoring")
+            unset |= {n: None for n in names if getattr(self, n) == getattr(usual, n)}
             if self.layer_budgets is None:
                 unset["layer_budgets"] = _OF_POLICY
-            options = unset | options
-        return replace(self, **options)
+        elif "budget" in options:  # the policy divides it
+            options["policy"] = BEST if self.is_best else self.policy
+        return replace(self, **(unset | divided(options)))
+
+    def request_budget(self, budget: Budget | int | float | str) -> Budget:
+        """Return the budget of one request, divided as this config's policy does.
+
+        Raises:
+            ValueError: if it is invalid, or not a limit.
+        """
+        if isinstance(budget, Budget):
+            return budget
+        config = self.with_options(budget=budget)
+        if config.is_full:
+            raise ValueError(
+                f"budget={budget!r} of a request must be a fraction or tokens, up to the engine's"
+                " budget; give such as budget=0.1, or leave it out."
+            )
+        return config.budget
 
     def seeded(self, seed: int) -> CacheConfig:
         """Return the config with a seed, if its policy draws at random."""

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 BAD_INPUT = 2
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141  # what shells report of a command that SIGPIPE ended
+
+
+_LIBRARIES = ("h2okv", "transformers", "torch")
 
 
 def check_least(least: int = 1, /, **counts: int | None) -> None:
@@ -68,6 +72,16 @@ def write_json(values: object) -> None:
 def write_remark(line: str) -> None:
     """Write a line to stderr, which keeps piped output free of it."""
     print(line, file=sys.stderr)
+
+
+def warn(message: str) -> None:
+    """Warn, at the line of the user's code from which a call into libraries led here."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            break
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def discard(text: str) -> None:

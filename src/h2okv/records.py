@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import csv
 import difflib
+import functools
 import io
 import json
 import os
+import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from pathlib import Path
-from typing import IO, Any, NoReturn, Self
+from typing import IO, Any, NoReturn, Self, TypeVar
 
+Kind = TypeVar("Kind", bound=type)
 Row = Mapping[str, Any]  # of a table: values by column
 _SHOWN = 60  # characters of a wrong value that an error quotes
 
@@ -48,12 +51,99 @@ def naming(path: Path, action: str, remedy: str) -> AbstractContextManager[None]
     return refusing(f"'{path}' cannot be {action}", remedy, OSError)
 
 
+# Names that other libraries and papers use, without case and underscores, by the name here.
+_SYNONYMS = {
+    "model": "config",
+    "budget": "size maxsize cachesize maxcachesize maxcachelen maxcachelength maxentries numentries"
+    " capacity maxcapacity maxcapacityprompt kvbudget cachebudget tokenbudget keep keepratio ratio"
+    " budgetratio compressionratio",
+    "heavy": "heavyratio heavybudget heavysize heavyhitters heavyhitter hh hhsize hhratio numheavy",
+    "recent": "recentratio recentbudget recentsize numrecent window windowsize windowlength local"
+    " slidingwindow localwindow",
+    "sink": "sinks numsinks numsink sinksize sinktokens numsinktokens attentionsinks startsize",
+    "policy": "method strategy eviction evictionpolicy evictionstrategy algorithm press",
+    "scoring": "score scorer scores",
+    "kv_bits": "bits nbits numbits quantization quantize",
+    "prefill_chunk": "chunk chunksize prefillchunksize blocksize",
+    "evict_every": "interval evictioninterval evictinterval every",
+    "layer_budgets": "headbudgets",
+    "max_tokens": "maxnewtokens maxlength maxoutputtokens maxcompletiontokens npredict",
+    "temperature": "dosample temp",
+    "n": "numreturnsequences bestof",
+    "stop": "stopstrings stopwords stopsequences",
+    "stop_token_ids": "eostokenid eostokenids",
+    "max_num_seqs": "batchsize maxbatchsize",
+    "max_prompt_tokens": "maxmodellen maxseqlen contextlength",
+    "speculate": "promptlookupnumtokens numspeculativetokens",
+    "memory": "gpumemory maxmemory",
+    "dtype": "torchdtype",
+    "device": "devicemap",
+    "full": "none dynamic dynamiccache",
+    "sink_recent": "streamingllm streaming",
+}
+
+_OF_GENERATE = (
+    "max_new_tokens", "max_length", "temperature", "do_sample", "top_p", "top_k", "min_p", "stop",
+    "stop_strings", "repetition_penalty", "num_beams", "num_return_sequences", "eos_token_id", "n",
+)  # fmt: skip
+
+
 def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ValueError:
     """Return the error for an unknown name, with close matches."""
     names = list(choices)
-    near = difflib.get_close_matches(str(name), names, n=3)
+    plain = {_plain(choice): choice for choice in names}
+    written = _plain(name)
+    near = [choice for choice in names if written in _SYNONYMS.get(choice, "").split()]
+    keys = [written] if written in plain else difflib.get_close_matches(written, plain)
+    near = near or [plain[key] for key in keys]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return ValueError(f"{kind} {name!r} is unknown; {hint}choose from {', '.join(names)}")
+
+
+def _plain(name: object) -> str:
+    return re.sub(r"[\W_]+", "", str(name).lower())
+
+
+def check_arguments(function: str, arguments: Iterable[str], names: Iterable[str]) -> None:
+    """Raise ValueError for an argument that a function or class does not have."""
+    choices = list(names)
+    for name in arguments:
+        if name in _OF_GENERATE and not {name, "temperature"} & set(choices):
+            raise ValueError(f"{function}: {name} is an argument of generate; give it there.")
+        if name not in choices:
+            raise unknown_name(f"{function}: argument", name, choices)
+
+
+def checked_arguments(
+    convert: Callable[[dict[str, Any]], dict[str, Any]] = dict, *more: str
+) -> Callable[[Kind], Kind]:
+    """Let a dataclass refuse wrong arguments by a ValueError with a hint.
+
+    `convert` turns arguments into fields; `more` are names that only `convert` knows.
+    """
+
+    def decorate(kind: Kind) -> Kind:
+        names = [entry.name for entry in fields(kind) if entry.init]
+        positional = [entry.name for entry in fields(kind) if entry.init and not entry.kw_only]
+        init: Any = vars(kind)["__init__"]
+
+        @functools.wraps(init)
+        def checked(self: Any, *args: Any, **values: Any) -> None:
+            check_arguments(kind.__name__, values, (*names, *more))
+            named = dict(zip(positional, args, strict=False))
+            for name in named.keys() & values.keys():
+                raise ValueError(f"{kind.__name__}: {name} is given twice; leave one of them out.")
+            for value in args[len(positional) :]:
+                raise ValueError(
+                    f"{kind.__name__}: {short_repr(value)} must be given by name, such as"
+                    f" {names[0]}={short_repr(value)}."
+                )
+            init(self, **convert(named | values))
+
+        type.__setattr__(kind, "__init__", checked)
+        return kind
+
+    return decorate
 
 
 @contextmanager

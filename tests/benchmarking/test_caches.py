@@ -5,7 +5,7 @@ from h2okv.benchmarking.caches import RUNNERS, CacheSpec, prompt_ids, stored_byt
 from h2okv.config import CacheConfig
 
 CONTEXT, BATCH = 100, 2
-H2O = CacheSpec("h2o", CacheConfig())  # a fifth of the prompt
+H2O = CacheSpec("h2o", CacheConfig(min_tokens=0))  # a fifth of the prompt
 ENTRY = 2 * 2 * 2 * 16 * 4  # layers, KV heads, key and value, head size, fp32
 
 
@@ -38,7 +38,7 @@ def test_blocks_change_nothing_for_the_full_cache(build):
 
 
 def test_a_static_cache_stays_full_with_as_many_entries_as_h2o(build):
-    runner = run(build(), CacheSpec("static", CacheConfig()))
+    runner = run(build(), CacheSpec("static", CacheConfig(min_tokens=0)))
     assert runner.cache.layers[0].keys.shape[2] == 21
     assert runner.cache.get_seq_length() == 21
     before = runner.cache.layers[0].keys.clone()

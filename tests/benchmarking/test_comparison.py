@@ -18,7 +18,7 @@ def compare(source, build, monkeypatch):
 
     def call(**options):
         defaults = {
-            "contexts": (CONTEXT,), "batches": (BATCH,), "configs": (CacheConfig(),),
+            "contexts": (CONTEXT,), "batches": (BATCH,), "configs": (CacheConfig(min_tokens=0),),
             "caches": ("dynamic", "static", "h2o"), "dtypes": (torch.float32,), "rounds": 2,
             "steps": 2, "peak": False,
         }  # fmt: skip

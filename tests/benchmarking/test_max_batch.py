@@ -53,7 +53,13 @@ def find(source, build, monkeypatch):
         fixed = weights + RUNTIME + CONSTANT
         memory = fixed + batch_of_full * (FULL + ACTIVATION)
         settings = Settings(
-            (CONTEXT,), (1,), (CacheConfig(),), ("dynamic",), (torch.float32,), rounds=1, steps=1
+            (CONTEXT,),
+            (1,),
+            (CacheConfig(min_tokens=0),),
+            ("dynamic",),
+            (torch.float32,),
+            rounds=1,
+            steps=1,
         )
         device, model = torch.device("cpu"), build()
         monkeypatch.setattr(ModelSource, "build", lambda *_: model)
@@ -106,7 +112,7 @@ def test_a_memory_below_one_sequence_gives_batch_0(find):
 def test_a_real_process_reports_its_peak(source):
     if peak_resident_bytes() is None:
         pytest.skip("this system does not tell a process's memory")
-    choice = CacheSpec("h2o", CacheConfig())
+    choice = CacheSpec("h2o", CacheConfig(min_tokens=0))
     run = PeakRun(source, torch.float32, torch.device("cpu"), 1, choice, CONTEXT, 3)
     peak = measure_peak(run)
     assert peak.peak >= peak.loaded > Footprint(source.config(), torch.float32).weight_bytes

@@ -43,7 +43,7 @@ def test_footprint_equals_the_bytes_of_real_caches(build, positions, dtype, bits
     model = build(dtype)
     footprint = Footprint(model.config, dtype, positions)
     options = {"positions": positions, "kv_bits": bits}
-    cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1, **options)
+    cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1, min_tokens=0, **options)
     ids = torch.randint(300, (3, 100))
     with torch.no_grad(), h2okv.enable(model):
         model(ids, past_key_values=cache)

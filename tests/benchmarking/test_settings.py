@@ -40,7 +40,7 @@ def test_invalid_bench_settings_are_refused(options, word):
 
 
 def test_a_budget_is_split_in_two_and_counts_entries():
-    quarter = CacheSpec("h2o", CacheConfig.from_budget(0.25))
+    quarter = CacheSpec("h2o", CacheConfig.from_budget(0.25, min_tokens=0))
     assert quarter.entries(128) == 32
     config = CacheConfig.from_budget(33)
     assert (config.heavy, config.recent) == (16, 17)

@@ -100,7 +100,7 @@ BY_HEAD = [[0.5, 1.0], [2.0, 0.5], [1.5, 0.5]]
         {"layer_budgets": [0.5, 1.5, 1.0], "policy": ByBudget(), "heavy": 8, "sink": 1},
         {"layer_budgets": BY_HEAD, "scoring": "mean"},
         {"layer_budgets": BY_HEAD, "kv_bits": 8},
-        {"layer_budgets": BY_HEAD, "policy": "best", "heavy": 0.25, "recent": 0.1},
+        {"layer_budgets": BY_HEAD, "policy": "best", "heavy": 0.25, "recent": 0.1, "min_tokens": 0},
     ],
     # The address of an object would differ between worker processes.
     ids=lambda options: str({key: getattr(value, "name", value) for key, value in options.items()}),

@@ -80,7 +80,7 @@ def test_rolling_holds_nothing_of_a_forward(make_llama):
 def test_a_turn_after_a_padded_prompt(model, options, method):
     ids, mask = padded()
     more = tokens(6, rows=2, seed=1)
-    budget = {"heavy": 0.2, "recent": 0.2} | options
+    budget = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0} | options
     cache = h2okv.H2OCache(model.config, **budget)
     h2okv.prefill(model, ids, cache, mask)
     alone = h2okv.H2OCache(model.config, **budget)
@@ -142,7 +142,7 @@ def test_an_unpickled_cache_knows_its_weights(model, make_llama):
 
 def test_rolling_rows_of_a_batch_go_on_alone(model, tmp_path):
     ids, mask = padded()
-    budget = {"heavy": 0.3, "recent": 0.3, "positions": "rolling"}
+    budget = {"heavy": 0.3, "recent": 0.3, "min_tokens": 0, "positions": "rolling"}
     cache = h2okv.H2OCache(model.config, **budget)
     h2okv.prefill(model, ids, cache, mask)
     cache.batch_select_indices(torch.tensor([1]))
@@ -198,12 +198,12 @@ def test_an_interrupted_forward_is_noticed(make_llama, layer, length):
 def test_a_prompt_in_transformers_own_chunks_is_told(model):
     ids = tokens(60)
     options = {"max_new_tokens": 3, "do_sample": False, "prefill_chunk_size": 16}
-    cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2)
+    cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2, min_tokens=0)
     with pytest.warns(UserWarning, match=r"first forward's 16 tokens.*cache\.expect"):
         model.generate(ids, past_key_values=cache, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2)
+        cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2, min_tokens=0)
         cache.expect(60)
         model.generate(ids, past_key_values=cache, **options)
         assert cache.num_cached_tokens == 24
@@ -211,7 +211,7 @@ def test_a_prompt_in_transformers_own_chunks_is_told(model):
 
 
 def test_what_a_failed_prefill_expected_is_forgotten(model, kept_sets):
-    cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1)
+    cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1, min_tokens=0)
     with pytest.raises(IndexError):
         h2okv.prefill(model, torch.full((1, 300), 500), cache)
     read(model, tokens(30), cache)

@@ -113,7 +113,7 @@ def test_without_an_h2o_cache_the_attention_is_plain(make_llama):
 def test_a_model_without_h2o_attention_is_refused(make_llama, layers):
     model = make_llama(layers=layers, attention="sdpa")
     cache = h2okv.H2OCache(model.config)
-    with pytest.raises(ValueError, match=r"set_attn_implementation\('h2o'\)"):
+    with pytest.raises(ValueError, match=r"call h2okv.enable\(model\), then cache.reset"):
         model.generate(torch.randint(2, 97, (1, 8)), past_key_values=cache, max_new_tokens=3)
 
 

@@ -79,7 +79,9 @@ def test_padded_row_equals_the_row_alone(
     # In float64, so that a batch of another size gives the same keys up to what is rounded.
     model = make_llama(layers=1, seed=seed).double()
     blocks = [30, 1, 1, 1, 5, 1, 1]
-    options = {"heavy": 0.2, "recent": 0.2} if fraction else {"heavy": 4, "recent": 5}
+    options = (
+        {"heavy": 0.2, "recent": 0.2, "min_tokens": 0} if fraction else {"heavy": 4, "recent": 5}
+    )
     options |= {"kv_bits": bits, "positions": positions}
     mask = padding(pads, blocks, holes, seed)
     input_ids = tokens(seed, len(pads), sum(blocks))
@@ -230,7 +232,9 @@ def test_keys_of_any_size_are_kept(make_llama, bits):
 @pytest.mark.parametrize(("bits", "share"), [(8, 0.1105), (6, 0.0853), (4, 0.06)])
 def test_bytes_at_a_head_of_128(make_llama, bits, share):
     model = make_llama(head_dim=128).bfloat16()
-    cache, _ = read(model, tokens(1, 1, 500), [500], heavy=0.1, recent=0.1, kv_bits=bits)
+    cache, _ = read(
+        model, tokens(1, 1, 500), [500], heavy=0.1, recent=0.1, min_tokens=0, kv_bits=bits
+    )
     assert cache.full_nbytes == 500 * 2 * 2 * 2 * 128 * 2
     # 20 % of the entries, one free slot, and for each a score and a position.
     codes = sum({8: 136, 4: 72}[each] for each in KV_BITS[bits])

@@ -48,7 +48,9 @@ def alone():
 
     def generate(model, prompt, new, cache=None, **options):
         if cache is None:
-            cache = h2okv.H2OCache(model, **({"heavy": 0.2, "recent": 0.2} | options))
+            cache = h2okv.H2OCache(
+                model, **({"heavy": 0.2, "recent": 0.2, "min_tokens": 0} | options)
+            )
         ids = torch.tensor([prompt])
         with h2okv.enable(model):
             generated = model.generate(
@@ -70,7 +72,9 @@ def make_llm(tokenizer):
 
     def make(model, **settings):
         llm = h2okv.LLM(
-            model, tokenizer, **({"heavy": 0.2, "recent": 0.2, "max_num_seqs": 3} | settings)
+            model,
+            tokenizer,
+            **({"heavy": 0.2, "recent": 0.2, "min_tokens": 0, "max_num_seqs": 3} | settings),
         )
         llms.append(llm)
         return llm

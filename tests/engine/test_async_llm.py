@@ -14,7 +14,9 @@ from h2okv.integration.limits import PromptTooLongError
 def make_async(tokenizer):
     def make(model, **settings):
         return h2okv.AsyncLLM(
-            model, tokenizer, **({"heavy": 0.2, "recent": 0.2, "max_num_seqs": 3} | settings)
+            model,
+            tokenizer,
+            **({"heavy": 0.2, "recent": 0.2, "min_tokens": 0, "max_num_seqs": 3} | settings),
         )
 
     return make

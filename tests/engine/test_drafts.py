@@ -15,7 +15,7 @@ OPTIONS = [
     {}, {"scoring": "expected"}, {"kv_bits": 8}, {"positions": "rolling"}, {"scoring": "decay"},
     {"layer_budgets": BY_HEAD, "policy": "best"}, {"evict_every": 8},
     {"evict_every": 8, "layer_budgets": BY_HEAD, "policy": "best"},
-    {"heavy": 0.2, "recent": 0.2},
+    {"heavy": 0.2, "recent": 0.2, "min_tokens": 0},
 ]  # fmt: skip
 
 

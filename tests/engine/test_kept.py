@@ -11,7 +11,7 @@ NEW = 12
 
 
 def kept_alone(model, alone, prompt):
-    cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2)
+    cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2, min_tokens=0)
     alone(model, prompt, NEW, cache)
     positions = [cache.kept_positions(layer)[0] for layer in range(len(cache.layers))]
     return count_kept(positions, cache.num_seen_tokens), cache
@@ -22,7 +22,7 @@ def test_kept_tokens_equal_those_of_a_single_cache(
 ):
     model = make_llama()
     prompts = make_prompts([20, 44, 31, 9])
-    llm = h2okv.AsyncLLM(model, tokenizer, heavy=0.2, recent=0.2, max_num_seqs=3)
+    llm = h2okv.AsyncLLM(model, tokenizer, heavy=0.2, recent=0.2, min_tokens=0, max_num_seqs=3)
 
     async def reports(prompt, every):
         pieces = llm.generate(prompt, greedy(NEW), kept_every=every)

@@ -64,7 +64,7 @@ def llm(make_llama, tokenizer):
     # One end token, so that there is something to ignore.
     model = make_llama()
     model.generation_config.eos_token_id = 96
-    with h2okv.LLM(model, tokenizer, heavy=0.2, recent=0.2, max_num_seqs=8) as engine:
+    with h2okv.LLM(model, tokenizer, heavy=0.2, recent=0.2, min_tokens=0, max_num_seqs=8) as engine:
         yield engine
 
 
@@ -174,7 +174,7 @@ def test_error_in_one_request_leaves_the_others_unchanged(
 ):
     model = make_llama()
     model.generation_config.eos_token_id = 96
-    served = h2okv.AsyncLLM(model, tokenizer, heavy=0.2, recent=0.2, max_num_seqs=4)
+    served = h2okv.AsyncLLM(model, tokenizer, heavy=0.2, recent=0.2, min_tokens=0, max_num_seqs=4)
     fault(monkeypatch)
 
     async def tokens(prompt, params):

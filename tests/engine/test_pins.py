@@ -21,7 +21,7 @@ def test_request_with_pins_equals_generate(make_llm, make_prompts, alone, greedy
         cache = h2okv.H2OCache(model.config, 0.3, 0.1, **options)
         cache.pin(spans)
         expected.append(alone(model, prompt, 20, cache))
-    llm = make_llm(model, heavy=0.3, recent=0.1, max_prompt_tokens=64, **options)
+    llm = make_llm(model, heavy=0.3, recent=0.1, min_tokens=0, max_prompt_tokens=64, **options)
     outputs = llm.generate(prompts, greedy(20), pins=pins)
     assert [output.completions[0].token_ids for output in outputs] == expected
 

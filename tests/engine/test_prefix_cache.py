@@ -111,7 +111,7 @@ def test_requests_that_need_more_than_a_state_read_their_prompt(make_llm, double
 
 @pytest.mark.parametrize(
     "options",
-    [{"heavy": 8, "recent": 6}, {"heavy": 0.1, "recent": 0.1, "evict_every": 8}],
+    [{"heavy": 8, "recent": 6}, {"heavy": 0.1, "recent": 0.1, "min_tokens": 0, "evict_every": 8}],
     ids=["no evict_every", "fractions"],
 )
 def test_states_need_fixed_places_and_a_budget_in_tokens(make_llm, double_model, greedy, options):

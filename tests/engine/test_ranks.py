@@ -53,7 +53,13 @@ def test_two_ranks_equal_one_rank(make_prompts, alone, tokenizer, tmp_path, monk
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     prompts = make_prompts([40, 3, 25, 61])
-    settings = {"heavy": 0.2, "recent": 0.2, "max_num_seqs": 3, "max_prefill_tokens": 16}
+    settings = {
+        "heavy": 0.2,
+        "recent": 0.2,
+        "min_tokens": 0,
+        "max_num_seqs": 3,
+        "max_prefill_tokens": 16,
+    }
     done = torchrun(
         {
             "model": str(tmp_path / "model"),

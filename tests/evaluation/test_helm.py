@@ -84,7 +84,7 @@ def test_two_budgets_never_share_a_stored_answer(client, tmp_path):
     config = SqliteCacheConfig(str(tmp_path / "answers.sqlite"))
     request = {"max_tokens": 0, "echo_prompt": True}
     first = ask(client(config, **BUDGET), **request)
-    second = ask(client(config, heavy=0.4, recent=0.4), **request)
+    second = ask(client(config, heavy=0.4, recent=0.4, min_tokens=0), **request)
     assert first.logprob != second.logprob
     assert ask(client(config, **BUDGET), **request).logprob == first.logprob
 

@@ -142,7 +142,8 @@ def test_answers_in_a_batch_equal_answers_alone(subject, ids, temperature, chunk
 
 SEVERAL = [
     TIGHT, CacheConfig("full"), CacheConfig.from_budget(24, prefill_chunk=16),
-    CacheConfig.from_budget(0.2, policy="snapkv"), CacheConfig.from_budget(24, policy="topk"),
+    CacheConfig.from_budget(0.2, min_tokens=0, policy="snapkv"),
+    CacheConfig.from_budget(24, policy="topk"),
     CacheConfig.from_budget(24, kv_bits=8), CacheConfig.from_budget(24, evict_every=8),
 ]  # fmt: skip
 
@@ -231,7 +232,7 @@ def test_the_question_is_read_before_or_after_the_eviction(subject, ids, monkeyp
 
     monkeypatch.setattr(h2okv, "prefill", noted)
     for query_aware in (True, False):
-        config = CacheConfig.from_budget(0.2)
+        config = CacheConfig.from_budget(0.2, min_tokens=0)
         answer_question(subject, [config], ids[:90], make_prompt(ids[90:100], 4), query_aware)
     # The budget is of text and question, whichever is read first: 20 of 100.
     assert read == [(0, 99, 20), (0, 90, 20), (90, 99, 20)]

@@ -73,7 +73,7 @@ def test_a_padded_row_gives_what_it_gives_alone(variant):
     batch = torch.cat([torch.cat([padding, short], dim=1), long])
     mask = torch.ones_like(batch)
     mask[0, : PROMPT - 27] = 0
-    budget = {"heavy": 0.15, "recent": 0.1}
+    budget = {"heavy": 0.15, "recent": 0.1, "min_tokens": 0}
     together = h2okv.H2OCache(model.config, **budget)
     generated, logits = generate(model, batch, together, "h2o", attention_mask=mask)
     together.check_integrity()

@@ -67,7 +67,9 @@ def continued(model, device, batch=2, **options):
     model = model.to(device)
     ids, mask = prompts(batch)
     generation = {"max_new_tokens": NEW, "do_sample": False} | options.pop("generation", {})
-    cache = h2okv.H2OCache(model.config, **({"heavy": 0.15, "recent": 0.15} | options))
+    cache = h2okv.H2OCache(
+        model.config, **({"heavy": 0.15, "recent": 0.15, "min_tokens": 0} | options)
+    )
     with h2okv.enable(model):
         tokens = model.generate(
             ids.to(device), attention_mask=mask.to(device), past_key_values=cache, **generation
@@ -174,7 +176,7 @@ def test_the_engine_equals_generate(make_llama, options):
     requests = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in (60, 9, 33, 71)]
     params = h2okv.SamplingParams(max_tokens=NEW, ignore_eos=True, temperature=0)
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
-    settings = {"max_num_seqs": 3, "heavy": 0.2, "recent": 0.2} | options
+    settings = {"max_num_seqs": 3, "heavy": 0.2, "recent": 0.2, "min_tokens": 0} | options
     outputs = {}
     for device in ("cpu", "cuda"):
         with h2okv.LLM(model.to(device), tokenizer, **settings) as llm:
@@ -189,7 +191,7 @@ def test_a_saved_state_is_read_on_another_device(make_llama, tmp_path):
     kept_positions = {}
     for device in ("cuda", "cpu"):
         model = model.to(device)
-        cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2)
+        cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2, min_tokens=0)
         with h2okv.enable(model), torch.no_grad():
             if device == "cuda":
                 model(ids.to(device), past_key_values=cache)

@@ -40,7 +40,9 @@ def run(model, compile, mask=None, ids=None, **options):
     return output, cache
 
 
-@pytest.mark.parametrize("options", [{}, {"positions": "rolling"}, {"sink": 2, "heavy": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"positions": "rolling"}, {"sink": 2, "heavy": 0.1, "min_tokens": 0}]
+)
 @pytest.mark.parametrize("is_padded", [False, True])
 def test_generate_gives_the_same_text(make_llama, kept_sets, counter, options, is_padded):
     model = make_llama(attention="sdpa")

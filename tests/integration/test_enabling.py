@@ -1,4 +1,6 @@
+import gc
 import inspect
+import weakref
 
 import pytest
 import torch
@@ -92,6 +94,60 @@ def test_padded_batch_with_a_mask_passes(model):
             input_ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, do_sample=False
         )
     cache.check_integrity()
+
+
+def is_enabled(model):
+    hooks = len(model._forward_pre_hooks)
+    assert hooks == (2 if model.config._attn_implementation == "h2o" else 0)
+    return bool(hooks)
+
+
+def test_a_call_switches_the_model_until_it_is_disabled(model):
+    ids = torch.randint(2, 97, (1, 30))
+    h2okv.enable(model)
+    assert is_enabled(model)
+    model(ids, past_key_values=h2okv.H2OCache(model, 6, 6))
+    h2okv.enable(model)  # a cell of a notebook that runs again
+    with h2okv.enable(model) as inner:
+        assert inner is model
+    assert is_enabled(model)
+    h2okv.disable(model)
+    assert not is_enabled(model)
+    h2okv.disable(model)  # without effect
+    with pytest.raises(ValueError, match=r"call h2okv\.enable\(model\), then cache\.reset\(\)"):
+        model.generate(ids, past_key_values=h2okv.H2OCache(model, 6, 6), max_new_tokens=3)
+
+
+def test_what_enable_returns_is_used_like_the_model(model):
+    ids = torch.randint(2, 97, (1, 30))
+    options = {"max_new_tokens": 5, "do_sample": False}
+    enabled = h2okv.enable(model)
+    output = enabled.generate(ids, past_key_values=h2okv.H2OCache(enabled, 6, 6), **options)
+    assert torch.equal(
+        output, model.generate(ids, past_key_values=h2okv.H2OCache(model, 6, 6), **options)
+    )
+    logits = enabled(ids, past_key_values=h2okv.H2OCache(model, 6, 6)).logits
+    assert enabled.config is model.config and logits.shape == (1, 30, 97)
+    with enabled:
+        pass
+    assert not is_enabled(model)  # the block took over what the call began
+
+
+def test_an_open_block_outlives_disable(model):
+    with h2okv.enable(model):
+        h2okv.enable(model)
+        h2okv.disable(model)
+        assert is_enabled(model)
+    assert not is_enabled(model)
+
+
+def test_an_enabled_model_can_be_freed(make_llama):
+    model = make_llama(attention="sdpa")
+    h2okv.enable(model)
+    freed = weakref.ref(model)
+    del model
+    gc.collect()
+    assert freed() is None
 
 
 def test_blocks_may_be_nested(model):

@@ -50,7 +50,13 @@ def test_generate_compiles_for_a_static_cache(make_llama):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"heavy": 0.2}, {"positions": "rolling"}, {"policy": "full"}, {"simulate": True}],
+    [
+        {},
+        {"heavy": 0.2, "min_tokens": 0},
+        {"positions": "rolling"},
+        {"policy": "full"},
+        {"simulate": True},
+    ],
     ids=str,
 )
 def test_generate_does_not_compile_for_an_h2o_cache(make_llama, options):

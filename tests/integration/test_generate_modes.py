@@ -164,7 +164,7 @@ BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
 @pytest.mark.parametrize(
     "options",
     [
-        {}, {"heavy": PROMPT, "recent": PROMPT}, {"heavy": 0.3, "recent": 0.2},
+        {}, {"heavy": PROMPT, "recent": PROMPT}, {"heavy": 0.3, "recent": 0.2, "min_tokens": 0},
         {"scoring": "expected"},
         {"scoring": "decay"}, {"policy": "keydiff"}, {"policy": "snapkv"}, {"policy": "full"},
         {"positions": "rolling"}, {"kv_bits": 8}, {"layer_budgets": BY_HEAD},

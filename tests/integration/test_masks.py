@@ -127,7 +127,7 @@ def test_a_mask_of_any_width_equals_sdpa(models, family, pattern, padding):
 @pytest.mark.parametrize(
     "options",
     [{}, {"simulate": True}, {"positions": "rolling"}, {"prefill_chunk": 3}, {"kv_bits": 8},
-     {"scoring": "expected"}, {"heavy": 0.2, "recent": 0.2}],
+     {"scoring": "expected"}, {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("width", WIDTHS)

@@ -35,7 +35,7 @@ def run_engine():
     """Runs sequences through the engine; gives the new tokens by id."""
 
     def run(model, sequences, limits=None, scheduler=None, params=None, **cache_options):
-        options = {"heavy": 0.2, "recent": 0.2} | cache_options
+        options = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0} | cache_options
         runner = Runner(
             model,
             scheduler or ForwardScheduler(),
@@ -57,7 +57,7 @@ def alone():
     """Return the tokens of transformers' generate for each prompt alone."""
 
     def generate(model: PreTrainedModel, sequences, **cache_options):
-        options = {"heavy": 0.2, "recent": 0.2} | cache_options
+        options = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0} | cache_options
         texts = {}
         with h2okv.enable(model):
             for sequence in sequences:

@@ -60,7 +60,7 @@ def test_a_padded_batch_on_triton_kernels(make_llama, kept_sets, device):
     texts, caches = [], []
     for implementation in ("plain", "triton"):
         with dispatch.use(implementation), h2okv.enable(model):
-            cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2)
+            cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2, min_tokens=0)
             options = {"max_new_tokens": 10, "do_sample": False, "attention_mask": mask}
             texts.append(model.generate(ids, past_key_values=cache, **options))
             caches.append(kept_sets(cache))

@@ -1,10 +1,14 @@
 """The pages of docs: marked places and pictures equal the CSV files, links lead somewhere."""
 
+import builtins
 import itertools
+import pkgutil
 import re
 from pathlib import Path
 
 import pytest
+
+import h2okv
 
 ROOT = Path(__file__).parents[2]
 NAMES = re.compile(r"<!-- table: ([\w-]+) -->")
@@ -97,6 +101,53 @@ def test_links_between_pages_lead_somewhere(make_docs):
             assert target.exists(), f"{page.name} links to {link}"
             if anchor and target.suffix == ".md":
                 assert anchor in anchors(target), f"{page.name} links to {link}"
+
+
+FENCES = re.compile(r"```.*?```", re.DOTALL)
+OBJECTS = {
+    "cache": h2okv.H2OCache, "H2OCache": h2okv.H2OCache, "CacheConfig": h2okv.CacheConfig,
+    "LLM": h2okv.LLM, "AsyncLLM": h2okv.AsyncLLM, "SamplingParams": h2okv.SamplingParams,
+    "EngineConfig": h2okv.EngineConfig,
+}  # fmt: skip
+
+
+def names_of_pages():
+    """Return names that the pages mention as those of the package, with their pages."""
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md")):
+        text = page.read_text(encoding="utf-8")
+        inline = " ".join(re.findall(r"`([^`\n]+)`", FENCES.sub("", text)))
+        for name in re.findall(r"(?<![\w./])h2okv\.([A-Za-z_][\w.]*)", text):
+            yield page.name, f"h2okv.{name.rstrip('.')}"
+        for name in re.findall(r"(?<![\w.])([A-Z]\w+Error)\b", inline):
+            if not hasattr(builtins, name):
+                yield page.name, f"h2okv.{name}"
+        for kind, name in re.findall(r"(?<![\w.])(\w+)\.([a-z_]\w+)\b(?=\()", text):
+            if kind in OBJECTS:
+                yield page.name, f"{kind}.{name}"
+
+
+def test_every_public_name_that_a_page_mentions_exists():
+    mentioned = list(names_of_pages())
+    assert {"h2okv.load", "h2okv.RequestFailedError", "cache.next_turn"} <= {
+        n for _, n in mentioned
+    }
+    for page, name in mentioned:
+        kind, _, attribute = name.partition(".")
+        if kind in OBJECTS:
+            assert hasattr(OBJECTS[kind], attribute), f"{page} names {name}"
+        elif not re.search(r"\.(json|csv|md|jsonl)$", name):
+            try:
+                pkgutil.resolve_name(name)
+            except (ImportError, AttributeError) as error:
+                pytest.fail(f"{page} names {name}: {error}")
+
+
+def test_the_api_page_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^::: h2okv\.(\w+)$", text, re.MULTILINE)) == set(h2okv.__all__)
+    table = text.partition("## Caches")[0]
+    missing = [name for name in h2okv.__all__ if f"`{name}`" not in table]
+    assert all(name.endswith("Error") for name in missing), missing
 
 
 def test_pages_that_code_names_exist():

@@ -52,7 +52,9 @@ BODIES = st.builds(
 
 @pytest.fixture(scope="module")
 def served(start, make_llama, bundled_tokenizer):
-    engine = h2okv.AsyncLLM(make_llama(), bundled_tokenizer, heavy=0.2, recent=0.2, max_num_seqs=6)
+    engine = h2okv.AsyncLLM(
+        make_llama(), bundled_tokenizer, heavy=0.2, recent=0.2, min_tokens=0, max_num_seqs=6
+    )
     served = start(engine, model_name="tiny", max_new_tokens=32)
     yield served
     served.stop()

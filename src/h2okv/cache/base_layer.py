@@ -333,8 +333,7 @@ class BaseLayer(CacheLayerMixin):
         if self.awaits_attention:
             raise ValueError(
                 f"H2OCache: layer {self.layer_idx} got keys, but the model's attention is not "
-                "'h2o' (or an earlier forward was interrupted); call "
-                "model.set_attn_implementation('h2o') or use h2okv.enable(model), then "
+                "'h2o' (or an earlier forward was interrupted); call h2okv.enable(model), then "
                 "cache.reset()."
             )
 

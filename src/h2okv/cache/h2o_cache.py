@@ -29,9 +29,14 @@ from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.spans import Spans
-from h2okv.config import MEASURED, Budget, CacheConfig
+from h2okv.config import BEST, MEASURED, Budget, CacheConfig, parse_amount, resolve_policy
+from h2okv.console import warn
 from h2okv.ops.attention import num_means
 from h2okv.policy import Rule, Sees, get_rule
+from h2okv.records import check_arguments, short_repr
+
+_FEW_ENTRIES = 12
+_WITHOUT_WINDOW = ("heavy", "keydiff")  # policies whose papers have no recent window
 
 
 class H2OCache(Cache):
@@ -44,22 +49,20 @@ class H2OCache(Cache):
 
     Use it with a model that has attention ``"h2o"``:
 
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="h2o")
-        cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1)
+        model, tokenizer = h2okv.load("smollm2")  # or h2okv.enable(model)
+        cache = h2okv.H2OCache(model, "best", budget=0.2)
         model.generate(**inputs, cache=cache)  # before transformers 5.24: past_key_values=cache
 
     Args:
-        config: the model's config, or the model, which ``policy="best"`` measures once.
-        heavy: heavy hitters to keep: tokens (int) or a fraction of the prompt (float).
-        recent: newest tokens to keep, given like ``heavy``.
-        sink: first tokens to keep whatever their score, in tokens; ``None``: none, or 4 with
-            ``policy="best"``.
-        policy: a name of `h2okv.policy_names()`, ``"best"`` (see `CacheConfig`) or a `Rule`
-            object.
+        model: the model, which ``policy="best"`` measures once, or its config.
+        *amounts: by position ``policy`` and ``budget``; one number is ``budget``, and several are
+            ``heavy``, ``recent`` and ``sink``.
         simulate: keep everything and mask instead of dropping; slow, for tests and analysis, and
             the one way for policies ``topk`` and ``topk_heavy``.
-        **options: the other fields of `CacheConfig`, which explains them: ``scoring``, ``decay``,
-            ``positions``, ``prefill_chunk``, ``kv_bits``, ...
+        **options: ``policy``, which may be a `Rule` object; ``budget``: a fraction of the prompt
+            (0.2 or ``"20%"``), tokens (512) or ``"full"``, which the policy divides; or its parts
+            ``heavy``, ``recent`` and ``sink``; and the other fields of `CacheConfig`, which
+            explains all of them.
 
     Raises:
         ValueError: if the budget or the policy makes no sense, or the model is not supported.
@@ -67,17 +70,22 @@ class H2OCache(Cache):
 
     def __init__(
         self,
-        config: PreTrainedConfig | PreTrainedModel,
-        heavy: int | float = 0.1,
-        recent: int | float = 0.1,
-        sink: int | None = None,
-        *,
-        policy: str | Rule = "h2o",
+        model: PreTrainedModel | PreTrainedConfig | None = None,
+        *amounts: str | Rule | int | float,
         simulate: bool = False,
         **options: Any,
     ) -> None:
-        options |= {"heavy": heavy, "recent": recent, "sink": sink}
-        cache = CacheConfig(policy.name if isinstance(policy, Rule) else policy, **options)
+        options = _named(amounts, options)
+        config: Any = _checked_model(model)
+        policy = options.get("policy")
+        if isinstance(policy, Rule):
+            options["policy"] = policy.name
+        self._build(config, CacheConfig(**options), policy, simulate)
+        self.warn_of_few_entries()
+
+    def _build(self, config: Any, cache: CacheConfig, policy: Any, simulate: bool) -> None:
+        """Make the layers; `policy` is the user's: a `Rule`, a name, or ``None``."""
+        model = config
         rule = policy if isinstance(policy, Rule) else cache.policy
         self.rule = get_rule(rule, cache.seed, cache.scoring, cache.decay)
         if cache.layer_budgets == MEASURED:
@@ -86,10 +94,12 @@ class H2OCache(Cache):
         self.cache_config = cache = replace(cache, policy=name, decay=self.rule.scoring.decay)
         self.budget = cache.budget
         self.simulate = simulate
+        options_of_best = (cache.policy, cache.sink, cache.scoring) == resolve_policy(BEST)
+        self._is_best = policy == BEST or options_of_best
         self.evict_every = cache.evict_every if self.rule.evicts else None
         self.prefill_chunk = self.evict_every or cache.prefill_chunk
         self.kv_bits = cache.kv_bits
-        model, config = config, support.config_of(config)
+        config = support.config_of(config)
         self.config = config
         support.check_model(config)
         window = support.context_window(config)
@@ -117,6 +127,9 @@ class H2OCache(Cache):
         self._last_updated: BaseLayer | None = None
         self._expects_turn = False
         self._drafting: Drafting | None = None  # the call that records
+        self._num_tokens = 0
+        is_limited = cache.positions == "original" and not support.window_by_length(config)
+        self._window = window if is_limited else None  # until a text was longer
         self._connect_layers()
         super().__init__(layers=layers)
 
@@ -138,17 +151,43 @@ class H2OCache(Cache):
         Raises:
             ValueError: as the constructor does.
         """
-        return cls(config, simulate=simulate, **cache_config.to_dict())
+        cache = cls.__new__(cls)
+        cache._build(_checked_model(config), cache_config, None, simulate)
+        return cache
 
     def __repr__(self) -> str:
-        options = f"heavy={self.budget.heavy}, recent={self.budget.recent}, sink={self.budget.sink}"
-        if self.rule.scoring.name != "sum":
+        cache, budget = self.cache_config, self.budget
+        options = f"policy={BEST if self._is_best else self.rule.name!r}"
+        for name in () if cache.is_full else ("heavy", "recent", "sink"):
+            amount = getattr(budget, name)
+            options += f", {name}={f'{amount:.4g}' if isinstance(amount, float) else amount}"
+        if self.rule.scoring.name != ("expected" if self._is_best else "sum"):
             options += f", scoring={self.rule.scoring.name!r}"
+        if not cache.is_full and (self._is_best or cache.layer_budgets is not None):
+            kind = "by head" if cache.is_by_head else "by layer" if cache.layer_budgets else "even"
+            options += f", budgets {kind}"
         if self.evict_every is not None:
             options += f", evict_every={self.evict_every}"
         if self.kv_bits is not None:
             options += f", kv_bits={self.kv_bits}"
-        return f"H2OCache(policy={self.rule.name!r}, {options}, layers={len(self.layers)})"
+        return f"H2OCache({options}, layers={len(self.layers)})"
+
+    def warn_of_few_entries(self) -> None:
+        """Warn of a budget that ruins any text: no recent tokens, or a few entries."""
+        budget = self.budget
+        if not self.rule.evicts:
+            return
+        entries = self.rule.allocate_budget(budget.resolve(0))
+        if budget.recent == entries.recent == 0 and self.rule.name not in _WITHOUT_WINDOW:
+            warn(
+                f"{self!r} keeps no recent tokens, and text decays without them; give"
+                " budget=0.2, or recent=64 too."
+            )
+        elif entries.total < _FEW_ENTRIES and not budget.is_relative:
+            warn(
+                f"{self!r} keeps {entries.total} entries, too few for good text; give more, such as"
+                " budget=256, or a fraction such as budget=0.2."
+            )
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -177,10 +216,14 @@ class H2OCache(Cache):
                 self._end_drafting()
                 support.check_callers()
                 self._check_goes_on(key_states.shape[2])
+                if self._window is not None and not key_states.is_meta:
+                    self._count(key_states.shape[2])
                 if self._lacks_model and not layer.is_initialized:
                     support.warn_of_untransformed_keys()
             for rotation in layer.rotations.shared_rotations:
                 rotation.begin_forward()
+        elif not torch.compiler.is_compiling() and layer in self._scored[1:2]:
+            self._warn_past_window()  # now the first layer knows what is padding
         self._last_updated = layer if isinstance(layer, BaseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -227,6 +270,27 @@ class H2OCache(Cache):
             real = attention_mask[:, end - length : end].to(torch.bool)
         if first.counts_padding is not None and not self.needs_enabling:
             validation.check_follows(first, position_ids, real, length)
+
+    def _count(self, length: int) -> None:
+        """Count the tokens that a forward brings; reading their number waits for the device."""
+        first = self._scored[0]
+        if not self._num_tokens and first.holds_entries:  # of a file
+            self._num_tokens = int(first.state.num_real_tokens.max())
+        self._num_tokens += length
+
+    def _warn_past_window(self) -> None:
+        """Warn once of tokens behind the last position that the model was trained on."""
+        window, first = self._window, self._scored[0]
+        if window is None or self._num_tokens <= window or not first.holds_entries:
+            return
+        self._num_tokens = int(first.state.num_real_tokens.max())  # without padding
+        if self._num_tokens > window:
+            self._window = None
+            warn(
+                f"the text has {self._num_tokens:,} tokens, more than the model's context window of"
+                f" {window:,}, and decays from there on; give H2OCache(model, positions='rolling'),"
+                " or a shorter text."
+            )
 
     @property
     def transforms_keys(self) -> bool:
@@ -364,6 +428,7 @@ class H2OCache(Cache):
         """Forget everything; the next forward is a prompt, of a batch of any size."""
         super().reset()
         self._drafting = None
+        self._num_tokens = 0
         # Linear layers of transformers keep the shapes of their states over a reset.
         for index, layer in enumerate(DynamicCache(config=self.config).layers):
             if not isinstance(self.layers[index], CacheLayer):
@@ -463,7 +528,7 @@ class H2OCache(Cache):
 
     @property
     def needs_enabling(self) -> bool:
-        """Whether the model must get other positions, which ``with h2okv.enable(model)`` does."""
+        """Whether the model must get other positions, which `h2okv.enable` does."""
         return self.position_rule.rewrites
 
     def place(self, position_ids: Tensor) -> Tensor:
@@ -706,13 +771,48 @@ class H2OCache(Cache):
             )
 
 
+def _named(amounts: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `H2OCache` by name; refuse unknown ones and those given twice."""
+    names: tuple[str, ...] = ("policy", "budget")
+    first = amounts[0] if amounts else "h2o"
+    is_amount = isinstance(first, str) and parse_amount(first) is not None
+    if is_amount or not isinstance(first, str | Rule):
+        names = ("budget",) if len(amounts) == 1 else ("heavy", "recent", "sink")
+    if len(amounts) > len(names):
+        raise ValueError(
+            f"H2OCache: {short_repr(amounts[len(names)])} must be given by name, as in"
+            " H2OCache(model, 'best', budget=0.2)."
+        )
+    check_arguments("H2OCache", options, _PARAMETERS)
+    named = dict(zip(names, amounts, strict=False))
+    for name in named.keys() & options.keys():
+        raise ValueError(f"H2OCache: {name} is given twice; leave one of them out.")
+    return named | dict(options)
+
+
+def _checked_model(model: Any) -> Any:
+    """Return a model or config; refuse what people write instead of one."""
+    if model is None or isinstance(model, str | Path | int | float):
+        name = repr(str(model)) if isinstance(model, str | Path) else "'smollm2'"
+        problem = "needs a model" if model is None else f"needs a loaded model, got {model!r}"
+        raise ValueError(
+            f"H2OCache {problem}; give H2OCache(model, budget=0.2), with model, tokenizer ="
+            f" h2okv.load({name})."
+        )
+    return model
+
+
 def _signature() -> inspect.Signature:
-    """Return the signature of `H2OCache`, with the fields of `CacheConfig` by name."""
+    """Return the signature of `H2OCache`: the model, and by name the fields of `CacheConfig`."""
+    by_name = inspect.Parameter.KEYWORD_ONLY
     init = inspect.signature(H2OCache.__init__)
-    parameters = {name: p for name, p in init.parameters.items() if name != "options"}
-    for name, parameter in inspect.signature(CacheConfig).parameters.items():
-        parameters.setdefault(name, parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-    return init.replace(parameters=list(parameters.values()))
+    first = [p for name, p in init.parameters.items() if name in ("self", "model")]
+    fields = dict(inspect.signature(CacheConfig).parameters)
+    policy = fields.pop("policy")
+    budget = policy.replace(name="budget", default=None, annotation="float | int | str | None")
+    last = [p.replace(kind=by_name) for p in (*fields.values(), init.parameters["simulate"])]
+    return init.replace(parameters=[*first, policy, budget, *last])
 
 
+_PARAMETERS = (*list(_signature().parameters)[1:], "heavy_fraction")
 H2OCache.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

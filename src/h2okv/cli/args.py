@@ -24,7 +24,6 @@ from h2okv.config import (
     BEST_HEAVY_FRACTION,
     EVEN,
     KV_BITS,
-    LEAST_ENTRIES,
     MEASURED,
     PER_QUERY,
     POLICIES,
@@ -223,6 +222,7 @@ def make_cache(
     ),
     default_budget: str = "20%",  # without budget, heavy and recent
     default_chunk: int | None = None,  # of --prefill-chunk, unless one or --evict-every is given
+    min_tokens: int | None = 0,  # None for commands that write text
     simulated: bool = False,  # allow policies that need the full cache
 ) -> CacheConfig:
     """Build a config; --heavy or --recent alone leaves half of the default budget to the other."""
@@ -359,9 +359,10 @@ def parse_cache(policy: str, budget: str, sink: int = 0) -> CacheConfig:
     """Parse a text of `budget_text`."""
     heavy, plus, recent = budget.partition("+")
     if not plus:
-        return CacheConfig.from_budget(readers.parse_budget(budget), policy=policy, sink=sink)
+        amount = readers.parse_budget(budget)
+        return CacheConfig.from_budget(amount, policy=policy, sink=sink, min_tokens=0)
     amounts = readers.parse_amount("heavy", heavy), readers.parse_amount("recent", recent)
-    return CacheConfig(policy, *amounts, sink=sink)
+    return CacheConfig(policy, *amounts, sink=sink, min_tokens=0)
 
 
 def cache_flags(config: CacheConfig) -> str:
@@ -373,7 +374,7 @@ def cache_flags(config: CacheConfig) -> str:
     usual = CacheConfig(BEST if config.is_best else "h2o")
     flags = [f"--policy {BEST if config.is_best else config.policy}", budget]
     for name in cache_fields():
-        is_separate = name in ("policy", *_AMOUNTS, "layer_budgets")
+        is_separate = name in ("policy", *_AMOUNTS, "min_tokens", "layer_budgets")
         if not is_separate and getattr(config, name) != getattr(usual, name):
             flags.append(f"{flag(name)} {getattr(config, name)}")
     if config.layer_budgets is not None and not config.is_best:
@@ -506,23 +507,20 @@ def check_copies(option: str, copies: int | None, ray: bool, device: str) -> Non
         raise ValueError(f"{reason}; give auto, cpu, cuda")
 
 
-def with_least_entries(
-    cache: CacheConfig, length: int | None = None
-) -> tuple[CacheConfig, str | None]:
-    """Raise fractions of short prompts to a useful minimum; return the config and a note.
+def least_entries_note(cache: CacheConfig, length: int | None = None) -> str | None:
+    """Return the note on fractions that are too few entries of a prompt, or ``None``.
 
     Args:
         cache: the config.
         length: tokens of the prompt; ``None`` if unknown.
     """
-    raised = replace(cache, min_tokens=LEAST_ENTRIES)
-    tokens = raised.budget.resolve(length or 0)
-    if cache.is_full or tokens == cache.budget.resolve(length or 0):
-        return cache, None
+    tokens = cache.budget.resolve(length or 0)
+    if cache.is_full or tokens == replace(cache, min_tokens=0).budget.resolve(length or 0):
+        return None
     sinks = f"{tokens.sink} first + " if tokens.sink else ""
     entries = f"{sinks}{tokens.heavy} heavy + {tokens.recent} recent entries are kept"
     if length is None:
         note = f"{cache.budget_label} of a short prompt is too little for good text: {entries}"
     else:
         note = f"{cache.budget_label} of {length} tokens is too little for good text, so {entries}"
-    return raised, f"note: {note}; for fewer give tokens, such as --budget 32"
+    return f"note: {note}; for fewer give tokens, such as --budget 32"

@@ -61,7 +61,7 @@ _OFFLOAD: Any = args.Bundle(OffloadOptions, "Offload")
 
 
 def batch(
-    cache: CacheConfig = args.cache_options(),
+    cache: CacheConfig = args.cache_options(min_tokens=None),
     model: ModelOptions = args.model_options(),
     sampling: SamplingOptions = args.sampling_options(),
     offload: OffloadOptions = _OFFLOAD,
@@ -77,7 +77,7 @@ def batch(
     raw: bool = RAW,
     as_json: bool = option(False, "Print the summary as JSON.", "--json"),
 ) -> int:
-    cache, note = args.with_least_entries(cache)
+    note = args.least_entries_note(cache)
     if cache_folder and not (cache_folder.is_dir() and os.access(cache_folder, os.W_OK)):
         raise ValueError(f"--cache-folder '{cache_folder}' cannot be written to; give another one")
     args.check_copies("actors", actors, ray, model.device_name)
@@ -133,7 +133,7 @@ def _check_for_ray(request: BatchRequest) -> None:
 
 
 def plan(
-    cache: CacheConfig = args.cache_options(prefill_chunk=None),
+    cache: CacheConfig = args.cache_options(prefill_chunk=None, min_tokens=None),
     model: ModelOptions = args.model_options(
         name=typer.Argument(args.BUNDLED, metavar="MODEL", help=args.MODEL_HELP)
     ),
@@ -146,7 +146,7 @@ def plan(
 ) -> None:
     if serve:
         return _plan_server(cache, model, offload, as_json)
-    cache, _ = args.with_least_entries(cache.before_measuring)
+    cache = cache.before_measuring
     from h2okv.offload import offload_engine
     from h2okv.offload.planner import Workload
 
@@ -170,7 +170,6 @@ def _plan_server(
     options = {name: value for name, value in vars(offload).items() if value is not None}
     if options.keys() - {"memory", "weight_bits"}:
         raise ValueError("--batch, --weights and --cache must be left out with --serve.")
-    cache, _ = args.with_least_entries(cache)
     every, cache = cache.evict_every, replace(cache, evict_every=None)
     config, note = with_states(EngineConfig(cache=cache, **options), every)
     config, note_in_tokens = in_tokens(config, model.name)

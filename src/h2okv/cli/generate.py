@@ -54,7 +54,7 @@ _QUESTION = "Write a short summary of this article for a newsletter."
 
 
 def generate(
-    cache: CacheConfig = args.cache_options(),
+    cache: CacheConfig = args.cache_options(min_tokens=None),
     model: ModelOptions = args.model_options(),
     sampling: SamplingOptions = args.sampling_options(),
     prompt: str | None = typer.Argument(None, help="The prompt; - or nothing: from stdin."),
@@ -99,7 +99,7 @@ def generate(
         prompt_ids = described.checked(list(encoded.token_ids))
     else:
         prompt_ids = described.encode(chat if is_chat else text)
-    cache, note = args.with_least_entries(cache, len(prompt_ids))
+    note = args.least_entries_note(cache, len(prompt_ids))
     pins = message_spans(described.tokenizer, chat, pin)
     load = model.load if compare is None else partial(_load, model)
     loaded = load(described, compile, weight_bits)
@@ -133,8 +133,9 @@ def demo(
     write_text(f"{described.name}, {len(prompt_ids)} tokens of {source}\n\n")
     loaded = _load(model, described)
     job = Job(loaded, described, prompt_ids, params, is_chat)
-    best = with_measured_budgets(CacheConfig.from_budget(0.2, policy=BEST), loaded, described)
-    baselines = [CacheConfig(), CacheConfig(policy="recent")]
+    best = CacheConfig(policy=BEST, min_tokens=0)
+    best = with_measured_budgets(best, loaded, described)
+    baselines = [CacheConfig(policy=name, min_tokens=0) for name in ("h2o", "recent")]
     comparison = generate_and_compare(job, best, baselines, quiet=False)
     report(comparison)
     return INTERRUPTED if comparison.interrupted else 0

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from h2okv import config
 from h2okv.assets import sample_prompt
 from h2okv.console import check_least
 from h2okv.plots import check_plot
@@ -132,17 +131,13 @@ def picture(option: str, path: Path) -> Path:
 
 def parse_amount(name: str, text: str) -> int | float:
     """Parse an amount: tokens as `64`, a fraction of the prompt as `10%` or `0.1`."""
-    with suppress(ValueError):
-        return int(text)
-    with suppress(ValueError):
-        percent = text.strip().endswith("%")
-        fraction = float(text.strip().removesuffix("%")) / (100 if percent else 1)
-        if math.isfinite(fraction):
-            return fraction
-    raise ValueError(
-        f"--{name} {text!r} is not an amount; give tokens (--{name} 64) or a fraction of the"
-        f" prompt (--{name} 10% or --{name} 0.1)"
-    )
+    amount = config.parse_amount(text)
+    if amount is None:
+        raise ValueError(
+            f"--{name} {text!r} is not an amount; give tokens (--{name} 64) or a fraction of the"
+            f" prompt (--{name} 10% or --{name} 0.1)"
+        )
+    return amount
 
 
 def parse_budget(text: str) -> int | float | None:

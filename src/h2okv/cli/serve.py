@@ -16,7 +16,7 @@ KEY_VARIABLE = "H2OKV_API_KEY"
 
 
 def serve(
-    cache: CacheConfig = args.cache_options(prefill_chunk=None, evict_every=None),
+    cache: CacheConfig = args.cache_options(prefill_chunk=None, evict_every=None, min_tokens=None),
     model: ModelOptions = args.model_options(is_here=False),
     called: str | None = option(None, "The model's name for clients.", "--name"),
     host: str = option("127.0.0.1", "Address to listen at."),
@@ -68,7 +68,6 @@ def serve(
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
     if not ray:  # the machines of a cluster may have other models
         check_name(model.name)
-    cache, _ = args.with_least_entries(cache)
     # Clients see only the last part of a path, and a Hub id as it is.
     path = Path(model.name)
     name = path.resolve().name if path.exists() else model.name

@@ -9,12 +9,13 @@ from typing import Any
 
 from h2okv.config import CacheConfig
 from h2okv.engine.sampling_params import UNLIMITED, check_numbers
-from h2okv.records import unknown_name
+from h2okv.records import check_arguments, checked_arguments
 
 MOST_DRAFTS = 16
 DEFAULT_STATES = 1 << 30  # bytes
 
 
+@checked_arguments()
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How many requests of which size run together, on which cache.
@@ -96,14 +97,14 @@ class EngineConfig:
     def from_options(cls, config: EngineConfig | None = None, **options: Any) -> EngineConfig:
         """Return a config, or the defaults, with fields of this class and `CacheConfig` replaced.
 
+        ``budget`` sets heavy and recent, as in `CacheConfig`.
+
         Raises:
             ValueError: If an option is unknown or out of range.
         """
         own_names = [entry.name for entry in fields(cls)]
-        names = [*own_names, *(entry.name for entry in fields(CacheConfig))]
-        for name in options:
-            if name not in names:
-                raise unknown_name("option", name, names)
+        cache_names = [entry.name for entry in fields(CacheConfig)]
+        check_arguments("LLM", options, (*own_names, "budget", *cache_names, "heavy_fraction"))
         changed = {name: options.pop(name) for name in own_names if name in options}
         config = replace(config or cls(), **changed)
         return replace(config, cache=config.cache.with_options(**options))

@@ -106,6 +106,7 @@ class Engine:
                 give_memory_back()  # also what loading takes for a while
             load_options = config.tensor_parallel, True, config.weight_bits
             model = load_weights(described, dtype, target, *load_options)
+        probe.warn_of_few_entries()
         self.model = model.eval()
         self._model_config = self._cache_source = self.model.config
         if not config.tensor_parallel:  # where a process has a part of the model
@@ -406,7 +407,7 @@ class Engine:
         prompt: Any,
         params: SamplingParams,
         notify: Callable[[Event], None],
-        budget: Budget | None = None,
+        budget: Budget | int | float | str | None = None,
         kept_every: int | None = None,
         pins: Pins = (),
     ) -> Request:
@@ -425,7 +426,10 @@ class Engine:
         self.limits.check_tokens(params.logit_bias, "logit_bias: the token")
         if params.n > (seqs := self.max_num_seqs):
             raise ValueError(f"n={params.n} is more than max_num_seqs={seqs}; ask for less.")
+        budget = None if budget is None else self.config.cache.request_budget(budget)
         cache = self._make_cache(budget)
+        if budget is not None:
+            cache.warn_of_few_entries()
         cache.pin(pins, len(tokens))
         for keeps, room in zip(cache.layer_entries_for(len(tokens)), self.max_budgets, strict=True):
             if keeps > room:
@@ -497,7 +501,8 @@ class Engine:
     def _make_cache(self, budget: Budget | None) -> H2OCache:
         config = self.config.cache
         if budget is not None:
-            config = replace(config, heavy=budget.heavy, recent=budget.recent, sink=budget.sink)
+            fields = ("heavy", "recent", "sink", "min_tokens")
+            config = replace(config, **{name: getattr(budget, name) for name in fields})
         cache = H2OCache.from_config(self._cache_source, config)
         if self.config.tensor_parallel:
             cache.allow_non_finite()

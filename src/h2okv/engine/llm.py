@@ -7,11 +7,14 @@ import contextlib
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from h2okv.cache.support import unwrap
 from h2okv.config import Budget
 from h2okv.console import Progress
 from h2okv.engine.config import EngineConfig
@@ -24,8 +27,10 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import message_spans
 from h2okv.integration.images import EncodedPrompt
 from h2okv.integration.messages import read_conversation
+from h2okv.records import check_arguments, short_repr
 
 _Events = asyncio.Queue[Event]
+_SAMPLING = tuple(entry.name for entry in fields(SamplingParams))
 
 
 class _Front:
@@ -33,7 +38,7 @@ class _Front:
 
     def __init__(
         self,
-        model: str | PreTrainedModel,
+        model: str | Path | PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         config: EngineConfig | None = None,
         *,
@@ -42,15 +47,35 @@ class _Front:
         **options: Any,
     ) -> None:
         engine_config = EngineConfig.from_options(config, **options)
+        if isinstance(model, Path):
+            model = str(model)
+        elif model is None:
+            raise ValueError(
+                f"{type(self).__name__} needs a model; give a name, a folder or a loaded model, as"
+                f" in {type(self).__name__}('smollm2')."
+            )
+        elif not isinstance(model, str):
+            unwrap(model)  # raises for anything else
         self.engine = engine = Engine(model, tokenizer, engine_config, dtype=dtype, device=device)
         self.name, self.tokenizer = engine.name, engine.tokenizer
         self.image_encoder = engine.image_encoder
         self.max_budget, self.limits = engine.max_budget, engine.limits
         self.model_sampling = model_sampling(engine.model.generation_config)
+        self._default_params = SamplingParams(**({"temperature": 0.0} | self.model_sampling))
         self._start()
 
     def _start(self) -> None:
         """Prepare for the first request, once the engine is loaded."""
+
+    def _params(self, function: str, params: Any, options: Mapping[str, Any]) -> SamplingParams:
+        """Return parameters with fields replaced; the default is the model's, else greedy."""
+        if not isinstance(params, SamplingParams | None):
+            raise ValueError(
+                f"params must be SamplingParams, got {short_repr(params)}; give"
+                " h2okv.SamplingParams(max_tokens=64), or max_tokens=64 itself."
+            )
+        check_arguments(f"{type(self).__name__}.{function}", options, _SAMPLING)
+        return replace(params or self._default_params, **options)
 
     def describe(self) -> str:
         """Describe the model, its slots and its memory, in lines for people."""
@@ -67,8 +92,8 @@ class LLM(_Front):
     Every output equals that of the prompt's own ``generate`` with an `H2OCache` of the same
     config, independent of the other sequences of the batch. For example:
 
-        with h2okv.LLM("bundled", heavy=0.1, recent=0.1) as llm:
-            for output in llm.generate(prompts, h2okv.SamplingParams(max_tokens=64)):
+        with h2okv.LLM("smollm2", policy="best", budget=0.2) as llm:
+            for output in llm.generate(prompts, max_tokens=64):
                 print(output.text)
 
     Args:
@@ -79,7 +104,8 @@ class LLM(_Front):
         config: An `EngineConfig`; ``None`` for the defaults.
         dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
         device: Likewise; ``None`` for the first GPU, or the CPU.
-        **options: Fields of `EngineConfig` and of its `CacheConfig`, instead of the config's.
+        **options: ``budget`` of each sequence (0.2 or ``"20%"`` of its prompt, or tokens), and
+            fields of `EngineConfig` and of its `CacheConfig`, instead of the config's.
 
     Raises:
         ValueError: If the model is not supported, or not even one sequence fits.
@@ -97,24 +123,26 @@ class LLM(_Front):
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        messages: str | Sequence[Any],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        budget: Budget | None = None,
+        budget: Budget | int | float | str | None = None,
         pin: Sequence[str] = (),
         show_progress: bool = True,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
     ) -> list[RequestOutput]:
         """Generate the next message of each conversation, by the model's chat template.
 
         An assistant message at the end is continued: the output is what follows it.
 
         Args:
-            messages: One conversation, or several: messages with ``"role"`` and ``"content"``, as
-                clients of OpenAI's API write them. Of images they take data URLs (``image_url``),
-                or ``{"type": "image", "image": an image of Pillow}``.
+            messages: A user's text, or one conversation: messages with ``"role"`` and
+                ``"content"``, as clients of OpenAI's API write them; or a list of several. Of
+                images they take data URLs (``image_url``), or ``{"type": "image", "image": an
+                image of Pillow}``.
             params: See `generate`.
             budget: See `generate`.
             pin: Messages that are never evicted: ``"system"``, ``"user"``, ``"last_user"``.
@@ -123,6 +151,7 @@ class LLM(_Front):
                 for no header of one.
             continue_final_message: Whether the final message is continued, of any role.
             chat_template_kwargs: Further variables of the chat template.
+            **sampling: See `generate`.
 
         Returns:
             One output for each conversation, in their order; none on ranks but the first.
@@ -131,38 +160,67 @@ class LLM(_Front):
             ValueError: If a message cannot be read, or the template does not take them, or as
                 `generate` does.
         """
-        is_single = bool(messages) and isinstance(messages[0], Mapping)
+        if not isinstance(messages, str | Mapping | Sequence):
+            raise ValueError(
+                f"messages must be a text or a list of messages, got {short_repr(messages)}; give"
+                " [{'role': 'user', 'content': 'Hello'}]."
+            )
+        listed: list[Any] = [messages] if isinstance(messages, str | Mapping) else list(messages)
+        if any(isinstance(message, Mapping) for message in listed):
+            listed = [listed]
+        talks = [
+            [{"role": "user", "content": talk}] if isinstance(talk, str) else talk
+            for talk in listed
+        ]
         switches = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs,
         }
         chats = [
-            read_conversation({"messages": conversation, **switches})
-            for conversation in ([messages] if is_single else messages)
+            read_conversation({"messages": conversation, **switches}) for conversation in talks
         ]
         prompts = [self.engine.encode(chat) for chat in chats]
         pins = [message_spans(self.tokenizer, chat, pin) for chat in chats]
+        params = self._listed_params("chat", params, len(prompts), sampling)
         return self.generate(prompts, params, budget=budget, pins=pins, show_progress=show_progress)
+
+    def _listed_params(
+        self, function: str, params: Any, count: int, options: Mapping[str, Any]
+    ) -> list[SamplingParams]:
+        """Return the parameters of each of `count` prompts."""
+        if not isinstance(params, list | tuple):
+            return [self._params(function, params, options)] * count
+        if len(params) != count:
+            raise ValueError(
+                f"params must be one SamplingParams or {count}, one for each prompt, got"
+                f" {len(params)}."
+            )
+        return [self._params(function, each, options) for each in params]
 
     def generate(
         self,
         prompts: str | Sequence[str | Sequence[int] | Mapping[str, Any] | EncodedPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        budget: Budget | None = None,
+        budget: Budget | int | float | str | None = None,
         pins: Sequence[Pins] | None = None,
         show_progress: bool = True,
+        **sampling: Any,
     ) -> list[RequestOutput]:
         """Generate text for all prompts.
 
         Args:
             prompts: A text, or any number of texts, token lists, or texts with images of Pillow,
                 ``{"prompt": text, "images": [image]}``: the text has a placeholder for each.
-            params: For all of them, or one for each; by default those of `SamplingParams`.
-            budget: Budget of their caches; ``None`` for the engine's, which is also the maximum.
+            params: For all of them, or one for each; by default what the model's authors chose
+                (``generation_config``), else greedy decoding.
+            budget: Budget of their caches (0.2, ``"20%"``, 512 or a `Budget`); ``None`` for the
+                engine's, which is also the maximum.
             pins: For each, spans ``(start, stop)`` of its tokens that are never evicted.
             show_progress: Whether to draw a bar, on a terminal.
+            **sampling: Fields of `SamplingParams` that replace those of `params`, such as
+                ``max_tokens=64``.
 
         Returns:
             One output for each prompt, in their order; none on ranks but the first.
@@ -176,14 +234,14 @@ class LLM(_Front):
         if group is not None and group.rank:
             self.engine.runner.follow()
             return []
-        texts: Sequence[Any] = [prompts] if isinstance(prompts, (str, Mapping)) else prompts
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(texts)
-        if len(params) != len(texts):
+        is_single = isinstance(prompts, str | Mapping | EncodedPrompt)
+        if not is_single and not hasattr(prompts, "__len__"):
             raise ValueError(
-                f"params must be one SamplingParams or {len(texts)}, one for each prompt, got"
-                f" {len(params)}."
+                f"prompts must be a text or a list of texts, got {short_repr(prompts)}; give"
+                " ['Once upon a time']."
             )
+        texts: Sequence[Any] = [prompts] if is_single else prompts
+        params = self._listed_params("generate", params, len(texts), sampling)
         if pins is None:
             pins = [()] * len(texts)
         if not isinstance(pins, Sequence) or len(pins) != len(texts):
@@ -262,8 +320,9 @@ class AsyncLLM(_Front):
         prompt: str | Sequence[int] | Mapping[str, Any] | EncodedPrompt,
         params: SamplingParams | None = None,
         *,
-        budget: Budget | None = None,
+        budget: Budget | int | float | str | None = None,
         kept_every: int | None = None,
+        **sampling: Any,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Generate text for one prompt.
 
@@ -272,10 +331,11 @@ class AsyncLLM(_Front):
 
         Args:
             prompt: As for `LLM.generate`.
-            params: Sampling parameters; by default `SamplingParams()`.
-            budget: Budget of its cache; ``None`` for the engine's, which is also the maximum.
+            params: As for `LLM.generate`.
+            budget: As for `LLM.generate`.
             kept_every: New tokens between two reports of which tokens the cache still holds
                 (`OutputDelta.kept`), with one more report at the end; ``None`` for no reports.
+            **sampling: As for `LLM.generate`.
 
         Yields:
             The part that each step adds to one of the outputs.
@@ -286,7 +346,7 @@ class AsyncLLM(_Front):
             EngineStoppedError: If the engine is shutting down, or has stopped.
             RequestFailedError: If something goes wrong with this request.
         """
-        params = params or SamplingParams()
+        params = self._params("generate", params, sampling)
         loop = asyncio.get_running_loop()
         events: _Events = asyncio.Queue()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from h2okv.records import short_repr
+from h2okv.records import checked_arguments, short_repr
 
 MAX_LOGPROBS = 20
 """Maximum number of alternatives with each token."""
@@ -33,6 +33,7 @@ _LIMITS: Mapping[str, tuple[type, float, float]] = {
 }
 
 
+@checked_arguments()
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request, and conditions of its end.

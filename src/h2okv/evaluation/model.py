@@ -39,7 +39,7 @@ _ROLLING_BLOCK = 512
 def resolve_config(config: CacheConfig, model_config: PreTrainedConfig) -> CacheConfig:
     """Return the config to build a cache from; rolling positions get a block size."""
     if config.is_full:
-        return CacheConfig(**config.identity())
+        return CacheConfig.from_dict(config.identity())
     if config.positions != "rolling":
         return config
     window = context_window(model_config) or 4 * _ROLLING_BLOCK

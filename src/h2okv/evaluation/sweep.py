@@ -132,7 +132,7 @@ class BudgetEntry(Strict):
                 "budgets must have at least one value, got none; give a list such as"
                 " [0.2, 256, full]"
             )
-        options = self.model_dump(exclude={"budgets"})
+        options = self.model_dump(exclude={"budgets"}) | {"min_tokens": 0}
         return [CacheConfig.from_budget(None if a == FULL else a, **options) for a in amounts]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -11,17 +12,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils import logging
 
+from h2okv.cache.argument import CACHE
 from h2okv.cache.base_layer import LAYER_ATTRIBUTE
 from h2okv.cache.latent import Latents, absorb, check_expansion
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import find_rotation
 from h2okv.cache.slot_state import is_cast
 from h2okv.cache.validation import check_follows
+from h2okv.console import warn
 from h2okv.ops.attention import blockwise_attention_with_scores, windowed_attention
 from h2okv.ops.decode import decode_with_scores
 from h2okv.ops.reference import Visibility, attention_with_scores, causal
 
 ATTENTION_NAME = "h2o"
+_FULL_ATTENTION = "full_attention"
 logger = logging.get_logger(__name__)
 
 # Arguments that change the probabilities and that SDPA silently ignores: sinks of another kind than
@@ -283,6 +287,8 @@ def h2o_attention(
     if layer is None:
         more = () if getattr(module, "is_causal", True) else ("s_aux",)
         _check_modelled(module, options, (*_IGNORED_BY_SDPA, *more))
+        if query.shape[2] == 1 < key.shape[2] and not torch.compiler.is_compiling():
+            _warn_of_another_cache(module)
         return plain_attention(
             module, query, key, value, attention_mask, scaling, dropout, softcap, options
         )
@@ -315,7 +321,7 @@ def h2o_attention(
         elif not layer.is_placed:
             raise ValueError(
                 f"positions={layer.position_rule.positions!r} changes the positions that this "
-                "model gets; run it inside `with h2okv.enable(model):`."
+                "model gets; call h2okv.enable(model) before."
             )
         layer.is_placed = False
     if not layer.rotations.is_known:
@@ -330,6 +336,24 @@ def h2o_attention(
     if latents is not None:
         output = expand(output)
     return output.transpose(1, 2).contiguous(), None
+
+
+_WARNED: WeakSet[torch.nn.Module] = WeakSet()
+
+
+def _warn_of_another_cache(module: Any) -> None:
+    """Warn once of a model whose steps read a cache that evicts nothing."""
+    config = getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None) or [_FULL_ATTENTION]
+    first = kinds.index(_FULL_ATTENTION) if _FULL_ATTENTION in kinds else None
+    # Layers of other kinds have transformers' own cache beside H2O's.
+    if getattr(module, "layer_idx", None) != first or module in _WARNED:
+        return
+    _WARNED.add(module)
+    warn(
+        "the model has attention 'h2o', but its cache is transformers' own, which keeps every"
+        f" token; give generate {CACHE}=h2okv.H2OCache(model, 'best', budget=0.2)."
+    )
 
 
 def _note_padding(layer: CacheLayer, real: Tensor) -> None:

@@ -22,6 +22,11 @@ _MAX_REASON = 300  # characters of a template's reason, which may repeat the ent
 PLAIN_STOPS = ("\n\nUser:", "\nUser:")
 _PROBE = "h2okv_probe"
 _PLAIN_FORMS = {"system": "{}\n\n", "user": "User: {}\n\n", "assistant": "Assistant: {}\n\n"}
+# The plain form as a template. It gives the first token that a text gets without one.
+_PLAIN_TEMPLATE = """{{ FIRST }}{% for message in messages %}\
+{{ {'system': '', 'user': 'User: ', 'assistant': 'Assistant: '}[message['role']] }}\
+{{ message['content'] }}{{ '\\n\\n' }}{% endfor %}\
+{% if add_generation_prompt %}Assistant:{% endif %}"""
 
 
 class ChatTemplateError(ValueError):
@@ -114,6 +119,13 @@ def chat_text(
         )
     except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ChatTemplateError(str(error)) from error
+
+
+def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a chat template of the plain form, for a tokenizer that has none."""
+    bos = tokenizer.bos_token
+    has_bos = bos is not None and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return _PLAIN_TEMPLATE.replace("FIRST", "bos_token" if has_bos else "''")
 
 
 @lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""`enable`: H2O attention on a model for a with block; `prefill`: a long prompt in blocks."""
+"""`enable`: H2O attention on a loaded model; `prefill`: a long prompt in blocks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -78,60 +78,68 @@ def _by_name(
     return dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
 
 
-class _Enabled:
-    """The changes that `enable` made to a model, shared by all open blocks on it."""
+class _Changes:
+    """The changes that `enable` made to a model, shared by all calls on it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.users = 0
+        self.blocks = 0  # open with blocks
+        self.stays = False  # until `disable`
         self._compiles = False
-        self._hooked: set[torch.nn.Module] = set()
+        # A strong reference would keep the model that a `WeakKeyDictionary` maps to this.
+        self._hooked: WeakSet[torch.nn.Module] = WeakSet()
         self.undo = ExitStack()
         restore_attention(model, self.undo)
 
-    def enter(self, model: PreTrainedModel, outer: torch.nn.Module, compile: bool) -> None:
-        """Enter a block; the first changes the model, the first that compiles its forward."""
+    def make(self, model: PreTrainedModel, outer: torch.nn.Module, compile: bool) -> None:
+        """Change the model, if it is not yet changed; with `compile` its forward too."""
         model.set_attn_implementation(ATTENTION_NAME)
         if compile and not self._compiles:
-            attributes = vars(model)
-            if "forward" in attributes:
-                self.undo.callback(attributes.__setitem__, "forward", attributes["forward"])
-            else:
-                self.undo.callback(attributes.__delitem__, "forward")
-            attributes["forward"] = with_compiled_steps(model)
+            self.undo.callback(_restore_forward, ref(model), vars(model).get("forward"))
+            vars(model)["forward"] = with_compiled_steps(model)
             self._compiles = True
         # A wrapper may call the model's forward without its hooks; ``generate`` bypasses the
         # wrapper's.
-        for module in {model, outer} - self._hooked:
+        for module in {model, outer} - set(self._hooked):
             for hook in (_check_padding, _replace_positions):
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                 self.undo.callback(handle.remove)
             self._hooked.add(module)
 
 
+def _restore_forward(model: ref[PreTrainedModel], forward: Any) -> None:
+    if (changed := model()) is not None:
+        del vars(changed)["forward"]
+        if forward is not None:
+            vars(changed)["forward"] = forward
+
+
 _LOCK = threading.Lock()
-_ENABLED: WeakKeyDictionary[PreTrainedModel, _Enabled] = WeakKeyDictionary()
+_CHANGES: WeakKeyDictionary[PreTrainedModel, _Changes] = WeakKeyDictionary()
 
 
-@contextmanager
-def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrainedModel]:
-    """Give a loaded model H2O attention inside a ``with`` block.
+def enable(model: PreTrainedModel, *, compile: bool = False) -> EnabledModel:
+    """Give a loaded model H2O attention: until `disable`, or inside a ``with`` block.
 
-    The model's attention implementation is changed on entry and restored on exit, also after an
-    error. Blocks may be nested and overlap in threads: the last one to end restores the model.
-    Inside, a forward of a padded batch without an attention mask is refused (``generate`` makes
-    a mask itself), and a cache with ``positions="clamped"`` replaces the positions that are
-    passed to the model.
+        h2okv.enable(model)  # from here on
+        with h2okv.enable(model):  # here, and then as before
+            model.generate(**inputs, cache=cache)
+
+    The model's attention implementation is changed at once. The end of a block restores it, also
+    after an error. Blocks may be nested and overlap in threads: the last one to end restores the
+    model, unless a call without a block has enabled it. While it is enabled, a forward of a padded
+    batch without an attention mask is refused (``generate`` makes a mask itself), and a cache with
+    ``positions="clamped"`` replaces the positions that are passed to the model.
 
     Args:
         model: a loaded model, plain, compiled by ``torch.compile`` or with PEFT adapters (not
             prompt learning); its configs' attention implementation, and with ``compile`` its
-            ``forward``, are mutated for the block.
+            ``forward``, are mutated.
         compile: run steps of a single token through ``torch.compile``. The first step takes some
             tens of seconds; after that the small operations of a layer are fused. Every layer must
             hold H2O entries; other models run uncompiled.
 
-    Yields:
-        The model that was passed.
+    Returns:
+        An `EnabledModel`, which a ``with`` statement takes and which calls the model.
 
     Raises:
         ValueError: if the model is not supported, or the compiler does not work here.
@@ -140,19 +148,76 @@ def enable(model: PreTrainedModel, *, compile: bool = False) -> Iterator[PreTrai
     check_model(base)
     if compile:
         check_compiler(input_device(base))
+    return EnabledModel(base, model, compile)
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Restore the attention that a model had before `enable`; open ``with`` blocks keep theirs.
+
+    Args:
+        model: the model; without effect if it is not enabled.
+    """
+    base = unwrap(model)
     with _LOCK:
-        enabled = _ENABLED.setdefault(base, _Enabled(base))
-        enabled.users += 1
-    try:
+        if (changes := _CHANGES.get(base)) is not None:
+            changes.stays = False
+            _restore_unused(base, changes)
+
+
+def _restore_unused(model: PreTrainedModel, changes: _Changes) -> None:
+    if not changes.blocks and not changes.stays:
+        _CHANGES.pop(model, None)
+        changes.undo.close()
+
+
+class EnabledModel:
+    """A model with H2O attention, as `enable` returns it.
+
+    ``with`` restores the model at the end of its block; `disable` restores it otherwise. Calls and
+    attributes are the model's, so ``h2okv.enable(model).generate(...)`` works too.
+    """
+
+    def __init__(self, model: PreTrainedModel, outer: Any, compile: bool) -> None:
+        self._model, self._outer, self._compile = model, outer, compile
         with _LOCK:
-            enabled.enter(base, model, compile)
-        yield model
-    finally:
+            changes = self._make()
+            self._began = not changes.stays  # a block takes over what this call began
+            changes.stays = True
+
+    def _make(self) -> _Changes:
+        changes = _CHANGES.setdefault(self._model, _Changes(self._model))
+        try:
+            changes.make(self._model, self._outer, self._compile)
+        except BaseException:
+            _restore_unused(self._model, changes)
+            raise
+        return changes
+
+    def __enter__(self) -> PreTrainedModel:
         with _LOCK:
-            enabled.users -= 1
-            if not enabled.users:  # the last block restores the model
-                _ENABLED.pop(base, None)
-                enabled.undo.close()
+            changes = self._make()
+            changes.blocks += 1
+            changes.stays = changes.stays and not self._began
+            self._began = False
+        return self._outer
+
+    def __exit__(self, *exception: object) -> None:
+        with _LOCK:
+            if (changes := _CHANGES.get(self._model)) is not None:
+                changes.blocks -= 1
+                _restore_unused(self._model, changes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._outer(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # before __init__
+            raise AttributeError(name)
+        return getattr(self._outer, name)
+
+    def get_base_model(self) -> PreTrainedModel:
+        """Return the model itself; PEFT's wrappers have the same method."""
+        return self._model
 
 
 def restore_attention(model: PreTrainedModel, undo: ExitStack) -> None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from h2okv.cache.support import auto_model, check_model
-from h2okv.integration.chat_template import encode
+from h2okv.integration.chat_template import encode, plain_template
+from h2okv.integration.enable import enable
 from h2okv.integration.end_tokens import add_end_tokens
 from h2okv.integration.gguf import check_complete
 from h2okv.integration.images import ImageEncoder
@@ -135,6 +137,43 @@ def load_weights(
             pack_linear_layers(model, weight_bits)
     model.eval()
     return model
+
+
+def load(
+    name: str | Path,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
+    """Load a model with H2O attention, and its tokenizer, ready to generate.
+
+        model, tokenizer = h2okv.load("smollm2")  # after: h2okv models pull smollm2
+
+    Args:
+        name: ``"smollm2"``, ``"bundled"``, a folder, a GGUF file (converted once) or a Hub id.
+        dtype: of the weights, such as ``torch.bfloat16`` or ``"bfloat16"``; ``None`` for the
+            checkpoint's, and float32 on a CPU for h2okv's models.
+        device: where to; ``None`` for the first GPU, or the CPU.
+
+    Returns:
+        The model, which `disable` gives its usual attention, and the tokenizer, which pads on the
+        left and, without a chat template, takes messages as a dialogue.
+
+    Raises:
+        ValueError: if there is no such model, or it is not supported.
+    """
+    if isinstance(dtype, str):
+        dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
+    if not isinstance(dtype, torch.dtype | None):
+        raise ValueError(f"dtype must be one such as 'bfloat16', got {dtype!r}.")
+    described = describe(str(name))
+    model = load_weights(described, dtype, parse_device(str(device or "auto")))
+    enable(model)
+    tokenizer = described.tokenizer
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    tokenizer.chat_template = tokenizer.chat_template or plain_template(tokenizer)
+    return model, tokenizer
 
 
 # Fields of a checkpoint's generation config that do not decide which token comes next.

@@ -77,7 +77,14 @@ def test_the_scan_equals_token_by_token(make_llama, budget):
 @pytest.mark.parametrize("chunk", [1, 5])
 @pytest.mark.parametrize("policy", [p for p in h2okv.policy_names() if p != "snapkv"])
 def test_texts_of_a_batch_are_scored_as_alone(make_llama, chunk, policy):
-    options = {"heavy": 0.2, "recent": 0.2, "sink": 1, "policy": policy, "prefill_chunk": chunk}
+    options = {
+        "heavy": 0.2,
+        "recent": 0.2,
+        "min_tokens": 0,
+        "sink": 1,
+        "policy": policy,
+        "prefill_chunk": chunk,
+    }
     scoring = scorer(make_llama(), **options)
     lengths, counts = (33, 2, 17, 33), (5, 1, 16, 1)
     pairs = [cut(draw(n, n), count) for n, count in zip(lengths, counts, strict=True)]
@@ -210,7 +217,7 @@ def test_batches_have_every_text_once_and_similar_lengths():
         ({"policy": "h2"}, "did you mean h2o"),
         ({"protocol": "paper"}, "prompt, whole"),
         ({"protocol": "whole"}, "prefill_chunk=1"),
-        ({"heavy": 0.7, "recent": 0.7}, "add up to"),
+        ({"heavy": 0.7, "recent": 0.7, "min_tokens": 0}, "add up to"),
         ({"heavy": -1}, "heavy=-1"),
     ],
 )

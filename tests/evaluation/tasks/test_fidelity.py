@@ -10,8 +10,8 @@ from h2okv.evaluation.model import ModelUnderTest, make_cache
 from h2okv.evaluation.tasks.fidelity import Fidelity, Source, bootstrap
 
 CONFIGS = [
-    CacheConfig.from_budget(0.5),
-    CacheConfig.from_budget(0.1, scoring="decay"),
+    CacheConfig.from_budget(0.5, min_tokens=0),
+    CacheConfig.from_budget(0.1, min_tokens=0, scoring="decay"),
     CacheConfig.from_budget(12, policy="snapkv", kv_bits=8),
 ]
 MESSAGES = {"messages": [{"role": "user", "content": "What did Holmes see in the street?"}]}

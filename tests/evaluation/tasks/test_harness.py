@@ -39,7 +39,11 @@ def test_full_cache_scores_equal_the_harness_s(shared, subject, tmp_path, monkey
 
 def test_caches_without_chunks_share_prompts(shared, subject, tmp_path):
     data = shared / "data" / "eval"
-    configs = [CacheConfig("full"), CacheConfig.from_budget(0.1), CacheConfig("recent", 8, 8)]
+    configs = [
+        CacheConfig("full"),
+        CacheConfig.from_budget(0.1, min_tokens=0),
+        CacheConfig("recent", 8, 8),
+    ]
     task = HarnessTask("openbookqa", data, tmp_path / "a", prefill_chunk=None, limit=6)
     alone = HarnessTask("openbookqa", data, tmp_path / "b", prefill_chunk=None, limit=6)
     for folder in (tmp_path / "a", tmp_path / "b"):

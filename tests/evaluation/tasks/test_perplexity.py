@@ -40,7 +40,11 @@ def test_full_cache_perplexity_equals_the_model_s(subject, novel, config):
 
 def test_a_fraction_is_of_the_window_from_its_first_token_on(subject, novel):
     _, small = run(
-        subject, novel, CacheConfig.from_budget(0.125, prefill_chunk=1), length=64, windows=1
+        subject,
+        novel,
+        CacheConfig.from_budget(0.125, min_tokens=0, prefill_chunk=1),
+        length=64,
+        windows=1,
     )
     _, tokens = run(
         subject, novel, CacheConfig.from_budget(6, prefill_chunk=1), length=64, windows=1
