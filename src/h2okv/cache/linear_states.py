@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -100,6 +101,10 @@ class LinearStates:
     def tensors(self) -> list[Tensor]:
         """The states of all sequences, ``[max_num_seqs, ...]`` each."""
         return list(self._tensors.values())
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace each tensor by a changed one; mutates the states."""
+        self._tensors = {key: change(tensor) for key, tensor in self._tensors.items()}
 
     def admit(self, row: int, source: Any, sequence: int) -> None:
         """Copy the state of a sequence of another layer to a row."""

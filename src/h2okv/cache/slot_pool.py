@@ -140,22 +140,26 @@ class SlotBookkeeping:
 
 
 class SlotPool:
-    """Slots for `max_num_seqs` sequences; in a layer the same number for each.
+    """Slots for up to `max_num_seqs` sequences; in a layer the same number for each.
 
     ``capacities`` are the most entries of a sequence, for each layer that evicts by H2O; the mean
     of its heads where these hold different numbers.
 
     Sequences in use are the first ones, without gaps: a decode step runs on a view of these, and
-    when one is released the last one takes its place. Shapes, dtype and devices are read off a
+    when one is released the last one takes its place. A pool that grows begins with slots for one
+    sequence, and doubles them whenever all are in use. Shapes, dtype and devices are read off a
     cache that the model has written to, so that each rank of a model in parts holds its own heads.
     """
 
-    def __init__(self, like: H2OCache, max_num_seqs: int, capacities: Sequence[float]) -> None:
+    def __init__(
+        self, like: H2OCache, max_num_seqs: int, capacities: Sequence[float], grows: bool = False
+    ) -> None:
         # What the model gets for a decode step of the sequences in use; mutated by the model.
         self.cache = like.fork(1)
         self.max_num_seqs = max_num_seqs
+        self._num_rows = num_rows = 1 if grows else max_num_seqs  # sequences that have slots
         layers: list[Any] = self.cache.layers
-        self._linear = [LinearStates(layer, max_num_seqs) for layer in _linear_layers(self.cache)]
+        self._linear = [LinearStates(layer, num_rows) for layer in _linear_layers(self.cache)]
         self.slot_layers = [layer for layer, _ in _as_slots(self.cache, 0)]
         for layer in self.slot_layers:
             layers[layer.layer_idx] = layer
@@ -186,11 +190,11 @@ class SlotPool:
         for kind, layer in zip(self._kinds, self.slot_layers, strict=True):
             layer.slots.capacity = self._books[kind].num_slots
             layer.rotations.tables = None  # of as many ranks as the cache that this one is like
-            self._states.append(layer.state.like(max_num_seqs, layer.slots.capacity))
+            self._states.append(layer.state.like(num_rows, layer.slots.capacity))
             if layer.window is None:
                 self.num_heads += layer.num_kv_heads
             if layer.window is None and layer.head_budgets is None and layer.slots.span == 1:
-                shape = (max_num_seqs, layer.num_kv_heads, layer.slots.capacity)
+                shape = (num_rows, layer.num_kv_heads, layer.slots.capacity)
                 with ordinary_tensors():
                     mask = torch.zeros(shape, dtype=torch.bool, device=layer.device)
                 self._masks[layer.device, layer.num_kv_heads, kind] = mask
@@ -201,14 +205,14 @@ class SlotPool:
         total = 0.0
         for kind, state in zip(self._kinds, self._states, strict=True):
             books = self._books[kind]
-            slots = self.max_num_seqs * books.num_slots
+            slots = self._num_rows * books.num_slots
             total += books.num_held / slots * sum(t.nbytes for t in state.tensors().values())
         return int(total) + len(self._num_seen) * self.linear_bytes
 
     @property
     def linear_bytes(self) -> int:
         """Bytes of one sequence's states in linear layers."""
-        return sum(t.nbytes for states in self._linear for t in states.tensors) // self.max_num_seqs
+        return sum(t.nbytes for states in self._linear for t in states.tensors) // self._num_rows
 
     def _tensors(self) -> list[Tensor]:
         states = [tensor for state in self._states for tensor in state.tensors().values()]
@@ -229,7 +233,13 @@ class SlotPool:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the slots that are allocated."""
         return sum(tensor.nbytes for tensor in self._tensors())
+
+    @property
+    def sequence_bytes(self) -> int:
+        """Bytes of one sequence's slots."""
+        return self.nbytes // self._num_rows
 
     def admit(self, source: H2OCache, sequence: int = 0) -> int:
         """Copy a sequence of a cache into free slots; returns its place."""
@@ -238,6 +248,8 @@ class SlotPool:
             if layer.head_budgets is not None:  # whose slots cannot be added one by one
                 layer.slots.make_static(layer.state, layer.dtype)
         assert row < self.max_num_seqs, "the scheduler counts them"
+        if row == self._num_rows:
+            self._grow(min(2 * row, self.max_num_seqs))
         for kind, books in self._books.items():
             layer, index = layers[kind]
             state = layer.state
@@ -260,6 +272,25 @@ class SlotPool:
         self._num_seen.append(seen)
         self._show()
         return row
+
+    def _grow(self, num_rows: int) -> None:
+        """Allocate slots for more sequences, one tensor after the other; mutates the pool."""
+
+        def grow(tensor: Tensor) -> Tensor:
+            # Whatever a new row holds, `admit` writes all of it.
+            grown = tensor.new_zeros(num_rows, *tensor.shape[1:])
+            grown[: len(tensor)] = tensor
+            return grown
+
+        with ordinary_tensors():
+            for layer, state in zip(self.slot_layers, self._states, strict=True):
+                layer.state = state  # without a view, which would keep the former tensors
+                for name, tensor in state.tensors().items():
+                    state.set_tensors({name: grow(tensor)})
+            for states in self._linear:
+                states.map(grow)
+            self._masks = {key: grow(mask) for key, mask in self._masks.items()}
+        self._num_rows = num_rows
 
     def release(self, index: int) -> int | None:
         """Frees a sequence's slots; the last one in use takes its place, which is returned."""

@@ -244,8 +244,10 @@ def break_even_tokens(cache: H2OCache) -> int | None:
         return None
     limit = 0.0
     for layer in layers:
-        slots = layer.state.num_slots
-        limit += layer.nbytes / slots * max(slots, layer.slots.capacity or 0)
+        state, slots = layer.state, layer.state.num_slots
+        # A span's queries take the same memory however many slots there are.
+        queries = 0 if state.queries is None else state.queries.nbytes
+        limit += queries + (state.nbytes - queries) / slots * (layer.slots.capacity or slots)
     each = sum(layer.full_nbytes for layer in layers) / cache.num_seen_tokens
     return math.floor(limit / each) + 1
 

@@ -134,7 +134,8 @@ def run(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
     except ValueError as error:
-        return _fail(str(error))
+        has_option = any(arg.partition("=")[0] == "--model" for arg in args)
+        return _fail(_MODEL.sub("--model ", str(error)) if has_option else str(error))
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's; torch may not be imported
             raise
@@ -145,6 +146,8 @@ def run(args: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+# An argument of functions and of `plan`, an option of the other commands.
+_MODEL = re.compile(r"(?:^|(?<=of )|(?<=and )|(?<=which ))model (?=['\"]|is empty)")
 _UNITS = {
     **dict.fromkeys(("--budget", "--heavy", "--recent"), r"%[\d.,%]*"),
     **dict.fromkeys(("--memory", "--gpu-memory", "--max-body"), r"(?i:[KMGT]i?B)"),

@@ -59,7 +59,7 @@ def chat(
     sampling: SamplingOptions = args.sampling_options(256),
     positions: Typed = args.AUTO_POSITIONS,
     evict_every: int | None = args.EVICT_EVERY,
-    system: str = option("", "System message, before the first turn."),
+    system: str = option("", "System message: text or @FILE.", read=readers.text_or_file),
     pin: Typed = PIN,
     compile: bool = COMPILE,
     weight_bits: int | None = WEIGHT_BITS,

@@ -471,8 +471,14 @@ def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, 
         make_cache(run.config.before_measuring, described.config, run.seed)
     model_fields = described.config, described.tokenizer, described.name, described.context
     tested = ModelUnderTest(lambda: model.load(described), *model_fields)
+    is_new = not path.exists()
     with SampleFile(path) as file:
-        evaluation = Evaluation(tested, runs, file)
+        try:
+            evaluation = Evaluation(tested, runs, file)
+        except BaseException:
+            if is_new:  # it has no result
+                path.unlink(missing_ok=True)
+            raise
         if evaluation.done:
             write_remark(f"{evaluation.done} of {evaluation.total} samples are already evaluated")
         with Progress("evaluating", evaluation.total, "samples") as progress:

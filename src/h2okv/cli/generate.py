@@ -61,7 +61,7 @@ def generate(
     file: Path | None = option(None, "Read the prompt from a text file.", read=readers.readable),
     image: list[Path] | None = option(None, "An image before the prompt; repeatable.", "--image"),
     raw: bool = RAW,
-    system: str = option("", "System message, for a chat template."),
+    system: str = option("", "System message: text or @FILE.", read=readers.text_or_file),
     pin: Typed = PIN,
     compile: bool = COMPILE,
     weight_bits: int | None = WEIGHT_BITS,

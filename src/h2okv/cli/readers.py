@@ -145,6 +145,17 @@ def parse_budget(text: str) -> int | float | None:
     return None if text.strip() == "full" else parse_amount("budget", text.strip())
 
 
+def text_or_file(option: str, text: str) -> str:
+    """Return a text, or that of a file: @FILE, or a value that names a file."""
+    name = text.removeprefix("@")
+    is_path = re.fullmatch(r"\S*/\S*|\S+\.\w{1,8}", name) is not None
+    with suppress(OSError, ValueError):  # a long text is no file's name
+        is_path = is_path or Path(name).expanduser().is_file()
+    if not (text.startswith("@") or is_path):
+        return text
+    return read_text(option, readable(option, Path(name)))
+
+
 def text_or_sample(path: Path | None) -> str:
     """Return the text of --text; by default the opening of a novel."""
     return sample_prompt() if path is None else read_text("--text", path)

@@ -16,7 +16,9 @@ KEY_VARIABLE = "H2OKV_API_KEY"
 
 
 def serve(
-    cache: CacheConfig = args.cache_options(prefill_chunk=None, evict_every=None, min_tokens=None),
+    cache: CacheConfig = args.cache_options(
+        "512", prefill_chunk=None, evict_every=None, min_tokens=None
+    ),
     model: ModelOptions = args.model_options(is_here=False),
     called: str | None = option(None, "The model's name for clients.", "--name"),
     host: str = option("127.0.0.1", "Address to listen at."),
@@ -42,8 +44,8 @@ def serve(
     prefix: list[Path] | None = option(
         None, "Prefix of many prompts; may be repeated.", read=readers.readable
     ),
-    system: list[Path] | None = option(
-        None, "System message; may be repeated.", read=readers.readable
+    system: list[str] | None = option(
+        None, "System message: text or @FILE; may be repeated.", read=readers.text_or_file
     ),
     cors_origin: list[str] | None = option(None, "CORS origin, or *; may be repeated."),
     log_requests: bool = option(False, "Log each request to stderr.", "--log-requests"),
@@ -83,7 +85,7 @@ def serve(
     )
     # Without the last line break, which editors add and no client sends.
     prefixes = tuple(readers.read_text("--prefix", path) for path in prefix or ())
-    systems = tuple(readers.read_text("--system", path) for path in system or ())
+    systems = tuple(system or ())
     # After the checks above, which need no torch.
     from h2okv.engine.serving import with_states
 

@@ -25,7 +25,8 @@ class EngineConfig:
             the longest prompt.
         max_num_seqs: Sequences that decode at the same time; ``None``: as many as `memory` allows.
         memory: Bytes that the whole process may use on a CPU, or that may be used on the GPU,
-            weights included; ``None``: most of the free memory, up to 64 sequences.
+            weights included; ``None``: most of the free memory, up to 64 sequences, and on a
+            CPU slots are allocated as sequences come.
         max_prompt_tokens: The longest prompt, for which slots are allocated where budgets are
             fractions; ``None``: the model's context, up to 8,192.
         max_waiting: Maximum number of requests in the queue; more are refused.

@@ -128,8 +128,10 @@ class Engine:
             self.max_num_seqs = self.group.smallest(share.num_seqs)
         with ExitStack() as stack:
             stack.enter_context(enable(self.model))
+            # On a GPU, late allocations fragment memory; a given limit must hold from the start.
+            grows = config.memory is None and input_device(self.model).type == "cpu"
             self.runner = ModelRunner(
-                self.model, self._make_cache, self.max_num_seqs, self.max_budgets, self.group
+                self.model, self._make_cache, self.max_num_seqs, self.max_budgets, self.group, grows
             )
             self._prefixes: dict[tuple[int, ...], str] = {}  # keys of saved texts
             for text in config.prefixes:
@@ -370,19 +372,22 @@ class Engine:
         longest = self.limits.max_context or self.limits.max_prompt_tokens
         full, states = pool.full_bytes_of(longest), pool.linear_bytes
         # Beside states, which both hold.
-        break_even = (pool.nbytes / num_seqs - states) / (pool.full_bytes_of(1) - states)
+        sequence = pool.sequence_bytes
+        break_even = (sequence - states) / (pool.full_bytes_of(1) - states)
+        is_allocated = pool.nbytes == num_seqs * sequence
+        allocated = "together" if is_allocated else "at most, allocated as requests come"
         shards = "" if self.group is None else f" in {self.group.world_size} parts"
         device = input_device(self.model)
         lines = [
             f"{self.name} in {dtype} on {device}{shards}, {self.config.cache.policy_label}:"
             f" {self._make_cache(None)!r}",
             f"{num_seqs} sequences of {self.max_budget:,} entries (prompts up to "
-            f"{self.limits.max_prompt_tokens:,} tokens): {pool.nbytes / num_seqs / _MIB:.2f} MiB "
-            f"each, {pool.nbytes / _MIB:.1f} MiB together",
+            f"{self.limits.max_prompt_tokens:,} tokens): {sequence / _MIB:.2f} MiB "
+            f"each, {num_seqs * sequence / _MIB:.1f} MiB {allocated}",
             f"beside weights and slots at most {memory.prefill / _MIB:.0f} MiB "
             f"for prefill and {num_seqs * memory.step / _MIB:.0f} MiB for a decode step",
             f"a full cache of {longest:,} tokens would take {full / _MIB:.2f} MiB for each user, "
-            f"{full * num_seqs / pool.nbytes:.1f} times as much; slots save memory from "
+            f"{full / sequence:.1f} times as much; slots save memory from "
             f"{math.floor(break_even) + 1:,} tokens on",
         ]
         least = self.config.cache.min_tokens

@@ -77,6 +77,7 @@ class ModelRunner:
         max_num_seqs: int,
         capacities: Sequence[float],  # entries of the largest sequence in each layer of H2O
         group: TensorParallelGroup | None = None,
+        grows: bool = False,  # whether slots are allocated as sequences come
     ) -> None:
         self.group = group
         self._model: Any = model
@@ -85,7 +86,7 @@ class ModelRunner:
         self._make_cache = make_cache
         self.states: dict[str, H2OCache] = {}  # of prefixes, by keys; only copies are mutated
         self._prefilled: H2OCache | None = None
-        self._size = (max_num_seqs, capacities)
+        self._size = (max_num_seqs, capacities, grows)
         self.pool = self._make_pool()
 
     def _make_pool(self) -> slot_pool.SlotPool:

@@ -122,7 +122,7 @@ class EngineStats:
     waiting: int = _number("Requests that have not begun.")
     cache_bytes: int = _number("Bytes of the cache entries that are held now.")
     full_bytes: int = _number("Bytes that a full cache would hold for the same tokens.")
-    reserved_bytes: int = _number("Bytes of all slots, in use or not.")
+    reserved_bytes: int = _number("Bytes of the slots allocated so far, in use or not.")
     prompt_tokens: int = _number("Tokens of prompts that were read, without reused ones.", True)
     reused_tokens: int = _number("Tokens of prompts that came from a saved prefix.", True)
     prefix_hits: int = _number("Prompts that continued from a saved state.", True)

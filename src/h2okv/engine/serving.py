@@ -216,7 +216,7 @@ class ServingPlan:
                 f" {format_bytes(self.process)} and the weights {format_bytes(self.weights)}",
                 f"sequences: {self.num_seqs:,} of {self.entries:,g} entries and {self.span} more"
                 f" until the next eviction, {format_bytes(self.sequence)} each,"
-                f" {format_bytes(self.num_seqs * self.sequence)} together",
+                f" at most {format_bytes(self.num_seqs * self.sequence)} together",
                 f"temporaries: {format_bytes(self.temporaries)}",
                 f"prefix cache: {states} of {format_bytes(self.state)}"
                 if self.prefix_cache

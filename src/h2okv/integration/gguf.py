@@ -176,20 +176,20 @@ def _open(shards: Sequence[Path]) -> _File:
     for shard in shards:
         check_gguf(shard)
     for name in ("gguf", "accelerate"):
-        optional(name, f"--model '{path}'", "gguf")
+        optional(name, f"model '{path}'", "gguf")
     file = _File(path, [_attempt(shard, partial(open_lean, shard)) for shard in shards])
     fields = file.fields
     count = fields.get("split.count", 1)
     if count != len(shards):
         raise ValueError(
-            f"--model '{path}' is part {fields.get('split.no', 0) + 1} of {count} of a model, but"
+            f"model '{path}' is part {fields.get('split.no', 0) + 1} of {count} of a model, but"
             f" its name does not say so; name all parts as they were named, ending in"
             f" -00001-of-{count:05}.gguf, in one folder"
         )
     try:
         doubt = check_split(fields)
     except ValueError as error:
-        raise ValueError(f"--model '{path}' {error}") from error
+        raise ValueError(f"model '{path}' {error}") from error
     architecture = fields.get("general.architecture")
     names = {tensor.name for tensor in file.tensors}
     scaling = [key for key in _SCALING if fields.get(f"{architecture}.{key}") not in (None, "none")]
@@ -223,7 +223,7 @@ def _attempt(path: Path, read: Callable[[], Any]) -> Any:
         else:
             kind = type(error).__name__
             problem = f"is truncated or damaged ({kind}: {text}); get it again"
-        raise ValueError(f"--model '{path}' {problem}") from error
+        raise ValueError(f"model '{path}' {problem}") from error
 
 
 def _stored_dtype(file: _File) -> torch.dtype:
@@ -236,7 +236,7 @@ def _stored_dtype(file: _File) -> torch.dtype:
             gguf.dequantize(tensor.data[:1], kind)
         except NotImplementedError as error:
             raise ValueError(
-                f"--model '{file.path}' is quantized as {kind.name}, which the package gguf cannot"
+                f"model '{file.path}' is quantized as {kind.name}, which the package gguf cannot"
                 " undo; get the model in another quantization, such as Q4_K_M"
             ) from error
     # Quantized weights become bfloat16; others keep their type.
@@ -253,7 +253,7 @@ def _write(file: _File, folder: Path, source: dict[str, Any]) -> None:
         free = shutil.disk_usage(temporary).free
         if free < weights + joined_bytes + _SPARE_BYTES:
             raise ValueError(
-                f"'{cache}' has {free:,} bytes free and --model '{path}' takes"
+                f"'{cache}' has {free:,} bytes free and model '{path}' takes"
                 f" {weights + joined_bytes:,} when converted; make room there, or set"
                 " XDG_CACHE_HOME to another folder"
             )
@@ -353,6 +353,6 @@ def check_complete(name: str, missing: list[str]) -> None:
     """Refuse a checkpoint that lacks weights; they would be initialized at random."""
     if missing:
         raise ValueError(
-            f"--model {name!r} is incomplete: {len(missing)} parameters are not in its weights"
+            f"model {name!r} is incomplete: {len(missing)} parameters are not in its weights"
             f" (the first is {min(missing)}); get the model again"
         )

@@ -208,7 +208,7 @@ def _check_finite(name: str, model: torch.nn.Module) -> None:
         chunks = tensor.reshape(-1).split(_NUMBERS_AT_ONCE) if tensor.is_floating_point() else ()
         if not all(bool(torch.isfinite(chunk).all()) for chunk in chunks):
             raise ValueError(
-                f"--model {name!r} has NaN or infinity in {tensor_name}; its weights are damaged"
+                f"model {name!r} has NaN or infinity in {tensor_name}; its weights are damaged"
                 " or do not fit the data type, so get it again or try --dtype float32"
             )
 
@@ -222,12 +222,12 @@ def _read(name: str, component: str, load: Callable[[], Any]) -> Any:
     except Exception as error:
         if "connect" in str(error) and isinstance(error, OSError):
             raise ValueError(
-                f"--model {name!r} is not a folder here, and the Hub cannot be reached for it;"
+                f"model {name!r} is not a folder here, and the Hub cannot be reached for it;"
                 " check the name and the network, or give a folder"
             ) from error
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise ValueError(
-            f"the {component} of --model {name!r} cannot be loaded ({reason}); get the model again"
+            f"the {component} of model {name!r} cannot be loaded ({reason}); get the model again"
             " or choose another"
         ) from error
 

@@ -71,7 +71,7 @@ def find_gguf(name: str) -> Path | None:
     path = Path(name).expanduser()
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.is_file():
-            raise ValueError(f"--model {name!r} does not exist; give the path of a GGUF file")
+            raise ValueError(f"model {name!r} does not exist; give the path of a GGUF file")
         return gguf_shards(path)[0]
     if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return None
@@ -80,8 +80,7 @@ def find_gguf(name: str) -> Path | None:
         return files[0]
     if len(files) > 1:
         raise ValueError(
-            f"--model {name!r} holds {len(files)} GGUF files; give one of them, such as"
-            f" '{files[0]}'"
+            f"model {name!r} holds {len(files)} GGUF files; give one of them, such as '{files[0]}'"
         )
     return gguf_shards(files[0])[0] if files else None
 
@@ -101,7 +100,7 @@ def gguf_shards(path: Path) -> list[Path]:
     missing = next((shard for shard in shards if not shard.is_file()), None)
     if missing is not None:
         raise ValueError(
-            f"--model '{path}' is one of {int(count)} parts of a model, and '{missing.name}' is not"
+            f"model '{path}' is one of {int(count)} parts of a model, and '{missing.name}' is not"
             " in its folder; get all parts into one folder"
         )
     return shards or [path]
@@ -119,7 +118,7 @@ def find_model(name: str) -> str | Path:
         if path := PACKAGED[name].find():
             return path
         raise ValueError(
-            f"--model {name!r} is not on this machine; get it with: h2okv models pull {name}"
+            f"model {name!r} is not on this machine; get it with: h2okv models pull {name}"
         )
     return find_gguf(name) or _locate(name)
 
@@ -137,17 +136,17 @@ def check_name(name: str) -> None:
 def check_pullable(name: str) -> str:
     """Return the name; refuse one that is not in `PACKAGED`."""
     if name not in PACKAGED:
-        raise unknown_name("model", name, PACKAGED)
+        raise unknown_name("name", name, PACKAGED)
     return name
 
 
 def check_gguf(path: Path) -> None:
     """Refuse a file of another format."""
-    problem, remedy = f"--model '{path}' cannot be read", "give another file"
+    problem, remedy = f"model '{path}' cannot be read", "give another file"
     with refusing(problem, remedy, OSError), path.open("rb") as file:
         start = file.read(4)
     if start != b"GGUF":
-        raise ValueError(f"--model '{path}' is not a GGUF file; get it again")
+        raise ValueError(f"model '{path}' is not a GGUF file; get it again")
 
 
 def _ask_hub(name: str) -> None:
@@ -168,7 +167,7 @@ def _ask_hub(name: str) -> None:
     except Exception as error:  # its type depends on the HTTP client of huggingface_hub
         reason = f"the Hub cannot be reached for it: {first_line(error)}"
     raise ValueError(
-        f"--model {name!r} is not a folder here ({reason}); check the name and the network, or"
+        f"model {name!r} is not a folder here ({reason}); check the name and the network, or"
         " give a folder"
     )
 
@@ -176,24 +175,24 @@ def _ask_hub(name: str) -> None:
 def _locate(name: str) -> str:
     """Return a folder's path or a Hub id; raise ValueError if the name can be neither."""
     if not name.strip():
-        raise ValueError("--model is empty; give a folder, or a Hub id such as owner/name")
+        raise ValueError("model is empty; give a folder, or a Hub id such as owner/name")
     path = Path(name).expanduser()
     if path.is_dir():
         _check_config_file(path)
         return str(path)
     if path.exists():
         raise ValueError(
-            f"--model {name!r} is a file, but not a GGUF file; give the folder with"
+            f"model {name!r} is a file, but not a GGUF file; give the folder with"
             " config.json and the weights"
         )
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name:
         raise ValueError(
-            f"--model {name!r} does not exist; give a folder with config.json and the weights, or"
+            f"model {name!r} does not exist; give a folder with config.json and the weights, or"
             " a Hub id such as owner/name"
         )
     known_names = (BUNDLED, *PACKAGED)
     if "/" not in name and difflib.get_close_matches(name.lower(), known_names):
-        raise unknown_name("--model", name, known_names)
+        raise unknown_name("model", name, known_names)
     return name
 
 
@@ -201,7 +200,7 @@ def _check_config_file(folder: Path) -> None:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"--model '{folder}' is not a model: it has no config.json and no GGUF file;"
+            f"model '{folder}' is not a model: it has no config.json and no GGUF file;"
             " give the folder that save_pretrained wrote"
         )
     damaged = "the file is damaged, get the model again"

@@ -146,6 +146,9 @@ def _parse(data: bytes, location: str, number: int) -> Prompt:
 
 def _read_line(fields: dict[str, Any], number: int) -> Prompt:
     """Read a line of h2okv's format: an id, a prompt or messages, and fields of a request."""
+    if not fields.keys() & {"prompt", "messages"}:
+        names = ", ".join(map(short_repr, [*fields][:5])) or "no fields"
+        raise ValueError(f"it has neither prompt nor messages, only {names}; give one of them")
     fields = known_fields(fields, _CHAT_FIELDS | {"id", "prompt"}, _UNSUPPORTED)
     prompt_id = fields.pop("id", number)
     if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
@@ -153,8 +156,6 @@ def _read_line(fields: dict[str, Any], number: int) -> Prompt:
         raise ValueError(problem)
     if "prompt" in fields and "messages" in fields:
         raise ValueError("it has both prompt and messages; leave one of them out")
-    if not fields.keys() & {"prompt", "messages"}:
-        raise ValueError("it has neither prompt nor messages; give one of them")
     return _make_prompt(prompt_id, fields, None)
 
 

@@ -315,7 +315,7 @@ def _checkpoint_folder(described: Described) -> Path:
         return Path(snapshot_download(described.source, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # its type depends on the network failure
         raise ValueError(
-            f"the weights of --model {described.name!r} cannot be fetched"
+            f"the weights of model {described.name!r} cannot be fetched"
             f" ({type(error).__name__}); check the network, or give a folder"
         ) from error
 
