@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cli.conftest import make_model
 
 import h2okv
+from h2okv.chat.generation import break_even_tokens
 from h2okv.chat.session import Chat
 from h2okv.config import CacheConfig
 from h2okv.engine.sampler import eos_token_ids
@@ -418,3 +420,19 @@ def test_a_long_turn_shows_a_progress_bar(partner, monkeypatch):
     monkeypatch.setattr(sys, "stderr", quiet := io.StringIO())
     chat.say(LONG_TURN * 10, ignore, show_progress=True)
     assert quiet.getvalue() == ""
+
+
+@pytest.mark.parametrize("budgets", [None, ((0.5, 1.5), (1.25, 0.75))], ids=["even", "by head"])
+def test_a_chat_saves_memory_from_one_number_of_tokens_on(budgets):
+    """It follows from the budget, so it is the same after every turn."""
+    model = make_model(context=4096)
+    cache = h2okv.H2OCache(model, 40, 24, scoring="expected", evict_every=64, layer_budgets=budgets)
+    numbers, blocks = [], (5, 20, 1, 30, 1, 100, 3)
+    with torch.no_grad(), h2okv.enable(model):
+        for length in blocks:
+            model(torch.full((1, length), 7), past_key_values=cache)
+            numbers.append(break_even_tokens(cache))
+        assert len(set(numbers)) == 1, numbers
+        while cache.num_seen_tokens < numbers[0] or cache.num_seen_tokens % 64 != 63:
+            model(torch.full((1, 1), 7), past_key_values=cache)
+    assert cache.nbytes < cache.full_nbytes

@@ -109,6 +109,7 @@ def test_a_plan_is_what_an_engine_then_does(options, monkeypatch):
 def test_a_dry_run_says_how_many_sequences_a_server_then_has():
     memory = 2048
     dry_run = [sys.executable, "-m", "h2okv", "serve", f"--memory={memory}MiB", "--dry-run"]
+    dry_run += ["--budget", "20%"]  # as that of the engine below
     result = subprocess.run(dry_run, check=True, capture_output=True, text=True)
     planned = int(re.search(r"sequences: (\d+) of", result.stdout + result.stderr)[1])
     script = f"""

@@ -242,7 +242,7 @@ def test_states_outlive_the_server(server, tmp_path):
 def test_dry_run_says_what_fits_without_the_weights(command, no_weights, capsys, tmp_path):
     assert run(["serve", "--dry-run", "--max-num-seqs", "5", "--prefix-cache", "1GiB"]) == 0
     out = capsys.readouterr().out
-    assert "sequences: 5 of 416 entries and 256 more" in out
+    assert "sequences: 5 of 516 entries and 256 more" in out
     assert "prefix cache: 1.0 GiB, " in out and "a full cache of 2,048 tokens takes" in out
     assert run(["serve", "--dry-run", "--prefix-cache-folder", str(tmp_path / "states")]) == 0
     assert "states' has 0 states of " in capsys.readouterr().out
@@ -255,7 +255,7 @@ def test_fractions_of_short_prompts_are_raised(command, monkeypatch):
     monkeypatch.setattr(
         "h2okv.server.launch.run_server", lambda request: requests.append(request) or 0
     )
-    assert command("--port", 0)[0] == 0
+    assert command("--port", 0, "--budget", "20%")[0] == 0
     assert requests[0].engine.cache.min_tokens == requests[0].server.budget.min_tokens == 64
 
 

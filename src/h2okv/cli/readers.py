@@ -149,7 +149,7 @@ def text_or_file(option: str, text: str) -> str:
     """Return a text, or that of a file: @FILE, or a value that names a file."""
     name = text.removeprefix("@")
     is_path = re.fullmatch(r"\S*/\S*|\S+\.\w{1,8}", name) is not None
-    with suppress(OSError, ValueError):  # a long text is no file's name
+    with suppress(OSError, ValueError):  # a long text cannot name a file
         is_path = is_path or Path(name).expanduser().is_file()
     if not (text.startswith("@") or is_path):
         return text
