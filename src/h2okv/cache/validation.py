@@ -116,7 +116,7 @@ def check_follows(
     every token again. Reads the device; of steps, which must not wait for it, only a CPU's are
     checked, and only behind padding.
     """
-    if position_ids is None or position_ids.dim() != 2:
+    if position_ids is None or position_ids.dim() != 2 or not layer.is_initialized:
         return
     is_step = length == 1 and layer.holds_budgets
     if is_step and (layer.counts_padding is None or layer.device.type != "cpu"):
