@@ -11,7 +11,8 @@ from h2okv.config import CacheConfig
 def make(budgets=(0.25,), **options):
     defaults = {
         "contexts": (128,), "batches": (2,), "caches": ("dynamic", "h2o"),
-        "configs": tuple(map(CacheConfig.from_budget, budgets)), "dtypes": (torch.float32,),
+        "configs": tuple(CacheConfig.from_budget(budget, min_tokens=0) for budget in budgets),
+        "dtypes": (torch.float32,),
         "peak": False,
     }  # fmt: skip
     return Settings(**(defaults | options))

@@ -207,7 +207,7 @@ def test_a_prompt_in_transformers_own_chunks_is_told(model):
         cache.expect(60)
         model.generate(ids, past_key_values=cache, **options)
         assert cache.num_cached_tokens == 24
-        model.generate(ids, past_key_values=h2okv.H2OCache(model.config, **SMALL), **options)
+        model.generate(ids, past_key_values=h2okv.H2OCache(model.config, 20, 20), **options)
 
 
 def test_what_a_failed_prefill_expected_is_forgotten(model, kept_sets):

@@ -157,8 +157,8 @@ def test_a_config_alone_warns_once_it_reads(make_llama):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         caches = [
-            h2okv.H2OCache(model.config, 4, 4, kv_bits=4),
-            h2okv.H2OCache(model, 4, 4, kv_bits=4),
+            h2okv.H2OCache(model.config, 8, 8, kv_bits=4),
+            h2okv.H2OCache(model, 8, 8, kv_bits=4),
         ]
         assert not caught
         for cache in caches:

@@ -349,7 +349,7 @@ def test_learned_positions_stop_at_the_last_one(kind):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
     ids = tokens(100)
     cache = h2okv.H2OCache(config, 6, 6, positions="clamped", prefill_chunk=16)
-    with pytest.raises(ValueError, match="with h2okv.enable"):
+    with pytest.raises(ValueError, match="call h2okv.enable"):
         model(ids[:, :9], past_key_values=cache)
     cache.reset()
     logits = h2okv.prefill(model, ids, cache)

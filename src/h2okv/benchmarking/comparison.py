@@ -134,7 +134,8 @@ def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]
     ids = prompt_ids(model, _BATCH, _PROMPT + _STEPS)
 
     def logits(heavy: int | float, simulate: bool = False) -> tuple[torch.Tensor, h2okv.H2OCache]:
-        cache = h2okv.H2OCache(model, heavy, heavy, simulate=simulate, **options)
+        amounts = {"heavy": heavy, "recent": heavy, "min_tokens": 0}
+        cache = h2okv.H2OCache(model, **amounts, simulate=simulate, **options)
         return _logits(model, ids, cache, ATTENTION_NAME), cache
 
     full = exact = _logits(model, ids, DynamicCache(config=model.config), "sdpa")

@@ -161,6 +161,7 @@ class SharedPrefill(H2OCache):
 
     def __init__(self, caches: Sequence[H2OCache]) -> None:
         super().__init__(caches[0].config, policy="full")
+        self._window = None  # each cache warns by itself
         for config in (cache.cache_config for cache in caches):
             if not shares_prompt(config):
                 raise ValueError(

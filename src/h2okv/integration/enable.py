@@ -122,7 +122,7 @@ def enable(model: PreTrainedModel, *, compile: bool = False) -> EnabledModel:
 
         h2okv.enable(model)  # from here on
         with h2okv.enable(model):  # here, and then as before
-            model.generate(**inputs, cache=cache)
+            model.generate(**inputs, cache=cache)  # before transformers 5.24: past_key_values=cache
 
     The model's attention implementation is changed at once. The end of a block restores it, also
     after an error. Blocks may be nested and overlap in threads: the last one to end restores the
