@@ -9,12 +9,12 @@ except ImportError:
     sys.exit("openai is not installed, which this example needs: pip install openai")
 
 
-def describe(name, about, **types):
+def describe(name, text, **types):
     properties = {parameter: {"type": kind} for parameter, kind in types.items()}
     schema = {"type": "object", "properties": properties, "required": list(types)}
     return {
         "type": "function",
-        "function": {"name": name, "description": about, "parameters": schema},
+        "function": {"name": name, "description": text, "parameters": schema},
     }
 
 
@@ -24,8 +24,8 @@ tools = [
     describe("add", "Add two numbers", a="number", b="number"),
 ]
 client = OpenAI(base_url=[*sys.argv[1:], "http://127.0.0.1:8000/v1"][0], api_key="none")
-model = client.models.list().data[0].id
 messages = [{"role": "user", "content": "What is the weather in Paris? Use a tool."}]
+model = client.models.list().data[0].id
 for _ in range(4):
     request = {"model": model, "messages": messages, "tools": tools, "temperature": 0}
     answer = client.chat.completions.create(**request, max_tokens=128).choices[0].message

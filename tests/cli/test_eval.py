@@ -218,8 +218,8 @@ def test_fidelity_refuses_before_any_work(
         CacheConfig("full"),
         CacheConfig.from_budget(0.25, min_tokens=0, sink=4, scoring="decay", decay=0.99),
         CacheConfig.from_budget(9, policy="recent", kv_bits=8),
-        CacheConfig("h2o", 0.3, 0.1, scoring="value_norm"),
-        CacheConfig("snapkv", 8, 0.2),
+        CacheConfig("h2o", 0.3, 0.1, scoring="value_norm", min_tokens=0),
+        CacheConfig("snapkv", 8, 0.2, min_tokens=0),
     ],
 )
 def test_cache_flags_parse_to_the_same_cache(config):
@@ -344,11 +344,11 @@ def test_sweep_names_missing_files(h2okv_command, tmp_path):
     assert f"'longbench_multi_news.jsonl' is not in '{tmp_path}'; put it there" in done.err
 
 
-def test_by_default_each_model_and_text_has_its_file_of_samples():
+def test_by_default_each_model_and_text_has_its_file_of_samples(model_folder):
     def path(name="bundled", data="a text", csv=DEFAULT_CSV):
         task = SimpleNamespace(identity=lambda: {"data": data})
         return Trial([], ModelOptions(name, "auto", "cpu"), csv, 0, False)._samples_path([task])
 
     assert path() == path() and re.fullmatch(r"fidelity\.\w{8}\.samples\.jsonl", path().name)
-    assert len({path(), path(data="another"), path(name="smollm2")}) == 3
+    assert len({path(), path(data="another"), path(name=str(model_folder))}) == 3
     assert path(csv=Path("f.csv")) == Path("f.samples.jsonl")

@@ -61,7 +61,7 @@ def test_sampled_tokens_equal_generate(make_llama, make_llm, make_prompts, optio
             expected = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=h2okv.H2OCache(model.config, 0.2, 0.2),
+                past_key_values=h2okv.H2OCache(model.config, 0.2, 0.2, min_tokens=0),
                 max_new_tokens=15,
                 do_sample=True,
                 **settings,

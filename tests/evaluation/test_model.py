@@ -28,7 +28,7 @@ def test_a_budget_of_100_percent_is_the_full_cache(config, subject):
 
 
 def test_full_caches_have_one_identity_for_all_options(subject):
-    plain = CacheConfig("full")
+    plain = CacheConfig("full", min_tokens=0)
     other = budget(1.0, heavy_fraction=0.3, policy="recent", sink=4, positions="rolling")
     assert plain.identity() == other.identity()
     assert resolve_config(other, subject.config) == plain

@@ -299,6 +299,6 @@ def test_loaded_models_are_planned_described_and_served(model_type, tokenizer, t
     assert (plan.sequence, plan.state) == (memory.sequence, memory.state)
     assert plan.full_sequence == pool.full_bytes_of(plan.longest)
     per_token = pool.full_bytes_of(9) - pool.full_bytes_of(8)
-    least = (pool.nbytes // 2 - pool.linear_bytes) // per_token + 1
+    least = (pool.sequence_bytes - pool.linear_bytes) // per_token + 1
     assert f"slots save memory from {least:,} tokens on" in text
     assert ("states of prompts and answers" in text) == (model_type != "jamba")

@@ -77,7 +77,7 @@ def test_tables_of_pages_are_short_and_have_headers():
 
 def test_the_readme_is_short_and_has_few_links_by_task():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 100
+    assert len(text.splitlines()) <= 125
     tasks = text.partition("## Read on")[2].partition("\n## ")[0]
     assert 0 < len(LINK.findall(tasks)) <= 8
 

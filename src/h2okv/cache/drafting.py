@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from h2okv.cache.argument import cache_in
+from h2okv.cache.base_layer import BaseLayer
 
 _DRAFTS = "_assisted_decoding"
 # What records a cache's past: drafts, and steps that run ahead of the stopping criteria.
@@ -125,9 +126,13 @@ def _new_tokens(arguments: dict[str, Any], seen: int) -> dict[str, Any]:
 
 def end_recording(layer: Any) -> None:
     """Let a layer of any kind record nothing from now on; mutates it."""
-    if not getattr(layer, "record_past", False):
+    # transformers sets attributes where a layer records; a layer of this package has properties.
+    known: Any = vars(layer)
+    if isinstance(layer, BaseLayer):
+        known = {"record_past": layer.record_past, "is_initialized": layer.is_initialized}
+    if not known.get("record_past"):
         return
-    has_states = all(getattr(layer, "is_conv_states_initialized", {}).values())
-    if has_states and getattr(layer, "is_initialized", True):
+    has_states = all(known.get("is_conv_states_initialized", {}).values())
+    if has_states and known.get("is_initialized", True):
         layer.crop(0)  # down to what the next forward needs
     layer.record_past = False

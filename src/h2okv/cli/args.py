@@ -294,6 +294,23 @@ def cache_options(budget: str = "20%", **changed: Any) -> Any:
     return Bundle(make_cache, "Cache", changed)
 
 
+SERVED_BUDGET = "512"
+
+
+def planned_caches(**changed: Any) -> Any:
+    """Return the options of two `CacheConfig`, of a job and of a server by their defaults."""
+
+    @functools.wraps(make_cache)
+    def build(**values: Any) -> tuple[CacheConfig, CacheConfig]:
+        job, server = (
+            make_cache(**(values | {"default_budget": budget})) for budget in ("20%", SERVED_BUDGET)
+        )
+        return job, server
+
+    budget = option(None, _BUDGET.format(f"20%, with --serve {SERVED_BUDGET}"))
+    return Bundle(build, "Cache", changed | {"budget": budget})
+
+
 def cache_lists(budget: str, policy: str = BEST, scoring: str | None = None, **changed: Any) -> Any:
     """Return the options of a list of `CacheConfig`: each policy with each budget."""
 

@@ -133,7 +133,9 @@ def _check_for_ray(request: BatchRequest) -> None:
 
 
 def plan(
-    cache: CacheConfig = args.cache_options(prefill_chunk=None, min_tokens=None),
+    caches: tuple[CacheConfig, CacheConfig] = args.planned_caches(
+        prefill_chunk=None, min_tokens=None
+    ),
     model: ModelOptions = args.model_options(
         name=typer.Argument(args.BUNDLED, metavar="MODEL", help=args.MODEL_HELP)
     ),
@@ -145,8 +147,8 @@ def plan(
     as_json: bool = JSON,
 ) -> None:
     if serve:
-        return _plan_server(cache, model, offload, as_json)
-    cache = cache.before_measuring
+        return _plan_server(caches[1], model, offload, as_json)
+    cache = caches[0].before_measuring
     from h2okv.offload import offload_engine
     from h2okv.offload.planner import Workload
 

@@ -17,7 +17,7 @@ KEY_VARIABLE = "H2OKV_API_KEY"
 
 def serve(
     cache: CacheConfig = args.cache_options(
-        "512", prefill_chunk=None, evict_every=None, min_tokens=None
+        args.SERVED_BUDGET, prefill_chunk=None, evict_every=None, min_tokens=None
     ),
     model: ModelOptions = args.model_options(is_here=False),
     called: str | None = option(None, "The model's name for clients.", "--name"),

@@ -153,7 +153,7 @@ class StreamingModel:
 
     def _forward(self, index: int, unit: Unit, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a layer or the head with weights that are read for it."""
-        layers = getattr(self._cache, "layers", ())
+        layers = () if self._cache is None else self._cache.layers
         layer = layers[index] if index < len(layers) else None
         before: dict[str, Any] | None = None
 

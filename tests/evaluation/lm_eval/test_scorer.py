@@ -59,15 +59,15 @@ def log_prob(logits, token):
 @pytest.mark.parametrize("budget", [(4, 3), (0.2, 0.1)])
 def test_the_scan_equals_token_by_token(make_llama, budget):
     model, text = make_llama(), draw(40, 1)
-    heavy, recent = budget
-    cache = h2okv.H2OCache(model.config, heavy=heavy, recent=recent)
+    amounts = {"heavy": budget[0], "recent": budget[1], "min_tokens": 0}
+    cache = h2okv.H2OCache(model.config, **amounts)
     cache.expect(len(text) - 1)
     with torch.no_grad():
         expected = [
             log_prob(model(torch.tensor([[token]]), past_key_values=cache).logits, following)
             for token, following in zip(text, text[1:], strict=False)
         ]
-    scanned = scorer(model, heavy=heavy, recent=recent, prefill_chunk=1).whole_texts([cut(text)])
+    scanned = scorer(model, **amounts, prefill_chunk=1).whole_texts([cut(text)])
     scanned = in_order(scanned)[0]
     assert scanned.log_probs == pytest.approx(expected, abs=TOLERANCE)
     full = in_order(scorer(model, policy="full").whole_texts([cut(text)]))[0]

@@ -16,7 +16,7 @@ const PAIRS = [
 ];
 const LINK = /!?\[/y;
 const LONGEST_LINK = 1000;  // characters of its text
-const URL = /\(([^()\s]{0,2000}(?:\([^()\s]{0,2000}\)[^()\s]{0,2000}){0,20})\)/y;
+const TARGET = /\(([^()\s]{0,2000}(?:\([^()\s]{0,2000}\)[^()\s]{0,2000}){0,20})\)/y;
 const BARE_URL = /https?:\/\/[^\s<>()]*[^\s<>().,;:!?'"*]/y;
 const FENCE = /^ {0,3}(`{3,}(?!`)|~{3,}(?!~))([^`]*)$/;
 const ITEM = /^( {0,3})([-*+]|\d{1,9}[.)])( {1,4}|\t|$)/;
@@ -135,8 +135,8 @@ function span(text, here, missing, runs) {
 function linkSpan(text, start) {
   const length = text.slice(start, start + LONGEST_LINK).search(/[\]\n]/), end = start + length;
   if (length < 1 || text[end] !== "]" || text[end + 1] !== "(") { return null; }
-  URL.lastIndex = end + 1;
-  const found = URL.exec(text);
+  TARGET.lastIndex = end + 1;
+  const found = TARGET.exec(text);
   return found && [start, end, end + 1 + found[0].length, "a", found[1]];
 }
 
