@@ -12,17 +12,13 @@ except ImportError:
 def describe(name, text, **types):
     properties = {parameter: {"type": kind} for parameter, kind in types.items()}
     schema = {"type": "object", "properties": properties, "required": list(types)}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": text, "parameters": schema},
-    }
+    function = {"name": name, "description": text, "parameters": schema}
+    return {"type": "function", "function": function}
 
 
 functions = {"get_weather": lambda city: f"Rain in {city}", "add": lambda a, b: a + b}
-tools = [
-    describe("get_weather", "Weather of a city now", city="string"),
-    describe("add", "Add two numbers", a="number", b="number"),
-]
+tools = [describe("get_weather", "Weather of a city now", city="string")]
+tools += [describe("add", "Add two numbers", a="number", b="number")]
 client = OpenAI(base_url=[*sys.argv[1:], "http://127.0.0.1:8000/v1"][0], api_key="none")
 messages = [{"role": "user", "content": "What is the weather in Paris? Use a tool."}]
 model = client.models.list().data[0].id

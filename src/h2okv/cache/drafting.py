@@ -127,12 +127,12 @@ def _new_tokens(arguments: dict[str, Any], seen: int) -> dict[str, Any]:
 def end_recording(layer: Any) -> None:
     """Let a layer of any kind record nothing from now on; mutates it."""
     # transformers sets attributes where a layer records; a layer of this package has properties.
-    known: Any = vars(layer)
+    attributes: Any = vars(layer)
     if isinstance(layer, BaseLayer):
-        known = {"record_past": layer.record_past, "is_initialized": layer.is_initialized}
-    if not known.get("record_past"):
+        attributes = {"record_past": layer.record_past, "is_initialized": layer.is_initialized}
+    if not attributes.get("record_past"):
         return
-    has_states = all(known.get("is_conv_states_initialized", {}).values())
-    if has_states and known.get("is_initialized", True):
+    has_states = all(attributes.get("is_conv_states_initialized", {}).values())
+    if has_states and attributes.get("is_initialized", True):
         layer.crop(0)  # down to what the next forward needs
     layer.record_past = False
