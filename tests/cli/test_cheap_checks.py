@@ -51,7 +51,7 @@ COMMANDS = {
     "serve": BOTH | TOPK | {
         "--port 99999": "--port 99999 is out of range",
         f"--prefix {MISSING}": f"--prefix '{MISSING}' cannot be read",
-        f"--system {MISSING}": f"--system '{MISSING}' cannot be read",
+        f"--system @{MISSING}": f"--system '{MISSING}' cannot be read",
         f"--view-page {MISSING}": f"--view-page '{MISSING}' cannot be read",
         "--max-prefill-tokens 0": "max_prefill_tokens=0",
         "--timeout 0": "timeout=0.0",

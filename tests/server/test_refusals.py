@@ -69,7 +69,7 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"prompt": [4096]}, "prompt", "prompt: token must be 0 to 4095 for this model, got 4096"),
         ({"prompt": [-1]}, "prompt", "for this model, got -1"),
         ({"prompt": [10**30]}, "prompt", "for this model, got 1000"),
-        ({"h2o": {"heavy": 1000}}, "h2o", "= 1001 tokens for this prompt, but this server keeps"),
+        ({"h2o": {"heavy": 1000}}, "h2o", "= 1064 tokens for this prompt, but this server keeps"),
         ({"h2o": {"heavy": 0, "recent": 0}}, "h2o", "keep nothing"),
         ({"h2o": {"heavy": "much"}}, None, "heavy"),
         ({"h2o": {"light": 1}}, "h2o.light", "h2o.light is not known"),

@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from h2okv.cache.argument import CACHE
 from h2okv.cache.rope import BY_LENGTH, PositionRule
 from h2okv.config import KV_BITS, CacheConfig
+from h2okv.console import warn
 from h2okv.ops.quant import KeyTransform
 from h2okv.policy import Rule, Sees, get_rule
 
@@ -338,11 +339,10 @@ def measured_budgets(model: Any, cache: CacheConfig) -> CacheConfig:
         )
         return measure(model, cache)
     if not cache.is_full:
-        warnings.warn(
+        warn(
             "every head gets the same budget, as a config alone cannot be measured; give the model,"
             " H2OCache(model, ...), or layer_budgets of a file of h2okv eval layers --by-head, or"
             " layer_budgets='even' to say so.",
-            stacklevel=3,
         )
     return replace(cache, layer_budgets=None)
 
