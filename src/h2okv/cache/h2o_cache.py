@@ -274,7 +274,8 @@ class H2OCache(Cache):
     def _count(self, length: int) -> None:
         """Count the tokens that a forward brings; reading their number waits for the device."""
         first = self._scored[0]
-        if not self._num_tokens and first.holds_entries:  # of a file
+        has_numbers = first.holds_entries and first.device.type != "meta"
+        if not self._num_tokens and has_numbers:  # of a file
             self._num_tokens = int(first.state.num_real_tokens.max())
         self._num_tokens += length
 

@@ -75,7 +75,8 @@ class _Front:
                 " h2okv.SamplingParams(max_tokens=64), or max_tokens=64 itself."
             )
         check_arguments(f"{type(self).__name__}.{function}", options, _SAMPLING)
-        return replace(params or self._default_params, **options)
+        params = params or self._default_params
+        return replace(params, **options) if options else params
 
     def describe(self) -> str:
         """Describe the model, its slots and its memory, in lines for people."""
