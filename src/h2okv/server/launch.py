@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from contextlib import closing
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -100,7 +101,7 @@ class _Connection(H11Protocol):
 
     _deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watch()
 
