@@ -1,25 +1,20 @@
-"""Prompts of different lengths in one batch: each row as if it were alone, by its own budget."""
+"""Prompts of different lengths in one batch, each row as if it were alone."""
 
 import sys
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import h2okv
-from h2okv.cache.argument import CACHE  # before transformers 5.24 not `cache`
-from h2okv.integration.models import resolve_model
 
-path = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "bundled")
-tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
-tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-model = AutoModelForCausalLM.from_pretrained(path)
+# First: h2okv models pull smollm2
+model, tokenizer = h2okv.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 
 prompts = ["The old house stood", "She took the letter from the table and read it slowly, for"]
-inputs = tokenizer(prompts, return_tensors="pt", padding=True)
-cache = h2okv.H2OCache(model.config, heavy=8, recent=8)
-with h2okv.enable(model):  # for a model that is already loaded
-    output = model.generate(**inputs, **{CACHE: cache}, max_new_tokens=30, do_sample=False)
+inputs = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
+cache = h2okv.H2OCache(model, heavy=16, recent=16)
+# Before transformers 5.24: past_key_values=cache.
+output = model.generate(**inputs, cache=cache, max_new_tokens=30, do_sample=False)
 
 for text in tokenizer.batch_decode(output, skip_special_tokens=True):
     print("-", text.replace("\n", " "))
 for row, heads in enumerate(cache.kept_positions(layer_idx=0)):
-    print(f"row {row}, head 0 holds {sorted(p for p in heads[0].tolist() if p >= 0)}")
+    positions = sorted(position for position in heads[0].tolist() if position >= 0)
+    print(f"row {row}, head 0 keeps the positions {positions}")

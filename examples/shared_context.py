@@ -1,38 +1,32 @@
-"""A long text is read once, kept in a file, and many prompts go on from it at once."""
+"""A long text is read once, stored in a file, and three answers continue from it at once."""
 
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
-from h2okv.assets import sample_prompt
-from h2okv.cache.argument import CACHE  # before transformers 5.24 not `cache`
-from h2okv.integration.models import resolve_model
 
-path = resolve_model(sys.argv[1] if len(sys.argv) > 1 else "bundled")
-tokenizer = AutoTokenizer.from_pretrained(path)
-model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="h2o", dtype=torch.float32)
+# First: h2okv models pull smollm2
+model, tokenizer = h2okv.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
+question = f"{h2okv.sample_article()}\nWhat is this article about? Answer in one sentence."
+chat = [{"role": "user", "content": question}]
+context = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
 
-cache = h2okv.H2OCache(model.config, heavy=128, recent=128, positions="rolling", prefill_chunk=512)
-context = tokenizer(sample_prompt(), return_tensors="pt").input_ids
-h2okv.prefill(model, context, cache)
+cache = h2okv.H2OCache(model, heavy=128, recent=128, positions="rolling", prefill_chunk=512)
+h2okv.prefill(model, context.input_ids, cache)
 with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / "context.safetensors"
     cache.save(file)
-    print(f"{context.shape[1]} tokens read, {file.stat().st_size:,} bytes on disk")
+    print(f"{cache.num_seen_tokens} tokens read, {file.stat().st_size:,} bytes on disk")
     cache = h2okv.H2OCache.load(file, model)
 
-words = [" He", " She", " They"]
+words = ["The", "A", "In"]  # each begins one answer
 prompts = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
+prompts = torch.tensor(prompts, device=model.device)
 many = cache.fork(len(words))
-output = model.generate(
-    **many.next_turn(torch.tensor(prompts)),
-    **{CACHE: many},
-    max_new_tokens=20,
-    do_sample=False,
-)
-for row in tokenizer.batch_decode(output):
-    print("...", row)
+# Before transformers 5.24: past_key_values=many.
+output = model.generate(**many.next_turn(prompts), cache=many, max_new_tokens=32, do_sample=False)
+for text in tokenizer.batch_decode(output, skip_special_tokens=True):
+    print("-", text.replace("\n", " "))
