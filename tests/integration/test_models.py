@@ -6,9 +6,12 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
+from transformers import AutoConfig
 
+import h2okv
 from h2okv.assets import bundled_model_path
 from h2okv.integration import models
 from h2okv.integration.models import default_dtype, fast_dtype, pull, resolve_model
@@ -73,6 +76,24 @@ def test_finds_the_installed_package_without_importing_it(tmp_path, monkeypatch)
 def test_a_missing_packaged_model_names_the_pull_command(no_package):
     with pytest.raises(ValueError, match=r"'smollm2' is not on this.*: h2okv models pull smollm2$"):
         resolve_model(SMOLLM2)
+
+
+@pytest.mark.parametrize("use", [h2okv.LLM, h2okv.load], ids=["LLM", "load"])
+@pytest.mark.parametrize("name", ["nope", "no-such-user/nope"])
+def test_a_name_of_no_model_is_refused_before_transformers_tries(use, name, monkeypatch):
+    requests = []
+    monkeypatch.setattr(
+        huggingface_hub.HfApi,
+        "file_exists",
+        lambda *names, **_: requests.append(names[1:]) or False,
+    )
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("too late"))
+    with pytest.raises(
+        ValueError, match=f"^model '{name}' is not a folder here .*; check"
+    ) as caught:
+        use(name)
+    assert requests == [(name, "config.json")]
+    assert "--" not in str(caught.value)
 
 
 def test_small_models_compute_in_float32_on_a_cpu():

@@ -23,6 +23,7 @@ from h2okv.integration.images import ImageEncoder
 from h2okv.integration.limits import PromptLimits
 from h2okv.integration.messages import Conversation
 from h2okv.integration.models import default_dtype, resolve_model
+from h2okv.integration.names import check_name
 from h2okv.integration.packed_linear import check_weight_bits, int4_bytes, pack_linear_layers
 from h2okv.records import first_line, refusing
 
@@ -70,6 +71,7 @@ class Described:
 
 def describe(name: str) -> Described:
     """Read a model's config and tokenizer, to find most mistakes before the weights load."""
+    check_name(name)  # transformers would try again for half a minute
     source = resolve_model(name)
 
     def read(component: str, kind: Any) -> Any:
