@@ -18,7 +18,8 @@ PAGES = ROOT / "build" / "pages"
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)(?=[)#])")
 CODE = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)
 OPTIONS = ("--policy", "h2o,recent", "--budget", "10%,20%,50%", "--tokens", "512")
-# Names in a first column stay whole, code lines of 88 characters fit, cells are narrow on phones.
+# Names in a first column stay whole and code lines of 88 characters fit; on phones cells are narrow
+# and code wraps.
 STYLE = """\
 .md-typeset table:not([class]) td:first-child code { white-space: nowrap; }
 .md-typeset table code { word-break: normal; }
@@ -26,6 +27,7 @@ STYLE = """\
 @media screen and (max-width: 44.9375em) {
   .md-typeset table:not([class]) th { min-width: 0; padding: 0.7em 0.6em; }
   .md-typeset table:not([class]) td { padding: 0.6em; }
+  .md-typeset pre > code { white-space: pre-wrap; overflow-wrap: anywhere; }
 }
 """
 LIVE = f"""---

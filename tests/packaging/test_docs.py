@@ -82,6 +82,12 @@ def test_the_readme_is_short_and_has_few_links_by_task():
     assert 0 < len(LINK.findall(tasks)) <= 8
 
 
+def test_the_code_of_the_readme_is_narrow():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for line in "\n".join(re.findall(r"```.*?```", text, flags=re.DOTALL)).splitlines():
+        assert len(line) <= (60 if "  # " in line else 93), f"a phone cuts this line: {line}"
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)

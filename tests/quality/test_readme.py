@@ -8,6 +8,7 @@ import pytest
 import h2okv
 from h2okv.cache.argument import CACHE
 from h2okv.integration import layer_budgets
+from h2okv.integration.factors import Shares
 from h2okv.integration.names import PACKAGED, SMOLLM2
 
 ROOT = Path(__file__).parents[2]
@@ -29,8 +30,8 @@ def test_the_snippet_prints_an_answer_and_the_bytes(capsys, monkeypatch, tmp_pat
     code, expected = snippet()
     assert len(code.splitlines()) <= 10
     if not measures:  # which takes longer than all of it
-        even = lambda model, *_, **options: ((1.0,) * 3,) * 30  # noqa: E731
-        monkeypatch.setattr(layer_budgets, "measure_layer_budgets", even)
+        even = Shares((0.1,), ((1.0,) * 30,), (((1.0,) * 3,) * 30,))
+        monkeypatch.setattr(layer_budgets, "measure_shares", lambda *_, **__: even)
         monkeypatch.setattr(layer_budgets, "cache_folder", lambda kind: tmp_path)
     names = {}
     exec(compile(code, "README.md", "exec"), names)

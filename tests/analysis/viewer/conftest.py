@@ -91,9 +91,12 @@ class Browser:
         # The page repaints in the next frame.
         self.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
-    def screenshot(self, path, width=1280, height=1000):
+    def resize(self, width=1280, height=1000):
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    def screenshot(self, path, width=1280, height=1000):
+        self.resize(width, height)
         data = self.call("Page.captureScreenshot", format="png")["data"]
         path.write_bytes(base64.b64decode(data))
 

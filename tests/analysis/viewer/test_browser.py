@@ -346,3 +346,18 @@ def test_the_map_of_all_heads_is_on_the_first_screen(page):
                    "(document.querySelector('.map').getBoundingClientRect())")  # fmt: skip
     assert 0 <= box[0] < box[1] <= 1000
     assert box[1] <= page.run("document.querySelector('.tokens').getBoundingClientRect().top")
+
+
+def test_a_phone_shows_what_the_page_is_for_and_no_controls_without_data(page):
+    page.resize(390, 844)
+    try:
+        assert page.run("document.querySelector('header p').offsetHeight") > 0
+        top = page.run("document.querySelector('.map').getBoundingClientRect().top")
+        assert 0 <= top + page.run("scrollY") < 844
+        page.run("document.getElementById('viewer').hidden = true")
+        shown = "[...document.querySelectorAll('#viewer select, #viewer button')]"
+        assert page.run(f"{shown}.filter((control) => control.offsetHeight).length") == 0
+        assert page.run("document.documentElement.scrollWidth") <= 390
+    finally:
+        page.resize()
+        page.run("document.getElementById('viewer').hidden = false")
