@@ -1,12 +1,11 @@
 """Every example runs as it stands, by public names, with SmolLM2 and with the bundled model."""
 
-import ast
 import runpy
 from pathlib import Path
 
 import pytest
+from public_names import internals
 
-import h2okv
 from h2okv.cache.argument import CACHE
 from h2okv.integration.names import BUNDLED, PACKAGED, SMOLLM2
 
@@ -38,19 +37,6 @@ def test_internals_are_found():
     text = "import h2okv\nfrom h2okv.assets import sample_article\nh2okv.load\nh2okv.cache.rope"
     assert internals(text) == ["h2okv.assets", "h2okv.cache"]
     assert internals("import h2okv.assets") == ["h2okv.assets"]
-
-
-def internals(source):
-    """List what a program uses of h2okv beside the names of `h2okv.__all__`."""
-    used = []
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom):
-            used += [node.module]
-        elif isinstance(node, ast.Import):
-            used += [alias.name for alias in node.names]
-        elif isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "h2okv":
-            used += [f"h2okv.{node.attr}"] * (node.attr not in h2okv.__all__)
-    return [name for name in used if name.startswith("h2okv.")]
 
 
 def test_examples_exist():

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from public_names import internals
 
 from h2okv.integration import models
 from h2okv.integration.names import PACKAGED, SMOLLM2
@@ -28,6 +29,12 @@ def test_stored_outputs_are_of_one_run_small_and_name_no_machine():
     assert all(cell["outputs"] for cell in cells)
     assert len(text.encode()) < LARGEST
     assert not re.search(r"/(home|root|Users|tmp|work)/", text)
+
+
+def test_its_cells_use_public_names_alone():
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert internals("\n".join(code)) == []
 
 
 @pytest.mark.slow
