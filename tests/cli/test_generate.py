@@ -318,7 +318,10 @@ def test_version(h2okv_command):
 def test_a_fraction_of_a_short_prompt_is_raised_with_a_note(generate):
     h2o = ("--policy", "h2o", "--max-new-tokens")
     outcome = generate(*h2o, 150, text="the cat sat on the mat")
-    assert "64 heavy + 64 recent entries are kept" in outcome.err
+    assert (
+        "tokens is too few for good text, so 64 heavy + 64 recent entries are kept" in outcome.err
+    )
+    assert "to keep fewer, give a token count, such as --budget 32" in outcome.err
     assert ", 128 kept" in outcome.err
     assert "note" not in generate(*BUDGET).err
     few = ("--heavy", 4, "--recent", 4)

@@ -537,7 +537,7 @@ def least_entries_note(cache: CacheConfig, length: int | None = None) -> str | N
     sinks = f"{tokens.sink} first + " if tokens.sink else ""
     entries = f"{sinks}{tokens.heavy} heavy + {tokens.recent} recent entries are kept"
     if length is None:
-        note = f"{cache.budget_label} of a short prompt is too little for good text: {entries}"
+        note = f"{cache.budget_label} of a short prompt is too few for good text: {entries}"
     else:
-        note = f"{cache.budget_label} of {length} tokens is too little for good text, so {entries}"
-    return f"note: {note}; for fewer give tokens, such as --budget 32"
+        note = f"{cache.budget_label} of {length} tokens is too few for good text, so {entries}"
+    return f"note: {note}; to keep fewer, give a token count, such as --budget 32"
