@@ -194,6 +194,19 @@ def test_the_file_of_an_ended_span_has_no_queries(model, tmp_path):
     assert torch.equal(again, expected)
 
 
+def test_a_short_chat_takes_little_more_than_a_full_cache_and_its_queries(make_llama):
+    model = make_llama(heads=3, kv_heads=1, head_dim=64).float()
+    options = {"layer_budgets": "even", "positions": "rolling", "evict_every": 256}
+    cache = h2okv.H2OCache(model, "best", budget=0.2, **options)
+    ids = torch.randint(2, 97, (1, 200), generator=torch.Generator().manual_seed(6))
+    with h2okv.enable(model):
+        read(model, cache, ids, [40, *[1] * 30, 100, *[1] * 30])
+    queries = 2 * 256 * 64 * 4  # layers, tokens, numbers of a KV head's mean query, bytes
+    assert sum(layer.state.queries.nbytes for layer in cache.layers) == queries
+    assert queries == 128 * cache.full_nbytes / 200
+    assert cache.nbytes <= queries + 1.15 * cache.full_nbytes
+
+
 def test_beams_take_their_entries_with_them(model):
     ids = torch.randint(2, 97, (2, 30), generator=torch.Generator().manual_seed(5))
     options = {"max_new_tokens": 24, "do_sample": False, "num_beams": 3}
