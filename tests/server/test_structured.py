@@ -423,6 +423,38 @@ def test_strict_changes_no_text(marked, text):
     assert check_request(marked, text, tools=strict_tools())
 
 
+UNBOUND = (
+    '{"arguments": %s, "name": "f"}', '[{"parameters": %s, "name": "f"}]',
+    '{"type": "function", "arguments": %s, "name": "f"}',
+    '{"name": "the \\"g\\"", "arguments": {}}; {"arguments": %s, "name": "f"}',
+    '{"name": "f", "age": 5, "arguments": %s}', '{"name": "f", "id": "1", "arguments": %s}',
+    '{"type": "object", "name": "f", "arguments": %s}',
+    '<|python_tag|>{"function": {"name": "f", "arguments": %s}}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", UNBOUND)
+def test_what_strict_does_not_bind_is_no_call(marked, form):
+    wrong = form % F.replace("22", "23")
+    fields = {"messages": [USER], "model": "fake"}
+    strict = ChatRequest(**fields, tools=strict_tools())
+    free = ChatRequest(**fields, tools=strict_tools(strict=False))
+    assert "f" in names_called(free, wrong)
+    assert not check_request(marked, wrong, tools=strict_tools()) or (
+        "f" not in names_called(strict, wrong)
+    )
+    if form.find("name") > form.find("%s"):  # the model has to write the name first
+        assert not check_request(marked, wrong, tools=strict_tools())
+    for written in BARE:
+        assert "f" in names_called(strict, written % F)
+
+
+def names_called(request, text):
+    parser = ToolCallParser(**request.call_options)
+    pieces = [*parser.add(text), *parser.end()]
+    return [piece.name for piece in pieces if isinstance(piece, ToolCall)]
+
+
 def test_a_marker_leads_to_a_call(marked):
     for text in ("<tool_call>", "<tool_call>\n{", "<tool_call>Hello"):
         assert not check_request(marked, text, tools=strict_tools())
