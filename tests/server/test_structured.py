@@ -10,8 +10,10 @@ import openai
 import pytest
 
 import h2okv
+from h2okv.engine.outputs import GrammarTooLargeError
 from h2okv.engine.structured import GrammarCompiler, json_grammar
 from h2okv.integration.tool_messages import call_form
+from h2okv.server.errors import as_api_error
 from h2okv.server.protocol import ChatRequest
 from h2okv.server.structured import CallSyntax, answer_grammar
 from h2okv.server.tools import ToolCall, ToolCallParser
@@ -168,6 +170,19 @@ UNENFORCEABLE = {
     "keyword": ({"type": "string", "maxlength": 5}, "did you mean maxLength?"),
     "nullable": ({"type": "string", "nullable": True}, "not a keyword of JSON Schema"),
     "one of": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "coerce_one_of"),
+    "multiple": ({"type": "integer", "multipleOf": 10**6 + 3}, "multipleOf must be at most 65536"),
+    "negative": ({"type": "integer", "multipleOf": -5}, "multipleOf must be greater than 0"),
+    "repeats": (
+        {"type": "string", "pattern": "^(([a-z]{0,999}){0,999}){0,999}$"},
+        "pattern: repeats within repeats must repeat at most 100000 times in all, got 997002999",
+    ),
+    "least length": ({"type": "string", "minLength": 10**9}, "minLength must be at most 1000000"),
+    "length": ({"type": "string", "maxLength": 10**12}, "maxLength must be at most 4294967295"),
+    "least items": ({"type": "array", "minItems": 10**8}, "minItems must be at most 1000000"),
+    "names": (
+        {"type": "object", "patternProperties": {"^((x{1,999}){1,999})*$": {}}},
+        "patternProperties: repeats within repeats",
+    ),
     "guidance": ({"x-guidance": {"lenient": True}}, "may only have coerce_one_of"),
 }
 
@@ -196,6 +211,28 @@ def test_schemas_that_would_be_weakened_are_refused(client, inner, words):
         assert caught.value.body["param"].startswith([*change][0])
     with pytest.raises(ValueError, match=re.escape(words)):
         GrammarCompiler.compile(client.compiler, json_grammar(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "pattern": "^([a-z0-9]{1,63}\\.){1,127}$"},  # a host's name
+        {"type": "string", "pattern": "^[({5]{100000}[^]]{9}\\({9}$"},
+        {"type": "string", "minLength": 10**6, "maxLength": 2**31 - 1},
+        {"type": "number", "multipleOf": 0.00025},
+        {"type": "integer", "multipleOf": 86_400_000},
+    ],
+)
+def test_great_numbers_that_cost_nothing_are_taken(compiler, schema):
+    compiler.compile(json_grammar(schema))
+
+
+def test_a_grammar_that_grows_too_large_is_the_clients_error(compiler, bundled_tokenizer):
+    schema = {"type": "string", "pattern": "^([a-z]{0,100}){0,100}$"}
+    token_ids = bundled_tokenizer('"' + "abcdefgh" * 40, add_special_tokens=False)["input_ids"]
+    with pytest.raises(GrammarTooLargeError, match="give a simpler one") as caught:
+        compiler.compile(json_grammar(schema)).mask(token_ids)
+    assert as_api_error(caught.value).status == 400
 
 
 @pytest.mark.parametrize(
@@ -384,6 +421,38 @@ def test_strict_binds_the_arguments_of_every_form_of_call(marked, form):
 )  # fmt: skip
 def test_strict_changes_no_text(marked, text):
     assert check_request(marked, text, tools=strict_tools())
+
+
+UNBOUND = (
+    '{"arguments": %s, "name": "f"}', '[{"parameters": %s, "name": "f"}]',
+    '{"type": "function", "arguments": %s, "name": "f"}',
+    '{"name": "the \\"g\\"", "arguments": {}}; {"arguments": %s, "name": "f"}',
+    '{"name": "f", "age": 5, "arguments": %s}', '{"name": "f", "id": "1", "arguments": %s}',
+    '{"type": "object", "name": "f", "arguments": %s}',
+    '<|python_tag|>{"function": {"name": "f", "arguments": %s}}',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", UNBOUND)
+def test_what_strict_does_not_bind_is_no_call(marked, form):
+    wrong = form % F.replace("22", "23")
+    fields = {"messages": [USER], "model": "fake"}
+    strict = ChatRequest(**fields, tools=strict_tools())
+    free = ChatRequest(**fields, tools=strict_tools(strict=False))
+    assert "f" in names_called(free, wrong)
+    assert not check_request(marked, wrong, tools=strict_tools()) or (
+        "f" not in names_called(strict, wrong)
+    )
+    if form.find("name") > form.find("%s"):  # the model has to write the name first
+        assert not check_request(marked, wrong, tools=strict_tools())
+    for written in BARE:
+        assert "f" in names_called(strict, written % F)
+
+
+def names_called(request, text):
+    parser = ToolCallParser(**request.call_options)
+    pieces = [*parser.add(text), *parser.end()]
+    return [piece.name for piece in pieces if isinstance(piece, ToolCall)]
 
 
 def test_a_marker_leads_to_a_call(marked):

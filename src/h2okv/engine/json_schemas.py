@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import permutations
@@ -33,6 +34,15 @@ _BESIDE_REF = frozenset(_CONSTRAINTS) - {"$ref", "$defs", "definitions"}
 _BOUND_LIMIT = 9 * 10**18
 """llguidance computes with 64 bits: beyond this it clips, or ends the process."""
 _INT64_MAX = 2**63 - 1
+_COUNT_LIMITS = {
+    f"{bound}{kind}": limit
+    for bound, limit in (("min", 10**6), ("max", 2**32 - 1))
+    for kind in ("Items", "Length", "Properties")
+}
+"""Least values that an output can reach, and greatest values that llguidance reads."""
+_MULTIPLE_LIMIT = 2**16
+"""llguidance has a state for each remainder: with more, a schema takes seconds and GiB."""
+_REPEATS_LIMIT = 10**5
 _NUMBER_FORMATS: dict[str, tuple[int, int] | None] = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)},
     **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)},
@@ -419,6 +429,17 @@ def _check_keyword(name: str, value: Any, path: tuple[str | int, ...]) -> None:
             raise SchemaError(
                 f"{name} must be a number that a double has exactly, got {value}", path
             )
+    elif name in _COUNT_LIMITS and type(value) is int and value > _COUNT_LIMITS[name]:
+        limit = f"must be at most {_COUNT_LIMITS[name]}"
+        raise SchemaError(f"{name} {limit}, got {short_repr(value)}", path)
+    elif name == "multipleOf":
+        _check_multiple(value, path)
+    elif name == "pattern" or (name == "patternProperties" and isinstance(value, Mapping)):
+        for pattern in value if isinstance(value, Mapping) else [value]:
+            if isinstance(pattern, str) and (count := _nested_repeats(pattern)) > _REPEATS_LIMIT:
+                limit = f"must repeat at most {_REPEATS_LIMIT} times in all"
+                problem = f"{name}: repeats within repeats {limit}, got {short_repr(count)}"
+                raise SchemaError(f"{problem} in {short_repr(pattern)}", path)
     elif name == "const" or (name == "enum" and isinstance(value, list)):
         for number in _numbers(value):
             if not _is_written_exactly(number):
@@ -431,6 +452,44 @@ def _check_keyword(name: str, value: Any, path: tuple[str | int, ...]) -> None:
         near := difflib.get_close_matches(name, _CONSTRAINTS, 1, 0.8)
     ):
         raise SchemaError(f"{name} is not a keyword; did you mean {near[0]}?", path)
+
+
+def _check_multiple(value: Any, path: tuple[str | int, ...]) -> None:
+    """Refuse multiples that llguidance takes too long for, or that it takes for others."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return  # llguidance refuses it
+    if value <= 0:
+        raise SchemaError(f"multipleOf must be greater than 0, got {short_repr(value)}", path)
+    digits = "".join(map(str, Decimal(str(value)).as_tuple().digits)).strip("0")
+    if len(digits) > len(str(_MULTIPLE_LIMIT)) or int(digits or 0) > _MULTIPLE_LIMIT:
+        limit = f"must be at most {_MULTIPLE_LIMIT} times a power of ten"
+        raise SchemaError(f"multipleOf {limit}, got {short_repr(value)}", path)
+
+
+def _nested_repeats(pattern: str) -> int:
+    """Return the largest product of counted repeats that are within one another in a pattern."""
+    largest, last, is_set = 1, 1, False  # last: the product in the last item
+    groups = [1]  # the largest product in each open group
+    for symbol in re.findall(r"\\.|\{\d+(?:,\d*)?\}|.", pattern, re.DOTALL):
+        if is_set:
+            is_set, last = symbol != "]", 1
+        elif symbol == "(":
+            groups.append(1)
+        elif symbol == ")" and len(groups) > 1:
+            last = groups.pop()
+        elif symbol[0] == "{" and len(symbol) > 1:
+            counts = [int(count[:_COUNT_DIGITS] or 0) for count in symbol[1:-1].split(",")]
+            count = max(1, *counts)
+            if last > 1 and count > 1:
+                largest = max(largest, last * count)
+            last *= count
+        elif symbol not in "*+?":
+            last, is_set = 1, symbol == "["
+        groups[-1] = max(groups[-1], last)
+    return largest
+
+
+_COUNT_DIGITS = 10
 
 
 def _numbers(value: Any) -> Iterator[int | float]:

@@ -104,6 +104,10 @@ class RequestFailedError(RuntimeError):
     outputs: Sequence[RequestOutput | None] = ()
 
 
+class GrammarTooLargeError(RequestFailedError):
+    """The grammar of a request needs more states than are computed for one."""
+
+
 class EngineStoppedError(RuntimeError):
     """The engine is shutting down, or has stopped by an error."""
 

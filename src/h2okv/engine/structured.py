@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from h2okv.console import optional
 from h2okv.engine.json_schemas import AS_ANY_OF, OVERLAP, SchemaError, enforceable
-from h2okv.engine.outputs import RequestFailedError
+from h2okv.engine.outputs import GrammarTooLargeError, RequestFailedError
 
 _LOCATION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _BITS = torch.arange(8, dtype=torch.uint8)
@@ -128,4 +128,7 @@ class GrammarMask:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = self._matcher.get_error().partition("\n")[0]
+            if reason.startswith("lexer error") or "TooComplex" in self._matcher.stop_reason():
+                remedy = "give a simpler one, such as patterns with smaller repeats"
+                raise GrammarTooLargeError(f"grammar: it needs too much ({reason}); {remedy}.")
             raise RequestFailedError(f"the output left its grammar: {reason}")

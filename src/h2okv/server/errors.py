@@ -99,6 +99,8 @@ def as_api_error(error: Exception, field: str | None = None) -> ApiError:
             return ApiError(429, message, code="queue_full", retry_after=error.retry_after)
         case outputs.EngineStoppedError():
             return ApiError(503, message, code="engine_stopped", retry_after=5)
+        case outputs.GrammarTooLargeError():
+            return invalid(message, field)
         case outputs.RequestFailedError():
             return ApiError(500, message, code="request_failed")
         case FieldError():

@@ -255,6 +255,7 @@ class CallingRequest(SampledRequest):
             },
             "has_schema": self._schema is not None,
             "only_calls": self._choice not in ("auto", "none"),
+            "strict": self._strict if self._choice == "auto" else (),
         }
 
     def _located(self, error: FieldError) -> FieldError:
@@ -282,12 +283,18 @@ class CallingRequest(SampledRequest):
         is_free = self._choice in ("auto", "none")
         return of_schema if is_free and self._schema is not None else "tools"
 
+    @property
+    def _strict(self) -> set[str]:
+        """Names of the functions whose arguments must fit in every call."""
+        stated = (nested(tool)["function"] for tool in self.tools or () if self.may_call)
+        return {function["name"] for function in stated if function.get("strict")}
+
     def grammar(self, syntax: CallSyntax) -> str | None:
         tools, is_parallel = self._conversation.tools, self.max_calls is None
-        stated = [nested(tool)["function"] for tool in self.tools or ()] if tools else []
-        strict = {function["name"] for function in stated if function.get("strict")}
         try:
-            return answer_grammar(self._schema, tools, self._choice, is_parallel, syntax, strict)
+            return answer_grammar(
+                self._schema, tools, self._choice, is_parallel, syntax, self._strict
+            )
         except FieldError as error:
             raise as_api_error(self._located(error)) from error
 

@@ -250,7 +250,8 @@ class _Calls:
         """
         heads = [_head(name) for name in self._functions]
         any_head = "|".join(heads)
-        begin = f"/{_BEFORE_CALL}({any_head})(?s:.*)/"
+        # The name decides about the arguments, so that it comes first.
+        begin = f'/{_BEFORE_CALL}({any_head}|"(arguments|parameters))(?s:.*)/'
         plain = f"/(?s:.+)/ & ~{begin}"
         markers = (OPEN, PYTHON_TAG)
         written = [text for text in markers if text not in self._syntax.marker_tokens]
@@ -283,8 +284,7 @@ class _Calls:
 _BEFORE_CALL = (
     rf"[ \t\r\n;,\]]*((```|<\/tool_call>)[ \t\r\n;,]*)?(```(json|tool_call)?)?"
     rf"{_BLANKS}\[?{_BLANKS}\{{{_BLANKS}"
-    rf'("type"{_BLANKS}:{_BLANKS}"function"{_BLANKS},{_BLANKS}'
-    rf'|"id"{_BLANKS}:{_BLANKS}"[^"\\]*"{_BLANKS},{_BLANKS})*'
+    rf'("(type|id)"{_BLANKS}:{_BLANKS}"[^"\\]*"{_BLANKS},{_BLANKS})*'
 )
 """What a call without a marker may begin with, up to its name."""
 

@@ -16,7 +16,8 @@ MARKERS = (OPEN, CLOSE, PYTHON_TAG)
 _STARTS = (OPEN, PYTHON_TAG)
 _FENCES = ("```json", "```tool_call", "```")
 _FENCE = "```"
-_FIRST_KEYS = ("name", "arguments", "parameters", "type", "id")
+_BEFORE_NAME = ("type", "id")
+_FIRST_KEYS = ("name", "arguments", "parameters", *_BEFORE_NAME)
 _HEADS = tuple(f'{opening}"{key}"' for opening in ("{", "[{") for key in _FIRST_KEYS)
 """What calls without a marker begin with, without whitespace."""
 _HEAD_LENGTH = 64
@@ -90,6 +91,8 @@ class ToolCallParser:
         has_schema: Whether the answer may also be JSON of a schema, which is no call, whatever its
             keys, unless it names a function.
         only_calls: Whether the answer has nothing but calls.
+        strict: Functions whose calls the answer's grammar binds: what names them in a form that the
+            grammar leaves free is no call.
     """
 
     def __init__(
@@ -98,8 +101,10 @@ class ToolCallParser:
         no_arguments: Collection[str] = (),
         has_schema: bool = False,
         only_calls: bool = False,
+        strict: Collection[str] = (),
     ) -> None:
         self._names, self._has_schema, self._only_calls = names, has_schema, only_calls
+        self._strict = strict
         self._no_arguments = () if has_schema else no_arguments
         self._text = ""  # not yet decided
         self._blank = ""  # whitespace that a call may follow
@@ -219,6 +224,7 @@ class ToolCallParser:
         if not isinstance(entry, dict):
             return None
         inner = entry.get("function")
+        is_bound = _is_bound(entry)
         if is_marked and isinstance(inner, dict) and "name" not in entry:
             entry = inner  # as in OpenAI's messages
         name = entry.get("name")
@@ -231,7 +237,7 @@ class ToolCallParser:
             arguments = {}
         if isinstance(arguments, str):  # JSON in a string, as in OpenAI's messages
             arguments = parse_object(arguments, strict=False)
-        if not isinstance(arguments, dict):
+        if not isinstance(arguments, dict) or (arguments and name in self._strict and not is_bound):
             return None
         text = json.dumps(arguments, ensure_ascii=False)
         if not _is_writable(text):  # half of a surrogate pair
@@ -289,6 +295,16 @@ def _partial_length(text: str) -> int:
         if any(tag.startswith(text[-length:]) for tag in _STARTS):
             return length
     return 0
+
+
+def _is_bound(entry: dict[str, Any]) -> bool:
+    """Return whether a grammar binds a call's arguments: they follow its name and end it."""
+    *before, name, arguments = ["", "", *entry]
+    return (
+        name == "name"
+        and arguments in ("arguments", "parameters")
+        and not {*before} - {"", *_BEFORE_NAME}
+    )
 
 
 def _string(source: str) -> str | None:
