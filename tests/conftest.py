@@ -66,6 +66,7 @@ def _exact_fractions(request, monkeypatch):
     """Let fractions of the short texts of exactness tests be exact; others test the floor."""
     exact = {"cache", "engine", "families", "integration", "offload", "policy", "vllm_plugin"}
     tests_floor = request.path.stem in ("test_constructor", "test_arguments")
+    tests_floor = tests_floor or "floor" in request.node.keywords
     if request.path.parent.name in exact and not tests_floor:
         monkeypatch.setattr("h2okv.config.LEAST_ENTRIES", 0)
 

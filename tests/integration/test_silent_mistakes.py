@@ -102,6 +102,7 @@ def test_a_loaded_cache_knows_what_it_has_seen(model, tmp_path):
     assert len(warned(lambda: model(ids(20), **{CACHE: loaded}))) == 1
 
 
+@pytest.mark.floor
 def test_short_prompts_are_not_ruined(model):
     """Keep what fits into the floor: the text is the full cache's."""
     expected = model.generate(ids(40), **OPTIONS, **{CACHE: h2okv.H2OCache(model, budget="full")})

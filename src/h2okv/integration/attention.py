@@ -150,7 +150,9 @@ def _check_columns(attention_mask: Tensor, seen: Any, length: int) -> None:
         raise ValueError(
             f"attention_mask of shape {list(attention_mask.shape)} must have a column for each of "
             f"the {int(seen)} tokens seen and the {length} new ones, padding included: give "
-            f"[batch, {needed}], 0 for padding and 1 for text, or no mask if nothing is padding."
+            f"[batch, {needed}], 0 for padding and 1 for text, or no mask if nothing is padding. "
+            f"For a further turn call generate(**cache.next_turn(input_ids), {CACHE}=cache); "
+            "otherwise leave out use_cache=False, or call cache.reset() to read a new text."
         )
 
 
