@@ -36,7 +36,8 @@ def run(model, compile, mask=None, ids=None, **options):
             ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False
         )
         cache.check_integrity()
-        output = model.generate(output, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+        turn = cache.next_turn(output)
+        output = model.generate(**turn, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
     return output, cache
 
 
