@@ -104,9 +104,10 @@ def test_taking_slots_in_their_order_changes_nothing(make_llama, kept_sets, dtyp
         if step == 10:
             for cache in (in_order, searched):
                 CHANGES[change](model, cache)
-        counts.append(in_order.layers[0].slots.filled)
+        tail = in_order.layers[0].slots.tail
+        counts.append(tail and tail.end)
         for layer in searched.layers:
-            layer.slots.filled = None
+            layer.slots.tail = None
         token = tokens(1, batch=in_order.layers[0].batch_size, seed=step)
         logits, expected = (model(token, past_key_values=c).logits for c in (in_order, searched))
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)

@@ -15,6 +15,7 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
+from h2okv.ops.append import append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
 from h2okv.ops.decode import StepRules, decode_step, keep_indices, protected_entries
 from h2okv.ops.dispatch import operations
@@ -40,7 +41,7 @@ class SlotLayer(CacheLayer):
 
     def move(self, device: torch.device) -> None:
         super().move(device)
-        self.slots.operations = self.slots.filled = None
+        self.slots.operations = self.slots.tail = None
 
     def end_steps(self) -> None:
         if self.deferred is not None:
@@ -191,46 +192,64 @@ class SlotLayer(CacheLayer):
         return block.length == 1 and self.holds_entries and is_plain
 
     def _read_token(self, block: Block) -> Tensor:
-        query, key, value, real, _, _, scale, softcap, *_ = block
-        state, slots, rotations = self.state, self.slots, self.rotations
-        is_compiling, filled = torch.compiler.is_compiling(), None
+        state, slots = self.state, self.slots
+        is_compiling = torch.compiler.is_compiling()
         if is_compiling:  # a count that changes would compile the step again
             slots.make_static(state, self.dtype)
         else:
             slots.count_down(state, self.dtype)
-            filled = slots.filled
         if self.scores_spans:
             assert self.spans is not None
             self.spans.add_queries(state, block)
-        if filled is not None:  # after padding the slots may no longer be taken in their order
-            slots.filled = filled + 1 if real is None else None
         if not slots.is_plain_sum:
             self._prepare_step(block)
+        run = self._step_operation(block.query)
+        tail, slots.tail = slots.tail, None  # any other step takes other slots
+        if run is decode_step and tail and self.log is None and block.real is None:
+            rules = StepRules(
+                block.scale, state.recent, softcap=block.softcap, adds=slots.adds,
+                sink_logits=self.sink_logits,
+            )  # fmt: skip
+            output = append_step(block.query, block.key, block.value, state, rules, tail)
+            slots.tail = tail if tail.steps else None
+            if self.ends_forward:
+                self.end_steps()
+        else:
+            output = self._evicting_step(run, block)
+        self.cumulative_length += 1
+        if self.spans is not None and not is_compiling:
+            self.end_step()
+        return output
+
+    def _step_operation(self, query: Tensor) -> Callable[..., Tensor]:
+        # On a CPU inductor makes more of operations that it sees than of a package of its own.
+        is_seen = torch.compiler.is_compiling() and not query.is_cuda
+        if is_seen or self.state.head_of_slot is not None:
+            return decode_step
+        if self.slots.operations is None:
+            self._choose_operations(query)
+        assert self.slots.operations is not None
+        return self.slots.operations.step
+
+    def _evicting_step(self, run: Callable[..., Tensor], block: Block) -> Tensor:
+        """Run a token through slots in any order, evicting where spans are of one token."""
+        query, key, value, real, _, _, scale, softcap, *_ = block
+        state, slots, rotations = self.state, self.slots, self.rotations
         if rotations.rolling is not None and rotations.tables is None:
             rotations.make_tables(self._rank_limit(1))
         # A ranking by the scores alone is what a kernel can do.
         rank = None if slots.ranks_by_sums or self.rule.sees is Sees.WINDOW else self._rank
         sink = state.sink if slots.has_sinks else None
         rules = StepRules(
-            scale, state.recent, sink, softcap, rotations.tables, rank, slots.is_full, filled,
+            scale, state.recent, sink, softcap, rotations.tables, rank, slots.is_full,
             evicts=self.spans is None, adds=slots.adds, sink_logits=self.sink_logits,
         )  # fmt: skip
-        run = decode_step
-        # On a CPU inductor makes more of operations that it sees than of a package of its own.
-        if not (is_compiling and not query.is_cuda) and state.head_of_slot is None:
-            if slots.operations is None:
-                self._choose_operations(query)
-            assert slots.operations is not None
-            run = slots.operations.step
         may_wait = slots.is_full and self.deferred is not None and self.log is None
         if may_wait and run is decode_step and real is None:
             rules = rules._replace(deferred=self.deferred.takes(self, rules))
         output = run(query, key, value, state, rules, real)
-        if self.deferred is not None and not is_compiling:
+        if self.deferred is not None and not torch.compiler.is_compiling():
             self.deferred.add(self, rules)
-        self.cumulative_length += 1
-        if self.spans is not None and not is_compiling:
-            self.end_step()
         return output
 
     def plan(self) -> dict[str, Any] | None:
@@ -252,7 +271,7 @@ class SlotLayer(CacheLayer):
         state = self.state
         if self.rule.scoring.factor is not None:
             state.scores.copy_(self._decayed(state.scores, block.counts()))
-        if state.value_weights is not None:
+        if state.value_weights is not None and self.slots.adds:  # else a cut weighs what came since
             weights = self.rule.value_weights(self.storage.values.round(block.value))
             state.value_weights.scatter_(-1, state.free_slot, weights.view_as(state.free_slot))
 

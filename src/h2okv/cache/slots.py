@@ -17,6 +17,7 @@ from h2okv.cache.slot_state import (
     slots_for,
 )
 from h2okv.config import TokenBudget
+from h2okv.ops.append import Tail
 from h2okv.ops.compaction import pick, share_slots
 from h2okv.ops.dispatch import Operations
 from h2okv.policy import Rule, Sees
@@ -56,20 +57,20 @@ class SlotPlan:
         self.steps_to_cut = 0
         # Whether no slot but the free one is empty, in any sequence.
         self.is_full = False
-        # Entries of every sequence and head, as long as all take their slots in order.
-        self.filled: int | None = None
+        # The next slots, as long as all heads take them in their order and nothing is evicted.
+        self.tail: Tail | None = None
         # Sinks and recent tokens that each sequence's budget protects.
         self.protected: tuple[tuple[int, int], ...] = ()
         self.has_sinks = True
         self.num_evicted = 0  # on the meta device
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave the operations out of a pickle: they are chosen for a machine."""
-        return vars(self) | {"operations": None}
+        """Leave out of a pickle what is chosen for a machine and what the slots tell."""
+        return vars(self) | {"operations": None, "tail": None}
 
     def counters(self) -> dict[str, Any]:
         """Return what steps count, for steps that are taken back."""
-        names = ("capacity", "steps_left", "steps_to_cut", "is_full", "filled")
+        names = ("capacity", "steps_left", "steps_to_cut", "is_full")
         return {name: getattr(self, name) for name in names}
 
     def store(
@@ -169,7 +170,7 @@ class SlotPlan:
             self._add_slots(state, dtype, self.capacity)
             if not torch.compiler.is_compiling():
                 self.refresh(state, dtype)
-        self.filled = None  # compiled steps do not count
+        self.tail = None  # compiled steps do not count
 
     def count_down(self, state: SlotState, dtype: torch.dtype) -> None:
         """Count a step, and look after the slots where it is due; mutates both."""
@@ -195,11 +196,9 @@ class SlotPlan:
             if state.num_slots != self.capacity:
                 steps.append(state.num_slots - largest - 1)
         self.steps_left = -1 if self.is_full else min(steps, default=-1)
-        self.filled = None
         if self.span > 1:
             self.count_to_cut(state)
-        if not self.is_full and self.steps_left:
-            self.filled = self._find_filled(state, counts)
+        self.tail = None if self.is_full else self._find_tail(state, counts)
 
     def count_to_cut(self, state: SlotState) -> None:
         """Count the steps until a sequence's span ends; mutates the plan; a host sync."""
@@ -260,22 +259,27 @@ class SlotPlan:
         self.protected = tuple((budget.sink, budget.recent) for budget in budgets)
         self.has_sinks = any(sink for sink, _ in self.protected)
 
-    def _find_filled(self, state: SlotState, counts: Tensor) -> int | None:
-        """Return the entries of every sequence and head, if they are in the first slots.
+    def _find_tail(self, state: SlotState, counts: Tensor) -> Tail | None:
+        """Return the slots that the next steps fill, evicting nothing; `None` where they look.
 
-        On a CPU a step that takes the next slot has half as many operations as one that looks for
-        it. The scores of the other slots become zero; mutates the state.
+        The scores of the slots without an entry become 0; mutates the state.
         """
-        is_plain = state.ranks is None and not self.storage.is_packed and state.head_of_slot is None
         has_mask = self.rule.is_bounded and state.slot_mask is not None
-        if self._is_static(state) or not is_plain or has_mask:
+        if state.ranks is not None or self.storage.is_packed or has_mask:
             return None
-        filled = int(counts.flatten()[0])
-        in_order = (counts == filled) & (state.free_slot == filled)
-        if not bool(in_order.all() & (state.positions[..., :filled] >= 0).all()):
-            return None
-        state.scores[..., filled:] = 0.0
-        return filled
+        with ordinary_tensors():
+            tail = Tail.of(state)
+            if tail is None:
+                return None
+            if self.span == 1:
+                tail.steps -= 1  # one slot is free after each step
+                if self.rule.is_bounded:
+                    tail.steps = min(tail.steps, int((state.total - counts).min()))
+            if tail.steps <= 0:
+                return None
+            if self.adds:
+                state.scores.masked_fill_(state.positions < 0, 0.0)
+        return tail
 
     def _add_slots(self, state: SlotState, dtype: torch.dtype, num_slots: int = 0) -> None:
         """Grow to ``num_slots``; shared rows to the capacity or by some slots for each head."""

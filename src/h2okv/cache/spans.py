@@ -56,6 +56,16 @@ class Spans:
                 no_positions = torch.full((batch, self.length), -1, device=query.device)
                 state.query_positions = no_positions
         state.scaling = block.scale, block.softcap
+        assert state.query_positions is not None
+        if block.real is None and batch == length == 1:  # a step, in few operations
+            column = state.num_real_tokens % self.length
+            state.queries.index_copy_(2, column, query)
+            if block.position_ids is None:
+                state.query_positions.index_fill_(1, column, 0)
+            else:
+                placed = block.position_ids[:, 0, :, 0].to(state.query_positions.dtype)
+                state.query_positions.index_copy_(1, column, placed)
+            return
         order, real = torch.arange(length, device=state.device).expand(batch, length), block.real
         if real is not None:
             order = real.cumsum(dim=1) - 1
@@ -75,7 +85,6 @@ class Spans:
             index, query = (sequences, slice(None), columns), query[sequences, :, tokens]
             position_ids = position_ids[sequences, tokens]
         state.queries[index] = query
-        assert state.query_positions is not None
         state.query_positions[index[0], index[2]] = position_ids
 
     def take_queries(
@@ -141,6 +150,9 @@ class Spans:
         protected = protected_entries(positions, layer.newest(), state.sink, state.recent)
         rank = layer.rank_block(entries)
         indices, is_kept = keep_indices(rank, positions, protected, total, int(total.max()))
+        if state.value_weights is not None:
+            values = layer.storage.values.read(state.values, layer.dtype)
+            state.value_weights.copy_(layer.rule.value_weights(values))
         layer.slots.compact(state, entries.scores, indices, is_kept)
         if state.ranks is not None:
             state.ranks.copy_(ranks_of(state.positions))

@@ -408,8 +408,11 @@ def mean_queries(states: Tensor, num_kv_heads: int, max_heads: int = HEADS_OF_ME
     if groups == 1 or max_heads == 1:
         return states
     count = num_means(groups, max_heads)
-    sets = states.unflatten(1, (num_kv_heads, groups)).tensor_split(count, dim=2)
     wide = torch.promote_types(states.dtype, torch.float32)
+    if states.shape[2:-1] == (1,) and groups % count == 0:  # a single token: one operation
+        means = states.unflatten(1, (-1, groups // count)).mean(dim=2, dtype=wide)
+        return means.to(states.dtype)
+    sets = states.unflatten(1, (num_kv_heads, groups)).tensor_split(count, dim=2)
     means = states.new_empty(*sets[0].shape[:2], count, *states.shape[2:], dtype=wide)
     for number, heads in enumerate(sets):
         mean = means[:, :, number].copy_(heads[:, :, 0])

@@ -19,9 +19,6 @@ from h2okv.ops.rope import rotate
 _ROTATE_ELEMENTS = 5 << 17
 # Query heads of a KV head up to which its keys are better read for each of them than once.
 _FUSED_GROUPS = 8
-# Slots by which the products of a step that fills them grow, in dtypes of fewer bits than fp32.
-_SHAPE_STEP = 64
-attend_without_scores = torch.nn.functional.scaled_dot_product_attention
 # Added to a position, it sorts behind every other; no sequence is that long.
 BEHIND_ALL = 1 << 30
 
@@ -90,12 +87,6 @@ def _first_slots_of(rows: int, num_slots: int) -> Tensor:
     """Return the first slot of each row; an ordinary tensor, also under inference_mode."""
     with torch.inference_mode(False):
         return torch.arange(0, rows * num_slots, num_slots)
-
-
-@functools.lru_cache(maxsize=4096)
-def _index_of(slot: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor([slot])
 
 
 @functools.lru_cache(maxsize=64)
@@ -405,9 +396,6 @@ class StepRules(NamedTuple):
     # goes first; None: the scores decide.
     priority: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     full: bool = False  # no slot but the free one is empty, which saves looking for those
-    # Entries that every sequence and head has in its first slots, where no other is taken and the
-    # budget leaves room for one more; None if that is not so, or not known.
-    filled: int | None = None
     # `ops.deferred` ends the step: for full slots without ranks or priority, and no padding.
     deferred: bool = False
     # Whether the step evicts; without, the token takes the next slot, and its layer sees to it that
@@ -440,8 +428,6 @@ def decode_step(
     Returns:
         ``[B, HQ, 1, Dv]`` in the values' dtype; in the query's if they are packed.
     """
-    if rules.filled is not None and real is None:
-        return _fill_slot(query, key, value, slots, rules, rules.filled)
     full = rules.full and real is None
     query, ranks = rank_new(query, slots, rules, full, real)
     _write_both(slots, key, value)
@@ -494,41 +480,6 @@ def is_number(tensor: Tensor) -> bool:
     """Tell whether a tensor is one number that can be read without waiting."""
     on_host = tensor.numel() == 1 and tensor.device.type == "cpu"
     return on_host and not torch.compiler.is_compiling()
-
-
-def _fill_slot(
-    query: Tensor, key: Tensor, value: Tensor, slots: Any, rules: StepRules, filled: int
-) -> Tensor:
-    """Run a step whose token takes the next slot; nothing is evicted."""
-    # One operation each; a narrow view to copy to would be a second.
-    slot = _index_of(filled)
-    slots.keys.index_copy_(2, slot, key)
-    slots.values.index_copy_(2, slot, value)
-    if is_number(slots.num_real_tokens):
-        slots.positions.index_fill_(2, slot, int(slots.num_real_tokens))
-    else:
-        slots.positions.narrow(2, filled, 1).copy_(slots.num_real_tokens.view(-1, 1, 1))
-    end, hidden = filled + 1, None
-    if value.dtype.itemsize < 4:
-        # Each new shape of a product in few bits costs its library more than the product itself.
-        end = min(-(-end // _SHAPE_STEP) * _SHAPE_STEP, slots.positions.shape[2])
-        hidden = slots.positions.narrow(2, 0, end) < 0
-    keys, values = slots.keys.narrow(2, 0, end), slots.values.narrow(2, 0, end)
-    is_plain = hidden is None and rules.softcap is None and rules.sink_logits is None
-    if is_plain and not rules.adds:
-        # The query heads of a KV head as several tokens, which all see every entry.
-        rows = query.reshape(*keys.shape[:2], -1, query.shape[-1])
-        output = attend_without_scores(rows, keys, values, scale=rules.scale)
-        output = output.reshape(*query.shape[:3], -1)
-    else:
-        scores = slots.scores.narrow(2, 0, end) if rules.adds else None
-        output, _ = decode_with_scores(
-            query, keys, values, hidden, rules.scale, rules.softcap, None, scores,
-            rules.sink_logits,
-        )  # fmt: skip
-    slots.num_real_tokens.add_(1)
-    slots.free_slot.add_(1)
-    return output
 
 
 def rank_new(
