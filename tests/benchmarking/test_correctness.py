@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-import h2okv.cache.slot_layer as cache_layer
+import h2okv.cache.layer as cache_layer
 import h2okv.ops.decode as step
 from h2okv.benchmarking import comparison
 from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
@@ -51,11 +51,11 @@ def test_nan_fails_the_check(build, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_wrong_evictions_fail(build, monkeypatch, dtype):
-    right = cache_layer.keep_indices
+    right = cache_layer.choose
 
     def upside_down(priority, *args):
         return right(-priority, *args)
 
-    monkeypatch.setattr(cache_layer, "keep_indices", upside_down)
+    monkeypatch.setattr(cache_layer, "choose", upside_down)
     with pytest.raises(CheckFailedError, match="keeps other entries"):
         check_h2o(build(dtype))

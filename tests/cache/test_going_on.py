@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, StaticCache
 
 import h2okv
-import h2okv.cache.slot_layer as cache_layer
+import h2okv.cache.layer as cache_layer
 from h2okv.policy import get_rule
 
 SMALL = {"heavy": 5, "recent": 4}
@@ -288,7 +288,7 @@ def test_an_interruption_within_a_layer_is_noticed(make_llama, monkeypatch, chun
     ids = torch.randint(2, 97, (1, 30), generator=torch.Generator().manual_seed(4))
     cache = h2okv.H2OCache(model.config, 4, 4, prefill_chunk=chunk)
     h2okv.prefill(model, ids, cache)
-    calls, keep = [], cache_layer.keep_indices
+    calls, keep = [], cache_layer.choose
 
     def interrupted(*args):
         calls.append(args)
@@ -297,7 +297,7 @@ def test_an_interruption_within_a_layer_is_noticed(make_llama, monkeypatch, chun
         return keep(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache_layer, "keep_indices", interrupted)
+        patch.setattr(cache_layer, "choose", interrupted)
         with pytest.raises(KeyboardInterrupt):
             h2okv.prefill(model, ids, cache)
     with pytest.raises(ValueError, match=r"interrupted.*cache\.reset"):

@@ -77,7 +77,7 @@ def test_steps_equal_the_formula(counts, dtype, options):
     tail, totals = Tail.of(slots), {}
     assert tail.steps == 6
     assert (tail.end is not None) == (counts == "heads and sequences alike")
-    for step in range(6):
+    for _ in range(6):
         query = torch.randn(2, HEADS * GROUPS, 1, SIZE).to(dtype)
         key, value = (torch.randn(2, HEADS, 1, SIZE).to(dtype) for _ in "kv")
         for sequence in range(2):

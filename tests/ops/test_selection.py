@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 
+from h2okv.ops.choice import choose, protected_entries
 from h2okv.ops.compaction import compact
-from h2okv.ops.decode import Slots, StepRules, evict_one, keep_indices, protected_entries
+from h2okv.ops.decode import Slots, StepRules, evict_one
 
 
 @st.composite
@@ -54,7 +55,7 @@ def ranked(priority, positions, newest, sink, recent):
 
 @settings(max_examples=examples(300), deadline=None)
 @given(data=st.data(), layer=layers())
-def test_keep_indices_against_a_sort(data, layer):
+def test_choose_against_a_sort(data, layer):
     priority, positions, newest = layer
     batch, heads, _ = positions.shape
     sinks = [data.draw(st.integers(0, 2)) for _ in range(batch)]
@@ -64,7 +65,7 @@ def test_keep_indices_against_a_sort(data, layer):
         s + r + data.draw(st.integers(0, 4)) or 1 for s, r in zip(sinks, recents, strict=True)
     ]
     protected = protected_entries(positions, newest, column(sinks), column(recents))
-    indices, is_kept = keep_indices(priority, positions, protected, column(totals), max(totals))
+    indices, is_kept = choose(priority, positions, protected, column(totals), max(totals))
     for row in range(batch):
         for head in range(heads):
             order = ranked(

@@ -17,6 +17,7 @@ from h2okv.cache.slot_state import is_cast
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_finite, check_prompt, check_window
 from h2okv.ops.attention import HEADS_OF_MEAN, expected_attention, mean_queries
+from h2okv.ops.choice import choose, protected_entries
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import BlockView, Sees
 
@@ -383,6 +384,12 @@ class CacheLayer(BaseLayer):
         if self.rule.observes is Sees.KEYS:
             keys = self.storage.keys.as_stored(entries.key, entries.past, self.state.key_transform)
         return self._rank(entries.scores, entries.positions, self.newest(), weights, keys)
+
+    def choose(self, entries: BlockEntries, total: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+        """Choose the entries that stay at a cut; arguments and result as of `ops.choice.choose`."""
+        state, positions = self.state, entries.positions
+        protected = protected_entries(positions, self.newest(), state.sink, state.recent)
+        return choose(self.rank_block(entries), positions, protected, total, limit)
 
     def _rank(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import rotate_to_ranks
-from h2okv.ops.decode import protected_entries
+from h2okv.ops.choice import protected_entries
 from h2okv.ops.reference import attention_with_scores, compute_dtype
 from h2okv.policy import Sees
 

@@ -17,7 +17,7 @@ from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
 from h2okv.ops.append import append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
-from h2okv.ops.decode import StepRules, decode_step, keep_indices, protected_entries
+from h2okv.ops.decode import StepRules, decode_step
 from h2okv.ops.dispatch import operations
 from h2okv.ops.reference import Visibility
 from h2okv.policy import Sees
@@ -41,7 +41,8 @@ class SlotLayer(CacheLayer):
 
     def move(self, device: torch.device) -> None:
         super().move(device)
-        self.slots.operations = self.slots.tail = None
+        self.slots.operations = None
+        self.slots.drop_tail()
 
     def end_steps(self) -> None:
         if self.deferred is not None:
@@ -168,9 +169,7 @@ class SlotLayer(CacheLayer):
         elif self.spans is not None:
             total = self.spans.totals(state, positions, self.is_late)
             limit = int(total.max())
-        protected = protected_entries(positions, self.newest(), state.sink, state.recent)
-        rank = self.rank_block(entries)
-        slots.store(state, entries, *keep_indices(rank, positions, protected, total, limit))
+        slots.store(state, entries, *self.choose(entries, total, limit))
         if self.rotations.rolling is not None:
             with ordinary_tensors():
                 state.ranks = ranks_of(state.positions)
@@ -204,17 +203,18 @@ class SlotLayer(CacheLayer):
         if not slots.is_plain_sum:
             self._prepare_step(block)
         run = self._step_operation(block.query)
-        tail, slots.tail = slots.tail, None  # any other step takes other slots
-        if run is decode_step and tail and self.log is None and block.real is None:
+        is_plain = run is decode_step and self.log is None and block.real is None
+        tail = slots.take_tail(state) if is_plain and not is_compiling else None
+        if tail is not None:
             rules = StepRules(
                 block.scale, state.recent, softcap=block.softcap, adds=slots.adds,
                 sink_logits=self.sink_logits,
             )  # fmt: skip
             output = append_step(block.query, block.key, block.value, state, rules, tail)
-            slots.tail = tail if tail.steps else None
             if self.ends_forward:
                 self.end_steps()
         else:
+            slots.drop_tail()
             output = self._evicting_step(run, block)
         self.cumulative_length += 1
         if self.spans is not None and not is_compiling:

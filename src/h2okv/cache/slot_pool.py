@@ -134,7 +134,7 @@ class SlotBookkeeping:
         slots = layer.slots
         slots.steps_to_cut = self.span - max(self._phases)
         is_even = is_even and self.span == 1
-        slots.is_full, slots.tail = is_even and left == 0, None
+        slots.is_full, slots.looks_for_tail = is_even and left == 0, True
         slots.steps_left = left if is_even and left else -1
         slots.protect(self.budgets)
 

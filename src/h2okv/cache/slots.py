@@ -57,8 +57,10 @@ class SlotPlan:
         self.steps_to_cut = 0
         # Whether no slot but the free one is empty, in any sequence.
         self.is_full = False
-        # The next slots, as long as all heads take them in their order and nothing is evicted.
+        # The next slots, as long as all heads take them in their order and nothing is evicted; the
+        # first step after a change looks for them.
         self.tail: Tail | None = None
+        self.looks_for_tail = True
         # Sinks and recent tokens that each sequence's budget protects.
         self.protected: tuple[tuple[int, int], ...] = ()
         self.has_sinks = True
@@ -66,7 +68,7 @@ class SlotPlan:
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out of a pickle what is chosen for a machine and what the slots tell."""
-        return vars(self) | {"operations": None, "tail": None}
+        return vars(self) | {"operations": None, "tail": None, "looks_for_tail": True}
 
     def counters(self) -> dict[str, Any]:
         """Return what steps count, for steps that are taken back."""
@@ -170,7 +172,6 @@ class SlotPlan:
             self._add_slots(state, dtype, self.capacity)
             if not torch.compiler.is_compiling():
                 self.refresh(state, dtype)
-        self.tail = None  # compiled steps do not count
 
     def count_down(self, state: SlotState, dtype: torch.dtype) -> None:
         """Count a step, and look after the slots where it is due; mutates both."""
@@ -198,7 +199,7 @@ class SlotPlan:
         self.steps_left = -1 if self.is_full else min(steps, default=-1)
         if self.span > 1:
             self.count_to_cut(state)
-        self.tail = None if self.is_full else self._find_tail(state, counts)
+        self.tail, self.looks_for_tail = None, True
 
     def count_to_cut(self, state: SlotState) -> None:
         """Count the steps until a sequence's span ends; mutates the plan; a host sync."""
@@ -259,13 +260,23 @@ class SlotPlan:
         self.protected = tuple((budget.sink, budget.recent) for budget in budgets)
         self.has_sinks = any(sink for sink, _ in self.protected)
 
-    def _find_tail(self, state: SlotState, counts: Tensor) -> Tail | None:
-        """Return the slots that the next steps fill, evicting nothing; `None` where they look.
+    def take_tail(self, state: SlotState) -> Tail | None:
+        """Return the slots that a step fills, evicting nothing; `None` where it must look.
 
-        The scores of the slots without an entry become 0; mutates the state.
+        A step that does not use it must call `drop_tail`. Mutates the plan.
         """
+        if self.looks_for_tail:
+            self.tail, self.looks_for_tail = self._find_tail(state), False
+        return self.tail if self.tail is not None and self.tail.fits(state) else None
+
+    def drop_tail(self) -> None:
+        """Forget the tail, as a step takes other slots; mutates the plan."""
+        self.tail, self.looks_for_tail = None, False
+
+    def _find_tail(self, state: SlotState) -> Tail | None:
+        """Look for the tail; the scores of slots without an entry become 0; mutates the state."""
         has_mask = self.rule.is_bounded and state.slot_mask is not None
-        if state.ranks is not None or self.storage.is_packed or has_mask:
+        if self.is_full or state.ranks is not None or self.storage.is_packed or has_mask:
             return None
         with ordinary_tensors():
             tail = Tail.of(state)
@@ -274,11 +285,8 @@ class SlotPlan:
             if self.span == 1:
                 tail.steps -= 1  # one slot is free after each step
                 if self.rule.is_bounded:
-                    tail.steps = min(tail.steps, int((state.total - counts).min()))
-            if tail.steps <= 0:
-                return None
-            if self.adds:
-                state.scores.masked_fill_(state.positions < 0, 0.0)
+                    tail.steps = min(tail.steps, int((state.total - state.counts()).min()))
+            state.scores.masked_fill_(state.positions < 0, 0.0)
         return tail
 
     def _add_slots(self, state: SlotState, dtype: torch.dtype, num_slots: int = 0) -> None:

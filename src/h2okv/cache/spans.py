@@ -13,7 +13,6 @@ from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.validation import check_finite
 from h2okv.ops.attention import mean_queries
-from h2okv.ops.decode import keep_indices, protected_entries
 
 
 @dataclass(frozen=True)
@@ -147,9 +146,7 @@ class Spans:
                 entries.attended_key = rotate_to_ranks(key, ranks_of(positions), factors)
             entries.scores = self.score(layer, entries)
         total = self.totals(state, positions)
-        protected = protected_entries(positions, layer.newest(), state.sink, state.recent)
-        rank = layer.rank_block(entries)
-        indices, is_kept = keep_indices(rank, positions, protected, total, int(total.max()))
+        indices, is_kept = layer.choose(entries, total, int(total.max()))
         if state.value_weights is not None:
             values = layer.storage.values.read(state.values, layer.dtype)
             state.value_weights.copy_(layer.rule.value_weights(values))

@@ -15,7 +15,7 @@ from torch import Tensor
 from h2okv.cache.argument import CACHE
 from h2okv.cache.rope import ranks_of
 from h2okv.cache.slot_state import SlotState
-from h2okv.ops.decode import protected_entries
+from h2okv.ops.choice import protected_entries
 from h2okv.policy import Sees
 
 

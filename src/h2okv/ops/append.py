@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2okv.ops.decode import Slots, StepRules, decode_with_scores, is_number
+from h2okv.ops.choice import is_number
+from h2okv.ops.decode import Slots, StepRules, decode_with_scores
 
 # Slots by which the products of a step grow, in dtypes of fewer bits than fp32: each new shape
 # costs their library more than the product itself.
@@ -22,6 +23,7 @@ class Tail:
     A step that uses it looks for nothing; one that does not makes it invalid.
     """
 
+    positions: Tensor  # those of the slots, whose place other tensors may take
     steps: int  # tokens that still find a slot
     free: Tensor  # int64 [B * H], the next slot of each head, among the slots of all rows
     end: int | None  # slots in use of each row; None where rows or their heads differ
@@ -51,7 +53,12 @@ class Tail:
             return None
         starts = torch.arange(0, batch * rows * num_slots, num_slots, device=index.device)
         flat = (starts.view(batch, rows, 1) + slots.free_slot).flatten()
-        return cls(steps, flat, first if first == last and rows == free.shape[1] else None)
+        end = first if first == last and rows == free.shape[1] else None
+        return cls(slots.positions, steps, flat, end)
+
+    def fits(self, slots: Slots) -> bool:
+        """Tell whether the slots still have the tensors of which this is the tail."""
+        return self.steps > 0 and slots.positions is self.positions
 
     def bias_of(self, slots: Slots, query: Tensor) -> Tensor:
         """Return the bias for queries ``[B, HQ, 1, D]``; mutates the tail."""

@@ -43,7 +43,7 @@ def share_slots(indices: Tensor, is_kept: Tensor, total: Tensor) -> tuple[Tensor
     """Put the entries of heads that keep different numbers into one row of slots.
 
     Args:
-        indices: int64 ``[B, H, K]``, as `keep_indices` returns them: evicted ones come last.
+        indices: int64 ``[B, H, K]``, as `choose` returns them: evicted ones come last.
         is_kept: bool ``[B, H, K]``.
         total: entries that each head has room for, int64 ``[B, H, 1]``; no fewer than are kept.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from h2okv.ops.choice import is_number, protected_entries
 from h2okv.ops.indexed import Indexed, mix_values
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_logits, packed_output
 from h2okv.ops.reference import compute_dtype, softmax
@@ -271,64 +272,6 @@ def _logits_at_ranks(query: Tensor, keys: Tensor, ranks: Ranks) -> Tensor:
     return logits
 
 
-def protected_entries(
-    positions: Tensor, newest: Tensor, sink: Tensor | None, recent: Tensor
-) -> Tensor:
-    """Mark the entries that eviction must not touch.
-
-    Args:
-        positions: original positions, ``[B, H, N]``; -1 for an empty slot (the mark means nothing
-            there).
-        newest: position of the newest token, ``[B, 1, 1]``.
-        sink: protected first positions, ``[B, 1, 1]``; ``None`` if there are none.
-        recent: protected newest positions, ``[B, 1, 1]``.
-
-    Returns:
-        bool ``[B, H, N]``.
-    """
-    # Numbers where they can be had for nothing; else of the positions' own dtype, as a comparison
-    # across dtypes converts the large side.
-    limit: Any
-    if is_number(newest) and is_number(recent):
-        limit = int(newest) - int(recent)
-    else:
-        limit = (newest - recent).to(positions.dtype)
-    protected = positions > limit
-    if sink is not None:
-        protected |= positions < sink.to(positions.dtype)
-    return protected
-
-
-def keep_indices(
-    priority: Tensor, positions: Tensor, protected: Tensor, total: Tensor, limit: int
-) -> tuple[Tensor, Tensor]:
-    """Chooses what stays after a block, for each sequence and head.
-
-    Args:
-        priority: fp32 ``[B, H, N]``; the lowest go first, on equal priority the older.
-        positions: int32 ``[B, H, N]``; -1 marks a slot without an entry.
-        protected: bool ``[B, H, N]``, entries that stay.
-        total: budget ``K`` of each sequence, int64 ``[B, 1, 1]``, or ``[B, H, 1]`` by head.
-        limit: the largest ``K`` of the batch.
-
-    Returns:
-        ``(indices, kept)``: int64 and bool ``[B, H, min(limit, N)]``. ``indices`` ascend; where
-        ``kept`` is False (a sequence with fewer entries than the limit) the index means nothing.
-    """
-    num_entries = priority.shape[-1]
-    rank = torch.where(protected, torch.inf, priority)
-    rank = torch.where(positions < 0, -torch.inf, rank)
-    # Two stable sorts, by position, then by rank: equal ranks stay in order of age.
-    by_age = positions.argsort(dim=-1, stable=True)
-    order = by_age.gather(-1, rank.gather(-1, by_age).argsort(dim=-1, stable=True))
-    size = min(limit, num_entries)
-    order = order[..., num_entries - size :]
-    place_from_end = torch.arange(size, 0, -1, device=priority.device)
-    is_kept = (place_from_end <= total) & (positions.gather(-1, order) >= 0)
-    indices = torch.where(is_kept, order, num_entries).sort(dim=-1).values
-    return indices.clamp(max=num_entries - 1), indices < num_entries
-
-
 @dataclass
 class Slots:
     """What a decode step reads and writes; it mutates every tensor but `slot_mask`.
@@ -474,12 +417,6 @@ def write_position(slots: Slots, real: Tensor | None) -> None:
     if real is not None:
         position = torch.where(real.unsqueeze(1), position, -1)
     slots.positions.scatter_(-1, slots.free_slot, position.expand_as(slots.free_slot))
-
-
-def is_number(tensor: Tensor) -> bool:
-    """Tell whether a tensor is one number that can be read without waiting."""
-    on_host = tensor.numel() == 1 and tensor.device.type == "cpu"
-    return on_host and not torch.compiler.is_compiling()
 
 
 def rank_new(

@@ -11,16 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from h2okv.ops.choice import is_number, protected_entries
 from h2okv.ops.compaction import NO_HEAD
-from h2okv.ops.decode import (
-    BEHIND_ALL,
-    Slots,
-    StepRules,
-    evict_one,
-    is_number,
-    protected_entries,
-    write_position,
-)
+from h2okv.ops.decode import BEHIND_ALL, Slots, StepRules, evict_one, write_position
 
 _MOVED = ("positions", "free_slot", "num_real_tokens")
 

@@ -222,7 +222,8 @@ class StateLayer(SlotLayer):
             self.state.queries = blocks.get("queries")
         if slots.operations is None and not torch.compiler.is_compiling():
             self._choose_operations(query)
-        slots.is_full, slots.steps_left, slots.tail = is_full and self.spans is None, -1, None
+        slots.is_full, slots.steps_left = is_full and self.spans is None, -1
+        slots.drop_tail()
         slots.has_sinks = self.largest.sink > 0
         token = Block(query, key, value, None, None, None, self.scale, self.softcap)
         output = self._read_token(token)

@@ -1,0 +1,76 @@
+"""Who leaves at a cut: the one order in which entries go.
+
+Protected entries never go. Of the others those with the lowest priority go first, and on equal
+priority the older. Steps that evict a single entry and the kernels implement the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Tell whether a tensor is one number that can be read without waiting."""
+    on_host = tensor.numel() == 1 and tensor.device.type == "cpu"
+    return on_host and not torch.compiler.is_compiling()
+
+
+def protected_entries(
+    positions: Tensor, newest: Tensor, sink: Tensor | None, recent: Tensor
+) -> Tensor:
+    """Mark the entries that eviction must not touch.
+
+    Args:
+        positions: original positions, ``[B, H, N]``; -1 for an empty slot (the mark means nothing
+            there).
+        newest: position of the newest token, ``[B, 1, 1]``.
+        sink: protected first positions, ``[B, 1, 1]``; ``None`` if there are none.
+        recent: protected newest positions, ``[B, 1, 1]``.
+
+    Returns:
+        bool ``[B, H, N]``.
+    """
+    # Numbers where they can be had for nothing; else of the positions' own dtype, as a comparison
+    # across dtypes converts the large side.
+    limit: Any
+    if is_number(newest) and is_number(recent):
+        limit = int(newest) - int(recent)
+    else:
+        limit = (newest - recent).to(positions.dtype)
+    protected = positions > limit
+    if sink is not None:
+        protected |= positions < sink.to(positions.dtype)
+    return protected
+
+
+def choose(
+    priority: Tensor, positions: Tensor, protected: Tensor, total: Tensor, limit: int
+) -> tuple[Tensor, Tensor]:
+    """Chooses what stays after a block, for each sequence and head.
+
+    Args:
+        priority: fp32 ``[B, H, N]``; the lowest go first, on equal priority the older.
+        positions: int32 ``[B, H, N]``; -1 marks a slot without an entry.
+        protected: bool ``[B, H, N]``, entries that stay.
+        total: budget ``K`` of each sequence, int64 ``[B, 1, 1]``, or ``[B, H, 1]`` by head.
+        limit: the largest ``K`` of the batch.
+
+    Returns:
+        ``(indices, kept)``: int64 and bool ``[B, H, min(limit, N)]``. ``indices`` ascend; where
+        ``kept`` is False (a sequence with fewer entries than the limit) the index means nothing.
+    """
+    num_entries = priority.shape[-1]
+    rank = torch.where(protected, torch.inf, priority)
+    rank = torch.where(positions < 0, -torch.inf, rank)
+    # Two stable sorts, by position, then by rank: equal ranks stay in order of age.
+    by_age = positions.argsort(dim=-1, stable=True)
+    order = by_age.gather(-1, rank.gather(-1, by_age).argsort(dim=-1, stable=True))
+    size = min(limit, num_entries)
+    order = order[..., num_entries - size :]
+    place_from_end = torch.arange(size, 0, -1, device=priority.device)
+    is_kept = (place_from_end <= total) & (positions.gather(-1, order) >= 0)
+    indices = torch.where(is_kept, order, num_entries).sort(dim=-1).values
+    return indices.clamp(max=num_entries - 1), indices < num_entries
