@@ -1,8 +1,8 @@
 """A CUDA device without a GPU, which counts what would be launched and where the host would wait.
 
-Tensors say that they are on ``cuda``; their numbers are on the CPU, and Triton's kernels run in its
-interpreter. So the package takes its way for GPUs, with right results, and every operation passes
-through one function here.
+Tensors say that they are on ``cuda``, and their numbers are on the CPU. So the package takes its way
+for GPUs, and every operation passes through one function here. Triton's kernels are counted; where
+results matter they also run, in Triton's interpreter, which is slow.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Counts:
 class _Device(TorchDispatchMode):
     """Sends every operation through `_run`, those without tensors too."""
 
-    def __init__(self, everywhere):
+    def __init__(self, runs_kernels, everywhere):
         super().__init__()
-        self.everywhere, self.counts = everywhere, None
+        self.runs_kernels, self.everywhere, self.counts = runs_kernels, everywhere, None
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         return _run(operation, args, kwargs or {}, self)
@@ -148,7 +148,8 @@ def _run(operation, args, kwargs, mode):
         kwargs = kwargs | {"device": torch.device("cpu")}
     result = operation(*_numbers(args), **_numbers(kwargs))
     if name in _ALLOCATIONS and result.is_floating_point():
-        result.fill_(torch.nan)  # nothing may rely on memory that was not written
+        # Nothing may rely on memory that was not written, except by kernels that do not run.
+        result.fill_(torch.nan if mode is not None and mode.runs_kernels else 0.0)
     if not on_device:
         return result
 
@@ -182,7 +183,7 @@ def _waits(operation, name, args, kwargs, target) -> bool:
 
 
 class _Kernel:
-    """A kernel of Triton whose launches on pretended tensors count; it runs in the interpreter."""
+    """A kernel of Triton whose launches count."""
 
     def __init__(self, name, kernel, device):
         self._name, self._kernel, self._device = name, kernel, device
@@ -190,6 +191,8 @@ class _Kernel:
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
             self._device.count(self._name, True, False)
+            if not self._device.runs_kernels:
+                return
             with torch.utils._python_dispatch._disable_current_modes():
                 self._kernel[grid](*_numbers(args), **_numbers(kwargs))
 
@@ -249,11 +252,12 @@ class _Properties:
 
 
 @contextmanager
-def pretended_device(patch, everywhere=False):
+def pretended_device(patch, runs_kernels=False, everywhere=False):
     """Make a pretended device for a block.
 
     Args:
         patch: pytest's `monkeypatch`.
+        runs_kernels: whether Triton's kernels run; else what they would write is left as it is.
         everywhere: whether to count what is launched by others than the package too.
 
     Yields:
@@ -261,7 +265,7 @@ def pretended_device(patch, everywhere=False):
     """
     from h2okv.ops import dispatch, triton_decode, triton_prefill
 
-    guards, device = _device_guards(), _Device(everywhere)
+    guards, device = _device_guards(), _Device(runs_kernels, everywhere)
     patch.setattr(torch.cuda, "_lazy_init", lambda: None)
     patch.setattr(torch.cuda, "get_device_properties", lambda device: _Properties)
     # Too old for PyTorch's fused attention that keeps the log-sum-exp: our kernel runs.
@@ -277,6 +281,8 @@ def pretended_device(patch, everywhere=False):
     caches = dispatch._load_kernels, dispatch._flash_agrees, dispatch._disagreement
     for cached in caches:
         cached.cache_clear()
+    if not runs_kernels:
+        patch.setattr(dispatch, "_disagreement", lambda case: None)
     guards[_CUDA] = guards[_META]
     torch._C._set_only_lift_cpu_tensors(True)  # then a tensor of Python numbers is a copy
     try:
