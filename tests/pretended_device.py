@@ -1,8 +1,8 @@
 """A CUDA device without a GPU, which counts what would be launched and where the host would wait.
 
-Tensors say that they are on ``cuda``, and their numbers are on the CPU. So the package takes its way
-for GPUs, and every operation passes through one function here. Triton's kernels are counted; where
-results matter they also run, in Triton's interpreter, which is slow.
+Tensors say that they are on ``cuda``, and their numbers are on the CPU. So the package takes its
+way for GPUs, and every operation passes through one function here. Triton's kernels are counted;
+where results matter they also run, in Triton's interpreter, which is slow.
 """
 
 from __future__ import annotations
@@ -207,14 +207,14 @@ class PretendedDevice:
 
     def to(self, module):
         """Move a module's parameters and buffers; mutates it."""
-        for part in module.modules():
-            for name, parameter in part._parameters.items():
+        for child in module.modules():
+            for name, parameter in child._parameters.items():
                 if parameter is not None:
                     moved = PretendedTensor(parameter.data)
-                    part._parameters[name] = torch.nn.Parameter(moved, requires_grad=False)
-            for name, buffer in part._buffers.items():
+                    child._parameters[name] = torch.nn.Parameter(moved, requires_grad=False)
+            for name, buffer in child._buffers.items():
                 if buffer is not None:
-                    part._buffers[name] = PretendedTensor(buffer)
+                    child._buffers[name] = PretendedTensor(buffer)
         return module
 
     @contextmanager
