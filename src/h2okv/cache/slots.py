@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,6 +62,10 @@ class SlotPlan:
         # Sinks and recent tokens that each sequence's budget protects.
         self.protected: tuple[tuple[int, int], ...] = ()
         self.has_sinks = True
+        # Whether each of the heads that share a row has all the slots that it may need.
+        self.has_all_slots = False
+        # Whether a cut has waited for an image, so that only the device knows what is held.
+        self.cut_late = False
         self.num_evicted = 0  # on the meta device
 
     def __getstate__(self) -> dict[str, object]:
@@ -69,7 +74,9 @@ class SlotPlan:
 
     def counters(self) -> dict[str, Any]:
         """Return what steps count, for steps that are taken back."""
-        names = ("capacity", "steps_left", "steps_to_cut", "is_full", "filled")
+        names = (
+            "capacity", "steps_left", "steps_to_cut", "is_full", "filled", "has_all_slots",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     def store(
@@ -77,7 +84,7 @@ class SlotPlan:
     ) -> None:
         """Fill new slots with the entries of indices ``[B, H, K]`` that are kept; mutates both."""
         if self.is_by_head:
-            self.capacity = int((state.total + self.span).sum(dim=1).max())
+            self.capacity = self.row_slots(state)
             self._share(state, entries, indices, is_kept, self._is_static(state))
             return
         num_slots = slots_for(indices.shape[2], self.capacity)
@@ -114,12 +121,14 @@ class SlotPlan:
     ) -> None:
         """Put the entries of all heads into one row of slots, with some to grow into or all."""
         room = limit = state.total + (self.span - 1)
+        num_slots, self.has_all_slots = self.row_slots(state), takes_all
         if not takes_all:
             room = is_kept.sum(dim=-1, keepdim=True)
             room = torch.minimum(limit, room + (room // 16).clamp_(min=MIN_GROWN_SLOTS))
-        indices, is_kept, head_of_slot = share_slots(indices, is_kept, room)
+            num_slots = int((room + 1).sum(dim=1).max())
+        indices, is_kept, head_of_slot = share_slots(indices, is_kept, room, num_slots)
         # Slots of no head are copied from any.
-        heads, num_slots = head_of_slot.long() % entries.key.shape[1], head_of_slot.shape[2]
+        heads = head_of_slot.long() % entries.key.shape[1]
         with ordinary_tensors():
             state.keys = self.storage.keys.compact(
                 entries.key, state.keys, indices, num_slots, heads, state.key_transform
@@ -135,6 +144,34 @@ class SlotPlan:
             is_empty = (state.positions < 0) & ~state.of_others()
             free = is_empty.to(torch.uint8).argmax(dim=-1)
             state.free_slot = free.unsqueeze(1)
+
+    # --- what the host knows ----------------------------------------------------------------------
+
+    def row_slots(self, state: SlotState) -> int:
+        """Return the slots of a row that heads share, of the sequence that needs most."""
+        return max(sum(total + self.span for total in heads) for heads in state.totals())
+
+    def head_slots(self, state: SlotState) -> int | None:
+        """Return the slots of the head that has most in a shared row; ``None`` if unknown."""
+        return max(map(max, state.totals())) + self.span if self.has_all_slots else None
+
+    def count_entries(self, state: SlotState) -> list[list[int]]:
+        """Return the entries of each sequence, and of each head where budgets differ.
+
+        They follow from the tokens seen: entries leave at cuts and nowhere else.
+        """
+        if self.cut_late:
+            return [heads[:, 0].tolist() for heads in state.counts()]
+        counts = []
+        for length, totals in zip(state.lengths(), state.totals(), strict=True):
+            after_cut = length % self.span
+            bounds = totals if self.rule.evicts else [length]
+            counts.append([min(length - after_cut, bound) + after_cut for bound in bounds])
+        return counts
+
+    def most_entries(self, state: SlotState) -> int:
+        """Return the entries of the head that holds most."""
+        return max(map(max, self.count_entries(state)))
 
     # --- sizes on the meta device: all slots of a budget from the first block on ------------------
 
@@ -179,17 +216,20 @@ class SlotPlan:
             self.steps_left -= 1
 
     def refresh(self, state: SlotState, dtype: torch.dtype) -> None:
-        """Note what steps may leave out, and make slots for them; seldom, as the device waits."""
-        counts = state.counts()
+        """Note what steps may leave out, and make slots for them."""
+        counts = self.count_entries(state)
         self.protect(state.budgets)
         # Sequences with different budgets are never full all together.
         is_even = self.rule.is_bounded and state.slot_mask is None and self.span == 1
-        steps = [int((state.total - counts).max())] if is_even else []
+        steps = []
+        if is_even:
+            pairs = zip(state.totals(), counts, strict=True)
+            steps.append(max(max(map(operator.sub, *pair)) for pair in pairs))
         self.is_full = steps == [0]
         if state.head_of_slot is not None:
-            steps += self._steps_by_head(state, dtype, counts)
+            steps += [] if self.has_all_slots else self._steps_by_head(state, dtype)
         elif self.capacity is None or state.num_slots < self.capacity:
-            largest = int(counts.max())
+            largest = max(map(max, counts))
             if state.num_slots == largest + 1:
                 self._add_slots(state, dtype, slots_for(largest, self.capacity))
             if state.num_slots != self.capacity:
@@ -199,11 +239,11 @@ class SlotPlan:
         if self.span > 1:
             self.count_to_cut(state)
         if not self.is_full and self.steps_left:
-            self.filled = self._find_filled(state, counts)
+            self.filled = self._find_filled(state)
 
     def count_to_cut(self, state: SlotState) -> None:
-        """Count the steps until a sequence's span ends; mutates the plan; a host sync."""
-        self.steps_to_cut = self.span - int((state.num_real_tokens % self.span).max())
+        """Count the steps until a sequence's span ends; mutates the plan."""
+        self.steps_to_cut = self.span - max(length % self.span for length in state.lengths())
 
     def compact(self, state: SlotState, scores: Tensor, indices: Tensor, is_kept: Tensor) -> None:
         """Move kept entries to the first slots of their heads, in place; mutates the state.
@@ -243,9 +283,10 @@ class SlotPlan:
         free = of_head.gather(-1, num_kept.clamp(max=last))
         state.free_slot.copy_(free.view_as(state.free_slot))
 
-    def _steps_by_head(self, state: SlotState, dtype: torch.dtype, counts: Tensor) -> list[int]:
+    def _steps_by_head(self, state: SlotState, dtype: torch.dtype) -> list[int]:
         """Return the steps until heads need more slots; adds slots where none is left."""
         steps: list[int] = []
+        counts = state.counts()
         for is_last in (False, True):
             num_slots = (~state.of_others()).sum(dim=-1, keepdim=True)
             limit = state.total + (self.span - 1)
@@ -260,7 +301,7 @@ class SlotPlan:
         self.protected = tuple((budget.sink, budget.recent) for budget in budgets)
         self.has_sinks = any(sink for sink, _ in self.protected)
 
-    def _find_filled(self, state: SlotState, counts: Tensor) -> int | None:
+    def _find_filled(self, state: SlotState) -> int | None:
         """Return the entries of every sequence and head, if they are in the first slots.
 
         On a CPU a step that takes the next slot has half as many operations as one that looks for
@@ -270,6 +311,7 @@ class SlotPlan:
         has_mask = self.rule.is_bounded and state.slot_mask is not None
         if self._is_static(state) or not is_plain or has_mask:
             return None
+        counts = state.counts()
         filled = int(counts.flatten()[0])
         in_order = (counts == filled) & (state.free_slot == filled)
         if not bool(in_order.all() & (state.positions[..., :filled] >= 0).all()):
@@ -283,7 +325,7 @@ class SlotPlan:
             state.resize(num_slots)
             state.slot_mask = self.slots_within_budget(state)
             return
-        state.unshare()
+        state.unshare(self.head_slots(state))
         order = (state.positions < 0).to(torch.uint8).argsort(dim=-1, stable=True)
         is_kept = state.positions.gather(-1, order) >= 0
         key = self.storage.keys.read(state.keys, dtype, state.key_transform)

@@ -104,6 +104,7 @@ class StepLog:
                 _restore_slots(layer.state, record, slice(None))
             layer.restore_plan(plan)
         layer.cumulative_length -= min(counts)
+        layer.num_columns = layer.state.known_lengths = layer.state.known_totals = None
         self.num_drafts = 0
         self.forget()
 
