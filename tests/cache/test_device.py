@@ -26,20 +26,20 @@ OPTIONS = {
 # Launches and waits of a layer, and those of a forward beside its layers', as measured. They may
 # only fall: who lowers one, lowers it here.
 BOUNDS = {
-    "h2o": {"prompt": (76, 3, 0, 0), "step": (4, 0, 0, 2)},
-    "expected": {"prompt": (119, 3, 29, 0), "step": (22, 0, 0, 2)},
-    "best by head": {"prompt": (173, 9, 29, 0), "step": (45, 0, 0, 2)},
+    "h2o": {"prompt": (67, 0, 3, 1), "step": (4, 0, 0, 0)},
+    "expected": {"prompt": (110, 0, 32, 1), "step": (22, 0, 0, 0)},
+    "best by head": {"prompt": (137, 0, 32, 1), "step": (45, 0, 0, 0)},
     "h2o, spans": {
-        "prompt": (239, 11, 0, 0), "step": (5, 0, 0, 2), "cut": (79, 3, 0, 2),
-        "chunk": (75, 3, 0, 0),
+        "prompt": (202, 0, 3, 1), "step": (5, 0, 0, 0), "cut": (66, 0, 0, 0),
+        "chunk": (65, 0, 0, 0),
     },
     "expected, spans": {
-        "prompt": (522, 23, 0, 0), "step": (19, 0, 0, 2), "cut": (182, 8, 0, 2),
-        "chunk": (171, 8, 0, 0),
+        "prompt": (459, 0, 3, 1), "step": (19, 0, 0, 0), "cut": (160, 0, 0, 0),
+        "chunk": (152, 0, 0, 0),
     },
     "best by head, spans": {
-        "prompt": (733, 40, 0, 0), "step": (39, 0, 0, 2), "cut": (252, 11, 0, 2),
-        "chunk": (251, 13, 0, 0),
+        "prompt": (582, 0, 3, 1), "step": (39, 0, 0, 0), "cut": (202, 0, 0, 0),
+        "chunk": (200, 0, 0, 0),
     },
 }  # fmt: skip
 

@@ -253,6 +253,10 @@ class SlotState(Slots):
             self.known_totals = tuple(map(tuple, self.total.squeeze(-1).tolist()))
         return self.known_totals
 
+    def forget_known(self) -> None:
+        """Let the host ask the device again, whose tensors were changed; mutates the state."""
+        self.known_lengths = self.known_totals = self.scored_lengths = None
+
     def count(self, tokens: Tensor | int, counts: Sequence[int] | None) -> None:
         """Count new tokens of each sequence, int64 ``[B]``; for the host too, if it has them."""
         self.num_real_tokens += tokens

@@ -158,9 +158,10 @@ class SlotPlan:
     def count_entries(self, state: SlotState) -> list[list[int]]:
         """Return the entries of each sequence, and of each head where budgets differ.
 
-        They follow from the tokens seen: entries leave at cuts and nowhere else.
+        They follow from the tokens seen, as entries leave at cuts and nowhere else.
         """
-        if self.cut_late:
+        # A rule that decides once has counted a token that is not read yet.
+        if self.cut_late or self.rule.sees is Sees.WINDOW:
             return [heads[:, 0].tolist() for heads in state.counts()]
         counts = []
         for length, totals in zip(state.lengths(), state.totals(), strict=True):

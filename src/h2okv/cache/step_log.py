@@ -104,7 +104,9 @@ class StepLog:
                 _restore_slots(layer.state, record, slice(None))
             layer.restore_plan(plan)
         layer.cumulative_length -= min(counts)
-        layer.num_columns = layer.state.known_lengths = layer.state.known_totals = None
+        if count:
+            layer.num_columns = None
+            layer.state.forget_known()
         self.num_drafts = 0
         self.forget()
 
