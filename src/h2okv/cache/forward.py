@@ -25,8 +25,8 @@ class LayerBudgets(NamedTuple):
 
 def amounts(budgets: Sequence[TokenBudget], totals: _Totals) -> list[int]:
     """Return the numbers of `LayerBudgets`: each part of all sequences, then the totals."""
-    parts = [(budget.sink, budget.recent, budget.num_static) for budget in budgets]
-    numbers = [amount for part in zip(*parts, strict=True) for amount in part]
+    fields = [(budget.sink, budget.recent, budget.num_static) for budget in budgets]
+    numbers = [amount for field in zip(*fields, strict=True) for amount in field]
     return numbers + [total for heads in totals for total in heads]
 
 
@@ -76,8 +76,10 @@ class Forward:
             rows.append(amounts(largest, totals))
         # Not from the list to the device, which would wait for all that it has to do before.
         joined = torch.tensor(sum(rows, []), dtype=torch.int64, device="cpu")
-        parts = joined.to(device, non_blocking=True).split([len(row) for row in rows])
-        return [LayerBudgets(*layer, part) for layer, part in zip(layers, parts, strict=True)]
+        slices = joined.to(device, non_blocking=True).split([len(row) for row in rows])
+        return [
+            LayerBudgets(*layer, numbers) for layer, numbers in zip(layers, slices, strict=True)
+        ]
 
     def counts(self, real: Tensor) -> tuple[int, ...]:
         """Return the real tokens of each sequence of a block, of bool ``[B, T]``.

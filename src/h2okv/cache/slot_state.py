@@ -236,10 +236,10 @@ class SlotState(Slots):
     def set_budgets(self, layer: LayerBudgets, has_pattern: bool) -> None:
         """Note each sequence's budget, and K of each head if they differ; mutates the state."""
         self.budgets, self.known_totals = layer.budgets, layer.totals
-        parts = layer.numbers.view(-1, len(layer.budgets), 1, 1)
-        self.sink, self.recent, static = parts[:3]
+        amounts = layer.numbers.view(-1, len(layer.budgets), 1, 1)
+        self.sink, self.recent, static = amounts[:3]
         self.num_static = static if has_pattern else None
-        self.total = parts[3:].view(len(layer.budgets), -1, 1)
+        self.total = amounts[3:].view(len(layer.budgets), -1, 1)
 
     def lengths(self) -> tuple[int, ...]:
         """Return the real tokens of each sequence that went through; may wait for the device."""
@@ -387,8 +387,8 @@ class SlotState(Slots):
             order = indices.tolist()
             selected.budgets = [self.budgets[index] for index in order]
             for name in ("known_lengths", "known_totals", "scored_lengths"):
-                known = getattr(self, name)
-                setattr(selected, name, known and tuple(known[index] for index in order))
+                counts = getattr(self, name)
+                setattr(selected, name, counts and tuple(counts[index] for index in order))
         return selected
 
     def like(self, num_sequences: int, num_slots: int) -> SlotState:
@@ -431,10 +431,10 @@ class SlotState(Slots):
     def cat(self, other: SlotState) -> None:
         """Put another's sequences behind these, tensor by tensor; uses up the other."""
         num_slots = max(self.num_slots, other.num_slots)
-        known = {}
+        counts = {}
         for name in ("known_lengths", "known_totals", "scored_lengths"):
             mine, others = getattr(self, name), getattr(other, name)
-            known[name] = mine + others if mine and others else None
+            counts[name] = mine + others if mine and others else None
         for state in (self, other):
             if state.num_slots < num_slots:
                 state.resize(num_slots)
@@ -445,7 +445,7 @@ class SlotState(Slots):
             self.set_tensors({name: joined})
             other.set_tensors({name: joined[:0]})
         self.budgets = self.budgets + other.budgets
-        vars(self).update(known)
+        vars(self).update(counts)
 
     def copy_sequence(self, row: int, source: SlotState, sequence: int) -> None:
         """Copy one of another state's sequences to a place here, whose other slots it empties."""

@@ -102,7 +102,7 @@ class Spans:
         ended, lengths, scored = self.ended(state, is_late), state.lengths(), state.scored_lengths
         is_new: list[bool] = []
         if scored is not None:
-            is_new = [length != before for length, before in zip(lengths, scored, strict=True)]
+            is_new = [length != other for length, other in zip(lengths, scored, strict=True)]
         elif any(ended):  # of a file, for example
             is_new = (state.query_positions[:, -1] >= 0).tolist()
         rows = [row for row, is_over in enumerate(ended) if is_over and is_new[row]]
@@ -120,9 +120,9 @@ class Spans:
             real = None if bool(real.all()) else real  # a span after a late cut is shorter
         state.scored_lengths = None
         if is_late is None and (are_all or scored is not None):
-            known = scored or lengths
+            before = scored or lengths
             state.scored_lengths = tuple(
-                length if row in rows else known[row] for row, length in enumerate(lengths)
+                length if row in rows else before[row] for row, length in enumerate(lengths)
             )
         return sequences, Block(query, query, query, real, None, placed, *state.scaling)
 

@@ -271,15 +271,15 @@ def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
         if is_wanted != (tensor is not None):
             raise ValueError(f"{name} has {field}, or has none, against its options")
     for budget in state.budgets:
-        parts = astuple(budget)
-        are_counts = all(type(n) is int and 0 <= n < 1 << 60 for n in parts)
+        fields = astuple(budget)
+        are_counts = all(type(n) is int and 0 <= n < 1 << 60 for n in fields)
         if not are_counts or not budget.total:
-            raise ValueError(f"{name} has an invalid budget {parts}")
+            raise ValueError(f"{name} has an invalid budget {fields}")
         options = layer.head_budgets or (layer.budget,)
         possible = [layer.rule.allocate_budget(option.resolve(1)) for option in options]
         largest = max(possible, key=lambda option: option.total)
         if not layer.budget.is_relative and budget != largest:
-            raise ValueError(f"{name} has the budget {parts}, not its options'")
+            raise ValueError(f"{name} has the budget {fields}, not its options'")
     expected = copy.copy(state)
     totals = tuple((budget.total,) for budget in state.budgets)
     table = torch.tensor(amounts(state.budgets, totals), device=state.device)
