@@ -9,6 +9,8 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from h2okv.measures import register_measure
+
 if TYPE_CHECKING:
     from h2okv.assets import sample_article
     from h2okv.cache import H2OCache
@@ -142,6 +144,20 @@ def _call_attention(name: str, *args: Any, **options: Any) -> Any:
     return getattr(attention, name)(*args, **options)
 
 
+def _measure_budgets(*args: Any) -> Any:
+    from h2okv.integration import layer_budgets
+
+    return layer_budgets.budgets_of_model(*args)
+
+
+def _measure_keys(*args: Any) -> Any:
+    from h2okv.integration import key_transforms
+
+    return key_transforms.transforms_of_model(*args)
+
+
+register_measure("budgets", _measure_budgets)
+register_measure("keys", _measure_keys)
 if _MODELING_UTILS in sys.modules:
     _register(sys.modules[_MODELING_UTILS])
 else:

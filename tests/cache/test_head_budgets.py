@@ -179,7 +179,7 @@ def test_slots_are_shared_by_budget():
     indices = torch.tensor([[[0, 1, 9], [3, 4, 5]], [[7, 8, 9], [2, 9, 9]]])
     is_kept = torch.tensor([[[True, True, False], [True] * 3], [[True] * 3, [True, False, False]]])
     total = torch.tensor([[[2], [3]], [[3], [1]]])
-    chosen, stays, owner = share_slots(indices, is_kept, total)
+    chosen, stays, owner = share_slots(indices, is_kept, total, 7)
     assert owner[:, 0].tolist() == [[0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, NO_HEAD]]
     slots = [row[mask].tolist() for row, mask in zip(chosen[:, 0], stays[:, 0], strict=True)]
     assert slots == [[0, 1, 3, 4, 5], [7, 8, 9, 2]]

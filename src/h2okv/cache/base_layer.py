@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from h2okv.cache.forward import Forward
 from h2okv.cache.latent import Latents, LatentState, join
 from h2okv.cache.rope import PositionRule, Rotation, Rotations
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
@@ -61,6 +62,8 @@ class BaseLayer(CacheLayerMixin):
     latent: tuple[int, int] | None = None  # R and r of a model with latent attention
     window: int | None = None  # the sliding window that the entries stand for
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
+    # The same on the host; None where compiled steps have counted alone.
+    num_columns: int | None
     # How keys are transformed before they are packed, of tensors ``[1, H, 1, D]``.
     key_transform: KeyTransform | None = None
 
@@ -80,13 +83,28 @@ class BaseLayer(CacheLayerMixin):
         self.position_rule, self.spans = position_rule, spans
         self.storage = KVStorage(kv_bits)
         self.rotations = Rotations(position_rule.rolls, rule.observes is Sees.QUERIES)
-        # Tensors, not ints: a Python int that changes with every step would recompile every step.
+        self.share_forward(Forward())
+        # A tensor too: a Python int that changes with every step would recompile every step.
         self.cumulative_length = torch.zeros((), dtype=torch.int64)
         self.awaits_attention = False
         self.is_placed = False
         self._forget()
 
+    def share_forward(self, forward: Forward) -> None:
+        """Do with the layers of `forward` what takes a wait for the device; mutates both."""
+        self.forward = forward
+        self.number = forward.add_layer(self.rule, self.budget, self.head_budgets)
+
+    def count_columns(self, length: int) -> None:
+        """Count T tokens, padding included; mutates the layer."""
+        self.cumulative_length += length
+        if torch.compiler.is_compiling() or self.num_columns is None:
+            self.num_columns = None  # without a look, as it would be compiled again
+        else:
+            self.num_columns += length
+
     def _forget(self) -> None:
+        self.num_columns = 0
         vars(self).pop("state", None)
         self.is_cast = self.has_inner_padding = False
         self.counts_padding: bool | None = None  # whether the model's positions do, if known
@@ -185,6 +203,7 @@ class BaseLayer(CacheLayerMixin):
         with torch.inference_mode(False):
             device = "cpu" if key_states.is_meta else key_states.device  # slots are counted by it
             self.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
+            self.num_columns = 0
 
     def empty_state(self, key: Tensor, value: Tensor) -> SlotState:
         """Make a state without slots for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]``."""
@@ -272,7 +291,7 @@ class BaseLayer(CacheLayerMixin):
         """Return the block's own size and offset; cached entries need no mask from the model."""
         if query_length == 0:
             check_new_tokens(self.get_seq_length(), query_length)
-        return query_length, self.cumulative_length
+        return query_length, self.get_seq_length()
 
     def get_seq_length(self) -> Any:  # transformers says int; its static layer gives a tensor too
         """Return the tokens seen, padding included (not the tokens cached)."""
@@ -280,7 +299,9 @@ class BaseLayer(CacheLayerMixin):
             return 0
         if torch.compiler.is_compiling():  # a number that changes would be compiled again
             return self.cumulative_length.clone()
-        return int(self.cumulative_length)
+        if self.num_columns is None:
+            self.num_columns = int(self.cumulative_length)
+        return self.num_columns
 
     def get_max_length(self) -> int:
         """Return -1: any number of tokens may pass."""
@@ -367,7 +388,7 @@ class BaseLayer(CacheLayerMixin):
 
     def load_state(self, state: SlotState, seen: Tensor, weights: str | None) -> None:
         """Take over a state from a file; mutates the layer."""
-        self.state, self.cumulative_length = state, seen
+        self.state, self.cumulative_length, self.num_columns = state, seen, None
         self.writer = Writer(weights=weights)
 
     # --- sizes ------------------------------------------------------------------------------------
@@ -382,7 +403,7 @@ class BaseLayer(CacheLayerMixin):
         """Bytes of the keys and values that a full cache would hold for the tokens seen."""
         if not self.is_initialized:
             return 0
-        seen = int(self.cumulative_length)
+        seen = int(self.get_seq_length())
         return self.batch_size * self.num_kv_heads * seen * self.entry_bytes
 
     @property

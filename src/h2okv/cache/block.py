@@ -25,6 +25,7 @@ class Block(NamedTuple):
     index: Any = None  # ``[B, T]`` index of its tokens in the block that was split
     reach: Tensor | None = None  # int64 [B, T], `Visibility.reach`: where there are images
     is_late: Tensor | None = None  # bool [B], whether a cut has waited for the end of an image
+    counted: tuple[int, ...] | None = None  # real tokens of each sequence, where the host has them
 
     @property
     def length(self) -> int:

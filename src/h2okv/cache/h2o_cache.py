@@ -22,6 +22,7 @@ from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.checkpoint import load_cache, save_cache
 from h2okv.cache.deferred_steps import DeferredSteps
 from h2okv.cache.drafting import Drafting, end_recording
+from h2okv.cache.forward import Forward
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.linear_states import continues_prompts, held_bytes
 from h2okv.cache.masked import MaskedLayer
@@ -212,6 +213,7 @@ class H2OCache(Cache):
         layer = self.layers[layer_idx]
         if layer is self._scored[0]:
             layer.end_steps()  # of a forward that did not reach the last layer
+            layer.forward.begin()
             if not torch.compiler.is_compiling():
                 self._end_drafting()
                 support.check_callers()
@@ -276,7 +278,7 @@ class H2OCache(Cache):
         first = self._scored[0]
         has_numbers = first.holds_entries and first.device.type != "meta"
         if not self._num_tokens and has_numbers:  # of a file
-            self._num_tokens = int(first.state.num_real_tokens.max())
+            self._num_tokens = max(first.state.lengths())
         self._num_tokens += length
 
     def _warn_past_window(self) -> None:
@@ -284,7 +286,7 @@ class H2OCache(Cache):
         window, first = self._window, self._scored[0]
         if window is None or self._num_tokens <= window or not first.holds_entries:
             return
-        self._num_tokens = int(first.state.num_real_tokens.max())  # without padding
+        self._num_tokens = max(first.state.lengths())  # without padding
         if self._num_tokens > window:
             self._window = None
             warn(
@@ -318,11 +320,12 @@ class H2OCache(Cache):
             )
         if length == 1 or first.num_forwards != 1 or first.prompt.expected_length is not None:
             return
-        follows_at_once = length <= first.cumulative_length and not self._expects_turn
+        seen = self.num_seen_tokens
+        follows_at_once = length <= seen and not self._expects_turn
         if self.rule.evicts and self.budget.is_relative and follows_at_once:
             warnings.warn(
                 f"{self!r}: fractions were taken of the first forward's "
-                f"{int(first.cumulative_length)} tokens, and {length} more follow it at once. If "
+                f"{seen} tokens, and {length} more follow it at once. If "
                 "they belong to one prompt (prefill_chunk_size), call cache.expect(its length) "
                 "first, or use H2OCache(prefill_chunk=...) or a budget in tokens.",
                 stacklevel=2,
@@ -457,8 +460,9 @@ class H2OCache(Cache):
     def _connect_layers(self) -> None:
         """Let layers share what is learned of a model, and end their steps together."""
         rotations: list[Rotation] = []
-        deferred = DeferredSteps()
+        deferred, forward = DeferredSteps(), Forward()
         for layer in self._scored:
+            layer.share_forward(forward)
             layer.rotations.shared_rotations = rotations
         for layer in self._slot_layers:
             layer.deferred = deferred

@@ -13,9 +13,9 @@ from torch import Tensor
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.rope import options_of_rotation
-from h2okv.cache.slot_state import is_cast
+from h2okv.cache.slot_state import is_cast, ordinary_tensors
 from h2okv.cache.step_log import StepLog
-from h2okv.cache.validation import check_finite, check_prompt, check_window
+from h2okv.cache.validation import check_prompt, check_window
 from h2okv.ops.attention import HEADS_OF_MEAN, expected_attention, mean_queries
 from h2okv.ops.choice import choose, protected_entries
 from h2okv.ops.rope import interleave_pairs, rotate
@@ -90,14 +90,18 @@ class CacheLayer(BaseLayer):
             output = self._read(block)
         else:
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
-            end = self.cumulative_length + block.length
+            end, device_end = self.num_columns, self.cumulative_length + block.length
             for small_block in blocks:
                 small_block.put(self._read(small_block), output)
-            self.cumulative_length.copy_(end)  # with columns that are padding in every sequence
+            # With columns that are padding in every sequence.
+            self.cumulative_length.copy_(device_end)
+            self.num_columns = None if end is None else end + block.length
             self.end_steps()  # the next layer begins with the first of these tokens
         pins = self.prompt.pins
-        if pins and int(self.state.num_real_tokens.min()) >= pins[-1][1]:
+        if pins and min(self.state.lengths()) >= pins[-1][1]:
             self.prompt.pins = ()
+        if self.ends_forward or self.forward.num_layers == 1:
+            self.forward.end(self.dtype)
         self.awaits_attention = False
         # In a compiled step a number that changes would compile it again each time.
         if not torch.compiler.is_compiling():
@@ -131,7 +135,7 @@ class CacheLayer(BaseLayer):
             return 0
         if expected is None:
             return block.length
-        real = block.length if block.real is None else int(block.real.sum(dim=1).max())
+        real = max(self._lengths(block) or (block.length,))
         return block.length - max(0, real - expected)
 
     def _with_drafts(self, block: Block, num_read: int) -> Iterator[Block]:
@@ -149,7 +153,7 @@ class CacheLayer(BaseLayer):
         if is_first:
             counts = [expected or length] * self.batch_size
             if real is not None and expected is None:
-                counts = real.sum(dim=1).tolist()
+                counts = list(self.forward.counts(real))
             check_prompt(self, counts, length)
             self._set_budgets(counts)
         if self.position_rule.rolls and (is_first or length > 1):  # a single token finds room
@@ -162,17 +166,14 @@ class CacheLayer(BaseLayer):
 
     def _set_budgets(self, counts: list[int]) -> None:
         """Note the budget of each sequence, by the real tokens of its prompt; mutates the state."""
-        allocate, totals = self.rule.allocate_budget, None
-        if self.head_budgets is None:
-            budgets = [allocate(self.budget.resolve(count)) for count in counts]
-        else:
-            by_head = [
-                [allocate(budget.resolve(count)) for budget in self.head_budgets]
-                for count in counts
-            ]
-            budgets = [max(heads, key=lambda budget: budget.total) for heads in by_head]
-            totals = [[budget.total for budget in heads] for heads in by_head]
-        self.state.set_budgets(budgets, self.rule.has_pattern, totals)
+        with ordinary_tensors():
+            budgets = self.forward.budgets(self.number, counts, self.device)
+            self.state.set_budgets(budgets, self.rule.has_pattern)
+            if self.rule.sees is Sees.WINDOW:  # its tokens change them
+                self.state.recent, self.state.total = (
+                    self.state.recent.clone(),
+                    self.state.total.clone(),
+                )
 
     def _block(
         self,
@@ -222,6 +223,7 @@ class CacheLayer(BaseLayer):
             count = count if isinstance(count, int) else count.view(-1, 1, 1)
             self.state.recent += count
             self.state.total += count
+            self.state.known_totals = None
         rolling = self.rotations.rolling
         if rolling is not None:
             # Together: for a single token it is the number of operations that takes time.
@@ -278,15 +280,29 @@ class CacheLayer(BaseLayer):
             sums = added.to(sums.dtype)
         if self.checks_numbers:
             # The last query sees every key.
-            check_finite(self, output[:, :, -1] if by_keys else sums)
+            self.forward.check_later(self.layer_idx, output[:, :, -1] if by_keys else sums)
         if by_keys:
             sums = torch.zeros_like(sums)
-        self.state.num_real_tokens += count
-        self.cumulative_length += block.length
+        self.count(block)
         scores = entries.scores
         if not self.prompt.is_partial:
             scores = self._decayed(scores, count)
         return scores + sums.to(torch.float32)
+
+    def _lengths(self, block: Block) -> tuple[int, ...] | None:
+        """Return the real tokens of a block's sequences; ``None`` if only the device knows."""
+        if torch.compiler.is_compiling():
+            return None
+        if block.real is None:
+            return (block.length,) * self.batch_size
+        if block.counted is not None or (block.length == 1 and self.holds_entries):
+            return block.counted
+        return self.forward.counts(block.real)
+
+    def count(self, block: Block) -> None:
+        """Count a block's tokens; mutates the layer."""
+        self.state.count(block.counts(), self._lengths(block))
+        self.count_columns(block.length)
 
     @property
     def scores_spans(self) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from h2okv.cache.argument import CACHE
+from h2okv.cache.forward import is_same
 from h2okv.config import Positions, check_tokens
 from h2okv.ops.decode import RotaryTables
 from h2okv.ops.rope import Layout, inverse, multiply, relative, rotate
@@ -61,7 +62,7 @@ class Rotation:
         """Return factors that move rotations to one place, `ahead` of the last real position."""
         last = None if torch.compiler.is_compiling() else self._last_moved
         # All layers of a forward get views of one tensor, and the same padding.
-        if last is None or not (_is_same(last[0], position_ids) and _is_same(last[1], real)):
+        if last is None or not (is_same(last[0], position_ids) and is_same(last[1], real)):
             ends = position_ids if real is None else position_ids.masked_fill(~real, 0)
             factors = self.moved(position_ids, ends.amax(dim=1, keepdim=True) + ahead)
             if self.layout == "half":  # `rotate` reads cosines and sines apart
@@ -152,10 +153,10 @@ class Rotations:
     ) -> Tensor:
         """Rotate un-rotated queries to one rank, `ahead` of that of the last key."""
         assert self.rolling is not None
-        end = keys.new_tensor(keys.shape[2] - 1, dtype=torch.int64).view(1, 1, 1)
-        if is_entry is not None:
-            end = is_entry[:, :1].sum(dim=-1, keepdim=True) - 1
-        return rotate(query, self.rolling.of_ranks(num_ranks)[end + ahead])
+        factors, end = self.rolling.of_ranks(num_ranks), keys.shape[2] - 1 + ahead
+        if is_entry is None:
+            return rotate(query, factors[end : end + 1].view(1, 1, 1, *factors.shape[1:]))
+        return rotate(query, factors[is_entry[:, :1].sum(dim=-1, keepdim=True) - 1 + ahead])
 
     def moved_behind(
         self, query: Tensor, real: Tensor | None, position_ids: Tensor, ahead: int
@@ -171,14 +172,6 @@ class Rotations:
     def needs_positions(self) -> bool:
         """Whether a forward must say where the model put its tokens."""
         return (self.rolling or self.text) is not None
-
-
-def _is_same(first: Tensor | None, second: Tensor | None) -> bool:
-    """Tell whether two tensors are views of the same numbers, without reading them."""
-    if first is None or second is None:
-        return first is second
-    is_shaped_alike = first.shape == second.shape and first.stride() == second.stride()
-    return is_shaped_alike and first.data_ptr() == second.data_ptr()
 
 
 def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:

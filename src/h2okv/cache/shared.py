@@ -123,7 +123,7 @@ class SharedLayer(BaseLayer):
         self.awaits_attention = False
         for layer in self.layers:
             layer.sink_logits = self.sink_logits
-        self.cumulative_length += query.shape[2]
+        self.count_columns(query.shape[2])
         self.num_forwards += 1
         options = scale, softcap
         if self.num_forwards == 1:

@@ -57,16 +57,16 @@ class SlotLayer(CacheLayer):
             self._set_budgets([prompt] * self.batch_size)
             budgets = [budget.resolve(prompt) for budget in self.head_budgets or (self.budget,)]
             self.slots.begin_on_meta(self.state, budgets, length, self.position_rule.rolls)
-        self.cumulative_length += length
+        self.count_columns(length)
         self.num_forwards += 1
-        self.slots.grow_on_meta(self.state, int(self.cumulative_length))
+        self.slots.grow_on_meta(self.state, int(self.get_seq_length()))
 
     # --- a block ----------------------------------------------------------------------------------
 
     def _place(self, block: Block) -> BlockEntries:
         state, past = self.state, self.state.num_slots
         if state.head_of_slot is not None:
-            state.unshare()
+            state.unshare(self.slots.head_slots(state))
             past = state.num_slots
         key, value = block.key, block.value
         scores, positions = self._block_entries(block)
@@ -106,7 +106,7 @@ class SlotLayer(CacheLayer):
         if length == 1:
             # Not by the budgets: the sequence of a larger one may have been taken out.
             return max(self.slots.capacity or 0, self.state.num_slots)
-        return int(self.state.counts().max()) + length
+        return self.slots.most_entries(self.state) + length
 
     def _attend(self, block: Block, entries: BlockEntries) -> tuple[Tensor, Tensor]:
         self._choose_operations(block.query)
@@ -160,15 +160,15 @@ class SlotLayer(CacheLayer):
                 state.scores, state.positions = entries.scores.clone(), entries.positions.clone()
             return
         positions, total = entries.positions, state.total
-        limit = max(budget.total for budget in state.budgets)
+        limit = max(map(max, state.totals()))
         slots.capacity = limit + slots.span if self.rule.is_bounded else None
-        if not self.rule.is_bounded:
-            if not self.rule.evicts:
-                total = (positions >= 0).sum(dim=-1, keepdim=True)
-            limit = int(total.max())
+        if not self.rule.evicts:
+            total = (positions >= 0).sum(dim=-1, keepdim=True)
+            limit = slots.most_entries(state)
         elif self.spans is not None:
             total = self.spans.totals(state, positions, self.is_late)
-            limit = int(total.max())
+            slots.cut_late |= self.is_late is not None
+            limit = int(total.max()) if slots.cut_late else slots.most_entries(state)
         slots.store(state, entries, *self.choose(entries, total, limit))
         if self.rotations.rolling is not None:
             with ordinary_tensors():
@@ -216,7 +216,8 @@ class SlotLayer(CacheLayer):
         else:
             slots.drop_tail()
             output = self._evicting_step(run, block)
-        self.cumulative_length += 1
+        state.note_count(self._lengths(block))
+        self.count_columns(1)
         if self.spans is not None and not is_compiling:
             self.end_step()
         return output
@@ -288,9 +289,12 @@ class SlotLayer(CacheLayer):
         state.slot_mask = other.state.slot_mask = None
         state.cat(other.state)
         self.cumulative_length = torch.maximum(self.cumulative_length, other.cumulative_length)
+        self.num_columns = None
         if slots.capacity is not None and other.slots.capacity is not None:
             slots.capacity = max(slots.capacity, other.slots.capacity, state.num_slots)
             state.slot_mask = slots.slots_within_budget(state)
+        slots.has_all_slots &= other.slots.has_all_slots
+        slots.cut_late |= other.slots.cut_late
         self.rotations.tables = None  # of the former number of slots
         slots.refresh(state, self.dtype)
         other.reset()
@@ -302,6 +306,8 @@ class SlotLayer(CacheLayer):
             largest = max(budget.total for budget in state.budgets)
             slots.capacity = max(largest + slots.span, state.num_slots)
             if state.head_of_slot is not None:
-                slots.capacity = int((state.total + slots.span).sum(dim=1).max())
+                slots.capacity = slots.row_slots(state)
+                is_whole = state.batch_size == 1 and state.num_slots == slots.capacity
+                slots.has_all_slots = is_whole
             state.slot_mask = slots.slots_within_budget(state)
         slots.refresh(state, self.dtype)

@@ -40,10 +40,10 @@ def window_slots(
     slot_layer.window = slot_layer.slots.capacity = window
     with ordinary_tensors():
         slot_layer.lazy_initialization(layer.keys, layer.values)
-        slot_layer.cumulative_length += seen
+        slot_layer.count_columns(seen)
         state: Any = slot_layer.state.like(1, window)
         slot_layer.state = state
-        state.set_budgets([rule.allocate_budget(budget.resolve(seen))], False)
+        slot_layer._set_budgets([seen])
         for slots, tensor in ((state.keys, layer.keys), (state.values, layer.values)):
             slots[:, :, :num_held] = tensor[sequence, :, tensor.shape[2] - num_held :]
         state.positions[..., :num_held] = torch.arange(seen - num_held, seen, device=state.device)
@@ -345,6 +345,7 @@ class SlotPool:
         self.cache.activate_past_recording()
         for layer in self.slot_layers:  # a mask has columns for the tokens of the forward alone
             layer.cumulative_length.zero_()
+            layer.num_columns = 0
 
     def end_drafts(self, accepted: Sequence[int]) -> int:
         """Take back all tokens of a forward but the first few of each sequence.

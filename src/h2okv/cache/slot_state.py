@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2okv.cache.forward import LayerBudgets
 from h2okv.config import KV_BITS, TokenBudget
 from h2okv.ops.compaction import NO_HEAD, compact, pick
 from h2okv.ops.decode import Slots
@@ -206,6 +208,12 @@ class SlotState(Slots):
     query_positions: Tensor | None = field(default=None, kw_only=True)
     scaling: tuple[float, float | None] | None = field(default=None, kw_only=True)  # of them
     budgets: list[TokenBudget] = field(default_factory=list, kw_only=True)
+    # What the host knows of the tensors of these names, so that it need not wait for a device;
+    # None where it must ask once.
+    known_lengths: tuple[int, ...] | None = field(default=None, kw_only=True)  # num_real_tokens
+    known_totals: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
+    # Tokens of each sequence when its span was last scored; None: look at `query_positions`.
+    scored_lengths: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     @classmethod
     def empty(cls, key: Tensor, value: Tensor, storage: KVStorage) -> SlotState:
@@ -221,25 +229,45 @@ class SlotState(Slots):
             free, positions = seen.view(-1, 1, 1).repeat(1, heads, 1), scores.to(torch.int32)
             sink, recent, total = (seen.view(-1, 1, 1).clone() for _ in range(3))
             return cls(
-                keys, values, scores, positions, free, seen, sink=sink, recent=recent, total=total
-            )
+                keys, values, scores, positions, free, seen, sink=sink, recent=recent, total=total,
+                known_lengths=(0,) * batch,
+            )  # fmt: skip
 
-    def set_budgets(
-        self, budgets: list[TokenBudget], has_pattern: bool, totals: list[list[int]] | None = None
-    ) -> None:
+    def set_budgets(self, layer: LayerBudgets, has_pattern: bool) -> None:
         """Note each sequence's budget, and K of each head if they differ; mutates the state."""
-        self.budgets = budgets
-        amounts = [
-            (budget.sink, budget.recent, budget.total, budget.num_static) for budget in budgets
-        ]
-        with ordinary_tensors():
-            counts = torch.tensor(amounts, dtype=torch.int64, device=self.device).view(-1, 4, 1, 1)
-            self.sink, self.recent, self.total, static = (
-                amount.clone() for amount in counts.unbind(1)
-            )
-            self.num_static = static if has_pattern else None
-            if totals is not None:
-                self.total = self.total.new_tensor(totals).unsqueeze(-1)
+        self.budgets, self.known_totals = layer.budgets, layer.totals
+        amounts = layer.numbers.view(-1, len(layer.budgets), 1, 1)
+        self.sink, self.recent, static = amounts[:3]
+        self.num_static = static if has_pattern else None
+        self.total = amounts[3:].view(len(layer.budgets), -1, 1)
+
+    def lengths(self) -> tuple[int, ...]:
+        """Return the real tokens of each sequence that went through; may wait for the device."""
+        if self.known_lengths is None:
+            self.known_lengths = tuple(self.num_real_tokens.tolist())
+        return self.known_lengths
+
+    def totals(self) -> tuple[tuple[int, ...], ...]:
+        """Return K of each sequence, and of each head where they differ; may wait likewise."""
+        if self.known_totals is None:
+            self.known_totals = tuple(map(tuple, self.total.squeeze(-1).tolist()))
+        return self.known_totals
+
+    def forget_known(self) -> None:
+        """Let the host ask the device again, whose tensors were changed; mutates the state."""
+        self.known_lengths = self.known_totals = self.scored_lengths = None
+
+    def count(self, tokens: Tensor | int, counts: Sequence[int] | None) -> None:
+        """Count new tokens of each sequence, int64 ``[B]``; for the host too, if it has them."""
+        self.num_real_tokens += tokens
+        self.note_count(counts)
+
+    def note_count(self, counts: Sequence[int] | None) -> None:
+        """Note on the host what the device counts by itself."""
+        if torch.compiler.is_compiling() or counts is None or self.known_lengths is None:
+            self.known_lengths = None  # without a look: a number that changes is compiled again
+            return
+        self.known_lengths = tuple(map(operator.add, self.known_lengths, counts))
 
     @property
     def batch_size(self) -> int:
@@ -263,17 +291,17 @@ class SlotState(Slots):
         """Bytes of all slots: keys, values, scores, positions, ranks and weights."""
         return sum(t.nbytes for name, t in self.tensors().items() if _field(name) in _COUNTED)
 
-    def by_head(self, *names: str) -> tuple[Any, ...]:
+    def by_head(self, *names: str, num_slots: int | None = None) -> tuple[Any, ...]:
         """Fields with a row of slots for each head, ``[B, H, S', ...]``; copies of shared ones.
 
         A head that holds less than another has empty slots behind its own. What a state has not is
-        `None`.
+        `None`. Without `num_slots`, S', it waits for the device.
         """
         fields = tuple(getattr(self, name) for name in names)
         if self.head_of_slot is None:
             return fields
         others = self.of_others()
-        num_slots = int((~others).sum(dim=-1).max())
+        num_slots = num_slots or int((~others).sum(dim=-1).max())
         index = others.to(torch.uint8).argsort(dim=-1, stable=True)[..., :num_slots]
         missing = others.gather(-1, index)
         row = torch.zeros_like(index)
@@ -291,13 +319,13 @@ class SlotState(Slots):
 
         return tuple(map(of_field, names, fields))
 
-    def unshare(self) -> None:
+    def unshare(self, num_slots: int | None = None) -> None:
         """Give each head a row of its own, for a block that will `share` again; mutates."""
         if self.head_of_slot is None:
             return
         names = [name for name in PER_SLOT if name != "head_of_slot"]
         with ordinary_tensors():
-            for name, value in zip(names, self.by_head(*names), strict=True):
+            for name, value in zip(names, self.by_head(*names, num_slots=num_slots), strict=True):
                 setattr(self, name, value)
             self.head_of_slot = None
 
@@ -335,6 +363,10 @@ class SlotState(Slots):
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors in the place of others, by the names of `tensors`; mutates the state."""
+        if "num_real_tokens" in tensors:
+            self.known_lengths = self.scored_lengths = None
+        if "total" in tensors:
+            self.known_totals = None
         for name, tensor in tensors.items():
             field_name, _, attribute = name.partition(".")
             if attribute:
@@ -352,7 +384,11 @@ class SlotState(Slots):
         with ordinary_tensors():
             selected = self.map(lambda tensor: tensor.index_select(0, indices))
         if self.budgets:
-            selected.budgets = [self.budgets[index] for index in indices.tolist()]
+            order = indices.tolist()
+            selected.budgets = [self.budgets[index] for index in order]
+            for name in ("known_lengths", "known_totals", "scored_lengths"):
+                counts = getattr(self, name)
+                setattr(selected, name, counts and tuple(counts[index] for index in order))
         return selected
 
     def like(self, num_sequences: int, num_slots: int) -> SlotState:
@@ -390,11 +426,15 @@ class SlotState(Slots):
 
     def drop_queries(self) -> None:
         """Forget the queries of a span that has ended; mutates the state."""
-        self.queries = self.query_positions = self.scaling = None
+        self.queries = self.query_positions = self.scaling = self.scored_lengths = None
 
     def cat(self, other: SlotState) -> None:
         """Put another's sequences behind these, tensor by tensor; uses up the other."""
         num_slots = max(self.num_slots, other.num_slots)
+        counts = {}
+        for name in ("known_lengths", "known_totals", "scored_lengths"):
+            mine, others = getattr(self, name), getattr(other, name)
+            counts[name] = mine + others if mine and others else None
         for state in (self, other):
             if state.num_slots < num_slots:
                 state.resize(num_slots)
@@ -405,6 +445,7 @@ class SlotState(Slots):
             self.set_tensors({name: joined})
             other.set_tensors({name: joined[:0]})
         self.budgets = self.budgets + other.budgets
+        vars(self).update(counts)
 
     def copy_sequence(self, row: int, source: SlotState, sequence: int) -> None:
         """Copy one of another state's sequences to a place here, whose other slots it empties."""

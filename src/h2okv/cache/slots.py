@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,6 +65,10 @@ class SlotPlan:
         # Sinks and recent tokens that each sequence's budget protects.
         self.protected: tuple[tuple[int, int], ...] = ()
         self.has_sinks = True
+        # Whether each of the heads that share a row has all the slots that it may need.
+        self.has_all_slots = False
+        # Whether a cut has waited for an image: then only the device knows how many entries stay.
+        self.cut_late = False
         self.num_evicted = 0  # on the meta device
 
     def __getstate__(self) -> dict[str, object]:
@@ -72,7 +77,7 @@ class SlotPlan:
 
     def counters(self) -> dict[str, Any]:
         """Return what steps count, for steps that are taken back."""
-        names = ("capacity", "steps_left", "steps_to_cut", "is_full")
+        names = ("capacity", "steps_left", "steps_to_cut", "is_full", "has_all_slots")
         return {name: getattr(self, name) for name in names}
 
     def store(
@@ -80,7 +85,7 @@ class SlotPlan:
     ) -> None:
         """Fill new slots with the entries of indices ``[B, H, K]`` that are kept; mutates both."""
         if self.is_by_head:
-            self.capacity = int((state.total + self.span).sum(dim=1).max())
+            self.capacity = self.row_slots(state)
             self._share(state, entries, indices, is_kept, self._is_static(state))
             return
         num_slots = slots_for(indices.shape[2], self.capacity)
@@ -117,12 +122,14 @@ class SlotPlan:
     ) -> None:
         """Put the entries of all heads into one row of slots, with some to grow into or all."""
         room = limit = state.total + (self.span - 1)
+        num_slots, self.has_all_slots = self.row_slots(state), takes_all
         if not takes_all:
             room = is_kept.sum(dim=-1, keepdim=True)
             room = torch.minimum(limit, room + (room // 16).clamp_(min=MIN_GROWN_SLOTS))
-        indices, is_kept, head_of_slot = share_slots(indices, is_kept, room)
+            num_slots = int((room + 1).sum(dim=1).max())
+        indices, is_kept, head_of_slot = share_slots(indices, is_kept, room, num_slots)
         # Slots of no head are copied from any.
-        heads, num_slots = head_of_slot.long() % entries.key.shape[1], head_of_slot.shape[2]
+        heads = head_of_slot.long() % entries.key.shape[1]
         with ordinary_tensors():
             state.keys = self.storage.keys.compact(
                 entries.key, state.keys, indices, num_slots, heads, state.key_transform
@@ -138,6 +145,35 @@ class SlotPlan:
             is_empty = (state.positions < 0) & ~state.of_others()
             free = is_empty.to(torch.uint8).argmax(dim=-1)
             state.free_slot = free.unsqueeze(1)
+
+    # --- what the host knows ----------------------------------------------------------------------
+
+    def row_slots(self, state: SlotState) -> int:
+        """Return the slots of a row that heads share, of the sequence that needs most."""
+        return max(sum(total + self.span for total in heads) for heads in state.totals())
+
+    def head_slots(self, state: SlotState) -> int | None:
+        """Return the slots of the head that has most in a shared row; ``None`` if unknown."""
+        return max(map(max, state.totals())) + self.span if self.has_all_slots else None
+
+    def count_entries(self, state: SlotState) -> list[list[int]]:
+        """Return the entries of each sequence, and of each head where budgets differ.
+
+        They follow from the tokens seen, as entries leave at cuts and nowhere else.
+        """
+        # A rule that decides once has counted a token that is not read yet.
+        if self.cut_late or self.rule.sees is Sees.WINDOW:
+            return [heads[:, 0].tolist() for heads in state.counts()]
+        counts = []
+        for length, totals in zip(state.lengths(), state.totals(), strict=True):
+            after_cut = length % self.span
+            bounds = totals if self.rule.evicts else [length]
+            counts.append([min(length - after_cut, bound) + after_cut for bound in bounds])
+        return counts
+
+    def most_entries(self, state: SlotState) -> int:
+        """Return the entries of the head that holds most."""
+        return max(map(max, self.count_entries(state)))
 
     # --- sizes on the meta device: all slots of a budget from the first block on ------------------
 
@@ -181,17 +217,20 @@ class SlotPlan:
             self.steps_left -= 1
 
     def refresh(self, state: SlotState, dtype: torch.dtype) -> None:
-        """Note what steps may leave out, and make slots for them; seldom, as the device waits."""
-        counts = state.counts()
+        """Note what steps may leave out, and make slots for them."""
+        counts = self.count_entries(state)
         self.protect(state.budgets)
         # Sequences with different budgets are never full all together.
         is_even = self.rule.is_bounded and state.slot_mask is None and self.span == 1
-        steps = [int((state.total - counts).max())] if is_even else []
+        steps = []
+        if is_even:
+            pairs = zip(state.totals(), counts, strict=True)
+            steps.append(max(max(map(operator.sub, *pair)) for pair in pairs))
         self.is_full = steps == [0]
         if state.head_of_slot is not None:
-            steps += self._steps_by_head(state, dtype, counts)
+            steps += [] if self.has_all_slots else self._steps_by_head(state, dtype)
         elif self.capacity is None or state.num_slots < self.capacity:
-            largest = int(counts.max())
+            largest = max(map(max, counts))
             if state.num_slots == largest + 1:
                 self._add_slots(state, dtype, slots_for(largest, self.capacity))
             if state.num_slots != self.capacity:
@@ -202,8 +241,8 @@ class SlotPlan:
         self.tail, self.looks_for_tail = None, True
 
     def count_to_cut(self, state: SlotState) -> None:
-        """Count the steps until a sequence's span ends; mutates the plan; a host sync."""
-        self.steps_to_cut = self.span - int((state.num_real_tokens % self.span).max())
+        """Count the steps until a sequence's span ends; mutates the plan."""
+        self.steps_to_cut = self.span - max(length % self.span for length in state.lengths())
 
     def compact(self, state: SlotState, scores: Tensor, indices: Tensor, is_kept: Tensor) -> None:
         """Move kept entries to the first slots of their heads, in place; mutates the state.
@@ -243,9 +282,10 @@ class SlotPlan:
         free = of_head.gather(-1, num_kept.clamp(max=last))
         state.free_slot.copy_(free.view_as(state.free_slot))
 
-    def _steps_by_head(self, state: SlotState, dtype: torch.dtype, counts: Tensor) -> list[int]:
+    def _steps_by_head(self, state: SlotState, dtype: torch.dtype) -> list[int]:
         """Return the steps until heads need more slots; adds slots where none is left."""
         steps: list[int] = []
+        counts = state.counts()
         for is_last in (False, True):
             num_slots = (~state.of_others()).sum(dim=-1, keepdim=True)
             limit = state.total + (self.span - 1)
@@ -285,7 +325,9 @@ class SlotPlan:
             if self.span == 1:
                 tail.steps -= 1  # one slot is free after each step
                 if self.rule.is_bounded:
-                    tail.steps = min(tail.steps, int((state.total - state.counts()).min()))
+                    pairs = zip(state.totals(), self.count_entries(state), strict=True)
+                    room = min(min(map(operator.sub, *pair)) for pair in pairs)
+                    tail.steps = min(tail.steps, room)
             state.scores.masked_fill_(state.positions < 0, 0.0)
         return tail
 
@@ -295,7 +337,7 @@ class SlotPlan:
             state.resize(num_slots)
             state.slot_mask = self.slots_within_budget(state)
             return
-        state.unshare()
+        state.unshare(self.head_slots(state))
         order = (state.positions < 0).to(torch.uint8).argsort(dim=-1, stable=True)
         is_kept = state.positions.gather(-1, order) >= 0
         key = self.storage.keys.read(state.keys, dtype, state.key_transform)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +12,12 @@ from torch import Tensor
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
-from h2okv.cache.validation import check_finite
 from h2okv.ops.attention import mean_queries
+
+
+def to_device(numbers: Sequence[Any], state: SlotState) -> Tensor:
+    """Copy numbers of the host to a state's device, which does not wait for what it runs."""
+    return torch.tensor(numbers, device="cpu").to(state.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -26,22 +31,27 @@ class Spans:
     length: int  # c, at least 2; a span of one token is an ordinary step
 
     def phases(self, state: SlotState) -> list[int]:
-        """Return the tokens of its span that each sequence has read, 0 to c - 1; a host sync."""
-        phases: list[int] = (state.num_real_tokens % self.length).tolist()
-        return phases
+        """Return the tokens of its span that each sequence has read, 0 to c - 1."""
+        return [length % self.length for length in state.lengths()]
 
-    def is_over(self, state: SlotState, is_late: Tensor | None = None) -> Tensor:
-        """Mark the sequences whose span has just ended, bool ``[B, 1, 1]``.
+    def ended(self, state: SlotState, is_late: Tensor | None = None) -> list[bool]:
+        """Tell of each sequence whether its span has just ended.
 
         `is_late` ``[B]`` marks those in which it ended with an image (`Block.split`).
         """
-        ended = state.num_real_tokens % self.length == 0
-        return (ended if is_late is None else ended | is_late).view(-1, 1, 1)
+        late = [False] * state.batch_size if is_late is None else is_late.tolist()
+        phases = self.phases(state)
+        return [phase == 0 or waited for phase, waited in zip(phases, late, strict=True)]
 
     def totals(self, state: SlotState, positions: Tensor, is_late: Tensor | None = None) -> Tensor:
-        """Return how many of the entries at ``[B, H, N]`` stay, int64 ``[B, H, 1]``."""
+        """Return how many of the entries at ``[B, H, N]`` stay, int64 ``[B, H or 1, 1]``."""
+        ended = self.ended(state, is_late)
+        if all(ended):
+            return state.total
         counts = (positions >= 0).sum(dim=-1, keepdim=True)
-        return torch.where(self.is_over(state, is_late), state.total, counts)
+        if not any(ended):
+            return counts
+        return torch.where(to_device(ended, state).view(-1, 1, 1), state.total, counts)
 
     # --- queries, for rules that score a span at its end ------------------------------------------
 
@@ -54,6 +64,7 @@ class Spans:
                 state.queries = query.new_zeros(batch, heads, self.length, size)
                 no_positions = torch.full((batch, self.length), -1, device=query.device)
                 state.query_positions = no_positions
+            state.scored_lengths = (-1,) * batch
         state.scaling = block.scale, block.softcap
         assert state.query_positions is not None
         if block.real is None and batch == length == 1:  # a step, in few operations
@@ -88,24 +99,40 @@ class Spans:
 
     def take_queries(
         self, state: SlotState, is_late: Tensor | None = None
-    ) -> tuple[Tensor, Block | None]:
+    ) -> tuple[Tensor | None, Block | None]:
         """Return the sequences, int64 ``[B']``, whose span has ended, and its queries as a block.
 
-        They count once: a sequence that gets padding then has no queries left. Mutates the state.
+        ``None`` for all sequences. Queries count once: a sequence that gets padding then has none
+        left. Mutates the state.
         """
         assert state.queries is not None
         assert state.query_positions is not None
-        is_over = self.is_over(state, is_late).flatten()
-        is_whole = is_over & (state.query_positions[:, -1] >= 0)
-        sequences = is_whole.nonzero().flatten()
-        if not len(sequences):
-            return sequences, None
-        query, position_ids = state.queries[sequences], state.query_positions[sequences]
-        state.query_positions[sequences] = -1
+        ended, lengths, scored = self.ended(state, is_late), state.lengths(), state.scored_lengths
+        is_new: list[bool] = []
+        if scored is not None:
+            is_new = [length != other for length, other in zip(lengths, scored, strict=True)]
+        elif any(ended):  # of a file, for example
+            is_new = (state.query_positions[:, -1] >= 0).tolist()
+        rows = [row for row, is_over in enumerate(ended) if is_over and is_new[row]]
+        if not rows:
+            return None, None
+        are_all = len(rows) == len(ended)
+        sequences = None if are_all else to_device(rows, state)
+        index: Any = slice(None) if sequences is None else sequences
+        query, position_ids = state.queries[index], state.query_positions[index].clone()
+        state.query_positions[index] = -1
         assert state.scaling is not None
-        placed, real = position_ids[:, None, :, None], position_ids >= 0
-        noted = None if bool(real.all()) else real  # a span after a late cut is shorter
-        return sequences, Block(query, query, query, noted, None, placed, *state.scaling)
+        placed, real = position_ids[:, None, :, None], None
+        if scored is None or is_late is not None:
+            real = position_ids >= 0
+            real = None if bool(real.all()) else real  # a span after a late cut is shorter
+        state.scored_lengths = None
+        if is_late is None and (are_all or scored is not None):
+            before = scored or lengths
+            state.scored_lengths = tuple(
+                length if row in rows else before[row] for row, length in enumerate(lengths)
+            )
+        return sequences, Block(query, query, query, real, None, placed, *state.scaling)
 
     # --- scores and evictions of a layer ----------------------------------------------------------
 
@@ -114,10 +141,9 @@ class Spans:
     ) -> Tensor:
         """Count a block's tokens and return the scores ``[B, H, N]``; mutates the layer."""
         if layer.checks_numbers:
-            check_finite(layer, output[:, :, -1])
+            layer.forward.check_later(layer.layer_idx, output[:, :, -1])
         self.add_queries(layer.state, block)
-        layer.state.num_real_tokens += block.counts()
-        layer.cumulative_length += block.length
+        layer.count(block)
         return self.score(layer, entries)
 
     def score(self, layer: Any, entries: BlockEntries) -> Tensor:
@@ -125,18 +151,22 @@ class Spans:
         sequences, span = self.take_queries(layer.state, layer.is_late)
         if span is None:
             return entries.scores
-        are_all = len(sequences) == len(entries.scores)
-        ended = replace(entries) if are_all else entries.of_sequences(sequences)
+        ended = replace(entries) if sequences is None else entries.of_sequences(sequences)
         ended.query = span.query
         added = layer.rule.score_block(layer.view(span, ended, torch.zeros_like(ended.scores)))
-        return entries.scores.index_add(0, sequences, added.to(torch.float32))
+        added = added.to(torch.float32)
+        if sequences is None:
+            return entries.scores + added
+        return entries.scores.index_add(0, sequences, added)
 
     def evict(self, layer: Any) -> None:
         """Evict after steps that ended a span, in place: slots may be views of a pool's."""
-        state, past = layer.state, layer.state.num_slots
-        if not bool(self.is_over(state).any()):
+        state, slots = layer.state, layer.slots
+        if not any(self.ended(state)):
             return
-        key, value, scores, positions = state.by_head("keys", "values", "scores", "positions")
+        fields = "keys", "values", "scores", "positions"
+        key, value, scores, positions = state.by_head(*fields, num_slots=slots.head_slots(state))
+        past = positions.shape[2]
         key = layer.storage.keys.read(key, layer.dtype, state.key_transform)
         value = layer.storage.values.read(value, layer.dtype)
         entries = BlockEntries(past, key, value, scores, positions, key, key, value, positions >= 0)
@@ -146,10 +176,10 @@ class Spans:
                 entries.attended_key = rotate_to_ranks(key, ranks_of(positions), factors)
             entries.scores = self.score(layer, entries)
         total = self.totals(state, positions)
-        indices, is_kept = layer.choose(entries, total, int(total.max()))
+        indices, is_kept = layer.choose(entries, total, slots.most_entries(state))
         if state.value_weights is not None:
             values = layer.storage.values.read(state.values, layer.dtype)
             state.value_weights.copy_(layer.rule.value_weights(values))
-        layer.slots.compact(state, entries.scores, indices, is_kept)
+        slots.compact(state, entries.scores, indices, is_kept)
         if state.ranks is not None:
             state.ranks.copy_(ranks_of(state.positions))

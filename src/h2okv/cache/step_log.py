@@ -104,6 +104,9 @@ class StepLog:
                 _restore_slots(layer.state, record, slice(None))
             layer.restore_plan(plan)
         layer.cumulative_length -= min(counts)
+        if count:
+            layer.num_columns = None
+            layer.state.forget_known()
         self.num_drafts = 0
         self.forget()
 

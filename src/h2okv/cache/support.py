@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pkgutil
 import sys
 import tomllib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from h2okv.cache.argument import CACHE
 from h2okv.cache.rope import BY_LENGTH, PositionRule
 from h2okv.config import KV_BITS, CacheConfig
 from h2okv.console import warn
+from h2okv.measures import measured
 from h2okv.ops.quant import KeyTransform
 from h2okv.policy import Rule, Sees, get_rule
 
@@ -333,11 +333,8 @@ def check_layers(
 def measured_budgets(model: Any, cache: CacheConfig) -> CacheConfig:
     """Replace ``layer_budgets="auto"``: measured for a model, even for a config alone."""
     if not isinstance(model, PreTrainedConfig):
-        # By name, as imports go down: what measures a model reads it with a cache.
-        measure: Callable[[Any, CacheConfig], CacheConfig] = pkgutil.resolve_name(
-            "h2okv.integration.layer_budgets:budgets_of_model"
-        )
-        return measure(model, cache)
+        config: CacheConfig = measured("budgets", model, cache)
+        return config
     if not cache.is_full:
         warn(
             "every head gets the same budget, as a config alone cannot be measured; give the model,"
@@ -358,11 +355,8 @@ def measured_keys(model: Any, cache: CacheConfig) -> Mapping[int, KeyTransform]:
     """Return how each layer of a model transforms keys; empty if the cache does not."""
     if isinstance(model, PreTrainedConfig) or not transforms_keys(cache, config_of(model)):
         return {}
-    # By name, as in `measured_budgets`.
-    measure: Callable[[Any, bool], Mapping[int, KeyTransform]] = pkgutil.resolve_name(
-        "h2okv.integration.key_transforms:transforms_of_model"
-    )
-    return measure(model, cache.positions == "rolling")
+    transforms: Mapping[int, KeyTransform] = measured("keys", model, cache.positions == "rolling")
+    return transforms
 
 
 def warn_of_untransformed_keys() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from itertools import pairwise
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from h2okv.cache.argument import CACHE
+from h2okv.cache.forward import LayerBudgets, amounts
 from h2okv.cache.rope import ranks_of
 from h2okv.cache.slot_state import SlotState
 from h2okv.ops.choice import protected_entries
@@ -118,6 +118,8 @@ def check_follows(
     """
     if position_ids is None or position_ids.dim() != 2 or not layer.is_initialized:
         return
+    if not layer.begins_forward and layer.device.type != "cpu":
+        return
     is_step = length == 1 and layer.holds_budgets
     if is_step and (layer.counts_padding is None or layer.device.type != "cpu"):
         return
@@ -178,7 +180,7 @@ def _counts_padding(layer: Any, position_ids: Tensor, real: Tensor) -> bool | No
 
 def check_mask(layer: Any, attention_mask: Tensor) -> None:
     """Refuse a mask ``[B, tokens seen + T]`` that marks padding seen as text, or the reverse."""
-    seen, before = int(layer.cumulative_length), layer.state.num_real_tokens
+    seen, before = int(layer.get_seq_length()), layer.state.num_real_tokens
     marked = attention_mask[:, :seen].to(torch.bool).sum(dim=1).to(before.device)
     # The sequences of a pool are as long as each is, and their masks begin with the new tokens.
     if marked.shape != before.shape or int(before.max()) > seen:
@@ -217,16 +219,6 @@ def check_window(layer: Any, length: int) -> None:
             f"positions='rolling' cannot place a block of {block} tokens after {num_cached} "
             f"entries in the model's window of {window}; give "
             f"H2OCache(prefill_chunk={window - budget}) or less."
-        )
-
-
-def check_finite(layer: Any, sums: Tensor) -> None:
-    """Refuses sums, or an output, that are no numbers; for blocks, which can afford a host sync."""
-    # One number tells of all, in a third of the operations.
-    if not math.isfinite(sums.sum(dtype=torch.float32)):
-        raise ValueError(
-            f"attention of layer {layer.layer_idx} is not finite (NaN or infinity); check the "
-            f"model's weights, or use a wider dtype than {layer.dtype}."
         )
 
 
@@ -279,17 +271,19 @@ def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
         if is_wanted != (tensor is not None):
             raise ValueError(f"{name} has {field}, or has none, against its options")
     for budget in state.budgets:
-        amounts = astuple(budget)
-        are_counts = all(type(n) is int and 0 <= n < 1 << 60 for n in amounts)
+        fields = astuple(budget)
+        are_counts = all(type(n) is int and 0 <= n < 1 << 60 for n in fields)
         if not are_counts or not budget.total:
-            raise ValueError(f"{name} has an invalid budget {amounts}")
+            raise ValueError(f"{name} has an invalid budget {fields}")
         options = layer.head_budgets or (layer.budget,)
         possible = [layer.rule.allocate_budget(option.resolve(1)) for option in options]
         largest = max(possible, key=lambda option: option.total)
         if not layer.budget.is_relative and budget != largest:
-            raise ValueError(f"{name} has the budget {amounts}, not its options'")
+            raise ValueError(f"{name} has the budget {fields}, not its options'")
     expected = copy.copy(state)
-    expected.set_budgets(state.budgets, layer.rule.has_pattern)
+    totals = tuple((budget.total,) for budget in state.budgets)
+    table = torch.tensor(amounts(state.budgets, totals), device=state.device)
+    expected.set_budgets(LayerBudgets(state.budgets, totals, table), layer.rule.has_pattern)
     # The largest of a layer's heads; what the others keep, only the file knows.
     total = state.total.amax(dim=1, keepdim=True)
     grown = torch.zeros_like(expected.total)

@@ -52,14 +52,13 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
         mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
         # Without position_ids some models derive positions from the full mask.
         if position_ids is None and mask is None and is_rotary:
-            position_ids = torch.as_tensor(cache.get_mask_sizes(1, 0)[1]).view(1, 1)
+            position_ids = tokens.new_full((1, 1), cache.num_seen_tokens, dtype=torch.int64)
         cache.check_block(1, mask, position_ids)
         if mask is not None and mask.dim() == 2:
             # The cache has the earlier columns; a mask that grows would be recompiled each step.
-            seen: Any
             length, seen = cache.get_mask_sizes(1, 0)
             options = {"q_length": 1, "kv_length": length, "q_offset": seen, "kv_offset": seen}
-            mask = h2o_mask(attention_mask=mask.to(seen.device), **options)
+            mask = h2o_mask(attention_mask=mask.to(tokens.device), **options)
         if position_ids is None or not cache.prepare_step():
             return plain(**kwargs)
         output = compiled(**{**kwargs, "attention_mask": mask})

@@ -279,10 +279,10 @@ class CacheStore:
         layer.end_steps()  # they may be deferred to the last layer
         entries = layer.state.entry_tensors()
         specs = [(tensor.shape, tensor.dtype) for tensor in entries.values()]
-        num_tokens = int(layer.cumulative_length)
+        num_tokens = int(layer.get_seq_length())
         stored = self._stored.pop((id(cache), layer_idx), None)
         # At the end of a span entries have moved from slot to slot.
-        has_moved = layer.spans is not None and bool(layer.spans.is_over(layer.state).any())
+        has_moved = layer.spans is not None and any(layer.spans.ended(layer.state))
         fits = stored is not None and stored.specs == specs and not is_new and not has_moved
         if stored is not None and fits and num_tokens == stored.num_tokens + 1:
             written = stored.write_step(entries.values())

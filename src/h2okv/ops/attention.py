@@ -128,9 +128,10 @@ def _entry_columns(is_entry: Tensor, past: int) -> Tensor | None:
     """Return the columns of each head's entries, int64 ``[H, n]``, or ``None``.
 
     ``None`` if heads of ``[H, N]`` have different numbers of entries, or not all of the block are
-    entries.
+    entries; and on a device that would have to be waited for.
     """
-    if torch.compiler.is_compiling() or not is_entry[:, past:].all():
+    is_readable = is_entry.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not is_readable or not is_entry[:, past:].all():
         return None
     counts = is_entry.sum(dim=1)
     if not (counts == counts[0]).all():

@@ -39,20 +39,23 @@ def pick(entries: Tensor, indices: Tensor, heads: Tensor | None = None) -> Tenso
     return entries[rows, heads, indices]
 
 
-def share_slots(indices: Tensor, is_kept: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def share_slots(
+    indices: Tensor, is_kept: Tensor, total: Tensor, num_slots: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Put the entries of heads that keep different numbers into one row of slots.
 
     Args:
         indices: int64 ``[B, H, K]``, as `choose` returns them: evicted ones come last.
         is_kept: bool ``[B, H, K]``.
-        total: entries that each head has room for, int64 ``[B, H, 1]``; no fewer than are kept.
+        total: entries that each head has room for, int64 ``[B, H, 1]``; no fewer than are kept. A
+            head has one slot more.
+        num_slots: S, the slots of the sequence that has most.
 
     Returns:
-        ``(indices, is_kept, head_of_slot)``, each ``[B, 1, S]``: a head has one slot more than its
-        room, S are those of the sequence that has most; head_of_slot is uint8.
+        ``(indices, is_kept, head_of_slot)``, each ``[B, 1, S]``; head_of_slot is uint8.
     """
     ends = (total.squeeze(-1) + 1).cumsum(dim=-1)
-    offsets = torch.arange(int(ends[:, -1].max()), device=indices.device)
+    offsets = torch.arange(num_slots, device=indices.device)
     offsets = offsets.expand(len(ends), -1).contiguous()
     head_of_slot = torch.searchsorted(ends, offsets, right=True)
     is_unused = head_of_slot == total.shape[1]

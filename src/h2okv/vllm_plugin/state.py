@@ -161,6 +161,7 @@ class StateLayer(SlotLayer):
         self.learn_rotation(self.rotates)
         if not is_first:
             self.cumulative_length += seen.max()
+            self.num_columns = None
             self.state = self._copies(index, seen)
         output = self.attend(query, key, value, None, self.scale, self.softcap)
         self._store(index)
@@ -170,6 +171,7 @@ class StateLayer(SlotLayer):
         """Return the state of requests after ``seen`` tokens, int64 ``[B]``, from their blocks."""
         tensors = {name: blocks.index_select(0, index) for name, blocks in self.blocks.items()}
         state = self._state(tensors["keys"], tensors["values"], tensors, seen)
+        state.known_totals = (tuple(self.totals),) * len(seen)
         if "queries" in tensors:
             assert self.spans is not None
             state.queries = tensors["queries"]
@@ -271,6 +273,10 @@ class StateLayer(SlotLayer):
 
 class _BlockPlan(SlotPlan):
     """Slots of a server's blocks: all from the beginning, and no step counts them."""
+
+    def forget(self) -> None:
+        super().forget()
+        self.has_all_slots = True
 
     def refresh(self, state: SlotState, dtype: torch.dtype) -> None:
         """Leave out what only steps of a cache that grows need to know."""

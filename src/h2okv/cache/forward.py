@@ -1,0 +1,124 @@
+"""What the layers of a cache do together in a forward, as every wait for a device takes time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from h2okv.config import Budget, TokenBudget
+from h2okv.policy import Rule
+
+_Totals = tuple[tuple[int, ...], ...]
+
+
+class LayerBudgets(NamedTuple):
+    """The budgets of one layer for the sequences of a prompt."""
+
+    budgets: list[TokenBudget]  # of each sequence, the largest of its heads'
+    totals: _Totals  # K of each sequence, and of each head where they differ
+    numbers: Tensor  # int64 [B * (3 + H')], as `SlotState.set_budgets` takes them
+
+
+def amounts(budgets: Sequence[TokenBudget], totals: _Totals) -> list[int]:
+    """Return the numbers of `LayerBudgets`: each part of all sequences, then the totals."""
+    fields = [(budget.sink, budget.recent, budget.num_static) for budget in budgets]
+    numbers = [amount for field in zip(*fields, strict=True) for amount in field]
+    return numbers + [total for heads in totals for total in heads]
+
+
+class Forward:
+    """Budgets that are copied to the device once, and one look at what must be finite.
+
+    One object for all layers of a cache; a layer without a cache has one for itself.
+    """
+
+    def __init__(self) -> None:
+        self._budgets: list[tuple[Rule, Budget, Sequence[Budget] | None]] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what an earlier forward has left, which may have been interrupted; mutates."""
+        self._sums: list[tuple[int, Tensor]] = []
+        self._prompt: tuple[list[int], torch.device, list[LayerBudgets]] | None = None
+        self._padding: tuple[Tensor, tuple[int, ...]] | None = None
+
+    def add_layer(self, rule: Rule, budget: Budget, by_head: Sequence[Budget] | None) -> int:
+        """Note a layer's budget, and that of each head where they differ; returns its number."""
+        self._budgets.append((rule, budget, by_head))
+        return len(self._budgets) - 1
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._budgets)
+
+    def budgets(self, number: int, lengths: list[int], device: torch.device) -> LayerBudgets:
+        """Return a layer's budgets for prompts of these real tokens, int ``[B]``."""
+        prompt = self._prompt
+        if prompt is None or prompt[:2] != (lengths, device):
+            prompt = self._prompt = lengths, device, self._resolve(lengths, device)
+        return prompt[2][number]
+
+    def _resolve(self, lengths: list[int], device: torch.device) -> list[LayerBudgets]:
+        """Resolve the budgets of all layers, with one copy to the device."""
+        layers, rows = [], []
+        for rule, budget, by_head in self._budgets:
+            heads = [
+                [rule.allocate_budget(option.resolve(length)) for option in by_head or (budget,)]
+                for length in lengths
+            ]
+            largest = [max(budgets, key=lambda option: option.total) for budgets in heads]
+            totals = tuple(tuple(option.total for option in budgets) for budgets in heads)
+            layers.append((largest, totals))
+            rows.append(amounts(largest, totals))
+        # Not from the list to the device, which would wait for all that it has to do before.
+        joined = torch.tensor(sum(rows, []), dtype=torch.int64, device="cpu")
+        slices = joined.to(device, non_blocking=True).split([len(row) for row in rows])
+        return [
+            LayerBudgets(*layer, numbers) for layer, numbers in zip(layers, slices, strict=True)
+        ]
+
+    def counts(self, real: Tensor) -> tuple[int, ...]:
+        """Return the real tokens of each sequence of a block, of bool ``[B, T]``.
+
+        Waits for the device once in a forward, whose layers get views of one mask.
+        """
+        last = self._padding
+        if last is None or not is_same(last[0], real):
+            last = self._padding = real, tuple(real.sum(dim=1).tolist())
+        return last[1]
+
+    def check_later(self, layer_idx: int, sums: Tensor) -> None:
+        """Note numbers of a layer that must be finite when the forward ends."""
+        # One number tells of all, in a third of the operations.
+        self._sums.append((layer_idx, sums.sum(dtype=torch.float32)))
+
+    def end(self, dtype: torch.dtype) -> None:
+        """Forget the prompt's budgets; refuse a forward with numbers that are not finite.
+
+        Raises:
+            ValueError: naming the first layer.
+        """
+        sums, self._sums = self._sums, []
+        self._prompt = self._padding = None
+        if not sums:
+            return
+        device = sums[-1][1].device
+        numbers = torch.stack([total.to(device) for _, total in sums]).tolist()
+        for (layer_idx, _), number in zip(sums, numbers, strict=True):
+            if not math.isfinite(number):
+                raise ValueError(
+                    f"attention of layer {layer_idx} is not finite (NaN or infinity); check the "
+                    f"model's weights, or use a wider dtype than {dtype}."
+                )
+
+
+def is_same(first: Tensor | None, second: Tensor | None) -> bool:
+    """Tell whether two tensors are views of the same numbers, without reading them."""
+    if first is None or second is None:
+        return first is second
+    is_shaped_alike = first.shape == second.shape and first.stride() == second.stride()
+    return is_shaped_alike and first.data_ptr() == second.data_ptr()
