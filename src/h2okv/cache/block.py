@@ -84,9 +84,9 @@ class Block(NamedTuple):
             block_reach = None if reach is None else reach.gather(1, index) - edges[0]
             index = index if columns is None else columns.gather(1, index)
             late = None if late is None else late.to(device)
-            taken = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-            padding = None if min(taken) == widest else real
-            yield self._take((sequences, index), padding, block_reach, late, taken)
+            counted = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+            padding = None if min(counted) == widest else real
+            yield self._take((sequences, index), padding, block_reach, late, counted)
             starts, ends = stops, [end + chunk for end in ends]
 
     def columns(self, start: int, stop: int) -> Block:
