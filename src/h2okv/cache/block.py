@@ -55,7 +55,7 @@ class Block(NamedTuple):
         if self.real is not None:
             # Real tokens first, in their order: shorter sequences get padding in the last blocks.
             columns = (~self.real).to(torch.uint8).argsort(dim=1, stable=True)
-            counts = self.real.sum(dim=1).tolist()
+            counts = list(self.counted or self.real.sum(dim=1).tolist())
             if reach is not None:
                 ranks = self.real.cumsum(dim=1) - 1
                 reach = ranks.gather(1, reach.clamp(min=0)).gather(1, columns)
@@ -76,14 +76,17 @@ class Block(NamedTuple):
             if not widest:  # the image before has passed this cut too
                 ends = [end + chunk for end in ends]
                 continue
-            edges = torch.tensor([starts, stops], device=device).unsqueeze(-1)
+            edges = torch.tensor([starts, stops], device="cpu").unsqueeze(-1)
+            edges = edges.to(device, non_blocking=True)
             index = edges[0] + torch.arange(widest, device=device)
             real = index < edges[1]
             index = index.clamp(max=self.length - 1)
             block_reach = None if reach is None else reach.gather(1, index) - edges[0]
             index = index if columns is None else columns.gather(1, index)
             late = None if late is None else late.to(device)
-            yield self._take((sequences, index), None if real.all() else real, block_reach, late)
+            counted = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
+            padding = None if min(counted) == widest else real
+            yield self._take((sequences, index), padding, block_reach, late, counted)
             starts, ends = stops, [end + chunk for end in ends]
 
     def columns(self, start: int, stop: int) -> Block:
@@ -101,6 +104,7 @@ class Block(NamedTuple):
         real: Tensor | None,
         reach: Tensor | None = None,
         is_late: Tensor | None = None,
+        counted: tuple[int, ...] | None = None,
     ) -> Block:
         """Return the columns of an index in ``[B, T, ...]``: a view if that is of slices."""
 
@@ -112,7 +116,7 @@ class Block(NamedTuple):
         undo, position_ids = (
             None if tensor is None else take(tensor) for tensor in (self.undo, self.position_ids)
         )
-        rules = self.scale, self.softcap, index, reach, is_late
+        rules = self.scale, self.softcap, index, reach, is_late, counted
         return Block(query, key, value, real, undo, position_ids, *rules)
 
     def put(self, result: Tensor, output: Tensor) -> None:

@@ -197,7 +197,8 @@ class CacheLayer(BaseLayer):
             undo = rotations.rolling.of_text(position_ids)
         elif position_ids is not None and rotations.text is not None and looks_again:
             placed = position_ids[:, None, :, None]
-        return Block(query, key, value, real, undo, placed, scale, softcap, None, reach)
+        block = Block(query, key, value, real, undo, placed, scale, softcap, None, reach)
+        return block if length == 1 else block._replace(counted=self._lengths(block))
 
     def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
         """Return the positions of tokens that follow those of each sequence, ``[B, T]``."""

@@ -67,7 +67,7 @@ class SlotPlan:
         self.has_sinks = True
         # Whether each of the heads that share a row has all the slots that it may need.
         self.has_all_slots = False
-        # Whether a cut has waited for an image: then only the device knows how many entries stay.
+        # Whether a cut has waited for an image: only the device knows how many entries stay then.
         self.cut_late = False
         self.num_evicted = 0  # on the meta device
 
