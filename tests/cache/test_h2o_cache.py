@@ -138,9 +138,23 @@ def test_another_model_is_refused(make_llama, model):
 def test_a_text_read_anew_is_refused(model):
     """Without use_cache, generate feeds the whole text again at every step."""
     input_ids = torch.randint(2, 97, (1, 8))
-    cache = h2okv.H2OCache(model.config)
-    with pytest.raises(ValueError, match="leave out use_cache=False"):
-        model.generate(input_ids, past_key_values=cache, use_cache=False, max_new_tokens=3)
+    words = r"seen 8 tokens .*got 9 more [^;]*; leave out use_cache=False, [^;]* at every step\.$"
+    for mask in (torch.ones_like(input_ids), None):
+        cache = h2okv.H2OCache(model.config)
+        with pytest.raises(ValueError, match=words):
+            model.generate(
+                input_ids, attention_mask=mask, cache=cache, use_cache=False, max_new_tokens=3
+            )
+    for again, words in (
+        (input_ids[:, :5], "next_turn.* for another text .*needs position_ids 8 to 12"),
+        (torch.cat([input_ids] * 2, 1), r"for another text cache.reset\(\) first; a model"),
+    ):
+        cache = h2okv.H2OCache(model.config)
+        model(input_ids, past_key_values=cache)
+        positions = torch.arange(again.shape[1])[None]
+        with pytest.raises(ValueError, match=words) as caught:
+            model(again, position_ids=positions, past_key_values=cache)
+        assert "use_cache" not in str(caught.value)
 
 
 def test_a_second_generate_goes_on(model):

@@ -119,6 +119,10 @@ def test_unknown_command(h2okv_command):
     assert_one_sentence(outcome, "--heavi", "h2okv generate --help")
 
 
+def test_an_argument_given_as_an_option(h2okv_command):
+    assert_one_sentence(h2okv_command("plan", "--model", "bundled"), "--model", "value alone")
+
+
 def test_demo_without_room_for_a_prompt(h2okv_command, model_folder):
     outcome = h2okv_command("demo", "--model", model_folder, "--max-new-tokens", 256)
     assert_one_sentence(outcome, "--max-new-tokens 256", "fewer")

@@ -87,7 +87,7 @@ def terminal(chat_folder):
 
 def test_a_session(terminal):
     greeting = terminal.wait_for(b"> ")
-    assert b"positions rolling" in greeting
+    assert greeting.count(b"rolling") == 1 and b"positions rolling" in greeting
     assert b"/help" in greeting
 
     # Two lines, one turn; an answer without an end, which Ctrl-C ends.

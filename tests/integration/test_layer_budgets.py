@@ -117,6 +117,15 @@ def test_what_takes_long_is_measured_on_request_only(
     assert layer_budgets.measure_model(model, described) == shares and len(measured) == 1
 
 
+def test_messages_name_a_converted_file_without_its_digest(model, measured, tmp_path, capsys):
+    folder = tmp_path / "a-model.Q4_1-0123456789abcdef"
+    folder.symlink_to(bundled_model_path())
+    model.config._name_or_path = str(folder)
+    h2okv.H2OCache(model, **BEST)
+    lines = capsys.readouterr().err.splitlines()
+    assert all(re.search(r" a-model\.Q4_1( |:)", line) for line in lines), lines
+
+
 def test_progress_is_written_without_a_terminal(model, measured, monkeypatch, capsys):
     monkeypatch.setattr(layer_budgets, "_LINE_SECONDS", 0.0)
     h2okv.H2OCache(model, **BEST)

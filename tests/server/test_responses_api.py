@@ -168,10 +168,13 @@ def test_tokenize_and_detokenize(served, fake):
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user"}]}, "give either prompt"),
         ("/tokenize", {"prompt": "a", "model": "other"}, "is not served here"),
         ("/tokenize", {"text": "a"}, "text is not known"),
+        ("/tokenize", {"prompt": "a b " * 10**6}, "at most 1048576 characters here, got 4000000"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a b " * 10**6}]},
+         "messages must have at most 1048576 characters here, got 40000"),
         ("/detokenize", {"tokens": [4096]}, "token must be 0 to 4095 for this model, got 4096"),
         ("/detokenize", {"tokens": "a"}, "tokens='a' does not fit"),
     ],
-)
+)  # fmt: skip
 def test_invalid_tokenize_requests_raise(served, path, body, words):
     with pytest.raises(openai.APIStatusError, match=words) as caught:
         ask(served, path, **body)

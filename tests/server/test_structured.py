@@ -430,6 +430,10 @@ UNBOUND = (
     '{"name": "f", "age": 5, "arguments": %s}', '{"name": "f", "id": "1", "arguments": %s}',
     '{"type": "object", "name": "f", "arguments": %s}',
     '<|python_tag|>{"function": {"name": "f", "arguments": %s}}',
+    '{"name": "h", "arguments": %s, "name": "f"}',
+    '{"id": "1", "n\\u0061me": "f", "arguments": %s}',
+    '{"name": "\\u0066", "arguments": %s}', '{"name": "f", "argument\\u0073": %s}',
+    '<|python_tag|>{"function": {"name": "f", "arguments": {}}, "a": %s}',
 )  # fmt: skip
 
 
@@ -443,6 +447,11 @@ def test_what_strict_does_not_bind_is_no_call(marked, form):
     assert not check_request(marked, wrong, tools=strict_tools()) or (
         "f" not in names_called(strict, wrong)
     )
+    # Beside a free format the grammar takes any object.
+    for tools in (strict_tools(), strict_tools(strict=False)):
+        fields |= {"response_format": {"type": "json_object"}, "tools": tools}
+        called = names_called(ChatRequest(**fields), wrong)
+        assert "f" not in called or not tools[0]["function"]["strict"]
     if form.find("name") > form.find("%s"):  # the model has to write the name first
         assert not check_request(marked, wrong, tools=strict_tools())
     for written in BARE:
@@ -483,6 +492,17 @@ def test_calls_beside_a_schema_need_no_marker(marked):
         assert check_request(marked, text, **free)
     for text in ("Hello", '{"name": "h", "arguments": {}}', '{"age": 31}'):
         assert not check_request(marked, text, tools=tools, response_format=stated)
+
+
+@pytest.mark.parametrize("form", [BARE[0], BARE[1], BARE[0].replace("}", ', "id": 1}')])
+def test_strict_beside_a_format_that_takes_every_object(marked, form):
+    """What the format takes but the function's schema does not is an answer, not a call."""
+    stated = {"tools": strict_tools(), "response_format": {"type": "json_object"}}
+    request = ChatRequest(model="fake", messages=[USER], **stated)
+    wrong = F.replace("22", "23")
+    for arguments, names in ((F, ["f"]), (wrong, []), ("{}", []), ('{"size": 22}', [])):
+        assert check_request(marked, form % arguments, **stated)
+        assert names_called(request, form % arguments) == names
 
 
 ONE_OF = [

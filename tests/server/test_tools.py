@@ -66,6 +66,7 @@ ANSWERS = [
      ['{"type": "function", "function": {"name": "f"}}']),
     ('{"name": "f", "arguments": 5}', ['{"name": "f", "arguments": 5}']),
     ('{"name": "f", "arguments": {"a": NaN}}', ['{"name": "f", "arguments": {"a": NaN}}']),
+    ('{"name": "f", "arguments": {"a": 1e999}}', ['{"name": "f", "arguments": {"a": 1e999}}']),
     ('{"name": "\\ud800", "arguments": {}}', ['{"name": "\\ud800", "arguments": {}}']),
     (f"[{F}, 5]", [f"[{F}, 5]"]),
     ('{"city": "Paris"}', ['{"city": "Paris"}']),

@@ -134,18 +134,12 @@ def check_follows(
         if not bool(follows.all()):
             row = int((~follows).nonzero()[0])
             seen, count, end = (int(n[row]) for n in (before, new, last.expand_as(new)))
-            problem = f"that end at position {end}, which does not go on from there; "
+            problem = f"that end at position {end}, which does not go on from there"
             if end == count - 1:
-                problem = (
-                    "whose positions begin at 0, which does not go on from there (some models "
-                    f"count from 0 without position_ids); give position_ids {seen} to {seen + end},"
-                    " "
-                )
+                problem = "whose positions begin at 0, which does not go on from there"
             raise ValueError(
-                f"H2OCache has seen {seen} tokens of sequence {row} and got {count} more {problem}"
-                "for a further turn call "
-                f"generate(**cache.next_turn(input_ids), {CACHE}=cache) or give it the whole text, "
-                "leave out use_cache=False, or call cache.reset() to read a new text."
+                f"H2OCache has seen {seen} tokens of sequence {row} and got {count} more {problem};"
+                f" {going_on(seen, count, end == count - 1)}."
             )
         goes_on = by_columns if layer.counts_padding else by_text
         if layer.counts_padding is not None and not bool(goes_on.all()):
@@ -158,6 +152,17 @@ def check_follows(
             )
     if real is not None and layer.begins_forward and layer.counts_padding is None:
         layer.counts_padding = _counts_padding(layer, position_ids, real)
+
+
+def going_on(seen: int, count: int, is_from_start: bool) -> str:
+    """Return what to do where a block of tokens does not go on from those seen."""
+    if is_from_start and count == seen + 1:
+        return "leave out use_cache=False, which reads the whole text again at every step"
+    remedy = f"for a further turn call generate(**cache.next_turn(input_ids), {CACHE}=cache), for"
+    remedy += " another text cache.reset() first"
+    if is_from_start:
+        remedy += f"; a model that counts from 0 needs position_ids {seen} to {seen + count - 1}"
+    return remedy
 
 
 _REMEDY = (

@@ -197,6 +197,11 @@ def _usage(error: typer.TyperException) -> str:
     """Return the message of a usage error, with the --help to read."""
     message, context = error.format_message(), getattr(error, "ctx", None)
     path = "h2okv" if context is None else context.command_path
+    option = str(getattr(error, "option_name", ""))
+    params = [] if context is None else context.command.params
+    names = [p.metavar or p.name for p in params if p.param_type_name == "argument"]
+    if option.removeprefix("--").upper() in names:
+        message = f"{option} is no option of this command: give its value alone"
     if message.endswith("?"):
         return f"{message} See {path} --help"
     return f"{message.rstrip('.')}; see {path} --help"

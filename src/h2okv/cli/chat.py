@@ -308,13 +308,14 @@ def greeting(session: Chat) -> str:
     name, cache = session.described.name, session.cache
     dtype = str(session.model.dtype).removeprefix("torch.")
     template, budget = "its own chat template", cache.budget
+    label = replace(cache.cache_config, positions="original").policy_label  # which comes last
     if session.form.is_plain:
         template = "a plain dialogue, as it has no chat template"
         if name == BUNDLED:
             template = "a plain dialogue; it writes book-like English and is not an assistant"
     return (
         f"{name}, {dtype} on {session.model.device}: {template}\n"
-        f"cache: {cache.cache_config.policy_label}, sink {budget.sink} + heavy {budget.heavy} +"
+        f"cache: {label}, sink {budget.sink} + heavy {budget.heavy} +"
         f" recent {budget.recent} tokens, positions {cache.position_rule.positions}\n"
         "/help lists the commands"
     )

@@ -43,6 +43,18 @@ def json_grammar(schema: Mapping[str, Any] | None = None) -> str:
     return f"start: {json_rule({'type': 'object'} if schema is None else schema)}"
 
 
+def fits(schema: Mapping[str, Any], text: str) -> bool:
+    """Return whether JSON as `json.dumps` writes it fits a schema, in the schema's order.
+
+    Raises:
+        SchemaError: If the schema has no value, or cannot be enforced as written.
+    """
+    guidance = optional("llguidance", "structured output", "serve")
+    matcher = guidance.LLMatcher(guidance.LLTokenizer("byte"), json_grammar(schema), log_level=0)
+    data = [*text.replace("\x7f", "\\u007f").encode()]
+    return bool(matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting())
+
+
 class GrammarCompiler:
     """Compiles grammars for one tokenizer; may be called from any thread."""
 

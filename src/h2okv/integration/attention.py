@@ -18,7 +18,7 @@ from h2okv.cache.latent import Latents, absorb, check_expansion
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import find_rotation
 from h2okv.cache.slot_state import is_cast
-from h2okv.cache.validation import check_follows
+from h2okv.cache.validation import check_follows, going_on
 from h2okv.console import warn
 from h2okv.ops.attention import blockwise_attention_with_scores, windowed_attention
 from h2okv.ops.decode import decode_with_scores
@@ -147,12 +147,15 @@ def _check_columns(attention_mask: Tensor, seen: Any, length: int) -> None:
         return
     needed = int(seen) + length
     if attention_mask.dim() != 2 or attention_mask.shape[1] < needed:
+        shape = list(attention_mask.shape)
+        remedy = going_on(int(seen), length, is_from_start=shape[-1] == length)
+        if remedy.startswith("leave out"):
+            problem = f"H2OCache has seen {int(seen)} tokens and got {length} more"
+            raise ValueError(f"{problem} with an attention_mask of shape {shape}; {remedy}.")
         raise ValueError(
-            f"attention_mask of shape {list(attention_mask.shape)} must have a column for each of "
-            f"the {int(seen)} tokens seen and the {length} new ones, padding included: give "
-            f"[batch, {needed}], 0 for padding and 1 for text, or no mask if nothing is padding. "
-            f"For a further turn call generate(**cache.next_turn(input_ids), {CACHE}=cache); "
-            "otherwise leave out use_cache=False, or call cache.reset() to read a new text."
+            f"attention_mask of shape {shape} must have a column for each of the {int(seen)} tokens"
+            f" seen and the {length} new ones, padding included: give [batch, {needed}], 0 for"
+            f" padding and 1 for text, or no mask if nothing is padding; {remedy}."
         )
 
 

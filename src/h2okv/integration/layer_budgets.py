@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import threading
 import time
@@ -124,6 +125,11 @@ def budgets_of_model(model: Any, config: CacheConfig) -> CacheConfig:
     return _resolve(config, model, name or f"this {model.config.model_type} model", tokenizer)
 
 
+def _short(name: str) -> str:
+    """Return a model's name for messages, without the digest in a converted file's folder."""
+    return re.sub("-[0-9a-f]{16}$", "", Path(name).name)
+
+
 def stored_budgets(
     config: CacheConfig, model_config: PreTrainedConfig, weights: Weights
 ) -> CacheConfig | None:
@@ -189,7 +195,7 @@ def _resolve(
             return stored
         if weights.digest in _REFUSED:
             return config.before_measuring
-        short = Path(name).name
+        short = _short(name)
         try:
             seconds = _expected_seconds(model, weights)
             if seconds > PATIENCE:
@@ -222,7 +228,7 @@ def _measure(
     if not weights.is_complete:
         raise ValueError("some of its weights are not in memory")
     ids = calibration_ids(tokenizer(), model.config.get_text_config().vocab_size)
-    short, begun = Path(name).name, time.perf_counter()
+    short, begun = _short(name), time.perf_counter()
     duration = format_duration(_expected_seconds(model, weights))
 
     def report(done: float) -> None:

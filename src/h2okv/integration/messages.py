@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from h2okv.records import short_repr
 
@@ -208,13 +209,17 @@ def parse_object(text: str, strict: bool = True) -> dict[str, Any] | None:
     Unless ``strict``, strings may have line breaks as they are, as models write them.
     """
     try:
-        value = json.loads(text, parse_constant=_no_constant, strict=strict)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, strict=strict)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
 
-def _no_constant(name: str) -> Any:
+def _finite(text: str) -> float:
+    return float(text) if math.isfinite(float(text)) else _no_constant(text)
+
+
+def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 

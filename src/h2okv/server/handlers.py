@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 _Job = tuple[ResponseBuilder, list[SamplingParams], Budget | None]
 """A response builder, the parameters of each prompt, and the budget of all of them."""
 
+_MAX_CHARACTERS = 2**20
+"""Characters of a text that a route tokenizes, at least."""
 _LAST_WORD = 5.0
 """Seconds in which a client must accept the event of an error."""
 
@@ -44,7 +46,11 @@ class Handlers:
         self.reader = PromptReader(engine.tokenizer, engine.limits.max_prompt_tokens, encoder)
         self.tokens = TokenText(engine.tokenizer)
         self.call_syntax = CallSyntax.of(engine.tokenizer)
-        self._any_length = PromptReader(engine.tokenizer, image_encoder=encoder)
+        # More than any prompt may have, as that is why one asks, but nothing that takes long.
+        longest = max(_MAX_CHARACTERS, 8 * self.max_model_len)
+        self._any_length = PromptReader(
+            engine.tokenizer, image_encoder=encoder, max_characters=longest
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -78,15 +84,18 @@ class Handlers:
         return body, size
 
     async def tokenize(self, request: Request) -> Response:
-        """Return the tokens of a text or a chat, of any length."""
+        """Return the tokens of a text or a chat, even if it is too long to be continued."""
         body, size = await self.read(request, TokenizeRequest)
         prompt = body.prompt if body.messages is None else body.conversation
-        read, special = self._any_length.read, body.add_special_tokens
-        size = work_size(size, [prompt])
-        token_ids = (await off_the_loop(size, lambda: read(prompt, special=special))).token_ids
+        return await off_the_loop(
+            work_size(size, [prompt]), lambda: JSONResponse(self._tokens_of(prompt, body))
+        )
+
+    def _tokens_of(self, prompt: Any, body: TokenizeRequest) -> dict[str, Any]:
+        token_ids = self._any_length.read(prompt, special=body.add_special_tokens).token_ids
         strings = list(map(self.tokens.text, token_ids)) if body.return_token_strs else None
         fields = {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids}
-        return JSONResponse({**fields, "token_strs": strings})
+        return {**fields, "token_strs": strings}
 
     async def detokenize(self, request: Request) -> Response:
         body, size = await self.read(request, DetokenizeRequest)

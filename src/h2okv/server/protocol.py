@@ -41,6 +41,7 @@ from h2okv.server.structured import (
     CallSyntax,
     answer_grammar,
     check_fields,
+    parameters,
     read_response_format,
     read_tool_choice,
 )
@@ -255,7 +256,7 @@ class CallingRequest(SampledRequest):
             },
             "has_schema": self._schema is not None,
             "only_calls": self._choice not in ("auto", "none"),
-            "strict": self._strict if self._choice == "auto" else (),
+            "strict": self._strict if self._choice == "auto" else None,
         }
 
     def _located(self, error: FieldError) -> FieldError:
@@ -284,10 +285,16 @@ class CallingRequest(SampledRequest):
         return of_schema if is_free and self._schema is not None else "tools"
 
     @property
-    def _strict(self) -> set[str]:
-        """Names of the functions whose arguments must fit in every call."""
+    def _strict(self) -> dict[str, Mapping[str, Any]]:
+        """Schemas of the functions whose arguments must fit in every call."""
         stated = (nested(tool)["function"] for tool in self.tools or () if self.may_call)
-        return {function["name"] for function in stated if function.get("strict")}
+        names = {function["name"] for function in stated if function.get("strict")}
+        functions = [tool["function"] for tool in self._conversation.tools]
+        return {  # the first function of a name counts
+            function["name"]: parameters(function, number)
+            for number, function in reversed([*enumerate(functions)])
+            if function["name"] in names
+        }
 
     def grammar(self, syntax: CallSyntax) -> str | None:
         tools, is_parallel = self._conversation.tools, self.max_calls is None

@@ -193,7 +193,7 @@ class _Calls:
                 continue
             # Which other arguments are right is left to the model, as in answers of plain text.
             is_bound = choice != "auto" or name in strict
-            schema = _parameters(function, number) if is_bound else _ANY_ARGUMENTS
+            schema = parameters(function, number) if is_bound else _ANY_ARGUMENTS
             try:
                 self._functions.setdefault(name, enforceable(schema))
             except SchemaError as error:
@@ -310,7 +310,7 @@ def _embedded(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**schema, "$id": f"urn:h2okv:{name}"}
 
 
-def _parameters(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:
+def parameters(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:
     """Return the schema of a function's arguments, which are an object."""
     schema = function.get("parameters")
     if not schema:

@@ -58,8 +58,10 @@ class PromptReader:
         tokenizer: PreTrainedTokenizerBase,
         max_tokens: int = UNLIMITED,
         image_encoder: ImageEncoder | None = None,
+        max_characters: int = UNLIMITED,
     ) -> None:
         self.tokenizer, self._image_encoder = tokenizer, image_encoder
+        self._max_characters = max_characters
         self._limits = PromptLimits(len(tokenizer), None, max_tokens)
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         tokenizer("a")  # the first call may initialize the tokenizer, which is not thread-safe
@@ -84,6 +86,9 @@ class PromptReader:
             special = adds_special(self.tokenizer, text)
         else:
             return self._read_tokens(tuple(prompt))
+        if len(text) > (limit := self._max_characters):
+            problem = f"must have at most {limit} characters here, got {len(text)}"
+            raise invalid(f"{field} {problem}; send it in parts.", field)
         characters = f"a text of {len(text)} characters"
         self._check_length(-(-len(text) // self._longest), field, characters)
         token_ids = tuple(encode(self.tokenizer, text, special=special))

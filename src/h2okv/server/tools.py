@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from h2okv.engine.structured import fits
 from h2okv.integration.messages import parse_object
 
 OPEN, CLOSE, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
@@ -16,8 +17,7 @@ MARKERS = (OPEN, CLOSE, PYTHON_TAG)
 _STARTS = (OPEN, PYTHON_TAG)
 _FENCES = ("```json", "```tool_call", "```")
 _FENCE = "```"
-_BEFORE_NAME = ("type", "id")
-_FIRST_KEYS = ("name", "arguments", "parameters", *_BEFORE_NAME)
+_FIRST_KEYS = ("name", "arguments", "parameters", "type", "id")
 _HEADS = tuple(f'{opening}"{key}"' for opening in ("{", "[{") for key in _FIRST_KEYS)
 """What calls without a marker begin with, without whitespace."""
 _HEAD_LENGTH = 64
@@ -91,8 +91,8 @@ class ToolCallParser:
         has_schema: Whether the answer may also be JSON of a schema, which is no call, whatever its
             keys, unless it names a function.
         only_calls: Whether the answer has nothing but calls.
-        strict: Functions whose calls the answer's grammar binds: what names them in a form that the
-            grammar leaves free is no call.
+        strict: Schemas by the names of functions whose arguments must fit them. A grammar binds
+            usual calls only; what does not fit, in whatever form, is no call.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class ToolCallParser:
         no_arguments: Collection[str] = (),
         has_schema: bool = False,
         only_calls: bool = False,
-        strict: Collection[str] = (),
+        strict: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self._names, self._has_schema, self._only_calls = names, has_schema, only_calls
-        self._strict = strict
+        self._strict = strict or {}
         self._no_arguments = () if has_schema else no_arguments
         self._text = ""  # not yet decided
         self._blank = ""  # whitespace that a call may follow
@@ -224,7 +224,6 @@ class ToolCallParser:
         if not isinstance(entry, dict):
             return None
         inner = entry.get("function")
-        is_bound = _is_bound(entry)
         if is_marked and isinstance(inner, dict) and "name" not in entry:
             entry = inner  # as in OpenAI's messages
         name = entry.get("name")
@@ -237,11 +236,13 @@ class ToolCallParser:
             arguments = {}
         if isinstance(arguments, str):  # JSON in a string, as in OpenAI's messages
             arguments = parse_object(arguments, strict=False)
-        if not isinstance(arguments, dict) or (arguments and name in self._strict and not is_bound):
+        if not isinstance(arguments, dict):
             return None
         text = json.dumps(arguments, ensure_ascii=False)
         if not _is_writable(text):  # half of a surrogate pair
             text = json.dumps(arguments)
+        if name in self._strict and not fits(self._strict[name], text):
+            return None
         return ToolCall(name, text)
 
     def _pass_text(self, is_end: bool) -> Iterator[Segment]:
@@ -295,16 +296,6 @@ def _partial_length(text: str) -> int:
         if any(tag.startswith(text[-length:]) for tag in _STARTS):
             return length
     return 0
-
-
-def _is_bound(entry: dict[str, Any]) -> bool:
-    """Return whether a grammar binds a call's arguments: they follow its name and end it."""
-    *before, name, arguments = ["", "", *entry]
-    return (
-        name == "name"
-        and arguments in ("arguments", "parameters")
-        and not {*before} - {"", *_BEFORE_NAME}
-    )
 
 
 def _string(source: str) -> str | None:
