@@ -104,10 +104,11 @@ def test_taking_slots_in_their_order_changes_nothing(make_llama, kept_sets, dtyp
         if step == 10:
             for cache in (in_order, searched):
                 CHANGES[change](model, cache)
-        tail = in_order.layers[0].slots.tail
+        first = in_order.layers[0]
+        tail = first.slots.take_tail(first.state)
         counts.append(tail and tail.end)
         for layer in searched.layers:
-            layer.slots.tail = None
+            layer.slots.drop_tail()
         token = tokens(1, batch=in_order.layers[0].batch_size, seed=step)
         logits, expected = (model(token, past_key_values=c).logits for c in (in_order, searched))
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
