@@ -112,10 +112,10 @@ def append_step(
     """
     assert isinstance(slots.keys, Tensor)
     assert isinstance(slots.values, Tensor)
-    slots.keys.view(-1, key.shape[-1]).index_copy_(0, tail.free, key.view(-1, key.shape[-1]))
+    slots.keys.view(-1, key.shape[-1]).index_copy_(0, tail.free, key.reshape(-1, key.shape[-1]))
     if slots.has_values:
         value_size = value.shape[-1]
-        slots.values.view(-1, value_size).index_copy_(0, tail.free, value.view(-1, value_size))
+        slots.values.view(-1, value_size).index_copy_(0, tail.free, value.reshape(-1, value_size))
     if is_number(slots.num_real_tokens):
         slots.positions.view(-1).index_fill_(0, tail.free, int(slots.num_real_tokens))
     else:
