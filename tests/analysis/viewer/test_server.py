@@ -10,7 +10,7 @@ import pytest
 
 from h2okv.analysis.viewer.reading import Desk, Reader, export_content
 from h2okv.analysis.viewer.server import HOST, PageServer, build_page
-from h2okv.cli.args import parse_cache
+from h2okv.cli.analyze import shown_cache
 
 
 class LetterTokenizer:
@@ -32,7 +32,7 @@ CHOICE = {"policies": ["h2o", "recent"], "budgets": ["20%"], "policy": "h2o", "t
 @pytest.fixture(scope="module")
 def reader(model):
     described = SimpleNamespace(tokenizer=LetterTokenizer(), name="tiny", context=512)
-    return Reader(model, described, 300, parse_cache)
+    return Reader(model, described, 300, shown_cache)
 
 
 @pytest.fixture(scope="module")
