@@ -13,6 +13,7 @@ import yaml
 from h2okv.cli.args import ModelOptions, cache_lists, command_line
 from h2okv.cli.eval import DEFAULT_CSV, Trial
 from h2okv.config import CacheConfig
+from h2okv.evaluation import plots
 from h2okv.evaluation.runner import Evaluation
 
 
@@ -140,8 +141,15 @@ def fidelity(h2okv_command, model_folder, novel_file, out, *more):
 
 
 def test_fidelity_compares_all_caches_and_recommends_one(
-    h2okv_command, model_folder, novel_file, tmp_path
+    h2okv_command, model_folder, novel_file, tmp_path, monkeypatch
 ):
+    drawn, plot = [], plots.plot_fidelity
+
+    def record(path, rows, title):
+        drawn.extend(row["cache"] for row in rows)
+        plot(path, rows, title)
+
+    monkeypatch.setattr(plots, "plot_fidelity", record)
     caches = ["h2o", "h2o,scoring=decay", "recent"]
     options = ("--budget", "50%,12,full", *(word for text in caches for word in ("--cache", text)))
     out, picture = tmp_path / "f.csv", tmp_path / "f.png"
@@ -159,6 +167,8 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     ]  # fmt: skip
     assert "| full | 1" in lines[8] and "| 1.000 (1.000 to 1.000) |" in lines[8]
     assert picture.is_file()
+    bits = [f"{text},bits={number}" for text in caches for number in (8, 6, 4)]
+    assert list(dict.fromkeys(drawn)) == [*caches, *bits]
     rows = table(out)
     assert [(row["policy"], row["scoring"]) for row in rows[:3]] == [
         ("h2o", "sum"), ("h2o", "decay"), ("recent", "sum"),

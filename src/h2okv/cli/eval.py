@@ -78,11 +78,8 @@ class Trial:
         if shown and self.as_json:
             write_json({"csv": str(self.csv), "rows": table})
         elif shown and rows:
-            labels = {run.label: run.config.label for run in evaluation.runs}
             header = [*tasks[0].columns, "cache", *tasks[0].metrics, "samples"]
-            shown_rows = [r | {"cache": labels[run]} for run, r in evaluation.rows().items()]
-            cells = [[row[name] for name in header] for row in shown_rows]
-            write_text(markdown_table(header, cells))
+            write_text(markdown_table(header, [[row[name] for name in header] for row in rows]))
         return code, details
 
     def _samples_path(self, tasks: Sequence[Task]) -> Path:
@@ -225,7 +222,7 @@ def fidelity(
         results = []
         for config in trial.caches:
             columns = {**Run(task, config, trial.seed).columns(), "data": ALL}.items()
-            names = {"cache": config.label, "flags": args.command_line(config)}
+            names = {"line": config.policy_label, "flags": args.command_line(config)}
             results += [{**row, **names} for row in details if columns <= row.items()]
         return code, results
 
@@ -249,7 +246,8 @@ def fidelity(
             write_remark(note)
     drawn = [row for row in results if row["policy"] != "full"]
     if plot is not None and drawn:
-        plot_fidelity(plot, drawn, f"{trial.model.name}, {drawn[0]['texts']} texts")
+        lines = [{**row, "cache": row["line"]} for row in drawn]  # a line for all its budgets
+        plot_fidelity(plot, lines, f"{trial.model.name}, {drawn[0]['texts']} texts")
     return code
 
 

@@ -175,5 +175,5 @@ class Evaluation:
     def _row(
         self, run: Run, results: Mapping[int, Result], scores: Mapping[str, Any]
     ) -> dict[str, Any]:
-        head = {**run.columns(), "samples": run.task.size(results)}
+        head = {**run.columns(), "cache": run.config.label, "samples": run.task.size(results)}
         return {**head, **scores, **self._identity, **self.file.versions(run.label)}
