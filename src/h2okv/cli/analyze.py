@@ -104,7 +104,7 @@ _SHOWN = ("policy", "heavy", "recent", "sink", "min_tokens")
 
 def shown_cache(policy: str, budget: str, sink: int = 0) -> CacheConfig:
     """Return the cache of a policy and a budget as the page has them."""
-    return CacheConfig.from_spec(f"{policy}:{budget}", sink=sink, min_tokens=0)
+    return CacheConfig.from_dict({"policy": policy, "budget": budget, "sink": sink})
 
 
 def view(

@@ -87,7 +87,7 @@ def test_a_text_and_its_trace(port):
         ("text=999&policy=h2o&budget=20%25", "not in memory any more"),
         ("text=ID&policy=h3o&budget=20%25", "did you mean h2o"),
         ("text=ID&policy=h2o&budget=0.0", "above 0"),
-        ("text=ID&policy=h2o&budget=nan", "is not an amount"),
+        ("text=ID&policy=h2o&budget=nan", "is not a budget"),
         ("policy=h2o", "needs text, policy and budget"),
     ],
 )
