@@ -46,8 +46,8 @@ class Subject:
 
     def __init__(self, args: argparse.Namespace, dtype: str) -> None:
         self.args, self.dtype = args, dtype
-        sizes = f"small,kv_heads={args.kv_heads},intermediate={args.intermediate}"
-        self.source = parse_shape(sizes, args.layers)
+        sizes = f"small,layers={args.layers},kv_heads={args.kv_heads}"
+        self.source = parse_shape(f"{sizes},intermediate={args.intermediate}")
         self.model: PreTrainedModel = self.source.build(DTYPES[dtype], CPU)
         self.setting = environment() | {
             "model": f"llama-{args.layers}x768-{args.intermediate}", "dtype": dtype,

@@ -7,7 +7,7 @@ First every kernel is held to plain PyTorch, then timed at the heads of Llama 3 
 - the decode step of one layer, recorded as a CUDA graph, against the memory's bandwidth, which is
   measured in the same run.
 
-Whole models are measured by `h2okv bench --device cuda`.
+Whole models are measured by `h2okv bench`.
 """
 
 from __future__ import annotations

@@ -131,11 +131,11 @@ def paper_rule(formula: str) -> type[Rule]:
 def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
     """Score the prompts by each rule in turn; return the rows of the table."""
     sources = [Source.read(path) for path in args.data]
-    heavy = {"heavy_fraction": 0.75, "sink": 4}  # as version 3 of `best`
+    amounts = {"heavy": 0.75 * args.budget, "recent": 0.25 * args.budget}  # as in `best` v3
     results: dict[str, list[quality.Result]] = {}
     for rule in RULES:
         paper_rule(rule)
-        config = CacheConfig.from_budget(args.budget, min_tokens=0, policy=rule, **heavy)
+        config = CacheConfig(rule, **amounts, sink=4, min_tokens=0)
         task = Fidelity(
             sources=sources, texts=args.texts, raw=True, prompt_tokens=args.prompt_tokens,
             new_tokens=args.new_tokens, protocol="block",

@@ -212,7 +212,7 @@ def measure(
                     rows += rows_for("compiled step", "s", both, targets, setting)
                 if uneven:
                     both = {"h2o": uneven, "alike": seconds["h2o"]}
-                    name = f"step, {specs['uneven'][1].policy_label.split(', ')[-1]}"
+                    name = f"step, by {'head' if specs['uneven'][1].is_by_head else 'layer'}"
                     rows += rows_for(name, "s", both, [Target("alike", UNEVEN_LIMIT)], setting)
             if "weights" in args.measures:
                 rows += measure_weights(h2o_model, ids, args, setting)

@@ -14,13 +14,13 @@ cd "$dir"
 venv/bin/python -m pip install --quiet --disable-pip-version-check ${PIP_ARGS:-} \
     -c "$constraints" "$wheel"
 export HF_HUB_OFFLINE=1
-venv/bin/h2okv generate --heavy 32 --recent 32 --max-new-tokens 24 "The old man looked at the sea and"
-venv/bin/h2okv generate --heavy 32 --recent 32 --max-new-tokens 24 --json "The old man looked at the sea and" \
+venv/bin/h2okv generate --budget 32+32 --max-new-tokens 24 "The old man looked at the sea and"
+venv/bin/h2okv generate --budget 32+32 --max-new-tokens 24 --json "The old man looked at the sea and" \
     | venv/bin/python -m json.tool > /dev/null
 venv/bin/h2okv demo
 printf 'The sea was calm that night.\n%.0s' $(seq 100) > text.txt
-venv/bin/h2okv stream --text text.txt --heavy 32 --recent 32 --every 200 --csv rows.csv
+venv/bin/h2okv stream --text text.txt --budget 32+32 --every 200 --csv rows.csv
 venv/bin/h2okv eval perplexity --text text.txt --length 128 --windows 1 --csv perplexity.csv
-printf 'Who are you?\n/cache\n' | venv/bin/h2okv chat --heavy 32 --recent 32 --max-new-tokens 8
+printf 'Who are you?\n/cache\n' | venv/bin/h2okv chat --budget 32+32 --max-new-tokens 8
 venv/bin/h2okv view --text text.txt --export kept.html --tokens 200
 echo "the wheel works outside the repository: $(basename "$wheel")"

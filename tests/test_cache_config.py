@@ -6,8 +6,7 @@ from dataclasses import fields, replace
 import pytest
 
 from h2okv import Budget, CacheConfig, H2OCache
-from h2okv.cli.args import cache_flags, make_cache
-from h2okv.evaluation.sweep import CacheEntry
+from h2okv.cache_spec import OPTIONS
 from h2okv.policy import Sees
 
 
@@ -22,7 +21,7 @@ def test_fields_are_the_arguments_of_the_cache():
 
 
 @pytest.mark.parametrize("cut", ["prefill_chunk", "evict_every"])
-def test_every_field_reaches_the_cache_the_command_and_the_experiment_file(make_llama, cut):
+def test_every_field_reaches_the_cache_and_the_text(make_llama, cut):
     """List names and values explicitly: a new field must fail here first."""
     values = {
         "policy": "h2o", "heavy": 7, "recent": 6, "sink": 1, "scoring": "decay", "decay": 0.9,
@@ -33,23 +32,10 @@ def test_every_field_reaches_the_cache_the_command_and_the_experiment_file(make_
     assert set(values) == {field.name for field in fields(CacheConfig)}
     config = CacheConfig(**values)
     assert H2OCache(make_llama().config, **values).cache_config == config
-    no_option = ("max_tokens", "min_tokens", "seed", "measured")
-    options = {name: value for name, value in values.items() if name not in no_option}
-    defaults = {
-        name: getattr(option.default, "default", option.default)
-        for name, option in inspect.signature(make_cache).parameters.items()
-    }
-    parsed = make_cache(**(defaults | options | {"heavy": "7", "recent": "6"}))
-    assert parsed == replace(config, max_tokens=None, min_tokens=0, seed=0)
-    sizes = {"heavy": 5, "recent": 5}
-    entry = {name: options[name] for name in options if name not in (*sizes, "layer_budgets")}
-    (written,) = CacheEntry(**entry, budgets=[10]).configs(None)
-    assert written == replace(parsed, **sizes)
-    flags = cache_flags(parsed).split()
-    assert flags[::2] == [
-        "--policy", "--heavy", "--recent", "--sink", "--scoring", "--decay", "--positions",
-        f"--{cut.replace('_', '-')}", "--kv-bits",
-    ]  # fmt: skip
+    short = {"prefill_chunk": "chunk=7", "evict_every": "every=7"}[cut]
+    text = f"h2o:7+6,sink=1,scoring=decay:0.9,positions=rolling,{short},bits=8,min=2,max=20"
+    assert config.spec == config.label == text and CacheConfig.from_spec(text) == config
+    assert {"policy", "heavy", "recent", "decay", "measured", *OPTIONS.values()} == set(values)
 
 
 def test_records_of_earlier_versions_stay_the_same():
@@ -72,12 +58,9 @@ def test_an_unknown_name_is_refused_with_a_hint():
         CacheConfig.from_dict({"hevy": 3})
 
 
-@pytest.mark.parametrize(
-    ("budget", "fraction", "amounts"),
-    [(0.2, 0.5, (0.1, 0.1)), (64, 0.25, (16, 48)), (65, 0.5, (32, 33)), (0.5, 1.0, (0.5, 0.0))],
-)
-def test_a_budget_is_divided(budget, fraction, amounts):
-    config = CacheConfig.from_budget(budget, fraction)
+@pytest.mark.parametrize(("budget", "amounts"), [(0.2, (0.1, 0.1)), (64, (32, 32)), (65, (32, 33))])
+def test_a_budget_is_divided(budget, amounts):
+    config = CacheConfig.from_budget(budget)
     assert (config.heavy, config.recent) == amounts
     assert type(config.heavy) is type(budget)
 
@@ -88,17 +71,17 @@ def test_a_budget_of_everything_is_the_full_cache(budget):
     assert config.is_full and config.label == "full" and config.entries(77) == 77
 
 
-@pytest.mark.parametrize(("budget", "fraction"), [(0.0, 0.5), (1.5, 0.5), (1, 0.5), (64, 1.5)])
-def test_an_invalid_budget_is_refused(budget, fraction):
+@pytest.mark.parametrize("budget", [0.0, 1.5, 1])
+def test_an_invalid_budget_is_refused(budget):
     with pytest.raises(ValueError, match="give"):
-        CacheConfig.from_budget(budget, fraction)
+        CacheConfig.from_budget(budget)
 
 
 @pytest.mark.parametrize(
     ("budget", "amounts"),
     [
         (0.2, (0.1, 0.1)), ("20%", (0.1, 0.1)), ("0.2", (0.1, 0.1)), (64, (32, 32)),
-        ("64", (32, 32)), (Budget(5, 7), (5, 7)),
+        ("64", (32, 32)), ("5+0.2", (5, 0.2)), (Budget(5, 7), (5, 7)),
     ],
 )  # fmt: skip
 def test_a_budget_is_an_argument(make_llama, budget, amounts):
@@ -116,7 +99,6 @@ def test_the_policy_divides_the_budget():
     assert CacheConfig().with_options(policy="best", budget=100).heavy == 85
     assert best.with_options(budget=100).heavy == 85
     assert CacheConfig("best", budget="full").is_full
-    assert CacheConfig("best", budget=100, heavy_fraction=0.4).heavy == 40
 
 
 @pytest.mark.parametrize(
@@ -127,7 +109,7 @@ def test_the_policy_divides_the_budget():
         ({"budget": True}, "budget=True is not a budget"),
         ({"budget": 1}, "budget 1 is too small"),
         ({"budget": 1.5}, "budget 1.5 is out of range"),
-        ({"heavy_fraction": 0.3}, "heavy_fraction=0.3 needs a budget"),
+        ({"kv_bits": 3}, "kv_bits=3 is not known; give 8, 6 or 4"),
         ({"policy": 0.2}, "policy must be a name such as 'best' or 'h2o', got 0.2"),
         ({"sinks": 4}, r"CacheConfig: argument 'sinks' is unknown; did you mean sink\?"),
     ],
@@ -148,9 +130,10 @@ def test_files_without_a_minimum_have_exact_fractions():
 def test_entries_and_labels():
     assert CacheConfig(heavy=0.1, recent=0.1).entries(1000) == 200
     assert CacheConfig(heavy=0.1, recent=0.1).entries(37) == 128
-    assert CacheConfig(heavy=0.1, recent=0.1).label == "h2o, 20%"
-    assert CacheConfig(heavy=64, recent=64, sink=4, kv_bits=8).label == "h2o, sink 4, 8 bits, 128"
-    assert CacheConfig(heavy=16, recent=48).policy_label == "h2o, heavy 25%"
+    assert CacheConfig(heavy=0.1, recent=0.1).label == "h2o:20%"
+    assert CacheConfig(heavy=64, recent=64, sink=4, kv_bits=8).label == "h2o:128,sink=4,bits=8"
+    split = CacheConfig(heavy=16, recent=48, scoring="mean")
+    assert (split.policy_label, split.budget_label) == ("h2o,scoring=mean", "16+48")
 
 
 def test_identity_leaves_out_what_a_full_cache_does_not_use():
@@ -163,9 +146,9 @@ def test_best_resolves_to_its_options(make_llama):
     best = CacheConfig.from_budget(0.2, policy="best")
     options = {"sink": 4, "scoring": "expected", "layer_budgets": "auto"}
     assert best == CacheConfig("h2o", 0.2 * 0.85, 0.2 - 0.2 * 0.85, **options)
-    assert best.label == "best, 20%"
-    assert best.before_measuring.label == "h2o, heavy 85%, sink 4, expected, 20%"
-    halved = CacheConfig.from_budget(64, 0.5, policy="best", sink=2, scoring="decay")
+    assert best.label == "best:20%"
+    assert best.before_measuring.label == "best:20%,layers=even"
+    halved = CacheConfig("best", budget="32+32", sink=2, scoring="decay")
     assert halved == CacheConfig("h2o", 32, 32, 2, "decay", layer_budgets="auto")
     cache = H2OCache(make_llama().config, 12, 4, policy="best", layer_budgets="even")
     assert cache.cache_config == CacheConfig(policy="best", heavy=12, recent=4, layer_budgets=None)
@@ -189,14 +172,14 @@ def test_best_is_even_where_a_user_says_so():
 @pytest.mark.parametrize(
     ("options", "label"),
     [
-        ({}, "best v4, 20%"),
-        ({"heavy": 0.1, "recent": 0.1}, "best v4, heavy 50%, 20%"),
-        ({"heavy": 108, "recent": 20}, "best v4, 128"),
-        ({"heavy": 107, "recent": 20, "kv_bits": 4}, "best v4, 4 bits, 127"),
-        ({"layer_budgets": (0.5, 1.5), "positions": "rolling"}, "best v4, rolling, by layer, 20%"),
-        ({"sink": 2}, "h2o, heavy 85%, sink 2, expected, by head v4, 20%"),
-        ({"measured": None}, "h2o, heavy 85%, sink 4, expected, by head, 20%"),
-        ({"measured": 7}, "best v7, 20%"),
+        ({}, "best-v4:20%"),
+        ({"heavy": 0.1, "recent": 0.1}, "best-v4:10%+10%"),
+        ({"heavy": 108, "recent": 20}, "best-v4:128"),
+        ({"heavy": 107, "recent": 20, "kv_bits": 4}, "best-v4:127,bits=4"),
+        ({"layer_budgets": (0.5, 1.5), "positions": "rolling"}, "best-v4:20%,positions=rolling"),
+        ({"sink": 2}, "h2o:17%+3%,sink=2,scoring=expected,layers=auto"),
+        ({"measured": None}, "best:20%,layers=by-head"),
+        ({"measured": 7}, "best-v7:20%"),
     ],
     ids=str,
 )

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal
 
-from h2okv.records import checked_arguments, parse_json, refusing, short_repr
+from h2okv import cache_spec
+from h2okv.cache_spec import amount_text, parse_amount, parse_amounts
+from h2okv.records import checked_arguments, parse_json, read_text_file, refusing, short_repr
 
 Positions = Literal["original", "rolling", "clamped"]
 LayerBudgets = Sequence[float | Sequence[float]]
+_UNPRINTED = ("by-layer", "by-head")  # a user's factors in labels
 MEASURED: Literal["auto"] = "auto"  # layer budgets that are measured on the model
 EVEN: Literal["even"] = "even"
 _OF_POLICY: Literal["policy"] = "policy"  # `MEASURED` for `BEST`, `EVEN` for all others
@@ -27,6 +32,7 @@ _ROUNDING_SLACK = 1e-6
 # the version: a text stays reproducible when a later version chooses others.
 BEST = "best"
 BEST_VERSION = 4  # of these options and of how factors are measured
+_VERSIONED = re.compile(rf"{BEST}-v(\d+)")  # as results name it
 _BEST_SINK, _BEST_SCORING = 4, "expected"
 BEST_HEAVY_FRACTION = 0.85
 _BUDGET = 0.2  # without a budget, heavy and recent
@@ -165,23 +171,14 @@ class Budget:
         return tokens
 
 
-def parse_amount(text: str) -> int | float | None:
-    """Parse tokens (`64`) or a fraction of the prompt (`10%`, `0.1`); ``None`` for another text."""
-    with suppress(ValueError):
-        return int(text)
-    with suppress(ValueError):
-        percent = text.strip().endswith("%")
-        fraction = float(text.strip().removesuffix("%")) / (100 if percent else 1)
-        return fraction if math.isfinite(fraction) else None
-    return None
-
-
-def _parse_budget(budget: Any) -> int | float | None:
-    """Return a budget in tokens or as a fraction; ``None`` for the full cache."""
+def _parse_budget(budget: Any) -> int | float | tuple[int | float, int | float] | None:
+    """Return a budget, or heavy and recent, in tokens or fractions; ``None`` for the full cache."""
     amount = budget
     if isinstance(budget, str):
         if budget.strip().lower() == "full":
             return None
+        if (amounts := parse_amounts(budget)) is not None:
+            return amounts
         amount = parse_amount(budget)
     if isinstance(amount, Integral) and not isinstance(amount, bool):
         return int(amount)
@@ -189,21 +186,28 @@ def _parse_budget(budget: Any) -> int | float | None:
         return float(amount)
     raise ValueError(
         f"budget={short_repr(budget)} is not a budget; give a fraction of the prompt (0.2 or"
-        " '20%'), tokens (512), or 'full'."
+        " '20%'), tokens (512), heavy+recent ('64+10%'), or 'full'."
     )
 
 
 def divided(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace ``budget`` and ``heavy_fraction`` among a cache's options by the fields they set.
+    """Replace among a cache's options ``budget`` by the fields it sets, and texts by their values.
 
     Raises:
-        ValueError: if the budget or the fraction is out of range, or heavy or recent is given too.
+        ValueError: if the budget is out of range, or heavy or recent is given too.
     """
     options = dict(values)
-    budget, fraction = options.pop("budget", None), options.pop("heavy_fraction", None)
+    if match := _VERSIONED.fullmatch(str(options.get("policy"))):
+        if int(match[1]) != BEST_VERSION:
+            raise ValueError(
+                f"policy={match[0]!r} is of another version of h2okv, whose {BEST!r} is"
+                f" v{BEST_VERSION} here; give {BEST!r}, or install that version."
+            )
+        options["policy"] = BEST
+    if isinstance(options.get("layer_budgets"), str):
+        options["layer_budgets"] = _read_factors(options["layer_budgets"])
+    budget = options.pop("budget", None)
     if budget is None:
-        if fraction is not None:
-            raise ValueError(f"heavy_fraction={fraction!r} needs a budget; give budget=0.2 too.")
         return options
     amounts = ("heavy", "recent")
     duplicates = [f"{n}={options[n]!r}" for n in amounts if options.get(n) is not None]
@@ -214,25 +218,35 @@ def divided(values: Mapping[str, Any]) -> dict[str, Any]:
         )
     if isinstance(budget, Budget):
         return options | {name: value for name, value in vars(budget).items() if value is not None}
-    if fraction is None:
-        fraction = BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5
-    if not 0 <= fraction <= 1:
-        raise ValueError(
-            f"heavy_fraction={fraction:g} is not a fraction of the budget; give 0 to 1"
-        )
-    budget = _parse_budget(budget)
-    is_tokens = isinstance(budget, int)
-    if budget is None or (budget == 1 and not is_tokens):
+    parsed = _parse_budget(budget)
+    if isinstance(parsed, tuple):
+        return options | dict(zip(amounts, parsed, strict=True))
+    is_tokens = isinstance(parsed, int)
+    if parsed is None or (parsed == 1 and not is_tokens):
         return options | {"policy": "full"}
-    if is_tokens and budget < 2:
-        raise ValueError(f"budget {budget} is too small; give 2 tokens or more, or a fraction")
-    if not is_tokens and not 0 < budget < 1:
+    if is_tokens and parsed < 2:
+        raise ValueError(f"budget {parsed} is too small; give 2 tokens or more, or a fraction")
+    if not is_tokens and not 0 < parsed < 1:
         raise ValueError(
-            f"budget {budget:g} is out of range; give a fraction above 0 and up to 1 (100 %),"
+            f"budget {parsed:g} is out of range; give a fraction above 0 and up to 1 (100 %),"
             " tokens (64), or full"
         )
-    heavy = int(budget * fraction) if is_tokens else budget * fraction
-    return options | {"heavy": heavy, "recent": budget - heavy}
+    heavy = parsed * (BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5)
+    heavy = int(heavy) if is_tokens else heavy
+    return options | {"heavy": heavy, "recent": parsed - heavy}
+
+
+def _read_factors(text: str) -> LayerBudgets | str:
+    """Return the factors that a text has as JSON or whose file it names; other words unchanged."""
+    if text in (MEASURED, EVEN, _OF_POLICY):
+        return text
+    remedy = "give auto, even or a file of h2okv eval layers"
+    if text in _UNPRINTED:
+        raise ValueError(f"layer_budgets={text!r} says no factors, as labels do; {remedy}")
+    problem = f"layer_budgets={short_repr(text)} is not a JSON list of numbers"
+    with refusing(problem, remedy, ValueError, TypeError):
+        is_list = text.lstrip().startswith("[")
+        return parse_factors(text if is_list else read_text_file(Path(text), "JSON"))
 
 
 def _number(value: Any) -> float:
@@ -329,7 +343,7 @@ def check_tokens(name: str, value: int, least: int) -> None:
 LATER = {"is_later": True}
 
 
-@checked_arguments(divided, "budget", "heavy_fraction")
+@checked_arguments(divided, "budget")
 @dataclass(frozen=True)
 class CacheConfig:
     """All options of a cache; `H2OCache.from_config` builds the cache.
@@ -337,6 +351,7 @@ class CacheConfig:
     The fields are the arguments of `H2OCache`. Command line, engine, server, evaluation and saved
     files all carry this one object, and take their lists of options from its fields.
     ``budget=0.2`` (or ``"20%"``, ``512``, ``"full"``) sets heavy and recent: the policy divides it.
+    `from_spec` reads the same from one text, such as ``"best:20%,bits=8"``, and `spec` writes it.
 
     Attributes:
         policy: a name of `h2okv.policy_names()`; ``"full"`` keeps everything. ``"best"`` becomes
@@ -383,7 +398,8 @@ class CacheConfig:
             of its KV heads, of mean 1; `h2okv.measure_layer_budgets` measures a model's.
             ``None`` or ``"even"``: all are equal. The excess of a fraction above the prompt goes to
             the others. ``"auto"``: measured on the model, once, and kept in the user's cache
-            folder. Default ``"auto"`` with ``policy="best"``, else ``None``.
+            folder. A text also names a file of factors. Default ``"auto"`` with ``policy="best"``,
+            else ``None``.
         measured: version of the measurement that ``layer_budgets`` are from; ``None`` for factors
             of the user's. Set by what measures them.
 
@@ -438,6 +454,10 @@ class CacheConfig:
             raise ValueError(
                 f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
             )
+        if self.kv_bits is not None and self.kv_bits not in KV_BITS:
+            raise ValueError(
+                f"kv_bits={self.kv_bits!r} is not known; give 8, 6 or 4, or leave it out."
+            )
         if self.evict_every is not None:
             check_tokens("evict_every", self.evict_every, 1)
             if self.prefill_chunk is not None:
@@ -449,26 +469,40 @@ class CacheConfig:
             _ = self.budget
 
     @classmethod
-    def from_budget(
-        cls, budget: int | float | None, heavy_fraction: float | None = None, **options: Any
-    ) -> CacheConfig:
-        """Build a config that divides one budget between heavy hitters and recent tokens.
+    def from_budget(cls, budget: int | float | None, **options: Any) -> CacheConfig:
+        """Build a config from one budget, which its policy divides.
 
         Args:
             budget: tokens (int), a fraction of the prompt (float), or ``None`` to keep everything.
-            heavy_fraction: fraction of the budget for heavy hitters, 0 to 1; ``None`` for 0.5, or
-                0.85 with ``policy="best"``.
             **options: the other fields.
 
         Returns:
             The config; the sink tokens come on top of ``budget``.
 
         Raises:
-            ValueError: if the budget or the fraction is out of range, or ``options`` has ``heavy``
-                or ``recent``.
+            ValueError: if the budget is out of range, or ``options`` has ``heavy`` or ``recent``.
         """
-        amount = "full" if budget is None else budget
-        return cls(budget=amount, heavy_fraction=heavy_fraction, **options)  # type: ignore[call-arg]
+        return cls(budget="full" if budget is None else budget, **options)  # type: ignore[call-arg]
+
+    @classmethod
+    def from_spec(cls, text: str, **defaults: Any) -> CacheConfig:
+        """Build a config from its text.
+
+        Args:
+            text: policy, budget and options, such as ``"best:20%"``, ``"h2o:64+10%,sink=4"``,
+                ``"512,bits=8,every=256"`` or ``"full"``; each may be left out. The options are
+                ``sink``, ``scoring`` (also ``decay:0.99``), ``positions``, ``chunk``
+                (`prefill_chunk`), ``every`` (`evict_every`), ``bits`` (`kv_bits`), ``layers``
+                (`layer_budgets`), ``min`` and ``max`` (`min_tokens`, `max_tokens`), ``seed``.
+            **defaults: arguments of this class where the text says nothing.
+
+        Raises:
+            ValueError: if the text is not one of a cache, or the config is invalid.
+        """
+        named = cache_spec.parse(text)
+        if "budget" in named:
+            defaults = {n: v for n, v in defaults.items() if n not in ("heavy", "recent")}
+        return cls(**(defaults | named))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> CacheConfig:
@@ -501,12 +535,29 @@ class CacheConfig:
     def request_budget(self, budget: Budget | int | float | str) -> Budget:
         """Return the budget of one request, divided as this config's policy does.
 
+        Args:
+            budget: the budget; a text may also have ``sink``, ``min`` and ``max``, and this
+                config's policy.
+
         Raises:
-            ValueError: if it is invalid, or not a limit.
+            ValueError: if it is invalid, not a limit, or a text has other options.
         """
         if isinstance(budget, Budget):
             return budget
-        config = self.with_options(budget=budget)
+        named: dict[str, Any] = {"budget": budget}
+        if isinstance(budget, str):
+            named = cache_spec.parse(budget)
+        policy = named.pop("policy", self._base)
+        others = named.keys() - {"budget", "sink", "min_tokens", "max_tokens"}
+        if others or policy not in (self._base, self.policy_name, "full"):
+            problem = f"{', '.join(sorted(others))}" if others else f"policy {policy}"
+            raise ValueError(
+                f"budget={budget!r} of a request has {problem}, which is the engine's; give a"
+                " budget only, such as 256 or 64+64,sink=4."
+            )
+        if policy == "full":
+            named["budget"] = "full"
+        config = self.with_options(**named)
         if config.is_full:
             raise ValueError(
                 f"budget={budget!r} of a request must be a fraction or tokens, up to the engine's"
@@ -515,8 +566,8 @@ class CacheConfig:
         return config.budget
 
     def seeded(self, seed: int) -> CacheConfig:
-        """Return the config with a seed, if its policy draws at random."""
-        return replace(self, seed=seed) if self.policy == "random" else self
+        """Return the config with a seed, if its policy draws at random and has none yet."""
+        return replace(self, seed=seed) if self.policy == "random" and not self.seed else self
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, ready for JSON."""
@@ -619,23 +670,24 @@ class CacheConfig:
         if self.positions != "rolling" or window is None or entries + block <= window:
             return None
         room = f" (to {window - entries} at most)" if entries < window else ""
-        option = "--prefill-chunk" if self.evict_every is None else "--evict-every"
+        option = "chunk" if self.evict_every is None else "every"
         return (
-            f"a budget of {entries} entries and {option} {block} are more than the context"
-            f" window of {window}; lower --budget, --sink or {option}{room}"
+            f"a budget of {entries} entries and {option}={block} are more than the context"
+            f" window of {window}; lower the budget, sink or {option}{room}"
         )
 
     @property
     def budget_label(self) -> str:
-        """The budget in a few characters: ``full``, ``20%`` or ``512``."""
+        """The budget in a few characters: ``full``, ``20%``, ``512``, or heavy and recent."""
         if self.is_full:
             return "full"
-        shares = (self.heavy, self.recent)
-        if all(isinstance(share, float) or share == 0 for share in shares):
-            return f"{100 * sum(shares):g}%"
-        if all(isinstance(share, int) for share in shares):
-            return str(sum(shares))
-        return f"{self.heavy}+{self.recent}"
+        total = self.heavy + self.recent
+        for amount in (round(total, 10), total) if type(self.heavy) is type(self.recent) else ():
+            with suppress(ValueError):  # too small a budget, for one
+                options = divided({"policy": self._base, "budget": amount})
+                if (options.get("heavy"), options.get("recent")) == (self.heavy, self.recent):
+                    return amount_text(amount)
+        return f"{amount_text(self.heavy)}+{amount_text(self.recent)}"
 
     @property
     def is_best(self) -> bool:
@@ -646,47 +698,71 @@ class CacheConfig:
 
     @property
     def policy_name(self) -> str:
-        """The policy in tables: ``best v4`` for `BEST` with measured layer budgets."""
+        """The policy in tables: ``best-v4`` for `BEST` with measured layer budgets."""
         if not self.is_best:
             return self.policy
-        return BEST if self.measured is None else f"{BEST} v{self.measured}"
+        return BEST if self.measured is None else f"{BEST}-v{self.measured}"
 
     @property
-    def has_usual_split(self) -> bool:
-        """Whether the budget is divided between heavy and recent as its policy does by default."""
-        heavy = (self.heavy + self.recent) * (BEST_HEAVY_FRACTION if self.is_best else 0.5)
-        # An odd number of tokens cannot be halved.
-        return abs(self.heavy - heavy) < (1 if isinstance(self.heavy, int) else _ROUNDING_SLACK)
-
-    @property
-    def policy_label(self) -> str:
-        """The policy, with the options that differ from its defaults."""
-        labels = [self.policy_name]
-        if not self.is_full:
-            if not self.has_usual_split and type(self.heavy) is type(self.recent):
-                labels.append(f"heavy {100 * self.heavy / (self.heavy + self.recent):.3g}%")
-            if self.sink and not self.is_best:
-                labels.append(f"sink {self.sink}")
-            if self.scoring != "sum" and not self.is_best:
-                decay = "" if self.decay is None else f" {self.decay:g}"
-                labels.append(f"{self.scoring}{decay}")
-            if self.positions != "original":
-                labels.append(self.positions)
-            if self.evict_every is not None:
-                labels.append(f"every {self.evict_every}")
-            if self.layer_budgets == MEASURED:
-                labels += [] if self.is_best else [MEASURED]
-            elif self.layer_budgets is not None and not (self.is_best and self.is_by_head):
-                version = "" if self.is_best or not self.measured else f" v{self.measured}"
-                labels.append(f"by {'head' if self.is_by_head else 'layer'}{version}")
-        if self.kv_bits is not None:
-            labels.append(f"{self.kv_bits} bits")
-        return ", ".join(labels)
+    def spec(self) -> str:
+        """The text from which `from_spec` builds this config; measured factors are ``auto``."""
+        budget = "" if self.is_full else self.budget_label
+        return cache_spec.write(self._base, budget, self._options(exact=True))
 
     @property
     def label(self) -> str:
-        """Name in tables and progress bars."""
-        return self.policy_label if self.is_full else f"{self.policy_label}, {self.budget_label}"
+        """The name in tables and progress bars, which ``--cache`` reads.
+
+        As `spec`, but for what commands set themselves (``min=0``), the version of measured
+        factors, and the numbers of others.
+        """
+        return cache_spec.write(*self._labels)
+
+    @property
+    def policy_label(self) -> str:
+        """The `label` without the budget."""
+        policy, _, options = self._labels
+        return cache_spec.write(policy, "", options)
+
+    @property
+    def _labels(self) -> tuple[str, str, dict[str, str]]:
+        policy = self.policy_name if self.is_best else self._base
+        return policy, "" if self.is_full else self.budget_label, self._options(exact=False)
+
+    @property
+    def _base(self) -> str:
+        """The policy whose defaults `spec` leaves out."""
+        is_best = (self.policy, self.sink, self.scoring) == resolve_policy(BEST)
+        return BEST if is_best else self.policy
+
+    def _options(self, exact: bool) -> dict[str, str]:
+        """Return the texts of options that differ from the policy's defaults."""
+        usual = CacheConfig(self._base, self.heavy, self.recent)
+        names = cache_spec.OPTIONS.items()
+        options = {n: getattr(self, f) for n, f in names if getattr(self, f) != getattr(usual, f)}
+        if self.decay is not None:
+            options["scoring"] = f"{self.scoring}:{self.decay!r}"
+        if self.policy != "random":
+            options.pop("seed", None)
+        if not exact and self.min_tokens == 0:
+            options.pop("min", None)
+        if "layers" in options:
+            options["layers"] = self._layers_text(exact)
+            if self.layer_budgets is not None and options["layers"] == usual.layer_budgets:
+                del options["layers"]
+        if self.is_full:  # nothing else has an effect
+            used = ("chunk", "bits") if self.kv_bits is None else ("chunk", "every", "bits")
+            options = {name: value for name, value in options.items() if name in used}
+        return {name: str(value) for name, value in options.items()}
+
+    def _layers_text(self, exact: bool) -> str:
+        if self.layer_budgets is None or isinstance(self.layer_budgets, str):
+            return self.layer_budgets or EVEN
+        if self.measured is not None:
+            return MEASURED
+        if exact:
+            return json.dumps(self.layer_budgets, separators=(",", ":"))
+        return _UNPRINTED[self.is_by_head]
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that a result depends on; for a full cache only those that apply."""

@@ -4,7 +4,6 @@ from transformers import BloomConfig, BloomForCausalLM, MistralConfig
 
 from h2okv.analysis import attention_stats as observing
 from h2okv.analysis.attention_stats import (
-    check_layer,
     full_attention_layers,
     of_layers,
     read_observed,
@@ -69,13 +68,6 @@ def test_the_attention_comes_back_after_an_error(model, sample):
     with pytest.raises(RuntimeError, match="no"):
         read_observed(model, sample.input_ids, fail)
     assert model.config._attn_implementation == "sdpa"
-
-
-def test_a_layer_or_head_out_of_range_is_refused(model):
-    with pytest.raises(ValueError, match=r"layer 2 .* choose one of 0, 1"):
-        check_layer(model.config, 2, 0)
-    with pytest.raises(ValueError, match="head must be a KV head from 0 to 1, got 2"):
-        check_layer(model.config, 0, 2)
 
 
 def test_a_model_without_attention_access_is_refused(sample):

@@ -122,5 +122,7 @@ def test_steps_on_slots_are_compiled_on_request(compare, monkeypatch):
 
 @pytest.mark.slow
 def test_rolling_positions_are_measured(compare):
-    rows, _ = compare(caches=("dynamic", "h2o"), positions="rolling")
+    rows, _ = compare(
+        caches=("dynamic", "h2o"), configs=(CacheConfig(budget=0.25, positions="rolling"),)
+    )
     assert rows["h2o", CONTEXT, BATCH]["positions"] == "rolling"

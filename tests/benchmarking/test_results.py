@@ -39,6 +39,7 @@ STEP = spread("decode", 0.12345, 1.23456, 2.34567)
 def row(cache="h2o", **values):
     common = {
         "dtype": "bfloat16", "context": 131_072, "batch": 256, "budget": 0.125, "cache": cache,
+        "spec": f"{cache}:12.5%,bits=8" if cache == "h2o" else cache,
         "kv_bits": 8, "status": "ok", "cache_bytes": 123 * 2**30, **LARGE, **STEP,
         "tokens_per_second": 12_345.6, "peak_bytes": 139 * 2**30,
         **spread("prefill_ratio", 1.1, 1.234, 1.3), **spread("speedup", 1.234, 2.345, 3.456),
@@ -70,7 +71,7 @@ def test_a_table_fits_a_terminal_and_names_its_units(table, units):
 
 def test_no_figure_is_wrapped():
     table = comparison_table([row()])
-    assert "h2o 12.5%, 8 bits" in table and "2.35 [1.23, 3.46]" in table
+    assert "h2o:12.5%,bits=8" in table and "2.35 [1.23, 3.46]" in table
     assert "bfloat16, context 131,072, batch 256" in table
     assert "1,234" in max_batch_table([max_batch_row()])
 

@@ -23,7 +23,6 @@ def make(budgets=(0.25,), **options):
     [
         ({"rounds": 0}, "--rounds 0"),
         ({"steps": 0}, "--steps 0"),
-        ({"prefill_chunk": 0}, "--prefill-chunk 0"),
         ({"contexts": (4,)}, "--contexts 4"),
         ({"contexts": ()}, "--contexts must have at least one value"),
         ({"batches": (0,)}, "--batches 0"),
@@ -31,8 +30,8 @@ def make(budgets=(0.25,), **options):
         ({"budgets": (None,)}, "--budget must not be full"),
         ({"budgets": ()}, "--budget must have at least one value"),
         ({"caches": ("dynamic", "magic")}, "'magic'"),
-        ({"positions": "clamped"}, "'clamped'"),
-        ({"kv_bits": (8, 8)}, "--kv-bits must have each value once"),
+        ({"configs": (CacheConfig(positions="clamped"),)}, "'clamped'"),
+        ({"configs": (CacheConfig(), CacheConfig(positions="rolling"))}, "positions must be"),
     ],
 )
 def test_invalid_bench_settings_are_refused(options, word):
@@ -46,25 +45,25 @@ def test_a_budget_is_split_in_two_and_counts_entries():
     config = CacheConfig.from_budget(33)
     assert (config.heavy, config.recent) == (16, 17)
     assert CacheSpec("dynamic").entries(128) == 128
-    assert quarter.label == "h2o 25%"
+    assert quarter.label == "h2o:25%"
 
 
 def test_every_budget_gets_its_own_caches():
     names = [c.label for c in make(budgets=(0.1, 64), caches=("h2o", "dynamic", "static")).specs()]
-    assert names == ["dynamic", "h2o 10%", "static 10%", "h2o 64", "static 64"]
+    assert names == ["dynamic", "h2o:10%", "static 10%", "h2o:64", "static 64"]
 
 
 def test_unequal_budget_parts_are_in_the_label():
     configs = (CacheConfig(heavy=64, recent=128), CacheConfig(heavy=0.1, recent=64, sink=4))
     names = [spec.label for spec in make(configs=configs, caches=("h2o",)).specs()]
-    assert names == ["h2o 64+128", "h2o 4+10%+64"]
+    assert names == ["h2o:64+128", "h2o:10%+64,sink=4"]
 
 
 def test_bits_are_further_caches_of_each_budget():
-    specs = make(budgets=(0.1, 64), caches=("dynamic", "h2o"), kv_bits=(8, 4)).specs()
+    configs = tuple(CacheConfig.from_spec(f"h2o:10%,bits={n}", min_tokens=0) for n in (0, 8, 4))
+    specs = make(configs=configs, caches=("dynamic", "static", "h2o")).specs()
     assert [spec.label for spec in specs] == [
-        "dynamic", "h2o 10%", "h2o 10%, 8 bits", "h2o 10%, 4 bits",
-        "h2o 64", "h2o 64, 8 bits", "h2o 64, 4 bits",
+        "dynamic", "static 10%", "h2o:10%", "h2o:10%,bits=8", "h2o:10%,bits=4",
     ]  # fmt: skip
 
 

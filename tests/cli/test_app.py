@@ -145,7 +145,7 @@ def test_without_arguments_it_shows_five_things_to_do(h2okv_command):
     assert max(map(len, outcome.out.splitlines())) <= 80
 
 
-ON_MORE_LINES = {"--policy", "--scoring"}  # they list names
+ON_MORE_LINES = {"--policy", "--cache"}  # they list names
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, *(key for key in helps() if " " in key)])

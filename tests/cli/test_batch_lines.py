@@ -109,8 +109,7 @@ def test_stop_strings_of_a_line_and_of_the_job(run, llm):
         choice["text"] == full_text[: full_text.index(stop)] and choice["finish_reason"] == "stop"
     )
     assert results["b"]["response"]["body"]["choices"][0]["text"] == full_text
-    options = ["--stop", stop, "--raw"]
-    _, results = run({"id": 1, **body}, options=options, output="other.jsonl")
+    _, results = run({"id": 1, **body, "stop": stop}, options=["--raw"], output="other.jsonl")
     assert results[1]["text"] == full_text[: full_text.index(stop)]
     assert results[1]["finish_reason"] == "stop"
 

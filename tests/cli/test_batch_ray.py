@@ -96,7 +96,7 @@ def test_results_survive_a_killed_actor(ray_here, reference, job, tmp_path):
     killer = threading.Thread(target=kill_one)
     killer.start()
     try:
-        outcome, records = job("--ray", "--actors", 2, *SAMPLING, output="ray.jsonl")
+        outcome, records = job("--ray", "--replicas", 2, *SAMPLING, output="ray.jsonl")
     finally:
         is_over.set()
         killer.join()
@@ -124,7 +124,7 @@ def test_ray_continues_a_job_of_one_process(ray_here, reference, job, tmp_path):
     begun.write_text("".join(lines) + '{"id": "torn', encoding="utf-8")
     settings = reference.with_name("out.jsonl.job.json").read_text()
     begun.with_name("begun.jsonl.job.json").write_text(settings)
-    outcome, records = job("--ray", "--actors", 1, *SAMPLING, "--json", output="begun.jsonl")
+    outcome, records = job("--ray", "--replicas", 1, *SAMPLING, "--json", output="begun.jsonl")
     assert records == read(reference)
     assert begun.read_text(encoding="utf-8").startswith("".join(lines))
     summary = json.loads(outcome.out)
@@ -137,7 +137,7 @@ def test_an_actor_that_cannot_load_the_model_ends_the_job(
     folder = save_model()
     (folder / "model.safetensors").write_bytes(b"nothing")
     options = ("--model", folder, "--input", prompts, "--output", tmp_path / "out.jsonl")
-    outcome = h2okv_command("batch", "--ray", "--layer-budgets", "even", *options)
+    outcome = h2okv_command("batch", "--ray", "--cache", "layers=even", *options)
     assert outcome.code == 2
     assert outcome.err.count("\n") == 1
     assert "an actor of the job failed" in outcome.err
@@ -145,11 +145,10 @@ def test_an_actor_that_cannot_load_the_model_ends_the_job(
 
 
 BAD = {
-    "actors without ray": (("--actors", "2"), ("--actors 2", "--ray")),
-    "no actors": (("--ray", "--actors", "0"), ("--actors 0", "1 or more")),
+    "actors without ray": (("--replicas", "2"), ("--replicas 2", "--ray")),
+    "no actors": (("--ray", "--replicas", "0"), ("--replicas 0", "1 or more")),
     "memory": (("--ray", "--memory", "4GiB"), ("--memory", "leave out")),
     "weights": (("--ray", "--weights", "disk"), ("--weights", "leave out")),
-    "one device": (("--ray", "--device", "cuda:1"), ("--device 'cuda:1'", "auto, cpu, cuda")),
 }
 
 

@@ -65,7 +65,7 @@ def test_weight_placement_does_not_change_results(job, model_folder, weights):
 @pytest.mark.parametrize("weights", ["device", "disk"])
 def test_cache_placement_does_not_change_results(job, model_folder, cache, weights):
     _, expected = job(model_folder, output="memory.jsonl")
-    options = ("--weights", weights, "--cache", cache)
+    options = ("--weights", weights, "--cache-placement", cache)
     summary, records = job(model_folder, *options, "--batch", 3)
     assert records == expected
     assert summary["cache_bytes_read"] > 0
@@ -78,21 +78,19 @@ def test_sampling_with_weights_on_disk(job, model_folder):
     assert records == expected
 
 
-def test_another_dtype_is_converted_once(job, model_folder, tmp_path):
-    folder = tmp_path / "converted"
+def test_another_dtype_is_converted_once(job, model_folder, cache_home):
     options = ("--dtype", "bfloat16", "--batch", 6)
     _, expected = job(model_folder, *options, output="memory.jsonl")
     for name in ("a.jsonl", "b.jsonl"):
-        options_there = (*options, "--weights", "disk", "--converted", folder)
+        options_there = (*options, "--weights", "disk")
         _, records = job(model_folder, *options_there, output=name)
         assert records == expected
-        assert len(list(folder.iterdir())) == 1
+        assert len(list(cache_home.iterdir())) == 1
 
 
-def test_int8_weights(job, model_folder, tmp_path):
+def test_int8_weights(job, model_folder, cache_home):
     pytest.importorskip("torchao")
-    folder = tmp_path / "converted"
-    options = ("--weight-bits", 8, "--converted", folder, "--batch", 6)
+    options = ("--weight-bits", 8, "--batch", 6)
     _, exact = job(model_folder, output="exact.jsonl")
     stored, in_memory = job(model_folder, *options, "--weights", "device", output="a.jsonl")
     summary, streamed = job(model_folder, *options, "--weights", "disk", output="b.jsonl")
@@ -101,7 +99,7 @@ def test_int8_weights(job, model_folder, tmp_path):
     assert summary["bytes_read"] > 0
     # The layers' matrices take a quarter of their fp32 bytes, the head and the table all of them.
     before = (model_folder / "model.safetensors").stat().st_size
-    (converted,) = folder.iterdir()
+    (converted,) = cache_home.iterdir()
     other_bytes = 2 * 300 * 64 * 4
     assert (converted.stat().st_size - other_bytes) < 0.4 * (before - other_bytes)
     # Another result: a job of its own.
@@ -109,11 +107,10 @@ def test_int8_weights(job, model_folder, tmp_path):
     assert "begun with weight_bits 8, not unset" in error
 
 
-def test_int4_weights(job, model_folder, tmp_path):
+def test_int4_weights(job, model_folder, cache_home):
     pytest.importorskip("torchao")
-    folder = tmp_path / "converted"
     dtype = ("--dtype", "bfloat16", "--batch", 6)
-    options = (*dtype, "--weight-bits", 4, "--converted", folder)
+    options = (*dtype, "--weight-bits", 4)
     _, exact = job(model_folder, *dtype, output="exact.jsonl")
     _, in_memory = job(model_folder, *options, "--weights", "device", output="a.jsonl")
     summary, streamed = job(model_folder, *options, "--weights", "disk", output="b.jsonl")
@@ -124,7 +121,7 @@ def test_int4_weights(job, model_folder, tmp_path):
     weights = load_file(model_folder / "model.safetensors")
     layers = [w.numel() for n, w in weights.items() if "layers" in n and w.dim() == 2]
     other_bytes = sum(w.numel() for w in weights.values()) - sum(layers)
-    (converted,) = folder.iterdir()
+    (converted,) = cache_home.iterdir()
     assert converted.stat().st_size == pytest.approx(
         sum(layers) * 4.5 / 8 + 2 * other_bytes, rel=0.1
     )
@@ -184,12 +181,13 @@ def test_too_little_memory_is_refused_before_conversion(job, model_folder, cache
     assert not cache_home.exists()
 
 
-def test_a_conversion_without_disk_space_is_refused(job, model_folder, tmp_path):
-    (tmp_path / "file").write_text("not a folder")
-    options = ("--dtype", "bfloat16", "--weights", "disk", "--converted", tmp_path / "file")
+def test_a_conversion_without_disk_space_is_refused(job, model_folder, cache_home):
+    cache_home.parent.mkdir(parents=True)
+    cache_home.write_text("not a folder")
+    options = ("--dtype", "bfloat16", "--weights", "disk")
     error, _ = job(model_folder, *options, code=2)
     assert "must be rewritten" in error
-    assert "--converted" in error
+    assert "XDG_CACHE_HOME" in error
 
 
 BAD = {
@@ -198,14 +196,9 @@ BAD = {
     "twice": (("--weights", "disk=50,disk=50"), ("--weights must", "got 'disk=50,disk=50'")),
     "no amount": (("--memory", "lots"), ("--memory 'lots'", "8GiB")),
     "no such bits": (("--weight-bits", "3"), ("--weight-bits 3", "give 8 or 4")),
-    "no place for the cache": (("--cache", "disk"), ("--cache must be auto, device", "got 'disk'")),
-    "no folder for the cache": (
-        ("--cache", "file", "--cache-folder", "/nowhere"),
-        ("--cache-folder '/nowhere' cannot be written to",),
-    ),
-    "a folder that is not needed, and not there": (
-        ("--cache-folder", "/nowhere"),
-        ("--cache-folder '/nowhere' cannot be written to",),
+    "no place for the cache": (
+        ("--cache-placement", "disk"),
+        ("--cache-placement must be auto, device", "got 'disk'"),
     ),
     "next to nothing": (("--memory", "1MiB"), ("--memory 1MiB is too little", "give more")),
 }
@@ -298,8 +291,9 @@ def large_model(folder, model_folder, layers=12):
     return sum(weight.nbytes for weight in weights.values())
 
 
-def run_within(args, report, promise_beside, data_limit, file_size):
+def run_within(args, report, promise_beside, data_limit, file_size, home):
     """Run the command in a child process, within limits of the system."""
+    os.environ["XDG_CACHE_HOME"] = home
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(report, os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
@@ -332,7 +326,9 @@ def processes(tmp_path):
     def call(args, promise_beside=None, data_limit=None, file_size=None) -> Ended:
         report = tmp_path / f"{len(list(tmp_path.iterdir()))}.txt"
         limits = (promise_beside, data_limit, file_size)
-        child = context.Process(target=run_within, args=(args, report, *limits))
+        child = context.Process(
+            target=run_within, args=(args, report, *limits, os.environ["XDG_CACHE_HOME"])
+        )
         child.start()
         child.join()
         text = report.read_text()
@@ -395,29 +391,30 @@ def test_prompts_beyond_the_memory_limit_get_error_records(processes, model_fold
     assert "shorten it, or give more --memory" in by_id[1]["error"]
 
 
-def test_a_full_disk_while_weights_are_converted(processes, job, model_folder, tmp_path, prompts):
+def test_a_full_disk_while_weights_are_converted(
+    processes, cache_home, model_folder, tmp_path, prompts
+):
     # A limit on the size of files fails a write half-way, as a full disk does.
-    folder, output = tmp_path / "converted", tmp_path / "out.jsonl"
+    output = tmp_path / "out.jsonl"
     args = ["batch", *H2O, "--model", model_folder, "--input", prompts, "--output", output,
-            "--max-new-tokens", STEPS, "--dtype", "bfloat16", "--weights", "disk",
-            "--converted", folder]  # fmt: skip
+            "--max-new-tokens", STEPS, "--dtype", "bfloat16", "--weights", "disk"]  # fmt: skip
     ended = processes(args, file_size=100_000)
     assert ended.code == 2
     assert "must be rewritten" in ended.error and "(File too large)" in ended.error
-    assert "give another --converted folder" in ended.error and ended.error.count("\n") == 1
-    assert not list(folder.iterdir())
+    assert "give XDG_CACHE_HOME another folder" in ended.error and ended.error.count("\n") == 1
+    assert not list(cache_home.iterdir())
     again = processes(args)
-    assert again.code == 0 and len(list(folder.iterdir())) == 1
+    assert again.code == 0 and len(list(cache_home.iterdir())) == 1
 
 
 def test_a_full_disk_under_the_cache(processes, job, model_folder, tmp_path, prompts):
     output = tmp_path / "out.jsonl"
     args = ["batch", *H2O, "--model", model_folder, "--input", prompts, "--output", output,
-            "--max-new-tokens", STEPS, "--weights", "device", "--cache", "file", "--batch", 2,
-            "--policy", "full"]  # fmt: skip
+            "--max-new-tokens", STEPS, "--weights", "device", "--cache-placement", "file",
+            "--batch", 2, "--policy", "full"]  # fmt: skip
     ended = processes(args, file_size=6_000)
     assert ended.code == 2 and ended.error.count("\n") == 1
-    assert "the cache's file" in ended.error and "--cache-folder" in ended.error
+    assert "the cache's file" in ended.error and "another folder for --output" in ended.error
     again = processes(args)
     assert again.code == 0
     records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]

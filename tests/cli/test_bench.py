@@ -16,7 +16,7 @@ from h2okv.provenance import environment
 
 SHAPE = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,window=1024"
 TINY = ("bench", "--shape", SHAPE, "--contexts", "64", "--batches", "1", "--budget", "0.25",
-        "--rounds", "1", "--steps", "1", "--no-peak", "--device", "cpu")  # fmt: skip
+        "--rounds", "1", "--no-peak")  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +46,11 @@ def test_bench_writes_table_csv_and_figure(h2okv_command, tmp_path):
     pytest.importorskip("matplotlib")
     rows, picture = tmp_path / "rows.csv", tmp_path / "bench.png"
     done = h2okv_command(
-        *TINY, "--contexts", "32,64", "--caches", "dynamic,static,h2o",
+        *TINY, "--contexts", "32,64", "--runners", "dynamic,static,h2o",
         "--csv", rows, "--plot", picture,
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert "h2o 25%" in done.out and "speed-up" in done.out
+    assert "h2o:25%" in done.out and "speed-up" in done.out
     assert "memory bandwidth measured" in done.err
     assert picture.read_bytes().startswith(b"\x89PNG")
     measured = rows_of(rows)
@@ -65,12 +65,12 @@ def test_bench_writes_table_csv_and_figure(h2okv_command, tmp_path):
 def test_a_second_run_appends_rows(h2okv_command, tmp_path):
     rows = tmp_path / "rows.csv"
     for _ in range(2):
-        assert h2okv_command(*TINY, "--caches", "h2o", "--csv", rows).code == 0
+        assert h2okv_command(*TINY, "--runners", "h2o", "--csv", rows).code == 0
     assert len(rows_of(rows)) == 2
 
 
 def test_bench_json_has_rows_and_environment(h2okv_command):
-    done = h2okv_command(*TINY, "--caches", "dynamic,h2o", "--dtype", "float32,bfloat16", "--json")
+    done = h2okv_command(*TINY, "--runners", "dynamic,h2o", "--dtype", "float32,bfloat16", "--json")
     result = json.loads(done.out)
     assert result["checks"].keys() == {"float32", "bfloat16"}
     assert [(row["dtype"], row["cache"]) for row in result["rows"]] == [
@@ -82,17 +82,18 @@ def test_bench_json_has_rows_and_environment(h2okv_command):
 
 def test_kv_bits_add_rows(h2okv_command, tmp_path):
     rows = tmp_path / "rows.csv"
-    options = ("--caches", "dynamic,h2o", "--kv-bits", "8,4", "--csv", rows)
+    caches = [word for text in ("h2o", "bits=8", "bits=4") for word in ("--cache", text)]
+    options = ("--runners", "dynamic,static,h2o", *caches, "--csv", rows)
     done = h2okv_command(*TINY, *options)
     assert done.code == 0, done.err
-    assert "h2o 25%, 8 bits" in done.out and "h2o 25%, 4 bits" in done.out
+    assert "h2o:25%,bits=8" in done.out and "h2o:25%,bits=4" in done.out
     measured = rows_of(rows)
     assert [(row["cache"], row["kv_bits"]) for row in measured] == [
-        ("dynamic", ""), ("h2o", ""), ("h2o", "8"), ("h2o", "4"),
+        ("dynamic", ""), ("static", ""), ("h2o", ""), ("h2o", "8"), ("h2o", "4"),
     ]  # fmt: skip
-    sizes = [int(row["cache_bytes"]) for row in measured]
+    sizes = [int(row["cache_bytes"]) for row in measured if row["cache"] != "static"]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
-    done = h2okv_command(*TINY, *options[:4], "--json")
+    done = h2okv_command(*TINY, *options[:-2], "--json")
     assert list(json.loads(done.out)["checks"]) == ["float32", "float32, 8 bits", "float32, 4 bits"]
 
 
@@ -103,9 +104,9 @@ def test_a_failed_check_of_a_quantized_cache_reports_no_speed(h2okv_command, mon
         right(slots, (free + 1) % slots.shape[2], entry)
 
     monkeypatch.setattr(step, "_write_packed", elsewhere)
-    options = ("--caches", "h2o")
+    options = ("--runners", "h2o")
     assert h2okv_command(*TINY, *options).code == 0
-    done = h2okv_command(*TINY, *options, "--kv-bits", "8")
+    done = h2okv_command(*TINY, *options, "--cache", "bits=8")
     assert done.code == 1 and "no speed is reported" in done.err
 
 
@@ -120,7 +121,7 @@ def test_a_failed_check_reports_no_speed(h2okv_command, tmp_path, broken):
 
 
 def test_a_failed_check_reports_no_largest_batch(h2okv_command, broken):
-    done = h2okv_command(*TINY, "--max-batch", "--memory", "1GiB")
+    done = h2okv_command(*TINY, "--memory", "1GiB")
     assert done.code == 1 and done.out == ""
 
 
@@ -134,16 +135,16 @@ def test_ctrl_c_keeps_finished_rows(h2okv_command, tmp_path, monkeypatch):
 
     monkeypatch.setattr(comparison.Comparison, "_time", interrupted)
     rows = tmp_path / "rows.csv"
-    options = ("--batches", "1,2", "--caches", "dynamic,h2o")
+    options = ("--batches", "1,2", "--runners", "dynamic,h2o")
     done = h2okv_command(*TINY, *options, "--csv", rows)
     assert done.code == 130
     assert "stopped; 2 rows were finished" in done.err
-    assert "h2o 25%" in done.out
+    assert "h2o:25%" in done.out
     assert [row["cache"] for row in rows_of(rows)] == ["dynamic", "h2o"]
 
 
 def test_a_checkpoint_is_measured_too(h2okv_command, model_folder):
-    done = h2okv_command("bench", "--model", model_folder, *TINY[3:], "--caches", "h2o", "--json")
+    done = h2okv_command("bench", "--model", model_folder, *TINY[3:], "--runners", "h2o", "--json")
     assert done.code == 0, done.err
     assert json.loads(done.out)["rows"][0]["model"] == str(model_folder)
 
@@ -160,28 +161,22 @@ def test_missing_packages_are_named_below_the_table(h2okv_command, monkeypatch):
     ("options", "word"),
     [
         (("--shape", "llama-9"), "llama-3-8b"),
-        (("--caches", "dynamic,magic"), "'magic'"),
+        (("--runners", "dynamic,magic"), "'magic'"),
         (("--contexts", "2000"), "context window of 1024"),
         (("--contexts", "many"), "--contexts 'many'"),
         (("--rounds", "0"), "--rounds 0"),
-        (("--threads", "0"), "--threads 0"),
         (("--budget", "2.5"), "budget 2.5"),
-        (("--budget", "full"), "--caches dynamic is the full cache"),
-        (
-            ("--heavy", "64", "--budget", "30%"),
-            "--budget 30% cannot be combined with --heavy and --recent",
-        ),
+        (("--budget", "full"), "--runners dynamic is the full cache"),
+        (("--cache", "h2o", "--cache", "chunk=8"), "prefill_chunk must be the same"),
         (("--dtype", "float8"), "'float8'"),
-        (("--positions", "clamped"), "'clamped'"),
-        (("--kv-bits", "3"), "--kv-bits 3 .*8, 6 or 4"),
-        (("--kv-bits", "few"), "--kv-bits 'few'"),
-        (("--kv-bits", "8", "--caches", "dynamic"), "--kv-bits needs h2o"),
+        (("--cache", "positions=clamped"), "'clamped'"),
+        (("--cache", "bits=3"), "kv_bits=3 .*8, 6 or 4"),
+        (("--cache", "bits=few"), "bits must be a whole number, got 'few'"),
         (("--model", "bundled"), "--model and --shape exclude each other"),
         (("--batches", "100000000"), "bytes (.*) are available"),
-        (("--max-batch",), "--memory 8GiB"),
-        (("--memory", "8GiB"), "--max-batch and --memory"),
-        (("--max-batch", "--memory", "lots"), "'lots'"),
-        (("--max-batch", "--memory", "1KiB"), "bytes of weights"),
+        (("--memory", "8GiB", "--plot", "b.png"), "not --memory"),
+        (("--memory", "lots"), "'lots'"),
+        (("--memory", "1KiB"), "bytes of weights"),
         (("--csv", "no_such_folder/rows.csv"), "no_such_folder"),
         (("--plot", "picture.txt"), ".png"),
     ],
@@ -209,15 +204,8 @@ def test_a_plot_without_matplotlib_names_the_extra(h2okv_command, monkeypatch):
 
 def test_heavy_recent_and_sink_are_options_of_bench(h2okv_command, tmp_path):
     run = tuple(word for word in TINY if word not in ("--budget", "0.25"))
-    options = ("--caches", "h2o", "--heavy", "8", "--recent", "16", "--sink", "4", "--json")
+    options = ("--runners", "h2o", "--budget", "8+16", "--cache", "sink=4", "--json")
     done = h2okv_command(*run, *options)
     assert done.code == 0, done.err
     (row,) = json.loads(done.out)["rows"]
     assert (row["budget"], row["entries"]) == ("4+8+16", 28)
-
-
-def test_threads_are_set(h2okv_command, monkeypatch):
-    requested = []
-    monkeypatch.setattr(torch, "set_num_threads", requested.append)
-    assert h2okv_command(*TINY, "--caches", "h2o", "--threads", "2").code == 0
-    assert requested == [2]

@@ -14,7 +14,7 @@ from h2okv.assets import bundled_model_path
 from h2okv.cli.chat import converse, plan_cache
 from h2okv.config import CacheConfig
 
-BUDGET = ("--policy", "h2o", "--heavy", "16", "--recent", "16", "--max-new-tokens", "12")
+BUDGET = ("--policy", "h2o", "--budget", "16+16", "--max-new-tokens", "12")
 EMPTY = "there is nothing in the cache yet; send a message first.\n"
 
 
@@ -66,10 +66,10 @@ def test_a_chat_continues_beyond_the_context_window(chat):
 
 def test_original_positions_end_at_the_context_window_and_keep_the_chat(chat):
     lines = "abcdefghijklmnopqrstuvwxyz0123456789\n" * 6 + "/cache\n/reset\nthe cat\n"
-    outcome = chat(lines, "--positions", "original")
+    outcome = chat(lines, "--cache", "positions=original")
     assert outcome.code == 0
     refusals = [line for line in remarks(outcome) if "context of 256" in line]
-    assert refusals and all("--positions rolling" in line for line in refusals)
+    assert refusals and all("--cache positions=rolling" in line for line in refusals)
     assert "[-evicted-]: " in outcome.out
     assert outcome.err.splitlines()[-2] == "a new chat"
 
@@ -230,16 +230,16 @@ def test_a_chat_of_another_model_or_without_a_chat_is_refused(chat, save_model, 
 
 
 OPTIONS = {
-    "share": (("--heavy", "0.1"), ("--heavy 0.1", "--heavy 256")),
-    "positions": (("--positions", "round"), ("--positions 'round'", "rolling")),
-    "no chunk": (("--prefill-chunk", "0"), ("--prefill-chunk 0", "1 or more")),
-    "long chunk": (("--prefill-chunk", "225"), ("--prefill-chunk 225", "224")),
-    "budget beyond the window": (("--heavy", "240"), ("256", "lower")),
-    "clamped RoPE": (("--positions", "clamped"), ("clamped", "rolling")),
-    "nothing kept": (("--heavy", "0", "--recent", "0"), ("heavy=0",)),
+    "share": (("--budget", "10%"), ("a budget of 10%", "--budget 512")),
+    "positions": (("--cache", "positions=round"), ("positions='round'", "rolling")),
+    "no chunk": (("--cache", "chunk=-1"), ("chunk=-1", "1 or more")),
+    "long chunk": (("--cache", "chunk=225"), ("chunk=225", "224")),
+    "budget beyond the window": (("--budget", "240+16"), ("256", "lower")),
+    "clamped RoPE": (("--cache", "positions=clamped"), ("clamped", "rolling")),
+    "nothing kept": (("--budget", "0+0"), ("heavy=0",)),
     "policy": (("--policy", "h2"), ("policy 'h2'",)),
     "one prompt": (("--policy", "snapkv"), ("a chat has many turns; choose best or h2o",)),
-    "full and rolling": (("--policy", "full", "--positions", "rolling"), ("original",)),
+    "full and rolling": (("--policy", "full", "--cache", "positions=rolling"), ("original",)),
     "system of a saved chat": (
         ("--load", bundled_model_path() / "model.safetensors", "--system", "y"),
         ("--system", "--load"),

@@ -79,7 +79,7 @@ class Terminal:
 
 @pytest.fixture
 def terminal(chat_folder):
-    budget = ("--policy", "h2o", "--heavy", "16", "--recent", "16", "--max-new-tokens", "5000000")
+    budget = ("--policy", "h2o", "--budget", "16+16", "--max-new-tokens", "5000000")
     started = Terminal("chat", "--model", chat_folder, *budget)
     yield started
     started.close()

@@ -8,15 +8,19 @@ import pytest
 
 MISSING = "no-such-file"
 CACHE = {
-    "--policy h20": "--policy 'h20' is unknown; did you mean h2o",
-    "--scoring means": "--scoring 'means' is unknown",
-    "--kv-bits 3": "--kv-bits 3 is not known; give 8, 6 or 4",
+    "--policy h20": "policy 'h20' is unknown; did you mean h2o",
+    "--cache h20:20%": "policy 'h20' is unknown; did you mean h2o",
+    "--cache scoring=means": "scoring 'means' is unknown",
+    "--cache bits=3": "kv_bits=3 is not known; give 8, 6 or 4",
+    "--cache bit=8": "option 'bit' is unknown; did you mean bits",
+    "--cache cpu": "--cache cpu is gone; give --cache-placement cpu",
     "--budget much": "--budget 'much' is not an amount",
-    "--budget 20% --heavy 64": "--budget 20% cannot be combined with --heavy and --recent",
+    "--budget 20% --cache h2o:64": "--budget 20% has no effect, as --cache has one",
+    "--policy h2o --cache h2o": "--policy h2o has no effect, as --cache names one",
+    "--heavy 64": "--heavy is gone; give --budget with heavy+recent, such as --budget 64+64",
     "--budget 20 % hello": "'20 %' of --budget is two arguments; leave out the space",
-    "--heavy=10 % hello": "'10 %' of --heavy is two arguments",
-    "--heavy 64 --heavy-fraction 0.5": "--heavy-fraction 0.5 cannot be combined with",
-    f"--layer-budgets {MISSING}": f"--layer-budgets '{MISSING}' cannot be read",
+    "--budget=10+10 % hello": "'10+10 %' of --budget is two arguments",
+    f"--cache layers={MISSING}": f"'{MISSING}' cannot be read",
 }
 MODEL = {
     "--model smolm2": "did you mean smollm2",
@@ -25,9 +29,9 @@ MODEL = {
     "--model no-gguf.gguf": "--model 'no-gguf.gguf' is not a GGUF file",
     "--model no-such-user/nothing": "the Hub cannot be reached",
     "--dtype int4": "--dtype 'int4' is not known",
-    "--device warp": "--device 'warp' is not known",
+    "--device cuda:1": "--device is gone; give the environment variable H2OKV_DEVICE=cuda:1",
 }
-TOPK = {"--policy topk": "--policy topk chooses entries for each query"}
+TOPK = {"--policy topk": "policy topk chooses entries for each query"}
 SAMPLING = {"--max-new-tokens 0": "--max-new-tokens 0 is too few", "--seed -1": "--seed -1"}
 BOTH = CACHE | MODEL
 TEXT = {f"--text {MISSING}": f"--text '{MISSING}' cannot be read"}
@@ -46,7 +50,7 @@ COMMANDS = {
         f"--load {MISSING}": f"--load '{MISSING}' cannot be read",
         "--load latin1.txt": "--load 'latin1.txt' is not a saved chat",
         "--budget 20%": "is a fraction of a prompt, but a chat has no end",
-        "--positions rolled": "--positions 'rolled' is not known",
+        "--cache positions=rolled": "positions='rolled' is unknown",
     },
     "serve": BOTH | TOPK | {
         "--port 99999": "--port 99999 is out of range",
@@ -60,7 +64,7 @@ COMMANDS = {
     },
     "batch --input in.jsonl --output out.jsonl": BOTH | TOPK | SAMPLING | {
         "--weights moon": "--weights must be auto, device, cpu, disk, or percentages",
-        "--cache disk": "file=60, got 'disk'",
+        "--cache-placement disk": "file=60, got 'disk'",
         "--batch 0": "--batch '0' is not a number",
         "--weight-bits 3": "--weight-bits 3 is not known",
         f"--input {MISSING}": f"--input '{MISSING}' cannot be read",
@@ -72,7 +76,6 @@ COMMANDS = {
         "--input in.jsonl": "both --text and --input are given",
         "--checkpoint none --resume": "nothing to resume",
         "--csv nowhere/rows.csv": "--csv 'nowhere/rows.csv' cannot be written",
-        "--save-every 0": "--save-every 0 is too few",
     },
     "eval needle --csv rows.csv": BOTH | TEXT | {
         "--compression none": "--compression 'none' is not known",
@@ -105,13 +108,13 @@ COMMANDS = {
     },
     "lm-eval --tasks h2okv_copa": {
         "--model_args pretrained=smolm2": "did you mean smollm2",
-        "--model_args pretrained=bundled,policy=h20": "--policy 'h20' is unknown",
+        "--model_args pretrained=bundled,policy=h20": "policy 'h20' is unknown",
         f"--data {MISSING}": f"--data '{MISSING}' is not a folder",
     },
     "bench": BOTH | TOPK | {
         "--shape giant": "--shape 'giant' is unknown",
-        "--caches dynamic,none": "--caches 'none' is not known",
-        "--max-batch": "--max-batch and --memory go together",
+        "--runners dynamic,none": "--runners 'none' is not known",
+        "--max-batch": "--max-batch is gone; give --memory alone",
         "--csv nowhere/rows.csv": "--csv 'nowhere/rows.csv' cannot be written",
     },
     "analyze --out report": MODEL | TEXT | {
@@ -119,7 +122,7 @@ COMMANDS = {
         "--out text.txt/report": "--out 'text.txt/report' cannot be written",
     },
     "view": MODEL | TEXT | {
-        "--policy h20": "--policy 'h20' is unknown",
+        "--policy h20": "policy 'h20' is unknown",
         "--export nowhere/page.html": "--export 'nowhere/page.html' cannot be written",
         "--port 99999": "--port 99999 is out of range",
     },

@@ -3,16 +3,17 @@
 import csv
 import json
 import re
-from inspect import signature
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from h2okv.cli.args import ModelOptions, cache_flags, cache_lists, expand
+from h2okv.cli.args import ModelOptions, cache_lists, command_line
 from h2okv.cli.eval import DEFAULT_CSV, Trial
 from h2okv.config import CacheConfig
+from h2okv.evaluation import plots
 from h2okv.evaluation.runner import Evaluation
 
 
@@ -49,10 +50,10 @@ def summarize(h2okv_command, model_folder, articles, out, *more):
 def test_summaries_have_a_row_for_each_cache(h2okv_command, model_folder, articles, tmp_path):
     done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", "--limit", 4)
     assert done.code == 0, done.err
-    assert done.out.startswith("| policy | budget | rouge1 | rouge2 | rougeL | samples |\n")
+    assert done.out.startswith("| cache | rouge1 | rouge2 | rougeL | samples |\n")
     rows = table(tmp_path / "s.csv")
     assert [(row["policy"], row["budget"], row["samples"]) for row in rows] == [
-        ("best v4", "8", "4"), ("best v4", "50%", "4"), ("full", "full", "4"),
+        ("best-v4", "8", "4"), ("best-v4", "50%", "4"), ("full", "full", "4"),
     ]  # fmt: skip
     assert {row["model"] for row in rows} == {str(model_folder)}
     assert all(row["revision"] and row["torch"] and row["transformers"] for row in rows)
@@ -65,16 +66,15 @@ def test_summaries_have_a_row_for_each_cache(h2okv_command, model_folder, articl
 
 
 def test_summaries_use_the_sampling_options(h2okv_command, model_folder, articles, tmp_path):
-    sampling = ("--temperature", "0.8", "--top-k", "5", "--min-p", "0.01", "--stop", "\x00")
-    sampling += ("--repetition-penalty", "1.5", "--limit", "2")
+    sampling = ("--temperature", "0.8", "--limit", "2")
     for out in (tmp_path / "a.csv", tmp_path / "b.csv"):
         done = summarize(h2okv_command, model_folder, articles, out, *sampling)
         assert done.code == 0, done.err
     first, again = (tmp_path / f"{name}.samples.jsonl" for name in "ab")
     assert first.read_text() == again.read_text()
-    assert '"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.5' in first.read_text()
+    assert '"temperature": 0.8' in first.read_text()
     greedy = summarize(h2okv_command, model_folder, articles, tmp_path / "g.csv", "--limit", 2)
-    assert greedy.code == 0 and "top_k" not in (tmp_path / "g.samples.jsonl").read_text()
+    assert greedy.code == 0 and '"temperature": 0.0' in (tmp_path / "g.samples.jsonl").read_text()
 
 
 def test_ctrl_c_keeps_finished_samples(
@@ -83,7 +83,7 @@ def test_ctrl_c_keeps_finished_samples(
     run = Evaluation.run
     monkeypatch.setattr(Evaluation, "run", lambda self, tell: run(self, stopping(tell)))
     out = tmp_path / "s.csv"
-    stopped = summarize(h2okv_command, model_folder, articles, out, "--batch-size", 4)
+    stopped = summarize(h2okv_command, model_folder, articles, out, "--batch", 4)
     assert stopped.code == 130
     assert "stopped; 12 of 18 samples" in stopped.err and "continues from there" in stopped.err
     assert not out.exists()  # no cache has answered all
@@ -109,11 +109,11 @@ def stopping(tell):
 def test_perplexity_has_a_row_for_each_range(h2okv_command, model_folder, novel_file, tmp_path):
     done = h2okv_command(
         "eval", "perplexity", "--model", model_folder, "--text", novel_file, "--length", 64,
-        "--windows", 2, "--every", 24, "--prefill-chunk", 16, "--budget", "0.25,100,full",
+        "--windows", 2, "--every", 24, "--cache", "chunk=16", "--budget", "0.25,100,full",
         "--csv", tmp_path / "p.csv",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert "note: best, 100 keeps all 64 tokens of a window, as full does\n" in done.err
+    assert "note: best:100,chunk=16 keeps all 64 tokens of a window, as full does\n" in done.err
     rows = table(tmp_path / "p.csv")
     assert [(row["budget"], row["position"]) for row in rows] == [
         (budget, position) for budget in ("25%", "100", "full") for position in ("24", "48", "63")
@@ -141,9 +141,17 @@ def fidelity(h2okv_command, model_folder, novel_file, out, *more):
 
 
 def test_fidelity_compares_all_caches_and_recommends_one(
-    h2okv_command, model_folder, novel_file, tmp_path
+    h2okv_command, model_folder, novel_file, tmp_path, monkeypatch
 ):
-    options = ("--policy", "h2o,recent", "--budget", "50%,12,full", "--scoring", "sum,decay")
+    drawn, plot = [], plots.plot_fidelity
+
+    def record(path, rows, title):
+        drawn.extend(row["cache"] for row in rows)
+        plot(path, rows, title)
+
+    monkeypatch.setattr(plots, "plot_fidelity", record)
+    caches = ["h2o", "h2o,scoring=decay", "recent"]
+    options = ("--budget", "50%,12,full", *(word for text in caches for word in ("--cache", text)))
     out, picture = tmp_path / "f.csv", tmp_path / "f.png"
     done = fidelity(
         h2okv_command, model_folder, novel_file, out, *options, "--plot", picture,
@@ -151,13 +159,16 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     )  # fmt: skip
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    assert lines[0] == "| cache | budget | bytes | agreement | KL | perplexity ratio | texts |"
-    caches = [("h2o", "50%"), ("h2o, decay", "50%"), ("recent", "50%")]
-    caches += [("h2o", "12"), ("h2o, decay", "12"), ("recent", "12"), ("full", "full")]
-    shown = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in lines[2:9]]
-    assert shown == caches
-    assert "| full | full | 1" in lines[8] and "| 1.000 (1.000 to 1.000) |" in lines[8]
+    assert lines[0] == "| cache | bytes | agreement | KL | perplexity ratio | texts |"
+    shown = [line.split("|")[1].strip() for line in lines[2:9]]
+    assert shown == [
+        "h2o:50%", "h2o:50%,scoring=decay", "recent:50%",
+        "h2o:12", "h2o:12,scoring=decay", "recent:12", "full",
+    ]  # fmt: skip
+    assert "| full | 1" in lines[8] and "| 1.000 (1.000 to 1.000) |" in lines[8]
     assert picture.is_file()
+    bits = [f"{text},bits={number}" for text in caches for number in (8, 6, 4)]
+    assert list(dict.fromkeys(drawn)) == [*caches, *bits]
     rows = table(out)
     assert [(row["policy"], row["scoring"]) for row in rows[:3]] == [
         ("h2o", "sum"), ("h2o", "decay"), ("recent", "sum"),
@@ -167,12 +178,11 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     assert [row["kv_bits"] for row in rows] == [""] * 7 + ["8", "6", "4"] * 7
     # Of equally small ones that with the best agreement.
     smallest = min(rows, key=lambda row: (float(row["bytes"]), -float(row["agreement"])))
-    command, flags = lines[-1].split(" --policy ")
-    flags = f"--policy {flags}"
+    command, text = lines[-1].split(" --cache ")
+    flags = f"--cache {text}"
     assert command == f"h2okv generate --model {model_folder}" and smallest["kv_bits"] == "4"
-    assert flags.startswith(f"--policy {smallest['policy']} --budget 12")
-    assert flags.endswith("--kv-bits 4")
-    assert ("--scoring decay" in flags) is (smallest["scoring"] == "decay")
+    assert text.startswith(f"{smallest['policy']}:12") and text.endswith(",bits=4")
+    assert ("scoring=decay" in text) is (smallest["scoring"] == "decay")
     share = 100 * float(smallest["bytes_fraction"])
     assert lines[-2].startswith(f"4 bits and 12: {share:.1f} % of the bytes, perplexity ")
     assert f", agreement {100 * float(smallest['agreement']):.1f} % on 2 texts" in lines[-2]
@@ -183,7 +193,7 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     assert report["recommended"] == flags and len(report["rows"]) == len(rows)
     # One more cache is measured alone, on the texts of before.
     more = fidelity(h2okv_command, model_folder, novel_file, out, "--policy", "h2o,heavy",
-                    "--budget", "50%", "--scoring", "sum", "--recommend", 1)  # fmt: skip
+                    "--budget", "50%", "--recommend", 1)  # fmt: skip
     assert "2 of 4 samples are already evaluated" in more.err
     again = {row["policy"]: row["kl"] for row in table(out) if not row["kv_bits"]}
     assert again["h2o"] == rows[0]["kl"]
@@ -198,8 +208,8 @@ def test_fidelity_compares_all_caches_and_recommends_one(
         (("--recommend", 1.5), "--recommend 1.5 is not a fraction of tokens"),
         (("--protocol", "both"), "--protocol 'both' is not known; choose from decode, block"),
         (("--policy", "h3o"), "policy 'h3o' is unknown; did you mean h2o?"),
-        (("--scoring", "sun,decay"), "scoring 'sun' is unknown; did you mean sum?"),
-        (("--scoring", "sum", "--decay", 0.9), "decay=0.9 has no effect with scoring='sum'"),
+        (("--cache", "scoring=sun"), "scoring 'sun' is unknown; did you mean sum?"),
+        (("--cache", "scoring=sum:0.9"), "decay=0.9 has no effect with scoring='sum'"),
         (("--texts", 50), "give a longer text, or smaller numbers, or --texts "),
         (("--plot", "f.txt"), "'f.txt' is not the name of a figure"),
     ],
@@ -222,17 +232,11 @@ def test_fidelity_refuses_before_any_work(
         CacheConfig("snapkv", 8, 0.2, min_tokens=0),
     ],
 )
-def test_cache_flags_parse_to_the_same_cache(config):
-    options = cache_lists(budget="20%")
-    command = expand(lambda caches=options: caches)
-    flags = iter(cache_flags(config).split())
-    defaults = {
-        name: entry.default.default for name, entry in signature(command).parameters.items()
-    }
-    options = {flag[2:].replace("-", "_"): value for flag, value in zip(flags, flags, strict=True)}
-    kinds = {"sink": int, "decay": float, "kv_bits": int}
-    values = {name: kinds.get(name, str)(value) for name, value in options.items()}
-    assert [cache.identity() for cache in command(**(defaults | values))] == [config.identity()]
+def test_a_label_is_an_option_of_the_same_cache(config):
+    build = cache_lists("20%").build
+    assert [cache.identity() for cache in build(None, None, [config.label])] == [config.identity()]
+    name, text = shlex.split(command_line(config))
+    assert (name, text) == ("--cache", config.label)
 
 
 def test_recall_compresses_query_aware_and_query_agnostic(
@@ -242,7 +246,7 @@ def test_recall_compresses_query_aware_and_query_agnostic(
     (tmp_path / "r.jsonl").write_text(json.dumps(line) + "\n")
     done = h2okv_command(
         "eval", "recall", "--model", model_folder, "--input", tmp_path / "r.jsonl", "--budget",
-        "0.5,full", "--max-new-tokens", 4, "--csv", tmp_path / "r.csv",
+        "0.5,full", "--csv", tmp_path / "r.csv",
     )  # fmt: skip
     assert done.code == 0, done.err
     assert [row["compression"] for row in table(tmp_path / "r.csv")] == [
@@ -255,7 +259,7 @@ def test_sweep_writes_its_folder(h2okv_command, model_folder, articles, tmp_path
     content = {
         "title": "Mine",
         "budgets": [8, 0.5, "full"],
-        "caches": [{"policy": "h2o"}, {"policy": "recent"}],
+        "caches": ["h2o", "recent"],
         "seeds": [0, 1],
         "tasks": [{"summarize": articles.name, "name": "cats", "temperature": 1.0}],
     }
@@ -284,10 +288,9 @@ def test_sweep_writes_its_folder(h2okv_command, model_folder, articles, tmp_path
         (("--policy", "h20"), "did you mean h2o?"),
         (("--budget", "most"), "is not an amount"),
         (("--budget", ","), "--budget is empty"),
-        (("--batch-size", "0"), "--batch-size 0 is too few"),
+        (("--batch", "0"), "--batch-size 0 is too few"),
         (("--too-long", "cut"), "--too-long 'cut' is not known"),
         (("--temperature", "-1"), "--temperature -1.0 is out of range"),
-        (("--top-k", "5"), "--top-k 5 has no effect on greedy decoding; add --temperature"),
         (("--csv", "none/x.csv"), "its folder does not exist"),
         (("--input", "none.jsonl"), "'none.jsonl' cannot be read"),
         (("--max-new-tokens", "250"), "more than the model's context window of 256"),
@@ -302,20 +305,16 @@ def test_bad_input_is_one_sentence(h2okv_command, model_folder, articles, tmp_pa
 
 def test_samples_of_other_settings_are_refused(h2okv_command, model_folder, articles, tmp_path):
     assert summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv").code == 0
-    done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", "--sink", 2)
+    done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", "--cache", "sink=2")
     assert done.code == 0  # another sink is another cache, beside the first
-    rolling = ("--positions", "rolling", "--scoring", "decay", "--decay", "0.9")
+    rolling = ("--cache", "positions=rolling,scoring=decay:0.9")
     done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", *rolling)
     assert done.code == 0, done.err
-    assert (
-        "h2o, heavy 75%, sink 4, decay 0.9, rolling, by layer v4, 8"
-        in (tmp_path / "s.samples.jsonl").read_text()
-    )
-    done = summarize(
-        h2okv_command, model_folder, articles, tmp_path / "s.csv", "--prefill-chunk", 16
-    )
-    assert done.code == 2
-    assert "begun with prefill_chunk unset, not 16" in done.err
+    samples = (tmp_path / "s.samples.jsonl").read_text()
+    assert "h2o:6+2,sink=4,scoring=decay:0.9,positions=rolling,layers=auto" in samples
+    bits = ("--cache", "min=2")
+    done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", *bits)
+    assert done.code == 0 and "are already evaluated" in done.err
 
 
 def test_a_window_that_evicts_nothing_is_refused(h2okv_command, novel_file, tmp_path, monkeypatch):
@@ -332,7 +331,7 @@ def test_a_needle_that_is_too_long_is_refused_early(h2okv_command, tmp_path, mon
     monkeypatch.setattr("h2okv.integration.loading.load_weights", None)
     done = h2okv_command("eval", "needle", "--lengths", "2048", "--csv", tmp_path / "n.csv")
     assert done.code == 2
-    assert "add --positions rolling or --prefill-chunk 512." in done.err
+    assert "add --cache positions=rolling,chunk=512." in done.err
     assert "--too-long" not in done.err
 
 
@@ -347,7 +346,7 @@ def test_sweep_names_missing_files(h2okv_command, tmp_path):
 def test_by_default_each_model_and_text_has_its_file_of_samples(model_folder):
     def path(name="bundled", data="a text", csv=DEFAULT_CSV):
         task = SimpleNamespace(identity=lambda: {"data": data})
-        return Trial([], ModelOptions(name, "auto", "cpu"), csv, 0, False)._samples_path([task])
+        return Trial([], ModelOptions(name, "auto"), csv, 0, False)._samples_path([task])
 
     assert path() == path() and re.fullmatch(r"fidelity\.\w{8}\.samples\.jsonl", path().name)
     assert len({path(), path(data="another"), path(name=str(model_folder))}) == 3

@@ -12,7 +12,7 @@ from h2okv.assets import bundled_model_path
 from h2okv.config import CacheConfig
 from h2okv.integration import layer_budgets as own_budgets
 
-BUDGET = ("--policy", "h2o", "--heavy", "16", "--recent", "16")
+BUDGET = ("--policy", "h2o", "--budget", "16+16")
 RUN_FIELDS = {
     "text": str,
     "token_ids": list,
@@ -75,12 +75,13 @@ def stdin(monkeypatch):
     return give
 
 
-@pytest.mark.parametrize("chunk", [(), ("--prefill-chunk", 40)], ids=["default", "given"])
+@pytest.mark.parametrize("chunk", ["", ",chunk=40"], ids=["default", "given"])
 def test_rolling_positions_generate_past_the_context_window(generate, prompt, model_folder, chunk):
     text = prompt * 8  # the window is 256
     outcome = generate(
-        *BUDGET, "--positions", "rolling", *chunk, "--max-new-tokens", 300, "--json", text=text
-    )
+        *BUDGET, "--cache", f"positions=rolling{chunk}", "--max-new-tokens", 300, "--json",
+        text=text,
+    )  # fmt: skip
     assert outcome.code == 0
     record = json.loads(outcome.out)
     assert record["prompt_tokens"] > 256 and record["finish_reason"] == "length"
@@ -88,7 +89,7 @@ def test_rolling_positions_generate_past_the_context_window(generate, prompt, mo
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
     ids = AutoTokenizer.from_pretrained(model_folder)(text, return_tensors="pt").input_ids
     cache = h2okv.H2OCache(
-        model.config, 16, 16, positions="rolling", prefill_chunk=chunk[1] if chunk else 64
+        model.config, 16, 16, positions="rolling", prefill_chunk=40 if chunk else 64
     )
     expected = model.generate(ids, past_key_values=cache, max_new_tokens=300, do_sample=False)
     assert record["token_ids"] == expected[0, ids.shape[1] :].tolist()
@@ -104,17 +105,7 @@ def test_compiled_steps_give_the_same_text(generate, monkeypatch):
 
 
 def test_a_fraction_is_of_the_whole_prompt_with_chunked_prefill(generate, prompt):
-    options = (
-        "--policy",
-        "h2o",
-        "--budget",
-        "95%",
-        "--prefill-chunk",
-        7,
-        "--max-new-tokens",
-        3,
-        "--json",
-    )
+    options = ("--cache", "h2o:95%,chunk=7", "--max-new-tokens", 3, "--json")
     record = json.loads(generate(*options, text=prompt * 2 + "the cat sat" * 12).out)
     assert record["num_cached_tokens"] == 2 * int(record["prompt_tokens"] * 0.475)
     assert (record["heavy"], record["recent"]) == (0.475, 0.475)
@@ -126,7 +117,7 @@ def test_text_goes_to_stdout_and_the_summary_to_stderr(generate):
     assert outcome.out.strip()
     assert "tokens/s" not in outcome.out
     assert outcome.err.startswith("20 tokens (length) | first after ")
-    assert outcome.err.endswith("tokens seen, 32 kept | h2o, 32\n")
+    assert outcome.err.endswith("tokens seen, 32 kept | h2o:32\n")
 
 
 def test_summary_names_the_length_from_which_memory_is_saved(generate):
@@ -147,13 +138,13 @@ def test_summary_names_the_length_from_which_memory_is_saved(generate):
 def test_summary_shows_mean_and_maximum_of_budgets_by_head(generate, tmp_path):
     heads = tmp_path / "heads.json"
     heads.write_text("[[0.5, 1.5], [1.0, 1.0]]")
-    outcome = generate("--heavy", 64, "--recent", 16, "--layer-budgets", heads, text="a cat " * 60)
+    outcome = generate("--budget", "64+16", "--cache", f"layers={heads}", text="a cat " * 60)
     assert "84 kept by a head on average, 116 by the largest" in outcome.err
-    assert "| h2o, heavy 80%, sink 4, expected, by head, 80\n" in outcome.err
+    assert "| best:64+16,layers=by-head\n" in outcome.err
 
 
 def test_json_is_one_object_with_these_fields(generate, prompt):
-    options = ("--policy", "h2o", "--heavy", "16", "--recent", "95%")
+    options = ("--policy", "h2o", "--budget", "16+95%")
     outcome = generate(*options, "--json", "--max-new-tokens", 9, text=prompt * 2)
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.count("\n") == 1
@@ -165,9 +156,7 @@ def test_json_is_one_object_with_these_fields(generate, prompt):
 
 
 def test_a_budget_beyond_the_length_equals_transformers(generate, model_folder, prompt):
-    result = json.loads(
-        generate("--heavy", "256", "--recent", "256", "--json", "--max-new-tokens", 30).out
-    )
+    result = json.loads(generate("--budget", "256+256", "--json", "--max-new-tokens", 30).out)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
@@ -192,7 +181,7 @@ def test_compare_full_in_json(generate):
 
 
 def test_compare_full_agrees_fully_if_nothing_is_evicted(generate):
-    wide = ("--policy", "h2o", "--heavy", "256", "--recent", "16")
+    wide = ("--policy", "h2o", "--budget", "256+16")
     result = json.loads(generate(*wide, "--json", "--compare", "full").out)
     assert result["agreement"]["first_difference"] is None
     compared = result["agreement"]["compared"]
@@ -204,7 +193,7 @@ def test_compare_full_shows_both_texts_and_a_table(generate):
     outcome = generate(*BUDGET, "--compare", "full", "--max-new-tokens", 12)
     assert outcome.code == 0
     assert outcome.out.count(" ---\n") == 2
-    for word in ("full cache", "h2o, 32", "KV cache", "of 12"):
+    for word in ("full cache", "h2o:32", "KV cache", "of 12"):
         assert word in outcome.out
     assert re.search(r" loaded in \d+\.\d s$", outcome.err, re.MULTILINE)
 
@@ -225,7 +214,7 @@ def test_sampling_repeats_with_its_seed(generate):
 
 @pytest.mark.parametrize("policy", ["full", "recent", "sink_recent", "h2o", "heavy", "random"])
 def test_every_policy(generate, policy):
-    result = json.loads(generate(*BUDGET, "--sink", 2, "--policy", policy, "--json").out)
+    result = json.loads(generate(*BUDGET, "--cache", "sink=2", "--policy", policy, "--json").out)
     assert result["policy"] == policy
     assert (result["num_cached_tokens"] == 34) is (policy != "full")
 
@@ -234,20 +223,19 @@ def test_policy_best_is_the_default_and_equals_its_options(generate):
     small = ("--budget", 32, "--max-new-tokens", 12, "--json")
     default = generate(*small).out
     named = generate(*small, "--policy", "best").out
-    options = ("--scoring", "expected", "--sink", 4, "--heavy-fraction", 0.85)
-    options += ("--policy", "h2o", "--layer-budgets", "auto")
-    others = (named, generate(*small, *options).out)
+    text = "h2o:27+5,scoring=expected,sink=4,layers=auto"
+    others = (named, generate("--cache", text, *small[2:]).out)
     record, *records = [json.loads(out) for out in (default, *others)]
-    assert record["policy"] == "h2o" and record["cache"] == "best v4, 32"
+    assert record["policy"] == "h2o" and record["cache"] == "best-v4:32"
     assert record["mean_cached_tokens"] == pytest.approx(36, abs=1)
     for other in records:
         for name in ("cache", "heavy", "recent", "sink", "scoring", "layer_budgets", "token_ids"):
             assert record[name] == other[name], name
-    even = json.loads(generate(*small, "--layer-budgets", "even").out)
+    even = json.loads(generate(*small, "--cache", "layers=even").out)
     assert even["layer_budgets"] is None and even["num_cached_tokens"] == 36
-    assert even["cache"] == "h2o, heavy 84.4%, sink 4, expected, 32"
+    assert even["cache"] == "best:32,layers=even"
     h2o = json.loads(generate(*small, "--policy", "h2o").out)
-    assert h2o["cache"] == "h2o, 32" and h2o["num_cached_tokens"] == 32
+    assert h2o["cache"] == "h2o:32" and h2o["num_cached_tokens"] == 32
 
 
 @pytest.mark.parametrize(("policy", "grows"), [("snapkv", True), ("h2o", False)])
@@ -258,7 +246,7 @@ def test_snapkv_has_a_note_on_bytes_beyond_the_budget(generate, policy, grows):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_dtype(generate, dtype):
-    result = json.loads(generate(*BUDGET, "--dtype", dtype, "--json", "--device", "cpu").out)
+    result = json.loads(generate(*BUDGET, "--dtype", dtype, "--json").out)
     assert (result["dtype"], result["device"]) == (dtype, "cpu")
 
 
@@ -301,7 +289,7 @@ def test_generation_config_of_a_checkpoint_does_not_change_greedy_text(generate,
 
 
 def test_the_bundled_model_is_the_default(h2okv_command):
-    args = ("generate", *BUDGET, "--max-new-tokens", 4, "--device", "cpu", "--json")
+    args = ("generate", *BUDGET, "--max-new-tokens", 4, "--json")
     result = json.loads(h2okv_command(*args, "It was late when the old man").out)
     assert result["model"] == "bundled"
     assert len(result["token_ids"]) == 4
@@ -324,19 +312,19 @@ def test_a_fraction_of_a_short_prompt_is_raised_with_a_note(generate):
     assert "to keep fewer, give a token count, such as --budget 32" in outcome.err
     assert ", 128 kept" in outcome.err
     assert "note" not in generate(*BUDGET).err
-    few = ("--heavy", 4, "--recent", 4)
+    few = ("--budget", "4+4")
     assert "note: only 8 tokens were kept" in generate(*h2o, 20, *few).err
 
 
-def test_budget_and_heavy_exclude_each_other(generate):
-    record = json.loads(generate("--budget", 40, "--heavy-fraction", 0.25, "--json").out)
+def test_a_budget_has_two_parts_or_one(generate):
+    record = json.loads(generate("--budget", "10+30", "--json").out)
     assert (record["heavy"], record["recent"]) == (10, 30)
-    h2o = ("--policy", "h2o", "--heavy", 12, "--recent", "3", "--sink", 2)
+    h2o = ("--policy", "h2o", "--budget", "12+3", "--cache", "sink=2")
     record = json.loads(generate(*h2o, "--json").out)
     assert record["num_cached_tokens"] == 17
     assert json.loads(generate("--budget", "full", "--json").out)["policy"] == "full"
-    outcome = generate("--budget", 40, "--heavy", 12)
-    assert outcome.code == 2 and " cannot be combined with --heavy" in outcome.err
+    outcome = generate("--budget", "40,50")
+    assert outcome.code == 2 and "several caches are chosen" in outcome.err
 
 
 def test_a_chat_template_is_used_unless_the_text_is_raw(generate, chat_folder):
@@ -369,8 +357,6 @@ def test_eval_layers_measures_what_best_does(h2okv_command, tmp_path, monkeypatc
     measured = h2okv.H2OCache.from_config(model, config).cache_config
     assert measured.is_best and measured.is_by_head == by_head
     assert json.loads(out.read_text()) == json.loads(json.dumps(measured.layer_budgets))
-    few = h2okv_command("eval", "layers", *options, "--tokens", 700)
-    assert few.code == 0 and "by 700 tokens" in few.out
 
 
 def test_layer_budgets_are_read_from_a_measured_file(
@@ -384,7 +370,7 @@ def test_layer_budgets_are_read_from_a_measured_file(
     refused = h2okv_command("eval", "layers", "--model", model_folder, "--text", text, *lost)
     assert refused.code == 2 and "nowhere" in refused.err and refused.err.count("\n") == 1
     assert outcome.code == 0 and len(factors) == 2 and abs(sum(factors) - 2) < 1e-3
-    options = ("--heavy", 20, "--recent", 4, "--layer-budgets", out)
+    options = ("--budget", "20+4", "--cache", f"layers={out}")
     record = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
     assert record["layer_budgets"] == factors
     heads = ("--text", text, "--out", out, "--by-head", "--budget")
@@ -422,8 +408,8 @@ def test_auto_layer_budgets_are_measured_once_and_stored(
         return measure(*args, **options)
 
     monkeypatch.setattr(own_budgets, "measure_shares", count)
-    auto = ("--layer-budgets", "auto", "--max-new-tokens", 4)
-    best = ("--policy", "best", "--heavy", "15%", "--recent", "5%", *auto)
+    few = ("--max-new-tokens", 4)
+    best = ("--cache", "best:15%+5%,layers=auto", *few)
 
     def factors(*options):
         return json.loads(generate(*options, "--json").out)["layer_budgets"]
@@ -446,18 +432,18 @@ def test_auto_layer_budgets_are_measured_once_and_stored(
     assert len(measured) == 12
     # One measurement serves all dtypes, budgets, layers and heads.
     assert factors(*best, "--dtype", "bfloat16") == first
-    factors("--policy", "best", "--budget", "40%", *auto)
-    rolled = factors(*best, "--positions", "rolling")
+    factors("--cache", "best:40%,layers=auto", *few)
+    rolled = factors("--cache", "best:15%+5%,positions=rolling", *few)
     assert isinstance(rolled[0], float)
     out = tmp_path / "heads.json"
     layers = ("eval", "layers", "--by-head", "--out", out, "--budget", f"{15 / 0.85}%")
     assert h2okv_command(*layers, "--model", model_folder).code == 0
     assert json.loads(out.read_text()) == first and len(measured) == 12
 
-    assert factors("--policy", "recent", *auto) is None and len(measured) == 12
+    assert factors("--cache", "recent,layers=auto", *few) is None and len(measured) == 12
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc")  # nothing can be kept there
     assert factors(*best) == first and len(measured) == 13
-    refused = generate(*best, "--sink", 20, "--scoring", "mean", "--decay", "0.5")
+    refused = generate("--cache", "best,sink=20,scoring=mean:0.5")
     assert refused.code == 2 and "decay=0.5 has no effect" in refused.err
 
 
@@ -480,7 +466,7 @@ def test_eval_layers_measures_for_later_uses(
 
 
 def test_pinned_messages_are_not_evicted(generate, chat_folder):
-    options = ("--policy", "h2o", "--heavy", 12, "--recent", 4, "--json", "--max-new-tokens", 8)
+    options = ("--policy", "h2o", "--budget", "12+4", "--json", "--max-new-tokens", 8)
     chat = {"model": chat_folder, "text": "a cat? " * 20}
     record = json.loads(generate(*options, "--system", "be brief", "--pin", "system", **chat).out)
     assert record["num_cached_tokens"] == 16
@@ -594,7 +580,7 @@ def test_no_command_shows_the_commands(h2okv_command):
 
 
 def test_scoring_and_its_decay_reach_the_cache(generate, model_folder, prompt):
-    options = ("--scoring", "decay", "--decay", "0.5", "--json", "--max-new-tokens", 30)
+    options = ("--cache", "scoring=decay:0.5", "--json", "--max-new-tokens", 30)
     record = json.loads(generate(*BUDGET, *options).out)
     assert (record["scoring"], record["decay"]) == ("decay", 0.5)
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
@@ -606,7 +592,9 @@ def test_scoring_and_its_decay_reach_the_cache(generate, model_folder, prompt):
 
 def test_kv_bits_reach_the_cache(generate, model_folder, prompt):
     options = ("--json", "--max-new-tokens", 5)
-    full, packed = (json.loads(generate(*options, *more).out) for more in ((), ("--kv-bits", 4)))
+    full, packed = (
+        json.loads(generate(*options, *more).out) for more in ((), ("--cache", "bits=4"))
+    )
     assert packed["kv_bits"] == 4 and packed["kv_bytes"] < full["kv_bytes"] / 2
-    outcome = generate("--kv-bits", 3)
-    assert outcome.code == 2 and "--kv-bits 3 is not known; give 8, 6 or 4" in outcome.err
+    outcome = generate("--cache", "bits=3")
+    assert outcome.code == 2 and "kv_bits=3 is not known; give 8, 6 or 4" in outcome.err

@@ -24,7 +24,7 @@ def images(tmp_path_factory):
 
 
 def test_images_come_before_the_prompt(h2okv_command, vlm, images):
-    options = ["--model", vlm, "--policy", "h2o", "--heavy", "6", "--recent", "4"]
+    options = ["--model", vlm, "--policy", "h2o", "--budget", "6+4"]
     files = ["--image", str(images / "a.png"), "--image", str(images / "b.jpg")]
     end = ["--max-new-tokens", "6", "--temperature", "0", "--json"]
     outcome = h2okv_command("generate", "What?", *options, *files, *end)
@@ -42,7 +42,7 @@ def test_images_come_before_the_prompt(h2okv_command, vlm, images):
     assert fields["prompt_tokens"] == len(expected.prompt.token_ids) > 40
 
 
-@pytest.mark.parametrize("options", [[], ["--compare", "full"], ["--evict-every", "8"]])
+@pytest.mark.parametrize("options", [[], ["--compare", "full"], ["--cache", "every=8"]])
 def test_defaults_and_comparisons(h2okv_command, vlm, images, options):
     file = str(images / "a.png")
     outcome = h2okv_command(

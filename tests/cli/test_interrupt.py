@@ -91,7 +91,7 @@ def start():
 @pytest.fixture(scope="module")
 def endless(save_model, prompt):
     model = save_model(context=10**7)
-    cache = ("--heavy", "16", "--recent", "16", "--layer-budgets", "even")
+    cache = ("--budget", "16+16", "--cache", "layers=even")
     return ("generate", "--model", model, *cache, "--max-new-tokens", "5000000", prompt)
 
 

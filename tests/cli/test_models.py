@@ -24,11 +24,6 @@ def test_models_list_shows_converted_files(h2okv_command, cache):
     assert tiny == f"/models/tiny.gguf: 29 B in {folder}"
 
 
-def test_models_list_as_json(h2okv_command):
-    models = json.loads(h2okv_command("models", "list", "--json").out)["models"]
-    assert models[0]["name"] == "bundled" and models[0]["bytes"] > 10 * 2**20
-
-
 def test_invalid_model_names_are_one_sentence(h2okv_command, tmp_path):
     path = tmp_path / "bad.gguf"
     path.write_text("no model")

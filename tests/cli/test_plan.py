@@ -13,7 +13,9 @@ from h2okv.offload.profile import HardwareProfile
 @pytest.fixture
 def plan(h2okv_command, model_folder):
     def call(*args, code=0):
-        outcome = h2okv_command("plan", model_folder, "--prompt", 200, "--gen", 50, *args)
+        outcome = h2okv_command(
+            "plan", model_folder, "--prompt-tokens", 200, "--new-tokens", 50, *args
+        )
         assert outcome.code == code, outcome
         if code:
             assert outcome.err.startswith("h2okv: ")
@@ -44,12 +46,12 @@ def test_the_plan_fits_into_memory_and_adds_up(plan):
 
 def test_a_smaller_cache_makes_room_for_more_prompts(plan):
     promise = data_bytes() + (130 << 20)
-    ample = ("--json", "--memory", promise, "--cache", "device", "--weights", "disk")
-    ample = (*ample, "--prompt", 1024)  # of which 20 % is more than the least that is kept
+    ample = ("--json", "--memory", promise, "--cache-placement", "device", "--weights", "disk")
+    ample = (*ample, "--prompt-tokens", 1024)  # of which 20 % is more than the least that is kept
     h2o = plan(*ample)
     full = plan(*ample, "--policy", "full")
     assert sequence_bytes(h2o) < 0.25 * sequence_bytes(full)
-    packed = plan(*ample, "--kv-bits", 4)
+    packed = plan(*ample, "--cache", "bits=4")
     assert sequence_bytes(packed) < 0.6 * sequence_bytes(h2o)
 
 
@@ -58,7 +60,7 @@ def sequence_bytes(record):
 
 
 def test_placement_options_are_followed(plan):
-    record = plan("--json", "--weights", "disk", "--cache", "file", "--batch", 3)
+    record = plan("--json", "--weights", "disk", "--cache-placement", "file", "--batch", 3)
     assert record["placement"] == {"disk": 3}
     assert record["batch_size"] == 3
     assert record["estimate"]["step"]["weights"] > 0
@@ -70,7 +72,17 @@ SLOW = HardwareProfile(2e5, 1e9, 1e9, ((1, 3e5), (8, 4e5), (32, 5e5), (256, 6e5)
 def test_a_late_first_result_has_a_warning(plan, h2okv_command, model_folder, monkeypatch):
     monkeypatch.setattr(offload_engine, "measure_hardware", lambda *_: SLOW)
     assert "0.0003 (1), 0.0004 (8), " in plan()
-    args = ("plan", model_folder, "--prompt", 50, "--gen", 5, "--weights", "disk", "--json")
+    args = (
+        "plan",
+        model_folder,
+        "--prompt-tokens",
+        50,
+        "--new-tokens",
+        5,
+        "--weights",
+        "disk",
+        "--json",
+    )
     outcome = h2okv_command(*args)
     first = json.loads(outcome.out)["estimate"]["first_result_seconds"]
     assert first > 120
@@ -88,10 +100,10 @@ def test_a_late_first_result_has_a_warning(plan, h2okv_command, model_folder, mo
 
 
 BAD = {
-    "no prompt": (("--prompt", "0"), ("--prompt 0", "1 or more")),
+    "no prompt": (("--prompt-tokens", "0"), ("--prompt-tokens 0", "1 or more")),
     "too little": (("--memory", "2MiB"), ("--memory 2MiB is too little",)),
     "no amount": (("--memory", "much"), ("--memory 'much'",)),
-    "no such bits": (("--kv-bits", "5"), ("--kv-bits 5", "8, 6 or 4")),
+    "no such bits": (("--cache", "bits=5"), ("kv_bits=5", "8, 6 or 4")),
     "no such weights": (("--weight-bits", "5"), ("--weight-bits 5", "8 or 4")),
     "no place": (("--weights", "attic"), ("--weights must be", "got 'attic'")),
 }
@@ -104,23 +116,16 @@ def test_bad_input(plan, args, words):
         assert word in error
 
 
-def test_a_server_is_planned_by_the_same_arithmetic(plan, h2okv_command, model_folder, monkeypatch):
+def test_a_server_is_planned_by_its_own_command(plan, h2okv_command, model_folder, monkeypatch):
     def load(*args, **kwargs):
         raise AssertionError("the weights are loaded")
 
     monkeypatch.setattr("h2okv.engine.engine.load_weights", load)
     monkeypatch.setattr("h2okv.engine.serving.data_bytes", lambda: 400 << 20)
-    promise = 1000 << 20
-    record = plan("--serve", "--json", "--memory", promise, "--budget", 64)
-    assert record["span"] == 256 and record["entries"] == 68 and record["memory"] == promise
-    used = record["process"] + record["weights"] + record["prefix_cache"] + record["temporaries"]
-    assert used + record["num_seqs"] * record["sequence"] <= promise
-    for options in (("--budget", 64), ("--budget", "10%", "--kv-bits", 8), ("--evict-every", 64)):
-        planned = plan("--serve", "--memory", promise, *options)
+    assert "--serve is gone; give h2okv serve --dry-run" in plan("--serve", code=2)
+    for options in (("--budget", 64), ("--cache", "10%,bits=8"), ("--cache", "every=64")):
         served = h2okv_command(
-            "serve", "--dry-run", "--model", model_folder, "--memory", promise, *options
+            "serve", "--dry-run", "--model", model_folder, "--memory", 1000 << 20, *options
         )
         assert served.code == 0, served
-        assert planned.startswith("memory: 1000.0 MiB, of which the process takes 400.0 MiB")
-        assert planned.splitlines() == served.out.splitlines()[: len(planned.splitlines())]
-    assert "must be left out with --serve" in plan("--serve", "--cache", "file", code=2)
+        assert served.out.startswith("memory: 1000.0 MiB, of which the process takes 400.0 MiB")

@@ -15,7 +15,7 @@ from h2okv.records import read_csv
 pytestmark = pytest.mark.slow
 
 WAIT = 120
-BUDGET = ("--heavy", "16", "--recent", "16", "--prefill-chunk", "8")
+BUDGET = ("--budget", "16+16", "--cache", "chunk=8")
 TURNS = [{"question_id": 1, "category": "x", "turns": ["the cat sat", "and the dog"]}] * 2
 
 
@@ -103,28 +103,28 @@ def test_conversations_are_answered_on_one_cache(stream, chats, tmp_path):
 
 def test_mt_bench_files_are_read_unchanged(h2okv_command, shared):
     path = shared / "data" / "eval" / "mt_bench_question.jsonl"
-    args = ("--input", path, "--tokens", 150, "--max-new-tokens", 20, "--heavy", 32)
-    outcome = h2okv_command("stream", *args, "--recent", 32)
+    args = ("--input", path, "--tokens", 150, "--max-new-tokens", 20)
+    outcome = h2okv_command("stream", *args, "--budget", "32+32")
     assert outcome.code == 0
     assert "--- sample 1, answer 1 ---" in outcome.out
     assert outcome.err.startswith("150 tokens | perplexity ")
 
 
 def test_budget_and_chunk_must_fit_the_window(stream, book):
-    budget = ("--heavy", 200, "--recent", 49, "--prefill-chunk", 8)
+    budget = ("--budget", "200+49", "--cache", "chunk=8")
     outcome = stream("--text", book, "--tokens", 300, budget=budget)
     assert outcome.code == 2
-    assert "a budget of 249 entries and --prefill-chunk 8 are more than the context" in outcome.err
-    budget = ("--heavy", 200, "--recent", 48, "--prefill-chunk", 8)
+    assert "a budget of 249 entries and chunk=8 are more than the context" in outcome.err
+    budget = ("--budget", "200+48", "--cache", "chunk=8")
     assert stream("--text", book, "--tokens", 300, budget=budget).code == 0
 
 
 def test_budget_and_span_must_fit_the_window(stream, book):
-    budget = ("--heavy", 150, "--recent", 50, "--evict-every", 57)
+    budget = ("--budget", "150+50", "--cache", "every=57")
     outcome = stream("--text", book, "--tokens", 300, budget=budget)
     assert outcome.code == 2
-    assert "200 entries and --evict-every 57 are more than the context window" in outcome.err
-    budget = ("--heavy", 150, "--recent", 50, "--evict-every", 8, "--prefill-chunk", 64)
+    assert "200 entries and every=57 are more than the context window" in outcome.err
+    budget = ("--budget", "150+50", "--cache", "every=8")
     assert stream("--text", book, "--tokens", 300, budget=budget).code == 0
 
 
@@ -134,8 +134,8 @@ def test_the_default_budget_is_a_fraction_of_the_window(stream, book, tmp_path):
         stream("--text", book, "--tokens", 100, "--csv", rows, budget=budget)
         return read_rows(rows)[-1].cache_bytes
 
-    assert size() == size("--heavy", 32, "--recent", 32)
-    assert size() == size("--heavy", "12.5%", "--recent", "0.125")  # of the context window
+    assert size() == size("--budget", "32+32")
+    assert size() == size("--budget", "12.5%+0.125")  # of the context window
 
 
 def test_a_resumed_stream_equals_one_run(stream, book, chats, tmp_path):
@@ -164,13 +164,12 @@ def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
     ("args", "complaint"),
     [
         (("--every", 0), "--every 0 is too few"),
-        (("--prefill-chunk", 0), "--prefill-chunk 0 is too few"),
+        (("--cache", "chunk=8"), "several caches are chosen, and this command has one"),
         (("--tokens", -1), "--tokens -1 is too few"),
         (("--max-new-tokens", 0), "--max-new-tokens 0 is too few"),
-        (("--save-every", 0), "--save-every 0 is too few"),
         (("--policy", "h20"), "policy 'h20' is unknown; did you mean h2o?"),
-        (("--positions", "round"), "--positions 'round' is not known; choose from auto, original"),
-        (("--heavy", "1.5"), "heavy=1.5"),
+        (("--budget", "1.5+4"), "heavy=1.5"),
+        (("--cache-placement", "cpu"), "No such option: --cache-placement"),
         (("--resume",), "--resume needs --checkpoint FILE"),
         (("--plot", "picture.bmp"), "must end in .png, .svg, .pdf"),
         (("--csv", "no/where.csv"), "its folder does not exist"),
@@ -195,8 +194,10 @@ def test_learned_positions_end_with_the_window(stream, book, model_folder, tmp_p
     OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "opt")
 
-    def call(*args):
-        return stream("--text", book, "--tokens", 100, *args, model=tmp_path / "opt")
+    def call(*args, cache="chunk=8"):
+        args = ("--text", book, "--tokens", 100, *args)
+        budget = ("--budget", "16+16", "--cache", cache)
+        return stream(*args, model=tmp_path / "opt", budget=budget)
 
     for args, complaint in [
         ((), "'opt' has no rotary positions"),
@@ -205,8 +206,8 @@ def test_learned_positions_end_with_the_window(stream, book, model_folder, tmp_p
         outcome = call(*args)
         assert (outcome.code, outcome.err.count("\n")) == (2, 1)
         assert complaint in outcome.err
-    assert call("--positions", "clamped").code == 0
-    assert call("--positions", "original", "--tokens", 64).code == 0
+    assert call(cache="chunk=8,positions=clamped").code == 0
+    assert call("--tokens", 64, cache="chunk=8,positions=original").code == 0
 
 
 def test_bad_sources_are_one_sentence(stream, book, chats, tmp_path):
@@ -243,8 +244,7 @@ def test_a_checkpoint_of_another_stream_is_refused(stream, book, save_model, tmp
     assert stream(*args).code == 0
     for more, complaint in [
         (("--policy", "recent"), "begun with policy h2o, not recent"),
-        (("--heavy", 17), "begun with heavy 16, not 17"),
-        (("--scoring", "mean"), "begun with scoring unset, not mean"),
+        (("--budget", "17+16"), "begun with heavy 16, not 17"),
         (("--dtype", "bfloat16"), "saved in torch.float32 and the model is in torch.bfloat16"),
     ]:
         outcome = stream(*args, "--resume", *more)
@@ -317,7 +317,7 @@ def test_a_killed_stream_resumes_without_lost_or_duplicate_rows(start, stream, t
     book.write_text(prompt * 2000, encoding="utf-8")
     rows, saved, uninterrupted = (tmp_path / name for name in ("rows.csv", "saved", "whole.csv"))
     args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved)
-    process = start(*args, "--save-every", 50)
+    process = start(*args)
     wait_for_rows(rows, process, 20)
     process.kill()
     process.communicate(timeout=WAIT)
@@ -371,13 +371,13 @@ def test_ctrl_c_finishes_the_block_and_saves(stream, book, tmp_path, control_c):
 
 def test_a_second_ctrl_c_does_not_wait(stream, book, tmp_path, control_c):
     rows, saved = tmp_path / "rows.csv", tmp_path / "saved"
-    args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved)
+    args = ("--text", book, "--every", 5, "--csv", rows, "--checkpoint", saved)
     control_c(13, times=2)
-    outcome = stream(*args, "--save-every", 50)
+    outcome = stream(*args)
     assert outcome.code == 130
-    assert len(read_rows(rows)) == 4
+    assert len(read_rows(rows)) > 10
     assert stream(*args, "--resume", "--tokens", 100).code == 0
-    assert [position for position, _ in nlls(rows)] == [20, 40, 60, 80, 100]
+    assert [position for position, _ in nlls(rows)] == list(range(5, 101, 5))
 
 
 def test_ctrl_c_without_a_checkpoint_names_the_option(stream, book, tmp_path, control_c):
@@ -394,4 +394,3 @@ def test_help_shows_examples(h2okv_command):
     outcome = h2okv_command("stream", "--help")
     assert outcome.code == 0
     assert "h2okv stream --text book.txt --tokens 100000" in outcome.out
-    assert "the paper's: 1" in outcome.out

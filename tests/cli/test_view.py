@@ -32,16 +32,16 @@ def test_an_export_has_the_policies_and_budgets_of_the_options(
     path = tmp_path / "kept.html"
     done = h2okv_command(
         "view", "--model", model_folder, "--text", text_file, "--export", path,
-        "--budget", "64,20%", "--policy", "h2o,recent", "--layer", 1, "--new-tokens", 3,
+        "--budget", "64,20%", "--policy", "h2o,recent",
     )  # fmt: skip
     assert (done.code, done.out) == (0, f"{path}\n"), done.err
     content = content_of(path.read_text(encoding="utf-8"))
     pairs = [(trace["policy"], trace["budget"]) for trace in content["traces"]]
     assert pairs == [(policy, share) for policy in ("h2o", "recent") for share in ("64", "20%")]
     reading, choice = content["reading"], content["choice"]
-    assert len(reading["tokens"]) == reading["given"] + 3
+    assert len(reading["tokens"]) == reading["given"]
     assert "".join(reading["tokens"][: reading["given"]]).endswith("on the log, ")
-    assert (choice["layer"], choice["beside"], choice["budgets"]) == (1, "recent", ["64", "20%"])
+    assert (choice["layer"], choice["beside"], choice["budgets"]) == (0, "recent", ["64", "20%"])
     assert choice["policies"] == ["h2o", "recent"] and choice["other"] == "recent"
 
 
@@ -85,20 +85,12 @@ def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeyp
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (("--layer", 9), "layer 9 is not a full-attention layer of this model; choose one of 0, 1"),
-        (("--head", -1), "head must be a KV head from 0 to 1, got -1"),
         (("--policy", "h3o"), "policy 'h3o' is unknown"),
         (("--policy", "h2o,h3o"), "policy 'h3o' is unknown"),
-        (
-            ("--policy", "best"),
-            "--policy best cannot be shown: the page shows accumulated attention",
-        ),
+        (("--policy", "best"), "best:20% cannot be shown: the page shows accumulated attention"),
+        (("--cache", "bits=8"), "h2o:20%,bits=8 cannot be shown"),
+        (("--cache", "h2o", "--cache", "h2o,sink=4"), "h2o:20%,sink=4 cannot be shown"),
         (("--budget", 1.5), "budget 1.5 is out of range"),
-        (
-            ("--budget", "30%", "--recent", 64),
-            "--budget 30% cannot be combined with --heavy and --recent",
-        ),
-        (("--new-tokens", 9999), "got 9999"),
         (("--text", "nowhere.txt"), "--text 'nowhere.txt' cannot be read"),
     ],
 )

@@ -40,7 +40,7 @@ def test_evictions_are_at_fixed_places_where_states_are_shared(options, every, e
     ("options", "every", "words"),
     [
         ({"policy": "snapkv"}, None, "no effect with --policy snapkv, which depends on where"),
-        ({}, 0, "no effect with --evict-every 0; leave one of them out"),
+        ({}, 0, "no effect with --cache every=0; leave one of them out"),
     ],
 )
 def test_states_that_cannot_be_are_refused(options, every, words):

@@ -29,15 +29,15 @@ def test_a_budget_of_100_percent_is_the_full_cache(config, subject):
 
 def test_full_caches_have_one_identity_for_all_options(subject):
     plain = CacheConfig("full", min_tokens=0)
-    other = budget(1.0, heavy_fraction=0.3, policy="recent", sink=4, positions="rolling")
+    other = budget(1.0, policy="recent", sink=4, positions="rolling")
     assert plain.identity() == other.identity()
     assert resolve_config(other, subject.config) == plain
 
 
 def test_options_other_than_defaults_are_in_the_label():
-    config = budget(0.2, heavy_fraction=0.25, sink=4, scoring="mean")
-    assert config.label == "h2o, heavy 25%, sink 4, mean, 20%"
-    assert budget(65).label == "h2o, 65"  # a token more or less is not another division
+    config = budget("5%+15%", sink=4, scoring="mean")
+    assert config.label == "h2o:5%+15%,sink=4,scoring=mean"
+    assert budget(65).label == "h2o:65"  # a token more or less is not another division
 
 
 def test_top_k_is_masked_because_it_cannot_drop(subject):
@@ -74,9 +74,7 @@ def test_weights_are_loaded_when_they_are_needed(subject):
 
 def test_longer_than_the_window_needs_rolling_or_chunks(subject):
     assert subject.too_long(budget(64), 2048) is None
-    assert subject.too_long(budget(64), 2049).endswith(
-        "; add --positions rolling or --prefill-chunk 512"
-    )
+    assert subject.too_long(budget(64), 2049).endswith("; add --cache positions=rolling,chunk=512")
     assert "cache of fixed size" in subject.too_long(CacheConfig("full"), 2049)
     assert subject.too_long(budget(64, positions="rolling"), 10**6) is None
     assert subject.too_long(budget(64, prefill_chunk=64), 10**6) is None
@@ -85,7 +83,7 @@ def test_longer_than_the_window_needs_rolling_or_chunks(subject):
 def test_a_rolling_budget_must_leave_room_for_a_block(subject):
     config = budget(0.5, positions="rolling")
     assert subject.too_long(config, 2048) is None
-    assert "lower --budget" in subject.too_long(config, 4000)
+    assert "lower the budget" in subject.too_long(config, 4000)
 
 
 TIGHT = CacheConfig.from_budget(24)

@@ -63,16 +63,16 @@ def test_a_plot_that_cannot_be_written_is_refused(tmp_path, monkeypatch):
 
 def test_needle_plot_has_a_row_of_panels_per_compression(drawn, tmp_path):
     rows = [
-        {"compression": kind, "policy": policy, "budget": "20%", "length": 512, "depth": depth,
+        {"compression": kind, "cache": cache, "length": 512, "depth": depth,
          "string_match": 1.0}
         for kind in ("query-aware", "query-agnostic")
-        for policy in ("h2o", "full")
+        for cache in ("h2o:20%", "full")
         for depth in (0.0, 1.0)
     ]  # fmt: skip
     plot_needles(tmp_path / "n.png", rows, "needles")
     grid = [axes for axes in drawn[0].axes if axes.get_title()]
     specs = {axes.get_title(): axes.get_subplotspec() for axes in grid}
     assert {title: (spec.rowspan.start, spec.colspan.start) for title, spec in specs.items()} == {
-        "h2o 20%\nquery-aware": (0, 0), "full\nquery-aware": (0, 1),
-        "h2o 20%\nquery-agnostic": (1, 0), "full\nquery-agnostic": (1, 1),
+        "h2o:20%\nquery-aware": (0, 0), "full\nquery-aware": (0, 1),
+        "h2o:20%\nquery-agnostic": (1, 0), "full\nquery-agnostic": (1, 1),
     }  # fmt: skip

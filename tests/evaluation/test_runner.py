@@ -81,7 +81,7 @@ def test_a_larger_limit_reuses_results(subject, make_task, tmp_path):
 
 def test_rows_have_provenance_columns(subject, make_task, tmp_path):
     rows, _ = evaluate(subject, tmp_path / "a", make_task(limit=2))
-    row = rows["words: h2o, 16"]
+    row = rows["words: h2o:16"]
     assert row.items() >= {
         "task": "words", "policy": "h2o", "budget": "16", "seed": 0, "model": "bundled",
         "dtype": "float32", "h2okv": "0", "metric": "rouge2", "value": row["rouge2"],
@@ -118,7 +118,7 @@ def test_a_sample_above_the_window_is_refused_by_line_or_left_out(
         task = make_task(limit=6, too_long=too_long)
         task.prompts = [*task.prompts[:1], many]
         if too_long == "refuse":
-            with pytest.raises(ValueError, match="line 9 has .* 'h2o, 16' that is more than the"):
+            with pytest.raises(ValueError, match="line 9 has .* 'h2o:16' that is more than the"):
                 evaluate(subject, tmp_path / "a", task, configs=configs)
         else:
             rows, count = evaluate(subject, tmp_path / "a", task, configs=configs)

@@ -18,7 +18,7 @@ from h2okv.evaluation.sweep import (
 
 
 def loaded(tmp_path, **overrides):
-    content = {"budgets": [0.2, "full"], "caches": [{"policy": "h2o"}], "tasks": [{"needle": None}]}
+    content = {"budgets": [0.2, "full"], "caches": ["h2o"], "tasks": [{"needle": None}]}
     path = tmp_path / "mine.yaml"
     path.write_text(yaml.safe_dump(content | overrides))
     return load_experiment(str(path))
@@ -48,49 +48,46 @@ def test_the_paper_s_experiments_are_there():
 
 
 def test_the_full_cache_is_run_once(tmp_path):
-    caches = [{"policy": "h2o"}, {"policy": "recent"}, {"policy": "full"}]
+    caches = ["h2o", "recent", "full"]
     experiment = loaded(tmp_path, caches=caches)
-    assert [s.label for s in experiment.configs] == ["h2o, 20%", "full", "recent, 20%"]
+    assert [s.label for s in experiment.configs] == ["h2o:20%", "full", "recent:20%"]
 
 
 def test_options_of_a_cache_reach_it(tmp_path):
-    caches = [{"kv_bits": 4, "heavy_fraction": 0.25}, {"scoring": "mean"}, {"policy": "best"}]
-    experiment = loaded(tmp_path, caches=caches, budgets=[0.2])
-    assert [s.label for s in experiment.configs] == [
-        "h2o, heavy 25%, 4 bits, 20%",
-        "h2o, mean, 20%",
-        "best, 20%",
-    ]
-    assert experiment.configs[0].heavy == 0.05
-    placed = experiment.with_positions("rolling", 64)
+    caches = ["h2o:5%+15%,bits=4", "h2o,scoring=mean", "best", "64"]
+    experiment = loaded(tmp_path, caches=caches, budgets=["20%"])
+    labels = ["h2o:5%+15%,bits=4", "h2o:20%,scoring=mean", "best:20%", "h2o:64"]
+    assert [config.label for config in experiment.configs] == labels
+    assert experiment.configs[0].heavy == 0.05 and experiment.configs[0].min_tokens == 0
+    *placed, _ = experiment.with_options("positions=rolling,chunk=64")
     assert [(config.positions, config.prefill_chunk) for config in placed] == [("rolling", 64)] * 3
 
 
 def test_entries_of_one_label_are_the_same_cache(tmp_path):
-    twice = loaded(tmp_path, caches=[{"policy": "h2o"}, {"policy": "h2o"}])
-    assert [config.label for config in twice.configs] == ["h2o, 20%", "full"]
-    caches = [{"policy": "h2o"}, {"policy": "h2o", "prefill_chunk": 64}]
-    with pytest.raises(ValueError, match=r"caches\[1\]: 'h2o, 20%' .*another prefill_chunk only"):
+    twice = loaded(tmp_path, caches=["h2o", "h2o:20%"])
+    assert [config.label for config in twice.configs] == ["h2o:20%", "full"]
+    caches = ["h2o,layers=[[0.5,1.5]]", "h2o,layers=[[1.5,0.5]]"]
+    with pytest.raises(ValueError, match=r"caches\[1\]: .* must differ from an earlier entry"):
         loaded(tmp_path, caches=caches)
 
 
-def test_another_chunk_leaves_spans_as_they_are(tmp_path):
-    caches = [{"policy": "h2o", "evict_every": 16}, {"policy": "recent"}]
-    placed = loaded(tmp_path, caches=caches, budgets=[64]).with_positions(None, 32)
-    assert [(c.evict_every, c.prefill_chunk) for c in placed] == [(16, None), (None, 32)]
+def test_options_for_all_caches_are_options_only(tmp_path):
+    experiment = loaded(tmp_path)
+    assert experiment.with_options("") == experiment.configs
+    with pytest.raises(ValueError, match="--cache h2o,bits=8 must have only options"):
+        experiment.with_options("h2o,bits=8")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ({"chaches": []}, "did you mean caches"),
-        ({"caches": [{"policy": "h20"}]}, r"caches\[0\].*did you mean h2o"),
-        ({"caches": [{"polcy": "h2o"}]}, r"caches\[0\].*did you mean policy"),
-        ({"caches": [{"policy": "h2o", "entropy": 4}]}, r"caches\[0\].*'entropy' is unknown"),
+        ({"caches": ["h20"]}, r"caches\[0\].*did you mean h2o"),
+        ({"caches": [{"policy": "h2o"}]}, r"caches: give a text such as h2o:20%,scoring=decay"),
+        ({"caches": ["h2o,entropy=4"]}, r"caches\[0\].*'entropy' is unknown"),
         ({"caches": []}, "caches: List should have at least 1 item"),
-        ({"budgets": []}, "budgets: List should have at least 1 item"),
-        ({"budgets": None}, r"caches\[0\]: budgets must have at least one value"),
-        ({"budgets": ["most"]}, r"budgets\[0\].*: .* \(there is 'most'\)"),
+        ({"budgets": []}, r"caches\[0\]: 'h2o' has no budget; give one, as h2o:20%, or budgets"),
+        ({"budgets": ["most"]}, r"caches\[0\]: budget='most' is not a budget"),
         ({"budgets": [True]}, r"budgets\[0\].*: .* \(there is True\)"),
         ({"budgets": [3.0]}, r"caches\[0\]: budget 3 is out of range"),
         ({"seeds": [-1]}, r"seeds\[0\]: Input should be greater than or equal to 0"),
@@ -173,7 +170,7 @@ def results():
         for seed in (0, 1)
     ]
     rows = {run.label: {**ROW, "value": 0.5 + 0.1 * run.seed, "stderr": 0.05} for run in runs[:-1]}
-    del rows["copa, shots 5 h2o, 10% 0"], rows["copa, shots 5 h2o, 10% 1"]
+    del rows["copa, shots 5 h2o:10% 0"], rows["copa, shots 5 h2o:10% 1"]
     return pivot(runs, rows)
 
 
@@ -193,7 +190,7 @@ def test_the_page_has_published_figures_and_results():
     published = Published(model="OPT", task="copa", shots=5, policy="h2o", budget="20%", value=84.0)
     experiment = Experiment(
         name="e", title="A title", source="A source", remark="A\n remark", budgets=[0.2],
-        caches=[{"policy": "h2o"}], seeds=[0, 1], tasks=[{"needle": None}], published=[published],
+        caches=["h2o"], seeds=[0, 1], tasks=[{"needle": None}], published=[published],
     )  # fmt: skip
     page = report(experiment, results(), ROW)
     assert "# A title\n\nA source\n\nA remark\n\nModel m (r, float32); h2okv 1 (abc)" in page

@@ -160,7 +160,7 @@ def test_compiled_steps_equal_eager_ones(make_llama, options):
 
 def test_steps_compile_without_a_break(capsys):
     args = ["bench", "--model", "bundled", "--contexts", "64", "--batches", "1", "--rounds", "1",
-            "--caches", "dynamic,static,h2o", "--compile", "--no-peak"]  # fmt: skip
+            "--runners", "dynamic,static,h2o", "--compile", "--no-peak"]  # fmt: skip
     assert run(args) == 0, capsys.readouterr().err
 
 
@@ -207,18 +207,20 @@ def test_a_saved_state_is_read_on_another_device(make_llama, tmp_path):
 @pytest.mark.parametrize(
     "placement",
     [("--weights", "device"), ("--weights", "cpu"), ("--weights", "device=50,disk=50"),
-     ("--cache", "device=50,cpu=50"), ("--cache", "device=50,file=50")],
+     ("--cache-placement", "device=50,cpu=50"),
+     ("--cache-placement", "device=50,file=50")],
     ids=str,
 )  # fmt: skip
-def test_batch_with_weights_and_caches_elsewhere(tmp_path, placement):
+def test_batch_with_weights_and_caches_elsewhere(tmp_path, placement, monkeypatch):
     pytest.importorskip("greenlet")
     lines = [{"id": n, "prompt": "the cat sat on the mat and " * (n + 1)} for n in range(5)]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
     texts = {}
     for device, options in (("cpu", ()), ("cuda", placement)):
         path = tmp_path / f"{device}.jsonl"
+        monkeypatch.setenv("H2OKV_DEVICE", device)
         args = ["batch", "--model", "bundled", "--input", tmp_path / "in.jsonl", "--output", path,
-                "--max-new-tokens", 8, "--policy", "h2o", "--device", device,
+                "--max-new-tokens", 8, "--policy", "h2o",
                 "--dtype", "float32", *options]  # fmt: skip
         assert run([str(arg) for arg in args]) == 0
         records = map(json.loads, path.read_text().splitlines())

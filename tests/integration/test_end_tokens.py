@@ -95,7 +95,7 @@ def folder(tmp_path):
 
 
 def test_every_command_stops_at_end_tokens(folder, tmp_path, capsys):
-    options = ["--model", folder, "--max-new-tokens", "9", "--heavy", "8", "--recent", "8", "--raw"]
+    options = ["--model", folder, "--max-new-tokens", "9", "--budget", "8+8", "--raw"]
     assert run(["generate", *options, "--json", "hello"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["text"].strip(), result["finish_reason"]) == ("world", "eos")

@@ -307,7 +307,7 @@ def test_commands_take_a_folder_with_a_gguf_file(tmp_path, capsys):
     write_gguf(tmp_path / "tiny.gguf", Kind.Q4_1)  # converted to bfloat16, with tied embeddings
     prompts, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(json.dumps({"id": "a", "prompt": TEXT}) + "\n")
-    options = ["--model", str(tmp_path), "--max-new-tokens", "8", "--heavy", "8", "--recent", "8"]
+    options = ["--model", str(tmp_path), "--max-new-tokens", "8", "--budget", "8+8"]
     options += ["--policy", "h2o"]  # best measures only weights in memory
     assert run(["generate", *options, "--json", TEXT]) == 0
     text = json.loads(capsys.readouterr().out)["text"]

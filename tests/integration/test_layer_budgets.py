@@ -49,9 +49,11 @@ def files(tmp_path):
 def test_a_cache_of_a_model_is_measured_once_and_kept(model, measured, tmp_path, capsys):
     config = h2okv.H2OCache(model, **BEST).cache_config
     (path,) = files(tmp_path)
-    assert config.label == "best v4, 20%" and measured == [4 * 1216]
+    assert config.label == "best-v4:20%" and measured == [4 * 1216]
     begun, done = capsys.readouterr().err.splitlines()
-    assert re.search("once for this model .about [0-9]+ s here.; --policy h2o or --layer", begun)
+    assert re.search(
+        "once for this model .about [0-9]+ s here.; --policy h2o or --cache layers", begun
+    )
     assert done.endswith(f"; stored in '{path}'")
     tokenizer = layer_budgets.describe(model.config._name_or_path).tokenizer
     ids = [token for text in calibration_texts() for token in tokenizer(text).input_ids[:1216]]
@@ -171,7 +173,7 @@ def _text(model):
 
 def test_rolling_positions_are_by_layer(model, measured):
     config = h2okv.H2OCache(model, positions="rolling", prefill_chunk=64, **BEST).cache_config
-    assert config.label == "best v4, rolling, by layer, 20%" and measured == [4 * 1216]
+    assert config.label == "best-v4:20%,positions=rolling,chunk=64" and measured == [4 * 1216]
 
 
 @pytest.mark.parametrize("even", [None, "even"])
@@ -186,7 +188,7 @@ def test_a_config_alone_gives_even_budgets_with_one_warning(model, measured):
     with pytest.warns(UserWarning, match="H2OCache.model, ...., or layer_budgets of") as seen:
         cache = h2okv.H2OCache(model.config, **BEST)
     assert len(seen) == 1 and seen[0].filename == __file__
-    assert cache.cache_config.label == "h2o, heavy 85%, sink 4, expected, 20%"
+    assert cache.cache_config.label == "best:20%,layers=even"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         h2okv.H2OCache(model.config, layer_budgets=None, **BEST)
@@ -308,7 +310,7 @@ def test_a_damaged_file_is_measured_again(model, measured, tmp_path, damage):
 def test_a_file_of_another_version_is_measured_again(model, measured, tmp_path, monkeypatch):
     h2okv.H2OCache(model, **BEST)
     monkeypatch.setattr(layer_budgets, "BEST_VERSION", BEST_VERSION + 1)
-    assert h2okv.H2OCache(model, **BEST).cache_config.label == f"best v{BEST_VERSION + 1}, 20%"
+    assert h2okv.H2OCache(model, **BEST).cache_config.label == f"best-v{BEST_VERSION + 1}:20%"
     assert len(measured) == 2 and len(files(tmp_path)) == 2
 
 

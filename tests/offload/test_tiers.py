@@ -188,7 +188,7 @@ def test_a_full_disk(used, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(ValueError, match="cannot be made or grow .No space left.*--cache-folder"):
+    with pytest.raises(ValueError, match="cannot be made or grow .No space left.*for --output"):
         run()
 
 

@@ -101,13 +101,13 @@ def test_budget_of_one_request(served, openings):
         ask(client, openings[-1], max_tokens=40, extra_body=body).choices[0].text
         for body in (
             {},
-            {"h2o": {"heavy": BUDGET, "recent": BUDGET}},
-            {"h2o": {"heavy": 2, "recent": 6}},
+            {"h2o": f"{BUDGET}+{BUDGET}"},
+            {"h2o": {"cache": "2+6"}},
         )
     )
     assert standard == same != small
     with pytest.raises(openai.BadRequestError, match="this server keeps 96 at most; give less"):
-        ask(client, openings[-1], extra_body={"h2o": {"heavy": 90}})
+        ask(client, openings[-1], extra_body={"h2o": "90+40"})
 
 
 def test_disconnected_client_frees_its_sequence(served):

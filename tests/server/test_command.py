@@ -27,7 +27,7 @@ def server(tmp_path):
 
     def start(*options, **environment):
         command = [sys.executable, "-m", "h2okv", "serve", "--max-num-seqs", "4",
-                   "--policy", "h2o", "--heavy", "32", "--recent", "32",
+                   "--policy", "h2o", "--budget", "32+32",
                    *map(str, options)]  # fmt: skip
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
@@ -140,15 +140,15 @@ def command(capsys, monkeypatch):
         (("--max-new-tokens", 0), "max_new_tokens=0 is too little"),
         (("--max-waiting", -1), "max_waiting=-1 is out of range"),
         (("--max-num-seqs", 0), "--max-num-seqs 0 is too few"),
-        (("--heavy", "much"), "--heavy 'much' is not an amount"),
-        (("--heavy", 0, "--recent", 0), "keep nothing"),
-        (("--evict-every", -1), "--evict-every -1 is too few; give 0 or more"),
-        (("--policy", "snapkv", "--evict-every", 64), "leave out evict_every=64, or use policy"),
+        (("--budget", "much"), "--budget 'much' is not an amount"),
+        (("--budget", "0+0"), "keep nothing"),
+        (("--cache", "every=-1"), "evict_every=-1 is not a number of tokens"),
+        (("--policy", "snapkv", "--cache", "every=64"), "leave out evict_every=64, or use policy"),
         (("--policy", "snapkv"), "evicts nothing while decoding"),
         (("--policy", "h2o", "--prefix-cache", "1KiB"), "1.0 KiB has no room for a state of"),
         (("--prefix-cache", "much"), "--prefix-cache 'much' is not an amount"),
-        (("--prefix-cache", "1GiB", "--evict-every", 0), "--prefix-cache has no effect with"),
-        (("--prefix-cache-folder", "states", "--evict-every", 0), "--prefix-cache-folder has no"),
+        (("--prefix-cache", "1GiB", "--cache", "every=0"), "--prefix-cache has no effect with"),
+        (("--prefix-cache-folder", "states", "--cache", "every=0"), "--prefix-cache-folder has no"),
         (("--prefix-cache-folder", "states", "--ray"), "--prefix-cache-folder is for one process"),
         (("--prefix-cache-folder", "states", "--tensor-parallel"), "folder is for one process"),
         (("--prefix-cache-folder", __file__), "cannot be written"),
@@ -180,7 +180,8 @@ def no_weights(monkeypatch):
     "options",
     [
         ("--port", 70000), ("--max-num-seqs", 0), ("--max-prefill-tokens", 0),
-        ("--policy", "h20"), ("--kv-bits", 3), ("--max-prompt-tokens", 5000), ("--sink", -1),
+        ("--policy", "h20"), ("--cache", "bits=3"), ("--max-prompt-tokens", 5000),
+        ("--cache", "sink=-1"),
     ],
     ids=str,
 )  # fmt: skip
@@ -190,7 +191,7 @@ def test_options_are_checked_before_the_weights_are_loaded(command, no_weights, 
 
 
 def test_the_next_turn_continues_from_the_answer(server):
-    process, address = server("--port", 0, "--evict-every", 32)
+    process, address = server("--port", 0, "--cache", "every=32")
     client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
     messages, usages = [], []
     for turn in range(2):
@@ -214,7 +215,7 @@ def test_the_next_turn_continues_from_the_answer(server):
 
 
 def test_states_outlive_the_server(server, tmp_path):
-    options = ("--port", 0, "--evict-every", 32, "--prefix-cache-folder", tmp_path)
+    options = ("--port", 0, "--cache", "every=32", "--prefix-cache-folder", tmp_path)
     answers = []
     for number in (0, 2):
         process, address = server(*options)
@@ -256,7 +257,7 @@ def test_fractions_of_short_prompts_are_raised(command, monkeypatch):
         "h2okv.server.launch.run_server", lambda request: requests.append(request) or 0
     )
     assert command("--port", 0, "--budget", "20%")[0] == 0
-    assert requests[0].engine.cache.min_tokens == requests[0].server.budget.min_tokens == 64
+    assert requests[0].engine.cache.min_tokens == requests[0].server.cache.min_tokens == 64
 
 
 def test_port_in_use_is_one_sentence(command, no_weights):

@@ -165,7 +165,7 @@ def test_parameters_reach_the_engine(served, fake):
         logit_bias={"5": -100, "6": 2.5}, logprobs=3, best_of=2, user="somebody",
         extra_body={
             "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True,
-            "stop_token_ids": [3, 4], "h2o": {"heavy": 30, "sink": 2},
+            "stop_token_ids": [3, 4], "h2o": {"cache": "30+10%,sink=2"},
         },
     )  # fmt: skip
     _, params, budget = fake.requests[0]

@@ -33,7 +33,7 @@ def model(folder):
 
 def test_a_model_is_measured_once_for_each_version(processes, tmp_path, monkeypatch):
     config = measure.measured(BEST, model(bundled_model_path()))
-    assert config.is_by_head and config.label == "best v4, 128"
+    assert config.is_by_head and config.label == "best-v4:128"
     assert measure.measured(BEST, model(bundled_model_path())) == config
     other = CacheConfig("best", heavy=0.1, recent=0.02)  # of another budget
     assert measure.measured(other, model(bundled_model_path())).layer_budgets

@@ -94,9 +94,9 @@ def test_budgets_of_a_file(tmp_path):
     check_engine(engine(), parse({"h2okv": options}))
     for content, words in (("[3, 4]", "mean 1"), ("{", "Expecting"), ("", "empty")):
         file.write_text(content)
-        with pytest.raises(ValueError, match=f"h2okv: layer_budgets.*{words}"):
+        with pytest.raises(ValueError, match=f"layer_budgets.*{words}"):
             parse({"h2okv": options})
-    with pytest.raises(ValueError, match=r"h2okv: layer_budgets.*none.json"):
+    with pytest.raises(ValueError, match=r"layer_budgets.*none.json"):
         parse({"h2okv": options | {"layer_budgets": str(tmp_path / "none.json")}})
 
 
@@ -112,8 +112,10 @@ def test_budgets_of_another_model_are_refused(factors, words):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (3, "is not a set of options"),
-        ({"heavy": 32}, "recent is missing"),
+        (3, "is not a cache"),
+        ({"heavy": 32}, "give a number of tokens"),
+        ("best:20%", "a budget of 20% is a fraction of the prompt"),
+        ("h2o:512,bit=8", "did you mean bits"),
         ({"heavy": 0.1, "recent": 0.1}, "fraction of the prompt"),
         ({"heavy": -1, "recent": 4}, "negative"),
         ({"heavy": 0, "recent": 0}, "keep nothing"),

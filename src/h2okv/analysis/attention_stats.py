@@ -120,19 +120,6 @@ def full_attention_layers(config: PreTrainedConfig) -> tuple[int, ...]:
     return tuple(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayer))
 
 
-def check_layer(config: PreTrainedConfig, layer_idx: int, head: int) -> None:
-    """Refuse a layer or KV head that the model does not have."""
-    layers = full_attention_layers(config)
-    if layer_idx not in layers:
-        raise ValueError(
-            f"layer {layer_idx} is not a full-attention layer of this model; choose one of "
-            f"{', '.join(map(str, layers))}."
-        )
-    heads = num_kv_heads(config)
-    if not 0 <= head < heads:
-        raise ValueError(f"head must be a KV head from 0 to {heads - 1}, got {head}.")
-
-
 def num_kv_heads(config: PreTrainedConfig) -> int:
     """Return the number of KV heads of a layer, as a cache holds them."""
     if latent_sizes(config) is not None:

@@ -34,14 +34,6 @@ from h2okv.integration.enable import input_device
 _CHILD = "h2okv.benchmarking.caches"
 
 
-def cache_label(name: str, budget: int | float | str | None, kv_bits: int | None = None) -> str:
-    """Return a cache's name in tables and figures: ``h2o 20%, 8 bits``."""
-    if budget is None:
-        return name
-    amount = f"{100 * budget:g}%" if isinstance(budget, float) else str(budget)
-    return f"{name} {amount}" + ("" if kv_bits is None else f", {kv_bits} bits")
-
-
 @dataclass(frozen=True)
 class CacheSpec:
     """One cache to measure: the name of a runner and, if it has a budget, H2O's config."""
@@ -68,7 +60,12 @@ class CacheSpec:
 
     @property
     def label(self) -> str:
-        return cache_label(self.name, self.budget, self.kv_bits)
+        """Its name in tables and figures: ``h2o:20%,bits=8``, which --cache reads."""
+        if self.config is None:
+            return self.name
+        return (
+            self.config.label if self.name == "h2o" else f"{self.name} {self.config.budget_label}"
+        )
 
     def entries(self, context: int) -> int:
         """Return the entries of one KV head after a prompt of ``context`` tokens: K, or all."""
@@ -247,7 +244,7 @@ class PeakRunFailedError(ValueError):
     """A run ended without a result, most likely out of memory."""
 
     def __init__(self, run: PeakRun, reason: str) -> None:
-        less = "give a smaller context or fewer --layers"
+        less = "give a smaller context or fewer layers"
         super().__init__(f"peak memory of {run.spec.label}: {reason[:200]}; {less}")
 
 

@@ -51,49 +51,61 @@ class Settings:
     configs: tuple[CacheConfig, ...]
     caches: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
-    positions: Positions = "original"
     rounds: int = 5
     steps: int = 8  # of one turn; their mean is one sample
-    prefill_chunk: int | None = None
     peak: bool = True
     compiled: bool = False
-    kv_bits: tuple[int, ...] = ()  # h2o runs once more for each
 
     def __post_init__(self) -> None:
         lists = {
             "contexts": self.contexts, "batches": self.batches, "budget": self.configs,
-            "caches": self.caches, "dtype": self.dtypes, "kv-bits": self.kv_bits,
+            "runners": self.caches, "dtype": self.dtypes,
         }  # fmt: skip
         for option, values in lists.items():
-            if not values and option != "kv-bits":
+            if not values:
                 raise ValueError(f"--{option} must have at least one value, got none; add one")
             if len(set(values)) != len(values):
                 raise ValueError(f"--{option} must have each value once, got {values!r}")
-        check_least(rounds=self.rounds, steps=self.steps, prefill_chunk=self.prefill_chunk)
+        check_least(rounds=self.rounds, steps=self.steps)
         check_least(8, contexts=min(self.contexts))
         check_least(batches=min(self.batches))
         if any(config.is_full for config in self.configs):
-            raise ValueError("--budget must not be full; --caches dynamic is the full cache")
+            raise ValueError("--budget must not be full; --runners dynamic is the full cache")
         for name in self.caches:
             if name not in RUNNERS:
-                raise unknown_name("--caches", name, RUNNERS)
-        if self.kv_bits and "h2o" not in self.caches:
-            raise ValueError(
-                "--kv-bits needs h2o among the --caches; add it, or leave --kv-bits out"
-            )
+                raise unknown_name("--runners", name, RUNNERS)
         if self.positions not in ("original", "rolling"):
-            raise ValueError(f"--positions must be original or rolling, got {self.positions!r}")
+            raise ValueError(f"positions must be original or rolling, got {self.positions!r}")
+        _ = self.prefill_chunk
+
+    @property
+    def positions(self) -> Positions:
+        """How all caches count positions."""
+        positions: Positions = self._of_all("positions")
+        return positions
+
+    @property
+    def prefill_chunk(self) -> int | None:
+        """The blocks in which all caches read a prompt; ``None``: whole."""
+        chunk: int | None = self._of_all("prefill_chunk")
+        return chunk
+
+    def _of_all(self, name: str) -> Any:
+        values = {getattr(config, name) for config in self.configs}
+        if len(values) > 1:
+            raise ValueError(f"{name} must be the same for all caches, got {values}")
+        return values.pop()
 
     def specs(self) -> list[CacheSpec]:
         """Return all caches to measure on one prompt, those without a budget first."""
         unbounded = [CacheSpec(name) for name in self.caches if not RUNNERS[name].has_budget]
-        return unbounded + [
-            CacheSpec(name, replace(config, positions=self.positions, kv_bits=bits))
+        specs = unbounded + [
+            CacheSpec(name, config if name == "h2o" else replace(config, kv_bits=None))
             for config in self.configs
             for name in self.caches
             if RUNNERS[name].has_budget
-            for bits in ((None, *self.kv_bits) if name == "h2o" else (None,))
         ]
+        return list({spec.label: spec for spec in specs}.values())
 
     @property
     def uncounted_steps(self) -> int:
@@ -194,8 +206,9 @@ def _logits(
 
 
 COLUMNS = (
-    "model", "dtype", "positions", "context", "batch", "budget", "cache", "kv_bits", "status",
-    "rounds", "steps", "prefill_chunk", "compiled", "entries", "cache_bytes", "weight_bytes",
+    "model", "dtype", "positions", "context", "batch", "budget", "cache", "spec", "kv_bits",
+    "status", "rounds", "steps", "prefill_chunk", "compiled", "entries", "cache_bytes",
+    "weight_bytes",
     *triple("prefill"), *triple("decode"), "tokens_per_second", "peak_bytes",
     *triple("prefill_ratio"), *triple("speedup"), "limit", "share", "step_bytes", "achieved",
     "bandwidth",
@@ -248,7 +261,7 @@ class Bench(ABC):
                     f"--contexts {context} with --batches {batch} needs at least {needed} bytes"
                     f" ({needed / 2**30:.1f} GiB: weights, caches and one block of the prompt),"
                     f" and {available} bytes ({available / 2**30:.1f} GiB) are available; give"
-                    " fewer --layers, a smaller batch or context, or fewer --caches"
+                    " fewer layers, a smaller batch or context, or fewer --runners"
                 )
 
     def rows(self, report: Callable[[int, str], None], bandwidth: float) -> Iterator[Row]:
@@ -258,7 +271,7 @@ class Bench(ABC):
         self.model = self.source.build(self.dtype, self.device)
         report(0, "checking correctness")
         positions = self.settings.positions
-        for bits in (None, *self.settings.kv_bits):
+        for bits in dict.fromkeys([None, *(config.kv_bits for config in self.settings.configs)]):
             name = dtype_name(self.dtype) + ("" if bits is None else f", {bits} bits")
             self.checks[name] = check_h2o(self.model, positions=positions, kv_bits=bits)
         yield from self.measured()
@@ -279,8 +292,9 @@ class Bench(ABC):
         return {
             "model": self.source.name, "dtype": dtype_name(self.dtype),
             "positions": settings.positions, "context": context, "budget": spec.budget,
-            "cache": spec.name, "kv_bits": spec.kv_bits, "rounds": settings.rounds,
-            "steps": settings.steps, "prefill_chunk": settings.prefill_chunk,
+            "cache": spec.name, "spec": spec.label, "kv_bits": spec.kv_bits,
+            "rounds": settings.rounds, "steps": settings.steps,
+            "prefill_chunk": settings.prefill_chunk,
             "compiled": settings.compiled and RUNNERS[spec.name].can_compile,
         }  # fmt: skip
 
@@ -456,8 +470,9 @@ class BatchMemory:
 
 
 MAX_BATCH_COLUMNS = (
-    "model", "dtype", "positions", "context", "budget", "cache", "kv_bits", "rounds", "steps",
-    "prefill_chunk", "compiled", "memory_bytes", "weight_bytes", "runtime_bytes", "constant_bytes",
+    "model", "dtype", "positions", "context", "budget", "cache", "spec", "kv_bits", "rounds",
+    "steps", "prefill_chunk", "compiled", "memory_bytes", "weight_bytes", "runtime_bytes",
+    "constant_bytes",
     "cache_bytes", "activation_bytes", "max_batch", "is_verified", "peak_bytes", "run_batch",
     *triple("prefill"), *triple("decode"), "tokens_per_second", *triple("throughput_ratio"),
 )  # fmt: skip
@@ -483,7 +498,7 @@ class MaxBatch(Bench):
     """A search for the largest batches; ignores the settings' batches and caches."""
 
     memory: int  # bytes for everything
-    max_run_batch: int  # larger batches are calculated but not run
+    max_run_batch: int = 256  # larger batches are calculated but not run
 
     columns = MAX_BATCH_COLUMNS
 
@@ -493,13 +508,13 @@ class MaxBatch(Bench):
 
     def check_fits(self, settings: Settings) -> None:
         # Extrapolation starts from batches of one and two, one cache at a time.
-        smallest = replace(settings, batches=(2,), caches=("dynamic",), kv_bits=(), peak=True)
+        smallest = replace(settings, batches=(2,), caches=("dynamic",), peak=True)
         super().check_fits(smallest)
         weights = self.footprint.weight_bytes
         if weights >= self.memory:
             raise ValueError(
                 f"--memory must be above the model's {weights} bytes of weights, got {self.memory};"
-                " give more, fewer --layers or another --dtype"
+                " give more, fewer layers or another --dtype"
             )
 
     @property
@@ -563,7 +578,7 @@ class MaxBatch(Bench):
         self.report(f"{context}: memory of batch {batch}, {spec.label}")
         if peak is None:
             raise ValueError(
-                "--max-batch needs a process's memory, which this system does not report; use"
+                "--memory needs a process's memory, which this system does not report; use"
                 " Linux, or a GPU"
             )
         return peak

@@ -62,8 +62,8 @@ class ModelSource:
         return model.eval()
 
 
-def parse_shape(text: str, layers: int | None = None) -> ModelSource:
-    """Read a shape: a name, sizes such as ``hidden=768``, or both; ``layers`` limits the depth."""
+def parse_shape(text: str) -> ModelSource:
+    """Read a shape: a name, sizes such as ``hidden=768``, or both."""
     items = [item.strip() for item in text.split(",") if item.strip()]
     base = items.pop(0).lower() if items and "=" not in items[0] else ""
     if base and base not in SHAPES:
@@ -81,11 +81,6 @@ def parse_shape(text: str, layers: int | None = None) -> ModelSource:
         except ValueError:
             raise ValueError(f"{name}={value!r} in --shape is not a whole number") from None
     shape = SHAPES.get(base, {}) | overrides
-    if layers is not None:
-        depth = shape.get("layers", layers)
-        if not 1 <= layers <= depth:
-            raise ValueError(f"--layers must be from 1 to the shape's {depth}, got {layers}")
-        shape["layers"] = overrides["layers"] = layers
     missing = [name for name in _REQUIRED if name not in shape]
     if missing:
         raise ValueError(f"--shape {text!r} lacks {', '.join(missing)}; add {missing[0]}=..")

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import numpy
 
-from h2okv.benchmarking.caches import cache_label
 from h2okv.console import format_table
 from h2okv.plots import COLOURS, MARKERS, new_figure, save_figure
 from h2okv.records import Row
@@ -66,7 +65,7 @@ def _shown(value: float | None, factor: float = 1.0, digits: int = 3) -> str:
 
 
 def _label(row: Row) -> str:
-    return cache_label(row["cache"], row["budget"], row["kv_bits"])
+    return str(row["spec"])
 
 
 _COMPARISON: dict[str, Cell] = {

@@ -30,7 +30,8 @@ from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.spans import Spans
-from h2okv.config import BEST, MEASURED, Budget, CacheConfig, parse_amount, resolve_policy
+from h2okv.cache_spec import parse
+from h2okv.config import BEST, MEASURED, Budget, CacheConfig, resolve_policy
 from h2okv.console import warn
 from h2okv.ops.attention import num_means
 from h2okv.policy import Rule, Sees, get_rule
@@ -56,8 +57,9 @@ class H2OCache(Cache):
 
     Args:
         model: the model, which ``policy="best"`` measures once, or its config.
-        *amounts: by position ``policy`` and ``budget``; one number is ``budget``, and several are
-            ``heavy``, ``recent`` and ``sink``.
+        *amounts: by position ``policy`` and ``budget``, or both and options in one text, such as
+            ``"best:20%,bits=8"`` (`CacheConfig.from_spec`); one number is ``budget``, and several
+            are ``heavy``, ``recent`` and ``sink``.
         simulate: keep everything and mask instead of dropping; slow, for tests and analysis, and
             the one way for policies ``topk`` and ``topk_heavy``.
         **options: ``policy``, which may be a `Rule` object; ``budget``: a fraction of the prompt
@@ -133,6 +135,22 @@ class H2OCache(Cache):
         self._window = window if is_limited else None  # until a text was longer
         self._connect_layers()
         super().__init__(layers=layers)
+
+    @classmethod
+    def from_spec(
+        cls, model: PreTrainedModel | PreTrainedConfig, text: str, **options: Any
+    ) -> H2OCache:
+        """Make the empty cache that a text describes, such as ``"best:20%"``.
+
+        Args:
+            model: the model, or its config.
+            text: the text of `CacheConfig.from_spec`.
+            **options: further arguments of this class.
+
+        Raises:
+            ValueError: as the constructor does.
+        """
+        return cls(model, text, **options)
 
     @classmethod
     def from_config(
@@ -779,9 +797,10 @@ class H2OCache(Cache):
 def _named(amounts: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of `H2OCache` by name; refuse unknown ones and those given twice."""
     names: tuple[str, ...] = ("policy", "budget")
-    first = amounts[0] if amounts else "h2o"
-    is_amount = isinstance(first, str) and parse_amount(first) is not None
-    if is_amount or not isinstance(first, str | Rule):
+    spec: dict[str, Any] = {}
+    if amounts and isinstance(amounts[0], str):
+        spec, amounts, names = parse(amounts[0]), amounts[1:], ("budget",)
+    elif amounts and not isinstance(amounts[0], Rule):
         names = ("budget",) if len(amounts) == 1 else ("heavy", "recent", "sink")
     if len(amounts) > len(names):
         raise ValueError(
@@ -790,9 +809,9 @@ def _named(amounts: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]
         )
     check_arguments("H2OCache", options, _PARAMETERS)
     named = dict(zip(names, amounts, strict=False))
-    for name in named.keys() & options.keys():
+    for name in [*(named.keys() & options.keys()), *(spec.keys() & (named | dict(options)).keys())]:
         raise ValueError(f"H2OCache: {name} is given twice; leave one of them out.")
-    return named | dict(options)
+    return spec | named | dict(options)
 
 
 def _checked_model(model: Any) -> Any:
@@ -819,5 +838,5 @@ def _signature() -> inspect.Signature:
     return init.replace(parameters=[*first, policy, budget, *last])
 
 
-_PARAMETERS = (*list(_signature().parameters)[1:], "heavy_fraction")
+_PARAMETERS = list(_signature().parameters)[1:]
 H2OCache.__init__.__signature__ = _signature()  # type: ignore[attr-defined]

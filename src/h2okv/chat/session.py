@@ -281,7 +281,7 @@ class Chat:
             limits = replace(limits, max_context=None)
         limits.check_tokens(new, "this turn: token")
         name = f"a chat of {seen} tokens and this turn"
-        option = "--positions rolling (clamped for learned positions)"
+        option = "--cache positions=rolling (clamped for learned positions)"
         remedy = f"write less, /reset, or start with {option}"
         limits.check_length(seen + len(new), name=name, remedy=remedy)
         return limits.room(seen + len(new), int(self.params.max_tokens or 0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import webbrowser
 from contextlib import suppress
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,35 +98,34 @@ def analyze(
 # Policies that the page offers; --policy adds others.
 _OFFERED = ("full", "recent", "sink_recent", "h2o", "heavy", "random")
 _SHORT_PROMPT = 6000  # characters of the built-in text, to show the page soon
-_SHOWN = ("policy", "heavy", "recent", "sink")
-_UNSEEN: dict[str, Any] = {
-    field.name: field.default for field in fields(CacheConfig) if field.name not in _SHOWN
-}
-"""Fields that the page does not show: it follows the scores of H2O, a token at a time."""
+_SHOWN = ("policy", "heavy", "recent", "sink", "min_tokens")
+"""Fields that the page shows: it follows the scores of H2O, a token at a time."""
+
+
+def shown_cache(policy: str, budget: str, sink: int = 0) -> CacheConfig:
+    """Return the cache of a policy and a budget as the page has them."""
+    return CacheConfig.from_dict({"policy": policy, "budget": budget, "sink": sink})
 
 
 def view(
-    caches: list[CacheConfig] = args.cache_lists("20%", "h2o", **_UNSEEN),
+    caches: list[CacheConfig] = args.cache_lists("20%", ["h2o"]),
     model: ModelOptions = args.model_options(),
     text: Path | None = TEXT,
     export: Path | None = option(None, "Write one HTML file and end.", read=readers.writable),
     port: int = option(8765, "Port; 0: any free one.", read=readers.port),
-    layer: int | None = option(None, "Layer to begin with (first with H2O)."),
-    head: int = option(0, "KV head to begin with."),
     tokens: int = option(2048, "Cut the text there."),
-    new_tokens: int = option(0, "Continue the text, with a full cache."),
     open_browser: bool = option(True, "Open the page in the browser.", "--open/--no-open"),
 ) -> int:
     wording = readers.text_or_sample(text)
-    from h2okv.analysis.attention_stats import check_layer, full_attention_layers
-    from h2okv.analysis.viewer.reading import LEAST_TOKENS, Reader, check_new_tokens
+    from h2okv.analysis.attention_stats import full_attention_layers
+    from h2okv.analysis.viewer.reading import LEAST_TOKENS, Reader
     from h2okv.analysis.viewer.server import PageServer
     from h2okv.integration.models import fast_dtype
 
     check_least(LEAST_TOKENS, tokens=tokens)
     is_page = export is None
     policies = list(dict.fromkeys(cache.policy for cache in caches))
-    budgets = dict.fromkeys(args.budget_text(config) for config in caches if not config.is_full)
+    budgets = dict.fromkeys(config.budget_label for config in caches if not config.is_full)
     choice = {
         # An export has only the policies of the command line.
         "policies": list(dict.fromkeys((*_OFFERED, *policies))) if is_page else policies,
@@ -135,27 +133,25 @@ def view(
         "policy": policies[0],
         "beside": policies[1] if len(policies) > 1 else "",
         "other": policies[1] if len(policies) > 1 else "recent" if is_page else policies[0],
-        "layer": layer,
-        "head": head,
-        "new_tokens": new_tokens,
+        "head": 0,
+        "new_tokens": 0,
         "text": wording[:_SHORT_PROMPT] if text is None else wording,
     }
     if is_page:
         PageServer(port).server_close()  # raises for a port in use before the long work
     described = model.describe()
-    check_new_tokens(new_tokens, min(tokens, described.context or tokens))
-    if layer is None:
-        layer = choice["layer"] = full_attention_layers(described.config)[0]
-    check_layer(described.config, layer, head)
+    choice["layer"] = full_attention_layers(described.config)[0]
+    sink = caches[0].sink
     for config in caches:
         args.check_cache(described.config, config)
-        if config.scoring != "sum":
+        shown = CacheConfig(**{name: getattr(config, name) for name in _SHOWN})
+        if config != shown or config.sink != sink:
             raise ValueError(
-                "--policy best cannot be shown: the page shows accumulated attention; choose h2o"
+                f"{config.label} cannot be shown: the page shows accumulated attention, with one"
+                " number of sinks for all; choose such as h2o:20%"
             )
     loaded = model.load(described, dtype=fast_dtype(described.name, model.device))
-    make_cache = partial(args.parse_cache, sink=caches[0].sink)
-    reader = Reader(loaded, described, tokens, make_cache)
+    reader = Reader(loaded, described, tokens, partial(shown_cache, sink=sink))
     if export is not None:
         return _export(reader, choice, export)
     return _serve(reader, choice, port, open_browser)

@@ -128,7 +128,7 @@ def run(args: Sequence[str]) -> int:
         _check_spaces(args)
         code = _app(args=list(args), prog_name="h2okv", standalone_mode=False)
     except typer.TyperException as error:
-        return _fail(_usage(error))
+        return _fail(_replaced(error, args) or _usage(error))
     except OutputClosedError:
         # The interpreter flushes stdout at exit, which would fail on a closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -149,8 +149,8 @@ def run(args: Sequence[str]) -> int:
 # An argument of functions and of `plan`, an option of the other commands.
 _MODEL = re.compile(r"(?:^|(?<=of )|(?<=and )|(?<=which ))model (?=['\"]|is empty)")
 _UNITS = {
-    **dict.fromkeys(("--budget", "--heavy", "--recent"), r"%[\d.,%]*"),
-    **dict.fromkeys(("--memory", "--gpu-memory", "--max-body"), r"(?i:[KMGT]i?B)"),
+    "--budget": r"%[\d.,%+]*",
+    **dict.fromkeys(("--memory", "--max-body"), r"(?i:[KMGT]i?B)"),
 }
 
 
@@ -160,7 +160,7 @@ def _check_spaces(args: Sequence[str]) -> None:
     for option, number, unit in zip(words, words[1:], words[2:], strict=False):
         if option not in _UNITS or not re.fullmatch(_UNITS[option], unit):
             continue
-        if re.fullmatch(r"[\d.,%]*\d", number):
+        if re.fullmatch(r"[\d.,%+]*\d", number):
             raise ValueError(
                 f"'{number} {unit}' of {option} is two arguments; leave out the space, as in"
                 f" {option} {number}{unit}"
@@ -191,6 +191,17 @@ def _quieten_libraries() -> None:
         # A terminal that cannot show a character gets a question mark, not a crash.
         if hasattr(output, "reconfigure"):
             output.reconfigure(errors="replace")
+
+
+def _replaced(error: Any, args: Sequence[str]) -> str | None:
+    """Return the message for an option of earlier versions."""
+    from h2okv.cli.replaced import replacement
+
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if option is None or context is None:
+        return None
+    message = replacement(context.command_path, option, args)
+    return message and f"{message}; see {context.command_path} --help"
 
 
 def _usage(error: typer.TyperException) -> str:

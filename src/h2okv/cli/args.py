@@ -6,37 +6,27 @@ import copy
 import functools
 import inspect
 import itertools
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import typer
 from typer.models import OptionInfo, ParameterInfo
 
 import h2okv
+from h2okv import cache_spec
 from h2okv.cli import readers
 from h2okv.cli.help_page import describe, order
-from h2okv.config import (
-    BEST,
-    BEST_HEAVY_FRACTION,
-    EVEN,
-    KV_BITS,
-    MEASURED,
-    PER_QUERY,
-    POLICIES,
-    POSITIONS,
-    SCORED,
-    SCORINGS,
-    CacheConfig,
-    LayerBudgets,
-    parse_factors,
-)
+from h2okv.cli.replaced import check_placement
+from h2okv.config import BEST, PER_QUERY, POLICIES, SCORINGS, CacheConfig
 from h2okv.console import check_least
 from h2okv.integration.names import check_name
-from h2okv.records import refusing, unknown_name
+from h2okv.records import unknown_name
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +87,6 @@ def build(kind: type[Instance], values: dict[str, Any], **extra: Any) -> Instanc
 
 
 MODEL_HELP = "Folder, GGUF file, Hub id, bundled or smollm2."
-DEVICE_HELP = "auto, cpu, cuda or cuda:1."
 JSON = option(False, "Print one JSON object.", "--json")
 TEXT = option(None, "Text file (the opening of a novel).", read=readers.readable)
 RAW = option(False, "Continue the text, without a chat template.", "--raw")
@@ -105,15 +94,6 @@ _PIN_HELP = "Messages never evicted: system, user, last_user."
 PIN = option("", _PIN_HELP, read=readers.names)
 ROWS = option(None, "Append the rows to this file.", read=readers.writable)
 MEMORY_HELP = "Limit, such as 4GiB (what is free)."
-AUTO_POSITIONS = option(
-    "auto",
-    "auto, original, rolling or clamped.",
-    read=readers.choice,
-    words=("auto", *POSITIONS),
-)
-EVICT_EVERY = option(
-    None, "Evict at multiples of this (256); 0: each block.", read=readers.least, least=0
-)
 COMPILE = option(False, "Compile decode steps: slow to start, then faster.", "--compile")
 WEIGHT_BITS = option(
     None, "4: decode reads 4-bit weights (x86).", "--weight-bits", read=readers.bits, allowed=(4,)
@@ -180,100 +160,89 @@ def expand(command: Callable[..., Any]) -> Any:
     return expanded
 
 
-_BUDGET = "Entries to keep: 512, 20% or full ({})."
-_BUDGETS = "Comma-separated: 512, 20%, full ({})."
-CHUNK_HELP = "Prompt tokens between evictions; the paper's: 1."
+CACHE_HELP = f"All in one: h2o:512,bits=8. Options: {', '.join(cache_spec.OPTIONS)}."
 
 
-def _factors(option: str, text: str) -> LayerBudgets | Literal["auto", "even"]:
-    if text in (MEASURED, EVEN):
-        return MEASURED if text == MEASURED else EVEN
-    written = readers.read_text(option, Path(text))
-    problem = f"{option} '{text}' is not a JSON list of numbers"
-    with refusing(problem, "give auto, even or a file of h2okv eval layers", ValueError, TypeError):
-        return parse_factors(written)
+class Choice(NamedTuple):
+    """A cache, and the fields that --cache names: a command sets some of the others."""
+
+    cache: CacheConfig
+    named: frozenset[str]
+
+    def apart(self, name: str) -> tuple[CacheConfig, Any]:
+        """Return the cache without a field, and its value: ``None`` if unsaid, 0 for none."""
+        value = getattr(self.cache, name) or 0
+        unset = getattr(CacheConfig(), name)
+        return replace(self.cache, **{name: unset}), value if name in self.named else None
 
 
-def policy_option(default: str = BEST) -> Any:
-    return option(default, f"{', '.join(POLICIES)} or module:Class; h2o is the paper's.")
+def choose_caches(
+    policy: str | None, budget: str | None, cache: Sequence[str], usual: Usual
+) -> list[Choice]:
+    """Return the caches of the options: each --cache, or --policy, with each --budget.
+
+    What a text of --cache leaves out are those of --policy and --budget, or the command's defaults.
+    """
+    for text in cache:
+        check_placement(text)
+    texts = [cache_spec.parse(text) for text in cache]
+    names = [cache_spec.parse(text) for text in usual.policies]
+    if policy is not None:
+        names = [{"policy": name} for name in _listed("policy", policy)]
+        if texts and all("policy" in text for text in texts):
+            raise ValueError(f"--policy {policy} has no effect, as --cache names one; omit it")
+    named = [[text] if "policy" in text else [name | text for name in names] for text in texts]
+    bases = list(itertools.chain(*named)) if texts else names
+    if budget is not None and all("budget" in base for base in bases):
+        raise ValueError(f"--budget {budget} has no effect, as --cache has one; omit it")
+    amounts = _listed("budget", usual.budget if budget is None else budget)
+    choices: dict[str, Choice] = {}
+    for amount, base in itertools.product(amounts, bases):
+        if not cache_spec.is_budget(amount):
+            raise ValueError(
+                f"--budget {amount!r} is not an amount; give tokens (--budget 64), a fraction of"
+                " the prompt (--budget 10%), heavy+recent (--budget 32+10%), or full"
+            )
+        check_names(base["policy"], base.get("scoring"), usual.simulated)
+        options = dict(usual.options)
+        if base.keys() & {"prefill_chunk", "evict_every"}:
+            options.pop("prefill_chunk", None)
+        config = CacheConfig(**({"budget": amount} | options | base))
+        choices.setdefault(repr(config.identity()), Choice(config, frozenset(base)))
+    return list(choices.values())
 
 
-def make_cache(
-    policy: str = policy_option(),
-    budget: str | None = option(None, _BUDGET.format("20%")),
-    heavy: str | None = option(None, "Heavy hitters to keep, instead of --budget."),
-    recent: str | None = option(None, "Newest tokens to keep, instead of --budget."),
-    heavy_fraction: float | None = option(
-        None, f"Heavy hitters in --budget (0.5; best: {BEST_HEAVY_FRACTION:g})."
-    ),
-    sink: int | None = option(None, "First tokens, never evicted (none; best: 4)."),
-    scoring: str | None = option(None, f"{', '.join(SCORINGS)} (sum; best: expected)."),
-    decay: float | None = option(None, "Of scores, per token (--scoring decay: 0.995)."),
-    positions: str = option("original", "original, rolling or clamped."),
-    prefill_chunk: int | None = option(None, CHUNK_HELP, read=readers.least),
-    evict_every: int | None = option(
-        None, "Evict only at multiples of this many tokens.", read=readers.least
-    ),
-    kv_bits: int | None = option(
-        None, "8, 6 (keys 8, values 4) or 4: quantize.", read=readers.bits, allowed=tuple(KV_BITS)
-    ),
-    layer_budgets: Typed = option(
-        None, "auto, even or a file of h2okv eval layers.", read=_factors
-    ),
-    default_budget: str = "20%",  # without budget, heavy and recent
-    default_chunk: int | None = None,  # of --prefill-chunk, unless one or --evict-every is given
-    min_tokens: int | None = 0,  # None for commands that write text
-    simulated: bool = False,  # allow policies that need the full cache
-) -> CacheConfig:
-    """Build a config; --heavy or --recent alone leaves half of the default budget to the other."""
-    if prefill_chunk is None and evict_every is None:
-        prefill_chunk = default_chunk
-    values = locals()
-    check_names(policy, scoring, simulated)
-    options = {name: values[name] for name in cache_fields(values) if name not in _AMOUNTS}
-    if layer_budgets is None:
-        del options["layer_budgets"]  # the policy's
-    if heavy is None and recent is None:
-        return CacheConfig.from_budget(
-            readers.parse_budget(default_budget if budget is None else budget),
-            heavy_fraction,
-            **options,
-        )
-    for name, value in (("--budget", budget), ("--heavy-fraction", heavy_fraction)):
-        if value is not None:
-            others = "--heavy and --recent, which set both amounts"
-            raise ValueError(f"{name} {value} cannot be combined with {others}; leave one out")
-    default = "20%" if "," in default_budget else default_budget
-    half = CacheConfig.from_budget(readers.parse_budget(default))
-    return CacheConfig(
-        heavy=half.heavy if heavy is None else readers.parse_amount("heavy", heavy),
-        recent=half.recent if recent is None else readers.parse_amount("recent", recent),
-        **options,
-    )
+@dataclass(frozen=True)
+class Usual:
+    """What a command takes where its options say nothing."""
+
+    policies: tuple[str, ...] = (BEST,)
+    budget: str = "20%"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    simulated: bool = False  # allow policies that need the full cache
 
 
-_AMOUNTS = ("heavy", "recent")
-
-
-def cache_fields(among: Iterable[str] | None = None) -> list[str]:
-    """Return the names of the fields of `CacheConfig`, or of those that are options."""
-    options = inspect.signature(make_cache).parameters if among is None else among
-    return [field.name for field in fields(CacheConfig) if field.name in options]
+def _listed(name: str, text: str) -> tuple[str, ...]:
+    entries = readers.names(name, text)
+    if not entries:
+        raise ValueError(f"--{name} is empty; give at least one value")
+    return entries
 
 
 def check_names(policy: str, scoring: str | None, simulated: bool) -> None:
     """Raise ValueError for an unknown policy or scoring."""
     if policy in PER_QUERY and not simulated:
         raise ValueError(
-            f"--policy {policy} chooses entries for each query from a cache that keeps all of them,"
+            f"policy {policy} chooses entries for each query from a cache that keeps all of them,"
             " which only h2okv eval can simulate (in Python: simulate=True); choose from"
             f" {', '.join(POLICIES)}"
         )
     policies = (*POLICIES, *PER_QUERY) if simulated else POLICIES
+    policy = BEST if policy.startswith(f"{BEST}-v") else policy  # its version is checked later
     for name, value, names in (("policy", policy, policies), ("scoring", scoring, SCORINGS)):
-        is_custom = name == "policy" and ":" in str(value)  # module:Class
+        is_custom = name == "policy" and ":" in policy and policy.partition(":")[0] not in policies
         if value is not None and value not in names and not is_custom:
-            raise unknown_name(f"--{name}", value, names)
+            raise unknown_name(name, value, names)
 
 
 def check_cache(config: PreTrainedConfig, cache: CacheConfig) -> None:
@@ -288,135 +257,79 @@ def growth_note(caches: Sequence[CacheConfig]) -> str | None:
     return "note: snapkv evicts once, after the prompt; later tokens come on top of its budget"
 
 
-def cache_options(budget: str = "20%", **changed: Any) -> Any:
-    """Return the options of a `CacheConfig`."""
-    changed |= {"budget": option(None, _BUDGET.format(budget)), "default_budget": budget}
-    return Bundle(make_cache, "Cache", changed)
+def cache_options(budget: str = "20%", policy: str = BEST, **options: Any) -> Any:
+    """Return the options of one `Choice`; ``options`` are defaults of other fields."""
+    usual = Usual((policy,), budget, {"min_tokens": None} | options)
+
+    def build(
+        policy: str | None = option(None, f"{', '.join(POLICIES)} or module:Class ({policy})."),
+        budget: str | None = option(None, f"Entries to keep: 512, 20%, 64+64 or full ({budget})."),
+        cache: list[str] | None = option(None, CACHE_HELP),
+    ) -> Choice:
+        choices = choose_caches(policy, budget, cache or (), usual)
+        if len(choices) > 1 or len(cache or ()) > 1:
+            raise ValueError(
+                "several caches are chosen, and this command has one; give --cache once, with"
+                " commas between its options"
+            )
+        return choices[0]
+
+    return Bundle(build, "Cache")
 
 
-SERVED_BUDGET = "512"
-
-
-def planned_caches(**changed: Any) -> Any:
-    """Return the options of two `CacheConfig`, of a job and of a server by their defaults."""
-
-    @functools.wraps(make_cache)
-    def build(**values: Any) -> tuple[CacheConfig, CacheConfig]:
-        job, server = (
-            make_cache(**(values | {"default_budget": budget})) for budget in ("20%", SERVED_BUDGET)
-        )
-        return job, server
-
-    budget = option(None, _BUDGET.format(f"20%, with --serve {SERVED_BUDGET}"))
-    return Bundle(build, "Cache", changed | {"budget": budget})
-
-
-def cache_lists(budget: str, policy: str = BEST, scoring: str | None = None, **changed: Any) -> Any:
+def cache_lists(
+    budget: str, policies: Sequence[str] = (BEST,), simulated: bool = False, **options: Any
+) -> Any:
     """Return the options of a list of `CacheConfig`: each policy with each budget."""
+    usual = Usual(tuple(policies), budget, {"min_tokens": 0} | options, simulated)
+    allowed = (*POLICIES, *PER_QUERY) if simulated else POLICIES
+    shown = ",".join(name for name in policies if "," not in name)
 
-    @functools.wraps(make_cache)
-    def build(**values: Any) -> list[CacheConfig]:
-        values["default_budget"], text = budget, values.pop("budget")
-        has_amounts = values["heavy"] is not None or values["recent"] is not None
-        if text is None and not has_amounts:
-            text = budget
-        policies = readers.names("policy", values.pop("policy"))
-        scoring = values.pop("scoring")
-        scorings = () if scoring is None else readers.names("scoring", scoring)
-        budgets = (
-            (None,) if text is None else (text,) if has_amounts else readers.names("budget", text)
-        )
-        lists = {"policy": policies, "scoring": scoring is None or scorings, "budget": budgets}
-        for name, entries in lists.items():
-            if not entries:
-                raise ValueError(f"--{name} is empty; give at least one value")
-        for name in policies:
-            check_names(name, None, values["simulated"])
-        caches: dict[str, CacheConfig] = {}
-        for amount, name in itertools.product(budgets, policies):
-            for chosen in _scorings_of(name, scorings, values["decay"]):
-                config = make_cache(policy=name, budget=amount, **(values | chosen))
-                caches.setdefault(repr(config.identity()), config)
-        return list(caches.values())
+    def build(
+        policy: str | None = option(None, f"Comma-separated: {', '.join(allowed)} ({shown})."),
+        budget: str | None = option(None, f"Comma-separated: 512, 20%, full ({budget})."),
+        cache: list[str] | None = option(None, f"{CACHE_HELP.rstrip('.')}; repeatable."),
+    ) -> list[CacheConfig]:
+        return [choice.cache for choice in choose_caches(policy, budget, cache or (), usual)]
 
-    allowed = (*POLICIES, *PER_QUERY) if changed.get("simulated") else POLICIES
-    lists = {
-        "policy": option(policy, f"Comma-separated: {', '.join(allowed)} or module:Class."),
-        "budget": option(None, _BUDGETS.format(budget)),
-        "scoring": option(scoring, f"Comma-separated: {', '.join(SCORINGS)}."),
-    }
-    return Bundle(build, "Cache", lists | changed)
+    return Bundle(build, "Cache")
 
 
-def _scorings_of(policy: str, scorings: Sequence[str], decay: float | None) -> list[dict[str, Any]]:
-    """Return the options of each scoring of a list that a policy uses."""
-    if len(scorings) <= 1:
-        return [{"scoring": next(iter(scorings), None)}]
-    if policy == BEST:
-        return [{"scoring": None, "decay": None}]  # it sets its own scoring
-    if policy not in (*SCORED, "topk_heavy"):
-        scorings = ["sum"]
-    has_decay = ("decay", "value_norm")
-    return [{"scoring": name, "decay": decay if name in has_decay else None} for name in scorings]
-
-
-def budget_text(config: CacheConfig) -> str:
-    """Format a budget for `parse_cache`: ``20%``, or heavy and recent such as ``64+10%``."""
-    amounts = (config.heavy, config.recent)
-    if type(config.heavy) is type(config.recent):
-        policy = BEST if config.is_best else "h2o"
-        plain = CacheConfig.from_budget(config.heavy + config.recent, policy=policy)
-        if amounts == (plain.heavy, plain.recent):
-            return config.budget_label
-    texts = (f"{100 * value:g}%" if isinstance(value, float) else str(value) for value in amounts)
-    return "+".join(texts)
-
-
-def parse_cache(policy: str, budget: str, sink: int = 0) -> CacheConfig:
-    """Parse a text of `budget_text`."""
-    heavy, plus, recent = budget.partition("+")
-    if not plus:
-        amount = readers.parse_budget(budget)
-        return CacheConfig.from_budget(amount, policy=policy, sink=sink, min_tokens=0)
-    amounts = readers.parse_amount("heavy", heavy), readers.parse_amount("recent", recent)
-    return CacheConfig(policy, *amounts, sink=sink, min_tokens=0)
-
-
-def cache_flags(config: CacheConfig) -> str:
+def command_line(config: CacheConfig) -> str:
     """Return the command-line options of a cache."""
-    if config.is_full:
-        return "--policy full" + (f" --kv-bits {config.kv_bits}" if config.kv_bits else "")
-    heavy, plus, recent = budget_text(config).partition("+")
-    budget = f"--heavy {heavy} --recent {recent}" if plus else f"--budget {heavy}"
-    usual = CacheConfig(BEST if config.is_best else "h2o")
-    flags = [f"--policy {BEST if config.is_best else config.policy}", budget]
-    for name in cache_fields():
-        is_separate = name in ("policy", *_AMOUNTS, "min_tokens", "layer_budgets")
-        if not is_separate and getattr(config, name) != getattr(usual, name):
-            flags.append(f"{flag(name)} {getattr(config, name)}")
-    if config.layer_budgets is not None and not config.is_best:
-        flags.append(f"--layer-budgets {MEASURED if config.measured else 'FILE'}")
-    return " ".join(flags)
+    return f"--cache {shlex.quote(re.sub(rf'^{BEST}-v[0-9]+', BEST, config.label))}"
+
+
+DEVICE_VARIABLE = "H2OKV_DEVICE"
+
+
+def chosen_device() -> str:
+    """Return the name of the user's device: auto, cpu, cuda, cuda:1, ..."""
+    return readers.device(DEVICE_VARIABLE, os.environ.get(DEVICE_VARIABLE) or "auto")
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Model, dtype and device; the fields are a command's options."""
+    """Model and dtype; the fields are a command's options."""
 
     name: str = option(BUNDLED, MODEL_HELP, "--model")
     dtype_name: str = option(
         "auto", f"{', '.join(DTYPES)}.", "--dtype", read=readers.choice, words=DTYPES
     )
-    device_name: str = option("auto", DEVICE_HELP, "--device", read=readers.device)
     is_here: bool = True  # False if other machines load the model
 
     def __post_init__(self) -> None:
+        chosen_device()
         if self.is_here:
             check_name(self.name)
 
     @property
     def dtype(self) -> torch.dtype | None:
         return readers.torch_dtype(self.dtype_name)
+
+    @property
+    def device_name(self) -> str:
+        return chosen_device()
 
     @property
     def device(self) -> torch.device:
@@ -463,7 +376,6 @@ class SamplingOptions:
     temperature: float | None = option(None, "0 is greedy decoding; higher is more random.")
     top_p: float | None = option(None, "Sample tokens of this total probability.")
     top_k: int | None = option(None, "Sample among the most likely tokens; 0: all.")
-    min_p: float | None = option(None, "Minimum probability relative to the top.")
     repetition_penalty: float | None = option(None, "Above 1, repeated tokens are less likely.")
     stop: list[str] | None = option(None, "Ends the text; may be repeated.")
     seed: int | None = option(0, "Random seed.")
@@ -484,7 +396,7 @@ class SamplingOptions:
             with suppress(OSError, ValueError):
                 defaults = model_sampling(GenerationConfig.from_pretrained(described.source))
         params = self._make(defaults)
-        for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+        for name, neutral in (("top_p", 1), ("top_k", 0)):
             value = getattr(self, name)
             if params.is_greedy and value not in (None, neutral):
                 reason = f"{flag(name)} {value:g} has no effect on greedy decoding"
@@ -502,11 +414,15 @@ class SamplingOptions:
             raise ValueError(message.replace("--max-tokens", "--max-new-tokens")) from error
 
 
-def sampling_options(max_new_tokens: int | None = 128) -> Any:
+_SELDOM = ("top_p", "top_k", "repetition_penalty", "stop")
+
+
+def sampling_options(max_new_tokens: int | None = 128, few: bool = False) -> Any:
     """Return the sampling options; ``None`` leaves the length to a task and ignores the model's."""
     changed: dict[str, Any] = {"max_new_tokens": option(max_new_tokens, _MOST, read=readers.least)}
+    changed |= dict.fromkeys(_SELDOM) if few else {}
     if max_new_tokens is None:
-        return Bundle(SamplingOptions, "Sampling", {"max_new_tokens": None, "seed": None})
+        return Bundle(SamplingOptions, "Sampling", changed | {"max_new_tokens": None, "seed": None})
     return Bundle(SamplingOptions, "Sampling (by default the model's own)", changed)
 
 
@@ -520,8 +436,8 @@ def check_copies(option: str, copies: int | None, ray: bool, device: str) -> Non
         raise ValueError(f"--{option} {copies} needs --ray; give --ray too")
     check_least(**{option: copies})
     if ray and device not in ("auto", "cpu", "cuda"):
-        reason = f"--device {device!r} cannot be chosen with --ray, which gives each copy a GPU"
-        raise ValueError(f"{reason}; give auto, cpu, cuda")
+        reason = f"{DEVICE_VARIABLE}={device} cannot be chosen with --ray, which gives each copy a"
+        raise ValueError(f"{reason} GPU; give auto, cpu, cuda")
 
 
 def least_entries_note(cache: CacheConfig, length: int | None = None) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ import typer
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, RAW, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import least
-from h2okv.config import CacheConfig
 from h2okv.console import (
     INTERRUPTED,
     format_bytes,
@@ -35,7 +33,9 @@ def _batch_size(option: str, text: str) -> int | None:
 
 
 def _placement(option: str, text: str) -> Any:
-    return parse_placement(option[2:], text, CACHE_TIERS if option == "--cache" else WEIGHT_TIERS)
+    return parse_placement(
+        option[2:], text, CACHE_TIERS if option == "--cache-placement" else WEIGHT_TIERS
+    )
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class OffloadOptions:
     )
     memory: Typed = option(None, args.MEMORY_HELP, read=readers.memory)
     weight_placement: Typed = option(
-        "auto", "auto, device, cpu, disk or device=40,disk=60.", "--weights", read=_placement
+        "auto", "auto, device, cpu, disk or percentages.", "--weights", read=_placement
     )
     cache_placement: Typed = option(
-        "auto", "auto, device, cpu, file or percentages.", "--cache", read=_placement
+        "auto", "auto, device, cpu, file or percentages.", read=_placement
     )
     weight_bits: int | None = option(
         None, "Quantize linear layers (CPU, bfloat16).", read=readers.bits
@@ -61,26 +61,22 @@ _OFFLOAD: Any = args.Bundle(OffloadOptions, "Offload")
 
 
 def batch(
-    cache: CacheConfig = args.cache_options(min_tokens=None),
+    choice: args.Choice = args.cache_options(),
     model: ModelOptions = args.model_options(),
-    sampling: SamplingOptions = args.sampling_options(),
+    sampling: SamplingOptions = args.sampling_options(few=True),
     offload: OffloadOptions = _OFFLOAD,
     input: Path = option(..., "The prompts, a JSONL file.", read=readers.readable),
     output: Path = option(
         ..., "The results, a JSONL file; continued if there.", read=readers.writable
     ),
-    cache_folder: Path | None = option(None, "Folder of a cache on disk (of --output)."),
-    converted: Path | None = option(None, "Folder of converted checkpoints (user's cache)."),
-    keep_pages: bool = option(False, "Let streamed weights stay in free memory.", "--keep-pages"),
     ray: bool = option(False, "Run on the Ray cluster of RAY_ADDRESS, or here.", "--ray"),
-    actors: int | None = option(None, "With --ray: copies of the model (one per GPU)."),
+    replicas: int | None = option(None, "With --ray: copies of the model (one per GPU)."),
     raw: bool = RAW,
     as_json: bool = option(False, "Print the summary as JSON.", "--json"),
 ) -> int:
+    cache = choice.cache
     note = args.least_entries_note(cache)
-    if cache_folder and not (cache_folder.is_dir() and os.access(cache_folder, os.W_OK)):
-        raise ValueError(f"--cache-folder '{cache_folder}' cannot be written to; give another one")
-    args.check_copies("actors", actors, ray, model.device_name)
+    args.check_copies("replicas", replicas, ray, model.device_name)
     import torch
 
     from h2okv.offload.job import PromptFile
@@ -100,7 +96,7 @@ def batch(
         if ray:  # imported here: a job on one machine needs neither Ray nor its memory
             from h2okv.cluster.batch import run_batch_on_ray
 
-            summary = run_batch_on_ray(request, model.device_name, actors, prompts)
+            summary = run_batch_on_ray(request, model.device_name, replicas, prompts)
         else:
             summary = run(request, prompts=prompts)
     except Interrupted as stopped:
@@ -120,11 +116,8 @@ def _check_for_ray(request: BatchRequest) -> None:
     options = {
         "--memory": request.memory,
         "--weights": request.weight_placement,
-        "--cache": request.cache_placement,
-        "--cache-folder": request.cache_folder,
-        "--converted": request.converted,
+        "--cache-placement": request.cache_placement,
         "--weight-bits": request.weight_bits,
-        "--keep-pages": request.keep_pages,
     }
     for name, value in options.items():
         if value:
@@ -133,56 +126,32 @@ def _check_for_ray(request: BatchRequest) -> None:
 
 
 def plan(
-    caches: tuple[CacheConfig, CacheConfig] = args.planned_caches(
-        prefill_chunk=None, min_tokens=None
-    ),
+    choice: args.Choice = args.cache_options(),
     model: ModelOptions = args.model_options(
         name=typer.Argument(args.BUNDLED, metavar="MODEL", help=args.MODEL_HELP)
     ),
     offload: OffloadOptions = _OFFLOAD,
-    prompt: int = option(512, "Tokens of a prompt.", read=least),
-    gen: int = option(128, "New tokens for a prompt.", read=least),
+    prompt_tokens: int = option(512, "Tokens of a prompt.", read=least),
+    new_tokens: int = option(128, "New tokens for a prompt.", read=least),
     prompts: int = option(1000, "Prompts of the job.", read=least),
-    serve: bool = option(False, "Plan h2okv serve instead: how many users fit.", "--serve"),
     as_json: bool = JSON,
 ) -> None:
-    if serve:
-        return _plan_server(caches[1], model, offload, as_json)
-    cache = caches[0].before_measuring
     from h2okv.offload import offload_engine
     from h2okv.offload.planner import Workload
 
     model_fields: Any = {"model": model.name, "dtype": model.dtype, "device": model.device}
-    request = offload_engine.OffloadRequest(cache=cache, **model_fields, **vars(offload))
-    planned = offload_engine.plan(request, Workload(prompt, prompt, gen, prompts))
+    request = offload_engine.OffloadRequest(
+        cache=choice.cache.before_measuring, **model_fields, **vars(offload)
+    )
+    planned = offload_engine.plan(
+        request, Workload(prompt_tokens, prompt_tokens, new_tokens, prompts)
+    )
     if as_json:
         write_json(planned.to_dict())
     else:
         write_text(format_table((), _plan_rows(planned)))
     if planned.plan.estimate.first_result_seconds > offload_engine.PATIENCE:
         write_remark(_warning(planned))
-
-
-def _plan_server(
-    cache: CacheConfig, model: ModelOptions, offload: OffloadOptions, as_json: bool
-) -> None:
-    from h2okv.engine.config import EngineConfig
-    from h2okv.engine.serving import in_tokens, plan_serving, with_states
-
-    options = {name: value for name, value in vars(offload).items() if value is not None}
-    if options.keys() - {"memory", "weight_bits"}:
-        raise ValueError("--batch, --weights and --cache must be left out with --serve.")
-    every, cache = cache.evict_every, replace(cache, evict_every=None)
-    config, note = with_states(EngineConfig(cache=cache, **options), every)
-    config, note_in_tokens = in_tokens(config, model.name)
-    planned = plan_serving(config, model.name, model.dtype, model.device)
-    if as_json:
-        write_json(asdict(planned))
-        return
-    write_text("\n".join([planned.to_text(), ""]))
-    for remark in (note, note_in_tokens):
-        if remark is not None:
-            write_remark(remark)
 
 
 def _warning(planned: PlannedJob) -> str:

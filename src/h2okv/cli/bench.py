@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, option
-from h2okv.cli.readers import least, numbers
-from h2okv.config import KV_BITS, POSITIONS, CacheConfig
+from h2okv.cli.readers import numbers
+from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
 from h2okv.records import CsvFile, Row, unknown_name
@@ -46,10 +46,6 @@ def _runners(option: str, text: str) -> tuple[str, ...]:
     return tuple(readers.choice(option, name, RUNNERS) for name in readers.names(option, text))
 
 
-def _kv_bits(option: str, text: str) -> tuple[int, ...]:
-    return tuple(readers.bits(option, number, tuple(KV_BITS)) for number in numbers(option, text))
-
-
 def _dtypes(option: str, text: str) -> list[str]:
     names = readers.names(option, text)
     if "auto" in names and len(names) > 1:
@@ -58,42 +54,25 @@ def _dtypes(option: str, text: str) -> list[str]:
 
 
 def bench(
-    caches: list[CacheConfig] = args.cache_lists(
-        "20%", "h2o", positions="original", prefill_chunk=None, kv_bits=None, decay=None
-    ),
+    caches: list[CacheConfig] = args.cache_lists("20%", ["h2o"]),
     model: str | None = option(None, MODEL_HELP, read=_model),
     shape: str | None = option(None, "Random weights of a shape (small).", read=_shape),
-    layers: int | None = option(None, "Use only the first layers of a shape."),
     contexts: Typed = option("1024", "Prompt lengths in tokens.", read=numbers),
     batches: Typed = option("1", "Batch sizes.", read=numbers),
-    runners: Typed = option(
-        "dynamic,static,quantized,h2o", "All, or some.", "--caches", read=_runners
-    ),
-    positions: Typed = option(
-        "original", "original or rolling.", read=readers.choice, words=POSITIONS
-    ),
-    kv_bits: Typed = option("", "8, 6, 4 or several: quantized h2o too.", read=_kv_bits),
+    runners: Typed = option("dynamic,static,quantized,h2o", "All, or some.", read=_runners),
     dtypes: Typed = option("auto", f"{', '.join(args.DTYPES)}.", "--dtype", read=_dtypes),
-    device: str = option("auto", args.DEVICE_HELP, read=readers.device),
     rounds: int = option(5, "Times that each cache is measured."),
-    steps: int = option(8, "Decode steps of one measurement."),
-    prefill_chunk: int | None = option(None, "Prompt tokens between evictions."),
-    threads: int | None = option(None, "Threads of torch.", read=least),
     peak: bool = option(True, "Measure peak memory."),
     compiled: bool = option(False, "Compile decode steps of static and h2o.", "--compile"),
-    max_batch: bool = option(False, "Find the largest batch in --memory.", "--max-batch"),
-    memory: Typed = option(None, "For --max-batch, such as 8GiB.", read=readers.memory),
-    max_run_batch: int = option(256, "Largest batch that --max-batch runs.", read=least),
+    memory: Typed = option(None, "Find the largest batch in it: 8GiB.", read=readers.memory),
     csv: Path | None = ROWS,
     plot: Path | None = option(
         None, "Plot decode steps: .png, .svg or .pdf.", read=readers.picture
     ),
     as_json: bool = JSON,
 ) -> int:
-    if max_batch != (memory is not None):
-        raise ValueError("--max-batch and --memory go together; give both, such as --memory 8GiB")
-    if plot is not None and max_batch:
-        raise ValueError("--plot draws steps by context, not --max-batch; leave one of them out")
+    if plot is not None and memory is not None:
+        raise ValueError("--plot draws steps by context, not --memory; leave one of them out")
     import torch
 
     from h2okv.benchmarking import comparison, results
@@ -101,9 +80,7 @@ def bench(
     from h2okv.integration.layer_budgets import even_budgets
     from h2okv.integration.loading import parse_device
 
-    if threads is not None:
-        torch.set_num_threads(threads)
-    torch_device = parse_device(device)
+    torch_device = parse_device(args.chosen_device())
     default_dtype = torch.float32 if torch_device.type == "cpu" else torch.bfloat16
     caches = [even_budgets(cache, "bench does not measure factors") for cache in caches]
     lists = {"configs": tuple(caches), "caches": runners}
@@ -111,11 +88,11 @@ def bench(
     settings = args.build(comparison.Settings, locals(), **lists)
     if compiled:
         check_compiler(torch_device)
-    source = _source(model, shape, layers)
+    source = _source(model, shape)
     benches = [
         comparison.Comparison(source, settings, dtype, torch_device)
         if memory is None
-        else comparison.MaxBatch(source, settings, dtype, torch_device, memory, max_run_batch)
+        else comparison.MaxBatch(source, settings, dtype, torch_device, memory)
         for dtype in settings.dtypes
     ]
     with closing(_Rows(csv, benches[0].columns, torch_device)) as rows:
@@ -159,15 +136,13 @@ class _Rows:
             self._file.append({**self.environment, **cells})
 
 
-def _source(model: str | None, shape: str | None, layers: int | None) -> ModelSource:
+def _source(model: str | None, shape: str | None) -> ModelSource:
     from h2okv.benchmarking.model import ModelSource, parse_shape
 
     if model is None:
-        return parse_shape("small" if shape is None else shape, layers)
+        return parse_shape("small" if shape is None else shape)
     if shape is not None:
         raise ValueError("--model and --shape exclude each other; give one of them")
-    if layers is not None:
-        raise ValueError("--layers needs --shape, got --model; leave it out")
     return ModelSource(model)
 
 
@@ -196,6 +171,6 @@ def _measure(benches: Sequence[Bench], rows: _Rows) -> int:
             if isinstance(error, torch.OutOfMemoryError) or "memory" not in str(error):
                 raise
             reason = " ".join(str(error).split())[:200]
-            remedy = "give a smaller batch or context, or fewer --layers"
+            remedy = "give a smaller batch or context, or fewer layers"
             raise ValueError(f"the memory ran out ({reason}); {remedy}") from error
     return 0

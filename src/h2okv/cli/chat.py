@@ -54,11 +54,9 @@ def saved_chat(option: str, path: Path) -> Path:
 
 
 def chat(
-    cache: CacheConfig = args.cache_options("512", positions="original", evict_every=None),
+    choice: args.Choice = args.cache_options("512"),
     model: ModelOptions = args.model_options(),
     sampling: SamplingOptions = args.sampling_options(256),
-    positions: Typed = args.AUTO_POSITIONS,
-    evict_every: int | None = args.EVICT_EVERY,
     system: str = option("", "System message: text or @FILE.", read=readers.text_or_file),
     pin: Typed = PIN,
     compile: bool = COMPILE,
@@ -66,6 +64,9 @@ def chat(
     load: Path | None = option(None, "Continue a saved chat.", read=saved_chat),
 ) -> int:
     check_pinnable(pin)
+    cache, evict_every = choice.apart("evict_every")
+    positions = cache.positions if "positions" in choice.named else "auto"
+    cache = replace(cache, positions="original")
     if load is not None and system:
         raise ValueError(
             "--system has no effect with --load, which restores the chat's own; omit it"
@@ -78,8 +79,8 @@ def chat(
     for name in ("heavy", "recent"):
         amount = getattr(cache, name)
         if isinstance(amount, float) and not cache.is_full:
-            reason = f"--{name} {amount:g} is a fraction of a prompt, but a chat has no end"
-            raise ValueError(f"{reason}; give tokens, such as --budget 512 or --{name} 256")
+            reason = f"a budget of {cache.budget_label} is a fraction of a prompt, but a chat has"
+            raise ValueError(f"{reason} no end; give tokens, such as --budget 512")
     from h2okv.chat.session import Chat, read_chat
     from h2okv.integration.layer_budgets import with_measured_budgets
 

@@ -88,7 +88,7 @@ def path(name: str = typer.Argument(help=MODEL_HELP)) -> None:
 
 
 @subcommand(models_app, "list")
-def list_models(as_json: bool = JSON) -> None:
+def list_models() -> None:
     from h2okv.assets import bundled_model_path
     from h2okv.integration import gguf
 
@@ -101,9 +101,7 @@ def list_models(as_json: bool = JSON) -> None:
         files = () if path is None else path.rglob("*") if path.is_dir() else (path,)
         size = sum(file.stat().st_size for file in files)
         rows.append({"name": name, "path": None if path is None else str(path), "bytes": size})
-    if as_json:
-        write_json({"models": rows})
-    for row in () if as_json else rows:
+    for row in rows:
         location = f"{format_bytes(row['bytes'])} in {row['path']}"
         status = location if row["path"] else f"not here; h2okv models pull {row['name']}"
         write_text(f"{row['name']}: {status}\n")

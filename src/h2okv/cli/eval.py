@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import h2okv
+from h2okv import cache_spec
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import choice
-from h2okv.config import BEST_HEAVY_FRACTION, KV_BITS, POSITIONS, CacheConfig, flat_factors
+from h2okv.config import BEST, BEST_HEAVY_FRACTION, KV_BITS, CacheConfig, flat_factors
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
 from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
@@ -77,7 +78,7 @@ class Trial:
         if shown and self.as_json:
             write_json({"csv": str(self.csv), "rows": table})
         elif shown and rows:
-            header = [*tasks[0].columns, "policy", "budget", *tasks[0].metrics, "samples"]
+            header = [*tasks[0].columns, "cache", *tasks[0].metrics, "samples"]
             write_text(markdown_table(header, [[row[name] for name in header] for row in rows]))
         return code, details
 
@@ -91,9 +92,16 @@ class Trial:
         return self.csv.with_suffix(f".{digest(repr(settings))[:8]}.samples.jsonl")
 
 
-def trial_options(*lists: str, csv: Any = CSV, **changed: Any) -> Any:
-    caches = args.cache_lists(*lists, **changed, simulated=True)
-    return args.Bundle(args.expand(partial(Trial, caches=caches, csv=csv)))
+def trial_options(
+    budgets: str,
+    policies: Sequence[str] = (BEST,),
+    csv: Any = CSV,
+    draws: bool = False,  # whether the task has a seed, besides that of a policy that draws
+    **options: Any,
+) -> Any:
+    caches = args.cache_lists(budgets, policies, simulated=True, **options)
+    fixed: dict[str, Any] = {} if draws else {"seed": 0}
+    return args.Bundle(args.expand(partial(Trial, caches=caches, csv=csv, **fixed)))
 
 
 COMPRESSIONS = ("query-aware", "query-agnostic")  # the module that defines them imports torch
@@ -145,12 +153,9 @@ def needle(
     return code
 
 
-_CHUNK = option(None, "Prompt tokens between evictions (64).", read=readers.least)
-
-
 @args.subcommand(eval_app, "perplexity")
 def perplexity(
-    trial: Trial = trial_options("10%,20%,50%,full", prefill_chunk=_CHUNK, default_chunk=64),
+    trial: Trial = trial_options("10%,20%,50%,full", prefill_chunk=64),
     text: Path | None = TEXT,
     length: int = option(1024, "Tokens of a window.", read=readers.least),
     windows: int | None = option(None, "Use the first windows only.", read=readers.least),
@@ -180,11 +185,8 @@ def _fraction(option: str, value: float) -> float:
 def fidelity(
     trial: Trial = trial_options(
         "50%,20%,10%,5%",
-        "best,h2o,sink_recent,snapkv",
-        "sum,decay",
+        ("best", "h2o", "h2o,scoring=decay", "sink_recent", "snapkv"),
         csv=option(DEFAULT_CSV, _CSV_HELP, read=readers.writable),
-        positions="original",
-        prefill_chunk=None,
     ),
     data: list[Path] | None = option(
         None, "Text, or JSONL of prompts; may be repeated.", read=readers.readable
@@ -220,7 +222,7 @@ def fidelity(
         results = []
         for config in trial.caches:
             columns = {**Run(task, config, trial.seed).columns(), "data": ALL}.items()
-            names = {"cache": config.policy_label, "flags": args.cache_flags(config)}
+            names = {"line": config.policy_label, "flags": args.command_line(config)}
             results += [{**row, **names} for row in details if columns <= row.items()]
         return code, results
 
@@ -244,7 +246,8 @@ def fidelity(
             write_remark(note)
     drawn = [row for row in results if row["policy"] != "full"]
     if plot is not None and drawn:
-        plot_fidelity(plot, drawn, f"{trial.model.name}, {drawn[0]['texts']} texts")
+        lines = [{**row, "cache": row["line"]} for row in drawn]  # a line for all its budgets
+        plot_fidelity(plot, lines, f"{trial.model.name}, {drawn[0]['texts']} texts")
     return code
 
 
@@ -272,8 +275,8 @@ def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         cells = [cell(row, name) for name in measures.values()]
         share = f"{100 * row['bytes_fraction']:.1f} %"
-        lines.append([row["cache"], row["budget"], share, *cells, row["texts"]])
-    return markdown_table(["cache", "budget", "bytes", *measures, "texts"], lines)
+        lines.append([row["cache"], share, *cells, row["texts"]])
+    return markdown_table(["cache", "bytes", *measures, "texts"], lines)
 
 
 def _recommendation(
@@ -307,17 +310,14 @@ _TOKENS = 4864  # of the four sample texts
 @args.subcommand(eval_app, "layers")
 def layers(
     model: ModelOptions = args.model_options(),
-    out: Path = option(Path("layers.json"), "File for --layer-budgets.", read=readers.writable),
+    out: Path = option(Path("layers.json"), "File for --cache layers=FILE.", read=readers.writable),
     text: Path | None = option(None, "Text file (four sample texts).", read=readers.readable),
-    tokens: int | None = option(
-        None, "Tokens of the text that are read (4864).", read=readers.least, least=2
-    ),
     by_head: bool = option(False, "Divide among the heads of a layer too.", "--by-head"),
     budget: str = option(
         "20%", f"Budget to divide; {100 * BEST_HEAVY_FRACTION:g} % are heavy hitters."
     ),
 ) -> None:
-    fraction = readers.parse_budget(budget)
+    fraction = cache_spec.parse_amount(budget)
     wording = None if text is None else readers.read_text("--text", text)
     if not isinstance(fraction, float) or fraction >= 1:
         raise ValueError(
@@ -334,9 +334,9 @@ def layers(
         ids = calibration_ids(described.tokenizer, described.vocab_size)
     else:
         ids = torch.tensor([encode(described.tokenizer, wording)])
-    read, fraction = ids[:, : tokens or _TOKENS], BEST_HEAVY_FRACTION * fraction
+    read, fraction = ids[:, :_TOKENS], BEST_HEAVY_FRACTION * fraction
     with atomic_write(out) as file:  # opened before the work, to find a bad path early
-        if wording is None and tokens is None:  # what all commands use, and store
+        if wording is None:  # what all commands use, and store
             request = OffloadRequest(model=model.name, device=model.device, dtype=model.dtype)
             budgets = measure(request, described).factors(fraction, by_head)
         else:
@@ -354,7 +354,6 @@ def recall(
     trial: Trial = trial_options("20%,50%,full"),
     input: Path = option(..., "RULER's JSONL: input and outputs.", read=readers.readable),
     compression: Typed = _compression("both"),
-    max_new_tokens: int = option(128, "Maximum number of new tokens."),
     limit: int | None = LIMIT,
     too_long: Typed = TOO_LONG,
 ) -> int:
@@ -366,14 +365,12 @@ def recall(
 
 @args.subcommand(eval_app, "summarize")
 def summarize(
-    trial: Trial = trial_options("64,128,256,512,1024,full"),
-    sampling: SamplingOptions = args.sampling_options(None),
+    trial: Trial = trial_options("64,128,256,512,1024,full", draws=True),
+    sampling: SamplingOptions = args.sampling_options(None, few=True),
     input: Path = option(..., "JSONL of articles, or of LongBench.", read=readers.readable),
     references: Path | None = option(None, "JSONL of reference summaries.", read=readers.readable),
-    template: str | None = option(None, "Prompt with {article} in it."),
     max_new_tokens: int | None = option(None, "Of a summary (the file's)."),
-    stemmer: bool = option(False, "Compare stems of words.", "--stemmer"),
-    batch_size: int = option(8, "Articles at a time."),
+    batch_size: int = option(8, "Articles at a time.", "--batch"),
     limit: int | None = LIMIT,
     too_long: Typed = TOO_LONG,
 ) -> int:
@@ -410,16 +407,15 @@ def sweep(
     data: Path | None = option(None, "Folder of the tasks' data files.", read=_folder),
     only: Typed = option(None, "Comma-separated: tasks to run.", read=readers.names),
     limit: int | None = LIMIT,
-    batch_size: int | None = option(None, "Prompts at a time."),
-    positions: Typed = option(None, "original, rolling or clamped.", read=choice, words=POSITIONS),
-    prefill_chunk: int | None = option(None, "Prompt tokens between evictions."),
+    batch_size: int | None = option(None, "Prompts at a time.", "--batch"),
+    cache: str = option("", "Options for each cache of the file: chunk=512."),
     as_json: bool = JSON,
 ) -> int:
     from h2okv.evaluation.runner import Run
     from h2okv.evaluation.sweep import Surroundings, load_experiment
 
     plan = load_experiment(experiment)
-    configs = plan.with_positions(positions, prefill_chunk)
+    configs = plan.with_options(cache)
     work = out / "working"
     with naming(out, "written", "choose another folder for --out"):
         work.mkdir(parents=True, exist_ok=True)
@@ -458,6 +454,7 @@ def _check_harness(words: Sequence[str]) -> None:
     options = dict(pair.partition("=")[::2] for pair in (match[1] if match else "").split(","))
     if "pretrained" in options:
         check_name(options["pretrained"])
+    options |= cache_spec.parse(options["cache"]) if "cache" in options else {}
     args.check_names(options.get("policy", "h2o"), options.get("scoring"), simulated=True)
 
 

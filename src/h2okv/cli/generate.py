@@ -54,7 +54,7 @@ _QUESTION = "Write a short summary of this article for a newsletter."
 
 
 def generate(
-    cache: CacheConfig = args.cache_options(min_tokens=None),
+    choice: args.Choice = args.cache_options(),
     model: ModelOptions = args.model_options(),
     sampling: SamplingOptions = args.sampling_options(),
     prompt: str | None = typer.Argument(None, help="The prompt; - or nothing: from stdin."),
@@ -81,7 +81,7 @@ def generate(
     if images:
         described.image_encoder.check(images)
     params = sampling.params(described)
-    cache = cache.seeded(int(params.seed or 0))
+    cache = choice.cache.seeded(int(params.seed or 0))
     if cache.positions == "rolling" and described.context:
         cache = cache.in_blocks(max(1, min(_CHUNK, described.context // 4)))
     args.check_cache(described.config, cache)  # mistakes show before the weights load
@@ -89,7 +89,7 @@ def generate(
     if system and not is_chat:
         raise ValueError("--system needs a chat template; put the text into the prompt itself")
     if pin and not is_chat:
-        raise ValueError("--pin needs a chat template; leave it out, or give --sink")
+        raise ValueError("--pin needs a chat template; leave it out, or give --cache sink=4")
     if cache.positions != "original" and compare is None:
         described = replace(described, context=None)  # the context window is not a limit
     chat = Conversation(chat_of(text, system, images))
@@ -199,7 +199,9 @@ def report(comparison: Comparison, note: str | None = None) -> None:
     if note or (note := few_entries_note(run)):
         write_remark(note)
     if run.finish_reason == "context":
-        write_remark("note: the text ends with the context window; --positions rolling continues")
+        write_remark(
+            "note: the text ends with the context window; --cache positions=rolling continues"
+        )
 
 
 def summary_line(run: Generation) -> str:

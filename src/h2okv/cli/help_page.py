@@ -12,20 +12,17 @@ from typer.models import ArgumentInfo, OptionInfo
 
 PANELS = ("Model", "Cache", "Text", "Sampling", "Output", "Offload", "Server", "More")
 _TEXT = (
-    "input file image text data prefix system references template prompt gen prompts raw pin load"
+    "input file image text data prefix system references prompts raw pin load"
     " tokens new_tokens prompt_tokens texts windows length lengths depths every limit too_long"
     " needle question answer tries compression contexts batches"
 )
 _OUTPUT = "output out export csv plot checkpoint save_every resume compare as_json"
-_SERVER = (
-    "called host port max_body timeout drain cors_origin log_requests view_page max_waiting"
-    " max_choices"
-)
+_SERVER = "called host port max_body timeout drain cors_origin log_requests view_page max_waiting"
 _PANEL_OF = {
     name: panel
     for panel, names in (
-        ("Model", "model shape layers dtypes device"),
-        ("Cache", "runners kv_bits positions evict_every prefill_chunk"),
+        ("Model", "model shape dtypes"),
+        ("Cache", "runners cache"),
         ("Text", _TEXT),
         ("Output", _OUTPUT),
         ("Server", _SERVER),
@@ -36,27 +33,24 @@ _PANEL_OF = {
 _LIST, _LISTED = "A,B", "Comma-separated: "
 _NAMES = {
     "TOKENS": (
-        "max_new_tokens max_prompt_tokens max_prefill_tokens prefill_chunk evict_every sink tokens"
-        " new_tokens prompt_tokens length every save_every prompt gen speculate"
+        "max_new_tokens max_prompt_tokens max_prefill_tokens tokens new_tokens prompt_tokens"
+        " length every save_every speculate"
     ),
-    "TOKENS|%": "budget heavy recent",
-    "FRACTION": "heavy_fraction top_p min_p max_prefill_time_fraction recommend",
+    "TOKENS|%": "budget",
+    "FRACTION": "top_p min_p recommend",
     "SIZE": "memory max_body prefix_cache",
     "SECONDS": "timeout drain",
-    "BITS": "kv_bits weight_bits",
+    "BITS": "weight_bits",
     _LIST: "contexts batches lengths depths runners dtypes",
     "PLACES": "weight_placement cache_placement",
     "MODEL": "name model",
     "DTYPE": "dtype_name",
-    "DEVICE": "device_name device",
     "POLICY": "policy",
-    "RULE": "scoring",
-    "FACTOR": "decay",
-    "WORD": "positions protocol compression too_long",
+    "CACHE": "cache",
+    "WORD": "protocol compression too_long",
     "ROLES": "pin",
     "NAME": "called",
     "full": "compare",
-    "FILE": "layer_budgets",
     "ADDRESS": "host",
     "PORT": "port",
     "ORIGIN": "cors_origin",

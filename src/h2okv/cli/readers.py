@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from h2okv import config
 from h2okv.assets import sample_prompt
 from h2okv.console import check_least
 from h2okv.plots import check_plot
@@ -128,22 +127,6 @@ def picture(option: str, path: Path) -> Path:
     writable(option, path)
     check_plot(path)
     return path
-
-
-def parse_amount(name: str, text: str) -> int | float:
-    """Parse an amount: tokens as `64`, a fraction of the prompt as `10%` or `0.1`."""
-    amount = config.parse_amount(text)
-    if amount is None:
-        raise ValueError(
-            f"--{name} {text!r} is not an amount; give tokens (--{name} 64) or a fraction of the"
-            f" prompt (--{name} 10% or --{name} 0.1)"
-        )
-    return amount
-
-
-def parse_budget(text: str) -> int | float | None:
-    """Parse a budget: `512`, `20%`, `0.2`, or `full`, which is ``None``."""
-    return None if text.strip() == "full" else parse_amount("budget", text.strip())
 
 
 def text_or_file(option: str, text: str) -> str:

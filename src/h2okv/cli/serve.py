@@ -8,7 +8,6 @@ from pathlib import Path
 from h2okv.cli import args, readers
 from h2okv.cli.args import MEMORY_HELP, WEIGHT_BITS, ModelOptions, Typed, option
 from h2okv.cli.readers import least
-from h2okv.config import CacheConfig
 from h2okv.console import optional
 from h2okv.integration.names import check_name
 
@@ -16,26 +15,21 @@ KEY_VARIABLE = "H2OKV_API_KEY"
 
 
 def serve(
-    cache: CacheConfig = args.cache_options(
-        args.SERVED_BUDGET, prefill_chunk=None, evict_every=None, min_tokens=None
-    ),
+    choice: args.Choice = args.cache_options("512"),
     model: ModelOptions = args.model_options(is_here=False),
     called: str | None = option(None, "The model's name for clients.", "--name"),
     host: str = option("127.0.0.1", "Address to listen at."),
     port: int = option(8000, "Port; 0: any free one.", read=readers.port),
     max_num_seqs: int | None = option(None, "Users at a time (what fits, to 64).", read=least),
-    memory: Typed = option(None, MEMORY_HELP, "--memory", "--gpu-memory", read=readers.memory),
+    memory: Typed = option(None, MEMORY_HELP, read=readers.memory),
     max_prompt_tokens: int | None = option(None, "Longest prompt (context, to 8192).", read=least),
     max_waiting: int = option(256, "Requests waiting; more get HTTP 429."),
     max_prefill_tokens: int = option(512, "Prompt tokens between steps."),
-    max_prefill_time_fraction: float = option(0.8, "Of time, while others decode."),
-    evict_every: int | None = args.EVICT_EVERY,
     prefix_cache: Typed = option(
         None, "Memory of states (1GiB); 0: none.", read=readers.memory, least=0
     ),
     prefix_cache_folder: Path | None = option(None, "Folder of states, over a restart."),
     max_new_tokens: int = option(4096, "Maximum number of new tokens."),
-    max_choices: int = option(128, "Outputs per request: prompts x n."),
     max_body: Typed = option("8MiB", "Largest request body.", read=readers.memory),
     timeout: float = option(600.0, "For a request, waiting included."),
     drain: float = option(30.0, "For running requests at shutdown."),
@@ -60,6 +54,7 @@ def serve(
     from h2okv.engine.config import EngineConfig
     from h2okv.server import config
 
+    cache, evict_every = choice.apart("evict_every")
     args.check_copies("replicas", replicas, ray, model.device_name)
     if prefix_cache_folder is not None and ray:
         raise ValueError(
@@ -78,7 +73,7 @@ def serve(
         config.ServerSettings,
         locals(),
         model_name=called or name,
-        budget=cache.budget,
+        cache=cache,
         api_key=os.environ.get(KEY_VARIABLE),
         cors_origins=tuple(cors_origin or ()),
         view_page=None if view_page is None else readers.read_text("--view-page", view_page),

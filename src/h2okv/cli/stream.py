@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import h2okv
 from h2okv.cli import args, readers
-from h2okv.cli.args import JSON, ModelOptions, Typed, option
-from h2okv.config import CacheConfig
+from h2okv.cli.args import JSON, ModelOptions, option
 from h2okv.console import (
     INTERRUPTED,
     Interrupt,
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
     from h2okv.evaluation.streaming import Step, Stream
     from h2okv.integration.loading import Described
 
+_ROWS_A_CHECKPOINT = 10
+_BLOCK = 64  # tokens of input in one forward
 _NO_WINDOW = 8192  # replaces the context window of a model without one
 
 
@@ -36,8 +37,7 @@ class Files:
 
     csv: Path | None = option(None, "Write the rows to this file.", read=readers.writable)
     plot: Path | None = option(None, "Plot them: .png, .svg or .pdf.", read=readers.picture)
-    checkpoint: Path | None = option(None, "Save the state here, to resume.", read=readers.writable)
-    save_every: int = option(10_000, "Tokens between two checkpoints.", read=readers.least)
+    checkpoint: Path | None = option(None, "Save the state, each 10 rows.", read=readers.writable)
     resume: bool = option(False, "Continue from --checkpoint.", "--resume")
 
     def __post_init__(self) -> None:
@@ -56,9 +56,7 @@ _FILES: Any = args.Bundle(Files)
 
 
 def stream(
-    cache: CacheConfig = args.cache_options(
-        "25%", policy=args.policy_option("h2o"), positions="original", prefill_chunk=None
-    ),
+    choice: args.Choice = args.cache_options("25%", "h2o", min_tokens=0),
     model: ModelOptions = args.model_options(),
     files: Files = _FILES,
     text: Path | None = option(None, "Text to read and score.", read=readers.readable),
@@ -66,13 +64,8 @@ def stream(
         None, 'JSONL of {"turns": ..} or {"messages": ..}.', read=readers.readable
     ),
     tokens: int | None = option(None, "Stop after this many."),
-    positions: Typed = args.AUTO_POSITIONS,
-    prefill_chunk: int = option(
-        64, "Tokens between evictions; the paper's: 1.", read=readers.least
-    ),
     max_new_tokens: int = option(128, "Maximum number of new tokens.", read=readers.least),
     every: int = option(1000, "Tokens between two rows.", read=readers.least),
-    seed: int = option(0, "Random seed, for --policy random."),
     as_json: bool = JSON,
 ) -> int:
     if (text is None) == (input is None):
@@ -84,17 +77,18 @@ def stream(
     from h2okv.evaluation.streaming import Stream, StreamSettings
     from h2okv.integration.layer_budgets import with_measured_budgets
 
-    settings = args.build(StreamSettings, locals())
+    cache, prefill_chunk = choice.apart("prefill_chunk")
+    settings = args.build(StreamSettings, locals() | {"prefill_chunk": prefill_chunk or _BLOCK})
     described = model.describe()
-    if positions == "auto":
+    positions = cache.positions
+    if "positions" not in choice.named:
         positions = "original" if cache.is_full else "rolling"
     # A stream has no end, so fractions are of the context window.
     budget = cache.budget.resolve(described.context or _NO_WINDOW)
     cache = replace(cache, heavy=budget.heavy, recent=budget.recent, positions=positions)
-    cache = cache.seeded(seed)
     # A bad budget shows before anything is read, not at the block that exceeds the window.
     args.check_cache(described.config, cache)
-    block, window = cache.block or prefill_chunk, context_window(described.config)
+    block, window = cache.block or settings.prefill_chunk, context_window(described.config)
     if reason := cache.past_window(budget.total, block, window):
         raise ValueError(reason)
     tokenizer, vocab_size = described.tokenizer, described.vocab_size
@@ -109,7 +103,7 @@ def stream(
     loaded = model.load(described)
     cache = with_measured_budgets(cache, loaded, described)
     scoring = None if cache.scoring == "sum" else cache.scoring
-    identity = {**cache.to_record(), "seed": seed, "scoring": scoring}
+    identity = {**cache.to_record(), "scoring": scoring}
     if files.resume and files.checkpoint is not None:
         running = Stream.resume(loaded, files.checkpoint, source, settings, identity)
     else:
@@ -150,7 +144,7 @@ def _run(running: Stream, described: Described, label: str, files: Files, as_jso
                 running,
                 rows=rows,
                 checkpoint=files.checkpoint,
-                save_every=files.save_every,
+                save_every=_ROWS_A_CHECKPOINT * running.settings.every,
                 should_stop=lambda: interrupt.requested,
                 on_step=on_step,
             )

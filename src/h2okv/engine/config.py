@@ -21,8 +21,9 @@ class EngineConfig:
     """How many requests of which size run together, on which cache.
 
     Attributes:
-        cache: The cache of each sequence; a request may set another budget, up to this one's for
-            the longest prompt.
+        cache: The cache of each sequence, also as text, such as ``"best:20%"``
+            (`CacheConfig.from_spec`); a request may set another budget, up to this one's for the
+            longest prompt.
         max_num_seqs: Sequences that decode at the same time; ``None``: as many as `memory` allows.
         memory: Bytes that the whole process may use on a CPU, or that may be used on the GPU,
             weights included; ``None``: most of the free memory, up to 64 sequences, and on a
@@ -68,8 +69,12 @@ class EngineConfig:
     tensor_parallel: bool = False
 
     def __post_init__(self) -> None:
+        if isinstance(self.cache, str):
+            object.__setattr__(self, "cache", CacheConfig.from_spec(self.cache))
         if not isinstance(self.cache, CacheConfig):
-            raise ValueError(f"cache must be a CacheConfig, got {self.cache!r}.")
+            raise ValueError(
+                f"cache must be a CacheConfig or a text such as 'best:20%', got {self.cache!r}."
+            )
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
         check_numbers(self, {name: (int, 1, UNLIMITED) for name in counts})
         check_numbers(self, {name: (int, 0, UNLIMITED) for name in ("max_waiting", "prefix_cache")})
@@ -105,7 +110,7 @@ class EngineConfig:
         """
         own_names = [entry.name for entry in fields(cls)]
         cache_names = [entry.name for entry in fields(CacheConfig)]
-        check_arguments("LLM", options, (*own_names, "budget", *cache_names, "heavy_fraction"))
+        check_arguments("LLM", options, (*own_names, "budget", *cache_names))
         changed = {name: options.pop(name) for name in own_names if name in options}
         config = replace(config or cls(), **changed)
         return replace(config, cache=config.cache.with_options(**options))

@@ -93,7 +93,7 @@ class LLM(_Front):
     Every output equals that of the prompt's own ``generate`` with an `H2OCache` of the same
     config, independent of the other sequences of the batch. For example:
 
-        with h2okv.LLM("smollm2", policy="best", budget=0.2) as llm:
+        with h2okv.LLM("smollm2", cache="best:20%") as llm:
             for output in llm.generate(prompts, max_tokens=64):
                 print(output.text)
 
@@ -105,8 +105,9 @@ class LLM(_Front):
         config: An `EngineConfig`; ``None`` for the defaults.
         dtype: For a model that is loaded here; ``None`` for the checkpoint's own.
         device: Likewise; ``None`` for the first GPU, or the CPU.
-        **options: ``budget`` of each sequence (0.2 or ``"20%"`` of its prompt, or tokens), and
-            fields of `EngineConfig` and of its `CacheConfig`, instead of the config's.
+        **options: ``cache``, a text such as ``"best:20%"``, ``budget`` of each sequence (0.2 or
+            ``"20%"`` of its prompt, or tokens), and other fields of `EngineConfig` and of its
+            `CacheConfig`, instead of the config's.
 
     Raises:
         ValueError: If the model is not supported, or not even one sequence fits.

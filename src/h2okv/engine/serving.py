@@ -68,7 +68,7 @@ def with_states(config: EngineConfig, evict_every: int | None) -> tuple[EngineCo
     if cache.is_full:  # which the engine refuses
         return config, None
     if evict_every == 0:
-        reason = "--evict-every 0"
+        reason = "--cache every=0"
     elif evict_every is None and config.prefix_cache == 0:
         reason = "--prefix-cache 0"
     elif evict_every is None and not can_score_spans(cache):

@@ -108,9 +108,9 @@ class ModelUnderTest:
             return None
         if resolved.block is not None and not has_learned_positions(self.config):
             return None  # requested: the text continues past the window, in blocks
-        remedy = "use a cache of fixed size with --positions rolling"
+        remedy = "use a cache of fixed size with --cache positions=rolling"
         if not resolved.is_full:
-            remedy = "add --positions rolling or --prefill-chunk 512"
+            remedy = "add --cache positions=rolling,chunk=512"
         return f"that is more than the model's context window of {self.window}; {remedy}"
 
 

@@ -114,8 +114,7 @@ def plot_needles(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> N
     """Plot the fraction of needles found: one row of panels per compression."""
     panels: dict[tuple[str, str], dict[tuple[int, float], float]] = {}
     for row in rows:
-        cache = FULL if row["policy"] == FULL else f"{row['policy']} {row['budget']}"
-        panel = panels.setdefault((row["compression"], cache), {})
+        panel = panels.setdefault((row["compression"], row["cache"]), {})
         panel[row["length"], row["depth"]] = row["string_match"]
     kinds, caches = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
     figure = new_figure(max(3.2 * len(caches), 5), 3.2 * len(kinds) + 0.8)

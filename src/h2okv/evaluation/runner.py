@@ -26,14 +26,19 @@ class Run:
 
     @property
     def label(self) -> str:
-        seed = f", seed {self.seed}" if self.seed else ""
+        seed = f", seed {self.seed}" if self.seed else ""  # a label has that of a random policy
         return f"{self.task.label}: {self.config.label}{seed}"
 
     def columns(self) -> dict[str, Any]:
         cache = self.config.identity()
         cache.pop("policy")
         head = {"task": self.task.name, **self.task.columns, "policy": self.config.policy_name}
-        return {**head, "budget": self.config.budget_label, **cache, "seed": self.seed}
+        return {
+            **head,
+            "budget": self.config.budget_label,
+            **cache,
+            "seed": self.seed or self.config.seed,
+        }
 
 
 class SampleFile(ResultFile):
@@ -170,5 +175,5 @@ class Evaluation:
     def _row(
         self, run: Run, results: Mapping[int, Result], scores: Mapping[str, Any]
     ) -> dict[str, Any]:
-        head = {**run.columns(), "samples": run.task.size(results)}
+        head = {**run.columns(), "cache": run.config.label, "samples": run.task.size(results)}
         return {**head, **scores, **self._identity, **self.file.versions(run.label)}

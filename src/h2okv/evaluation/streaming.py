@@ -223,7 +223,7 @@ class Stream:
         if self._last_position is not None and last > self._last_position:
             raise ValueError(  # instead of an index error in the model
                 f"the model has learned positions for {self._last_position} tokens, and the stream"
-                f" needs {last}; use --positions clamped, or stop by --tokens"
+                f" needs {last}; use --cache positions=clamped, or stop by --tokens"
                 f" {self._last_position}"
             )
         began = time.perf_counter()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -17,10 +17,11 @@ from pydantic import (
     StrictInt,
     TypeAdapter,
     ValidationError,
-    create_model,
+    field_validator,
     model_validator,
 )
 
+from h2okv import cache_spec
 from h2okv.assets import sample_prompt
 from h2okv.config import CacheConfig
 from h2okv.console import optional
@@ -114,38 +115,6 @@ class Strict(BaseModel):
         return content
 
 
-Amounts = Annotated[list[StrictInt | StrictFloat | Literal["full"]], Field(min_length=1)]
-
-
-class BudgetEntry(Strict):
-    """One policy with its budgets; by default those of the experiment."""
-
-    policy: str = "h2o"
-    budgets: Amounts | None = None
-    heavy_fraction: float | None = None
-
-    def configs(self, budgets: Sequence[Any] | None) -> list[CacheConfig]:
-        get_rule(CacheConfig(self.policy).policy)
-        amounts: Sequence[Any] = [FULL] if self.policy == FULL else self.budgets or budgets or ()
-        if not amounts:
-            raise ValueError(
-                "budgets must have at least one value, got none; give a list such as"
-                " [0.2, 256, full]"
-            )
-        options = self.model_dump(exclude={"budgets"}) | {"min_tokens": 0}
-        return [CacheConfig.from_budget(None if a == FULL else a, **options) for a in amounts]
-
-
-# Fields that an entry sets otherwise: by its budgets, by the seeds, by a file of factors.
-_SET_ELSEWHERE = ("policy", "heavy", "recent", "max_tokens", "min_tokens", "seed", "layer_budgets")
-_OPTIONS: dict[str, Any] = {
-    field.name: (hint if field.default is not None else hint | None, field.default)
-    for field, hint in zip(fields(CacheConfig), get_type_hints(CacheConfig).values(), strict=True)
-    if field.name not in _SET_ELSEWHERE
-}
-CacheEntry: Any = create_model("CacheEntry", __base__=BudgetEntry, **_OPTIONS)
-
-
 class Published(Strict):
     """A published figure; policy and budget as in `CacheConfig`'s labels."""
 
@@ -164,11 +133,19 @@ class Experiment(Strict):
     title: str = ""
     source: str = ""
     remark: str = ""
-    budgets: Amounts | None = None
-    caches: list[CacheEntry] = Field(min_length=1)
+    caches: list[str] = Field(min_length=1)
+    budgets: list[StrictInt | StrictFloat | str] = []  # of caches that have none
     seeds: list[Annotated[StrictInt, Field(ge=0)]] = Field([0], min_length=1)
     tasks: list[Any] = Field(min_length=1)
     published: list[Published] = []
+
+    @field_validator("caches", mode="before")
+    @classmethod
+    def _check_texts(cls, content: Any) -> Any:
+        for entry in content if isinstance(content, list) else ():
+            if isinstance(entry, dict):
+                raise ValueError(f"give a text such as h2o:20%,scoring=decay, got {entry}")
+        return content
 
     @model_validator(mode="after")
     def _check_caches(self) -> Experiment:
@@ -179,27 +156,35 @@ class Experiment(Strict):
     def configs(self) -> tuple[CacheConfig, ...]:
         """The distinct caches; the full one is the same for every policy."""
         configs: dict[str, CacheConfig] = {}
-        for number, entry in enumerate(self.caches):
+        for number, text in enumerate(self.caches):
             try:
-                for config in entry.configs(self.budgets):
-                    first = configs.setdefault(config.label, config)
-                    if config != first and not config.is_full:
-                        fields, others = config.to_record(), first.to_record()
-                        names = [n for n in fields | others if fields.get(n) != others.get(n)]
-                        raise ValueError(
-                            f"{config.label!r} must differ from an earlier entry in its label, got"
-                            f" another {', '.join(names)} only; write two experiments"
-                        )
+                for config in self._configs_of(text):
+                    if configs.setdefault(config.label, config) != config and not config.is_full:
+                        raise ValueError(f"{text!r} must differ from an earlier entry in its label")
             except ValueError as error:
                 raise ValueError(f"caches[{number}]: {error}") from error
         return tuple(configs.values())
 
-    def with_positions(
-        self, positions: str | None, prefill_chunk: int | None
-    ) -> tuple[CacheConfig, ...]:
-        overrides: dict[str, Any] = {} if positions is None else {"positions": positions}
-        configs = (config.with_chunk(prefill_chunk) for config in self.configs)
-        return tuple(replace(config, **overrides) for config in configs)
+    def _configs_of(self, text: str) -> Iterator[CacheConfig]:
+        """Return the caches of an entry: its own, or one for each budget."""
+        named = cache_spec.parse(text)
+        has_budget = "budget" in named or named.get("policy") == FULL
+        if not has_budget and not self.budgets:
+            raise ValueError(f"{text!r} has no budget; give one, as {text}:20%, or budgets: [20%]")
+        for budget in [None] if has_budget else self.budgets:
+            config = CacheConfig.from_spec(text, budget=budget, min_tokens=0)
+            get_rule(config.policy)
+            yield config
+
+    def with_options(self, text: str) -> tuple[CacheConfig, ...]:
+        """Return the caches with the options of a text, such as ``positions=rolling``."""
+        named = cache_spec.parse(text) if text else {}
+        if named.keys() & {"policy", "budget"}:
+            raise ValueError(
+                f"--cache {text} must have only options, as the file has policies and budgets;"
+                " give such as positions=rolling"
+            )
+        return tuple(config.with_options(**named) for config in self.configs)
 
     def make_tasks(self, surroundings: Surroundings) -> list[Task]:
         tasks: list[Task] = []

@@ -75,8 +75,8 @@ class Task(ABC):
             if not numbers:
                 raise ValueError(
                     f"every sample is above the model's context window of {model.window} tokens"
-                    f" (the shortest has {min(lengths)[0]}, its answer included); use --positions"
-                    " rolling"
+                    f" (the shortest has {min(lengths)[0]}, its answer included); use"
+                    " --cache positions=rolling"
                 )
         for config, n in product(configs, numbers):
             tokens, location = lengths[n]

@@ -46,7 +46,7 @@ from h2okv.records import first_line, parse_json, write_json
 _USUAL_FRACTION = 0.2 * BEST_HEAVY_FRACTION
 PATIENCE = 300.0  # seconds; what takes longer is measured on request only
 _LINE_SECONDS = 10.0
-_SKIP = "--policy h2o or --layer-budgets even (in Python layer_budgets='even') leaves it out"
+_SKIP = "--policy h2o or --cache layers=even (in Python layer_budgets='even') leaves it out"
 
 
 class _Described(Protocol):
@@ -164,7 +164,7 @@ def even_budgets(config: CacheConfig, reason: str, remedy: str | None = None) ->
         return config
     if not config.is_full:
         remedy = remedy or (
-            "for budgets by head give a file of h2okv eval layers --by-head (--layer-budgets FILE,"
+            "for budgets by head give a file of h2okv eval layers --by-head (--cache layers=FILE,"
             " layer_budgets=...)"
         )
         write_remark(f"note: every head gets the same budget, as {reason}; {remedy}")

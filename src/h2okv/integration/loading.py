@@ -65,7 +65,7 @@ class Described:
     def checked(self, ids: list[int]) -> list[int]:
         """Return the tokens of a prompt; refuse those that leave no room for an answer."""
         self.limits.check_tokens(ids)
-        self.limits.check_length(len(ids), remedy="shorten it, or add --positions rolling")
+        self.limits.check_length(len(ids), remedy="shorten it, or add --cache positions=rolling")
         return ids
 
 
@@ -249,7 +249,7 @@ def parse_device(text: str) -> torch.device:
     """Parse a device and check that it can allocate memory."""
     if text == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    problem = f"--device {text!r} cannot be used on this machine"
+    problem = f"device {text!r} cannot be used on this machine"
     remedy = "choose auto, cpu or a GPU that torch can see, such as cuda:0"
     with refusing(problem, remedy, RuntimeError, AssertionError, NotImplementedError):
         device = torch.device(text)

@@ -68,7 +68,6 @@ class CheckpointFiles:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.paths = list(paths)
-        self.keep_pages = False  # whether the system may cache the pages that were read
         self.tensors: dict[str, StoredTensor] = {}
         self.parameters: dict[str, StoredTensor] = {}  # by parameter: see `map_weights`
         self._descriptors: list[int] = []
@@ -139,8 +138,7 @@ class CheckpointFiles:
         pairs = [(self.parameters[slot.name], view) for slot, view in views]
         for stored, view in sorted(pairs, key=lambda pair: (pair[0].file, pair[0].start)):
             self.read_into(stored.file, stored.start, bytes_of(view))
-            if not self.keep_pages:
-                self.drop_pages(stored.file, stored.start, stored.nbytes)
+            self.drop_pages(stored.file, stored.start, stored.nbytes)
 
     def drop_pages(self, file: int, start: int, size: int) -> None:
         if hasattr(os, "posix_fadvise"):
@@ -342,7 +340,7 @@ def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
         reason = error.strerror or type(error).__name__
         raise ValueError(
             f"the weights must be rewritten to be streamed, {total} bytes to '{path}', and that"
-            f" failed ({reason}); give another --converted folder with room, or --weights device"
+            f" failed ({reason}); give XDG_CACHE_HOME another folder with room, or --weights device"
         ) from error
     finally:
         with contextlib.suppress(OSError):

@@ -78,7 +78,6 @@ class OffloadRequest:
     weight_placement: Fractions | None = None
     cache_placement: Fractions | None = None  # of the layers, by the tier of their keys and values
     memory: int | None = None  # total bytes that the process may allocate; None: all that is free
-    keep_pages: bool = False  # whether streamed weights may stay in the page cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +88,6 @@ class BatchRequest(OffloadRequest):
     output: Path
     sampling: SamplingParams
     is_raw: bool = False  # whether prompts are continued, without the model's chat template
-    cache_folder: Path | None = None  # of the cache's file; None for the output's folder
-    converted: Path | None = None  # of converted checkpoints; None for the user's cache folder
 
     def __post_init__(self) -> None:
         for name in _UNSUPPORTED:
@@ -385,7 +382,7 @@ def open_runner(
     if not files.parameters:
         # Only now, because a job that does not fit is refused before anything is written. Plan
         # again: memory left over from writing counts.
-        converted = open_converted(meta, files, request.converted or cache_folder("weights"))
+        converted = open_converted(meta, files, cache_folder("weights"))
         files.close()
         files = converted
         planner, chosen, longest = _plan_for(request, meta, files, prompt_lengths)
@@ -395,9 +392,8 @@ def open_runner(
         again = _plan_for(request, meta, files, prompt_lengths)
         if again[0].is_ample(again[1]):
             planner, chosen, longest = again
-    files.keep_pages = request.keep_pages
     tiers = interleave(chosen.cache_placement, len(planner.memory.cache.layers))
-    folder = request.cache_folder or request.output.resolve().parent
+    folder = request.output.resolve().parent
     stream, embedding = materialise(meta, files, chosen.placement, device)
     scheduler = ForwardScheduler(meta.units, stream, CacheStore(tiers, folder, device), embedding)
     limits = Limits(

@@ -320,7 +320,7 @@ class CacheStore:
         if tier == "cpu":
             return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda"), None
         problem = f"the cache's file in '{self.folder}' cannot be made or grow"
-        remedy = "give another --cache-folder or a smaller --batch and run the command again"
+        remedy = "give another folder for --output or a smaller --batch and run the command again"
         disk_errors = refusing(problem, f"what was finished is kept, so {remedy}", OSError)
         with disk_errors, tempfile.TemporaryFile(dir=self.folder) as file:
             # Allocate now, while a full disk is an error; later it would be a signal.

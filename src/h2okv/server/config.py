@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from h2okv.config import Budget
+from h2okv.config import CacheConfig
 from h2okv.engine.config import EngineConfig
 
 _ORIGIN = re.compile(r"https?://[^/\s?#*]+")
@@ -19,7 +19,7 @@ class ServerSettings:
     """Settings of the server, fixed when it starts."""
 
     model_name: str  # what clients call the model
-    budget: Budget = field(default_factory=Budget)  # default of requests
+    cache: CacheConfig = field(default_factory=CacheConfig)  # of requests that name none
     host: str = "127.0.0.1"
     port: int = 8000  # 0 for any that is free
     api_key: str | None = None  # required for all paths but /health and the pages
@@ -73,7 +73,7 @@ class ServeRequest:
         engine, note = in_tokens(self.engine, self.model)
         if note is None:
             return self
-        server = replace(self.server, budget=engine.cache.budget)
+        server = replace(self.server, cache=engine.cache)
         return replace(self, engine=engine, server=server, notes=(*self.notes, note))
 
     def engine_config(self) -> EngineConfig:

@@ -165,7 +165,7 @@ class TextRoute:
         if body.h2o.kept_every is not None:  # the response will contain their texts
             vocabulary = {token for prompt in prompts for token in prompt.token_ids}
             await off_the_loop(size, lambda: [tokens.data(token) for token in vocabulary])
-        budget = body.h2o.budget(self.settings.budget)
+        budget = body.h2o.budget(self.settings.cache)
         if budget is not None:
             needed = max(budget.resolve(len(prompt.token_ids)).total for prompt in prompts)
             if needed > (limit := self.engine.max_budget):

@@ -23,7 +23,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from h2okv.config import Budget
+from h2okv.config import Budget, CacheConfig
 from h2okv.engine.request_fields import UNSUPPORTED, Unsupported, known_fields, sampling_values
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.structured import json_grammar
@@ -59,6 +59,9 @@ TEXT_IS_MESSAGE = BeforeValidator(
     lambda value: [{"role": "user", "content": value}] if isinstance(value, str) else value
 )
 NULL_IS_EMPTY = BeforeValidator(lambda value: {} if value is None else value)
+TEXT_IS_CACHE = BeforeValidator(
+    lambda value: {"cache": value} if isinstance(value, str) else {} if value is None else value
+)
 
 
 def _as_int(value: Any) -> Any:
@@ -92,19 +95,20 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = None
 
 
+_IN_TEXT = 'it is part of cache, a text such as "64+64,sink=4"', False
+
+
 class CacheChoice(Strict):
     """The cache budget of one request, and the interval of reports of its kept tokens."""
 
-    heavy: int | float | None = None
-    recent: int | float | None = None
-    sink: int | None = None
+    unsupported: ClassVar[Unsupported] = dict.fromkeys(("heavy", "recent", "sink"), _IN_TEXT)
+    cache: str | None = None  # such as 256, 10% or 64+64,sink=4
     kept_every: Annotated[int, Field(ge=1)] | None = None  # new tokens between two reports
 
-    def budget(self, standard: Budget) -> Budget | None:
-        """Return the server's budget with the given fields replaced; ``None`` without any."""
-        stated = self.model_dump(include={"heavy", "recent", "sink"}, exclude_none=True)
+    def budget(self, server: CacheConfig) -> Budget | None:
+        """Return the request's budget, divided as the server's; ``None`` without one."""
         try:
-            return dataclasses.replace(standard, **stated) if stated else None
+            return None if self.cache is None else server.request_budget(self.cache)
         except ValueError as error:
             raise invalid(f"h2o: {error}", "h2o") from error
 
@@ -138,7 +142,7 @@ class SampledRequest(Strict):
     stop_token_ids: Annotated[list[Integer], Field(max_length=1024)] | None = None
     response_format: Any = None
     # Only of this server.
-    h2o: Annotated[CacheChoice, NULL_IS_EMPTY] = CacheChoice()
+    h2o: Annotated[CacheChoice, TEXT_IS_CACHE] = CacheChoice()
 
     _schema: Mapping[str, Any] | None = PrivateAttr(default=None)  # that answers must fit
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.support import check_layer_budgets, check_rule
-from h2okv.config import EVEN, MEASURED, CacheConfig, parse_factors
+from h2okv.config import CacheConfig
 from h2okv.policy import Rule, Sees, get_rule
-from h2okv.records import read_text_file, refusing
+from h2okv.records import refusing
 
 KEY = "h2okv"
 """The key of the settings in vLLM's ``additional_config``."""
-EXAMPLE = '--additional-config \'{"h2okv": {"heavy": 256, "recent": 256}}\''
+EXAMPLE = '--additional-config \'{"h2okv": "h2o:512"}\''
 
 FAMILIES = (
     "LlamaForCausalLM",
@@ -37,25 +36,19 @@ def parse(additional_config: Any) -> CacheConfig | None:
     if not isinstance(additional_config, Mapping) or KEY not in additional_config:
         return None
     values = additional_config[KEY]
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{KEY}={values!r} is not a set of options; give for example {EXAMPLE}.")
-    for name in ("heavy", "recent"):
-        if name not in values and values.get("policy") != "full":
-            raise ValueError(
-                f"h2okv: {name} is missing; vLLM needs the number of entries at its start, so give "
-                f"both: {EXAMPLE}."
-            )
-        if isinstance(values.get(name), float):
-            raise ValueError(
-                f"h2okv: {name}={values[name]!r} is a fraction of the prompt, but vLLM gives every "
-                "request a block of one size before it knows any prompt; give a number of tokens."
-            )
-    values = dict(values)
-    budgets = values.get("layer_budgets")
-    if isinstance(budgets, str) and budgets not in (MEASURED, EVEN, "policy"):
-        with refusing("h2okv: layer_budgets", "or give a file of h2okv eval layers", ValueError):
-            values["layer_budgets"] = parse_factors(read_text_file(Path(budgets), "JSON"))
-    config = CacheConfig.from_dict(values)
+    if isinstance(values, str):
+        with refusing("h2okv", f"give for example {EXAMPLE}", ValueError):
+            config = CacheConfig.from_spec(values)
+    elif isinstance(values, Mapping):
+        config = CacheConfig.from_dict(values)
+    else:
+        raise ValueError(f"{KEY}={values!r} is not a cache; give for example {EXAMPLE}.")
+    if config.budget.is_relative and not config.is_full:
+        raise ValueError(
+            f"h2okv: a budget of {config.budget_label} is a fraction of the prompt, but vLLM gives"
+            " every request a block of one size before it knows any prompt; give a number of"
+            f" tokens: {EXAMPLE}."
+        )
     _check_cache(config)
     return config
 

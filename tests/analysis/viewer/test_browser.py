@@ -14,7 +14,7 @@ from h2okv.analysis.attention_stats import of_layers
 from h2okv.analysis.eviction_trace import entries_after, follow
 from h2okv.analysis.viewer.reading import Desk, Reader
 from h2okv.analysis.viewer.server import PageServer, build_page
-from h2okv.cli.args import parse_cache
+from h2okv.cli.analyze import shown_cache
 from h2okv.config import CacheConfig, TokenBudget
 
 TEXT = "The hatter opened his eyes very wide on hearing this; but all he said was, why?\n" * 2
@@ -57,7 +57,7 @@ class LetterTokenizer:
 @pytest.fixture(scope="module")
 def reader(model):
     described = SimpleNamespace(tokenizer=LetterTokenizer(), name="tiny", context=512)
-    return Reader(model, described, 300, parse_cache)
+    return Reader(model, described, 300, shown_cache)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from h2okv.analysis.viewer.reading import (
     quantise,
     tokens_a_step,
 )
-from h2okv.cli.args import parse_cache
+from h2okv.cli.analyze import shown_cache
 from h2okv.config import TokenBudget
 
 
@@ -63,7 +63,7 @@ def test_a_long_text_s_trace_equals_the_cache(model, kept_sets):
     ids = torch.randint(2, 97, (1, 1100), generator=torch.Generator().manual_seed(0))
     tokenizer = SimpleNamespace(decode=lambda ids, **_: "a" * len(ids))
     described = SimpleNamespace(tokenizer=tokenizer, name="tiny", context=None)
-    reading = Reading(Reader(model, described, 2000, parse_cache), ids, 1100)
+    reading = Reading(Reader(model, described, 2000, shown_cache), ids, 1100)
     blocks = []
     hook = model.register_forward_pre_hook(
         lambda _, __, options: blocks.append(options["logits_to_keep"]), with_kwargs=True

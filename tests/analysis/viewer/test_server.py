@@ -10,7 +10,7 @@ import pytest
 
 from h2okv.analysis.viewer.reading import Desk, Reader, export_content
 from h2okv.analysis.viewer.server import HOST, PageServer, build_page
-from h2okv.cli.args import parse_cache
+from h2okv.cli.analyze import shown_cache
 
 
 class LetterTokenizer:
@@ -32,7 +32,7 @@ CHOICE = {"policies": ["h2o", "recent"], "budgets": ["20%"], "policy": "h2o", "t
 @pytest.fixture(scope="module")
 def reader(model):
     described = SimpleNamespace(tokenizer=LetterTokenizer(), name="tiny", context=512)
-    return Reader(model, described, 300, parse_cache)
+    return Reader(model, described, 300, shown_cache)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_a_text_and_its_trace(port):
         ("text=999&policy=h2o&budget=20%25", "not in memory any more"),
         ("text=ID&policy=h3o&budget=20%25", "did you mean h2o"),
         ("text=ID&policy=h2o&budget=0.0", "above 0"),
-        ("text=ID&policy=h2o&budget=nan", "is not an amount"),
+        ("text=ID&policy=h2o&budget=nan", "is not a budget"),
         ("policy=h2o", "needs text, policy and budget"),
     ],
 )

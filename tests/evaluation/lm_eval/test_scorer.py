@@ -219,6 +219,7 @@ def test_batches_have_every_text_once_and_similar_lengths():
         ({"protocol": "whole"}, "prefill_chunk=1"),
         ({"heavy": 0.7, "recent": 0.7, "min_tokens": 0}, "add up to"),
         ({"heavy": -1}, "heavy=-1"),
+        ({"cache": "h2o:5%,bit=8"}, "did you mean bits"),
     ],
 )
 def test_invalid_settings_are_refused(options, words):
@@ -233,6 +234,12 @@ def test_prefill_chunk_1_defaults_to_protocol_whole():
     assert split_settings(dict(evict_every=8, protocol="whole"))[1] == "whole"
     assert split_settings(dict(prefill_chunk=64))[1] == "prompt"
     assert split_settings(dict(prefill_chunk=1, protocol="prompt"))[1] == "prompt"
+
+
+def test_the_cache_may_be_a_text():
+    config, protocol = split_settings({"cache": "h2o:64+32,chunk=1,bits=8", "sink": 2})
+    assert config.spec == "h2o:64+32,sink=2,chunk=1,bits=8" and protocol == "whole"
+    assert split_settings({"cache": "h2o:5%"})[0].min_tokens == 0
 
 
 BUDGET = {"heavy": 4, "recent": 3}

@@ -57,7 +57,7 @@ def test_a_full_cache_finds_what_the_model_can_recall(subject, novel, tmp_path):
         assert [(row["length"], row["depth"]) for row in details] == [
             (128, 0.0), (128, 1.0), (160, 0.0), (160, 1.0),
         ]  # fmt: skip
-        rows += [{**task.columns, "policy": "full", "budget": "full", **row} for row in details]
+        rows += [{**task.columns, "cache": "full", **row} for row in details]
     plot_needles(tmp_path / "n.png", rows, "needles")
     assert (tmp_path / "n.png").stat().st_size > 5000
 

@@ -20,6 +20,7 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.shared import SharedPrefill
 from h2okv.cache.support import check_model
+from h2okv.cache_spec import parse
 from h2okv.config import CacheConfig
 from h2okv.engine.model_runner import left_padded
 from h2okv.evaluation.lm_eval.settings import SETTINGS
@@ -59,6 +60,8 @@ def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
     """Pop cache and protocol, the fields of `SETTINGS`, from a model's arguments."""
     settings = {name: options.pop(name) for name in SETTINGS if name in options}
     protocol = settings.pop("protocol", None)
+    if "cache" in settings:  # a text; the others are named beside it
+        settings = parse(settings.pop("cache")) | settings
     config = CacheConfig.from_dict(settings)
     # Refuse what the cache would refuse before a model's weights are loaded.
     get_rule(config.policy, config.seed, config.scoring, config.decay)

@@ -27,7 +27,7 @@ FILES = {
     "mathqa": ("llm_adapters/mathqa_test.json",),
 }
 # The arguments of the model type that the harness does not know.
-SETTINGS = ("protocol", *(field.name for field in fields(CacheConfig)))
+SETTINGS = ("cache", "protocol", *(field.name for field in fields(CacheConfig)))
 
 
 def data_file(name: str, folder: Path | None = None) -> Path:

@@ -30,7 +30,7 @@ def read_articles(
 ) -> list[TextPrompt]:
     """Read articles in the recipe's format, in LongBench's, or one a line with their references."""
     if template is not None and _FIELD not in template:
-        raise ValueError(f"--template {template!r} has no {_FIELD} to put the article in; add it")
+        raise ValueError(f"template={template!r} has no {_FIELD} to put the article in; add it")
     if references is not None:
         return _pairs(path, references, template or ONE_ARTICLE)
     return [_article(line, template) for line in read_jsonl(path, _EXPECTED)]
@@ -40,7 +40,7 @@ def _article(line: Record, template: str | None) -> TextPrompt:
     if "article" in line.fields:  # a complete prompt
         if template is not None:
             raise ValueError(
-                f"{line.location}: field article is a whole prompt already; leave out --template"
+                f"{line.location}: field article is a whole prompt already; leave out template"
             )
         stops = line.texts("stop") if line.fields.get("stop") is not None else ()
         limit, text = line.number("max_tokens", _TOKENS), line.text("article")

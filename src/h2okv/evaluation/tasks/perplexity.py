@@ -59,7 +59,7 @@ class Perplexity(Task):
                 raise ValueError(
                     f"--length {length} is read as one block of {block} tokens, so nothing would be"
                     " evicted before it is scored; give a larger --length or a smaller"
-                    " --prefill-chunk"
+                    " --cache chunk=N"
                 )
         in_blocks = [_in_blocks(config) for config in configs]
         self.within_window(model, in_blocks, [(length, "a window of the text")])

@@ -65,7 +65,7 @@ function request(messages) {
   // A long conversation is told more rarely, or it would be more to send than the answer.
   const length = chosen ? caches.get(chosen).counts.length : 0;
   body.h2o = { kept_every: Math.max(4, Math.ceil(length / 500)) };
-  if (budget) { Object.assign(body.h2o, { heavy, recent: budget - heavy, sink: 0 }); }
+  if (budget) { body.h2o.cache = `${heavy}+${budget - heavy},sink=0`; }
   return body;
 }
 
