@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from h2okv.cache.explanation import Departures
 from h2okv.cache.forward import Forward
 from h2okv.cache.latent import Latents, LatentState, join
 from h2okv.cache.rope import PositionRule, Rotation, Rotations
@@ -58,6 +59,7 @@ class BaseLayer(CacheLayerMixin):
     drops = True  # evicts for real and stores entries as `storage` says; else it masks
     # Whether a block sees its own entries as they are stored, however the text is cut into blocks.
     rounds_blocks = False
+    departures: Departures | None = None  # of `H2OCache.record_evictions`
     begins_forward = ends_forward = False  # the first, the last layer of its cache
     latent: tuple[int, int] | None = None  # R and r of a model with latent attention
     window: int | None = None  # the sliding window that the entries stand for

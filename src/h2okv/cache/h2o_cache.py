@@ -22,6 +22,7 @@ from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.checkpoint import load_cache, save_cache
 from h2okv.cache.deferred_steps import DeferredSteps
 from h2okv.cache.drafting import Drafting, end_recording
+from h2okv.cache.explanation import Departures, Explanation
 from h2okv.cache.forward import Forward
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.linear_states import continues_prompts, held_bytes
@@ -756,6 +757,36 @@ class H2OCache(Cache):
             ValueError: if the layer has no scores or nothing was read yet.
         """
         return self._layer(layer_idx).eviction_scores()
+
+    def explain(self, layer_idx: int, head: int, position: int, sequence: int = 0) -> Explanation:
+        """Explain why a token stays in a layer's cache, or when it left.
+
+        Args:
+            layer_idx: the layer's index.
+            head: KV head.
+            position: position of the token in its sequence, padding not counted.
+            sequence: row of the batch.
+
+        Returns:
+            Its score, its place among the entries that compete, and the lowest score that would
+            stay at a cut now; when it left, if `record_evictions` was called. With
+            ``evict_every``, tokens since the last cut have no score yet where ``scoring`` is that
+            of `best`. ``print`` gives a sentence.
+
+        Raises:
+            ValueError: if there is no such layer, head, sequence or token.
+        """
+        explanation: Explanation = self._layer(layer_idx).explain(sequence, head, position)
+        return explanation
+
+    def record_evictions(self) -> None:
+        """Record from now on when tokens leave, for `explain`; mutates the cache.
+
+        Costs a copy of the positions to the CPU in each step and layer; steps are not compiled.
+        Changing the sequences of the batch (beam search) makes the record wrong.
+        """
+        for layer in self._scored:
+            layer.departures = Departures()
 
     def _layer(self, layer_idx: int) -> Any:
         self._end_drafting()

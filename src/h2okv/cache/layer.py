@@ -12,6 +12,7 @@ from torch import Tensor
 
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.explanation import Explanation, standing
 from h2okv.cache.rope import options_of_rotation
 from h2okv.cache.slot_state import is_cast, ordinary_tensors
 from h2okv.cache.step_log import StepLog
@@ -233,7 +234,11 @@ class CacheLayer(BaseLayer):
             query, key = both.split([block.query.shape[1], block.key.shape[1]], dim=1)
             block = block._replace(query=query, key=key.to(self.dtype))
         read = self._read_token if takes_step else self._read_block
-        return read(block).to(self.dtype)
+        output = read(block).to(self.dtype)
+        if self.departures is not None:
+            self.end_steps()
+            self.departures.note(self.state.by_head("positions")[0], self.state.num_real_tokens)
+        return output
 
     # --- a block: a prompt, a chunk of it, a later turn -------------------------------------------
 
@@ -391,6 +396,30 @@ class CacheLayer(BaseLayer):
         positions, scores, weights = self.state.by_head("positions", "scores", "value_weights")
         scores = self.rule.eviction_scores(scores, positions, self.newest(), weights)
         return scores.masked_fill(positions < 0, 0.0)
+
+    def explain(self, sequence: int, head: int, position: int) -> Explanation:
+        """Explain a token's place; arguments and errors as of `H2OCache.explain`."""
+        state, newest = self.state, self.newest()
+        positions, scores, weights = state.by_head("positions", "scores", "value_weights")
+        limits = {"sequence": (sequence, self.batch_size), "head": (head, self.num_kv_heads)}
+        for name, (number, limit) in limits.items():
+            if not 0 <= number < limit:
+                raise ValueError(f"{name} must be from 0 to {limit - 1}, got {number!r}.")
+        last = int(newest[sequence])
+        if not 0 <= position <= last:
+            raise ValueError(f"position must be from 0 to {last}, got {position!r}.")
+        at = sequence, head
+        if not bool((positions[at] == position).any()):
+            record = self.departures
+            left_at = None if record is None else record.of(sequence, head, position)
+            return Explanation(position, False, left_at=left_at)
+        ranks = self._rank(scores, positions, newest, weights)
+        total, protected = None, torch.zeros_like(positions, dtype=torch.bool)
+        if self.rule.evicts:
+            total = int(state.total.expand_as(positions[..., :1])[at])
+            protected = protected_entries(positions, newest, state.sink, state.recent)
+        budget = state.budgets[sequence]
+        return standing(position, positions[at], ranks[at], protected[at], budget, total)
 
     def rank_block(self, entries: BlockEntries) -> Tensor:
         """Rank a block's entries, fp32 ``[B, H, N]``, by numbers as they will be stored."""

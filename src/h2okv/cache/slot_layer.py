@@ -281,7 +281,8 @@ class SlotLayer(CacheLayer):
         """Whether a decode step needs nothing that only a block learns."""
         is_known = self.slots.operations is not None and self.module is not None
         is_known &= self.rotations.rolling is None or self.rotations.tables is not None
-        return is_known and self.holds_entries and self.rule.is_bounded and self.log is None
+        is_plain = self.log is None and self.departures is None
+        return is_known and self.holds_entries and self.rule.is_bounded and is_plain
 
     def join(self, other: SlotLayer) -> None:
         """Put another layer's sequences behind these; mutates this layer, uses up the other."""

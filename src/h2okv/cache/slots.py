@@ -208,6 +208,7 @@ class SlotPlan:
             self._add_slots(state, dtype, self.capacity)
             if not torch.compiler.is_compiling():
                 self.refresh(state, dtype)
+        self.drop_tail()  # compiled steps do not count
 
     def count_down(self, state: SlotState, dtype: torch.dtype) -> None:
         """Count a step, and look after the slots where it is due; mutates both."""
