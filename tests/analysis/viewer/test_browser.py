@@ -163,6 +163,29 @@ def test_two_policies_side_by_side(page, reading, expected):
     assert page.run("kept(1)") == expected("recent", last, 1, 0, share=0.1)
 
 
+def test_a_tokens_place_to_leave_is_that_of_its_score(page):
+    page.press("End")
+    rows = page.run(
+        "(() => { const { trace } = view.panes[0], { layer, head, step } = view;"
+        "const gone = trace.goneAt(layer, head), score = trace.scorer(layer, head, step);"
+        "return [...gone].map((at, i) => [at > step, score(i),"
+        "trace.standing(layer, head, step, i)]); })()"
+    )
+    packed = page.run("view.panes[0].trace.packed")
+    last = len(rows) - packed["recent"]
+    ranked = [row[1] for row in rows[packed["sink"] : last] if row[0]]
+    assert len(ranked) > 3
+    for token, (is_kept, score, standing) in enumerate(rows):
+        if not is_kept or not packed["sink"] <= token < last:
+            assert standing is None
+            continue
+        assert standing["rank"] == 1 + sum(other < score for other in ranked)
+        assert standing["count"] == len(ranked)
+    token = next(token for token, row in enumerate(rows) if row[2])
+    page.run(f"view.panes[0].inspect({token})")
+    assert f"of {len(ranked)} to leave" in page.run("text('detail')")
+
+
 def test_bytes_and_the_selected_token_are_described(page, reading):
     page.press("End")
     trace = reading.trace("h2o", "20%")

@@ -79,6 +79,22 @@ class Trace {
     };
   }
 
+  // The place of a token among those that a cut at this step may evict; null where it is
+  // protected or gone. Scores come in 255 levels, so places of near equals are not exact.
+  standing(layer, head, step, token) {
+    const { sink, recent, heavy, policy } = this.packed;
+    const gone = this.goneAt(layer, head);
+    if (policy === "full" || gone[token] <= step) return null;
+    if (token < sink || token > step - recent) return null;
+    const score = this.scorer(layer, head, step);
+    const ranked = [];
+    for (let i = sink; i <= step - recent; i += 1) if (gone[i] > step) ranked.push(score(i));
+    ranked.sort((a, b) => a - b);
+    const threshold = heavy && ranked.length > heavy ? ranked[ranked.length - heavy] : null;
+    const lower = ranked.filter((other) => other < score(token)).length;
+    return { rank: 1 + lower, count: ranked.length, threshold };
+  }
+
   bytesAt(step) {
     let held = null;
     for (const [at, bytes] of this.packed.bytes) if (at <= step) held = bytes;

@@ -198,12 +198,15 @@ class Pane {
     const score = trace.scorer(layer, head, step)(chosen);
     const readers = view.readersOf(chosen).filter((query) => query <= step);
     const asked = readers.map((query) => `${shown(view.reading.tokens[query])} (${query + 1})`);
+    const standing = trace.standing(layer, head, step, chosen);
+    const place = standing === null ? "" : `, about ${standing.rank} of ${standing.count} to leave` +
+      (standing.threshold === null ? "" : ` (scores from ${standing.threshold.toFixed(2)} stay)`);
     const fate = gone > trace.length ? "held to the end" : `evicted at step ${gone}`;
     document.getElementById("detail").textContent =
       `Token ${chosen + 1}, ${shown(view.reading.tokens[chosen])}, with ${trace.packed.policy}: ` +
       (chosen > step
         ? "not read yet."
-        : `score ${score.toFixed(2)}; this head: ${fate}; ${holding} of ${heads} heads hold it.` +
+        : `score ${score.toFixed(2)}${place}; this head: ${fate}; ${holding} of ${heads} heads hold it.` +
           (asked.length ? ` Looked at most by ${asked.join(", ")}.` : ""));
   }
 
