@@ -109,7 +109,7 @@ def test_the_policy_divides_the_budget():
         ({"budget": True}, "budget=True is not a budget"),
         ({"budget": 1}, "budget 1 is too small"),
         ({"budget": 1.5}, "budget 1.5 is out of range"),
-        ({"kv_bits": 3}, "kv_bits=3 is not known; give 8, 6 or 4"),
+        ({"kv_bits": 3}, "kv_bits must be 8, 6 or 4, got 3"),
         ({"policy": 0.2}, "policy must be a name such as 'best' or 'h2o', got 0.2"),
         ({"sinks": 4}, r"CacheConfig: argument 'sinks' is unknown; did you mean sink\?"),
     ],

@@ -331,6 +331,15 @@ def _check_share(name: str, value: int | float) -> None:
     raise ValueError(f"{name}={value!r} {problem}.")
 
 
+def check_bits(kv_bits: int | None) -> None:
+    """Refuse bits of keys and values that no storage has."""
+    if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in KV_BITS):
+        raise ValueError(
+            f"kv_bits must be 8, 6 or 4, got {kv_bits!r}; leave it out to keep keys and values in"
+            " the model's dtype."
+        )
+
+
 def check_tokens(name: str, value: int, least: int) -> None:
     """Raise ValueError unless `value` is an int of `least` or more."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -454,10 +463,7 @@ class CacheConfig:
             raise ValueError(
                 f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
             )
-        if self.kv_bits is not None and self.kv_bits not in KV_BITS:
-            raise ValueError(
-                f"kv_bits={self.kv_bits!r} is not known; give 8, 6 or 4, or leave it out."
-            )
+        check_bits(self.kv_bits)
         if self.evict_every is not None:
             check_tokens("evict_every", self.evict_every, 1)
             if self.prefill_chunk is not None:

@@ -165,7 +165,7 @@ BAD = {
     "budget of zero": (("--budget", "0+0"), ("heavy=0",)),
     "no such scoring": (("--cache", "scoring=luck"), ("'luck'", "decay")),
     "decay of nothing": (("--cache", "scoring=sum:0.9"), ("decay",)),
-    "no such bits": (("--cache", "bits=5"), ("kv_bits=5", "8, 6 or 4")),
+    "no such bits": (("--cache", "bits=5"), ("kv_bits must be 8, 6 or 4, got 5",)),
     "no tokens": (("--max-new-tokens", "0"), ("--max-new-tokens 0",)),
     "output in no folder": (("--output", "/nowhere/out.jsonl"), ("cannot be written",)),
 }

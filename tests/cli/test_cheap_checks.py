@@ -11,7 +11,7 @@ CACHE = {
     "--policy h20": "policy 'h20' is unknown; did you mean h2o",
     "--cache h20:20%": "policy 'h20' is unknown; did you mean h2o",
     "--cache scoring=means": "scoring 'means' is unknown",
-    "--cache bits=3": "kv_bits=3 is not known; give 8, 6 or 4",
+    "--cache bits=3": "kv_bits must be 8, 6 or 4, got 3",
     "--cache bit=8": "option 'bit' is unknown; did you mean bits",
     "--cache cpu": "--cache cpu is gone; give --cache-placement cpu",
     "--budget much": "--budget 'much' is not an amount",

@@ -597,4 +597,4 @@ def test_kv_bits_reach_the_cache(generate, model_folder, prompt):
     )
     assert packed["kv_bits"] == 4 and packed["kv_bytes"] < full["kv_bytes"] / 2
     outcome = generate("--cache", "bits=3")
-    assert outcome.code == 2 and "kv_bits=3 is not known; give 8, 6 or 4" in outcome.err
+    assert outcome.code == 2 and "kv_bits must be 8, 6 or 4, got 3" in outcome.err

@@ -103,7 +103,7 @@ BAD = {
     "no prompt": (("--prompt-tokens", "0"), ("--prompt-tokens 0", "1 or more")),
     "too little": (("--memory", "2MiB"), ("--memory 2MiB is too little",)),
     "no amount": (("--memory", "much"), ("--memory 'much'",)),
-    "no such bits": (("--cache", "bits=5"), ("kv_bits=5", "8, 6 or 4")),
+    "no such bits": (("--cache", "bits=5"), ("kv_bits must be 8, 6 or 4, got 5",)),
     "no such weights": (("--weight-bits", "5"), ("--weight-bits 5", "8 or 4")),
     "no place": (("--weights", "attic"), ("--weights must be", "got 'attic'")),
 }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from h2okv.cache.forward import LayerBudgets
-from h2okv.config import KV_BITS, TokenBudget
+from h2okv.config import KV_BITS, TokenBudget, check_bits
 from h2okv.ops.compaction import NO_HEAD, compact, pick
 from h2okv.ops.decode import Slots
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_bytes, unpack
@@ -147,11 +147,7 @@ class KVStorage:
     """How a layer stores keys and how it stores values, by `CacheConfig.kv_bits`."""
 
     def __init__(self, kv_bits: int | None = None) -> None:
-        if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in KV_BITS):
-            raise ValueError(
-                f"kv_bits must be 8, 6 or 4, got {kv_bits!r}; leave it "
-                "out to keep keys and values in the model's dtype."
-            )
+        check_bits(kv_bits)
         self.is_packed = kv_bits is not None
         self.keys, self.values = map(EntryStorage, KV_BITS.get(kv_bits, (None, None)))
 
