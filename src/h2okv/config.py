@@ -243,7 +243,7 @@ def _read_factors(text: str) -> LayerBudgets | str:
     remedy = "give auto, even or a file of h2okv eval layers"
     if text in _UNPRINTED:
         raise ValueError(f"layer_budgets={text!r} says no factors, as labels do; {remedy}")
-    problem = f"layer_budgets={short_repr(text)} is not a JSON list of numbers"
+    problem = f"layer_budgets must be auto, even or factors in JSON, got {short_repr(text)}"
     with refusing(problem, remedy, ValueError, TypeError):
         is_list = text.lstrip().startswith("[")
         return parse_factors(text if is_list else read_text_file(Path(text), "JSON"))

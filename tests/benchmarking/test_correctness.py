@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import h2okv.cache.layer as cache_layer
+import h2okv.ops.append as append
 import h2okv.ops.decode as step
 from h2okv.benchmarking import comparison
 from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
@@ -32,7 +33,8 @@ def test_a_wrong_output_fails(build, monkeypatch):
         output, sums = right(*args, **options)
         return 1.5 * output, sums
 
-    monkeypatch.setattr(step, "decode_with_scores", louder)
+    for operation in (step, append):
+        monkeypatch.setattr(operation, "decode_with_scores", louder)
     with pytest.raises(CheckFailedError, match="differs from full attention"):
         check_h2o(build())
 
@@ -44,7 +46,8 @@ def test_nan_fails_the_check(build, monkeypatch):
         output, sums = right(*args, **options)
         return output * float("nan"), sums
 
-    monkeypatch.setattr(step, "decode_with_scores", broken)
+    for operation in (step, append):
+        monkeypatch.setattr(operation, "decode_with_scores", broken)
     with pytest.raises(CheckFailedError, match="nan"):
         check_h2o(build())
 
