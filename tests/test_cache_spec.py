@@ -55,7 +55,7 @@ def test_a_text_is_a_cache(text):
         ("h2o,bits=x", "bits must be a whole number, got 'x'"),
         ("h2o,scoring=decay:x", "scoring=decay:x must be such as decay:0.99"),
         ("best-v3:20%", "policy='best-v3' is of another version of h2okv"),
-        ("h2o,layers=none.json", "layer_budgets='none.json' .*cannot be read"),
+        ("h2o,layers=none.json", "layer_budgets must be .* got 'none.json' .*cannot be read"),
         ("best:20%,layers=by-head", "layer_budgets='by-head' says no factors"),
         ("h2o:200%", "budget 2 is out of range"),
         (3, "cache must be a text such as 'best:20%', got 3"),
