@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import h2okv
+from h2okv.cache.argument import CACHE
 
 
 @pytest.fixture
@@ -143,7 +144,7 @@ def test_a_text_read_anew_is_refused(model):
         cache = h2okv.H2OCache(model.config)
         with pytest.raises(ValueError, match=words):
             model.generate(
-                input_ids, attention_mask=mask, cache=cache, use_cache=False, max_new_tokens=3
+                input_ids, attention_mask=mask, **{CACHE: cache}, use_cache=False, max_new_tokens=3
             )
     for again, words in (
         (input_ids[:, :5], "next_turn.* for another text .*needs position_ids 8 to 12"),
