@@ -25,27 +25,27 @@ def read(model, options, steps=20, record=True):
     if record:
         cache.record_evictions()
     ids = torch.randint(2, 97, (2, 24 + steps), generator=torch.Generator().manual_seed(1))
-    kept = {}
+    history = {}
     with torch.no_grad():
         for block in ids.split([24, *[1] * steps], dim=1):
             model(block, **{CACHE: cache})
-            kept[cache.num_seen_tokens] = [
+            history[cache.num_seen_tokens] = [
                 [[set(head.tolist()) for head in row] for row in cache.kept_positions(layer)]
                 for layer in range(2)
             ]
-    return cache, kept
+    return cache, history
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_an_explanation_says_what_scores_and_kept_sets_say(make_llama, options):
-    cache, kept = read(make_llama(), options)
+    cache, history = read(make_llama(), options)
     seen, sink = cache.num_seen_tokens, options.get("sink", 0)
     for layer in range(2):
         positions, scores = cache.kept_positions(layer), cache.scores(layer)
         for row in range(2):
             for head in range(2):
-                places = zip(positions[row, head].tolist(), scores[row, head].tolist(), strict=True)
-                score_of = {position: score for position, score in places if position >= 0}
+                scored = zip(positions[row, head].tolist(), scores[row, head].tolist(), strict=True)
+                score_of = {position: score for position, score in scored if position >= 0}
                 recent = 0 if options.get("policy") == "full" else 4
                 if options.get("policy") == "sink_recent":
                     recent = 10
@@ -59,8 +59,8 @@ def test_an_explanation_says_what_scores_and_kept_sets_say(make_llama, options):
                     explanation = cache.explain(layer, head, position, row)
                     assert explanation.is_cached == (position in score_of)
                     if position not in score_of:
-                        times = [time for time in kept if time > position]
-                        left = [t for t in times if position not in kept[t][layer][row][head]]
+                        times = [time for time in history if time > position]
+                        left = [t for t in times if position not in history[t][layer][row][head]]
                         # The prompt's block may have had several cuts.
                         first = explanation.left_at
                         assert first == left[0] or (left[0] == 24 and first < 24)
