@@ -57,6 +57,7 @@ from h2okv.records import read_csv
 CSV = RESULTS / "real_model.csv"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PREFILL_LIMIT = {"fp32": 1.15, "bf16": 1.10}
+SPAN_LIMIT = 1.02
 STEP_LIMIT, COMPILED_LIMIT, ANSWER_LIMIT, PEAK_LIMIT = 1.05, 0.95, 1.0, 1.05
 IMPORT_LIMIT = 1.2
 BEST_LIMIT = 1.15  # of best's prompt against H2O's
@@ -105,6 +106,35 @@ def measure_steps(runners: dict[str, CacheRunner], ids: torch.Tensor, steps: int
     compiled = runners.get("compiled")
     with compiled.compiled_steps() if compiled else nullcontext():
         return interleave(runs, steps, WARMUP, f"steps after {ids.shape[1]}")
+
+
+def measure_spans(
+    specs: dict[str, Any], length: int, ids: torch.Tensor, steps: int, setting: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Measure steps of caches that evict every `length` tokens, cuts among them.
+
+    Against a static cache of as many entries as they have slots, at most.
+    """
+    rows, (plain, fifth) = [], specs["static"]
+    slots = fifth.entries(ids.shape[1]) + length - 1
+    static = plain, CacheConfig.from_budget(slots, min_tokens=0)
+    for name in ("h2o", "best"):
+        if name not in specs:
+            continue
+        model, config = specs[name]
+        evicting = model, replace(config, evict_every=length)
+        both = {name: evicting, "static": static, "dynamic": specs["dynamic"]}
+        runners = {
+            key: CacheSpec(ALSO_H2O.get(key, key), config).runner(model)
+            for key, (model, config) in both.items()
+        }
+        seconds = measure_steps(runners, ids, steps)
+        targets = [Target("static", SPAN_LIMIT), Target("dynamic", 1.0)]
+        measure = f"step, every {length}"
+        rows += rows_for(measure, "s", seconds, targets, setting, subject=name)
+        for runner in runners.values():
+            runner.release()
+    return rows
 
 
 def measure_weights(
@@ -214,6 +244,8 @@ def measure(
                     both = {"h2o": uneven, "alike": seconds["h2o"]}
                     name = f"step, by {'head' if specs['uneven'][1].is_by_head else 'layer'}"
                     rows += rows_for(name, "s", both, [Target("alike", UNEVEN_LIMIT)], setting)
+            for length in args.every if "step" in args.measures else ():
+                rows += measure_spans(specs, length, ids, args.steps, setting)
             if "weights" in args.measures:
                 rows += measure_weights(h2o_model, ids, args, setting)
             if "peak" in args.measures:
@@ -300,6 +332,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="prompts of each cache")
     parser.add_argument("--steps", type=int, default=60, help="steps of each cache")
     parser.add_argument("--layer-budgets", type=Path, help="steps with these budgets too")
+    parser.add_argument(
+        "--every", type=numbers, default=[], help="steps of caches that evict every c tokens too"
+    )
     parser.add_argument("--best", action="store_true", help="prompts of best too")
     parser.add_argument("--busy", type=int, default=0, help="other processes that keep cores busy")
     parser.add_argument("--compile", action="store_true", help="compiled steps too")
