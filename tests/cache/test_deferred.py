@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 import h2okv
 import h2okv.cache.deferred_steps as deferred_steps
@@ -214,3 +214,23 @@ def test_a_step_has_few_more_operations_a_layer_than_a_static_cache(make_llama, 
         cache = StaticCache(model.config, max_cache_len=LENGTH + STEPS)
         static.append(_operations_of_a_step(model, cache))
     assert (evicting[1] - evicting[0]) - (static[1] - static[0]) <= limit, (evicting, static)
+
+
+@pytest.mark.parametrize(
+    ("scoring", "is_by_head", "limit"),
+    [("sum", False, 7), ("expected", False, 9), ("expected", True, 10)],
+)
+def test_a_step_between_cuts_has_few_more_operations_a_layer_than_a_full_cache(
+    make_llama, scoring, is_by_head, limit
+):
+    evicting, full = [], []
+    for layers in (2, 3):
+        model = make_llama(layers=layers).float()
+        budgets = [[0.5, 1.5]] * layers if is_by_head else None
+        cache = h2okv.H2OCache(
+            model.config, 6, 5, 2, evict_every=16, scoring=scoring, layer_budgets=budgets
+        )
+        evicting.append(_operations_of_a_step(model, cache))
+        model.set_attn_implementation("sdpa")
+        full.append(_operations_of_a_step(model, DynamicCache(config=model.config)))
+    assert (evicting[1] - evicting[0]) - (full[1] - full[0]) <= limit, (evicting, full)

@@ -115,6 +115,34 @@ def test_tokens_taken_back_have_not_left(make_llama):
     assert sum(time is not None for time in times) == 32 - 10
 
 
+def departures(cache):
+    return [
+        [cache.explain(0, 1, position, row).left_at for position in range(40)]
+        for row in range(cache.layers[0].batch_size)
+    ]
+
+
+def test_a_record_follows_sequences_and_ends_with_the_text(make_llama):
+    model = make_llama()
+    cache, _ = read(model, {}, steps=16)
+    first, second = departures(cache)
+    assert first != second
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    assert departures(cache) == [second, first, second]
+    cache.reset()
+    ids = torch.randint(2, 97, (3, 40), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        for block in ids.split([39, 1], dim=1):
+            model(block, **{CACHE: cache})
+    assert all(left_at in (None, 39, 40) for row in departures(cache) for left_at in row)
+
+
+def test_a_pattern_is_named(make_llama):
+    cache, _ = read(make_llama(), {"policy": "strided", "sink": 1})
+    names = {cache.explain(0, 0, position).protected_by for position in range(44)}
+    assert "pattern" in names and "pinned" not in names
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -113,6 +113,8 @@ def test_taking_slots_in_their_order_changes_nothing(make_llama, kept_sets, dtyp
         logits, expected = (model(token, past_key_values=c).logits for c in (in_order, searched))
         torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-4)
     assert counts[0] == 50 and counts[9] == 59 and counts[-1] is None
+    if change in ("none", "sequences are chosen"):
+        assert counts[10] == 60
     assert kept_sets(in_order) == kept_sets(searched)
     in_order.check_integrity()
 

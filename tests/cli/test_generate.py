@@ -386,9 +386,9 @@ def test_layer_budgets_are_read_from_a_measured_file(
     record = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
     assert record["layer_budgets"] == factors
     for content, message in (
-        ("no", "is not a JSON list"),
+        ("no", "must be auto, even or factors in JSON"),
         ("{}", "layer_budgets must be non-negative with mean 1"),
-        ('["much"]', "is not a JSON list"),
+        ('["much"]', "must be auto, even or factors in JSON"),
         ("[1, 1, 1]", "has 3 factors"),
     ):
         out.write_text(content)

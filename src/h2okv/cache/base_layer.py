@@ -107,6 +107,8 @@ class BaseLayer(CacheLayerMixin):
 
     def _forget(self) -> None:
         self.num_columns = 0
+        if self.departures is not None:
+            self.departures = Departures()
         vars(self).pop("state", None)
         self.is_cast = self.has_inner_padding = False
         self.counts_padding: bool | None = None  # whether the model's positions do, if known
@@ -279,8 +281,9 @@ class BaseLayer(CacheLayerMixin):
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self.state = self.state.index_select(indices)
-        if self.log is not None:
-            self.log.select(indices)
+        for record in (self.log, self.departures):
+            if record is not None:
+                record.select(indices)
 
     def move(self, device: torch.device) -> None:
         """Move the state to a device; mutates the layer."""

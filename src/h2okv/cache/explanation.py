@@ -19,7 +19,8 @@ class Explanation:
     is_cached: bool
     """Whether the head still caches it."""
     protected_by: str | None = None
-    """``"sink"``, ``"recent"`` or ``"pinned"``, of an entry that no cut evicts."""
+    """``"sink"``, ``"recent"``, ``"pinned"``, or ``"pattern"`` of a policy that keeps places; of an
+    entry that a cut now does not evict."""
     score: float | None = None
     """What the policy ranks: the attention received, as ``scoring`` counts it."""
     rank: int | None = None
@@ -72,6 +73,10 @@ class Departures:
         is_gone = ~is_cached[..., :length] & (torch.arange(length) < seen) & (left_at == 0)
         self.left_at = torch.where(is_gone, seen.to(torch.int32), left_at)
 
+    def select(self, indices: Tensor) -> None:
+        """Follow `SlotState.index_select` with int64 indices; mutates the object."""
+        self.left_at = self.left_at[indices.cpu()]
+
     def of(self, sequence: int, head: int, position: int) -> int | None:
         """Return the tokens read when a token left a head; ``None`` where that is not known."""
         if position >= self.left_at.shape[2]:
@@ -103,7 +108,7 @@ def standing(
     if protected[index]:
         name = "sink" if position < budget.sink else "recent"
     elif is_pinned[index]:
-        name = "pinned"
+        name = "pattern" if budget.num_static else "pinned"
     is_fixed = (positions >= 0) & (protected | is_pinned)
     is_ranked = (positions >= 0) & ~is_fixed
     ranked, ages = ranks[is_ranked], positions[is_ranked]

@@ -783,7 +783,6 @@ class H2OCache(Cache):
         """Record from now on when tokens leave, for `explain`; mutates the cache.
 
         Costs a copy of the positions to the CPU in each step and layer; steps are not compiled.
-        Changing the sequences of the batch (beam search) makes the record wrong.
         """
         for layer in self._scored:
             layer.departures = Departures()

@@ -244,7 +244,7 @@ class SlotState(Slots):
         return self.known_lengths
 
     def totals(self) -> tuple[tuple[int, ...], ...]:
-        """Return K of each sequence, and of each head where they differ; may wait likewise."""
+        """Return K of each sequence, or of each of its heads; may wait for the device."""
         if self.known_totals is None:
             self.known_totals = tuple(map(tuple, self.total.squeeze(-1).tolist()))
         return self.known_totals

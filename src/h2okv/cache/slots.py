@@ -306,9 +306,10 @@ class SlotPlan:
 
         A step that does not use it must call `drop_tail`. Mutates the plan.
         """
-        if self.looks_for_tail:
+        is_replaced = self.tail is not None and not self.tail.is_of(state)  # by beam search, say
+        if self.looks_for_tail or is_replaced:
             self.tail, self.looks_for_tail = self._find_tail(state), False
-        return self.tail if self.tail is not None and self.tail.fits(state) else None
+        return self.tail if self.tail is not None and self.tail.steps > 0 else None
 
     def drop_tail(self) -> None:
         """Forget the tail, as a step takes other slots; mutates the plan."""

@@ -166,7 +166,7 @@ class Experiment(Strict):
         return tuple(configs.values())
 
     def _configs_of(self, text: str) -> Iterator[CacheConfig]:
-        """Return the caches of an entry: its own, or one for each budget."""
+        """Return the caches of an entry: one, or one for each budget."""
         named = cache_spec.parse(text)
         has_budget = "budget" in named or named.get("policy") == FULL
         if not has_budget and not self.budgets:

@@ -13,7 +13,6 @@ from h2okv.ops.decode import Slots, StepRules, decode_with_scores
 # Slots by which the products of a step grow, in dtypes of fewer bits than fp32: each new shape
 # costs their library more than the product itself.
 _SHAPE_STEP = 64
-attend_without_scores = torch.nn.functional.scaled_dot_product_attention
 
 
 @dataclass
@@ -34,10 +33,11 @@ class Tail:
 
     @classmethod
     def of(cls, slots: Slots) -> Tail | None:
-        """Look for the tail of unpacked slots whose scores behind the entries are 0; a host sync.
+        """Look for the tail of unpacked slots; waits for the device.
 
         Returns:
-            ``None`` where a head does not have its entries in its first slots.
+            ``None`` where a head does not have its entries in its first slots. Steps that add
+            their probabilities need scores of 0 in the slots behind them.
         """
         batch, rows, num_slots = slots.positions.shape
         index = torch.arange(num_slots, device=slots.positions.device)
@@ -56,9 +56,9 @@ class Tail:
         end = first if first == last and rows == free.shape[1] else None
         return cls(slots.positions, steps, flat, end)
 
-    def fits(self, slots: Slots) -> bool:
+    def is_of(self, slots: Slots) -> bool:
         """Tell whether the slots still have the tensors of which this is the tail."""
-        return self.steps > 0 and slots.positions is self.positions
+        return slots.positions is self.positions
 
     def bias_of(self, slots: Slots, query: Tensor) -> Tensor:
         """Return the bias for queries ``[B, HQ, 1, D]``; mutates the tail."""
@@ -146,7 +146,9 @@ def append_step(
             bias = bias.narrow(-1, 0, end)
         # The query heads of a row as several tokens, which all see the same slots.
         rows = query.reshape(*keys.shape[:2], -1, query.shape[-1])
-        output = attend_without_scores(rows, keys, values, bias, scale=rules.scale)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            rows, keys, values, bias, scale=rules.scale
+        )
         output = output.reshape(*query.shape[:3], -1)
     tail.advance(slots)
     return output
