@@ -327,8 +327,8 @@ def test_another_thread_may_look_at_a_cache_while_drafts_are_verified(model, mon
     check_alike(cache, plain)
 
 
-def test_steps_after_drafts_are_ready_for_the_compiler_and_deferred(model):
-    """Recording keeps both off, and copies the scores of every step."""
+def test_steps_after_drafts_are_ready_for_the_compiler(model):
+    """Recording keeps it off, and copies the scores of every step."""
     cache = new_cache(model)
     text = generate(model, prompt(), cache, **LOOKUP)
     assert cache.prepare_step()

@@ -92,7 +92,6 @@ class Request:
         return layer.attend(query, key, value, None, SIZE**-0.5)[0].transpose(0, 1)
 
     def check_state(self, layer: StateLayer) -> None:
-        self.cache.layers[LAYER].end_steps()
         state = self.cache.layers[LAYER].state
         index = torch.tensor([self.block])
         stored = layer._copies(index, torch.tensor([self.seen]))

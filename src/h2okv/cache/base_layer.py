@@ -130,15 +130,11 @@ class BaseLayer(CacheLayerMixin):
         """Note how the model rotates this layer's keys, if it does; mutates the layer."""
         self.rotations.learn(rotation)
 
-    def end_steps(self) -> None:
-        """End the decode steps that layers have left to the last one; mutates them."""
-
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled, without what was learned of the model.
 
         The model's weights are compared when it goes on.
         """
-        self.end_steps()
         return {
             **vars(self),
             "rotations": Rotations(self.rotations.rolls, self.rotations.looks_ahead),
@@ -154,7 +150,6 @@ class BaseLayer(CacheLayerMixin):
                 self.state = self.state.map(Tensor.clone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseLayer:
-        self.end_steps()
         duplicate = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
             vars(duplicate)[name] = copy.deepcopy(value, memo)
@@ -326,7 +321,6 @@ class BaseLayer(CacheLayerMixin):
         Raises:
             ValueError: if fewer tokens were recorded since the last crop.
         """
-        self.end_steps()
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes 0 or minus a number of tokens, got {tokens_to_remove}.")
         if self.log is not None:

@@ -20,7 +20,6 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from h2okv.cache import support, validation
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.checkpoint import load_cache, save_cache
-from h2okv.cache.deferred_steps import DeferredSteps
 from h2okv.cache.drafting import Drafting, end_recording
 from h2okv.cache.explanation import Departures, Explanation
 from h2okv.cache.forward import Forward
@@ -231,7 +230,6 @@ class H2OCache(Cache):
             self._last_updated.require_attention()
         layer = self.layers[layer_idx]
         if layer is self._scored[0]:
-            layer.end_steps()  # of a forward that did not reach the last layer
             layer.forward.begin()
             if not torch.compiler.is_compiling():
                 self._end_drafting()
@@ -477,14 +475,12 @@ class H2OCache(Cache):
         self._connect_layers()
 
     def _connect_layers(self) -> None:
-        """Let layers share what is learned of a model, and end their steps together."""
+        """Let layers share what is learned of a model, and one look at their numbers."""
         rotations: list[Rotation] = []
-        deferred, forward = DeferredSteps(), Forward()
+        forward = Forward()
         for layer in self._scored:
             layer.share_forward(forward)
             layer.rotations.shared_rotations = rotations
-        for layer in self._slot_layers:
-            layer.deferred = deferred
         self._scored[0].begins_forward = self._scored[-1].ends_forward = True
 
     @property

@@ -357,7 +357,6 @@ class SlotPool:
             The entries that these have evicted. Mutates the slots.
         """
         for layer in self.slot_layers:
-            layer.end_steps()
             assert layer.log is not None
             layer.log.take_back(layer, [len(layer.log) - count for count in accepted])
             layer.log = None
