@@ -100,15 +100,14 @@ class H2OCache(Cache):
         options_of_best = (cache.policy, cache.sink, cache.scoring) == resolve_policy(BEST)
         self._is_best = policy == BEST or options_of_best
         self.evict_every = cache.evict_every if self.rule.evicts else None
-        self.prefill_chunk = self.evict_every or cache.prefill_chunk
         self.kv_bits = cache.kv_bits
         config = support.config_of(config)
         self.config = config
         support.check_model(config)
         window = support.context_window(config)
-        self.position_rule = PositionRule(cache.positions, self.prefill_chunk, window)
+        self.position_rule = PositionRule(cache.positions, self.evict_every, window)
         support.check_positions(config, cache.positions, self.rule)
-        support.check_rule(self.rule, self.position_rule, simulate, cache.evict_every)
+        support.check_rule(self.rule, self.position_rule, simulate)
         layer_class = MaskedLayer if simulate else SlotLayer
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
@@ -117,7 +116,9 @@ class H2OCache(Cache):
         transforms = support.measured_keys(model, cache)
         self._lacks_model = model is config and support.transforms_keys(cache, config)
         alike = self.rule, self.position_rule, cache.kv_bits
-        spans = Spans(self.evict_every) if (self.evict_every or 1) > 1 else None
+        # A rule that looks at each query or block by itself is cut into blocks, and no more.
+        has_spans = (self.evict_every or 1) > 1 and self.rule.scores_spans
+        spans = Spans(self.evict_every or 1) if has_spans else None
         for number, index in enumerate(full_layers):
             budget, head_budgets = cache.layer_budget(number), cache.head_budgets(number)
             layers[index] = layer_class(index, budget, *alike, head_budgets, spans)
@@ -321,8 +322,8 @@ class H2OCache(Cache):
 
     @property
     def read_chunk(self) -> int | None:
-        """Tokens of a prompt that a forward may bring: `prefill_chunk`, or ``None`` for all."""
-        return self.prefill_chunk if continues_prompts(self) else None
+        """Tokens of a prompt that a forward may bring: `evict_every`, or ``None`` for all."""
+        return self.cache_config.evict_every if continues_prompts(self) else None
 
     def _check_goes_on(self, length: int) -> None:
         """Refuse to go on after half a forward; warn of fractions of a first part alone."""
@@ -344,7 +345,7 @@ class H2OCache(Cache):
                 f"{self!r}: fractions were taken of the first forward's "
                 f"{seen} tokens, and {length} more follow it at once. If "
                 "they belong to one prompt (prefill_chunk_size), call cache.expect(its length) "
-                "first, or use H2OCache(prefill_chunk=...) or a budget in tokens.",
+                "first, or use H2OCache(evict_every=...) or a budget in tokens.",
                 stacklevel=2,
             )
 

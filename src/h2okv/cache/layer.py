@@ -119,7 +119,7 @@ class CacheLayer(BaseLayer):
         return self._split_prompt(block)
 
     def _split_prompt(self, block: Block) -> Iterable[Block] | None:
-        chunk = self.position_rule.prefill_chunk
+        chunk = self.position_rule.evict_every
         phases = self.spans.phases(self.state) if self.spans and block.length > 1 else []
         if chunk is None or block.length + max(phases, default=0) <= chunk:
             return None

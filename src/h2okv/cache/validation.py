@@ -201,7 +201,7 @@ def check_mask(layer: Any, attention_mask: Tensor) -> None:
 
 def check_window(layer: Any, length: int) -> None:
     """Refuses a block whose ranks would go past the positions that the model was trained on."""
-    window, chunk = layer.position_rule.window, layer.position_rule.prefill_chunk
+    window, chunk = layer.position_rule.window, layer.position_rule.evict_every
     if window is None:
         return
     budget = max(tokens.total for tokens in layer.state.budgets)
@@ -223,7 +223,7 @@ def check_window(layer: Any, length: int) -> None:
         raise ValueError(
             f"positions='rolling' cannot place a block of {block} tokens after {num_cached} "
             f"entries in the model's window of {window}; give "
-            f"H2OCache(prefill_chunk={window - budget}) or less."
+            f"H2OCache(evict_every={window - budget}) or less."
         )
 
 

@@ -204,10 +204,7 @@ def choose_caches(
                 " the prompt (--budget 10%), heavy+recent (--budget 32+10%), or full"
             )
         check_names(base["policy"], base.get("scoring"), usual.simulated)
-        options = dict(usual.options)
-        if base.keys() & {"prefill_chunk", "evict_every"}:
-            options.pop("prefill_chunk", None)
-        config = CacheConfig(**({"budget": amount} | options | base))
+        config = CacheConfig(**({"budget": amount} | dict(usual.options) | base))
         choices.setdefault(repr(config.identity()), Choice(config, frozenset(base)))
     return list(choices.values())
 

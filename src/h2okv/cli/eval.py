@@ -155,7 +155,7 @@ def needle(
 
 @args.subcommand(eval_app, "perplexity")
 def perplexity(
-    trial: Trial = trial_options("10%,20%,50%,full", prefill_chunk=64),
+    trial: Trial = trial_options("10%,20%,50%,full", evict_every=64),
     text: Path | None = TEXT,
     length: int = option(1024, "Tokens of a window.", read=readers.least),
     windows: int | None = option(None, "Use the first windows only.", read=readers.least),
@@ -408,7 +408,7 @@ def sweep(
     only: Typed = option(None, "Comma-separated: tasks to run.", read=readers.names),
     limit: int | None = LIMIT,
     batch_size: int | None = option(None, "Prompts at a time.", "--batch"),
-    cache: str = option("", "Options for each cache of the file: chunk=512."),
+    cache: str = option("", "Options for each cache of the file: every=64."),
     as_json: bool = JSON,
 ) -> int:
     from h2okv.evaluation.runner import Run

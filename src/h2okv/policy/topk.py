@@ -12,7 +12,7 @@ class TopK(Rule):
 
     It needs all of the cache at every step and saves no memory: only with ``simulate=True``. Every
     query head chooses for itself, by its attention over the full cache. As in the frame, a block's
-    own tokens are always seen, so ``prefill_chunk=1`` is the paper's protocol.
+    own tokens are always seen, so ``evict_every=1`` is the paper's protocol.
     """
 
     name = "topk"
