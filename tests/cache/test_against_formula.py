@@ -21,7 +21,7 @@ from h2okv.integration.key_transforms import transforms_of_model
 HEADS = 4
 DEFAULTS = {
     "heavy": 6, "recent": 4, "sink": 0, "policy": "h2o", "scoring": "sum", "decay": None,
-    "positions": "original", "prefill_chunk": None, "evict_every": None, "min_tokens": 0,
+    "positions": "original", "evict_every": None, "min_tokens": 0,
     "kv_bits": None, "layer_budgets": None, "simulate": False, "pins": (),
 }  # fmt: skip
 WITHOUT_SCORES = ("recent", "sink_recent", "strided", "fixed", "keydiff", "snapkv")
@@ -38,8 +38,7 @@ CHOICES = {
         ("value_norm", 0.9), ("expected", None),
     ],
     "positions": ["rolling"],
-    "prefill_chunk": [1, 2, 5, 16],
-    "evict_every": [1, 2, 6, 16],
+    "evict_every": [1, 2, 5, 6, 16],
     "min_tokens": [3],
     "kv_bits": [8, 6, 4],
     "from_config": [True],
@@ -65,9 +64,7 @@ def compatible(drawn, kv_heads):
     if policy in ("full", "keydiff", "snapkv"):
         options["positions"] = "original"
     if policy == "snapkv":
-        options["prefill_chunk"] = options["evict_every"] = None
-    if options["evict_every"]:
-        options["prefill_chunk"] = None
+        options["evict_every"] = None
     # Of a second layer's keys rounding would decide more codes than could be compared.
     layers = 1 if options["kv_bits"] else 2
     may_have_none = options["recent"] == 0 or "min_tokens" in drawn  # which raises no part of 0

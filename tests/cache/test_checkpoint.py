@@ -49,7 +49,7 @@ def saved(model, tmp_path, batch=1, **options):
     "options",
     [
         {},
-        {"positions": "rolling", "prefill_chunk": 16},
+        {"positions": "rolling", "evict_every": 16},
         {"policy": "random", "seed": 7},
         {"policy": "full"},
         {"sink": 3, "simulate": True},

@@ -39,7 +39,7 @@ OPTIONS = [
     {"scoring": "last"}, {"scoring": "value_norm"}, {"scoring": "expected", "sink": 4},
     {"kv_bits": 8}, {"kv_bits": 4}, {"positions": "rolling"}, {"layer_budgets": BY_HEAD},
     {"evict_every": 8}, {"evict_every": 8, "scoring": "expected", "layer_budgets": BY_HEAD},
-    {"prefill_chunk": 3}, {"policy": "snapkv"}, {"policy": "full"}, {"simulate": True},
+    {"evict_every": 3}, {"policy": "snapkv"}, {"policy": "full"}, {"simulate": True},
 ]  # fmt: skip
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 LOOKUP = {"prompt_lookup_num_tokens": 3}

@@ -76,7 +76,7 @@ def test_rolling_holds_nothing_of_a_forward(make_llama):
 
 
 @pytest.mark.parametrize("method", ["next_turn", "prefill"])
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 8}, {"positions": "rolling"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"evict_every": 8}, {"positions": "rolling"}], ids=str)
 def test_a_turn_after_a_padded_prompt(model, options, method):
     ids, mask = padded()
     more = tokens(6, rows=2, seed=1)
@@ -286,7 +286,7 @@ def test_an_interruption_within_a_layer_is_noticed(make_llama, monkeypatch, chun
     """Of a single layer, whose counts of forwards tell nothing."""
     model = make_llama(layers=1)
     ids = torch.randint(2, 97, (1, 30), generator=torch.Generator().manual_seed(4))
-    cache = h2okv.H2OCache(model.config, 4, 4, prefill_chunk=chunk)
+    cache = h2okv.H2OCache(model.config, 4, 4, evict_every=chunk)
     h2okv.prefill(model, ids, cache)
     calls, keep = [], cache_layer.choose
 

@@ -10,7 +10,7 @@ from h2okv.ops.compaction import NO_HEAD, share_slots
 FACTORS = ((0.25, 1.75), (1.5, 0.5), (0.0, 2.0))
 OPTIONS = [
     {},
-    {"sink": 2, "prefill_chunk": 16},
+    {"sink": 2, "evict_every": 16},
     {"scoring": "decay"},
     {"scoring": "expected", "sink": 4},
     {"policy": "heavy", "scoring": "value_norm", "decay": 0.9},

@@ -75,7 +75,7 @@ def test_a_step_equals_attention_to_the_rounded_keys(softcap, has_sinks, groups)
 @given(
     options=st.sampled_from([
         {}, {"scoring": "value_norm"}, {"scoring": "expected", "sink": 2}, {"policy": "keydiff"},
-        {"policy": "recent"}, {"policy": "full"}, {"prefill_chunk": 5}, {"evict_every": 6},
+        {"policy": "recent"}, {"policy": "full"}, {"evict_every": 5}, {"evict_every": 6},
         {"scoring": "expected", "evict_every": 4}, {"layer_budgets": BY_HEAD},
         {"positions": "rolling"}, {"positions": "rolling", "scoring": "expected"},
         {"layer_budgets": BY_HEAD, "scoring": "expected"},

@@ -111,7 +111,7 @@ def test_dropping_equals_masking(
             sink,
             policy=policy,
             positions=positions,
-            prefill_chunk=chunk,
+            evict_every=chunk,
             simulate=simulate,
             seed=seed if policy == "random" else 0,
         )
@@ -139,7 +139,7 @@ def test_padded_row_equals_the_row_alone(
     make_llama, kept_sets, policy, pads, fraction, holes, positions, chunk, seed
 ):
     positions, chunk = fitting(policy, positions, chunk)
-    options = {"policy": policy, "positions": positions, "prefill_chunk": chunk}
+    options = {"policy": policy, "positions": positions, "evict_every": chunk}
     model = make_llama(seed=seed)
     blocks = [30, 1, 1, 1, 5, 1, 1]
     heavy, recent = (0.2, 0.2) if fraction else (4, 5)
@@ -180,7 +180,7 @@ def test_token_by_token_is_algorithm_1(make_llama, kept_sets, blocks, chunk):
     """The paper's Algorithm 1, written down once more in plain Python for one layer."""
     model = make_llama(layers=1, kv_heads=4)
     input_ids = tokens(7, 1, 30)
-    cache = h2okv.H2OCache(model.config, heavy=3, recent=4, prefill_chunk=chunk)
+    cache = h2okv.H2OCache(model.config, heavy=3, recent=4, evict_every=chunk)
     attention = model.model.layers[0].self_attn
     run(model, cache, input_ids, torch.ones_like(input_ids), blocks)
     with torch.no_grad():

@@ -74,7 +74,7 @@ def test_pins_stay_and_dropping_equals_masking(
             policy=policy,
             scoring=scoring if rule.uses_scores and not decides_once else "sum",
             positions="rolling" if rolls and can_roll else "original",
-            prefill_chunk=None if decides_once else chunk,
+            evict_every=None if decides_once else chunk,
             simulate=simulate,
         )  # fmt: skip
         cache.pin(SPANS)
@@ -93,7 +93,7 @@ def test_pins_stay_and_dropping_equals_masking(
 
 def test_a_padded_row_equals_the_row_alone(make_llama, kept_sets):
     model, input_ids = make_llama(), tokens(1, 2, 40)
-    options, blocks = {"prefill_chunk": 7}, [30, *[1] * 10]
+    options, blocks = {"evict_every": 7}, [30, *[1] * 10]
     together = h2okv.H2OCache(model.config, 6, 4, **options)
     together.pin(SPANS)
     run(model, together, input_ids, blocks, (8, 0))

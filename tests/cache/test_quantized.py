@@ -51,7 +51,7 @@ def test_dropping_equals_masking(
     for simulate in (False, True):
         cache = h2okv.H2OCache(
             model.config, *budget, sink, policy=policy, positions=positions, scoring=scoring,
-            prefill_chunk=chunk, simulate=simulate, seed=seed if policy == "random" else 0,
+            evict_every=chunk, simulate=simulate, seed=seed if policy == "random" else 0,
             kv_bits=bits,
         )  # fmt: skip
         logits = run(model, cache, input_ids, mask, blocks)
@@ -146,7 +146,7 @@ def test_rules_that_look_at_values_or_keys_see_them_rounded(
         model, results = make_llama(layers=1, seed=seed), []
         for simulate in (False, True):
             cache, _ = read(
-                model, ids, [40, 1, 3], simulate=simulate, kv_bits=bits, prefill_chunk=chunk,
+                model, ids, [40, 1, 3], simulate=simulate, kv_bits=bits, evict_every=chunk,
                 **options,
             )  # fmt: skip
             results.append((kept_sets(cache), held_scores(cache, 0, 0)))
@@ -193,7 +193,7 @@ def test_a_single_token_of_a_padded_block_is_what_it_is_alone(
 def test_a_pinned_prompt_in_single_tokens_is_rounded_alike(make_llama, kept_sets, bits):
     model, ids, results = make_llama(layers=1).double(), tokens(5, 1, 30), []
     for simulate in (False, True):
-        cache = h2okv.H2OCache(model.config, 8, 4, kv_bits=bits, simulate=simulate, prefill_chunk=1)
+        cache = h2okv.H2OCache(model.config, 8, 4, kv_bits=bits, simulate=simulate, evict_every=1)
         cache.pin([(3, 9)])
         logits = run(model, cache, ids, torch.ones_like(ids), [30])
         results.append((kept_sets(cache), logits))

@@ -34,9 +34,7 @@ def test_a_million_tokens_in_bf16_are_as_precise_as_a_short_text(make_llama, fre
     precise.set_attn_implementation("eager")
     rough = copy.deepcopy(model)
     rough.set_attn_implementation("eager")
-    cache = h2okv.H2OCache(
-        model.config, heavy=24, recent=24, positions="rolling", prefill_chunk=440
-    )
+    cache = h2okv.H2OCache(model.config, heavy=24, recent=24, positions="rolling", evict_every=440)
     total = 1_000_000
     ids = tokens(total + 8)
     h2okv.prefill(model, ids[:, :total], cache)
@@ -64,7 +62,7 @@ def test_blocks_inside_a_forward_are_blocks_fed_by_hand(make_llama, kept_sets, p
     ids = tokens(100, batch=2)
     results = []
     for chunk, blocks in ((16, [100]), (None, [16] * 6 + [4]), (16, [40, 60])):
-        cache = h2okv.H2OCache(model.config, 6, 6, positions=positions, prefill_chunk=chunk)
+        cache = h2okv.H2OCache(model.config, 6, 6, positions=positions, evict_every=chunk)
         logits = [model(block, past_key_values=cache).logits for block in ids.split(blocks, dim=1)]
         results.append((torch.cat(logits, dim=1), kept_sets(cache)))
     assert results[0][1] == results[1][1]
@@ -83,7 +81,7 @@ def test_a_block_never_sees_more_than_the_budget_and_itself(make_llama, monkeypa
 
     monkeypatch.setattr(dispatch, "blockwise_attention_with_scores", spy)
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 5, 5, prefill_chunk=8)
+    cache = h2okv.H2OCache(model.config, 5, 5, evict_every=8)
     h2okv.prefill(model, tokens(200), cache)
     assert max(seen) <= 10 + 1 + 8
     assert cache.num_cached_tokens == 10
@@ -92,7 +90,7 @@ def test_a_block_never_sees_more_than_the_budget_and_itself(make_llama, monkeypa
 @torch.no_grad()
 def test_prefill_takes_fractions_of_the_whole_prompt(make_llama):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 0.1, 0.1, prefill_chunk=10)
+    cache = h2okv.H2OCache(model.config, 0.1, 0.1, evict_every=10)
     assert h2okv.prefill(model, tokens(100), cache).shape == (1, 97)
     assert cache.num_cached_tokens == 20
 
@@ -104,7 +102,7 @@ def test_prefill_of_a_padded_batch_is_each_row_alone(make_llama, attention):
     ids = tokens(60, batch=2)
     mask = torch.ones_like(ids)
     mask[0, :23] = 0
-    options = {"positions": "rolling", "prefill_chunk": 7}
+    options = {"positions": "rolling", "evict_every": 7}
     together = h2okv.H2OCache(model.config, 6, 6, **options)
     logits = h2okv.prefill(model, ids, together, mask)
     alone = h2okv.H2OCache(model.config, 6, 6, **options)
@@ -176,7 +174,7 @@ def test_a_row_that_waits_for_a_longer_one_loses_no_rank(make_llama, chunk, ops)
     mask[1, :-2] = 0
 
     def run(ids, mask):
-        cache = h2okv.H2OCache(model.config, 4, 3, positions="rolling", prefill_chunk=chunk)
+        cache = h2okv.H2OCache(model.config, 4, 3, positions="rolling", evict_every=chunk)
         logits = []
         for step in range(9):
             position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -199,7 +197,7 @@ def test_a_row_that_waits_for_a_longer_one_loses_no_rank(make_llama, chunk, ops)
 @torch.no_grad()
 def test_far_past_the_window_it_stays_finite_and_whole(make_llama):
     model = make_llama()  # window 512
-    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", prefill_chunk=64)
+    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", evict_every=64)
     logits = h2okv.prefill(model, tokens(3000), cache)
     output = model.generate(
         torch.cat([tokens(3000), logits.argmax(-1, keepdim=True)], dim=1),
@@ -214,10 +212,10 @@ def test_far_past_the_window_it_stays_finite_and_whole(make_llama):
 def test_what_does_not_fit_the_window_is_refused(make_llama):
     model = make_llama()
     cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling")
-    with pytest.raises(ValueError, match=r"block of 600 tokens.*512.*prefill_chunk=472"):
+    with pytest.raises(ValueError, match=r"block of 600 tokens.*512.*evict_every=472"):
         model(tokens(600), past_key_values=cache)
-    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", prefill_chunk=500)
-    with pytest.raises(ValueError, match="prefill_chunk=472"):
+    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", evict_every=500)
+    with pytest.raises(ValueError, match="evict_every=472"):
         model(tokens(600), past_key_values=cache)
     cache = h2okv.H2OCache(model.config, 300, 300, positions="rolling")
     with pytest.raises(ValueError, match="budget of 600 tokens leaves no room"):
@@ -242,7 +240,7 @@ def test_a_refused_turn_loses_nothing(make_llama):
 def test_a_refused_prompt_leaves_an_empty_cache(make_llama):
     model = make_llama()
     used, new = (h2okv.H2OCache(model.config, 0.1, 0.1, positions="rolling") for _ in range(2))
-    with pytest.raises(ValueError, match="prefill_chunk"):
+    with pytest.raises(ValueError, match="evict_every"):
         model(tokens(600), past_key_values=used)
     logits = [model(tokens(90, batch=2), past_key_values=cache).logits for cache in (used, new)]
     assert torch.equal(*logits)
@@ -255,9 +253,9 @@ def test_a_refused_prompt_leaves_an_empty_cache(make_llama):
         ({"positions": "rolled"}, "positions='rolled' is unknown; choose one of original"),
         ({"positions": "rolling", "policy": "full"}, "policy='full' evicts nothing"),
         ({"positions": "clamped"}, "no learned positions to stop at"),
-        ({"prefill_chunk": 0}, "prefill_chunk=0 is not a number of tokens"),
-        ({"prefill_chunk": 0.5}, "prefill_chunk=0.5 is not a number of tokens"),
-        ({"prefill_chunk": True}, "prefill_chunk=True is not a number of tokens"),
+        ({"evict_every": 0}, "evict_every=0 is not a number of tokens"),
+        ({"evict_every": 0.5}, "evict_every=0.5 is not a number of tokens"),
+        ({"evict_every": True}, "evict_every=True is not a number of tokens"),
     ],
 )
 def test_bad_options_are_refused(make_llama, options, message):
@@ -269,7 +267,7 @@ def test_bad_options_are_refused(make_llama, options, message):
 def test_after_a_reset_another_model_may_use_the_cache(make_llama):
     other = make_llama(rope_parameters={"rope_type": "default", "rope_theta": 50.0})
     used, new = (
-        h2okv.H2OCache(other.config, 6, 6, positions="rolling", prefill_chunk=9) for _ in range(2)
+        h2okv.H2OCache(other.config, 6, 6, positions="rolling", evict_every=9) for _ in range(2)
     )
     make_llama()(tokens(40), past_key_values=used)
     used.reset()
@@ -312,7 +310,7 @@ def test_dynamic_scaling_is_not_moved_by_what_else_the_model_reads(make_llama):
     model = type(model)(model.config).eval()
     ids, logits = tokens(100), []
     for others in (False, True):
-        cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling", prefill_chunk=10)
+        cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling", evict_every=10)
         h2okv.prefill(model, ids[:, :20], cache)
         with h2okv.enable(model):
             for at in range(20, 100):
@@ -349,14 +347,14 @@ def test_learned_positions_stop_at_the_last_one(kind):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
     ids = tokens(100)
-    cache = h2okv.H2OCache(config, 6, 6, positions="clamped", prefill_chunk=16)
+    cache = h2okv.H2OCache(config, 6, 6, positions="clamped", evict_every=16)
     with pytest.raises(ValueError, match="call h2okv.enable"):
         model(ids[:, :9], past_key_values=cache)
     cache.reset()
     logits = h2okv.prefill(model, ids, cache)
     # The same with a model whose table of positions is longer and repeats its last row.
     longer = _with_longer_table(model, 40, 100)
-    plain = h2okv.H2OCache(longer.config, 6, 6, prefill_chunk=16)
+    plain = h2okv.H2OCache(longer.config, 6, 6, evict_every=16)
     torch.testing.assert_close(logits, h2okv.prefill(longer, ids, plain))
     with h2okv.enable(model):
         text = model.generate(
@@ -449,7 +447,7 @@ def test_layers_share_the_rotations_of_a_forward(make_llama, monkeypatch):
         rope.Rotation, "moved", lambda *args: computed.append(args[1]) or move(*args)
     )
     model = make_llama(layers=3)
-    cache = h2okv.H2OCache(model.config, 6, 6, scoring="expected", prefill_chunk=10)
+    cache = h2okv.H2OCache(model.config, 6, 6, scoring="expected", evict_every=10)
     with h2okv.enable(model):
         h2okv.prefill(model, tokens(30), cache)
     positions = [list(range(start, start + 10)) for start in (0, 10, 20)]

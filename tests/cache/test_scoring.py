@@ -90,7 +90,7 @@ def test_dropping_equals_masking(
             model.config, heavy, recent, sink,
             policy=policy,
             positions="original" if policy == "full" else positions,
-            prefill_chunk=chunk,
+            evict_every=chunk,
             simulate=simulate,
             **options_of(scoring, decay),
         )  # fmt: skip
@@ -117,7 +117,7 @@ def test_dropping_equals_masking(
 def test_padded_row_equals_the_row_alone(
     make_llama, kept_sets, scoring, pads, fraction, holes, chunk, simulate, seed
 ):
-    options = {**options_of(scoring, 0.8), "prefill_chunk": chunk, "simulate": simulate}
+    options = {**options_of(scoring, 0.8), "evict_every": chunk, "simulate": simulate}
     model = make_llama(seed=seed)
     blocks = [30, 1, 1, 5, 1]
     heavy, recent = (0.2, 0.2) if fraction else (4, 5)
@@ -179,7 +179,7 @@ def test_token_by_token_is_algorithm_1_with_other_scores(
     decay, model = 0.85, make_llama(layers=1, kv_heads=2)
     input_ids = tokens(7, 1, 36)
     query, key, value = first_layer(model, input_ids)
-    cache = h2okv.H2OCache(model.config, 3, 4, prefill_chunk=chunk, **options_of(scoring, decay))
+    cache = h2okv.H2OCache(model.config, 3, 4, evict_every=chunk, **options_of(scoring, decay))
     run(model, cache, input_ids, torch.ones_like(input_ids), blocks)
     for head in range(2):
         stored: list[int] = []

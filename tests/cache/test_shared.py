@@ -174,7 +174,7 @@ def test_sliding_window_layers_are_copied_to_every_cache():
 @pytest.mark.parametrize(
     "config",
     [
-        CacheConfig("h2o", prefill_chunk=8),
+        CacheConfig("h2o", evict_every=8),
         CacheConfig("h2o", positions="rolling"),
         CacheConfig("h2o", evict_every=8),
     ],
@@ -189,7 +189,7 @@ def test_read_together_reads_configs_that_cannot_share_alone(make_llama, monkeyp
     prefill = h2okv.prefill
     monkeypatch.setattr(h2okv, "prefill", lambda *args: read.append(args[2]) or prefill(*args))
     configs = [
-        CacheConfig("h2o"), CacheConfig("h2o", prefill_chunk=8), CacheConfig("recent"),
+        CacheConfig("h2o"), CacheConfig("h2o", evict_every=8), CacheConfig("recent"),
         CacheConfig("h2o", positions="rolling"),
     ]  # fmt: skip
     caches = [make_cache(config, model.config, 0) for config in configs]

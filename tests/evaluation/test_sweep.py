@@ -59,8 +59,8 @@ def test_options_of_a_cache_reach_it(tmp_path):
     labels = ["h2o:5%+15%,bits=4", "h2o:20%,scoring=mean", "best:20%", "h2o:64"]
     assert [config.label for config in experiment.configs] == labels
     assert experiment.configs[0].heavy == 0.05 and experiment.configs[0].min_tokens == 0
-    *placed, _ = experiment.with_options("positions=rolling,chunk=64")
-    assert [(config.positions, config.prefill_chunk) for config in placed] == [("rolling", 64)] * 3
+    *placed, _ = experiment.with_options("positions=rolling,every=64")
+    assert [(config.positions, config.evict_every) for config in placed] == [("rolling", 64)] * 3
 
 
 def test_entries_of_one_label_are_the_same_cache(tmp_path):

@@ -222,7 +222,7 @@ def test_a_type_that_forgets_reads_prompts_whole_and_keeps_no_states(tokenizer):
 def test_a_type_that_forgets_refuses_a_block_after_a_state_and_reads_chunks_at_once(tokenizer):
     model, (prompt,) = model_of("jamba"), prompts_of([33])
     ids, outputs = torch.tensor([prompt]), []
-    for options in ({"prefill_chunk": 8}, {"evict_every": 8}):
+    for options in ({"evict_every": 8}, {"evict_every": 1}):
         expected = alone(model, prompt, 6, **options)  # one forward
         cache = h2okv.H2OCache(model.config, **BUDGET, **options)
         h2okv.prefill(model, ids[:, :-1], cache)  # blocks where a model can continue them

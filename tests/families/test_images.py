@@ -18,7 +18,7 @@ BATCH = [[5, "image", 7, "image", 4], [3, "image", 2]]
 BUDGET = {"heavy": 6, "recent": 4, "sink": 1}
 CUTS = {
     "one block": {},
-    "chunks": {"prefill_chunk": 8},
+    "chunks": {"evict_every": 8},
     "spans": {"evict_every": 8},
     "expected": {"evict_every": 8, "scoring": "expected"},
 }

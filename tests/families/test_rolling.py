@@ -47,7 +47,7 @@ def test_entries_sit_at_their_ranks(variant):
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         ids = tokens(2, LENGTH + 2)
         cache = h2okv.H2OCache(
-            config, 0, RECENT, SINK, policy="sink_recent", positions="rolling", prefill_chunk=CHUNK
+            config, 0, RECENT, SINK, policy="sink_recent", positions="rolling", evict_every=CHUNK
         )
         with h2okv.enable(model):
             block = model(ids[:, :LENGTH], past_key_values=cache).logits[:, -CHUNK:]
@@ -73,7 +73,7 @@ def test_dropping_gives_what_masking_gives(variant):
     results = []
     for simulate in (False, True):
         cache = h2okv.H2OCache(
-            model.config, 4, 4, positions="rolling", prefill_chunk=9, simulate=simulate
+            model.config, 4, 4, positions="rolling", evict_every=9, simulate=simulate
         )
         logits = []
         with h2okv.enable(model):

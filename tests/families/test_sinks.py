@@ -34,7 +34,7 @@ OPTIONS = [
     {"scoring": "decay"},
     {"policy": "snapkv"},
     {"kv_bits": 8},
-    {"prefill_chunk": 7},
+    {"evict_every": 7},
     {"positions": "rolling"},
     {"layer_budgets": [[0.5, 1.5], [1.25, 0.75]]},
 ]

@@ -72,7 +72,7 @@ def test_error_is_no_larger_than_that_of_sdpa(models, name, dtype, scope):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"positions": "rolling"}, {"prefill_chunk": 9}, {"kv_bits": 8}, {"scoring": "value_norm"}],
+    [{}, {"positions": "rolling"}, {"evict_every": 9}, {"kv_bits": 8}, {"scoring": "value_norm"}],
     ids=str,
 )
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
@@ -123,7 +123,7 @@ def test_generate(models, budget, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"positions": "rolling", "sink": 2}, {"prefill_chunk": 9}, {"kv_bits": 4},
+    [{}, {"positions": "rolling", "sink": 2}, {"evict_every": 9}, {"kv_bits": 4},
      {"scoring": "decay"}, {"scoring": "value_norm"}, {"scoring": "mean"}, {"policy": "random"},
      {"simulate": True}, {"policy": "snapkv"}],
     ids=str,

@@ -63,7 +63,7 @@ def test_a_small_budget_gives_what_masking_gives(
     ids, mask = _padded() if is_padded else (_prompt(), None)
     rules = SMALL | {
         "positions": positions,
-        "prefill_chunk": 16 if positions == "rolling" else None,
+        "evict_every": 16 if positions == "rolling" else None,
     }
     dropping = h2okv.H2OCache(model.config, **rules)
     masking = h2okv.H2OCache(model.config, **rules, simulate=True)
@@ -257,7 +257,7 @@ def test_a_cache_goes_on_after_drafts(make_llama):
     assert all(torch.equal(*pair) for pair in zip(*texts, strict=True))
 
 
-PAD_INSIDE = [{}, {"prefill_chunk": 8}, {"evict_every": 8}, {"positions": "rolling"}]
+PAD_INSIDE = [{}, {"evict_every": 8}, {"positions": "rolling"}]
 
 
 @pytest.mark.parametrize("options", PAD_INSIDE, ids=str)

@@ -126,7 +126,7 @@ def test_a_mask_of_any_width_equals_sdpa(models, family, pattern, padding):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"simulate": True}, {"positions": "rolling"}, {"prefill_chunk": 3}, {"kv_bits": 8},
+    [{}, {"simulate": True}, {"positions": "rolling"}, {"evict_every": 3}, {"kv_bits": 8},
      {"scoring": "expected"}, {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}],
     ids=str,
 )  # fmt: skip
@@ -238,7 +238,7 @@ def test_prefill_takes_only_a_mask_of_the_full_text(models, is_padded, chunk):
     model, mask = models["llama"], real_tokens("left" if is_padded else "none")
     expected = reference(model, mask, "turns").split(mask[:, :34].sum(dim=1).tolist())
     expected = torch.stack([logits[-1] for logits in expected])  # of the last token of a turn
-    cache = h2okv.H2OCache(model.config, **BIG | {"prefill_chunk": chunk})
+    cache = h2okv.H2OCache(model.config, **BIG | {"evict_every": chunk})
     h2okv.prefill(model, tokens()[:, :LENGTH], cache, mask[:, :LENGTH])
     turn = tokens()[:, LENGTH:34]
     for columns in (mask[:, :35], mask[:, LENGTH:34], mask[:, :33], mask[0, :34], mask[:2, :34]):
@@ -251,7 +251,7 @@ def test_prefill_takes_only_a_mask_of_the_full_text(models, is_padded, chunk):
 
 @pytest.mark.parametrize("width", ["exact", "+1 ones", "+many ones"])
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(1, 2)])
-@pytest.mark.parametrize("options", [BIG, SMALL | {"prefill_chunk": 4}], ids=["big", "chunks"])
+@pytest.mark.parametrize("options", [BIG, SMALL | {"evict_every": 4}], ids=["big", "chunks"])
 def test_padded_batches_of_the_recipe(models, width, rows, options):
     """Check that a padded row in a batch alone is cut into chunks by its tokens, too."""
     model, mask = models["llama"], real_tokens("all")

@@ -32,7 +32,7 @@ def offloaded(request, make_llama, tmp_path):
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 8}, {"positions": "rolling"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"evict_every": 8}, {"positions": "rolling"}], ids=str)
 def test_prefill_of_an_offloaded_model(make_llama, offloaded, options):
     ids, mask, logits = tokens(rows=2), torch.ones(2, 40, dtype=torch.long), []
     padded = mask.clone()
@@ -86,7 +86,7 @@ FACTORS = [[0.5, 1.5], [1.5, 0.5]]
     "options",
     [{}, SMALL, {"positions": "rolling"}, {"kv_bits": 4}, {"scoring": "value_norm"},
      {"scoring": "expected"}, {"policy": "full"}, {"policy": "snapkv", **SMALL},
-     {"policy": "keydiff"}, {"prefill_chunk": 16}, {"layer_budgets": FACTORS}],
+     {"policy": "keydiff"}, {"evict_every": 16}, {"layer_budgets": FACTORS}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

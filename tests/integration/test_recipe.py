@@ -98,7 +98,7 @@ def test_a_padded_batch_in_blocks_is_each_row_alone(model, heavy):
     mask = torch.ones_like(ids)
     mask[0, :13] = 0
     options = {"custom_generate": str(h2okv.recipe_path()), "trust_remote_code": True}
-    options |= {"heavy": heavy, "recent": heavy, "prefill_chunk": 8, "positions": "rolling"}
+    options |= {"heavy": heavy, "recent": heavy, "evict_every": 8, "positions": "rolling"}
     options |= {"max_new_tokens": 12, "do_sample": False}
     together = model.generate(ids, attention_mask=mask, **options)
     alone = model.generate(ids[:1, 13:], attention_mask=mask[:1, 13:], **options)

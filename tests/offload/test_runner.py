@@ -46,7 +46,7 @@ def model(make_llama):
         {"policy": "full"},
         {"positions": "rolling", "heavy": 6, "recent": 4},
         {"positions": "rolling"},
-        {"prefill_chunk": 5, "sink": 1},
+        {"evict_every": 5, "sink": 1},
     ],
     ids=["fractions", "tokens", "budget of one", "full", "rolling", "rolling shares", "chunks"],
 )

@@ -52,7 +52,7 @@ def test_dropping_equals_masking_whatever_is_stored(make_llama, kept_sets, optio
     input_ids = torch.randint(2, 97, (2, 40), generator=torch.Generator().manual_seed(5))
     for simulate in (False, True):
         cache = h2okv.H2OCache(
-            model.config, 8, 4, policy="keydiff", simulate=simulate, prefill_chunk=16, **options
+            model.config, 8, 4, policy="keydiff", simulate=simulate, evict_every=16, **options
         )
         with h2okv.enable(model):
             output = model.generate(

@@ -41,7 +41,7 @@ def test_dropping_equals_masking(make_llama, kept_sets, rule, chunk):
     tokens, caches = [], []
     for simulate in (False, True):
         cache = h2okv.H2OCache(
-            model.config, 6, 4, policy=rule, prefill_chunk=chunk, simulate=simulate
+            model.config, 6, 4, policy=rule, evict_every=chunk, simulate=simulate
         )
         tokens.append(model.generate(ids, past_key_values=cache, do_sample=False, **options))
         caches.append(cache)

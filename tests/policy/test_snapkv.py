@@ -112,7 +112,7 @@ def test_neighbours_are_positions_wherever_they_lie():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefill_chunk": 16}, "needs it as one block; leave out prefill_chunk=16"),
+        ({"evict_every": 16}, "needs it as one block; leave out evict_every=16"),
         ({"positions": "rolling"}, "keeps every token after the prompt"),
         ({"scoring": "decay"}, "counts the attention of its own window"),
     ],

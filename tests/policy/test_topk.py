@@ -61,7 +61,7 @@ def accumulated(query, key, blocks, sink, heavy, chosen):
 def test_each_query_sees_its_own(make_llama, first_layer, policy, budget, kv_heads, blocks, chunk):
     model, ids = make_llama(layers=1, kv_heads=kv_heads), tokens(40)
     cache = h2okv.H2OCache(
-        model.config, 4, 3, budget[0], policy=policy, prefill_chunk=chunk, simulate=True
+        model.config, 4, 3, budget[0], policy=policy, evict_every=chunk, simulate=True
     )
     read(model, cache, ids, torch.ones_like(ids), blocks)
     cache.check_integrity()

@@ -177,9 +177,9 @@ def test_half_precision_requests(dtype, scoring):
 
 
 @pytest.mark.parametrize("scoring", ["decay", "expected"])
-def test_a_prompt_in_chunks_is_a_cache_with_prefill_chunk(scoring):
+def test_a_prompt_in_chunks_is_a_cache_with_evict_every(scoring):
     config, chunk = config_of(scoring=scoring), 7
-    in_chunks = config_of(scoring=scoring, prefill_chunk=chunk)
+    in_chunks = config_of(scoring=scoring, evict_every=chunk)
     pool, layer = make_layer(config)
     reference, request = (Request(in_chunks, 40, 3, torch.float32) for _ in range(2))
     expected = reference.expected(*reference.next(36))

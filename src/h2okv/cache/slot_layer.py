@@ -239,7 +239,7 @@ class SlotLayer(CacheLayer):
         # A compiled step would be compiled again for each number.
         if block.real is not None or torch.compiler.is_compiling() or self.device.type != "cpu":
             return None
-        lengths, protected = set(self.state.lengths()), set(self.slots.protected)
+        lengths, protected = set(self.state.known_lengths or ()), set(self.slots.protected)
         if len(lengths) != 1 or len(protected) != 1 or self.rule.sees is Sees.WINDOW:
             return None
         sink, recent = protected.pop()
