@@ -45,8 +45,6 @@ POLICIES = (
     "fixed", "fixed_heavy", "snapkv", "keydiff", BEST,
 )  # fmt: skip
 """Policies that drop entries; listed here because the registry imports torch."""
-PER_QUERY = ("topk", "topk_heavy")
-"""Policies that choose entries again for every query, from a cache that keeps all of them."""
 SCORED = ("h2o", "heavy", "strided_heavy", "fixed_heavy")
 """The members of `POLICIES` that use accumulated attention; `BEST` sets its own scoring."""
 KV_BITS = {8: (8, 8), 6: (8, 4), 4: (4, 4)}  # bits of keys and of values, by their mean

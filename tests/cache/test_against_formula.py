@@ -14,6 +14,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 from naive_h2o import NaiveH2O, NearTieError
+from oracle import cache_of
 
 import h2okv
 from h2okv.integration.key_transforms import transforms_of_model
@@ -22,7 +23,7 @@ HEADS = 4
 DEFAULTS = {
     "heavy": 6, "recent": 4, "sink": 0, "policy": "h2o", "scoring": "sum", "decay": None,
     "positions": "original", "evict_every": None, "min_tokens": 0,
-    "kv_bits": None, "layer_budgets": None, "simulate": False, "pins": (),
+    "kv_bits": None, "layer_budgets": None, "masks": False, "pins": (),
 }  # fmt: skip
 WITHOUT_SCORES = ("recent", "sink_recent", "strided", "fixed", "keydiff", "snapkv")
 BUDGETS = [(2, 1), (9, 0), (0, 5), (1, 8), (0.2, 0.1), (0.3, 0.3), (0.5, 4), (5, 0.25), (40, 40)]
@@ -45,7 +46,7 @@ CHOICES = {
     "by_layer": [(0.5, 1.5), (1.25, 0.75), (0.0, 2.0)],
     # Of one layer's heads, which the other layer has the other way round.
     "by_head": [(0.5, 1.5, 1.0, 1.0), (1.5, 0.5, 0.0, 2.0), (0.25, 1.75, 1, 1)],
-    "simulate": [True],
+    "masks": [True],
     "pins": [((3, 5),), ((1, 2), (6, 8))],
     "learned_sinks": [True],
 }  # fmt: skip
@@ -157,7 +158,7 @@ def agrees(make_llama, tmp_path_factory, values, kv_heads, *, pads, prompt, even
         options, transforms,
     )  # fmt: skip
     given_options = {name: value for name, value in options.items() if name != "pins"}
-    cache = h2okv.H2OCache(source, **given_options)
+    cache = cache_of(source, **given_options)
     cache.pin(options["pins"])
     generator = torch.Generator().manual_seed(seed)
     sequences = [naive.begin() for _ in pads]

@@ -15,6 +15,7 @@ from h2okv.evaluation.model import (
     make_cache,
     resolve_config,
 )
+from h2okv.masking import MaskedCache
 
 
 def budget(amount, **options):
@@ -41,8 +42,8 @@ def test_options_other_than_defaults_are_in_the_label():
 
 
 def test_top_k_is_masked_because_it_cannot_drop(subject):
-    assert make_cache(budget(0.2, policy="topk"), subject.config).simulate
-    assert not make_cache(budget(0.2), subject.config).simulate
+    kinds = [make_cache(budget(0.2, policy=p), subject.config) for p in ("topk", "h2o")]
+    assert [isinstance(cache, MaskedCache) for cache in kinds] == [True, False]
 
 
 def test_rolling_positions_are_read_in_blocks(subject):

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import cache_of
 
 import h2okv
 from h2okv import config
 from h2okv.config import TokenBudget
-from h2okv.policy import Sees, get_rule
+from h2okv.masking import PER_QUERY
+from h2okv.policy import get_rule
 
 
 class Oldest(h2okv.Policy):
@@ -36,8 +38,8 @@ def policy(request):
 
 
 def generate(model, policy, batch=1, length=40, **options):
-    options.setdefault("simulate", get_rule(policy).sees is Sees.EACH_QUERY)
-    cache = h2okv.H2OCache(model.config, heavy=5, recent=5, policy=policy, **options)
+    options.setdefault("masks", name_of(policy) in PER_QUERY)
+    cache = cache_of(model.config, heavy=5, recent=5, policy=policy, **options)
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(2, 97, (batch, length), generator=generator)
     output = model.generate(
@@ -60,7 +62,7 @@ def test_generates_within_the_budget(make_llama, policy):
 def test_equals_the_simulation(make_llama, kept_sets, policy):
     model = make_llama()
     tokens, cache = generate(model, policy)
-    simulated_tokens, simulation = generate(model, policy, simulate=True)
+    simulated_tokens, simulation = generate(model, policy, masks=True)
     assert torch.equal(tokens, simulated_tokens)
     assert kept_sets(cache) == kept_sets(simulation)
 
@@ -85,7 +87,7 @@ def test_priority_is_elementwise_over_rows(policy):
 
 
 def read_prompt(model, policy, **options):
-    cache = h2okv.H2OCache(model.config, policy=policy, **options)
+    cache = cache_of(model.config, policy=policy, **options)
     with torch.no_grad():
         model(torch.arange(2, 42)[None], past_key_values=cache)
     positions = cache.kept_positions(0)[0]
@@ -103,7 +105,7 @@ def test_sinks_stay_whatever_the_policy(make_llama, policy):
         "heavy": 4,
         "recent": 4,
         "sink": 3,
-        "simulate": get_rule(policy).sees is Sees.EACH_QUERY,
+        "masks": name_of(policy) in PER_QUERY,
     }
     for head in read_prompt(make_llama(), policy, **options)[0]:
         assert head >= {0, 1, 2}
@@ -179,7 +181,7 @@ def test_random_is_uniform():
 
 def test_unknown_policy_names_the_nearest(make_llama):
     with pytest.raises(ValueError, match="policy 'h20' is unknown; did you mean h2o"):
-        h2okv.H2OCache(make_llama().config, policy="h20")
+        cache_of(make_llama().config, policy="h20")
 
 
 def test_a_registered_policy_has_a_name_of_its_own():

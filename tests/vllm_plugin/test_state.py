@@ -178,14 +178,13 @@ def test_half_precision_requests(dtype, scoring):
 
 @pytest.mark.parametrize("scoring", ["decay", "expected"])
 def test_a_prompt_in_chunks_is_a_cache_with_evict_every(scoring):
-    config, chunk = config_of(scoring=scoring), 7
-    in_chunks = config_of(scoring=scoring, evict_every=chunk)
-    pool, layer = make_layer(config)
+    in_chunks = config_of(scoring=scoring, evict_every=7)
+    pool, layer = make_layer(in_chunks)
     reference, request = (Request(in_chunks, 40, 3, torch.float32) for _ in range(2))
     expected = reference.expected(*reference.next(36))
     request.block, outputs = 2, []
     while request.seen < 36:
-        count = tokens_to_run(request.seen, 20, 36, in_chunks)
+        count = tokens_to_run(request.seen, min(20, 36 - request.seen), 36, in_chunks)
         outputs.append(run_batch(layer, pool, [(request, count)]))
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-4)
     request.check_state(layer)

@@ -35,6 +35,7 @@ from h2okv.config import CacheConfig, Positions
 from h2okv.console import check_least
 from h2okv.engine.memory import available_bytes
 from h2okv.integration.attention import ATTENTION_NAME
+from h2okv.masking import MaskedCache
 from h2okv.offload.profile import Clock
 from h2okv.records import Row, unknown_name
 
@@ -145,17 +146,19 @@ def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]
     is_half = model.dtype != torch.float32
     ids = prompt_ids(model, _BATCH, _PROMPT + _STEPS)
 
-    def logits(heavy: int | float, simulate: bool = False) -> tuple[torch.Tensor, h2okv.H2OCache]:
+    def logits(
+        heavy: int | float, kind: Any = h2okv.H2OCache
+    ) -> tuple[torch.Tensor, h2okv.H2OCache]:
         amounts = {"heavy": heavy, "recent": heavy, "min_tokens": 0}
-        cache = h2okv.H2OCache(model, **amounts, simulate=simulate, **options)
+        cache = kind(model, **amounts, **options)
         return _logits(model, ids, cache, ATTENTION_NAME), cache
 
     full = exact = _logits(model, ids, DynamicCache(config=model.config), "sdpa")
     if options.get("kv_bits") is not None:
-        full, _ = logits(_PROMPT, simulate=True)
+        full, _ = logits(_PROMPT, MaskedCache)
     uncut, _ = logits(_PROMPT)
     dropped, dropping = logits(0.1)
-    masked, masking = logits(0.1, simulate=True)
+    masked, masking = logits(0.1, MaskedCache)
     largest = full.abs().max()
     error = float((uncut - full).abs().max() / largest)
     drop_error = float((dropped - masked).abs().max() / largest)

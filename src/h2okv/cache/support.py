@@ -212,18 +212,13 @@ _EXCLUDES = {
 }
 
 
-def check_rule(rule: Rule, position_rule: PositionRule, simulate: bool) -> None:
+def check_rule(rule: Rule, position_rule: PositionRule) -> None:
     """Refuse options that contradict what a rule declares, and scorings that it ignores.
 
     Raises:
         ValueError: naming the policy, the option, the reason and a remedy.
     """
     name, evict_every = f"policy={rule.name!r}", position_rule.evict_every
-    if rule.sees is Sees.EACH_QUERY and not simulate:
-        raise ValueError(
-            f"{name} chooses for every query among all tokens, so nothing can be dropped; in "
-            "Python add simulate=True, which keeps the full cache and masks it."
-        )
     is_given = {
         "evict_every": evict_every is not None,
         "rolling": position_rule.rolls,
@@ -235,8 +230,7 @@ def check_rule(rule: Rule, position_rule: PositionRule, simulate: bool) -> None:
     for (sees, option), reason in _EXCLUDES.items():
         if rule.sees is sees and is_given[option]:
             raise ValueError(f"{name} {reason}; {shown[option]}, or use policy='h2o'.")
-    sees_each = rule.sees is Sees.EACH_QUERY  # as it masks, the blocks are cut alike
-    if (evict_every or 1) > 1 and not rule.scores_spans and not sees_each:
+    if (evict_every or 1) > 1 and not rule.scores_spans:
         raise ValueError(
             f"{name} looks at each query or block by itself, and evict_every={evict_every} must"
             " not depend on where a text is cut; leave it out, or use policy='h2o'."

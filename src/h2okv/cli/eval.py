@@ -99,7 +99,7 @@ def trial_options(
     draws: bool = False,  # whether the task has a seed, besides that of a policy that draws
     **options: Any,
 ) -> Any:
-    caches = args.cache_lists(budgets, policies, simulated=True, **options)
+    caches = args.cache_lists(budgets, policies, per_query=True, **options)
     fixed: dict[str, Any] = {} if draws else {"seed": 0}
     return args.Bundle(args.expand(partial(Trial, caches=caches, csv=csv, **fixed)))
 
@@ -455,7 +455,7 @@ def _check_harness(words: Sequence[str]) -> None:
     if "pretrained" in options:
         check_name(options["pretrained"])
     options |= cache_spec.parse(options["cache"]) if "cache" in options else {}
-    args.check_names(options.get("policy", "h2o"), options.get("scoring"), simulated=True)
+    args.check_names(options.get("policy", "h2o"), options.get("scoring"), per_query=True)
 
 
 def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, Evaluation]:

@@ -30,7 +30,8 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import input_device
 from h2okv.integration.layer_budgets import with_measured_budgets
-from h2okv.policy import Sees, get_rule
+from h2okv.masking import PER_QUERY, MaskedCache
+from h2okv.policy import Sees
 from h2okv.provenance import fingerprint
 
 _ROLLING_SPAN = 64
@@ -51,9 +52,9 @@ def make_cache(
 ) -> H2OCache:
     """Make an empty cache; masked instead of evicting if each query chooses its own entries."""
     # An entry cannot be dropped while another query may still choose it.
-    simulate = get_rule(config.policy).sees is Sees.EACH_QUERY
+    kind = MaskedCache if config.policy in PER_QUERY else H2OCache
     resolved = resolve_config(config, config_of(model)).seeded(seed)
-    return H2OCache.from_config(model, resolved, simulate=simulate)
+    return kind.from_config(model, resolved)
 
 
 @dataclass(eq=False)

@@ -32,6 +32,7 @@ from h2okv.evaluation.tasks.generation import Diversity, Summarization
 from h2okv.evaluation.tasks.harness import HarnessTask
 from h2okv.evaluation.tasks.perplexity import Perplexity
 from h2okv.evaluation.tasks.recall import COMPRESSIONS, NeedleTask, Recall
+from h2okv.masking import PER_QUERY
 from h2okv.policy import get_rule
 from h2okv.records import read_text_file, unknown_name
 
@@ -173,7 +174,8 @@ class Experiment(Strict):
             raise ValueError(f"{text!r} has no budget; give one, as {text}:20%, or budgets: [20%]")
         for budget in [None] if has_budget else self.budgets:
             config = CacheConfig.from_spec(text, budget=budget, min_tokens=0)
-            get_rule(config.policy)
+            if config.policy not in PER_QUERY:
+                get_rule(config.policy)
             yield config
 
     def with_options(self, text: str) -> tuple[CacheConfig, ...]:

@@ -20,7 +20,6 @@ class Sees(Enum):
     WINDOW = "the attention of the prompt's last queries, once"
     KEYS = "the entries' keys"
     QUERIES = "the block's queries, keys and values"
-    EACH_QUERY = "the attention of each query, at every step"
 
 
 @dataclass

@@ -60,7 +60,7 @@ def rule_of(config: CacheConfig) -> Rule:
 def _check_cache(config: CacheConfig) -> None:
     rule = rule_of(config)
     cuts: Any = config.evict_every
-    check_rule(rule, PositionRule(config.positions, cuts), False)
+    check_rule(rule, PositionRule(config.positions, cuts))
     if not rule.is_bounded:
         raise ValueError(
             f"h2okv: policy={config.policy!r} keeps more with every token, and a request's block "

@@ -28,6 +28,7 @@ from h2okv.evaluation.model import make_cache
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.integration.enable import enable, input_device
 from h2okv.integration.loading import drop_stored_modes
+from h2okv.masking import PER_QUERY
 from h2okv.policy import get_rule
 from h2okv.provenance import fingerprint
 
@@ -64,7 +65,8 @@ def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
         settings = parse(settings.pop("cache")) | settings
     config = CacheConfig.from_dict(settings)
     # Refuse what the cache would refuse before a model's weights are loaded.
-    get_rule(config.policy, config.seed, config.scoring, config.decay)
+    if config.policy not in PER_QUERY:
+        get_rule(config.policy, config.seed, config.scoring, config.decay)
     rule: Any = PositionRule
     rule(config.positions, config.evict_every)
     if protocol is None:  # blocks of one token are the paper's

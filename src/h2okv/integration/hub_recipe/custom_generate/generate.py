@@ -17,7 +17,7 @@ def generate(model: Any, past_key_values: Any = None, cache: Any = None, **kwarg
         past_key_values: an ``H2OCache`` to continue with (mutated); a new one if ``None``.
         cache: the same, by its name in transformers since 5.24.
         **kwargs: arguments of ``generate``, and the options of a new ``H2OCache``: ``heavy``,
-            ``recent``, ``simulate`` and all others.
+            ``recent`` and all others.
 
     Returns:
         The result of ``model.generate``.
