@@ -27,8 +27,8 @@ def test_the_full_cache_holds_everything(build):
 @pytest.mark.parametrize("chunk", [None, 32])
 def test_h2o_holds_its_budget_of_the_whole_prompt(build, chunk):
     runner = run(build(), H2O, chunk=chunk)
-    held = 20 if chunk is None else 20 + runner.cache.num_seen_tokens % chunk
-    assert runner.cache.num_cached_tokens == held
+    expected = 20 if chunk is None else 20 + runner.cache.num_seen_tokens % chunk
+    assert runner.cache.num_cached_tokens == expected
     assert runner.cache.num_seen_tokens == CONTEXT + 3
     if chunk is None:
         assert runner.nbytes == runner.cache.nbytes == BATCH * 21 * (ENTRY + 2 * 2 * 8)

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import h2okv
 
-POLICIES = h2okv.policy_names(dropping=True)
+POLICIES = h2okv.policy_names()
 
 
 def fitting(policy, positions, chunk):

@@ -14,7 +14,7 @@ from h2okv.policy.scoring import power
 SPANS = ((3, 6), (9, 11))
 PINNED = {3, 4, 5, 9, 10}
 POLICIES = [
-    name for name in h2okv.policy_names(dropping=True)
+    name for name in h2okv.policy_names()
     if name not in ("full", "recent", "sink_recent", "strided", "fixed")
 ]  # fmt: skip
 

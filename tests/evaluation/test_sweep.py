@@ -15,6 +15,7 @@ from h2okv.evaluation.sweep import (
     load_experiment,
     report,
 )
+from h2okv.masking import PER_QUERY
 
 
 def loaded(tmp_path, **overrides):
@@ -29,7 +30,7 @@ def test_bundled_experiments_can_be_built(name, shared, tmp_path):
     experiment = load_experiment(name)
     tasks = experiment.make_tasks(Surroundings(shared / "data" / "eval", tmp_path))
     assert len({task.label for task in tasks}) == len(tasks)
-    assert {config.policy for config in experiment.configs} <= set(h2okv.policy_names())
+    assert {config.policy for config in experiment.configs} <= {*h2okv.policy_names(), *PER_QUERY}
     labels = {task.label for task in tasks}
     for figure in experiment.published:
         label = figure.task if figure.shots is None else f"{figure.task}, shots {figure.shots}"

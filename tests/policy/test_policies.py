@@ -23,7 +23,7 @@ class Oldest(h2okv.Policy):
         return -positions.float()
 
 
-POLICIES = [*h2okv.policy_names(), Oldest()]
+POLICIES = [*h2okv.policy_names(), *PER_QUERY, Oldest()]
 KEEPS_MORE = {"full": 59, "snapkv": 29, "topk": 59, "topk_heavy": 59}
 """Entries after a prompt of 40 and 20 tokens, of which the last is never read, where not 10."""
 

@@ -117,8 +117,8 @@ class CacheRunner:
 
     def prefill(self, ids: torch.Tensor) -> None:
         """Read a prompt, int64 ``[B, T]``; timed."""
-        for part in ids.split(self.block or ids.shape[1], dim=1):
-            self.logits = self.forward(part)
+        for block in ids.split(self.block or ids.shape[1], dim=1):
+            self.logits = self.forward(block)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
