@@ -32,6 +32,10 @@ def name_of(policy):
     return policy if isinstance(policy, str) else policy.name
 
 
+def rule_of(policy):
+    return PER_QUERY[policy]() if name_of(policy) in PER_QUERY else get_rule(policy)
+
+
 @pytest.fixture(params=POLICIES, ids=name_of)
 def policy(request):
     return request.param
@@ -69,11 +73,11 @@ def test_equals_the_simulation(make_llama, kept_sets, policy):
 
 def test_allocates_the_whole_budget(policy):
     budget = TokenBudget(sink=2, heavy=5, recent=7)
-    assert get_rule(policy).allocate_budget(budget).total == budget.total
+    assert rule_of(policy).allocate_budget(budget).total == budget.total
 
 
 def test_priority_is_elementwise_over_rows(policy):
-    policy = get_rule(policy)
+    policy = rule_of(policy)
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(3, 2, 9, generator=generator)
     positions = torch.randint(0, 50, (3, 2, 9), generator=generator, dtype=torch.int32)
@@ -193,11 +197,11 @@ def test_a_registered_policy_has_a_name_of_its_own():
 
 
 def test_pages_and_messages_list_every_policy():
-    names = {*config.POLICIES, *config.PER_QUERY}
+    names = {*config.POLICIES, *PER_QUERY}
     root = Path(__file__).parents[2]
     table = (root / "docs" / "policies.md").read_text(encoding="utf-8").partition("\n## ")[0]
     rows = "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"`(\w+)`", rows)) == names
     with pytest.raises(ValueError, match="policy 'h20' is unknown") as refused:
         get_rule("h20")
-    assert names <= set(re.findall(r"\w+", str(refused.value).partition("choose from")[2]))
+    assert {*config.POLICIES} <= set(re.findall(r"\w+", str(refused.value).partition("choose from")[2]))
