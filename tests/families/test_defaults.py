@@ -23,7 +23,6 @@ import h2okv
 from h2okv.assets import bundled_model_path
 from h2okv.cache.latent import absorb
 from h2okv.cache.layer import AHEAD
-from h2okv.ops.attention import mean_queries
 
 LENGTH = 12
 BUDGET = {"policy": "best", "heavy": 6, "recent": 4}
@@ -76,12 +75,12 @@ def test_queries_are_reevaluated_where_the_model_itself_puts_them(variant):
             order = cache.kept_positions(0)[0, 0].argsort()[-LENGTH:]
             key, value = key[:, :, order], value[:, :, order]
         sinks = options.get("s_aux")
-        query = mean_queries(query, key.shape[1])[0].unflatten(0, (key.shape[1], -1))
+        query = query[0].unflatten(0, (key.shape[1], -1))
         logits = query @ key[0, :, None].transpose(-1, -2) * options["scaling"]
         if softcap := options.get("softcap"):
             logits = softcap * (logits / softcap).tanh()
         if sinks is not None:
-            sinks = mean_queries(sinks[None], key.shape[1]).view(key.shape[1], -1, 1, 1)
+            sinks = sinks.view(key.shape[1], -1, 1, 1)
             logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1)
         norms = logits.softmax(-1)[..., :LENGTH].square().sum(dim=(1, 2)).sqrt()
         expected = norms * value[0].abs().sum(-1)

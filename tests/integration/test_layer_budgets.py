@@ -347,11 +347,3 @@ def test_threads_are_those_of_free_cores(model, monkeypatch, load, threads):
         assert seen == [threads] and torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-
-
-def test_factors_are_measured_with_every_query_head(model, monkeypatch):
-    """Caches take means of query heads; factors by means were worse (docs/results/quality.md)."""
-    ids = torch.tensor([layer_budgets.encode(*_text(model))[:400]])
-    measured = measure_layer_budgets(model, ids, by_head=True)
-    monkeypatch.setattr(CacheLayer, "heads_of_mean", 1)
-    assert measure_layer_budgets(model, ids, by_head=True) == measured

@@ -17,7 +17,7 @@ from h2okv.cache.rope import options_of_rotation
 from h2okv.cache.slot_state import is_cast, ordinary_tensors
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
-from h2okv.ops.attention import HEADS_OF_MEAN, expected_attention, mean_queries
+from h2okv.ops.attention import expected_attention, sampled_queries
 from h2okv.ops.choice import choose, protected_entries
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import BlockView, Sees
@@ -33,7 +33,6 @@ class CacheLayer(BaseLayer):
     # [HQ], one more logit in each head's normaliser, as the model's last forward passed them.
     sink_logits: Tensor | None = None
     is_late: Tensor | None = None  # of the block that is read (`Block.is_late`)
-    heads_of_mean = HEADS_OF_MEAN  # query heads that are re-evaluated as one
     # Called with the operation and its arguments in place of a block's attention.
     _shared_attention: Any = None
 
@@ -331,22 +330,20 @@ class CacheLayer(BaseLayer):
 
     def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
         """Re-evaluate a block's queries behind its end; fp32 ``[B, H, N]`` (`BlockView`)."""
-        query, keys, real = block.query, entries.attended_key, block.real
-        is_entry, rotations, sinks = entries.is_entry, self.rotations, self.sink_logits
-        if self.spans is None:  # which keeps means
-            query = mean_queries(query, keys.shape[1], self.heads_of_mean)
-        if sinks is not None:
-            heads = keys.shape[1], self.heads_of_mean
-            sinks = mean_queries(sinks.unsqueeze(0), *heads).squeeze(0)
+        query, keys, position_ids = block.query, entries.attended_key, block.position_ids
+        is_entry, rotations = entries.is_entry, self.rotations
+        real = sampled = sampled_queries(block.real, block.length)
+        if isinstance(sampled, slice):
+            query, real = query[:, :, sampled], None
+            position_ids = None if position_ids is None else position_ids[:, :, sampled]
         if rotations.rolling is not None:
             limit = keys.shape[2] if self.spans is not None else self._rank_limit(block.length)
             num_ranks = limit + AHEAD
             query = rotations.rolled_behind(query, keys, is_entry, num_ranks, AHEAD)
         elif rotations.text is not None:
-            assert block.position_ids is not None
-            position_ids = block.position_ids[:, 0, :, 0]
-            query = rotations.moved_behind(query, real, position_ids, AHEAD)
-        options = block.scale, block.softcap, sinks
+            assert position_ids is not None
+            query = rotations.moved_behind(query, real, position_ids[:, 0, :, 0], AHEAD)
+        options = block.scale, block.softcap, self.sink_logits
         return expected_attention(query, keys, is_entry, real, *options)
 
     @abstractmethod

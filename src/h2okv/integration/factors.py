@@ -331,9 +331,6 @@ class _Prompt:
     def read(cls, model: PreTrainedModel, input_ids: Tensor) -> _Prompt:
         cache = H2OCache(model.config, policy="full", scoring="expected")
         layers = {n: layer for n, layer in enumerate(cache.layers) if isinstance(layer, CacheLayer)}
-        for layer in layers.values():
-            # Factors by means are worse (docs/results/quality.md); this is done once for a model.
-            layer.heads_of_mean = 1
         prefill(model, input_ids, cache, torch.ones_like(input_ids))
         scores, weights, positions = {}, {}, {}
         for number, layer in layers.items():

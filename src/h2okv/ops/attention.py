@@ -385,42 +385,27 @@ def _unseen(rows: int, start: int, stop: int, window: int | None, device: torch.
 _kept_unseen = functools.lru_cache(maxsize=8)(_unseen)  # most tiles on the diagonal are alike
 
 
-# Query heads that expected attention averages; docs/results/quality.md has what others cost.
-HEADS_OF_MEAN = 4
+_QUERIES, _LARGEST_STRIDE = 64, 4
 
 
-def num_means(groups: int, max_heads: int = HEADS_OF_MEAN) -> int:
-    """Return the means that G query heads of a KV head have, each of at most `max_heads`."""
-    return -(-groups // max_heads)
+def sampled_queries(real: Tensor | None, length: int) -> Tensor | slice:
+    """Choose the queries of a block by which expected attention judges: every n-th, the last too.
 
-
-def mean_queries(states: Tensor, num_kv_heads: int, max_heads: int = HEADS_OF_MEAN) -> Tensor:
-    """Average the query heads of each KV head, a few at a time.
+    n grows by one with each 64 tokens of the block, up to 4 (docs/results/quality.md).
 
     Args:
-        states: queries ``[B, HQ, T, D]``, or anything else of each query head, ``[B, HQ, ...]``.
-        num_kv_heads: number H of KV heads.
-        max_heads: number of heads that one mean is of, at most.
+        real: bool ``[B, T]``, queries that are no padding; ``None`` if all are.
+        length: T.
 
     Returns:
-        ``[B, H * num_means(HQ / H, max_heads), ...]`` in the same dtype; computed in fp32 or wider.
+        The columns, or bool ``[B, T]`` if there is padding, which does not count.
     """
-    groups = states.shape[1] // num_kv_heads
-    if groups == 1 or max_heads == 1:
-        return states
-    count = num_means(groups, max_heads)
-    wide = torch.promote_types(states.dtype, torch.float32)
-    if states.shape[2:-1] == (1,) and groups % count == 0:  # a single token: one operation
-        means = states.unflatten(1, (-1, groups // count)).mean(dim=2, dtype=wide)
-        return means.to(states.dtype)
-    sets = states.unflatten(1, (num_kv_heads, groups)).tensor_split(count, dim=2)
-    means = states.new_empty(*sets[0].shape[:2], count, *states.shape[2:], dtype=wide)
-    for number, heads in enumerate(sets):
-        mean = means[:, :, number].copy_(heads[:, :, 0])
-        for head in heads.unbind(dim=2)[1:]:  # three times as fast as `Tensor.mean`
-            mean += head
-        mean /= heads.shape[2]
-    return means.flatten(1, 2).to(states.dtype)
+    if real is None:
+        stride = min(_LARGEST_STRIDE, max(1, -(-length // _QUERIES)))
+        return slice((length - 1) % stride, None, stride)
+    count = real.sum(dim=1, keepdim=True)
+    stride = (count + _QUERIES - 1).div(_QUERIES, rounding_mode="floor").clamp(1, _LARGEST_STRIDE)
+    return real & ((count - real.cumsum(dim=1)) % stride == 0)
 
 
 # Numbers of a tile of expected attention: on a CPU 2 MiB in fp32, which its cache holds.

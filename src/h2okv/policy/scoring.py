@@ -31,8 +31,7 @@ class BlockView:
     """
 
     query: Tensor
-    """``[B, HQ, T, D]``, rotated as the model does; with ``evict_every`` the means of
-    `attend_from_behind`."""
+    """``[B, HQ, T, D]``, rotated as the model does."""
     key: Tensor
     """``[B, H, N, D]``, likewise."""
     value: Tensor
