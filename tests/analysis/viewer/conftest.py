@@ -71,9 +71,9 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, condition):
-        """Wait until a JavaScript expression is true."""
+        """Wait until a JavaScript expression is true, or a promise of it."""
         deadline = time.monotonic() + TIMEOUT
-        while not self.run(f"Boolean({condition})"):
+        while not self.run(f"(async () => Boolean(await ({condition})))()"):
             assert time.monotonic() < deadline, f"not within {TIMEOUT} s: {condition}"
             time.sleep(0.05)
 
