@@ -16,8 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from h2okv.cache import H2OCache
-from h2okv.cache.layer import CacheLayer
+from h2okv.cache import CacheLayer, H2OCache
 from h2okv.cache.support import check_model, latent_sizes
 from h2okv.integration.attention import h2o_mask, plain_attention
 from h2okv.integration.enable import input_device

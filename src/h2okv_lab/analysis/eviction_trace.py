@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from h2okv.cache import H2OCache
-from h2okv.cache.argument import CACHE
+from h2okv.cache import CACHE, H2OCache
 from h2okv.config import TokenBudget
 from h2okv.integration.enable import enable, input_device
 from h2okv.policy import Rule

@@ -24,7 +24,7 @@ from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from transformers.utils import logging as transformers_logging
 
 import h2okv
-from h2okv.cache.argument import CACHE
+from h2okv.cache import CACHE
 from h2okv.config import CacheConfig
 from h2okv.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
 from h2okv.integration.attention import ATTENTION_NAME

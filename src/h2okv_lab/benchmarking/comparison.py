@@ -15,8 +15,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import h2okv
-from h2okv.cache.argument import CACHE
-from h2okv.cache.layer import CacheLayer
+from h2okv.cache import CACHE, CacheLayer
 from h2okv.cache.support import context_window
 from h2okv.config import CacheConfig, Positions
 from h2okv.console import check_least

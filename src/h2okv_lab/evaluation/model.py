@@ -18,8 +18,7 @@ from transformers import (
 )
 
 import h2okv
-from h2okv.cache import H2OCache
-from h2okv.cache.argument import CACHE
+from h2okv.cache import CACHE, H2OCache
 from h2okv.cache.shared import SharedPrefill, shares_prompt
 from h2okv.cache.support import config_of, context_window
 from h2okv.config import MEASURED, CacheConfig

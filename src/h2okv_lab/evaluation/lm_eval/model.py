@@ -14,7 +14,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from h2okv.cache.argument import CACHE
+from h2okv.cache import CACHE
 from h2okv.integration.enable import enable
 from h2okv.integration.layer_budgets import budgets_of_model
 from h2okv.integration.models import default_dtype, resolve_model

@@ -14,9 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 import h2okv.provenance
-from h2okv.cache import H2OCache
-from h2okv.cache.argument import CACHE
-from h2okv.cache.layer import CacheLayer
+from h2okv.cache import CACHE, CacheLayer, H2OCache
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.shared import SharedPrefill
 from h2okv.cache.support import check_model

@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from h2okv.cache import H2OCache
-from h2okv.cache.argument import CACHE
+from h2okv.cache import CACHE, H2OCache
 from h2okv.cache.shared import SharedPrefill
 from h2okv.config import CacheConfig
 from h2okv.console import check_least
