@@ -7,7 +7,7 @@ import h2okv
 # First: h2okv models pull smollm2
 model, tokenizer = h2okv.load(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 
-cache = h2okv.H2OCache(model, heavy=32, recent=32, positions="rolling", prefill_chunk=256)
+cache = h2okv.H2OCache(model, heavy=32, recent=32, positions="rolling", evict_every=256)
 messages, read, unread = [], 0, []
 for turn in ("What is the capital of France?", "And of Italy?", "Which of the two is larger?"):
     messages.append({"role": "user", "content": turn})

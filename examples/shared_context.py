@@ -14,7 +14,7 @@ question = f"{h2okv.sample_article()}\nWhat is this article about? Answer in one
 chat = [{"role": "user", "content": question}]
 context = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
 
-cache = h2okv.H2OCache(model, heavy=128, recent=128, positions="rolling", prefill_chunk=512)
+cache = h2okv.H2OCache(model, heavy=128, recent=128, positions="rolling", evict_every=512)
 h2okv.prefill(model, context.input_ids, cache)
 with tempfile.TemporaryDirectory() as folder:
     file = Path(folder) / "context.safetensors"

@@ -15,25 +15,23 @@ def test_fields_are_the_arguments_of_the_cache():
     expected = {
         name: parameter.default
         for name, parameter in arguments.items()
-        if name not in ("model", "budget", "simulate")
+        if name not in ("model", "budget")
     }
     assert {field.name: field.default for field in fields(CacheConfig)} == expected
 
 
-@pytest.mark.parametrize("cut", ["prefill_chunk", "evict_every"])
-def test_every_field_reaches_the_cache_and_the_text(make_llama, cut):
+def test_every_field_reaches_the_cache_and_the_text(make_llama):
     """List names and values explicitly: a new field must fail here first."""
     values = {
         "policy": "h2o", "heavy": 7, "recent": 6, "sink": 1, "scoring": "decay", "decay": 0.9,
-        "positions": "rolling", "prefill_chunk": None, "evict_every": None, "kv_bits": 8,
+        "positions": "rolling", "evict_every": 7, "kv_bits": 8,
         "max_tokens": 20, "min_tokens": 2, "seed": 0, "layer_budgets": None,
-        "measured": None, cut: 7,
+        "measured": None,
     }  # fmt: skip
     assert set(values) == {field.name for field in fields(CacheConfig)}
     config = CacheConfig(**values)
     assert H2OCache(make_llama().config, **values).cache_config == config
-    short = {"prefill_chunk": "chunk=7", "evict_every": "every=7"}[cut]
-    text = f"h2o:7+6,sink=1,scoring=decay:0.9,positions=rolling,{short},bits=8,min=2,max=20"
+    text = "h2o:7+6,sink=1,scoring=decay:0.9,positions=rolling,every=7,bits=8,min=2,max=20"
     assert config.spec == config.label == text and CacheConfig.from_spec(text) == config
     assert {"policy", "heavy", "recent", "decay", "measured", *OPTIONS.values()} == set(values)
 
@@ -42,8 +40,8 @@ def test_records_of_earlier_versions_stay_the_same():
     """Compare with the names of earlier versions; results with others would be recomputed."""
     written = CacheConfig(heavy=3, min_tokens=0).identity()
     assert list(written) == [
-        "policy", "heavy", "recent", "sink", "scoring", "decay", "positions", "prefill_chunk",
-        "kv_bits", "max_tokens", "seed",
+        "policy", "heavy", "recent", "sink", "scoring", "decay", "positions", "kv_bits",
+        "max_tokens", "seed",
     ]  # fmt: skip
     assert CacheConfig(heavy=3, min_tokens=2).identity() == written | {"min_tokens": 2}
 
@@ -261,8 +259,14 @@ def test_unusable_factors_are_refused_as_layer_budgets(make_llama, amounts, fact
         H2OCache(make_llama().config, *amounts, layer_budgets=factors, max_tokens=17)
 
 
-def test_a_config_that_says_where_prompts_are_cut_gets_no_other_chunk():
-    assert CacheConfig().in_blocks(64).prefill_chunk == 64
-    for cut in ({"prefill_chunk": 7}, {"evict_every": 7}):
-        config = CacheConfig(**cut)
-        assert config.block == 7 and config.in_blocks(64) is config
+def test_a_config_that_says_where_texts_are_cut_gets_no_other_cuts():
+    config = CacheConfig(evict_every=7)
+    assert CacheConfig().with_cuts(64).evict_every == 64 and config.with_cuts(64) is config
+
+
+def test_files_with_the_former_chunk_are_read_where_it_is_unset():
+    assert CacheConfig.from_dict({"heavy": 3, "prefill_chunk": None}).heavy == 3
+    with pytest.raises(ValueError, match="prefill_chunk.* did you mean evict_every"):
+        CacheConfig.from_dict({"heavy": 3, "prefill_chunk": 8})
+    with pytest.raises(ValueError, match="chunk is not an option; evict_every says where"):
+        CacheConfig.from_spec("h2o,chunk=8")

@@ -29,7 +29,7 @@ TEXTS = {
     "best:512,layers=even": CacheConfig("best", budget=512, layer_budgets="even"),
     "h2o,layers=[[0.5,1.5],[1,1]]": CacheConfig(layer_budgets=((0.5, 1.5), (1, 1))),
     "my.rules:Mine:10%": CacheConfig("my.rules:Mine", budget=0.1),
-    "every=0,chunk=8": CacheConfig(prefill_chunk=8),
+    "every=8": CacheConfig(evict_every=8),
 }
 
 
@@ -82,7 +82,7 @@ def configs(draw):
         "min_tokens": draw(st.sampled_from([None, 0, 7])),
         "max_tokens": draw(st.sampled_from([None, 20000])),
         "seed": draw(st.integers(0, 9)) if policy == "random" else 0,
-        draw(st.sampled_from(["prefill_chunk", "evict_every"])): draw(st.none() | st.just(9)),
+        "evict_every": draw(st.none() | st.just(9)),
     }  # fmt: skip
     if factors is not None:
         options["layer_budgets"] = factors

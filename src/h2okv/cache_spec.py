@@ -15,13 +15,13 @@ from typing import Any
 from h2okv.records import short_repr, unknown_name
 
 OPTIONS = {
-    "sink": "sink", "scoring": "scoring", "positions": "positions", "chunk": "prefill_chunk",
+    "sink": "sink", "scoring": "scoring", "positions": "positions",
     "every": "evict_every", "bits": "kv_bits", "layers": "layer_budgets", "min": "min_tokens",
     "max": "max_tokens", "seed": "seed",
 }  # fmt: skip
 """The options of a text, in the order in which they are printed, and the fields they set."""
 
-_ZERO_IS_NONE = ("chunk", "every", "bits", "max")
+_ZERO_IS_NONE = ("every", "bits", "max")
 _TEXTS = ("scoring", "positions", "layers")
 _ELSEWHERE = {
     "policy": "the text begins with it, as in h2o:512",
@@ -29,6 +29,9 @@ _ELSEWHERE = {
     "heavy": "give the budget as heavy+recent, as in h2o:64+64",
     "recent": "give the budget as heavy+recent, as in h2o:64+64",
     "heavy_fraction": "give the budget as heavy+recent, as in h2o:15%+5%",
+    **dict.fromkeys(
+        ("chunk", "prefill_chunk"), "evict_every says where texts are cut, as in every=64"
+    ),
     "decay": "it follows the scoring, as in scoring=decay:0.99",
 }
 _NAME = r"[A-Za-z_][\w.-]*(?::[A-Za-z_]\w*)?"  # a policy, or module:Class

@@ -23,6 +23,9 @@ _UNPRINTED = ("by-layer", "by-head")  # a user's factors in labels
 MEASURED: Literal["auto"] = "auto"  # layer budgets that are measured on the model
 EVEN: Literal["even"] = "even"
 _OF_POLICY: Literal["policy"] = "policy"  # `MEASURED` for `BEST`, `EVEN` for all others
+_FORMER = "prefill_chunk"  # a field of files of earlier versions
+SPAN = 256
+"""`evict_every` of servers, chats and long prompts in vLLM, unless the user says otherwise."""
 POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
 
 # 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
@@ -42,8 +45,6 @@ POLICIES = (
     "fixed", "fixed_heavy", "snapkv", "keydiff", BEST,
 )  # fmt: skip
 """Policies that drop entries; listed here because the registry imports torch."""
-PER_QUERY = ("topk", "topk_heavy")
-"""Policies that choose entries again for every query, from a cache that keeps all of them."""
 SCORED = ("h2o", "heavy", "strided_heavy", "fixed_heavy")
 """The members of `POLICIES` that use accumulated attention; `BEST` sets its own scoring."""
 KV_BITS = {8: (8, 8), 6: (8, 4), 4: (4, 4)}  # bits of keys and of values, by their mean
@@ -384,15 +385,12 @@ class CacheConfig:
             rotary positions reads and writes past its context window (H2O, section 5.3 and
             arXiv 2309.17453, section 3.2). ``"clamped"``: learned positions (OPT) stop at the
             last one, on a model that `h2okv.enable` was called with.
-        prefill_chunk: maximum number of tokens in a block. A longer input is read as several
-            blocks, with eviction after each, so that at most ``K + prefill_chunk`` entries are
-            attended to; 1 is Algorithm 1 of the paper from the first token on. ``None``: a prompt
-            is one block.
         evict_every: tokens of a sequence between two evictions, counted from its first token, in
             prompts and while decoding; nothing is evicted at other places. Up to
             ``K + evict_every`` entries are cached, and which ones depends on the text alone, not on
-            the forwards that brought it. 1 is Algorithm 1 of the paper. ``None``: evict once after
-            each block.
+            the forwards that brought it. A longer input is read in blocks that end there, so that
+            a prompt takes no more memory than these. 1 is Algorithm 1 of the paper. ``None``: evict
+            once after each block; a prompt is one.
         kv_bits: 8 or 4 bits for each number of keys and values, by groups of up to 64 with a scale
             and a low each; 6: keys in 8 bits and values in 4; ``None``: the model's dtype. What a
             block reads of itself is in full precision; it is rounded once, when it becomes an
@@ -424,7 +422,6 @@ class CacheConfig:
     scoring: str = None  # type: ignore[assignment]
     decay: float | None = None
     positions: Positions = "original"
-    prefill_chunk: int | None = None
     evict_every: int | None = field(default=None, metadata=LATER)
     kv_bits: int | None = None
     max_tokens: int | None = None
@@ -466,11 +463,6 @@ class CacheConfig:
         check_bits(self.kv_bits)
         if self.evict_every is not None:
             check_tokens("evict_every", self.evict_every, 1)
-            if self.prefill_chunk is not None:
-                raise ValueError(
-                    f"prefill_chunk={self.prefill_chunk} must be left out with"
-                    f" evict_every={self.evict_every}, which says where prompts are cut."
-                )
         if not self.is_full:
             _ = self.budget
 
@@ -497,9 +489,9 @@ class CacheConfig:
         Args:
             text: policy, budget and options, such as ``"best:20%"``, ``"h2o:64+10%,sink=4"``,
                 ``"512,bits=8,every=256"`` or ``"full"``; each may be left out. The options are
-                ``sink``, ``scoring`` (also ``decay:0.99``), ``positions``, ``chunk``
-                (`prefill_chunk`), ``every`` (`evict_every`), ``bits`` (`kv_bits`), ``layers``
-                (`layer_budgets`), ``min`` and ``max`` (`min_tokens`, `max_tokens`), ``seed``.
+                ``sink``, ``scoring`` (also ``decay:0.99``), ``positions``, ``every``
+                (`evict_every`), ``bits`` (`kv_bits`), ``layers`` (`layer_budgets`), ``min``
+                and ``max`` (`min_tokens`, `max_tokens`), ``seed``.
             **defaults: arguments of this class where the text says nothing.
 
         Raises:
@@ -517,7 +509,10 @@ class CacheConfig:
         Raises:
             ValueError: if a name is unknown, or a value is invalid.
         """
-        return cls(**({"min_tokens": 0} | dict(values)))  # files of earlier versions lack it
+        values = {"min_tokens": 0} | dict(values)  # files of earlier versions lack it
+        if values.get(_FORMER, 0) is None:  # and have this one
+            del values[_FORMER]
+        return cls(**values)
 
     def with_options(self, **options: Any) -> CacheConfig:
         """Return a config with fields replaced, or with a ``budget``.
@@ -584,19 +579,9 @@ class CacheConfig:
         later = [field.name for field in fields(self) if field.metadata]
         return {n: v for n, v in self.to_dict().items() if n not in later or v}
 
-    @property
-    def block(self) -> int | None:
-        """The most tokens between two evictions; ``None``: a prompt is one block."""
-        return self.evict_every or self.prefill_chunk
-
-    def in_blocks(self, length: int) -> CacheConfig:
-        """Return the config with `prefill_chunk`, unless it says already where prompts are cut."""
-        return self if self.block is not None else replace(self, prefill_chunk=length)
-
-    def with_chunk(self, length: int | None) -> CacheConfig:
-        """Return the config with another `prefill_chunk`; ``None``, or `evict_every`, keeps it."""
-        keeps = length is None or self.evict_every is not None
-        return self if keeps else replace(self, prefill_chunk=length)
+    def with_cuts(self, length: int | None) -> CacheConfig:
+        """Return the config with `evict_every`, unless it has one."""
+        return self if self.evict_every is not None else replace(self, evict_every=length)
 
     @property
     def is_full(self) -> bool:
@@ -676,10 +661,9 @@ class CacheConfig:
         if self.positions != "rolling" or window is None or entries + block <= window:
             return None
         room = f" (to {window - entries} at most)" if entries < window else ""
-        option = "chunk" if self.evict_every is None else "every"
         return (
-            f"a budget of {entries} entries and {option}={block} are more than the context"
-            f" window of {window}; lower the budget, sink or {option}{room}"
+            f"a budget of {entries} entries and every={block} are more than the context"
+            f" window of {window}; lower the budget, sink or every{room}"
         )
 
     @property
@@ -757,8 +741,7 @@ class CacheConfig:
             if self.layer_budgets is not None and options["layers"] == usual.layer_budgets:
                 del options["layers"]
         if self.is_full:  # nothing else has an effect
-            used = ("chunk", "bits") if self.kv_bits is None else ("chunk", "every", "bits")
-            options = {name: value for name, value in options.items() if name in used}
+            options = {n: value for n, value in options.items() if n in ("every", "bits")}
         return {name: str(value) for name, value in options.items()}
 
     def _layers_text(self, exact: bool) -> str:
@@ -774,5 +757,5 @@ class CacheConfig:
         """Return the fields that a result depends on; for a full cache only those that apply."""
         values = self.to_record()
         if self.is_full:
-            return {name: values[name] for name in ("policy", "prefill_chunk", "kv_bits")}
+            return {n: values[n] for n in ("policy", "evict_every", "kv_bits") if n in values}
         return values

@@ -64,8 +64,8 @@ _SYNONYMS = {
     "policy": "method strategy eviction evictionpolicy evictionstrategy algorithm press",
     "scoring": "score scorer scores",
     "kv_bits": "bits nbits numbits quantization quantize",
-    "prefill_chunk": "chunk chunksize prefillchunksize blocksize",
-    "evict_every": "interval evictioninterval evictinterval every",
+    "evict_every": "prefillchunk chunk chunksize prefillchunksize blocksize"
+    " interval evictioninterval evictinterval every",
     "layer_budgets": "headbudgets",
     "max_tokens": "maxnewtokens maxlength maxoutputtokens maxcompletiontokens npredict",
     "temperature": "dosample temp",

@@ -118,10 +118,8 @@ class NaiveH2O:
     def _blocks(self, seen, length):
         """Return the pairs of numbers of tokens into which a block is cut."""
         every = self.options["evict_every"]
-        chunk, first = self.options["prefill_chunk"] or length, 0
-        if every:
-            chunk, first = every, -(seen % every)
-        edges = [0, *(edge for edge in range(first, length, chunk) if edge > 0), length]
+        cuts = range(every - seen % every, length, every) if every else ()
+        edges = [0, *cuts, length]
         return list(itertools.pairwise(edges))
 
     def _block(self, sequence, layer, head, start, query, key, value):

@@ -14,6 +14,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 from naive_h2o import NaiveH2O, NearTieError
+from oracle import cache_of
 
 import h2okv
 from h2okv.integration.key_transforms import transforms_of_model
@@ -21,8 +22,8 @@ from h2okv.integration.key_transforms import transforms_of_model
 HEADS = 4
 DEFAULTS = {
     "heavy": 6, "recent": 4, "sink": 0, "policy": "h2o", "scoring": "sum", "decay": None,
-    "positions": "original", "prefill_chunk": None, "evict_every": None, "min_tokens": 0,
-    "kv_bits": None, "layer_budgets": None, "simulate": False, "pins": (),
+    "positions": "original", "evict_every": None, "min_tokens": 0,
+    "kv_bits": None, "layer_budgets": None, "masks": False, "pins": (),
 }  # fmt: skip
 WITHOUT_SCORES = ("recent", "sink_recent", "strided", "fixed", "keydiff", "snapkv")
 BUDGETS = [(2, 1), (9, 0), (0, 5), (1, 8), (0.2, 0.1), (0.3, 0.3), (0.5, 4), (5, 0.25), (40, 40)]
@@ -38,15 +39,14 @@ CHOICES = {
         ("value_norm", 0.9), ("expected", None),
     ],
     "positions": ["rolling"],
-    "prefill_chunk": [1, 2, 5, 16],
-    "evict_every": [1, 2, 6, 16],
+    "evict_every": [1, 2, 5, 6, 16],
     "min_tokens": [3],
     "kv_bits": [8, 6, 4],
     "from_config": [True],
     "by_layer": [(0.5, 1.5), (1.25, 0.75), (0.0, 2.0)],
     # Of one layer's heads, which the other layer has the other way round.
     "by_head": [(0.5, 1.5, 1.0, 1.0), (1.5, 0.5, 0.0, 2.0), (0.25, 1.75, 1, 1)],
-    "simulate": [True],
+    "masks": [True],
     "pins": [((3, 5),), ((1, 2), (6, 8))],
     "learned_sinks": [True],
 }  # fmt: skip
@@ -65,9 +65,7 @@ def compatible(drawn, kv_heads):
     if policy in ("full", "keydiff", "snapkv"):
         options["positions"] = "original"
     if policy == "snapkv":
-        options["prefill_chunk"] = options["evict_every"] = None
-    if options["evict_every"]:
-        options["prefill_chunk"] = None
+        options["evict_every"] = None
     # Of a second layer's keys rounding would decide more codes than could be compared.
     layers = 1 if options["kv_bits"] else 2
     may_have_none = options["recent"] == 0 or "min_tokens" in drawn  # which raises no part of 0
@@ -160,7 +158,7 @@ def agrees(make_llama, tmp_path_factory, values, kv_heads, *, pads, prompt, even
         options, transforms,
     )  # fmt: skip
     given_options = {name: value for name, value in options.items() if name != "pins"}
-    cache = h2okv.H2OCache(source, **given_options)
+    cache = cache_of(source, **given_options)
     cache.pin(options["pins"])
     generator = torch.Generator().manual_seed(seed)
     sequences = [naive.begin() for _ in pads]
@@ -198,7 +196,7 @@ def agrees(make_llama, tmp_path_factory, values, kv_heads, *, pads, prompt, even
         elif kind == "keep first":
             cache.batch_select_indices(torch.tensor([0]))
             sequences, mask = sequences[:1], mask[:1]
-        elif kind == "save":
+        elif kind == "save" and not options["masks"]:
             path = tmp_path_factory.mktemp("saved") / "cache"
             cache.save(path)
             cache = h2okv.H2OCache.load(path, model)

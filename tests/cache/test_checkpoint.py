@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from oracle import cache_of
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -36,7 +37,7 @@ def model(make_llama):
 
 
 def saved(model, tmp_path, batch=1, **options):
-    cache = h2okv.H2OCache(model.config, 6, 6, **options)
+    cache = cache_of(model.config, 6, 6, **options)
     with torch.no_grad():
         model(tokens(60, batch=batch), past_key_values=cache)
     path = tmp_path / "cache.safetensors"
@@ -49,10 +50,9 @@ def saved(model, tmp_path, batch=1, **options):
     "options",
     [
         {},
-        {"positions": "rolling", "prefill_chunk": 16},
+        {"positions": "rolling", "evict_every": 16},
         {"policy": "random", "seed": 7},
         {"policy": "full"},
-        {"sink": 3, "simulate": True},
         {"policy": "sink_recent", "max_tokens": 30},
     ],
     ids=lambda options: "-".join(map(str, options.values())) or "plain",
@@ -72,7 +72,7 @@ def test_a_loaded_cache_goes_on_as_if_nothing_had_happened(model, tmp_path, opti
 def test_padded_rows_and_fractions_survive(model, tmp_path):
     ids, mask = tokens(40, batch=2), torch.ones(2, 40, dtype=torch.long)
     mask[0, :17] = 0
-    cache = h2okv.H2OCache(model.config, 0.2, 0.2, positions="rolling")
+    cache = cache_of(model.config, 0.2, 0.2, positions="rolling")
     h2okv.prefill(model, ids, cache, mask)
     cache.save(tmp_path / "c")
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
@@ -107,7 +107,7 @@ def test_layers_of_other_kinds_are_kept_too(window_model, tmp_path):
 
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 def test_one_context_serves_many_prompts(model, positions):
-    cache = h2okv.H2OCache(model.config, 6, 6, positions=positions)
+    cache = cache_of(model.config, 6, 6, positions=positions)
     with torch.no_grad():
         model(tokens(60), past_key_values=cache)
     many = cache.fork(3)
@@ -121,7 +121,7 @@ def test_one_context_serves_many_prompts(model, positions):
 
 
 def test_a_fork_shares_no_memory(model):
-    cache = h2okv.H2OCache(model.config, 6, 6)
+    cache = cache_of(model.config, 6, 6)
     follow(model, cache, [tokens(60)])
     before = [layer.state.scores.clone() for layer in cache.layers]
     follow(model, cache.fork(1), CONTINUATION)
@@ -131,7 +131,7 @@ def test_a_fork_shares_no_memory(model):
 @pytest.mark.parametrize("copies", [0, -1, 1.5, True])
 def test_a_fork_into_nothing_is_refused(model, copies):
     with pytest.raises(ValueError, match=f"copies={copies}"):
-        h2okv.H2OCache(model.config).fork(copies)
+        cache_of(model.config).fork(copies)
 
 
 def test_another_model_is_refused(make_llama, model, tmp_path):
@@ -233,7 +233,7 @@ def test_an_older_file_survives_a_failed_save(model, tmp_path, monkeypatch):
 
 
 def test_an_empty_or_torn_cache_is_not_saved(model, tmp_path):
-    cache = h2okv.H2OCache(model.config)
+    cache = cache_of(model.config)
     with pytest.raises(ValueError, match="nothing to save"):
         cache.save(tmp_path / "c")
     follow(model, cache, [tokens(60)])
@@ -291,7 +291,7 @@ DAMAGES = {
 @pytest.fixture(scope="module")
 def rolling_file(make_llama, tmp_path_factory):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling")
+    cache = cache_of(model.config, 6, 6, positions="rolling")
     follow(model, cache, [tokens(60), tokens(1)])
     path = tmp_path_factory.mktemp("saved") / "cache"
     cache.save(path)
@@ -336,7 +336,7 @@ def test_tensors_that_do_not_fit_are_refused(rolling_file, change):
         load_with(rolling_file, change(rolling_file[2]))
 
 
-@pytest.mark.parametrize("options", [{"policy": "full"}, {"simulate": True}])
+@pytest.mark.parametrize("options", [{"policy": "full"}])
 def test_a_slot_mask_where_no_slots_are_closed_is_refused(model, tmp_path, options):
     _, path = saved(model, tmp_path, **options)
     with safe_open(path, framework="pt") as file:
@@ -363,7 +363,7 @@ def rewrite(path, change, values=None):
 def test_layers_that_have_seen_different_texts_are_refused(model, tmp_path):
     ids, mask = tokens(60, batch=2), torch.ones(2, 60, dtype=torch.long)
     mask[0, :17] = 0
-    cache = h2okv.H2OCache(model.config, 6, 6, policy="heavy")
+    cache = cache_of(model.config, 6, 6, policy="heavy")
     h2okv.prefill(model, ids, cache, mask)
     cache.save(tmp_path / "c")
     rewrite(tmp_path / "c", lambda tensors: tensors["1.num_real_tokens"].add_(torch.tensor([5, 0])))
@@ -468,4 +468,4 @@ def test_linear_layers_are_forked_and_saved(tmp_path, kind):
     torch.testing.assert_close(both, expected.expand_as(both), atol=1e-4, rtol=1e-4)
     twice.reset()
     again = follow(model, twice, [tokens(12, 7), *steps])  # a batch of another size
-    assert torch.equal(again, follow(model, h2okv.H2OCache(config, 6, 6), [tokens(12, 7), *steps]))
+    assert torch.equal(again, follow(model, cache_of(config, 6, 6), [tokens(12, 7), *steps]))

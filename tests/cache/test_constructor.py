@@ -44,7 +44,7 @@ def test_what_people_write(config, amounts, options, expected):
         ("max_size", "budget"), ("cache_size", "budget"), ("max_cache_len", "budget"),
         ("window", "recent"), ("window_size", "recent"), ("recent_ratio", "recent"),
         ("heavy_ratio", "heavy"), ("hh_size", "heavy"), ("polcy", "policy"), ("bits", "kv_bits"),
-        ("chunk_size", "prefill_chunk"), ("config", "model"),
+        ("prefill_chunk", "evict_every"), ("chunk_size", "evict_every"), ("config", "model"),
     ],
 )  # fmt: skip
 def test_an_unknown_argument_names_the_one_that_is_meant(config, name, meant):

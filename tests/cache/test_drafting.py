@@ -7,6 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from oracle import cache_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation import utils as generation
 
@@ -39,7 +40,7 @@ OPTIONS = [
     {"scoring": "last"}, {"scoring": "value_norm"}, {"scoring": "expected", "sink": 4},
     {"kv_bits": 8}, {"kv_bits": 4}, {"positions": "rolling"}, {"layer_budgets": BY_HEAD},
     {"evict_every": 8}, {"evict_every": 8, "scoring": "expected", "layer_budgets": BY_HEAD},
-    {"prefill_chunk": 3}, {"policy": "snapkv"}, {"policy": "full"}, {"simulate": True},
+    {"evict_every": 3}, {"policy": "snapkv"}, {"policy": "full"}, {"masks": True},
 ]  # fmt: skip
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 LOOKUP = {"prompt_lookup_num_tokens": 3}
@@ -68,7 +69,7 @@ def prompt(length: int = 30) -> torch.Tensor:
 
 
 def new_cache(model, **options):
-    return h2okv.H2OCache(model.config, **({"heavy": 6, "recent": 4} | options))
+    return cache_of(model.config, **({"heavy": 6, "recent": 4} | options))
 
 
 def generate(model, ids, cache, **options):
@@ -327,8 +328,8 @@ def test_another_thread_may_look_at_a_cache_while_drafts_are_verified(model, mon
     check_alike(cache, plain)
 
 
-def test_steps_after_drafts_are_ready_for_the_compiler_and_deferred(model):
-    """Recording keeps both off, and copies the scores of every step."""
+def test_steps_after_drafts_are_ready_for_the_compiler(model):
+    """Recording keeps it off, and copies the scores of every step."""
     cache = new_cache(model)
     text = generate(model, prompt(), cache, **LOOKUP)
     assert cache.prepare_step()

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from oracle import cache_of
 
-import h2okv
 from h2okv.cache.argument import CACHE
 
 BY_HEAD = [[0.5, 1.5], [1.25, 0.75]]
@@ -13,7 +13,7 @@ OPTIONS = [
     {"evict_every": 8},
     {"evict_every": 8, "scoring": "expected", "layer_budgets": BY_HEAD, "sink": 1},
     {"layer_budgets": BY_HEAD, "scoring": "value_norm"},
-    {"simulate": True},
+    {"masks": True},
     {"policy": "sink_recent", "sink": 2},
     {"policy": "full"},
 ]
@@ -21,7 +21,7 @@ OPTIONS = [
 
 def read(model, options, steps=20, record=True):
     """Return a cache and, for each number of tokens read, what each head of each layer kept."""
-    cache = h2okv.H2OCache(model.config, 6, 4, **options)
+    cache = cache_of(model.config, 6, 4, **options)
     if record:
         cache.record_evictions()
     ids = torch.randint(2, 97, (2, 24 + steps), generator=torch.Generator().manual_seed(1))
@@ -88,7 +88,7 @@ def test_the_threshold_is_the_lowest_score_that_a_cut_now_keeps(make_llama):
 
 def test_pins_and_unrecorded_evictions(make_llama):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 6, 4)
+    cache = cache_of(model.config, 6, 4)
     cache.pin([(2, 4)])
     with torch.no_grad():
         model(torch.randint(2, 97, (1, 30)), **{CACHE: cache})
@@ -101,7 +101,7 @@ def test_pins_and_unrecorded_evictions(make_llama):
 
 def test_tokens_taken_back_have_not_left(make_llama):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 6, 4)
+    cache = cache_of(model.config, 6, 4)
     cache.record_evictions()
     ids = torch.randint(2, 97, (1, 40), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():

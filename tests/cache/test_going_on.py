@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from oracle import cache_of
 from torch._dynamo.testing import CompileCounter
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, StaticCache
 
@@ -39,9 +40,9 @@ def padded(short: int = 20, long: int = 45) -> tuple[torch.Tensor, torch.Tensor]
     return ids, mask
 
 
-@pytest.mark.parametrize("simulate", [False, True])
-def test_the_length_is_a_number_that_stays(model, simulate):
-    cache = h2okv.H2OCache(model.config, **SMALL, simulate=simulate)
+@pytest.mark.parametrize("masks", [False, True])
+def test_the_length_is_a_number_that_stays(model, masks):
+    cache = cache_of(model.config, **SMALL, masks=masks)
     read(model, tokens(20), cache)
     seen = cache.get_seq_length()
     read(model, tokens(1), cache)
@@ -49,7 +50,7 @@ def test_the_length_is_a_number_that_stays(model, simulate):
 
 
 def test_in_a_compiled_step_the_length_is_no_constant(model):
-    cache = h2okv.H2OCache(model.config, **SMALL)
+    cache = cache_of(model.config, **SMALL)
     read(model, tokens(20), cache)
     read(model, tokens(1), cache)
     counter = CompileCounter()
@@ -65,7 +66,7 @@ def test_rolling_holds_nothing_of_a_forward(make_llama):
     gc.collect()
     gc.disable()
     try:
-        cache = h2okv.H2OCache(model.config, **SMALL, positions="rolling")
+        cache = cache_of(model.config, **SMALL, positions="rolling")
         logits = read(model, tokens(301), cache)
         shape = logits.shape
         del logits, cache
@@ -76,14 +77,14 @@ def test_rolling_holds_nothing_of_a_forward(make_llama):
 
 
 @pytest.mark.parametrize("method", ["next_turn", "prefill"])
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 8}, {"positions": "rolling"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"evict_every": 8}, {"positions": "rolling"}], ids=str)
 def test_a_turn_after_a_padded_prompt(model, options, method):
     ids, mask = padded()
     more = tokens(6, rows=2, seed=1)
     budget = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0} | options
-    cache = h2okv.H2OCache(model.config, **budget)
+    cache = cache_of(model.config, **budget)
     h2okv.prefill(model, ids, cache, mask)
-    alone = h2okv.H2OCache(model.config, **budget)
+    alone = cache_of(model.config, **budget)
     h2okv.prefill(model, ids[1:, 25:], alone)
     if method == "prefill":
         logits, expected = h2okv.prefill(model, more, cache), h2okv.prefill(model, more[1:], alone)
@@ -117,12 +118,14 @@ def _copy(cache, method, path):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("method", ["fork", "load", "pickle", "torch.save"])
 @pytest.mark.parametrize(
-    "options", [{}, {"positions": "rolling"}, {"kv_bits": 8}, {"simulate": True}], ids=str
+    "options", [{}, {"positions": "rolling"}, {"kv_bits": 8}, {"masks": True}], ids=str
 )
 def test_a_copy_goes_on_as_the_cache_does(model, tmp_path, options, method, mode):
-    if method == "load" and "simulate" in options and "kv_bits" in options:
-        pytest.skip("saves nothing")
-    cache = h2okv.H2OCache(model.config, **SMALL, **options)
+    if method == "load" and "masks" in options:
+        with pytest.raises(ValueError, match="MaskedCache cannot be saved"):
+            cache_of(model.config, masks=True).save(tmp_path / "c")
+        return
+    cache = cache_of(model.config, **SMALL, **options)
     read(model, tokens(30), cache)
     with mode():
         duplicate = _copy(cache, method, tmp_path)
@@ -133,7 +136,7 @@ def test_a_copy_goes_on_as_the_cache_does(model, tmp_path, options, method, mode
 
 
 def test_an_unpickled_cache_knows_its_weights(model, make_llama):
-    cache = h2okv.H2OCache(model.config, **SMALL)
+    cache = cache_of(model.config, **SMALL)
     read(model, tokens(30), cache)
     duplicate = pickle.loads(pickle.dumps(cache))
     with pytest.raises(ValueError, match="saved with other weights"):
@@ -143,10 +146,10 @@ def test_an_unpickled_cache_knows_its_weights(model, make_llama):
 def test_rolling_rows_of_a_batch_go_on_alone(model, tmp_path):
     ids, mask = padded()
     budget = {"heavy": 0.3, "recent": 0.3, "min_tokens": 0, "positions": "rolling"}
-    cache = h2okv.H2OCache(model.config, **budget)
+    cache = cache_of(model.config, **budget)
     h2okv.prefill(model, ids, cache, mask)
     cache.batch_select_indices(torch.tensor([1]))
-    alone = h2okv.H2OCache(model.config, **budget)
+    alone = cache_of(model.config, **budget)
     h2okv.prefill(model, ids[1:, 25:], alone)
     cache.save(tmp_path / "row")
     loaded = h2okv.H2OCache.load(tmp_path / "row", model)
@@ -160,12 +163,12 @@ def test_rolling_rows_of_a_batch_go_on_alone(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"simulate": True}, {"kv_bits": 8}, {"positions": "rolling"}], ids=str
+    "options", [{}, {"masks": True}, {"kv_bits": 8}, {"positions": "rolling"}], ids=str
 )
 def test_rows_may_be_chosen_by_a_mask(model, kept_sets, options):
     logits = []
     for rows in (torch.tensor([True, False, True]), torch.tensor([0, 2])):
-        cache = h2okv.H2OCache(model.config, **SMALL, **options)
+        cache = cache_of(model.config, **SMALL, **options)
         read(model, tokens(20, rows=3), cache)
         cache.batch_select_indices(rows)
         logits.append(read(model, tokens(1, rows=2), cache))
@@ -176,7 +179,7 @@ def test_rows_may_be_chosen_by_a_mask(model, kept_sets, options):
 @pytest.mark.parametrize("layer", [1, 2])
 def test_an_interrupted_forward_is_noticed(make_llama, layer, length):
     model = make_llama(layers=3)
-    cache = h2okv.H2OCache(model.config, **SMALL)
+    cache = cache_of(model.config, **SMALL)
     read(model, tokens(20), cache)
 
     def interrupt(*_):
@@ -198,20 +201,20 @@ def test_an_interrupted_forward_is_noticed(make_llama, layer, length):
 def test_a_prompt_in_transformers_own_chunks_is_told(model):
     ids = tokens(60)
     options = {"max_new_tokens": 3, "do_sample": False, "prefill_chunk_size": 16}
-    cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2, min_tokens=0)
+    cache = cache_of(model.config, heavy=0.2, recent=0.2, min_tokens=0)
     with pytest.warns(UserWarning, match=r"first forward's 16 tokens.*cache\.expect"):
         model.generate(ids, past_key_values=cache, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        cache = h2okv.H2OCache(model.config, heavy=0.2, recent=0.2, min_tokens=0)
+        cache = cache_of(model.config, heavy=0.2, recent=0.2, min_tokens=0)
         cache.expect(60)
         model.generate(ids, past_key_values=cache, **options)
         assert cache.num_cached_tokens == 24
-        model.generate(ids, past_key_values=h2okv.H2OCache(model.config, 20, 20), **options)
+        model.generate(ids, past_key_values=cache_of(model.config, 20, 20), **options)
 
 
 def test_what_a_failed_prefill_expected_is_forgotten(model, kept_sets):
-    cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1, min_tokens=0)
+    cache = cache_of(model.config, heavy=0.1, recent=0.1, min_tokens=0)
     with pytest.raises(IndexError):
         h2okv.prefill(model, torch.full((1, 300), 500), cache)
     read(model, tokens(30), cache)
@@ -256,24 +259,24 @@ def warned(caplog):
 
 
 def test_attention_that_was_asked_for_is_missed_aloud(model, warned):
-    read(model, tokens(9), h2okv.H2OCache(model.config, **SMALL), output_attentions=True)
+    read(model, tokens(9), cache_of(model.config, **SMALL), output_attentions=True)
     assert "output_attentions=True returns None" in warned.text
 
 
 def test_training_through_a_cache_is_told(make_llama, warned):
     model = make_llama()
     for _ in range(2):  # inference with gradients on, and training without the cache, are fine
-        model(tokens(9), past_key_values=h2okv.H2OCache(model.config, **SMALL))
+        model(tokens(9), past_key_values=cache_of(model.config, **SMALL))
         model.train()(tokens(9), use_cache=False)
         model.eval()
     assert "no gradient" not in warned.text
-    model.train()(tokens(9), past_key_values=h2okv.H2OCache(model.config, **SMALL))
+    model.train()(tokens(9), past_key_values=cache_of(model.config, **SMALL))
     assert "queries, keys and values get no gradient" in warned.text
 
 
 def test_a_text_that_adds_nothing_is_refused(model):
     """transformers leaves no token of it, and would fail on an empty tensor."""
-    cache = h2okv.H2OCache(model.config, **SMALL)
+    cache = cache_of(model.config, **SMALL)
     options = {"past_key_values": cache, "max_new_tokens": 3, "do_sample": False}
     model.generate(tokens(20), **options)
     for length in (1, 10):
@@ -286,7 +289,7 @@ def test_an_interruption_within_a_layer_is_noticed(make_llama, monkeypatch, chun
     """Of a single layer, whose counts of forwards tell nothing."""
     model = make_llama(layers=1)
     ids = torch.randint(2, 97, (1, 30), generator=torch.Generator().manual_seed(4))
-    cache = h2okv.H2OCache(model.config, 4, 4, prefill_chunk=chunk)
+    cache = cache_of(model.config, 4, 4, evict_every=chunk)
     h2okv.prefill(model, ids, cache)
     calls, keep = [], cache_layer.choose
 
@@ -321,11 +324,11 @@ def test_an_interruption_within_a_layer_is_noticed(make_llama, monkeypatch, chun
 )
 def test_options_that_make_no_sense(model, options, text):
     with pytest.raises(ValueError, match=text):
-        h2okv.H2OCache(model.config, **options)
+        cache_of(model.config, **options)
 
 
 def test_prefill_refuses_other_types(model):
-    cache = h2okv.H2OCache(model.config)
+    cache = cache_of(model.config)
     for ids in ([[1, 2]], torch.tensor([1, 2])):
         with pytest.raises(ValueError, match=r"must be an int tensor \[batch, tokens\], got"):
             h2okv.prefill(model, ids, cache)

@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
+from oracle import cache_of
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
-
-import h2okv
 
 CASES = ("case0", "case1", "case2", "case3")
 
@@ -42,19 +41,19 @@ def entries(cache, num_layers):
     return torch.stack(positions), torch.stack(scores)
 
 
-@pytest.mark.parametrize("simulate", [False, True], ids=["dropping", "masking"])
+@pytest.mark.parametrize("masks", [False, True], ids=["dropping", "masking"])
 @pytest.mark.parametrize("name", CASES)
-def test_reproduces_the_published_cache(goldens, name, simulate):
+def test_reproduces_the_published_cache(goldens, name, masks):
     cases, tensors = goldens
     case = cases[name]
     model = load_model(case, tensors, name)
     layers, prompt = model.config.num_hidden_layers, case["prompt"]
-    cache = h2okv.H2OCache(
+    cache = cache_of(
         model.config,
         heavy=case["heavy"],
         recent=case["recent"],
         positions="rolling" if case["position_rolling"] else "original",
-        simulate=simulate,
+        masks=masks,
     )
     input_ids = tensors[f"{name}/input_ids"]
     with torch.no_grad():

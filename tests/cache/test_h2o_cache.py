@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from oracle import cache_of
 from transformers import DynamicCache
 
 import h2okv
@@ -23,7 +24,7 @@ def read(model, cache, length=32, batch=1, seed=0):
 
 def test_names_of_earlier_transformers_are_answered(make_llama):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 6, 6)
+    cache = cache_of(model.config, 6, 6)
     assert (cache.max_batch_size, cache.max_cache_len) == (-1, -1)
     h2okv.prefill(model, torch.full((2, 20), 5), cache)
     assert cache.get_max_cache_shape() == cache.get_max_length() == -1
@@ -31,7 +32,7 @@ def test_names_of_earlier_transformers_are_answered(make_llama):
 
 
 def test_reports_what_it_holds(model):
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=6)
+    cache = cache_of(model.config, heavy=4, recent=6)
     assert (cache.nbytes, cache.full_nbytes, cache.num_seen_tokens) == (0, 0, 0)
     read(model, cache, batch=3)
     assert cache.num_seen_tokens == 32
@@ -45,7 +46,7 @@ def test_reports_what_it_holds(model):
 
 
 def test_what_it_returns_is_a_copy(model):
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=6)
+    cache = cache_of(model.config, heavy=4, recent=6)
     read(model, cache)
     cache.kept_positions(0).fill_(7)
     cache.scores(0).fill_(-1)
@@ -53,14 +54,14 @@ def test_what_it_returns_is_a_copy(model):
 
 
 def test_scores_of_a_head_add_up_to_the_queries_when_nothing_is_evicted(model):
-    cache = h2okv.H2OCache(model.config, heavy=20, recent=20)
+    cache = cache_of(model.config, heavy=20, recent=20)
     read(model, cache, length=32)
     # Two query heads share a KV head, and every query gives out a probability of 1.
     torch.testing.assert_close(cache.scores(0).sum(-1), torch.full((1, 2), 64.0))
 
 
 def test_reset_starts_again(model):
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=6)
+    cache = cache_of(model.config, heavy=4, recent=6)
     first = read(model, cache)
     read(model, cache, length=1)
     cache.reset()
@@ -71,7 +72,7 @@ def test_reset_starts_again(model):
 
 
 def test_a_copy_lives_its_own_life(model):
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=6)
+    cache = cache_of(model.config, heavy=4, recent=6)
     read(model, cache)
     other = copy.deepcopy(cache)
     expected = read(model, cache, length=1, seed=1)
@@ -82,9 +83,9 @@ def test_two_caches_on_one_model(model):
     inputs = [(12, 1), (1, 2), (1, 3), (5, 4)]
     alone = []
     for offset in (0, 100):
-        cache = h2okv.H2OCache(model.config, heavy=3, recent=3)
+        cache = cache_of(model.config, heavy=3, recent=3)
         alone.append([read(model, cache, n, seed=s + offset) for n, s in inputs])
-    caches = [h2okv.H2OCache(model.config, heavy=3, recent=3) for _ in range(2)]
+    caches = [cache_of(model.config, heavy=3, recent=3) for _ in range(2)]
     for step, (length, seed) in enumerate(inputs):
         for number, offset in enumerate((0, 100)):
             logits = read(model, caches[number], length, seed=seed + offset)
@@ -113,20 +114,20 @@ def test_without_an_h2o_cache_the_attention_is_plain(make_llama):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_a_model_without_h2o_attention_is_refused(make_llama, layers):
     model = make_llama(layers=layers, attention="sdpa")
-    cache = h2okv.H2OCache(model.config)
+    cache = cache_of(model.config)
     with pytest.raises(ValueError, match=r"call h2okv.enable\(model\), then cache.reset"):
         model.generate(torch.randint(2, 97, (1, 8)), past_key_values=cache, max_new_tokens=3)
 
 
 def test_another_batch_size_is_refused(model):
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    cache = cache_of(model.config, heavy=4, recent=4)
     read(model, cache, batch=2)
     with pytest.raises(ValueError, match="batch of 2 and got a batch of 3"):
         read(model, cache, batch=3)
 
 
 def test_another_model_is_refused(make_llama, model):
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    cache = cache_of(model.config, heavy=4, recent=4)
     read(model, cache)
     with pytest.raises(ValueError, match="another model"):
         read(make_llama(seed=9), cache, length=1)
@@ -141,7 +142,7 @@ def test_a_text_read_anew_is_refused(model):
     input_ids = torch.randint(2, 97, (1, 8))
     words = r"seen 8 tokens .*got 9 more [^;]*; leave out use_cache=False, [^;]* at every step\.$"
     for mask in (torch.ones_like(input_ids), None):
-        cache = h2okv.H2OCache(model.config)
+        cache = cache_of(model.config)
         with pytest.raises(ValueError, match=words):
             model.generate(
                 input_ids, attention_mask=mask, **{CACHE: cache}, use_cache=False, max_new_tokens=3
@@ -150,7 +151,7 @@ def test_a_text_read_anew_is_refused(model):
         (input_ids[:, :5], "next_turn.* for another text .*needs position_ids 8 to 12"),
         (torch.cat([input_ids] * 2, 1), r"for another text cache.reset\(\) first; a model"),
     ):
-        cache = h2okv.H2OCache(model.config)
+        cache = cache_of(model.config)
         model(input_ids, past_key_values=cache)
         positions = torch.arange(again.shape[1])[None]
         with pytest.raises(ValueError, match=words) as caught:
@@ -160,7 +161,7 @@ def test_a_text_read_anew_is_refused(model):
 
 def test_a_second_generate_goes_on(model):
     """The same cache, the old text and a new turn: only the new tokens are read."""
-    cache = h2okv.H2OCache(model.config, heavy=6, recent=6)
+    cache = cache_of(model.config, heavy=6, recent=6)
     first = torch.randint(2, 97, (2, 8), generator=torch.Generator().manual_seed(0))
     answer = model.generate(first, past_key_values=cache, max_new_tokens=5, do_sample=False)
     turn = torch.cat([answer, first.flip(1)], dim=1)
@@ -174,26 +175,26 @@ def test_nan_is_refused(model):
     broken = copy.deepcopy(model)
     broken.model.layers[0].mlp.up_proj.weight.data[3, 3] = torch.nan
     with pytest.raises(ValueError, match="layer 1 is not finite"):
-        read(broken, h2okv.H2OCache(broken.config))
+        read(broken, cache_of(broken.config))
 
 
 def test_a_row_of_padding_is_refused(model):
     mask = torch.ones(2, 8, dtype=torch.long)
     mask[1] = 0
-    cache = h2okv.H2OCache(model.config)
+    cache = cache_of(model.config)
     with pytest.raises(ValueError, match="sequence 1 of the batch is all padding"), torch.no_grad():
         model(torch.randint(2, 97, (2, 8)), attention_mask=mask, past_key_values=cache)
 
 
 def test_a_mask_that_is_not_causal_is_refused(model):
     mask = torch.zeros(1, 1, 8, 8)
-    cache = h2okv.H2OCache(model.config)
+    cache = cache_of(model.config)
     with pytest.raises(ValueError, match="takes a 2D mask"), torch.no_grad():
         model(torch.randint(2, 97, (1, 8)), attention_mask=mask, past_key_values=cache)
 
 
 def test_crop_needs_a_recorded_past(model):
-    cache = h2okv.H2OCache(model.config)
+    cache = cache_of(model.config)
     read(model, cache)
     cache.crop(0)
     with pytest.raises(ValueError, match="call cache.activate_past_recording"):
@@ -201,9 +202,9 @@ def test_crop_needs_a_recorded_past(model):
 
 
 @pytest.mark.parametrize("drafted", [1, 3, 5])
-@pytest.mark.parametrize("options", [{}, {"evict_every": 4}, {"simulate": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"evict_every": 4}, {"masks": True}], ids=str)
 def test_crop_takes_back_the_tokens_of_a_forward(model, drafted, options):
-    caches = [h2okv.H2OCache(model.config, heavy=4, recent=4, **options) for _ in range(2)]
+    caches = [cache_of(model.config, heavy=4, recent=4, **options) for _ in range(2)]
     ids = torch.randint(2, 97, (1, 40), generator=torch.Generator().manual_seed(0))
 
     def go_on(cache, start, stop):
@@ -232,7 +233,7 @@ def test_crop_takes_back_the_tokens_of_a_forward(model, drafted, options):
 
 
 def test_interrupted_forward_is_found(model):
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    cache = cache_of(model.config, heavy=4, recent=4)
     read(model, cache)
 
     def interrupt(*_):
@@ -258,7 +259,7 @@ def test_interrupted_forward_is_found(model):
     ],
 )
 def test_check_integrity_finds_damage(model, break_it, message):
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=4, positions="rolling")
+    cache = cache_of(model.config, heavy=4, recent=4, positions="rolling")
     read(model, cache)
     cache.check_integrity()
     break_it(cache.layers[1])
@@ -267,7 +268,7 @@ def test_check_integrity_finds_damage(model, break_it, message):
 
 
 def test_layer_index_and_empty_cache_are_checked(model):
-    cache = h2okv.H2OCache(model.config)
+    cache = cache_of(model.config)
     with pytest.raises(ValueError, match="cache is empty"):
         cache.scores(0)
     with pytest.raises(ValueError, match=r"one of \[0, 1\], got 5"):
@@ -276,7 +277,7 @@ def test_layer_index_and_empty_cache_are_checked(model):
 
 def test_decode_keeps_its_tensors(model):
     """Static shapes: a step changes no shape and moves no entry."""
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=4)
+    cache = cache_of(model.config, heavy=4, recent=4)
     read(model, cache)
     layer = cache.layers[0]
     before = (layer.keys.data_ptr(), layer.values.data_ptr(), layer.state.scores.data_ptr())
@@ -290,7 +291,7 @@ def test_decode_keeps_its_tensors(model):
 
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 def test_a_cache_that_fills_while_decoding_is_known_to_be_full(model, positions):
-    cache = h2okv.H2OCache(model.config, heavy=4, recent=5, positions=positions)
+    cache = cache_of(model.config, heavy=4, recent=5, positions=positions)
     mask = torch.ones(1, 20, dtype=torch.long)
     read(model, cache, length=3)
     for step in range(3, 14):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracle import cache_of
 
 import h2okv
 from h2okv.config import TokenBudget
@@ -10,7 +11,7 @@ from h2okv.ops.compaction import NO_HEAD, share_slots
 FACTORS = ((0.25, 1.75), (1.5, 0.5), (0.0, 2.0))
 OPTIONS = [
     {},
-    {"sink": 2, "prefill_chunk": 16},
+    {"sink": 2, "evict_every": 16},
     {"scoring": "decay"},
     {"scoring": "expected", "sink": 4},
     {"policy": "heavy", "scoring": "value_norm", "decay": 0.9},
@@ -37,10 +38,8 @@ def run(model, cache, input_ids, blocks, mask=None):
 def both(model, budget, input_ids, blocks, mask=None, **options):
     """Return the logits and caches of dropping and of masking."""
     results = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(
-            model.config, *budget, layer_budgets=FACTORS, simulate=simulate, **options
-        )
+    for masks in (False, True):
+        cache = cache_of(model.config, *budget, layer_budgets=FACTORS, masks=masks, **options)
         results.append((run(model, cache, input_ids, blocks, mask), cache))
         cache.check_integrity()
     return results
@@ -82,10 +81,8 @@ def test_scores_are_in_the_order_of_kept_positions(make_llama, options, kv_heads
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1, :7] = 0  # which leaves some shared slots unused
     caches = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(
-            model.config, 0.3, 0.1, layer_budgets=factors, simulate=simulate, **options
-        )
+    for masks in (False, True):
+        cache = cache_of(model.config, 0.3, 0.1, layer_budgets=factors, masks=masks, **options)
         run(model, cache, input_ids, blocks, mask)
         caches.append(cache)
     for layer in range(2):
@@ -110,7 +107,7 @@ def test_padded_sequences_have_budgets_of_their_own(make_llama, kept_sets):
     assert kept_sets(cache) == kept_sets(simulated)
     torch.testing.assert_close(dropped[:, 15:], masked[:, 15:], atol=2e-4, rtol=1e-4)
     assert bool((cache.layers[0].state.head_of_slot[1] == NO_HEAD).any())  # the longer one has more
-    alone = h2okv.H2OCache(model.config, 0.2, 0.1, layer_budgets=FACTORS)
+    alone = cache_of(model.config, 0.2, 0.1, layer_budgets=FACTORS)
     expected = run(model, alone, input_ids[1:, 15:], [25, *[1] * 12, 8])
     torch.testing.assert_close(dropped[1:, 15:], expected, atol=2e-4, rtol=1e-4)
 
@@ -119,8 +116,8 @@ def test_beams_select_whole_rows(make_llama):
     model, input_ids = make_llama(layers=3), tokens(3, 2, 30)
     options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
     outputs = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(model.config, 6, 3, layer_budgets=FACTORS, simulate=simulate)
+    for masks in (False, True):
+        cache = cache_of(model.config, 6, 3, layer_budgets=FACTORS, masks=masks)
         with h2okv.enable(model):
             outputs.append(model.generate(input_ids, past_key_values=cache, **options))
     assert torch.equal(*outputs)
@@ -128,7 +125,7 @@ def test_beams_select_whole_rows(make_llama):
 
 def test_pins_fit_the_smallest_head(make_llama):
     model, input_ids = make_llama(layers=3), tokens(4, 1, 60)
-    cache = h2okv.H2OCache(model.config, 8, 4, layer_budgets=((0.5, 1.5),) * 3)
+    cache = cache_of(model.config, 8, 4, layer_budgets=((0.5, 1.5),) * 3)
     cache.pin([(3, 7)])
     run(model, cache, input_ids, [40, *[1] * 10])
     assert {3, 4, 5, 6} <= set(cache.kept_positions(0)[0, 0].tolist())
@@ -138,11 +135,10 @@ def test_pins_fit_the_smallest_head(make_llama):
         run(model, cache, input_ids, [40])
 
 
-@pytest.mark.parametrize("simulate", [False, True])
-def test_saved_and_loaded(make_llama, kept_sets, tmp_path, simulate):
+def test_saved_and_loaded(make_llama, kept_sets, tmp_path):
     model, input_ids = make_llama(layers=3), tokens(2, 1, 60)
-    options = {"layer_budgets": FACTORS, "policy": "best", "simulate": simulate}
-    cache = h2okv.H2OCache(model.config, 8, 4, **options)
+    options = {"layer_budgets": FACTORS, "policy": "best"}
+    cache = cache_of(model.config, 8, 4, **options)
     run(model, cache, input_ids[:, :50], [40, *[1] * 10])
     cache.save(tmp_path / "c")
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
@@ -153,7 +149,7 @@ def test_saved_and_loaded(make_llama, kept_sets, tmp_path, simulate):
 
 def test_compiled_steps_are_the_same(make_llama, kept_sets):
     model, input_ids = make_llama(layers=3), tokens(5, 1, 60)
-    caches = [h2okv.H2OCache(model.config, 8, 4, layer_budgets=FACTORS) for _ in range(2)]
+    caches = [cache_of(model.config, 8, 4, layer_budgets=FACTORS) for _ in range(2)]
     plain = run(model, caches[0], input_ids, [40, *[1] * 10])
     compiled = [run(model, caches[1], input_ids, [40])]
     step = torch.compile(model, backend="eager", fullgraph=True)
@@ -172,7 +168,7 @@ def test_they_are_measured(make_llama):
     # The least share is a tenth of 25 entries: two.
     assert [len(heads) for heads in budgets] == [2, 2, 2] and budgets[1][0] == 0.08 < budgets[1][1]
     assert sum(map(sum, budgets)) / 6 == pytest.approx(1, abs=1e-3)
-    h2okv.H2OCache(model.config, 0.15, 0.05, layer_budgets=budgets)
+    cache_of(model.config, 0.15, 0.05, layer_budgets=budgets)
 
 
 def test_slots_are_shared_by_budget():
@@ -200,7 +196,7 @@ def test_slots_are_shared_by_budget():
 )
 def test_what_makes_no_sense_is_refused(make_llama, factors, options, message):
     with pytest.raises(ValueError, match=message):
-        h2okv.H2OCache(make_llama(layers=3).config, layer_budgets=factors, **options)
+        cache_of(make_llama(layers=3).config, layer_budgets=factors, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8, "scoring": "expected", "sink": 4}], ids=str)
@@ -211,7 +207,7 @@ def test_slots_grow_with_the_text(make_llama, kept_sets, options):
     (dropped, cache), (masked, simulated) = both(model, (100, 60), input_ids, blocks, **options)
     assert kept_sets(cache) == kept_sets(simulated)
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
-    cache = h2okv.H2OCache(model.config, 100, 60, layer_budgets=FACTORS, **options)
+    cache = cache_of(model.config, 100, 60, layer_budgets=FACTORS, **options)
     run(model, cache, input_ids, [20])
     small = cache.nbytes
     run(model, cache, input_ids[:, 20:], [1] * 230)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
+from oracle import cache_of
 from test_oracle import held_scores, padding, run, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -75,7 +76,7 @@ def test_a_step_equals_attention_to_the_rounded_keys(softcap, has_sinks, groups)
 @given(
     options=st.sampled_from([
         {}, {"scoring": "value_norm"}, {"scoring": "expected", "sink": 2}, {"policy": "keydiff"},
-        {"policy": "recent"}, {"policy": "full"}, {"prefill_chunk": 5}, {"evict_every": 6},
+        {"policy": "recent"}, {"policy": "full"}, {"evict_every": 5}, {"evict_every": 6},
         {"scoring": "expected", "evict_every": 4}, {"layer_budgets": BY_HEAD},
         {"positions": "rolling"}, {"positions": "rolling", "scoring": "expected"},
         {"layer_budgets": BY_HEAD, "scoring": "expected"},
@@ -92,8 +93,8 @@ def test_dropping_equals_masking(make_llama, kept_sets, options, pads, blocks, p
     mask = padding(pads, blocks, holes, seed)
     input_ids = tokens(seed, len(pads), sum(blocks))
     results = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(model, 6, 4, simulate=simulate, kv_bits=4, **options)
+    for masks in (False, True):
+        cache = cache_of(model, 6, 4, masks=masks, kv_bits=4, **options)
         logits = run(model, cache, input_ids, mask, blocks)
         cache.check_integrity()
         assert cache.layers[0].state.key_transform is not None
@@ -113,7 +114,7 @@ def test_dropping_equals_masking(make_llama, kept_sets, options, pads, blocks, p
 @torch.no_grad()
 def test_files_forks_and_beams_go_on_alike(make_llama, tmp_path, options):
     model, ids = with_offsets(make_llama(kv_heads=2, layers=2)), tokens(1, 2, 60)
-    cache = h2okv.H2OCache(model, 6, 6, kv_bits=4, **options)
+    cache = cache_of(model, 6, 6, kv_bits=4, **options)
     run(model, cache, ids, torch.ones_like(ids), [40, 1])
     cache.save(tmp_path / "cache")
     others = [h2okv.H2OCache.load(tmp_path / "cache", model), cache.fork(1)]
@@ -147,7 +148,7 @@ def test_only_keys_of_4_bits_are_transformed(make_llama):
         (model.config, {"kv_bits": 4}), (model, {"kv_bits": 6}), (model, {"kv_bits": 8}),
         (model, {}),
     ):  # fmt: skip
-        cache = h2okv.H2OCache(source, 4, 4, **options)
+        cache = cache_of(source, 4, 4, **options)
         run(model, cache, ids, torch.ones_like(ids), [20])
         assert cache.layers[0].state.key_transform is None
 
@@ -157,8 +158,8 @@ def test_a_config_alone_warns_once_it_reads(make_llama):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         caches = [
-            h2okv.H2OCache(model.config, 8, 8, kv_bits=4),
-            h2okv.H2OCache(model, 8, 8, kv_bits=4),
+            cache_of(model.config, 8, 8, kv_bits=4),
+            cache_of(model, 8, 8, kv_bits=4),
         ]
         assert not caught
         for cache in caches:
@@ -182,7 +183,7 @@ def test_a_window_shorter_than_what_is_measured_has_room(make_llama, capsys):
     for window in (128, 300):
         model.config.max_position_embeddings = window
         model.lm_head.weight.data += 0.0  # measured again
-        cache = h2okv.H2OCache(model, 8, 4, kv_bits=4, positions="rolling")
+        cache = cache_of(model, 8, 4, kv_bits=4, positions="rolling")
         assert cache.transforms_keys
     assert "note" not in capsys.readouterr().err
 
@@ -199,7 +200,7 @@ def test_offset_keys_cost_a_trained_model_little():
     ids = ids.input_ids[:, :360]
 
     def predictions(source, **options):
-        cache = h2okv.H2OCache(source, 32, 32, **options)
+        cache = cache_of(source, 32, 32, **options)
         logits = run(model, cache, ids, torch.ones_like(ids), [300, *[1] * 60])
         return logits[0, 300:].log_softmax(dim=-1)
 

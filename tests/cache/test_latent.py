@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from oracle import cache_of
 from torch.nn.utils import parametrizations
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import eager_attention_forward
@@ -83,8 +84,8 @@ def _formula(query, key, scale, blocks, heavy, recent):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("simulate", [False, True])
-def test_scores_are_the_formulas_sums_over_all_heads(simulate):
+@pytest.mark.parametrize("masks", [False, True])
+def test_scores_are_the_formulas_sums_over_all_heads(masks):
     """One layer: what it reads depends on no eviction, so plain attention gives its inputs."""
     blocks, ids = (20, 1, 1, 1, 6, 1), _ids(30)
     model = _model(layers=1, attention="latent_capture")
@@ -94,7 +95,7 @@ def test_scores_are_the_formulas_sums_over_all_heads(simulate):
     scale = model.model.layers[0].self_attn.scaling
     expected = _formula(query[0].double(), key[0].double(), scale, blocks, heavy=5, recent=3)
     model.set_attn_implementation("h2o")
-    cache = h2okv.H2OCache(model.config, heavy=5, recent=3, simulate=simulate)
+    cache = cache_of(model.config, heavy=5, recent=3, masks=masks)
     _read(model, cache, ids, blocks)
     positions = cache.kept_positions(0)
     assert positions.shape[:2] == (1, 1)
@@ -109,7 +110,7 @@ def test_scores_are_the_formulas_sums_over_all_heads(simulate):
 
 def test_a_budget_above_the_text_is_the_full_cache():
     model, ids, blocks = _model(), _ids(50, rows=2), (40, 1, 1, 7, 1)
-    cache = h2okv.H2OCache(model.config, heavy=99, recent=99)
+    cache = cache_of(model.config, heavy=99, recent=99)
     logits = _read(model, cache, ids, blocks)
     model.set_attn_implementation("sdpa")
     expected = _read(model, DynamicCache(config=model.config), ids, blocks)
@@ -118,7 +119,7 @@ def test_a_budget_above_the_text_is_the_full_cache():
 
 def test_a_slot_holds_a_latent_and_a_rotated_part_once():
     model = _model()
-    cache = h2okv.H2OCache(model.config, heavy=8, recent=8)
+    cache = cache_of(model.config, heavy=8, recent=8)
     _read(model, cache, _ids(40), (38, 1, 1))
     layer = cache.layers[0]
     assert layer.keys.shape == (1, 1, 17, 24) and layer.values.shape == (1, 1, 17, 16)
@@ -148,8 +149,8 @@ def test_a_slot_holds_a_latent_and_a_rotated_part_once():
 def test_options_drop_what_they_mask(options):
     model, ids, blocks = _model(), _ids(50, rows=2), (34, 1, 1, 7, 1, 1, 1, 1, 1, 1, 1)
     caches = [
-        h2okv.H2OCache(model.config, heavy=6, recent=4, sink=1, simulate=simulate, **options)
-        for simulate in (False, True)
+        cache_of(model.config, heavy=6, recent=4, sink=1, masks=masks, **options)
+        for masks in (False, True)
     ]
     dropped, masked = (_read(model, cache, ids, blocks) for cache in caches)
     torch.testing.assert_close(dropped, masked, atol=1e-4, rtol=0)
@@ -164,7 +165,7 @@ def test_options_drop_what_they_mask(options):
 
 def test_a_file_a_fork_and_a_batch_go_on_alike(tmp_path):
     model, ids = _model(), _ids(40)
-    cache = h2okv.H2OCache(model.config, heavy=6, recent=4)
+    cache = cache_of(model.config, heavy=6, recent=4)
     _read(model, cache, ids[:, :30], (28, 1, 1))
     cache.save(tmp_path / "cache.safetensors")
     loaded = h2okv.H2OCache.load(tmp_path / "cache.safetensors", model)
@@ -178,7 +179,7 @@ def test_a_file_a_fork_and_a_batch_go_on_alike(tmp_path):
 
 def test_drafts_are_taken_back():
     model, ids = _model(), _ids(40)
-    cache, plain = (h2okv.H2OCache(model.config, heavy=6, recent=4) for _ in range(2))
+    cache, plain = (cache_of(model.config, heavy=6, recent=4) for _ in range(2))
     _read(model, plain, ids[:, :24], (20, 1, 1, 1, 1))
     _read(model, cache, ids[:, :22], (20, 1, 1))
     cache.activate_past_recording()
@@ -249,10 +250,10 @@ def _offload_to_disk(linear, folder):
 def test_what_expands_latents_is_its_forward_not_its_weight(model_type, change, tmp_path):
     """Adapters, hooks, offloading and few bits may change what a plain matrix would give."""
     model, ids, blocks = _model(model_type=model_type), _ids(30, rows=2), (25, 1, 1, 3)
-    plain = _read(model, h2okv.H2OCache(model.config, heavy=99, recent=99), ids, blocks)
+    plain = _read(model, cache_of(model.config, heavy=99, recent=99), ids, blocks)
     for layer in model.model.layers:
         change(layer.self_attn.kv_b_proj, tmp_path)
-    cache = h2okv.H2OCache(model.config, heavy=99, recent=99)
+    cache = cache_of(model.config, heavy=99, recent=99)
     logits = _read(model, cache, ids, blocks)
     model.set_attn_implementation("sdpa")
     expected = _read(model, DynamicCache(config=model.config), ids, blocks)
@@ -267,7 +268,7 @@ def test_what_expands_latents_is_its_forward_not_its_weight(model_type, change, 
 def test_an_offloaded_model_gives_what_it_gives_in_memory(offload, options, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model, ids, blocks = _model(), _ids(40), (30, 1, 1, 5, 1, 1, 1)
-    caches = [h2okv.H2OCache(model.config, heavy=6, recent=4, **options) for _ in range(2)]
+    caches = [cache_of(model.config, heavy=6, recent=4, **options) for _ in range(2)]
     expected = _read(model, caches[0], ids, blocks)
     arguments = (tmp_path,) if offload == "disk_offload" else ()
     hooked = {"execution_device": "cpu", "offload_buffers": True}
@@ -281,7 +282,7 @@ def test_a_hook_that_is_not_linear_is_refused():
     for layer in model.model.layers:
         layer.self_attn.kv_b_proj.register_forward_hook(lambda module, args, out: out.clamp(-1, 1))
     with pytest.raises(ValueError, match="kv_b_proj with its hooks and adapters must be linear"):
-        model(_ids(30), cache=h2okv.H2OCache(model.config, heavy=6, recent=4))
+        model(_ids(30), cache=cache_of(model.config, heavy=6, recent=4))
 
 
 @torch.no_grad()
@@ -290,7 +291,7 @@ def test_adapters_of_the_matrix_that_expands_latents_count():
     model, ids, blocks = _model(), _ids(30), (28, 1, 1)
     options = {"target_modules": ["kv_b_proj"], "init_lora_weights": False, "lora_dropout": 0.5}
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, **options)).eval()
-    cache = h2okv.H2OCache(model.config, heavy=99, recent=99)
+    cache = cache_of(model.config, heavy=99, recent=99)
     logits = _read(model, cache, ids, blocks)
     model.base_model.model.set_attn_implementation("sdpa")
     expected = _read(model, DynamicCache(config=model.config), ids, blocks)
@@ -300,11 +301,11 @@ def test_adapters_of_the_matrix_that_expands_latents_count():
 def test_packed_weights_leave_the_matrix_that_attention_reads():
     model, ids, blocks = _model(), _ids(30), (28, 1, 1)
     options = {"heavy": 6, "recent": 4}
-    expected = _read(model, h2okv.H2OCache(model.config, **options), ids, blocks)
+    expected = _read(model, cache_of(model.config, **options), ids, blocks)
     if not pack_linear_layers(model):
         pytest.skip("this processor packs no weights")
     assert all(type(m.self_attn.kv_b_proj) is torch.nn.Linear for m in model.model.layers)
-    logits = _read(model, h2okv.H2OCache(model.config, **options), ids, blocks)
+    logits = _read(model, cache_of(model.config, **options), ids, blocks)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
@@ -322,20 +323,20 @@ def test_a_trace_has_one_row_for_a_layer():
 
 def test_budgets_by_head_are_refused():
     with pytest.raises(ValueError, match="1 KV heads"):
-        h2okv.H2OCache(_model().config, layer_budgets=[[1.0] * 4] * 2)
+        cache_of(_model().config, layer_budgets=[[1.0] * 4] * 2)
 
 
 def test_another_attention_is_noticed_before_a_token_is_made():
     model = _model(attention="eager")
     with pytest.raises(ValueError, match="attention is not 'h2o'"):
-        model(_ids(9), cache=h2okv.H2OCache(model.config))
+        model(_ids(9), cache=cache_of(model.config))
 
 
 @pytest.mark.slow
 @torch.no_grad()
 def test_steps_compile_in_one_graph():
     model, ids = _model(), _ids(40)
-    cache, plain = (h2okv.H2OCache(model.config, heavy=6, recent=4) for _ in range(2))
+    cache, plain = (cache_of(model.config, heavy=6, recent=4) for _ in range(2))
     expected = _read(model, plain, ids, (30,) + (1,) * 10)
     _read(model, cache, ids[:, :30], (30,))
     step = torch.compile(model.forward, fullgraph=True, backend="eager")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracle import cache_of
 
 import h2okv
 
@@ -22,16 +23,14 @@ def run(model, cache, input_ids, blocks):
 
 
 @pytest.mark.parametrize("budget", [(8, 4), (0.2, 0.1), (0.5, 4)])
-@pytest.mark.parametrize("options", [{}, {"positions": "rolling", "prefill_chunk": 16}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"positions": "rolling", "evict_every": 16}], ids=str)
 def test_dropping_equals_masking_and_each_layer_keeps_its_own(
     make_llama, kept_sets, budget, options
 ):
     model, input_ids, blocks = make_llama(layers=3), tokens(1, 2, 60), [40, *[1] * 12, 8]
     results = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(
-            model.config, *budget, layer_budgets=FACTORS, simulate=simulate, **options
-        )
+    for masks in (False, True):
+        cache = cache_of(model.config, *budget, layer_budgets=FACTORS, masks=masks, **options)
         cache.expect(40)
         results.append((run(model, cache, input_ids, blocks), kept_sets(cache)))
         cache.check_integrity()
@@ -41,7 +40,7 @@ def test_dropping_equals_masking_and_each_layer_keeps_its_own(
     heavy, recent = (size if isinstance(size, int) else int(size * 40) for size in budget)
     sizes = [len(layer[0][0]) for layer in remaining]
     assert sizes == [int(heavy * factor) + recent for factor in FACTORS]
-    uniform = h2okv.H2OCache(model.config, *budget, **options)
+    uniform = cache_of(model.config, *budget, **options)
     uniform.expect(40)
     run(model, uniform, input_ids, blocks)
     assert sum(sizes) == sum(len(layer[0][0]) for layer in kept_sets(uniform))
@@ -49,7 +48,7 @@ def test_dropping_equals_masking_and_each_layer_keeps_its_own(
 
 def test_saved_and_loaded(make_llama, kept_sets, tmp_path):
     model, input_ids = make_llama(layers=3), tokens(2, 1, 60)
-    cache = h2okv.H2OCache(model.config, 8, 4, layer_budgets=FACTORS)
+    cache = cache_of(model.config, 8, 4, layer_budgets=FACTORS)
     run(model, cache, input_ids[:, :50], [40, *[1] * 10])
     cache.save(tmp_path / "c")
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
@@ -66,7 +65,7 @@ def test_they_are_measured(make_llama):
     budgets = h2okv.measure_layer_budgets(model, tokens(3, 1, 200), 0.15)
     # The least share is a tenth of 25 entries: two.
     assert budgets[1] == 0.08 and sum(budgets) / 3 == pytest.approx(1, abs=1e-3)
-    h2okv.H2OCache(model.config, 0.15, 0.05, layer_budgets=budgets)
+    cache_of(model.config, 0.15, 0.05, layer_budgets=budgets)
     with pytest.raises(ValueError, match="a text of 3 tokens, .* leave nothing to divide"):
         h2okv.measure_layer_budgets(model, tokens(3, 1, 3))
 
@@ -92,12 +91,12 @@ def test_they_are_measured(make_llama):
 )
 def test_what_makes_no_sense_is_refused(make_llama, factors, message):
     with pytest.raises(ValueError, match=message):
-        h2okv.H2OCache(make_llama(layers=3).config, layer_budgets=factors)
+        cache_of(make_llama(layers=3).config, layer_budgets=factors)
 
 
 def test_no_layer_is_given_more_than_max_tokens(make_llama):
     config = make_llama(layers=3).config
     options = {"layer_budgets": FACTORS, "max_tokens": 17}  # 8 x 1.75 + 4 are 18
     with pytest.raises(ValueError, match="= 18 tokens is above max_tokens=17"):
-        h2okv.H2OCache(config, 8, 4, **options)
-    h2okv.H2OCache(config, 8, 3, **options)
+        cache_of(config, 8, 4, **options)
+    cache_of(config, 8, 3, **options)

@@ -5,12 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
+from oracle import cache_of
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import h2okv
 
-POLICIES = h2okv.policy_names(dropping=True)
+POLICIES = h2okv.policy_names()
 
 
 def fitting(policy, positions, chunk):
@@ -103,16 +104,16 @@ def test_dropping_equals_masking(
     input_ids = tokens(seed, len(pads), sum(blocks))
     heavy, recent = budget
     results = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(
+    for masks in (False, True):
+        cache = cache_of(
             model.config,
             heavy,
             recent,
             sink,
             policy=policy,
             positions=positions,
-            prefill_chunk=chunk,
-            simulate=simulate,
+            evict_every=chunk,
+            masks=masks,
             seed=seed if policy == "random" else 0,
         )
         logits = run(model, cache, input_ids, mask, blocks)
@@ -139,16 +140,16 @@ def test_padded_row_equals_the_row_alone(
     make_llama, kept_sets, policy, pads, fraction, holes, positions, chunk, seed
 ):
     positions, chunk = fitting(policy, positions, chunk)
-    options = {"policy": policy, "positions": positions, "prefill_chunk": chunk}
+    options = {"policy": policy, "positions": positions, "evict_every": chunk}
     model = make_llama(seed=seed)
     blocks = [30, 1, 1, 1, 5, 1, 1]
     heavy, recent = (0.2, 0.2) if fraction else (4, 5)
     mask = padding(pads, blocks, holes, seed)
     input_ids = tokens(seed, len(pads), sum(blocks))
-    together = h2okv.H2OCache(model.config, heavy, recent, **options)
+    together = cache_of(model.config, heavy, recent, **options)
     logits = run(model, together, input_ids, mask, blocks)
     for row in range(len(pads)):
-        alone = h2okv.H2OCache(model.config, heavy, recent, **options)
+        alone = cache_of(model.config, heavy, recent, **options)
         real = mask[row].bool()
         own_blocks = [int(cut.sum()) for cut in real.split(blocks) if cut.any()]
         own_ids = input_ids[row : row + 1, real]
@@ -163,13 +164,13 @@ def test_padded_row_equals_the_row_alone(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("simulate", [False, True])
-def test_budget_of_the_whole_length_is_full_attention(make_llama, policy, simulate):
+@pytest.mark.parametrize("masks", [False, True])
+def test_budget_of_the_whole_length_is_full_attention(make_llama, policy, masks):
     model, reference = make_llama(), make_llama(attention="sdpa")
     input_ids = tokens(3, 2, 40)
     blocks = [25, 1, 1, 8, 1, 4]
     mask = padding([0, 6], blocks)
-    cache = h2okv.H2OCache(model.config, heavy=20, recent=20, policy=policy, simulate=simulate)
+    cache = cache_of(model.config, heavy=20, recent=20, policy=policy, masks=masks)
     expected = run(reference, DynamicCache(), input_ids, mask, blocks)
     actual = run(model, cache, input_ids, mask, blocks)
     torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], atol=1e-4, rtol=1e-4)
@@ -180,7 +181,7 @@ def test_token_by_token_is_algorithm_1(make_llama, kept_sets, blocks, chunk):
     """The paper's Algorithm 1, written down once more in plain Python for one layer."""
     model = make_llama(layers=1, kv_heads=4)
     input_ids = tokens(7, 1, 30)
-    cache = h2okv.H2OCache(model.config, heavy=3, recent=4, prefill_chunk=chunk)
+    cache = cache_of(model.config, heavy=3, recent=4, evict_every=chunk)
     attention = model.model.layers[0].self_attn
     run(model, cache, input_ids, torch.ones_like(input_ids), blocks)
     with torch.no_grad():
@@ -207,8 +208,8 @@ def test_token_by_token_is_algorithm_1(make_llama, kept_sets, blocks, chunk):
         assert set(stored) == kept_sets(cache)[0][0][head]
 
 
-@pytest.mark.parametrize("simulate", [False, True])
-def test_on_equal_scores_the_older_goes_first(make_llama, kept_sets, simulate):
+@pytest.mark.parametrize("masks", [False, True])
+def test_on_equal_scores_the_older_goes_first(make_llama, kept_sets, masks):
     class Equal(h2okv.Policy):
         name = "equal"
 
@@ -218,7 +219,7 @@ def test_on_equal_scores_the_older_goes_first(make_llama, kept_sets, simulate):
     model = make_llama()
     input_ids = tokens(5, 1, 40)
     for blocks in ([20], [20, 1, 1], [20, 1, 6]):
-        cache = h2okv.H2OCache(model.config, heavy=6, recent=2, policy=Equal(), simulate=simulate)
+        cache = cache_of(model.config, heavy=6, recent=2, policy=Equal(), masks=masks)
         run(model, cache, input_ids, torch.ones_like(input_ids), blocks)
         seen = sum(blocks)
         assert kept_sets(cache)[0][0] == [set(range(seen - 8, seen))] * 2
@@ -227,7 +228,7 @@ def test_on_equal_scores_the_older_goes_first(make_llama, kept_sets, simulate):
 def test_evicted_entries_never_return(make_llama, kept_sets):
     model = make_llama()
     input_ids = tokens(5, 1, 60)
-    cache = h2okv.H2OCache(model.config, heavy=5, recent=5)
+    cache = cache_of(model.config, heavy=5, recent=5)
     previous = None
     with torch.no_grad():
         for chunk in [input_ids[:, :20], *input_ids[:, 20:].split(1, dim=1)]:

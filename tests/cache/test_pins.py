@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
+from oracle import cache_of
 
 import h2okv
 from h2okv.policy import Sees
@@ -13,7 +14,7 @@ from h2okv.policy.scoring import power
 SPANS = ((3, 6), (9, 11))
 PINNED = {3, 4, 5, 9, 10}
 POLICIES = [
-    name for name in h2okv.policy_names(dropping=True)
+    name for name in h2okv.policy_names()
     if name not in ("full", "recent", "sink_recent", "strided", "fixed")
 ]  # fmt: skip
 
@@ -68,14 +69,14 @@ def test_pins_stay_and_dropping_equals_masking(
     decides_once = rule.sees is Sees.WINDOW
     can_roll = not (decides_once or rule.sees is Sees.KEYS)
     results = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(
+    for masks in (False, True):
+        cache = cache_of(
             model.config, 8, 3, sink,
             policy=policy,
             scoring=scoring if rule.uses_scores and not decides_once else "sum",
             positions="rolling" if rolls and can_roll else "original",
-            prefill_chunk=None if decides_once else chunk,
-            simulate=simulate,
+            evict_every=None if decides_once else chunk,
+            masks=masks,
         )  # fmt: skip
         cache.pin(SPANS)
         logits = run(model, cache, input_ids, blocks, pads)
@@ -93,11 +94,11 @@ def test_pins_stay_and_dropping_equals_masking(
 
 def test_a_padded_row_equals_the_row_alone(make_llama, kept_sets):
     model, input_ids = make_llama(), tokens(1, 2, 40)
-    options, blocks = {"prefill_chunk": 7}, [30, *[1] * 10]
-    together = h2okv.H2OCache(model.config, 6, 4, **options)
+    options, blocks = {"evict_every": 7}, [30, *[1] * 10]
+    together = cache_of(model.config, 6, 4, **options)
     together.pin(SPANS)
     run(model, together, input_ids, blocks, (8, 0))
-    alone = h2okv.H2OCache(model.config, 6, 4, **options)
+    alone = cache_of(model.config, 6, 4, **options)
     alone.pin(SPANS)
     run(model, alone, input_ids[:1, 8:], [22, *[1] * 10])
     assert [layer[0] for layer in kept_sets(together)] == [layer[0] for layer in kept_sets(alone)]
@@ -107,7 +108,7 @@ def test_without_pins_they_would_go(make_llama, kept_sets):
     model, input_ids = make_llama(), tokens(2, 1, 60)
     sizes = {}
     for spans in ((), SPANS):
-        cache = h2okv.H2OCache(model.config, 6, 4)
+        cache = cache_of(model.config, 6, 4)
         cache.pin(spans)
         run(model, cache, input_ids, [40, *[1] * 20])
         sizes[spans] = cache.num_cached_tokens, cache.nbytes
@@ -117,7 +118,7 @@ def test_without_pins_they_would_go(make_llama, kept_sets):
 
 def test_saved_forked_selected_and_reset(make_llama, kept_sets, tmp_path):
     model, input_ids = make_llama(), tokens(3, 2, 60)
-    cache = h2okv.H2OCache(model.config, 6, 4)
+    cache = cache_of(model.config, 6, 4)
     cache.pin(SPANS)
     run(model, cache, input_ids[:, :40], [30, *[1] * 10])
     cache.save(tmp_path / "c")
@@ -147,12 +148,12 @@ def test_saved_forked_selected_and_reset(make_llama, kept_sets, tmp_path):
         ([(10, 31)], {}, r"pin \(10, 31\) ends after the prompt of 30 tokens; shorten it"),
         ([(10, 20)], {}, "10 tokens are pinned and policy='h2o' keeps 6 heavy"),
         ([(0, 1)], {"policy": "recent"}, "1 tokens are pinned and policy='recent' keeps 0 heavy"),
-        ([(0, 1)], {"policy": "topk", "simulate": True}, "policy='topk' evicts nothing"),
+        ([(0, 1)], {"policy": "topk", "masks": True}, "policy='topk' evicts nothing"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make_llama, spans, options, message):
     model, input_ids = make_llama(), tokens(1, 1, 31)
-    cache = h2okv.H2OCache(model.config, 6, 4, **options)
+    cache = cache_of(model.config, 6, 4, **options)
     with pytest.raises(ValueError, match=message):
         cache.pin(spans)
         run(model, cache, input_ids[:, :30], [30])

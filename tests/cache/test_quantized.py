@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
+from oracle import cache_of
 from test_oracle import POLICIES, budgets, fitting, held_scores, padding, run, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,10 +49,10 @@ def test_dropping_equals_masking(
     mask = padding(pads, blocks, holes, seed)
     input_ids = tokens(seed, len(pads), sum(blocks))
     results = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(
+    for masks in (False, True):
+        cache = cache_of(
             model.config, *budget, sink, policy=policy, positions=positions, scoring=scoring,
-            prefill_chunk=chunk, simulate=simulate, seed=seed if policy == "random" else 0,
+            evict_every=chunk, masks=masks, seed=seed if policy == "random" else 0,
             kv_bits=bits,
         )  # fmt: skip
         logits = run(model, cache, input_ids, mask, blocks)
@@ -85,10 +86,10 @@ def test_padded_row_equals_the_row_alone(
     options |= {"kv_bits": bits, "positions": positions}
     mask = padding(pads, blocks, holes, seed)
     input_ids = tokens(seed, len(pads), sum(blocks))
-    together = h2okv.H2OCache(model.config, **options)
+    together = cache_of(model.config, **options)
     logits = run(model, together, input_ids, mask, blocks)
     for row in range(len(pads)):
-        alone = h2okv.H2OCache(model.config, **options)
+        alone = cache_of(model.config, **options)
         real = mask[row].bool()
         own_blocks = [int(block.sum()) for block in real.split(blocks) if block.any()]
         own_ids = input_ids[row : row + 1, real]
@@ -98,7 +99,7 @@ def test_padded_row_equals_the_row_alone(
 
 
 def read(model, ids, blocks, **options):
-    cache = h2okv.H2OCache(model.config, **{"heavy": 6, "recent": 6} | options)
+    cache = cache_of(model.config, **{"heavy": 6, "recent": 6} | options)
     return cache, run(model, cache, ids, torch.ones_like(ids), blocks)
 
 
@@ -144,9 +145,9 @@ def test_rules_that_look_at_values_or_keys_see_them_rounded(
     ids = tokens(2, 1, 44)
     for seed in range(6):
         model, results = make_llama(layers=1, seed=seed), []
-        for simulate in (False, True):
+        for masks in (False, True):
             cache, _ = read(
-                model, ids, [40, 1, 3], simulate=simulate, kv_bits=bits, prefill_chunk=chunk,
+                model, ids, [40, 1, 3], masks=masks, kv_bits=bits, evict_every=chunk,
                 **options,
             )  # fmt: skip
             results.append((kept_sets(cache), held_scores(cache, 0, 0)))
@@ -172,16 +173,16 @@ def test_the_first_eviction_ranks_by_rounded_values(make_llama, bits):
 
 @pytest.mark.parametrize("bits", KV_BITS)
 @pytest.mark.parametrize("options", [{}, *RULES, {"positions": "rolling"}], ids=str)
-@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize("masks", [False, True])
 def test_a_single_token_of_a_padded_block_is_what_it_is_alone(
-    make_llama, kept_sets, bits, options, simulate
+    make_llama, kept_sets, bits, options, masks
 ):
     model, ids = make_llama(layers=1).double(), tokens(4, 2, 26)
-    options = options | {"simulate": simulate, "kv_bits": bits}
+    options = options | {"masks": masks, "kv_bits": bits}
     blocks = [20, 3, 3]
     mask = torch.ones_like(ids)
     mask[1, 20:22] = mask[1, 23] = mask[1, 25] = 0
-    together = h2okv.H2OCache(model.config, 6, 3, **options)
+    together = cache_of(model.config, 6, 3, **options)
     logits = run(model, together, ids, mask, blocks)
     real = mask[1].bool()
     alone, expected = read(model, ids[1:, real], [20, 1, 1], heavy=6, recent=3, **options)
@@ -192,8 +193,8 @@ def test_a_single_token_of_a_padded_block_is_what_it_is_alone(
 @pytest.mark.parametrize("bits", KV_BITS)
 def test_a_pinned_prompt_in_single_tokens_is_rounded_alike(make_llama, kept_sets, bits):
     model, ids, results = make_llama(layers=1).double(), tokens(5, 1, 30), []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(model.config, 8, 4, kv_bits=bits, simulate=simulate, prefill_chunk=1)
+    for masks in (False, True):
+        cache = cache_of(model.config, 8, 4, kv_bits=bits, masks=masks, evict_every=1)
         cache.pin([(3, 9)])
         logits = run(model, cache, ids, torch.ones_like(ids), [30])
         results.append((kept_sets(cache), logits))
@@ -222,8 +223,7 @@ def test_keys_of_any_size_are_kept(make_llama, bits):
     model, ids = make_llama(layers=1), tokens(1, 1, 40)
     model.model.layers[0].self_attn.k_proj.weight.data *= 1e5
     (_, dropped), (_, masked) = (
-        read(model, ids, [20, *[1] * 20], kv_bits=bits, simulate=simulate)
-        for simulate in (False, True)
+        read(model, ids, [20, *[1] * 20], kv_bits=bits, masks=masks) for masks in (False, True)
     )
     assert dropped.isfinite().all()
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
@@ -241,7 +241,7 @@ def test_bytes_at_a_head_of_128(make_llama, bits, share):
     assert cache.nbytes == 101 * 2 * 2 * (codes + 8)
     assert cache.nbytes / cache.full_nbytes == pytest.approx(share, rel=0.01)
     simulated, _ = read(
-        model, tokens(1, 1, 500), [500], heavy=0.1, recent=0.1, kv_bits=bits, simulate=True
+        model, tokens(1, 1, 500), [500], heavy=0.1, recent=0.1, kv_bits=bits, masks=True
     )
     assert simulated.nbytes == cache.nbytes // 101 * 100
 
@@ -290,9 +290,9 @@ def test_a_file_without_bits_is_as_before(make_llama, tmp_path):
 )
 def test_generate_writes_what_masking_writes(make_llama, bits, options):
     model, ids, texts = make_llama(layers=1), tokens(1, 2, 30), []
-    for simulate in (False, True):
+    for masks in (False, True):
         torch.manual_seed(0)
-        cache = h2okv.H2OCache(model.config, 6, 6, kv_bits=bits, simulate=simulate)
+        cache = cache_of(model.config, 6, 6, kv_bits=bits, masks=masks)
         with h2okv.enable(model):
             texts.append(model.generate(ids, past_key_values=cache, max_new_tokens=12, **options))
     assert torch.equal(*texts)
@@ -303,18 +303,18 @@ def test_a_full_cache_grows(make_llama, bits):
     model, ids = make_llama(layers=1), tokens(1, 1, 300)
     blocks = [20, *[1] * 280]
     (dropped, logits), (_, expected) = (
-        read(model, ids, blocks, policy="full", kv_bits=bits, simulate=simulate)
-        for simulate in (False, True)
+        read(model, ids, blocks, policy="full", kv_bits=bits, masks=masks)
+        for masks in (False, True)
     )
     assert dropped.num_cached_tokens == 300
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("wrong", [0, 2, 16, True, 8.0, "8"])
-@pytest.mark.parametrize("simulate", [False, True])
-def test_other_bits_are_refused(make_llama, wrong, simulate):
+@pytest.mark.parametrize("masks", [False, True])
+def test_other_bits_are_refused(make_llama, wrong, masks):
     with pytest.raises(ValueError, match=f"kv_bits must be 8, 6 or 4, got {wrong!r}"):
-        h2okv.H2OCache(make_llama().config, kv_bits=wrong, simulate=simulate)
+        cache_of(make_llama().config, kv_bits=wrong, masks=masks)
 
 
 @pytest.mark.parametrize(
@@ -344,16 +344,14 @@ def test_a_trained_model_says_nearly_the_same(bits, mean, maximum):
 @torch.no_grad()
 @pytest.mark.parametrize("policy", ["full", "h2o"])
 @pytest.mark.parametrize("kv_bits", [8, 6, 4])
-@pytest.mark.parametrize("simulate", [False, True])
-def test_with_evict_every_a_text_is_rounded_alike_in_any_blocks(
-    make_llama, policy, kv_bits, simulate
-):
+@pytest.mark.parametrize("masks", [False, True])
+def test_with_evict_every_a_text_is_rounded_alike_in_any_blocks(make_llama, policy, kv_bits, masks):
     model = make_llama().double()
     ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
     logits, keys = [], []
     for blocks in ([40], [7, 1, 20, 12], [1] * 40):
-        options = {"kv_bits": kv_bits, "evict_every": 8, "simulate": simulate}
-        cache = h2okv.H2OCache(model.config, 8, 4, policy=policy, **options)
+        options = {"kv_bits": kv_bits, "evict_every": 8, "masks": masks}
+        cache = cache_of(model.config, 8, 4, policy=policy, **options)
         read = [model(block, past_key_values=cache).logits for block in ids.split(blocks, dim=1)]
         logits.append(torch.cat(read, dim=1))
         keys.append(cache.kept_positions(1).sort(dim=-1).values[..., -12:])

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from oracle import cache_of
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
@@ -34,9 +35,7 @@ def test_a_million_tokens_in_bf16_are_as_precise_as_a_short_text(make_llama, fre
     precise.set_attn_implementation("eager")
     rough = copy.deepcopy(model)
     rough.set_attn_implementation("eager")
-    cache = h2okv.H2OCache(
-        model.config, heavy=24, recent=24, positions="rolling", prefill_chunk=440
-    )
+    cache = cache_of(model.config, heavy=24, recent=24, positions="rolling", evict_every=440)
     total = 1_000_000
     ids = tokens(total + 8)
     h2okv.prefill(model, ids[:, :total], cache)
@@ -63,13 +62,14 @@ def test_blocks_inside_a_forward_are_blocks_fed_by_hand(make_llama, kept_sets, p
     model = make_llama(sharpness=2.0)
     ids = tokens(100, batch=2)
     results = []
-    for chunk, blocks in ((16, [100]), (None, [16] * 6 + [4]), (16, [40, 60])):
-        cache = h2okv.H2OCache(model.config, 6, 6, positions=positions, prefill_chunk=chunk)
+    for chunk, blocks in ((16, [100]), (16, [16] * 6 + [4]), (16, [40, 60]), (12, [100])):
+        cache = cache_of(model.config, 6, 6, positions=positions, evict_every=chunk)
         logits = [model(block, past_key_values=cache).logits for block in ids.split(blocks, dim=1)]
         results.append((torch.cat(logits, dim=1), kept_sets(cache)))
-    assert results[0][1] == results[1][1]
-    torch.testing.assert_close(results[0][0], results[1][0], atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(results[0][0], results[2][0], atol=1e-3)  # cut elsewhere
+    for result in results[1:3]:
+        assert results[0][1] == result[1]
+        torch.testing.assert_close(results[0][0], result[0], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(results[0][0], results[3][0], atol=1e-3)  # cut elsewhere
 
 
 @torch.no_grad()
@@ -83,16 +83,16 @@ def test_a_block_never_sees_more_than_the_budget_and_itself(make_llama, monkeypa
 
     monkeypatch.setattr(dispatch, "blockwise_attention_with_scores", spy)
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 5, 5, prefill_chunk=8)
+    cache = cache_of(model.config, 5, 5, evict_every=8)
     h2okv.prefill(model, tokens(200), cache)
-    assert max(seen) <= 10 + 1 + 8
+    assert max(seen) <= 10 + 2 * 8  # slots for a span, and a block of one
     assert cache.num_cached_tokens == 10
 
 
 @torch.no_grad()
 def test_prefill_takes_fractions_of_the_whole_prompt(make_llama):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 0.1, 0.1, prefill_chunk=10)
+    cache = cache_of(model.config, 0.1, 0.1, evict_every=10)
     assert h2okv.prefill(model, tokens(100), cache).shape == (1, 97)
     assert cache.num_cached_tokens == 20
 
@@ -104,10 +104,10 @@ def test_prefill_of_a_padded_batch_is_each_row_alone(make_llama, attention):
     ids = tokens(60, batch=2)
     mask = torch.ones_like(ids)
     mask[0, :23] = 0
-    options = {"positions": "rolling", "prefill_chunk": 7}
-    together = h2okv.H2OCache(model.config, 6, 6, **options)
+    options = {"positions": "rolling", "evict_every": 7}
+    together = cache_of(model.config, 6, 6, **options)
     logits = h2okv.prefill(model, ids, together, mask)
-    alone = h2okv.H2OCache(model.config, 6, 6, **options)
+    alone = cache_of(model.config, 6, 6, **options)
     expected = h2okv.prefill(model, ids[:1, 23:], alone)
     torch.testing.assert_close(logits[:1], expected, atol=1e-4, rtol=1e-4)
     assert model.config._attn_implementation == attention
@@ -118,10 +118,10 @@ def test_prefill_then_generate_is_generate(make_llama):
     model = make_llama()
     ids = tokens(50)
     options = {"max_new_tokens": 8, "do_sample": False}
-    cache = h2okv.H2OCache(model.config, 6, 6)
+    cache = cache_of(model.config, 6, 6)
     model(ids[:, :-1], past_key_values=cache)
     expected = model.generate(ids, past_key_values=cache, **options)
-    cache = h2okv.H2OCache(model.config, 6, 6)
+    cache = cache_of(model.config, 6, 6)
     h2okv.prefill(model, ids[:, :-1], cache)
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
 
@@ -133,7 +133,7 @@ def test_within_the_budget_a_rank_is_a_position(make_llama, dtype):
     model = make_llama(sharpness=20.0).to(dtype)
     ids, logits = tokens(500), []
     for positions in ("original", "rolling"):
-        cache = h2okv.H2OCache(model.config, 250, 250, positions=positions)
+        cache = cache_of(model.config, 250, 250, positions=positions)
         chunks = [ids[:, :400], ids[:, 400:480], *ids[:, 480:].split(1, dim=1)]
         outputs = [model(chunk, past_key_values=cache).logits for chunk in chunks]
         logits.append(torch.cat(outputs, dim=1).float())
@@ -149,8 +149,8 @@ def test_rows_with_budgets_of_their_own_keep_their_ranks(make_llama):
     mask[0, :30] = 0  # 20 % of 10 tokens, and of 40: slots that the first row must not use
     position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
     logits = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(model.config, 0.1, 0.1, positions="rolling", simulate=simulate)
+    for masks in (False, True):
+        cache = cache_of(model.config, 0.1, 0.1, positions="rolling", masks=masks)
         for start, stop in ((0, 40), *((at, at + 1) for at in range(40, 110))):
             output = model(
                 ids[:, start:stop],
@@ -176,7 +176,7 @@ def test_a_row_that_waits_for_a_longer_one_loses_no_rank(make_llama, chunk, ops)
     mask[1, :-2] = 0
 
     def run(ids, mask):
-        cache = h2okv.H2OCache(model.config, 4, 3, positions="rolling", prefill_chunk=chunk)
+        cache = cache_of(model.config, 4, 3, positions="rolling", evict_every=chunk)
         logits = []
         for step in range(9):
             position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -199,7 +199,7 @@ def test_a_row_that_waits_for_a_longer_one_loses_no_rank(make_llama, chunk, ops)
 @torch.no_grad()
 def test_far_past_the_window_it_stays_finite_and_whole(make_llama):
     model = make_llama()  # window 512
-    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", prefill_chunk=64)
+    cache = cache_of(model.config, 20, 20, positions="rolling", evict_every=64)
     logits = h2okv.prefill(model, tokens(3000), cache)
     output = model.generate(
         torch.cat([tokens(3000), logits.argmax(-1, keepdim=True)], dim=1),
@@ -213,13 +213,13 @@ def test_far_past_the_window_it_stays_finite_and_whole(make_llama):
 
 def test_what_does_not_fit_the_window_is_refused(make_llama):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling")
-    with pytest.raises(ValueError, match=r"block of 600 tokens.*512.*prefill_chunk=472"):
+    cache = cache_of(model.config, 20, 20, positions="rolling")
+    with pytest.raises(ValueError, match=r"block of 600 tokens.*512.*evict_every=472"):
         model(tokens(600), past_key_values=cache)
-    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling", prefill_chunk=500)
-    with pytest.raises(ValueError, match="prefill_chunk=472"):
+    cache = cache_of(model.config, 20, 20, positions="rolling", evict_every=500)
+    with pytest.raises(ValueError, match="evict_every=500 must fit .* lower .* or evict_every"):
         model(tokens(600), past_key_values=cache)
-    cache = h2okv.H2OCache(model.config, 300, 300, positions="rolling")
+    cache = cache_of(model.config, 300, 300, positions="rolling")
     with pytest.raises(ValueError, match="budget of 600 tokens leaves no room"):
         model(tokens(9), past_key_values=cache)
 
@@ -227,7 +227,7 @@ def test_what_does_not_fit_the_window_is_refused(make_llama):
 @torch.no_grad()
 def test_a_refused_turn_loses_nothing(make_llama):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 20, 20, positions="rolling")
+    cache = cache_of(model.config, 20, 20, positions="rolling")
     model(tokens(90), past_key_values=cache)
     untouched = cache.fork(1)
     with pytest.raises(ValueError, match="block of 480 tokens after 40 entries"):
@@ -241,8 +241,8 @@ def test_a_refused_turn_loses_nothing(make_llama):
 @torch.no_grad()
 def test_a_refused_prompt_leaves_an_empty_cache(make_llama):
     model = make_llama()
-    used, new = (h2okv.H2OCache(model.config, 0.1, 0.1, positions="rolling") for _ in range(2))
-    with pytest.raises(ValueError, match="prefill_chunk"):
+    used, new = (cache_of(model.config, 0.1, 0.1, positions="rolling") for _ in range(2))
+    with pytest.raises(ValueError, match="evict_every"):
         model(tokens(600), past_key_values=used)
     logits = [model(tokens(90, batch=2), past_key_values=cache).logits for cache in (used, new)]
     assert torch.equal(*logits)
@@ -255,22 +255,20 @@ def test_a_refused_prompt_leaves_an_empty_cache(make_llama):
         ({"positions": "rolled"}, "positions='rolled' is unknown; choose one of original"),
         ({"positions": "rolling", "policy": "full"}, "policy='full' evicts nothing"),
         ({"positions": "clamped"}, "no learned positions to stop at"),
-        ({"prefill_chunk": 0}, "prefill_chunk=0 is not a number of tokens"),
-        ({"prefill_chunk": 0.5}, "prefill_chunk=0.5 is not a number of tokens"),
-        ({"prefill_chunk": True}, "prefill_chunk=True is not a number of tokens"),
+        ({"evict_every": 0}, "evict_every=0 is not a number of tokens"),
+        ({"evict_every": 0.5}, "evict_every=0.5 is not a number of tokens"),
+        ({"evict_every": True}, "evict_every=True is not a number of tokens"),
     ],
 )
 def test_bad_options_are_refused(make_llama, options, message):
     with pytest.raises(ValueError, match=message):
-        h2okv.H2OCache(make_llama().config, **options)
+        cache_of(make_llama().config, **options)
 
 
 @torch.no_grad()
 def test_after_a_reset_another_model_may_use_the_cache(make_llama):
     other = make_llama(rope_parameters={"rope_type": "default", "rope_theta": 50.0})
-    used, new = (
-        h2okv.H2OCache(other.config, 6, 6, positions="rolling", prefill_chunk=9) for _ in range(2)
-    )
+    used, new = (cache_of(other.config, 6, 6, positions="rolling", evict_every=9) for _ in range(2))
     make_llama()(tokens(40), past_key_values=used)
     used.reset()
     logits = [other(tokens(40), past_key_values=cache).logits for cache in (used, new)]
@@ -283,7 +281,7 @@ def test_position_ids_that_a_caller_overwrites_in_place(make_llama):
     ids = tokens(40)
     results = []
     for reuse in (False, True):
-        cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling")
+        cache = cache_of(model.config, 6, 6, positions="rolling")
         position_ids = torch.empty(1, 1, dtype=torch.long)
         for at in range(40):
             step = position_ids.fill_(at) if reuse else torch.tensor([[at]])
@@ -312,7 +310,7 @@ def test_dynamic_scaling_is_not_moved_by_what_else_the_model_reads(make_llama):
     model = type(model)(model.config).eval()
     ids, logits = tokens(100), []
     for others in (False, True):
-        cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling", prefill_chunk=10)
+        cache = cache_of(model.config, 6, 6, positions="rolling", evict_every=10)
         h2okv.prefill(model, ids[:, :20], cache)
         with h2okv.enable(model):
             for at in range(20, 100):
@@ -327,7 +325,7 @@ def test_dynamic_scaling_is_not_moved_by_what_else_the_model_reads(make_llama):
 def test_the_models_own_rounding_is_undone(make_llama):
     """In bf16 the model rounds its cosines; the inverse must divide by what it multiplied by."""
     model = make_llama(1, 1, layers=1).to(torch.bfloat16)
-    cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling")
+    cache = cache_of(model.config, 6, 6, positions="rolling")
     model(tokens(9), past_key_values=cache)
     position_ids = torch.arange(5000, 5009)[None]
     cos, sin = model.model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), position_ids)
@@ -349,14 +347,14 @@ def test_learned_positions_stop_at_the_last_one(kind):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
     ids = tokens(100)
-    cache = h2okv.H2OCache(config, 6, 6, positions="clamped", prefill_chunk=16)
+    cache = cache_of(config, 6, 6, positions="clamped", evict_every=16)
     with pytest.raises(ValueError, match="call h2okv.enable"):
         model(ids[:, :9], past_key_values=cache)
     cache.reset()
     logits = h2okv.prefill(model, ids, cache)
     # The same with a model whose table of positions is longer and repeats its last row.
     longer = _with_longer_table(model, 40, 100)
-    plain = h2okv.H2OCache(longer.config, 6, 6, prefill_chunk=16)
+    plain = cache_of(longer.config, 6, 6, evict_every=16)
     torch.testing.assert_close(logits, h2okv.prefill(longer, ids, plain))
     with h2okv.enable(model):
         text = model.generate(
@@ -367,7 +365,7 @@ def test_learned_positions_stop_at_the_last_one(kind):
         )
     assert text.shape == (1, 106)
     with pytest.raises(ValueError, match="positions='rolling'.*positions='clamped'"):
-        h2okv.H2OCache(config, positions="rolling")
+        cache_of(config, positions="rolling")
 
 
 def _doubles_its_keys(query, key, cos, sin, **options):
@@ -409,7 +407,7 @@ def test_an_unknown_rotation_is_refused_by_the_options_given(
 
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", apply)
     with pytest.raises(ValueError) as caught:
-        model(tokens(9), past_key_values=h2okv.H2OCache(model.config, 6, 6, **options))
+        model(tokens(9), past_key_values=cache_of(model.config, 6, 6, **options))
     assert str(caught.value) == (
         f"{named}: how LlamaAttention rotates its keys must be known, and it does so in another way"
         f" than other models; {remedy}"
@@ -424,7 +422,7 @@ def test_a_module_is_probed_once_for_all_caches(make_llama, monkeypatch, options
     model = make_llama(layers=3)
 
     def read():
-        cache = h2okv.H2OCache(model.config, 6, 6, **options)
+        cache = cache_of(model.config, 6, 6, **options)
         logits = model(tokens(30), past_key_values=cache).logits
         return logits, cache.kept_positions(2)
 
@@ -449,8 +447,7 @@ def test_layers_share_the_rotations_of_a_forward(make_llama, monkeypatch):
         rope.Rotation, "moved", lambda *args: computed.append(args[1]) or move(*args)
     )
     model = make_llama(layers=3)
-    cache = h2okv.H2OCache(model.config, 6, 6, scoring="expected", prefill_chunk=10)
+    cache = cache_of(model.config, 6, 6, scoring="expected")
     with h2okv.enable(model):
         h2okv.prefill(model, tokens(30), cache)
-    positions = [list(range(start, start + 10)) for start in (0, 10, 20)]
-    assert [ids[0].tolist() for ids in computed] == positions
+    assert [ids[0].tolist() for ids in computed] == [list(range(30))]

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
+from oracle import cache_of
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import h2okv
@@ -85,13 +86,13 @@ def test_dropping_equals_masking(
     input_ids = tokens(seed, len(pads), sum(blocks))
     heavy, recent = (0.2, 0.15) if fractions else (4, 3)
     results = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(
+    for masks in (False, True):
+        cache = cache_of(
             model.config, heavy, recent, sink,
             policy=policy,
             positions="original" if policy == "full" else positions,
-            prefill_chunk=chunk,
-            simulate=simulate,
+            evict_every=chunk,
+            masks=masks,
             **options_of(scoring, decay),
         )  # fmt: skip
         logits = run(model, cache, input_ids, mask, blocks)
@@ -111,22 +112,22 @@ def test_dropping_equals_masking(
     fraction=st.booleans(),
     holes=st.sampled_from([0.0, 0.3]),
     chunk=st.sampled_from([None, 4]),
-    simulate=st.booleans(),
+    masks=st.booleans(),
     seed=st.integers(0, 10**6),
 )
 def test_padded_row_equals_the_row_alone(
-    make_llama, kept_sets, scoring, pads, fraction, holes, chunk, simulate, seed
+    make_llama, kept_sets, scoring, pads, fraction, holes, chunk, masks, seed
 ):
-    options = {**options_of(scoring, 0.8), "prefill_chunk": chunk, "simulate": simulate}
+    options = {**options_of(scoring, 0.8), "evict_every": chunk, "masks": masks}
     model = make_llama(seed=seed)
     blocks = [30, 1, 1, 5, 1]
     heavy, recent = (0.2, 0.2) if fraction else (4, 5)
     mask = padding(pads, blocks, holes, seed)
     input_ids = tokens(seed, len(pads), sum(blocks))
-    together = h2okv.H2OCache(model.config, heavy, recent, **options)
+    together = cache_of(model.config, heavy, recent, **options)
     logits = run(model, together, input_ids, mask, blocks)
     for row in range(len(pads)):
-        alone = h2okv.H2OCache(model.config, heavy, recent, **options)
+        alone = cache_of(model.config, heavy, recent, **options)
         real = mask[row].bool()
         own_blocks = [int(cut.sum()) for cut in real.split(blocks) if cut.any()]
         own_ids = input_ids[row : row + 1, real]
@@ -179,7 +180,7 @@ def test_token_by_token_is_algorithm_1_with_other_scores(
     decay, model = 0.85, make_llama(layers=1, kv_heads=2)
     input_ids = tokens(7, 1, 36)
     query, key, value = first_layer(model, input_ids)
-    cache = h2okv.H2OCache(model.config, 3, 4, prefill_chunk=chunk, **options_of(scoring, decay))
+    cache = cache_of(model.config, 3, 4, evict_every=chunk, **options_of(scoring, decay))
     run(model, cache, input_ids, torch.ones_like(input_ids), blocks)
     for head in range(2):
         stored: list[int] = []
@@ -215,7 +216,7 @@ def test_a_prompt_in_one_block_by_definition(make_llama, scoring):
     length, decay, model = 150, 0.97, make_llama(layers=1, kv_heads=2)
     input_ids = tokens(3, 1, length)
     query, key, value = first_layer(model, input_ids)
-    cache = h2okv.H2OCache(model.config, policy="full", **options_of(scoring, decay))
+    cache = cache_of(model.config, policy="full", **options_of(scoring, decay))
     run(model, cache, input_ids, torch.ones_like(input_ids), [length])
     logits = query @ key.repeat_interleave(2, 0).transpose(1, 2) * 16**-0.5
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -235,9 +236,7 @@ def test_a_prompt_in_one_block_by_definition(make_llama, scoring):
 
 def test_decay_of_one_is_the_sum(make_llama, kept_sets):
     model, input_ids = make_llama(), tokens(1, 2, 50)
-    caches = [
-        h2okv.H2OCache(model.config, 5, 5, **options) for options in ({}, options_of("decay", 1.0))
-    ]
+    caches = [cache_of(model.config, 5, 5, **options) for options in ({}, options_of("decay", 1.0))]
     for cache in caches:
         run(model, cache, input_ids, torch.ones_like(input_ids), [30, *[1] * 12, 8])
     assert kept_sets(caches[0]) == kept_sets(caches[1])
@@ -247,18 +246,17 @@ def test_decay_of_one_is_the_sum(make_llama, kept_sets):
 def test_a_long_prompt_does_not_overflow(make_llama):
     """Weights far below what fp32 can hold are zero, not NaN."""
     model, input_ids = make_llama(layers=1), tokens(1, 1, 400)
-    cache = h2okv.H2OCache(model.config, 5, 5, **options_of("decay", 0.01))
+    cache = cache_of(model.config, 5, 5, **options_of("decay", 0.01))
     run(model, cache, input_ids, torch.ones_like(input_ids), [380, *[1] * 20])
     cache.check_integrity()
     assert bool(torch.isfinite(cache.scores(0)).all())
 
 
 @pytest.mark.parametrize("scoring", VARIANTS)
-@pytest.mark.parametrize("simulate", [False, True])
-def test_saved_forked_and_selected_rows_go_on(make_llama, kept_sets, tmp_path, scoring, simulate):
+def test_saved_forked_and_selected_rows_go_on(make_llama, kept_sets, tmp_path, scoring):
     model, input_ids = make_llama(), tokens(2, 2, 60)
-    options = {**options_of(scoring, 0.9), "simulate": simulate}
-    cache = h2okv.H2OCache(model.config, 5, 5, **options)
+    options = options_of(scoring, 0.9)
+    cache = cache_of(model.config, 5, 5, **options)
     mask = torch.ones_like(input_ids)
     run(model, cache, input_ids[:, :40], mask[:, :40], [30, *[1] * 10])
     cache.save(tmp_path / "c")
@@ -286,7 +284,7 @@ def test_it_changes_what_is_kept(make_llama, kept_sets, scoring):
     model, input_ids = make_llama(), tokens(5, 1, 80)
     sets = []
     for options in ({}, options_of(scoring, 0.5)):
-        cache = h2okv.H2OCache(model.config, 8, 4, **options)
+        cache = cache_of(model.config, 8, 4, **options)
         run(model, cache, input_ids, torch.ones_like(input_ids), [60, *[1] * 20])
         sets.append(kept_sets(cache))
     assert sets[0] != sets[1]
@@ -294,7 +292,7 @@ def test_it_changes_what_is_kept(make_llama, kept_sets, scoring):
 
 def test_the_sum_needs_nothing_else(make_llama):
     model, input_ids = make_llama(), tokens(5, 1, 40)
-    cache = h2okv.H2OCache(model.config, 5, 5)
+    cache = cache_of(model.config, 5, 5)
     run(model, cache, input_ids, torch.ones_like(input_ids), [40])
     layer = cache.layers[0]
     assert layer.rule.is_plain_sum and layer.state.value_weights is None
@@ -334,4 +332,4 @@ def test_the_sum_needs_nothing_else(make_llama):
 )
 def test_what_makes_no_sense_is_refused(make_llama, options, message):
     with pytest.raises(ValueError, match=message):
-        h2okv.H2OCache(make_llama().config, **options)
+        cache_of(make_llama().config, **options)

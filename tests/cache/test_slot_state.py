@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import cache_of
 
 import h2okv
 from h2okv.cache import slot_state
@@ -58,8 +59,8 @@ def test_growing_changes_nothing(make_llama, kept_sets, monkeypatch, options, bu
     blocks = [12, *[1] * 30, 3, *[1] * 30]
     heavy, recent, sink = budget
     dropped, masked = (
-        h2okv.H2OCache(model.config, heavy, recent, sink, simulate=simulate, **options)
-        for simulate in (False, True)
+        cache_of(model.config, heavy, recent, sink, masks=masks, **options)
+        for masks in (False, True)
     )
     logits, expected = (follow(model, cache, ids, mask, blocks) for cache in (dropped, masked))
     real = mask.bool()
@@ -97,7 +98,7 @@ CHANGES = {
 def test_taking_slots_in_their_order_changes_nothing(make_llama, kept_sets, dtype, change):
     """Neither what is attended to nor what is evicted once the budget is reached."""
     model = make_llama(layers=2).to(dtype)
-    in_order = h2okv.H2OCache(model.config, 60, 40, 2)
+    in_order = cache_of(model.config, 60, 40, 2)
     model(tokens(50, batch=2), past_key_values=in_order)
     searched, counts = in_order.fork(1), []
     for step in range(80):
@@ -124,7 +125,7 @@ def test_taking_slots_in_their_order_changes_nothing(make_llama, kept_sets, dtyp
 def test_a_budget_in_tokens_costs_what_the_text_needs(make_llama, dtype):
     """Of a head of 64 numbers, a tenth more than a full cache, however large the budget is."""
     model = make_llama(layers=2, head_dim=64).to(dtype)
-    caches = [h2okv.H2OCache(model.config, 8192, 8192), h2okv.H2OCache(model.config, 1 << 50, 1)]
+    caches = [cache_of(model.config, 8192, 8192), cache_of(model.config, 1 << 50, 1)]
     limit = 1.1 if dtype == torch.float32 else 1.12  # scores and positions are 8 bytes of each slot
     for cache in caches:
         slots = []
@@ -140,7 +141,7 @@ def test_a_budget_in_tokens_costs_what_the_text_needs(make_llama, dtype):
 @torch.no_grad()
 def test_a_compiled_step_gets_all_slots_at_once(make_llama):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 100, 100)
+    cache = cache_of(model.config, 100, 100)
     model(tokens(20), past_key_values=cache)
     assert cache.kept_positions(0).shape[2] < 30
     expected = cache.fork(1)
@@ -169,7 +170,7 @@ def test_a_selected_sequence_rolls_on_from_a_file(make_llama, tmp_path):
     model, ids = make_llama(), tokens(60, batch=2)
     mask = torch.ones_like(ids)
     mask[0, :40] = 0
-    cache = h2okv.H2OCache(model.config, 0.3, 0.3, positions="rolling")
+    cache = cache_of(model.config, 0.3, 0.3, positions="rolling")
     follow(model, cache, ids, mask, [60])
     cache.batch_select_indices(torch.tensor([0]))
     cache.save(tmp_path / "c")
@@ -189,7 +190,7 @@ def test_a_selected_sequence_rolls_on_from_a_file(make_llama, tmp_path):
 
 def test_a_move_asks_the_model_anew_how_it_rotates(make_llama):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 6, 6, positions="rolling")
+    cache = cache_of(model.config, 6, 6, positions="rolling")
     with torch.no_grad():
         model(tokens(30), past_key_values=cache)
     layer = cache.layers[0]

@@ -10,11 +10,12 @@ import pytest
 
 import h2okv
 from h2okv.cli.app import COMMANDS
-from h2okv.cli.args import helps
+from h2okv.cli.args import _PER_QUERY, helps
 from h2okv.cli.help_page import PANELS
 from h2okv.cli.readers import memory
-from h2okv.config import BEST, PER_QUERY, POLICIES, SCORED, SCORINGS
+from h2okv.config import BEST, POLICIES, SCORED, SCORINGS
 from h2okv.policy import Sees, get_rule, scoring_names
+from h2okv_lab import masking
 from h2okv_lab.cli.analyze import MEASUREMENTS
 from h2okv_lab.cli.bench import RUNNERS, SHAPES
 from h2okv_lab.cli.eval import COMPRESSIONS, EXPERIMENTS
@@ -48,8 +49,9 @@ def test_every_command_has_a_summary_and_an_example(h2okv_command, name):
 
 
 def test_listed_names_match_the_registries():
-    assert (*h2okv.policy_names(dropping=True), BEST) == POLICIES
-    assert h2okv.policy_names() == (*POLICIES[:-1], *PER_QUERY)
+    assert (*h2okv.policy_names(), BEST) == POLICIES
+    assert h2okv.policy_names() == POLICIES[:-1]
+    assert tuple(masking.PER_QUERY) == _PER_QUERY
     rules = {name: get_rule(name) for name in POLICIES[1:-1]}
     assert (
         tuple(

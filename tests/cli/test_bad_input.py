@@ -33,7 +33,7 @@ OPTIONS = {
         ("--cache", "positions=rolling", "--policy", "full"),
         ("policy='full' evicts nothing", "original"),
     ),
-    "chunk of nothing": (("--cache", "chunk=-1"), ("chunk=-1", "1 or more")),
+    "chunk of nothing": (("--cache", "every=-1"), ("every=-1", "1 or more")),
     "budget beyond the window": (
         ("--policy", "h2o", "--cache", "positions=rolling", "--budget", "200+100"),
         ("budget of 300", "window of 256"),

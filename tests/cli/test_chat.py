@@ -123,7 +123,7 @@ def test_undo_and_retry(chat):
     ("window", "options", "expected"),
     [
         (1024, {}, 256), (1024, {"policy": "best"}, 256), (512, {}, None),
-        (1024, {"prefill_chunk": 64}, None), (1024, {"policy": "full"}, None),
+        (1024, {"evict_every": 64}, None), (1024, {"policy": "full"}, None),
     ],
 )  # fmt: skip
 def test_it_evicts_where_a_server_does(window, options, expected):
@@ -232,8 +232,8 @@ def test_a_chat_of_another_model_or_without_a_chat_is_refused(chat, save_model, 
 OPTIONS = {
     "share": (("--budget", "10%"), ("a budget of 10%", "--budget 512")),
     "positions": (("--cache", "positions=round"), ("positions='round'", "rolling")),
-    "no chunk": (("--cache", "chunk=-1"), ("chunk=-1", "1 or more")),
-    "long chunk": (("--cache", "chunk=225"), ("chunk=225", "224")),
+    "no chunk": (("--cache", "every=-1"), ("every=-1", "1 or more")),
+    "long chunk": (("--cache", "every=225"), ("every=225", "224")),
     "budget beyond the window": (("--budget", "240+16"), ("256", "lower")),
     "clamped RoPE": (("--cache", "positions=clamped"), ("clamped", "rolling")),
     "nothing kept": (("--budget", "0+0"), ("heavy=0",)),

@@ -50,7 +50,7 @@ def partner(load):
 
 
 def make_cache(partner, chunk=16, positions="rolling", budget=12):
-    config = CacheConfig("h2o", budget, budget, 1, positions=positions, prefill_chunk=chunk)
+    config = CacheConfig("h2o", budget, budget, 1, positions=positions, evict_every=chunk)
     return h2okv.H2OCache.from_config(partner.model.config, config)
 
 

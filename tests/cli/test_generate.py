@@ -34,7 +34,6 @@ SETTINGS_FIELDS = {
     "recent": float,
     "sink": int,
     "positions": str,
-    "prefill_chunk": type(None),
     "evict_every": type(None),
     "max_tokens": type(None),
     "min_tokens": int,
@@ -75,7 +74,7 @@ def stdin(monkeypatch):
     return give
 
 
-@pytest.mark.parametrize("chunk", ["", ",chunk=40"], ids=["default", "given"])
+@pytest.mark.parametrize("chunk", ["", ",every=40"], ids=["default", "given"])
 def test_rolling_positions_generate_past_the_context_window(generate, prompt, model_folder, chunk):
     text = prompt * 8  # the window is 256
     outcome = generate(
@@ -89,7 +88,7 @@ def test_rolling_positions_generate_past_the_context_window(generate, prompt, mo
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
     ids = AutoTokenizer.from_pretrained(model_folder)(text, return_tensors="pt").input_ids
     cache = h2okv.H2OCache(
-        model.config, 16, 16, positions="rolling", prefill_chunk=40 if chunk else 64
+        model.config, 16, 16, positions="rolling", evict_every=40 if chunk else 64
     )
     expected = model.generate(ids, past_key_values=cache, max_new_tokens=300, do_sample=False)
     assert record["token_ids"] == expected[0, ids.shape[1] :].tolist()
@@ -104,8 +103,8 @@ def test_compiled_steps_give_the_same_text(generate, monkeypatch):
     assert texts[0] == texts[1] and texts[0].strip()
 
 
-def test_a_fraction_is_of_the_whole_prompt_with_chunked_prefill(generate, prompt):
-    options = ("--cache", "h2o:95%,chunk=7", "--max-new-tokens", 3, "--json")
+def test_a_fraction_is_of_the_whole_prompt_in_a_prompt_with_cuts(generate, prompt):
+    options = ("--cache", "h2o:95%,every=7", "--max-new-tokens", 3, "--json")
     record = json.loads(generate(*options, text=prompt * 2 + "the cat sat" * 12).out)
     assert record["num_cached_tokens"] == 2 * int(record["prompt_tokens"] * 0.475)
     assert (record["heavy"], record["recent"]) == (0.475, 0.475)

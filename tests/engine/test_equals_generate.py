@@ -30,8 +30,8 @@ def token_ids(outputs):
         {"heavy": 1.0, "recent": 0.0},
         {"positions": "rolling"},
         {"positions": "rolling", "heavy": 6, "recent": 5},
-        {"prefill_chunk": 8},
-        {"prefill_chunk": 1},
+        {"evict_every": 8},
+        {"evict_every": 1},
         {"kv_bits": 8},
         {"kv_bits": 6},
         {"kv_bits": 4},
@@ -48,7 +48,7 @@ def token_ids(outputs):
         {"policy": "random"},
         {"layer_budgets": (1.5, 0.5)},
         {"layer_budgets": (0.4, 1.6), "heavy": 6, "recent": 3, "positions": "rolling"},
-        {"layer_budgets": (1.25, 0.75), "scoring": "expected", "sink": 2, "prefill_chunk": 8},
+        {"layer_budgets": (1.25, 0.75), "scoring": "expected", "sink": 2, "evict_every": 8},
         {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))},
         {"layer_budgets": ((0.5, 2.5), (0.0, 1.0)), "policy": "best", "heavy": 6, "recent": 3},
     ],
@@ -93,7 +93,7 @@ def test_prefill_in_chunks_of_one_token_over_several_forwards(
 ):
     """Fill each layer at another token; `generate` continues from a manual prefill."""
     model = make_llama()
-    options = {"heavy": 4, "recent": 2, "prefill_chunk": 1, "layer_budgets": factors}
+    options = {"heavy": 4, "recent": 2, "evict_every": 1, "layer_budgets": factors}
     prompts = make_prompts([40, 33, 40, 50, 9, 40])
     llm = make_llm(model, max_num_seqs=6, max_prefill_tokens=16, max_prompt_tokens=64, **options)
     generated = token_ids(llm.generate(prompts, greedy(16)))

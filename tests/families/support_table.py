@@ -33,7 +33,7 @@ or convolution layers.
 """
 _IMAGES = """\
 With images in prompts, padded batches, later turns, chunks and spans pass the same tests. A cut
-(`prefill_chunk`, `evict_every`) waits for the end of an image with tokens that see each other.
+(`evict_every`) waits for the end of an image with tokens that see each other.
 `cache.kept_positions(layer)` shows which tokens of an image remain, and `cache.pin` keeps all of
 them. With `scoring="expected"` positions of three axes count as one per token, which moves scores
 around an image a little. `LLM`, `serve` and `generate --image` give the same tokens and refuse

@@ -15,6 +15,7 @@ from family_harness import (
     tokens,
 )
 from family_table import config_options, variant_id, variants
+from oracle import cache_of
 from test_rolling import LONG, ROTARY, one_layer
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -62,7 +63,7 @@ def test_queries_are_reevaluated_where_the_model_itself_puts_them(variant):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
         ids = tokens(1, LENGTH)
-        cache = h2okv.H2OCache(config, policy="full", scoring="expected")
+        cache = cache_of(config, policy="full", scoring="expected")
         model(ids, past_key_values=cache)
         scores = cache.scores(0)[0].gather(-1, cache.kept_positions(0)[0].argsort(-1))
         scores = scores[:, -LENGTH:]
@@ -93,8 +94,8 @@ def test_dropping_equals_masking(variant, evict_every):
     model = tiny_model(*variant)
     factors = factors_by_head(model)
     options = BUDGET | {"layer_budgets": factors, "evict_every": evict_every}
-    dropping = h2okv.H2OCache(model.config, **options)
-    masking = h2okv.H2OCache(model.config, **options, simulate=True)
+    dropping = cache_of(model.config, **options)
+    masking = cache_of(model.config, **options, masks=True)
     logits = forced_logits(model, dropping, "h2o")
     expected = forced_logits(model, masking, "h2o")
     dropping.check_integrity()
@@ -117,6 +118,6 @@ def test_the_engine_gives_what_generate_gives(variant, tmp_path, monkeypatch):
         outputs = llm.generate([ids[0].tolist() for ids in prompts], params)
         factors = llm.engine.config.cache.layer_budgets
     for ids, output in zip(prompts, outputs, strict=True):
-        cache = h2okv.H2OCache(model.config, **options | {"layer_budgets": factors or "even"})
+        cache = cache_of(model.config, **options | {"layer_budgets": factors or "even"})
         expected, _ = generate(model, ids, cache, "h2o")
         assert output.completions[0].token_ids == expected[0].tolist()

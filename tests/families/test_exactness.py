@@ -14,8 +14,7 @@ from family_harness import (
     tokens,
 )
 from family_table import variant_id, variants
-
-import h2okv
+from oracle import cache_of
 
 every_family = pytest.mark.parametrize("variant", variants(), ids=variant_id, scope="module")
 
@@ -24,7 +23,7 @@ every_family = pytest.mark.parametrize("variant", variants(), ids=variant_id, sc
 def test_a_large_budget_gives_the_full_cache(variant):
     model = tiny_model(*variant)
     expected = forced_logits(model, full_cache(model), "eager")
-    cache = h2okv.H2OCache(model.config, heavy=sum(BLOCKS), recent=sum(BLOCKS))
+    cache = cache_of(model.config, heavy=sum(BLOCKS), recent=sum(BLOCKS))
     logits = forced_logits(model, cache, "h2o")
     cache.check_integrity()
     assert cache.num_seen_tokens == cache.num_cached_tokens == sum(BLOCKS)
@@ -38,7 +37,7 @@ def test_generate_with_a_large_budget_gives_the_full_cache(variant):
     expected, expected_logits = generate(
         model, ids, full_cache(model), "sdpa" if _has_sdpa(model) else "eager"
     )
-    cache = h2okv.H2OCache(model.config, heavy=PROMPT, recent=PROMPT)
+    cache = cache_of(model.config, heavy=PROMPT, recent=PROMPT)
     generated, logits = generate(model, ids, cache, "h2o")
     cache.check_integrity()
     torch.testing.assert_close(logits, expected_logits, atol=TOLERANCE, rtol=0)
@@ -49,8 +48,8 @@ def test_generate_with_a_large_budget_gives_the_full_cache(variant):
 def test_dropping_equals_masking(variant):
     model = tiny_model(*variant)
     budget = {"heavy": 6, "recent": 4, "sink": 1}
-    dropping = h2okv.H2OCache(model.config, **budget)
-    masking = h2okv.H2OCache(model.config, **budget, simulate=True)
+    dropping = cache_of(model.config, **budget)
+    masking = cache_of(model.config, **budget, masks=True)
     logits = forced_logits(model, dropping, "h2o")
     expected = forced_logits(model, masking, "h2o")
     dropping.check_integrity()
@@ -74,11 +73,11 @@ def test_a_padded_row_gives_what_it_gives_alone(variant):
     mask = torch.ones_like(batch)
     mask[0, : PROMPT - 27] = 0
     budget = {"heavy": 0.15, "recent": 0.1, "min_tokens": 0}
-    together = h2okv.H2OCache(model.config, **budget)
+    together = cache_of(model.config, **budget)
     generated, logits = generate(model, batch, together, "h2o", attention_mask=mask)
     together.check_integrity()
     for row, ids in enumerate((short, long)):
-        alone = h2okv.H2OCache(model.config, **budget)
+        alone = cache_of(model.config, **budget)
         made_alone, logits_alone = generate(model, ids, alone, "h2o")
         torch.testing.assert_close(logits[row], logits_alone[0], atol=TOLERANCE, rtol=0)
         assert torch.equal(generated[row], made_alone[0])

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+from oracle import cache_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 from walk import results, tiny_config
@@ -80,7 +81,7 @@ def alone(model, prompt, new, **options):
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new,
             do_sample=False,
-            **{CACHE: h2okv.H2OCache(model.config, **(BUDGET | options))},
+            **{CACHE: cache_of(model.config, **(BUDGET | options))},
         )
     return text[0, len(prompt) :].tolist()
 
@@ -101,7 +102,7 @@ def answers(outputs):
 
 def test_every_type_with_states_that_a_cache_accepts_is_served():
     types = results()["works"].split()
-    with_states = [t for t in types if has_states(h2okv.H2OCache(config_of(t)))]
+    with_states = [t for t in types if has_states(cache_of(config_of(t)))]
     assert with_states == SERVED
 
 
@@ -109,8 +110,8 @@ def test_every_type_with_states_that_a_cache_accepts_is_served():
 def test_a_block_without_positions_is_refused_where_a_model_counts_from_zero():
     model = model_of("bamba")
     model.set_attn_implementation("h2o")
-    ids, cache = torch.tensor(prompts_of([14])), h2okv.H2OCache(model.config, heavy=20, recent=20)
-    expected = model(ids, **{CACHE: h2okv.H2OCache(model.config, heavy=20, recent=20)}).logits
+    ids, cache = torch.tensor(prompts_of([14])), cache_of(model.config, heavy=20, recent=20)
+    expected = model(ids, **{CACHE: cache_of(model.config, heavy=20, recent=20)}).logits
     model(ids[:, :9], **{CACHE: cache})
     waiting = cache.fork(1)
     with pytest.raises(ValueError, match="5 more whose positions begin at 0.*position_ids 9 to 13"):
@@ -123,7 +124,7 @@ def test_a_block_without_positions_is_refused_where_a_model_counts_from_zero():
 def test_the_best_policy_where_nothing_is_rotated(model_type):
     model, (prompt,) = model_of(model_type), prompts_of([40])
     options = {"policy": "best", "layer_budgets": None}
-    expected = alone(model, prompt, 12, simulate=True, **options)
+    expected = alone(model, prompt, 12, masks=True, **options)
     assert alone(model, prompt, 12, **options) == expected
 
 
@@ -134,7 +135,7 @@ def test_requests_share_rows_and_give_what_generate_gives(model_type, tokenizer)
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
     with h2okv.LLM(model, tokenizer, max_num_seqs=3, max_prefill_tokens=16, **BUDGET) as llm:
         assert answers(llm.generate(prompts, list(map(greedy, NEWS)))) == expected
-        engine, cache = llm.engine, h2okv.H2OCache(model.config, **BUDGET)
+        engine, cache = llm.engine, cache_of(model.config, **BUDGET)
         assert engine.runner.pool.nbytes == 3 * engine.memory.sequence
         params = h2okv.SamplingParams(max_tokens=5, n=3, seed=1)
         sampled = llm.generate([prompts[0]], params)[0].completions
@@ -175,7 +176,7 @@ def test_turns_and_shared_prefixes_continue_from_states(model_type, tokenizer, t
     with h2okv.LLM(model, tokenizer, max_num_seqs=2, **options, **folder) as llm:
         (answer,) = answers(llm.generate([first], greedy(12)))
         saved = {cache.num_seen_tokens: cache for cache in llm.engine.runner.states.values()}
-        fresh = h2okv.H2OCache(model.config, **BUDGET, evict_every=8)
+        fresh = cache_of(model.config, **BUDGET, evict_every=8)
         with torch.no_grad():
             model(torch.tensor([(first + answer)[:48]]), **{CACHE: fresh})
         for state, expected in zip(states_of(saved[48]), states_of(fresh), strict=True):
@@ -222,9 +223,9 @@ def test_a_type_that_forgets_reads_prompts_whole_and_keeps_no_states(tokenizer):
 def test_a_type_that_forgets_refuses_a_block_after_a_state_and_reads_chunks_at_once(tokenizer):
     model, (prompt,) = model_of("jamba"), prompts_of([33])
     ids, outputs = torch.tensor([prompt]), []
-    for options in ({"prefill_chunk": 8}, {"evict_every": 8}):
+    for options in ({"evict_every": 8}, {"evict_every": 1}):
         expected = alone(model, prompt, 6, **options)  # one forward
-        cache = h2okv.H2OCache(model.config, **BUDGET, **options)
+        cache = cache_of(model.config, **BUDGET, **options)
         h2okv.prefill(model, ids[:, :-1], cache)  # blocks where a model can continue them
         with h2okv.enable(model):
             text = model.generate(ids, max_new_tokens=6, do_sample=False, **{CACHE: cache})
@@ -234,7 +235,7 @@ def test_a_type_that_forgets_refuses_a_block_after_a_state_and_reads_chunks_at_o
             with pytest.raises(ValueError, match="6 tokens in one forward after the 38 .*'jamba'"):
                 model.generate(more, max_new_tokens=2, **{CACHE: cache})
             with pytest.raises(ValueError, match="'jamba' forget"):
-                list(read_blocks(model, ids, h2okv.H2OCache(model.config, **BUDGET), 8))
+                list(read_blocks(model, ids, cache_of(model.config, **BUDGET), 8))
         cache.reset()
         h2okv.prefill(model, ids, cache)
     config = CacheConfig(heavy=20, recent=20)
@@ -246,7 +247,7 @@ def test_a_type_that_forgets_refuses_a_block_after_a_state_and_reads_chunks_at_o
 def test_drafts_are_refused(model_type):
     config = EngineConfig(cache=CacheConfig(**BUDGET), speculate=4)
     with pytest.raises(ValueError, match="speculate=4: .* cannot take a token out of their state"):
-        config_for(config, h2okv.H2OCache(config_of(model_type), **BUDGET))
+        config_for(config, cache_of(config_of(model_type), **BUDGET))
 
 
 @hybrid()

@@ -15,7 +15,7 @@ every_family = pytest.mark.parametrize("family", VISION_FAMILIES, ids=lambda fam
 BUDGET = {"heavy": 6, "recent": 4, "sink": 1}
 CUTS = {
     "one block": {},
-    "chunks": {"prefill_chunk": 8},
+    "chunks": {"evict_every": 8},
     "spans": {"evict_every": 8, "max_prompt_tokens": 200},
     "drafts": {"speculate": 4},
     "expected": {"evict_every": 8, "scoring": "expected", "max_prompt_tokens": 200},
@@ -99,9 +99,7 @@ def test_requests_with_images_share_rows_with_others_and_give_what_generate_give
         assert "images: " in llm.describe()
     assert any(len(prompt.token_ids) > 32 for prompt in prompts)
     lines = set()
-    options = {
-        name: cut[name] for name in ("prefill_chunk", "evict_every", "scoring") if name in cut
-    }
+    options = {name: cut[name] for name in ("evict_every", "scoring") if name in cut}
     for prompt, output in zip([*prompts, *prompts], outputs, strict=True):
         expected, logprobs = alone(model, prompt, **options)
         completion = output.completions[0]
@@ -170,7 +168,7 @@ def test_a_text_in_blocks_after_an_image_has_its_own_positions(family, folder):
     ids = torch.arange(6, 46).unsqueeze(0)
 
     def read():
-        cache = h2okv.H2OCache(model.config, heavy=50, recent=50, prefill_chunk=8)
+        cache = h2okv.H2OCache(model.config, heavy=50, recent=50, evict_every=8)
         return h2okv.prefill(model, ids, cache)
 
     expected = read()

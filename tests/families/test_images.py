@@ -3,10 +3,10 @@
 import pytest
 import torch
 from family_harness import TOLERANCE, kept_sets
+from oracle import cache_of
 from transformers import DynamicCache
 from vision_table import IMAGE, VISION_FAMILIES, image_inputs, tiny_vision_model
 
-import h2okv
 from h2okv.cache.argument import CACHE
 
 NEW = 5
@@ -18,7 +18,7 @@ BATCH = [[5, "image", 7, "image", 4], [3, "image", 2]]
 BUDGET = {"heavy": 6, "recent": 4, "sink": 1}
 CUTS = {
     "one block": {},
-    "chunks": {"prefill_chunk": 8},
+    "chunks": {"evict_every": 8},
     "spans": {"evict_every": 8},
     "expected": {"evict_every": 8, "scoring": "expected"},
 }
@@ -44,7 +44,7 @@ def full_cache(family):
 
 
 def h2o_cache(family, **options):
-    return h2okv.H2OCache(tiny_vision_model(family).config, **options)
+    return cache_of(tiny_vision_model(family).config, **options)
 
 
 def close(logits, expected):
@@ -68,7 +68,7 @@ def test_a_large_budget_gives_the_full_cache(family, cut):
 def test_dropping_equals_masking(family, cut):
     inputs = image_inputs(family, BATCH)
     dropping = h2o_cache(family, **BUDGET, **cut)
-    masking = h2o_cache(family, **BUDGET, **cut, simulate=True)
+    masking = h2o_cache(family, **BUDGET, **cut, masks=True)
     tokens, logits = generate(family, inputs, dropping)
     expected = generate(family, inputs, masking)
     dropping.check_integrity()
@@ -135,7 +135,7 @@ def test_a_later_turn_may_bring_an_image(name, budget):
         "h2o": h2o_cache(family, heavy=budget, recent=budget),
         "other": full_cache(family)
         if is_whole
-        else h2o_cache(family, heavy=budget, recent=budget, simulate=True),
+        else h2o_cache(family, heavy=budget, recent=budget, masks=True),
     }
     logits = []
     for label, cache in caches.items():

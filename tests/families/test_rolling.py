@@ -6,6 +6,7 @@ import pytest
 import torch
 from family_harness import TOLERANCE, tiny_model, tokens
 from family_table import FAMILIES, Family, _rope, config_options, variant_id, variants
+from oracle import cache_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
@@ -46,8 +47,8 @@ def test_entries_sit_at_their_ranks(variant):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         ids = tokens(2, LENGTH + 2)
-        cache = h2okv.H2OCache(
-            config, 0, RECENT, SINK, policy="sink_recent", positions="rolling", prefill_chunk=CHUNK
+        cache = cache_of(
+            config, 0, RECENT, SINK, policy="sink_recent", positions="rolling", evict_every=CHUNK
         )
         with h2okv.enable(model):
             block = model(ids[:, :LENGTH], past_key_values=cache).logits[:, -CHUNK:]
@@ -71,10 +72,8 @@ def test_dropping_gives_what_masking_gives(variant):
     if not variant[0].padding:
         mask[0, :7] = 0
     results = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(
-            model.config, 4, 4, positions="rolling", prefill_chunk=9, simulate=simulate
-        )
+    for masks in (False, True):
+        cache = cache_of(model.config, 4, 4, positions="rolling", evict_every=9, masks=masks)
         logits = []
         with h2okv.enable(model):
             for start, stop in ((0, LENGTH), *((at, at + 1) for at in range(LENGTH, LENGTH + 4))):
@@ -108,9 +107,9 @@ def test_only_rotary_positions_roll(family):
     config = AutoConfig.for_model(family.model_type, **config_options(family, None))
     if family.model_type in WITHOUT_ROTARY:
         with pytest.raises(ValueError, match="positions='clamped'"):
-            h2okv.H2OCache(config, positions="rolling")
+            cache_of(config, positions="rolling")
     else:
-        h2okv.H2OCache(config, positions="rolling")
+        cache_of(config, positions="rolling")
 
 
 @pytest.mark.parametrize(
@@ -129,6 +128,6 @@ def test_padding_is_refused_where_a_model_tells_no_positions(options, refusal):
     model = AutoModelForCausalLM.from_config(config)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[0, :3] = 0
-    cache = h2okv.H2OCache(config, 4, 4, **options)
+    cache = cache_of(config, 4, 4, **options)
     with h2okv.enable(model), pytest.raises(ValueError, match=refusal):
         model(tokens(2, 9), attention_mask=mask, past_key_values=cache)

@@ -15,6 +15,7 @@ from family_harness import (
     tokens,
 )
 from family_table import FAMILIES, Family
+from oracle import cache_of
 from transformers import AutoTokenizer
 
 import h2okv
@@ -34,7 +35,7 @@ OPTIONS = [
     {"scoring": "decay"},
     {"policy": "snapkv"},
     {"kv_bits": 8},
-    {"prefill_chunk": 7},
+    {"evict_every": 7},
     {"positions": "rolling"},
     {"layer_budgets": [[0.5, 1.5], [1.25, 0.75]]},
 ]
@@ -49,16 +50,13 @@ def model():
 def test_logits_are_those_of_eager_attention(family: Family):
     model = tiny_model(replace(family, options=family.options | {"initializer_range": 0.1}), 2)
     expected = forced_logits(model, full_cache(model), "eager")
-    cache = h2okv.H2OCache(model.config, heavy=sum(BLOCKS), recent=0)
+    cache = cache_of(model.config, heavy=sum(BLOCKS), recent=0)
     torch.testing.assert_close(forced_logits(model, cache, "h2o"), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_dropping_equals_masking(model, options):
-    caches = [
-        h2okv.H2OCache(model.config, **BUDGET | options, simulate=simulate)
-        for simulate in (False, True)
-    ]
+    caches = [cache_of(model.config, **BUDGET | options, masks=masks) for masks in (False, True)]
     dropped, masked = (forced_logits(model, cache, "h2o") for cache in caches)
     torch.testing.assert_close(dropped, masked, atol=TOLERANCE, rtol=0)
     assert kept_sets(caches[0]) == kept_sets(caches[1])
@@ -70,7 +68,7 @@ def test_a_prompts_scores_are_what_its_entries_receive(model):
     model.set_attn_implementation("eager")
     attentions = model(ids, output_attentions=True).attentions
     model.set_attn_implementation("h2o")
-    cache = h2okv.H2OCache(model.config, heavy=30, recent=30)
+    cache = cache_of(model.config, heavy=30, recent=30)
     model(ids, past_key_values=cache)
     for layer, attention in enumerate(attentions):
         received = attention.sum(dim=2).unflatten(1, (2, 2)).sum(dim=2)
@@ -90,7 +88,7 @@ def test_a_rule_and_the_analysis_see_the_same_probabilities(model):
 
     ids, rows = tokens(1, 30), {}
     model.set_attn_implementation("h2o")
-    model(ids, past_key_values=h2okv.H2OCache(model.config, **BUDGET, policy=Watching()))
+    model(ids, past_key_values=cache_of(model.config, **BUDGET, policy=Watching()))
 
     def keep(layer):
         rows[layer.layer_idx] = torch.cat([p.flatten(0, 1) for _, p in layer.rows()], dim=1)
@@ -106,12 +104,12 @@ def test_caches_that_share_a_prompt(model):
     ids = tokens(1, 30)
     model.set_attn_implementation("h2o")
     configs = [{"policy": "best"}, {"scoring": "decay"}, {"scoring": "last"}, {"heavy": 2}]
-    caches = [h2okv.H2OCache(model.config, **BUDGET | options) for options in configs]
+    caches = [cache_of(model.config, **BUDGET | options) for options in configs]
     shared = SharedPrefill(caches)
     model(ids, past_key_values=shared)
     shared.split()
     for cache, options in zip(caches, configs, strict=True):
-        alone = h2okv.H2OCache(model.config, **BUDGET | options)
+        alone = cache_of(model.config, **BUDGET | options)
         model(ids, past_key_values=alone)
         assert kept_sets(cache) == kept_sets(alone)
         step = tokens(1, 1)
@@ -131,7 +129,7 @@ def test_requests_of_an_engine_give_what_generate_gives(model, options):
     with h2okv.LLM(model, tokenizer, max_num_seqs=2, max_prefill_tokens=16, **options) as llm:
         outputs = llm.generate([prompt[0].tolist() for prompt in prompts], params)
     for prompt, output in zip(prompts, outputs, strict=True):
-        expected, _ = generate(model, prompt, h2okv.H2OCache(model.config, **options), "h2o")
+        expected, _ = generate(model, prompt, cache_of(model.config, **options), "h2o")
         assert output.completions[0].token_ids == expected[0].tolist()
 
 
@@ -143,7 +141,7 @@ def test_a_compiled_step(model):
     model.set_attn_implementation("h2o")
     results = []
     for forward in (model, torch.compile(model, backend="eager")):
-        cache = h2okv.H2OCache(model.config, **BUDGET)
+        cache = cache_of(model.config, **BUDGET)
         model(ids[:, :20], past_key_values=cache)
         steps = ids[:, 20:].split(1, dim=1)
         logits = [forward(step.contiguous(), past_key_values=cache).logits for step in steps]

@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
 from family_harness import factors_by_head, forced_logits, kept_sets  # noqa: E402
 from family_table import VOCABULARY  # noqa: E402
+from oracle import cache_of  # noqa: E402
 from transformers import (  # noqa: E402
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -193,7 +194,7 @@ def outcome(model_type: str) -> tuple[str, Any]:
     except Exception as error:
         return "not tiny", _line(error)
     try:
-        h2okv.H2OCache(config)
+        cache_of(config)
     except ValueError as error:
         is_ours = "use transformers' own cache" in str(error)
         return "refused" if is_ours else "wrong", _line(error)
@@ -210,7 +211,7 @@ def outcome(model_type: str) -> tuple[str, Any]:
                 return "not tiny", f"{size} parameters"
             model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
             blocks = BLOCKS
-            if not continues_prompts(h2okv.H2OCache(config)):  # it refuses a block after others
+            if not continues_prompts(cache_of(config)):  # it refuses a block after others
                 blocks = (BLOCKS[0], *[1] * sum(BLOCKS[1:]))
             expected = forced_logits(model, DynamicCache(config=model.config), "eager", blocks)
     except Exception as error:
@@ -225,7 +226,7 @@ def outcome(model_type: str) -> tuple[str, Any]:
             if name == "rolling":  # heads of a layer hold alike
                 options["layer_budgets"] = _by_layer(len(factors))
             try:
-                h2okv.H2OCache(model, **options)
+                cache_of(model, **options)
             except ValueError as error:
                 refused[name] = _line(error).removeprefix("ValueError: ")
                 continue
@@ -252,7 +253,7 @@ def _try_setting(
     if "kv_bits" in options:
         return
     budget = {"heavy": sum(blocks), "recent": sum(blocks)}
-    logits = forced_logits(model, h2okv.H2OCache(model, **options | budget), "h2o", blocks)
+    logits = forced_logits(model, cache_of(model, **options | budget), "h2o", blocks)
     _require_close(logits, expected, "a budget above the text differs from the full cache")
 
 
@@ -270,7 +271,7 @@ def _compare_in_one_text(model: Any, blocks: tuple[int, ...], options: dict[str,
 def _compare_with_masking(
     model: Any, blocks: tuple[int, ...], options: dict[str, Any], seed: int = 1
 ) -> h2okv.H2OCache:
-    caches = [h2okv.H2OCache(model, **options, simulate=simulate) for simulate in (False, True)]
+    caches = [cache_of(model, **options, masks=masks) for masks in (False, True)]
     logits, masked = (forced_logits(model, cache, "h2o", blocks, seed) for cache in caches)
     _require_close(logits, masked, "dropping differs from masking")
     assert kept_sets(caches[0]) == kept_sets(caches[1]), "dropping keeps other entries"

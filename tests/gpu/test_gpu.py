@@ -41,7 +41,7 @@ OPTIONS = {
     "8 bits": {"kv_bits": 8},
     "6 bits": {"kv_bits": 6},
     "4 bits": {"kv_bits": 4},
-    "in chunks": {"prefill_chunk": 16},
+    "in chunks": {"evict_every": 16},
     "at fixed places": {"evict_every": 16},
     "by layer": {"layer_budgets": [0.8, 1.2]},
     "by head": {"layer_budgets": [[0.6, 1.2], [1.5, 0.7]]},

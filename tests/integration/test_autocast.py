@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from oracle import cache_of
 from transformers import DynamicCache, Gemma2Config, Gemma2ForCausalLM, OPTConfig, OPTForCausalLM
 
 import h2okv
@@ -61,8 +62,8 @@ def test_error_is_no_larger_than_that_of_sdpa(models, name, dtype, scope):
     truth = forced(model, DynamicCache(config=model.config), None)
     plain = forced(model, DynamicCache(config=model.config), dtype, scope)
     model.set_attn_implementation("h2o")
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(model.config, heavy=PROMPT, recent=PROMPT, simulate=simulate)
+    for masks in (False, True):
+        cache = cache_of(model.config, heavy=PROMPT, recent=PROMPT, masks=masks)
         error = (forced(model, cache, dtype, scope) - truth).abs().mean()
         cache.check_integrity()
         assert error <= 1.25 * (plain - truth).abs().mean()
@@ -72,7 +73,7 @@ def test_error_is_no_larger_than_that_of_sdpa(models, name, dtype, scope):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"positions": "rolling"}, {"prefill_chunk": 9}, {"kv_bits": 8}, {"scoring": "value_norm"}],
+    [{}, {"positions": "rolling"}, {"evict_every": 9}, {"kv_bits": 8}, {"scoring": "value_norm"}],
     ids=str,
 )
 @pytest.mark.parametrize("budget", BUDGETS.values(), ids=BUDGETS)
@@ -81,8 +82,8 @@ def test_dropping_is_masking(models, kept_sets, budget, options, dtype, scope):
     model.set_attn_implementation("h2o")
     caches, logits = [], []
     with h2okv.enable(model):
-        for simulate in (False, True):
-            cache = h2okv.H2OCache(model.config, *budget, simulate=simulate, **options)
+        for masks in (False, True):
+            cache = cache_of(model.config, *budget, masks=masks, **options)
             logits.append(forced(model, cache, dtype, scope))
             cache.check_integrity()
             caches.append(cache)
@@ -99,7 +100,7 @@ def test_dropping_is_masking(models, kept_sets, budget, options, dtype, scope):
 def test_probabilities_are_not_rounded(models, dtype):
     model = models["llama"]
     model.set_attn_implementation("h2o")
-    cache = h2okv.H2OCache(model.config, policy="full")
+    cache = cache_of(model.config, policy="full")
     forced(model, cache, dtype)
     for layer in range(2):
         # Each query head of each token gives away a probability of one.
@@ -113,8 +114,8 @@ def test_generate(models, budget, dtype):
     model = models["llama"]
     texts = []
     with torch.autocast("cpu", dtype=dtype), h2okv.enable(model):
-        for simulate in (False, True):
-            cache = h2okv.H2OCache(model.config, *budget, simulate=simulate)
+        for masks in (False, True):
+            cache = cache_of(model.config, *budget, masks=masks)
             options = {"max_new_tokens": 12, "do_sample": False}
             texts.append(model.generate(tokens(20), past_key_values=cache, **options))
     assert torch.equal(*texts)
@@ -123,9 +124,9 @@ def test_generate(models, budget, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"positions": "rolling", "sink": 2}, {"prefill_chunk": 9}, {"kv_bits": 4},
+    [{}, {"positions": "rolling", "sink": 2}, {"evict_every": 9}, {"kv_bits": 4},
      {"scoring": "decay"}, {"scoring": "value_norm"}, {"scoring": "mean"}, {"policy": "random"},
-     {"simulate": True}, {"policy": "snapkv"}],
+     {"masks": True}, {"policy": "snapkv"}],
     ids=str,
 )  # fmt: skip
 def test_the_default_dtype_makes_no_difference(models, kept_sets, options, dtype):
@@ -135,7 +136,7 @@ def test_the_default_dtype_makes_no_difference(models, kept_sets, options, dtype
         for default in (torch.float32, dtype):
             torch.set_default_dtype(default)
             try:
-                cache = h2okv.H2OCache(model.config, heavy=5, recent=4, **options)
+                cache = cache_of(model.config, heavy=5, recent=4, **options)
                 logits = forced(model, cache, None)
             finally:
                 torch.set_default_dtype(torch.float32)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracle import cache_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import h2okv
@@ -30,7 +31,7 @@ def prompt(rows=2, length=30):
 
 def run(model, compile, mask=None, ids=None, **options):
     ids = prompt() if ids is None else ids
-    cache = h2okv.H2OCache(model.config, **{"heavy": 5, "recent": 6} | options)
+    cache = cache_of(model.config, **{"heavy": 5, "recent": 6} | options)
     with h2okv.enable(model, compile=compile):
         output = model.generate(
             ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW, do_sample=False
@@ -62,7 +63,7 @@ def test_one_graph_serves_all_steps_turns_and_caches(make_llama, counter):
     with h2okv.enable(model, compile=True):
         trial = counter.frame_count
         for _ in range(3):
-            cache = h2okv.H2OCache(model.config, heavy=5, recent=6)
+            cache = cache_of(model.config, heavy=5, recent=6)
             text = prompt()
             for _ in range(2):
                 text = model.generate(
@@ -75,7 +76,7 @@ def test_a_cache_that_fills_costs_one_more_graph(make_llama, counter):
     model = make_llama()
     with h2okv.enable(model, compile=True):
         trial = counter.frame_count
-        cache = h2okv.H2OCache(model.config, heavy=20, recent=20)
+        cache = cache_of(model.config, heavy=20, recent=20)
         model.generate(prompt(), past_key_values=cache, max_new_tokens=40, do_sample=False)
     assert all(layer.slots.is_full for layer in cache.layers)
     assert counter.frame_count - trial == 2
@@ -83,7 +84,7 @@ def test_a_cache_that_fills_costs_one_more_graph(make_llama, counter):
 
 def test_what_cannot_be_compiled_runs_as_it_is(make_llama, counter):
     model = make_llama()
-    for options in ({"policy": "full"}, {"simulate": True}):
+    for options in ({"policy": "full"}, {"masks": True}):
         expected, _ = run(model, False, **options)
         before = counter.frame_count
         ids, _ = run(model, True, **options)

@@ -28,7 +28,7 @@ def test_a_turn_is_only_its_own_tokens(make_llama, kept_sets, monkeypatch, posit
 
     monkeypatch.setattr(dispatch, "blockwise_attention_with_scores", spy)
     model = make_llama()
-    options = {"heavy": 5, "recent": 6, "positions": positions, "prefill_chunk": chunk}
+    options = {"heavy": 5, "recent": 6, "positions": positions, "evict_every": chunk}
     cache, full = h2okv.H2OCache(model.config, **options), h2okv.H2OCache(model.config, **options)
     text, unread = torch.empty(2, 0, dtype=torch.long), torch.empty(2, 0, dtype=torch.long)
     for seed in range(12):

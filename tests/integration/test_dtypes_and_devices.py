@@ -4,9 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from oracle import cache_of
 from transformers import AutoModelForCausalLM, DynamicCache
-
-import h2okv
 
 PROMPT = 40
 SMALL = {"heavy": 5, "recent": 4}
@@ -28,14 +27,14 @@ def _forced_logits(model, cache, modes=(torch.no_grad,)) -> torch.Tensor:
     return torch.cat([block.detach() for block in logits], dim=1)
 
 
-@pytest.mark.parametrize("simulate", [False, True], ids=["dropping", "masking"])
+@pytest.mark.parametrize("masks", [False, True], ids=["dropping", "masking"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_error_in_every_dtype_is_no_larger_than_that_of_sdpa(make_llama, dtype, simulate):
+def test_error_in_every_dtype_is_no_larger_than_that_of_sdpa(make_llama, dtype, masks):
     """Compare with float64: with a large budget H2O differs by the model's rounding only."""
     truth = _forced_logits(make_llama(attention="sdpa").double(), DynamicCache())
     plain = _forced_logits(make_llama(attention="sdpa").to(dtype), DynamicCache())
     model = make_llama().to(dtype)
-    cache = h2okv.H2OCache(model.config, **LARGE, simulate=simulate)
+    cache = cache_of(model.config, **LARGE, masks=masks)
     logits = _forced_logits(model, cache)
     cache.check_integrity()
     error, plain_error = ((x.double() - truth).abs().mean() for x in (logits, plain))
@@ -44,11 +43,11 @@ def test_error_in_every_dtype_is_no_larger_than_that_of_sdpa(make_llama, dtype, 
     assert cache.layers[0].keys.dtype == cache.layers[0].values.dtype == dtype
 
 
-@pytest.mark.parametrize("simulate", [False, True], ids=["dropping", "masking"])
-def test_attention_in_float64_is_that_of_sdpa(make_llama, simulate):
+@pytest.mark.parametrize("masks", [False, True], ids=["dropping", "masking"])
+def test_attention_in_float64_is_that_of_sdpa(make_llama, masks):
     truth = _forced_logits(make_llama(attention="sdpa").double(), DynamicCache())
     model = make_llama().double()
-    logits = _forced_logits(model, h2okv.H2OCache(model.config, **LARGE, simulate=simulate))
+    logits = _forced_logits(model, cache_of(model.config, **LARGE, masks=masks))
     torch.testing.assert_close(logits, truth, atol=1e-12, rtol=0)
 
 
@@ -66,7 +65,7 @@ def test_a_batch_in_float64_changes_no_digit(make_llama, kept_sets, options):
     model, results = make_llama().double(), []
     alone, together = _tokens()[:1], _tokens().repeat(3, 1)
     for ids in (alone, together):
-        cache = h2okv.H2OCache(model, **SMALL | options)
+        cache = cache_of(model, **SMALL | options)
         blocks = ids.split([26, 1, 1, 1, 7, 1, 1, 2], dim=1)
         with torch.no_grad():
             logits = [model(block, past_key_values=cache).logits[:1] for block in blocks]
@@ -79,7 +78,7 @@ def test_a_batch_in_float64_changes_no_digit(make_llama, kept_sets, options):
 def test_scores_are_summed_in_fp32(make_llama, dtype):
     """Sum many scores: a sum in half precision would stop growing: 256 + 1 is 256 in bf16."""
     model = make_llama().to(dtype)
-    cache = h2okv.H2OCache(model.config, heavy=20, recent=20, policy="full")
+    cache = cache_of(model.config, heavy=20, recent=20, policy="full")
     ids = _tokens(450)
     with torch.no_grad():
         model(ids[:, :400], past_key_values=cache)
@@ -92,7 +91,7 @@ def test_scores_are_summed_in_fp32(make_llama, dtype):
 
 
 @pytest.mark.parametrize("budget", [SMALL, LARGE], ids=["small", "large"])
-@pytest.mark.parametrize("simulate", [False, True], ids=["dropping", "masking"])
+@pytest.mark.parametrize("masks", [False, True], ids=["dropping", "masking"])
 @pytest.mark.parametrize(
     "modes",
     [
@@ -104,10 +103,10 @@ def test_scores_are_summed_in_fp32(make_llama, dtype):
     ],
     ids=lambda modes: "-".join(mode.__name__ for mode in modes),
 )
-def test_modes_may_be_mixed(make_llama, modes, simulate, budget):
+def test_modes_may_be_mixed(make_llama, modes, masks, budget):
     model = make_llama()
-    expected = _forced_logits(model, h2okv.H2OCache(model.config, **budget, simulate=simulate))
-    cache = h2okv.H2OCache(model.config, **budget, simulate=simulate)
+    expected = _forced_logits(model, cache_of(model.config, **budget, masks=masks))
+    cache = cache_of(model.config, **budget, masks=masks)
     logits = _forced_logits(model, cache, modes)
     cache.check_integrity()
     assert torch.equal(logits, expected)
@@ -153,7 +152,7 @@ def test_device_map(checkpoint, tmp_path, kind, budget):
     mask[0, :9] = 0
     logits_by_map = {}
     for name, model in (("whole", loaded), ("spread", spread)):
-        cache = h2okv.H2OCache(model.config, **budget)
+        cache = cache_of(model.config, **budget)
         device = model.get_input_embeddings().weight.device
         device = "cpu" if device.type == "meta" else device
         output = model.generate(

@@ -79,7 +79,7 @@ def test_an_explicit_mask_is_trusted(model):
             unpadded[0], attention_mask=unpadded[1], past_key_values=cache, **options
         )
     assert torch.equal(output, expected)
-    logits = h2okv.prefill(model, ids[:2], h2okv.H2OCache(model, 20, 20, prefill_chunk=5), mask[:2])
+    logits = h2okv.prefill(model, ids[:2], h2okv.H2OCache(model, 20, 20, evict_every=5), mask[:2])
     assert logits.shape == (2, 97)
     torch.testing.assert_close(logits, model(*unpadded).logits[:, -1], atol=1e-4, rtol=1e-4)
 

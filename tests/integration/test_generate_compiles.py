@@ -5,10 +5,9 @@ A GPU is where it would; a flag of transformers' own tests makes it do so here.
 
 import pytest
 import torch
+from oracle import cache_of
 from torch._dynamo.testing import CompileCounter
 from transformers import CompileConfig, StaticCache
-
-import h2okv
 
 pytestmark = pytest.mark.slow
 BACKEND = "h2okv_counter"
@@ -55,14 +54,14 @@ def test_generate_compiles_for_a_static_cache(make_llama):
         {"heavy": 0.2, "min_tokens": 0},
         {"positions": "rolling"},
         {"policy": "full"},
-        {"simulate": True},
+        {"masks": True},
     ],
     ids=str,
 )
 def test_generate_does_not_compile_for_an_h2o_cache(make_llama, options):
     model = make_llama()
     options = {"heavy": 5, "recent": 6} | options if "policy" not in options else options
-    expected = generate(model, h2okv.H2OCache(model.config, **options))
-    cache = h2okv.H2OCache(model.config, **options)
+    expected = generate(model, cache_of(model.config, **options))
+    cache = cache_of(model.config, **options)
     assert torch.equal(generate(model, cache, compile_config=everywhere()), expected)
     assert counter.frame_count == 0

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracle import cache_of
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
@@ -46,7 +47,7 @@ def test_a_large_budget_gives_the_full_cache(make_llama, options, is_padded):
     model = make_llama()
     ids, mask = _padded() if is_padded else (_prompt(), None)
     expected = _generate(model, ids, DynamicCache(), "sdpa", attention_mask=mask, **options)
-    cache = h2okv.H2OCache(model.config, heavy=PROMPT, recent=PROMPT)
+    cache = cache_of(model.config, heavy=PROMPT, recent=PROMPT)
     output = _generate(model, ids, cache, attention_mask=mask, **options)
     cache.check_integrity()
     assert output.shape[0] == 2 * options.get("num_return_sequences", 1)
@@ -63,10 +64,10 @@ def test_a_small_budget_gives_what_masking_gives(
     ids, mask = _padded() if is_padded else (_prompt(), None)
     rules = SMALL | {
         "positions": positions,
-        "prefill_chunk": 16 if positions == "rolling" else None,
+        "evict_every": 16 if positions == "rolling" else None,
     }
-    dropping = h2okv.H2OCache(model.config, **rules)
-    masking = h2okv.H2OCache(model.config, **rules, simulate=True)
+    dropping = cache_of(model.config, **rules)
+    masking = cache_of(model.config, **rules, masks=True)
     output = _generate(model, ids, dropping, attention_mask=mask, **options)
     expected = _generate(model, ids, masking, attention_mask=mask, **options)
     dropping.check_integrity()
@@ -81,7 +82,7 @@ def test_scores_move_with_the_beams(make_llama):
     """Reordered rows go on as the texts that they now hold would have gone on alone."""
     model = make_llama()
     ids = _prompt(rows=3)
-    cache = h2okv.H2OCache(model.config, **SMALL)
+    cache = cache_of(model.config, **SMALL)
     texts = [[] for _ in range(3)]
     model(ids, past_key_values=cache)
     origins = [0, 1, 2]
@@ -94,7 +95,7 @@ def test_scores_move_with_the_beams(make_llama):
         logits = model(block[:, 1:], past_key_values=cache).logits
         cache.check_integrity()
     for row in range(3):
-        alone = h2okv.H2OCache(model.config, **SMALL)
+        alone = cache_of(model.config, **SMALL)
         model(ids[origins[row]].unsqueeze(0), past_key_values=alone)
         for token in texts[row]:
             expected = model(torch.tensor([[token]]), past_key_values=alone).logits
@@ -127,9 +128,9 @@ def test_a_second_generate_continues_the_cache(make_llama, kept_sets, is_padded)
     turns = {}
     caches = {
         "full": DynamicCache(),
-        "large": h2okv.H2OCache(model.config, heavy=PROMPT, recent=PROMPT),
-        "dropping": h2okv.H2OCache(model.config, **SMALL),
-        "masking": h2okv.H2OCache(model.config, **SMALL, simulate=True),
+        "large": cache_of(model.config, heavy=PROMPT, recent=PROMPT),
+        "dropping": cache_of(model.config, **SMALL),
+        "masking": cache_of(model.config, **SMALL, masks=True),
     }
     for name, cache in caches.items():
         attention = "sdpa" if name == "full" else "h2o"
@@ -171,7 +172,7 @@ BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
         {"positions": "rolling"}, {"kv_bits": 8}, {"layer_budgets": BY_HEAD},
         {"layer_budgets": BY_HEAD, "kv_bits": 4, "policy": "best"}, {"evict_every": 1},
         {"evict_every": 8}, {"evict_every": 8, "scoring": "expected", "positions": "rolling"},
-        {"evict_every": 8, "layer_budgets": BY_HEAD, "kv_bits": 8}, {"simulate": True},
+        {"evict_every": 8, "layer_budgets": BY_HEAD, "kv_bits": 8}, {"masks": True},
     ],
     ids=str,
 )  # fmt: skip
@@ -188,7 +189,7 @@ def test_drafted_tokens_give_the_text_and_the_state_of_plain_decoding(make_llama
     ids = _prompt(rows=1, length=10).repeat(1, 4)[:, :37]
     texts, caches, verified = [], [], []
     for extra in ({}, drafts):
-        cache = h2okv.H2OCache(model.config, **({"heavy": 8, "recent": 6} | options))
+        cache = cache_of(model.config, **({"heavy": 8, "recent": 6} | options))
         crop = cache.crop
         cache.crop = lambda count, crop=crop: (verified.append(count), crop(count))
         texts.append(_generate(model, ids, cache, max_new_tokens=30, **extra))
@@ -229,7 +230,7 @@ def test_pins_stay_where_drafts_are_taken_back(make_llama, options):
         {"assistant_model": model},
         {"assistant_model": make_llama(seed=1).double()},
     ):
-        cache = h2okv.H2OCache(model.config, heavy=8, recent=6, **options)
+        cache = cache_of(model.config, heavy=8, recent=6, **options)
         cache.pin([(2, 5)])
         texts.append(_generate(model, ids, cache, max_new_tokens=30, **drafts))
         cache.check_integrity()
@@ -247,7 +248,7 @@ def test_a_cache_goes_on_after_drafts(make_llama):
     ids = _prompt(rows=1, length=10).repeat(1, 4)
     texts = []
     for extra in ({}, {"prompt_lookup_num_tokens": 3}):
-        cache = h2okv.H2OCache(model.config, heavy=8, recent=6)
+        cache = cache_of(model.config, heavy=8, recent=6)
         first = _generate(model, ids, cache, **extra)
         turn = cache.next_turn(torch.cat([first[:, -1:], ids[:, :12]], dim=1))
         second = model.generate(
@@ -257,7 +258,7 @@ def test_a_cache_goes_on_after_drafts(make_llama):
     assert all(torch.equal(*pair) for pair in zip(*texts, strict=True))
 
 
-PAD_INSIDE = [{}, {"prefill_chunk": 8}, {"evict_every": 8}, {"positions": "rolling"}]
+PAD_INSIDE = [{}, {"evict_every": 8}, {"positions": "rolling"}]
 
 
 @pytest.mark.parametrize("options", PAD_INSIDE, ids=str)
@@ -271,7 +272,7 @@ def test_padding_tokens_inside_a_prompt_are_read_as_by_the_full_cache(
     ids[0, [7, 8, 15]] = 0
     scores = {"output_logits": True, "return_dict_in_generate": True}
     expected = _generate(model, ids, DynamicCache(), "sdpa", **scores).logits
-    cache = h2okv.H2OCache(model.config, PROMPT, PROMPT, **options)
+    cache = cache_of(model.config, PROMPT, PROMPT, **options)
     if num_read:
         h2okv.prefill(model, ids[:, :num_read], cache)
     with h2okv.enable(model):
@@ -283,6 +284,6 @@ def test_padding_tokens_that_end_texts_are_text(make_llama):
     model, ids = make_llama(), _prompt(rows=1)
     model.generation_config.pad_token_id = model.generation_config.eos_token_id = 0
     ids[0, 7] = 0
-    cache = h2okv.H2OCache(model.config, PROMPT, PROMPT)
+    cache = cache_of(model.config, PROMPT, PROMPT)
     logits = h2okv.prefill(model, ids, cache)
     torch.testing.assert_close(logits, model(ids).logits[:, -1], atol=1e-5, rtol=1e-5)

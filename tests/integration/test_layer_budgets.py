@@ -172,8 +172,8 @@ def _text(model):
 
 
 def test_rolling_positions_are_by_layer(model, measured):
-    config = h2okv.H2OCache(model, positions="rolling", prefill_chunk=64, **BEST).cache_config
-    assert config.label == "best-v4:20%,positions=rolling,chunk=64" and measured == [4 * 1216]
+    config = h2okv.H2OCache(model, positions="rolling", evict_every=64, **BEST).cache_config
+    assert config.label == "best-v4:20%,positions=rolling,every=64" and measured == [4 * 1216]
 
 
 @pytest.mark.parametrize("even", [None, "even"])

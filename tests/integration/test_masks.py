@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from oracle import cache_of
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     DynamicCache,
@@ -107,8 +108,8 @@ def test_a_mask_of_any_width_equals_sdpa(models, family, pattern, padding):
     model, mask = models[family], real_tokens(padding)
     expected = reference(model, mask, pattern)
     caches = {
-        "h2o": partial(h2okv.H2OCache, model.config, **BIG),
-        "oracle": partial(h2okv.H2OCache, model.config, **BIG, simulate=True),
+        "h2o": partial(cache_of, model.config, **BIG),
+        "oracle": partial(cache_of, model.config, **BIG, masks=True),
         "dynamic": partial(DynamicCache, config=model.config),
         "static": partial(StaticCache, model.config, max_cache_len=TOTAL),
     }
@@ -126,14 +127,14 @@ def test_a_mask_of_any_width_equals_sdpa(models, family, pattern, padding):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"simulate": True}, {"positions": "rolling"}, {"prefill_chunk": 3}, {"kv_bits": 8},
+    [{}, {"masks": True}, {"positions": "rolling"}, {"evict_every": 3}, {"kv_bits": 8},
      {"scoring": "expected"}, {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_padded_row_equals_the_row_alone(models, kept_sets, options, width):
     model, mask, pattern = models["llama"], real_tokens("all"), "turns"
-    make = partial(h2okv.H2OCache, model.config, **SMALL | options)
+    make = partial(cache_of, model.config, **SMALL | options)
     together, cache = make(), None
     logits = read(model, together, mask, width, pattern)
     assert together.num_seen_tokens == sum(PATTERNS[pattern])
@@ -162,7 +163,7 @@ def test_a_compiled_step_reads_its_own_column(models, monkeypatch, width, by_pla
     )
     model, mask = models["llama"], real_tokens("left")
     expected = reference(model, mask, "prompt and steps")
-    cache, ids, seen, logits = h2okv.H2OCache(model.config, **BIG), tokens(), 0, []
+    cache, ids, seen, logits = cache_of(model.config, **BIG), tokens(), 0, []
     positions = mask.cumsum(dim=1) - 1
     with h2okv.enable(model, compile=True), torch.no_grad():
         before = counter.frame_count
@@ -190,8 +191,8 @@ def test_a_mask_that_ends_too_soon_is_refused(models, cache, size):
     model, mask, ids = models["llama"], real_tokens("left"), tokens()
     model.set_attn_implementation("h2o")
     cache = {
-        "h2o": h2okv.H2OCache(model.config, **SMALL),
-        "oracle": h2okv.H2OCache(model.config, **SMALL, simulate=True),
+        "h2o": cache_of(model.config, **SMALL),
+        "oracle": cache_of(model.config, **SMALL, masks=True),
         "dynamic": DynamicCache(config=model.config),
     }[cache]
     with torch.no_grad():
@@ -210,7 +211,7 @@ def test_a_mask_of_another_batch_is_refused(models):
     model.set_attn_implementation("h2o")
     mask = real_tokens("left")[1:, :LENGTH]
     with pytest.raises(ValueError, match="for 20 new tokens of each of 3 sequences"):
-        model(ids[:, :LENGTH], attention_mask=mask, **{CACHE: h2okv.H2OCache(model.config)})
+        model(ids[:, :LENGTH], attention_mask=mask, **{CACHE: cache_of(model.config)})
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -238,7 +239,7 @@ def test_prefill_takes_only_a_mask_of_the_full_text(models, is_padded, chunk):
     model, mask = models["llama"], real_tokens("left" if is_padded else "none")
     expected = reference(model, mask, "turns").split(mask[:, :34].sum(dim=1).tolist())
     expected = torch.stack([logits[-1] for logits in expected])  # of the last token of a turn
-    cache = h2okv.H2OCache(model.config, **BIG | {"prefill_chunk": chunk})
+    cache = cache_of(model.config, **BIG | {"evict_every": chunk})
     h2okv.prefill(model, tokens()[:, :LENGTH], cache, mask[:, :LENGTH])
     turn = tokens()[:, LENGTH:34]
     for columns in (mask[:, :35], mask[:, LENGTH:34], mask[:, :33], mask[0, :34], mask[:2, :34]):
@@ -251,7 +252,7 @@ def test_prefill_takes_only_a_mask_of_the_full_text(models, is_padded, chunk):
 
 @pytest.mark.parametrize("width", ["exact", "+1 ones", "+many ones"])
 @pytest.mark.parametrize("rows", [slice(0, 3), slice(1, 2)])
-@pytest.mark.parametrize("options", [BIG, SMALL | {"prefill_chunk": 4}], ids=["big", "chunks"])
+@pytest.mark.parametrize("options", [BIG, SMALL | {"evict_every": 4}], ids=["big", "chunks"])
 def test_padded_batches_of_the_recipe(models, width, rows, options):
     """Check that a padded row in a batch alone is cut into chunks by its tokens, too."""
     model, mask = models["llama"], real_tokens("all")
@@ -273,9 +274,9 @@ def test_padded_batches_of_the_recipe(models, width, rows, options):
 )  # fmt: skip
 def test_prefill_gives_the_logits_of_each_last_token(models, family, padding):
     model, mask = models[family], real_tokens(padding)[:, :LENGTH]
-    logits = h2okv.prefill(model, tokens()[:, :LENGTH], h2okv.H2OCache(model.config, **BIG), mask)
+    logits = h2okv.prefill(model, tokens()[:, :LENGTH], cache_of(model.config, **BIG), mask)
     for row, real in enumerate(mask.bool()):
-        cache = h2okv.H2OCache(model.config, **BIG)
+        cache = cache_of(model.config, **BIG)
         alone = h2okv.prefill(model, tokens()[row : row + 1, :LENGTH][:, real], cache)
         torch.testing.assert_close(logits[row], alone[0], atol=2e-4, rtol=1e-4)
 
@@ -284,7 +285,7 @@ def test_prefill_gives_the_logits_of_each_last_token(models, family, padding):
 def test_positions_of_other_tokens_are_refused(models, size):
     model, ids = models["llama"], tokens()
     model.set_attn_implementation("h2o")
-    cache = h2okv.H2OCache(model.config, **SMALL)
+    cache = cache_of(model.config, **SMALL)
     with torch.no_grad():
         model(ids[:, :LENGTH], **{CACHE: cache})
         positions = torch.arange(LENGTH + size).unsqueeze(0)
@@ -302,7 +303,7 @@ def test_a_turn_after_padding_behind_text(models, family):
     expected = reference(model, mask, "turns")
     last = mask[:, :34].sum(dim=1).cumsum(dim=0) - 1
     model.set_attn_implementation("h2o")
-    cache, seen = h2okv.H2OCache(model.config, **BIG), 0
+    cache, seen = cache_of(model.config, **BIG), 0
     for size in (20, 11):
         h2okv.prefill(model, tokens()[:, seen : seen + size], cache, mask[:, : seen + size])
         seen += size
@@ -341,7 +342,7 @@ def test_positions_that_a_model_counts_in_its_mask(monkeypatch, width, is_compil
     model, mask = OPTForCausalLM(config).eval(), real_tokens("left")
     expected = reference(model, mask, "turns")
     clamped = {} if width == "exact" else {"positions": "clamped"}
-    cache, seen, logits = h2okv.H2OCache(config, **BIG, **clamped), 0, []
+    cache, seen, logits = cache_of(config, **BIG, **clamped), 0, []
     with h2okv.enable(model, compile=is_compiled), torch.no_grad():
         for size in PATTERNS["turns"]:
             block = slice(seen, seen := seen + size)

@@ -3,6 +3,7 @@
 import accelerate
 import pytest
 import torch
+from oracle import cache_of
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 import h2okv
@@ -32,14 +33,14 @@ def offloaded(request, make_llama, tmp_path):
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"prefill_chunk": 8}, {"positions": "rolling"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"evict_every": 8}, {"positions": "rolling"}], ids=str)
 def test_prefill_of_an_offloaded_model(make_llama, offloaded, options):
     ids, mask, logits = tokens(rows=2), torch.ones(2, 40, dtype=torch.long), []
     padded = mask.clone()
     padded[1, :9] = 0
     for attention_mask in (None, mask, padded):
         for model in (make_llama(), offloaded):
-            cache = h2okv.H2OCache(model.config, **SMALL, **options)
+            cache = cache_of(model.config, **SMALL, **options)
             logits.append(h2okv.prefill(model, ids, cache, attention_mask))
             cache.check_integrity()
         torch.testing.assert_close(logits.pop(), logits.pop(), atol=1e-5, rtol=1e-5)
@@ -86,7 +87,7 @@ FACTORS = [[0.5, 1.5], [1.5, 0.5]]
     "options",
     [{}, SMALL, {"positions": "rolling"}, {"kv_bits": 4}, {"scoring": "value_norm"},
      {"scoring": "expected"}, {"policy": "full"}, {"policy": "snapkv", **SMALL},
-     {"policy": "keydiff"}, {"prefill_chunk": 16}, {"layer_budgets": FACTORS}],
+     {"policy": "keydiff"}, {"evict_every": 16}, {"layer_budgets": FACTORS}],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -106,7 +107,7 @@ def test_a_cache_is_sized_on_the_meta_device(make_llama, family, options):
     on_meta.set_attn_implementation("h2o")
     sizes = []
     for each, device in ((model, "cpu"), (on_meta, "meta")):
-        cache = h2okv.H2OCache(each.config, **options)
+        cache = cache_of(each.config, **options)
         with torch.no_grad():
             for length in (60, 1, 7, 1):
                 logits = each(tokens(length, 2).to(device), **{CACHE: cache}).logits
@@ -121,14 +122,14 @@ def test_what_cannot_be_done_on_the_meta_device(make_llama):
     with torch.device("meta"):
         on_meta = LlamaForCausalLM(model.config).eval()
     on_meta.set_attn_implementation("h2o")
-    cache = h2okv.H2OCache(model.config, **SMALL)
+    cache = cache_of(model.config, **SMALL)
     assert h2okv.prefill(on_meta, tokens(30).to("meta"), cache).shape == (1, 97)
-    sized = h2okv.H2OCache(model.config, **SMALL)
+    sized = cache_of(model.config, **SMALL)
     on_meta.set_attn_implementation("sdpa")  # which a model that shares its config has changed
     on_meta(tokens(30).to("meta"), **{CACHE: sized})
     assert sized.nbytes == cache.nbytes > 0
     on_meta.set_attn_implementation("h2o")
     with pytest.raises(ValueError, match="sized on the meta device and holds no numbers"):
         model(tokens(3), **{CACHE: cache})
-    with pytest.raises(ValueError, match="simulate=True needs numbers"):
-        on_meta(tokens(9).to("meta"), **{CACHE: h2okv.H2OCache(model.config, simulate=True)})
+    with pytest.raises(ValueError, match="MaskedCache needs numbers"):
+        on_meta(tokens(9).to("meta"), **{CACHE: cache_of(model.config, masks=True)})

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from oracle import cache_of
 
 import h2okv
 
@@ -27,7 +28,7 @@ def by_recipe(model, **options):
 
 
 def test_recipe_generates_with_an_h2o_cache(model):
-    cache = h2okv.H2OCache(model.config, heavy=0.1, recent=0.1, min_tokens=0)
+    cache = cache_of(model.config, heavy=0.1, recent=0.1, min_tokens=0)
     with h2okv.enable(model):
         expected = generate(model, past_key_values=cache)
     assert torch.equal(by_recipe(model, min_tokens=0), expected)
@@ -48,12 +49,11 @@ def test_recipe_takes_a_budget(model):
         {"scoring": "mean"},
         {"kv_bits": 4},
         {"policy": "random", "seed": 3},
-        {"policy": "topk", "simulate": True},
     ],
 )
 def test_recipe_takes_what_the_cache_takes(model, options):
     options = {"heavy": 3, "recent": 2} | options
-    cache = h2okv.H2OCache(model, **options)
+    cache = cache_of(model, **options)
     with h2okv.enable(model):
         expected = generate(model, past_key_values=cache, output_logits=True,
                             return_dict_in_generate=True)  # fmt: skip
@@ -75,11 +75,11 @@ def test_recipe_refuses_what_the_cache_refuses(model):
 
 def test_recipe_refuses_options_beside_a_cache(model):
     with pytest.raises(ValueError, match="heavy would have no effect on the cache"):
-        by_recipe(model, heavy=100, past_key_values=h2okv.H2OCache(model))
+        by_recipe(model, heavy=100, past_key_values=cache_of(model))
 
 
 def test_recipe_goes_on_with_a_cache(model):
-    cache = h2okv.H2OCache(model.config, heavy=6, recent=6)
+    cache = cache_of(model.config, heavy=6, recent=6)
     by_recipe(model, past_key_values=cache)
     assert cache.num_seen_tokens == 51
     cache.check_integrity()
@@ -98,7 +98,7 @@ def test_a_padded_batch_in_blocks_is_each_row_alone(model, heavy):
     mask = torch.ones_like(ids)
     mask[0, :13] = 0
     options = {"custom_generate": str(h2okv.recipe_path()), "trust_remote_code": True}
-    options |= {"heavy": heavy, "recent": heavy, "prefill_chunk": 8, "positions": "rolling"}
+    options |= {"heavy": heavy, "recent": heavy, "evict_every": 8, "positions": "rolling"}
     options |= {"max_new_tokens": 12, "do_sample": False}
     together = model.generate(ids, attention_mask=mask, **options)
     alone = model.generate(ids[:1, 13:], attention_mask=mask[:1, 13:], **options)

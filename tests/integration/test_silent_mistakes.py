@@ -82,7 +82,7 @@ def test_a_prompt_beyond_the_context_window_warns(model, policy):
 
 
 def test_positions_that_roll_and_padding_do_not_warn(model):
-    rolling = h2okv.H2OCache(model, budget=64, positions="rolling", prefill_chunk=64)
+    rolling = h2okv.H2OCache(model, budget=64, positions="rolling", evict_every=64)
     assert not warned(lambda: model(ids(600), **{CACHE: rolling}))
     mask = torch.ones(1, 520, dtype=torch.long)
     mask[:, :20] = 0

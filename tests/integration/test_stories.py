@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from oracle import cache_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import h2okv
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +15,7 @@ def storyteller(shared):
 
 
 def tell(model, tokenizer, **budget):
-    cache = h2okv.H2OCache(model.config, **budget)
+    cache = cache_of(model.config, **budget)
     start = torch.tensor([[tokenizer.bos_token_id]])
     output = model.generate(
         start,
@@ -29,10 +28,10 @@ def tell(model, tokenizer, **budget):
     return tokenizer.decode(output[0], skip_special_tokens=True), cache
 
 
-@pytest.mark.parametrize("simulate", [False, True])
-def test_tells_the_published_story_with_the_whole_cache(storyteller, simulate):
+@pytest.mark.parametrize("masks", [False, True])
+def test_tells_the_published_story_with_the_whole_cache(storyteller, masks):
     model, tokenizer, story = storyteller
-    text, cache = tell(model, tokenizer, heavy=128, recent=128, simulate=simulate)
+    text, cache = tell(model, tokenizer, heavy=128, recent=128, masks=masks)
     assert text.strip() == story.strip()
     assert cache.num_cached_tokens == cache.num_seen_tokens
 

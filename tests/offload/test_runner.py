@@ -46,7 +46,7 @@ def model(make_llama):
         {"policy": "full"},
         {"positions": "rolling", "heavy": 6, "recent": 4},
         {"positions": "rolling"},
-        {"prefill_chunk": 5, "sink": 1},
+        {"evict_every": 5, "sink": 1},
     ],
     ids=["fractions", "tokens", "budget of one", "full", "rolling", "rolling shares", "chunks"],
 )
@@ -71,7 +71,7 @@ def test_tokens_equal_those_of_masking_a_full_cache(
 ):
     # Not held to the same slots alone, but to another implementation; texts outgrow their prompts.
     sequences = make_sequences(LENGTHS, 45)
-    expected = alone(model, sequences, **options, simulate=True)
+    expected = alone(model, sequences, **options, masks=True)
     for limits in (LIMITS["all together"], LIMITS["a few at a time"]):
         assert run_engine(model, make_sequences(LENGTHS, 45), limits, **options) == expected
 

@@ -49,7 +49,7 @@ PACKED = {
     "4 bits, budget of one": {"kv_bits": 4, "heavy": 0, "recent": 1},
     "8 bits, full": {"kv_bits": 8, "policy": "full"},
     "4 bits, rolling": {"kv_bits": 4, "positions": "rolling", "heavy": 6, "recent": 4},
-    "8 bits, by norm, in blocks": {"kv_bits": 8, "scoring": "value_norm", "prefill_chunk": 7},
+    "8 bits, by norm, in blocks": {"kv_bits": 8, "scoring": "value_norm", "evict_every": 7},
 }
 CASES = {f"{o}, {p}": (OPTIONS[o], PLACEMENTS[p]) for o in OPTIONS for p in PLACEMENTS}
 CASES |= {name: (options, PLACEMENTS["mixed"]) for name, options in PACKED.items()}

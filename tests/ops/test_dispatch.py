@@ -37,7 +37,7 @@ def run(model, ids, implementation, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"positions": "rolling", "sink": 2}, {"prefill_chunk": 9}, {"heavy": 9, "recent": 20},
+    [{}, {"positions": "rolling", "sink": 2}, {"evict_every": 9}, {"heavy": 9, "recent": 20},
      {"policy": "sink_recent"}, {"policy": "full"}, {"scoring": "decay"}],
     ids=str,
 )  # fmt: skip

@@ -83,7 +83,7 @@ def freed(priority, positions, newest, sink, recent, slot_mask, full):
     slots = Slots(
         unread, unread, priority.clone(), remaining, free, newest.flatten() + 1, slot_mask
     )
-    evict_one(slots, StepRules(1.0, recent, sink), full)
+    evict_one(slots, StepRules(1.0, recent, sink), full, newest)
     assert slots.free_slot is free and torch.equal(slots.scores, priority)
     assert torch.equal(remaining, positions.scatter(-1, free, -1))
     return free

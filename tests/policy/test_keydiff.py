@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracle import cache_of
 
 import h2okv
 from h2okv.policy import Sees
@@ -16,12 +17,12 @@ def kept_by_definition(keys, budget):
     return set(sorted(range(len(keys)), key=likeness.__getitem__)[:budget])
 
 
-@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_the_published_ranking(make_llama, kept_sets, first_layer, kv_heads, simulate):
+def test_the_published_ranking(make_llama, kept_sets, first_layer, kv_heads, masks):
     model = make_llama(layers=1, kv_heads=kv_heads)
     input_ids = torch.randint(2, 97, (1, 30), generator=torch.Generator().manual_seed(3))
-    cache = h2okv.H2OCache(model.config, 11, 0, policy="keydiff", simulate=simulate)
+    cache = cache_of(model.config, 11, 0, policy="keydiff", masks=masks)
     h2okv.prefill(model, input_ids, cache)
     _, keys = first_layer(model, input_ids)
     assert kept_sets(cache)[0][0] == [kept_by_definition(head_keys, 11) for head_keys in keys]
@@ -31,7 +32,7 @@ def test_the_published_ranking(make_llama, kept_sets, first_layer, kv_heads, sim
 def test_each_step_evicts_what_is_most_like_the_rest(make_llama, kept_sets, first_layer):
     model = make_llama(layers=1, kv_heads=2)
     input_ids = torch.randint(2, 97, (1, 30), generator=torch.Generator().manual_seed(4))
-    cache = h2okv.H2OCache(model.config, 8, 0, policy="keydiff")
+    cache = cache_of(model.config, 8, 0, policy="keydiff")
     h2okv.prefill(model, input_ids[:, :20], cache)
     for token in input_ids[:, 20:].split(1, dim=1):
         model(token, past_key_values=cache)
@@ -50,9 +51,9 @@ def test_each_step_evicts_what_is_most_like_the_rest(make_llama, kept_sets, firs
 def test_dropping_equals_masking_whatever_is_stored(make_llama, kept_sets, options):
     model, results = make_llama(), []
     input_ids = torch.randint(2, 97, (2, 40), generator=torch.Generator().manual_seed(5))
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(
-            model.config, 8, 4, policy="keydiff", simulate=simulate, prefill_chunk=16, **options
+    for masks in (False, True):
+        cache = cache_of(
+            model.config, 8, 4, policy="keydiff", masks=masks, evict_every=16, **options
         )
         with h2okv.enable(model):
             output = model.generate(
@@ -63,15 +64,15 @@ def test_dropping_equals_masking_whatever_is_stored(make_llama, kept_sets, optio
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize("masks", [False, True])
 @torch.no_grad()
-def test_of_two_keys_the_older_goes(make_llama, kept_sets, simulate):
+def test_of_two_keys_the_older_goes(make_llama, kept_sets, masks):
     """Both are equally far from their mean, whatever rounding makes of it."""
     for seed in range(5):
         model = make_llama(seed=seed)
         input_ids = torch.randint(2, 97, (1, 24), generator=torch.Generator().manual_seed(seed))
         for prompt in (1, 2):
-            cache = h2okv.H2OCache(model.config, 1, 0, policy="keydiff", simulate=simulate)
+            cache = cache_of(model.config, 1, 0, policy="keydiff", masks=masks)
             h2okv.prefill(model, input_ids[:, :prompt], cache)
             for token in range(prompt, 24):
                 model(input_ids[:, token : token + 1], past_key_values=cache)
@@ -80,13 +81,13 @@ def test_of_two_keys_the_older_goes(make_llama, kept_sets, simulate):
 
 def test_rolling_is_refused(make_llama):
     with pytest.raises(ValueError, match="differ by rounding alone; use positions='original'"):
-        h2okv.H2OCache(make_llama().config, policy="keydiff", positions="rolling")
+        cache_of(make_llama().config, policy="keydiff", positions="rolling")
 
 
 def test_no_scores_are_made_of_a_prompt(make_llama):
     model = make_llama()
     input_ids = torch.randint(2, 97, (1, 40), generator=torch.Generator().manual_seed(6))
-    cache = h2okv.H2OCache(model.config, 8, 4, policy="keydiff")
+    cache = cache_of(model.config, 8, 4, policy="keydiff")
     h2okv.prefill(model, input_ids, cache)
     assert not cache.scores(0).any()
 

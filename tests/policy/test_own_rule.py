@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from oracle import cache_of
 
 import h2okv
 from h2okv.policy import Sees
@@ -39,10 +40,8 @@ def test_dropping_equals_masking(make_llama, kept_sets, rule, chunk):
     mask[1, :9] = 0
     options = {"attention_mask": mask, "max_new_tokens": 12, "min_new_tokens": 12}
     tokens, caches = [], []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(
-            model.config, 6, 4, policy=rule, prefill_chunk=chunk, simulate=simulate
-        )
+    for masks in (False, True):
+        cache = cache_of(model.config, 6, 4, policy=rule, evict_every=chunk, masks=masks)
         tokens.append(model.generate(ids, past_key_values=cache, do_sample=False, **options))
         caches.append(cache)
     assert torch.equal(*tokens)
@@ -62,7 +61,7 @@ def test_a_block_without_padding_has_the_probabilities_of_the_sums(make_llama):
 
     model = make_llama()
     ids = torch.randint(2, 97, (1, 30), generator=torch.Generator().manual_seed(9))
-    caches = [h2okv.H2OCache(model.config, 6, 4, policy=policy) for policy in ("h2o", Sums())]
+    caches = [cache_of(model.config, 6, 4, policy=policy) for policy in ("h2o", Sums())]
     for cache in caches:
         h2okv.prefill(model, ids, cache)
     torch.testing.assert_close(caches[0].scores(1), caches[1].scores(1))

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
+from oracle import cache_of
 
 import h2okv
 from h2okv.config import TokenBudget
@@ -106,13 +107,11 @@ def held_by(pattern, limit, window, total, length, prompt):
 
 
 @pytest.mark.parametrize("prompt", [1, 60])
-@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize(("name", "pattern"), [("strided", strided), ("fixed", fixed)])
-def test_the_pattern_and_the_newest_are_held(
-    make_llama, kept_sets, name, pattern, simulate, prompt
-):
+def test_the_pattern_and_the_newest_are_held(make_llama, kept_sets, name, pattern, masks, prompt):
     model = make_llama(layers=1)
-    cache = h2okv.H2OCache(model.config, 12, 11, policy=name, simulate=simulate)
+    cache = cache_of(model.config, 12, 11, policy=name, masks=masks)
     read(model, cache, 130, prompt)
     expected = held_by(pattern, 11, 12, 23, 130, prompt)
     assert kept_sets(cache)[0][0] == [expected] * 2
@@ -124,8 +123,7 @@ def test_the_pattern_and_the_newest_are_held(
 def test_heavy_hitters_fill_the_rest(make_llama, kept_sets, name, pattern):
     model = make_llama(layers=1)
     caches = [
-        h2okv.H2OCache(model.config, 10, 12, policy=policy, simulate=True)
-        for policy in (name, "full")
+        cache_of(model.config, 10, 12, policy=policy, masks=True) for policy in (name, "full")
     ]
     for cache in caches:
         read(model, cache, 80, 80)
@@ -139,7 +137,7 @@ def test_heavy_hitters_fill_the_rest(make_llama, kept_sets, name, pattern):
 @pytest.mark.parametrize("name", NAMES)
 def test_saved_and_forked_caches_keep_their_pattern(make_llama, kept_sets, tmp_path, name):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 9, 9, policy=name)
+    cache = cache_of(model.config, 9, 9, policy=name)
     read(model, cache, 50, 30)
     cache.save(tmp_path / "c")
     others = [h2okv.H2OCache.load(tmp_path / "c", model), cache.fork(1)]
@@ -158,5 +156,5 @@ def test_cells_that_make_no_sense(cells):
 
 def test_a_pattern_has_no_use_for_scores(make_llama):
     with pytest.raises(ValueError, match="no effect with policy='strided'"):
-        h2okv.H2OCache(make_llama().config, policy="strided", scoring="mean")
-    h2okv.H2OCache(make_llama().config, policy="strided_heavy", scoring="mean")
+        cache_of(make_llama().config, policy="strided", scoring="mean")
+    cache_of(make_llama().config, policy="strided_heavy", scoring="mean")

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from oracle import cache_of
 
 import h2okv
 from h2okv import config
 from h2okv.config import TokenBudget
-from h2okv.policy import Sees, get_rule
+from h2okv.policy import get_rule
+from h2okv_lab.masking import PER_QUERY
 
 
 class Oldest(h2okv.Policy):
@@ -21,7 +23,7 @@ class Oldest(h2okv.Policy):
         return -positions.float()
 
 
-POLICIES = [*h2okv.policy_names(), Oldest()]
+POLICIES = [*h2okv.policy_names(), *PER_QUERY, Oldest()]
 KEEPS_MORE = {"full": 59, "snapkv": 29, "topk": 59, "topk_heavy": 59}
 """Entries after a prompt of 40 and 20 tokens, of which the last is never read, where not 10."""
 
@@ -30,14 +32,18 @@ def name_of(policy):
     return policy if isinstance(policy, str) else policy.name
 
 
+def rule_of(policy):
+    return PER_QUERY[policy]() if name_of(policy) in PER_QUERY else get_rule(policy)
+
+
 @pytest.fixture(params=POLICIES, ids=name_of)
 def policy(request):
     return request.param
 
 
 def generate(model, policy, batch=1, length=40, **options):
-    options.setdefault("simulate", get_rule(policy).sees is Sees.EACH_QUERY)
-    cache = h2okv.H2OCache(model.config, heavy=5, recent=5, policy=policy, **options)
+    options.setdefault("masks", name_of(policy) in PER_QUERY)
+    cache = cache_of(model.config, heavy=5, recent=5, policy=policy, **options)
     generator = torch.Generator().manual_seed(1)
     input_ids = torch.randint(2, 97, (batch, length), generator=generator)
     output = model.generate(
@@ -60,18 +66,18 @@ def test_generates_within_the_budget(make_llama, policy):
 def test_equals_the_simulation(make_llama, kept_sets, policy):
     model = make_llama()
     tokens, cache = generate(model, policy)
-    simulated_tokens, simulation = generate(model, policy, simulate=True)
+    simulated_tokens, simulation = generate(model, policy, masks=True)
     assert torch.equal(tokens, simulated_tokens)
     assert kept_sets(cache) == kept_sets(simulation)
 
 
 def test_allocates_the_whole_budget(policy):
     budget = TokenBudget(sink=2, heavy=5, recent=7)
-    assert get_rule(policy).allocate_budget(budget).total == budget.total
+    assert rule_of(policy).allocate_budget(budget).total == budget.total
 
 
 def test_priority_is_elementwise_over_rows(policy):
-    policy = get_rule(policy)
+    policy = rule_of(policy)
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(3, 2, 9, generator=generator)
     positions = torch.randint(0, 50, (3, 2, 9), generator=generator, dtype=torch.int32)
@@ -85,7 +91,7 @@ def test_priority_is_elementwise_over_rows(policy):
 
 
 def read_prompt(model, policy, **options):
-    cache = h2okv.H2OCache(model.config, policy=policy, **options)
+    cache = cache_of(model.config, policy=policy, **options)
     with torch.no_grad():
         model(torch.arange(2, 42)[None], past_key_values=cache)
     positions = cache.kept_positions(0)[0]
@@ -103,7 +109,7 @@ def test_sinks_stay_whatever_the_policy(make_llama, policy):
         "heavy": 4,
         "recent": 4,
         "sink": 3,
-        "simulate": get_rule(policy).sees is Sees.EACH_QUERY,
+        "masks": name_of(policy) in PER_QUERY,
     }
     for head in read_prompt(make_llama(), policy, **options)[0]:
         assert head >= {0, 1, 2}
@@ -179,7 +185,7 @@ def test_random_is_uniform():
 
 def test_unknown_policy_names_the_nearest(make_llama):
     with pytest.raises(ValueError, match="policy 'h20' is unknown; did you mean h2o"):
-        h2okv.H2OCache(make_llama().config, policy="h20")
+        cache_of(make_llama().config, policy="h20")
 
 
 def test_a_registered_policy_has_a_name_of_its_own():
@@ -191,11 +197,12 @@ def test_a_registered_policy_has_a_name_of_its_own():
 
 
 def test_pages_and_messages_list_every_policy():
-    names = {*config.POLICIES, *config.PER_QUERY}
+    names = {*config.POLICIES, *PER_QUERY}
     root = Path(__file__).parents[2]
     table = (root / "docs" / "policies.md").read_text(encoding="utf-8").partition("\n## ")[0]
     rows = "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
     assert set(re.findall(r"`(\w+)`", rows)) == names
     with pytest.raises(ValueError, match="policy 'h20' is unknown") as refused:
         get_rule("h20")
-    assert names <= set(re.findall(r"\w+", str(refused.value).partition("choose from")[2]))
+    listed = str(refused.value).partition("choose from")[2]
+    assert {*config.POLICIES} <= set(re.findall(r"\w+", listed))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracle import cache_of
 
 import h2okv
 from h2okv.policy import get_rule
@@ -32,24 +33,24 @@ def voted(query, key, heavy, window, kernel):
     return set(best) | set(range(length - window, length))
 
 
-@pytest.mark.parametrize("simulate", [False, True])
+@pytest.mark.parametrize("masks", [False, True])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 @pytest.mark.parametrize(("heavy", "window", "kernel"), [(12, 6, 5), (10, 1, 1), (5, 20, 7)])
 def test_the_published_selection(
-    make_llama, kept_sets, first_layer, heavy, window, kernel, kv_heads, simulate
+    make_llama, kept_sets, first_layer, heavy, window, kernel, kv_heads, masks
 ):
     model, ids = make_llama(layers=1, kv_heads=kv_heads), tokens(70)
-    cache = h2okv.H2OCache(model.config, heavy, window, policy=SnapKV(kernel), simulate=simulate)
+    cache = cache_of(model.config, heavy, window, policy=SnapKV(kernel), masks=masks)
     read(model, cache, ids)
     query, key = first_layer(model, ids)
     for head, queries in enumerate(query.unflatten(0, (kv_heads, -1))):
         assert kept_sets(cache)[0][0][head] == voted(queries, key[head], heavy, window, kernel)
 
 
-@pytest.mark.parametrize("simulate", [False, True])
-def test_what_follows_the_prompt_stays(make_llama, kept_sets, simulate):
+@pytest.mark.parametrize("masks", [False, True])
+def test_what_follows_the_prompt_stays(make_llama, kept_sets, masks):
     model, ids = make_llama(layers=1), tokens(360)
-    cache = h2okv.H2OCache(model.config, 10, 6, policy="snapkv", simulate=simulate)
+    cache = cache_of(model.config, 10, 6, policy="snapkv", masks=masks)
     read(model, cache, ids[:, :40])
     prompt = kept_sets(cache)[0][0]
     # Past the room that slots are made with, steps and a turn.
@@ -63,15 +64,15 @@ def test_a_long_answer_is_the_same_by_masking(make_llama):
     model, ids = make_llama(), tokens(330, batch=2)
     blocks = [ids[:, :30], *ids[:, 30:320].split(1, dim=1), ids[:, 320:]]
     logits = []
-    for simulate in (False, True):
-        cache = h2okv.H2OCache(model.config, 10, 6, policy="snapkv", simulate=simulate)
+    for masks in (False, True):
+        cache = cache_of(model.config, 10, 6, policy="snapkv", masks=masks)
         logits.append(torch.cat(read(model, cache, *blocks), dim=1))
     torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
 
 
 def test_saved_forked_and_selected_caches_go_on(make_llama, kept_sets, tmp_path):
     model, ids = make_llama(), tokens(60, batch=2)
-    cache = h2okv.H2OCache(model.config, 8, 8, policy=SnapKV(3))
+    cache = cache_of(model.config, 8, 8, policy=SnapKV(3))
     read(model, cache, ids[:, :40], ids[:, 40:41], ids[:, 41:45])
     cache.save(tmp_path / "c")
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
@@ -91,7 +92,7 @@ def test_saved_forked_and_selected_caches_go_on(make_llama, kept_sets, tmp_path)
 
 def test_a_prompt_within_the_budget_stays_whole(make_llama):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 30, 20, policy="snapkv")
+    cache = cache_of(model.config, 30, 20, policy="snapkv")
     read(model, cache, tokens(40), *tokens(5).split(1, dim=1))
     cache.check_integrity()
     assert cache.num_cached_tokens == 45
@@ -112,19 +113,19 @@ def test_neighbours_are_positions_wherever_they_lie():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prefill_chunk": 16}, "needs it as one block; leave out prefill_chunk=16"),
+        ({"evict_every": 16}, "needs it as one block; leave out evict_every=16"),
         ({"positions": "rolling"}, "keeps every token after the prompt"),
         ({"scoring": "decay"}, "counts the attention of its own window"),
     ],
 )
 def test_what_it_cannot_do_is_refused(make_llama, options, message):
     with pytest.raises(ValueError, match=message):
-        h2okv.H2OCache(make_llama().config, policy="snapkv", **options)
+        cache_of(make_llama().config, policy="snapkv", **options)
 
 
 def test_half_a_prompt_is_refused(make_llama):
     model = make_llama()
-    cache = h2okv.H2OCache(model.config, 8, 8, policy="snapkv")
+    cache = cache_of(model.config, 8, 8, policy="snapkv")
     cache.expect(60)
     with pytest.raises(ValueError, match="got 30 of its 60 tokens"):
         read(model, cache, tokens(30))

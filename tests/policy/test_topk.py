@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-
-import h2okv
+from oracle import cache_of
 
 
 def tokens(length, seed=0, batch=1):
@@ -60,9 +59,7 @@ def accumulated(query, key, blocks, sink, heavy, chosen):
 )
 def test_each_query_sees_its_own(make_llama, first_layer, policy, budget, kv_heads, blocks, chunk):
     model, ids = make_llama(layers=1, kv_heads=kv_heads), tokens(40)
-    cache = h2okv.H2OCache(
-        model.config, 4, 3, budget[0], policy=policy, prefill_chunk=chunk, simulate=True
-    )
+    cache = cache_of(model.config, 4, 3, budget[0], policy=policy, evict_every=chunk, masks=True)
     read(model, cache, ids, torch.ones_like(ids), blocks)
     cache.check_integrity()
     query, key = first_layer(model, ids)
@@ -79,13 +76,13 @@ def test_a_padded_row_sees_what_it_sees_alone(make_llama, policy):
     for row, pad in enumerate((0, 7, 19)):
         mask[row, :pad] = 0
     mask[1, 33] = mask[2, 40] = 0
-    together = h2okv.H2OCache(model.config, 0.2, 0.15, 1, policy=policy, simulate=True)
+    together = cache_of(model.config, 0.2, 0.15, 1, policy=policy, masks=True)
     logits = read(model, together, ids, mask, blocks)
     for row in range(3):
         real = mask[row].bool()
         real_ids = ids[row : row + 1, real]
         own_blocks = [int(block.sum()) for block in real.split(blocks)]
-        alone = h2okv.H2OCache(model.config, 0.2, 0.15, 1, policy=policy, simulate=True)
+        alone = cache_of(model.config, 0.2, 0.15, 1, policy=policy, masks=True)
         expected = read(model, alone, real_ids, torch.ones_like(real_ids), own_blocks)
         torch.testing.assert_close(logits[row, real], expected[0], atol=2e-4, rtol=1e-4)
 
@@ -94,8 +91,8 @@ def test_a_padded_row_sees_what_it_sees_alone(make_llama, policy):
 def test_room_for_all_is_full_attention(make_llama, policy):
     model, ids = make_llama(), tokens(40, batch=2)
     mask, blocks = torch.ones_like(ids), [25, 1, 1, 8, 1, 4]
-    cache = h2okv.H2OCache(model.config, 20, 20, policy=policy, simulate=True)
-    full = h2okv.H2OCache(model.config, policy="full")
+    cache = cache_of(model.config, 20, 20, policy=policy, masks=True)
+    full = cache_of(model.config, policy="full")
     actual, expected = (read(model, each, ids, mask, blocks) for each in (cache, full))
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
@@ -103,9 +100,7 @@ def test_room_for_all_is_full_attention(make_llama, policy):
 @pytest.mark.parametrize("policy", ["topk", "topk_heavy"])
 def test_it_cannot_drop_anything(make_llama, policy):
     config = make_llama().config
-    with pytest.raises(
-        ValueError, match=f"policy='{policy}' chooses for every query.*simulate=True"
-    ):
-        h2okv.H2OCache(config, policy=policy)
-    with pytest.raises(ValueError, match="evicts nothing"):
-        h2okv.H2OCache(config, policy=policy, simulate=True, positions="rolling")
+    with pytest.raises(ValueError, match=f"policy '{policy}' is unknown"):
+        cache_of(config, policy=policy)
+    with pytest.raises(ValueError, match="evicts nothing|rolling"):
+        cache_of(config, policy=policy, masks=True, positions="rolling")

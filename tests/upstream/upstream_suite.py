@@ -59,7 +59,7 @@ SAME = {
     "beams_sample": {"num_beams": 3, "do_sample": True},
     "repetition_penalty": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "guidance": {"guidance_scale": 1.5},
-    **{f"prefill_chunks_of_{size}": {"prefill_chunk_size": size} for size in (2, 3, 7, 50)},
+    **{f"evict_everys_of_{size}": {"prefill_chunk_size": size} for size in (2, 3, 7, 50)},
     "left_padding": {"pad": slice(0, 5)},
     "left_padding_with_beams": {"pad": slice(0, 5), "num_beams": 3},
     "right_padding": {"pad": slice(7, LENGTH)},

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from h2okv import vllm_plugin
 from h2okv.config import CacheConfig
 from h2okv.vllm_plugin import settings
-from h2okv.vllm_plugin.settings import check_engine, parse, summary, tokens_to_run, with_chunk
+from h2okv.vllm_plugin.settings import check_engine, parse, summary, tokens_to_run, with_cuts
 
 SETTING = {"heavy": 32, "recent": 32}
 
@@ -76,7 +76,7 @@ def test_parse_without_the_setting_returns_none(nothing):
 
 
 def test_the_setting_is_a_cache_config():
-    options = SETTING | {"policy": "sink_recent", "sink": 2, "prefill_chunk": 128}
+    options = SETTING | {"policy": "sink_recent", "sink": 2, "evict_every": 128}
     assert parse({"h2okv": options}) == CacheConfig(**options)
     best = parse({"h2okv": SETTING | {"policy": "best", "evict_every": 64}})
     assert best.layer_budgets == "auto" and best.evict_every == 64
@@ -124,13 +124,12 @@ def test_budgets_of_another_model_are_refused(factors, words):
         ({"policy": "full"}, "leave the h2okv setting out for a full cache"),
         (SETTING | {"policy": "snapkv"}, "keeps more with every token"),
         (SETTING | {"policy": "keydiff"}, "ranks by keys"),
-        (SETTING | {"policy": "topk"}, "chooses for every query"),
+        (SETTING | {"policy": "topk"}, "policy 'topk' is unknown"),
         (SETTING | {"policy": "recent", "scoring": "mean"}, "has no effect"),
         (SETTING | {"positions": "rolling"}, "use positions='original'"),
         (SETTING | {"kv_bits": 8}, "kv_bits=8"),
         (SETTING | {"evict_every": 0}, "evict_every=0"),
-        (SETTING | {"evict_every": 8, "prefill_chunk": 8}, "must be left out"),
-        (SETTING | {"prefill_chunk": 0}, "prefill_chunk=0"),
+        (SETTING | {"prefill_chunk": 8}, "'prefill_chunk' is unknown; did you mean evict_every"),
         (SETTING | {"scoring": "men"}, "scoring 'men' is unknown"),
     ],
 )
@@ -160,7 +159,7 @@ def test_refused_settings(options, words):
         ({"cache_config__sliding_window": 4096}, "sliding window of 4096 tokens"),
         ({"scheduler_config__scheduler_cls": "mine"}, "--scheduler-cls"),
         ({"scheduler_config__async_scheduling": True}, "--no-async-scheduling"),
-        ({"scheduler_config__long_prefill_token_threshold": 9}, "use prefill_chunk"),
+        ({"scheduler_config__long_prefill_token_threshold": 9}, "use evict_every"),
         ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
@@ -172,8 +171,8 @@ def test_refused_engines(changes, words):
 
 
 def test_a_chunk_that_no_step_has_room_for_is_refused():
-    config = CacheConfig(**SETTING, prefill_chunk=4096)
-    with pytest.raises(ValueError, match="prefill_chunk=4096 is above max_num_batched_tokens=2048"):
+    config = CacheConfig(**SETTING, evict_every=4096)
+    with pytest.raises(ValueError, match="evict_every=4096 is above max_num_batched_tokens=2048"):
         check_engine(engine(), config)
     with pytest.raises(ValueError, match="evict_every=4096 is above"):
         check_engine(engine(), CacheConfig(**SETTING, evict_every=4096))
@@ -190,18 +189,18 @@ def test_expected_scoring_is_refused_without_vllm_s_rotation():
 
 def test_prompts_that_may_not_fit_into_a_step_get_a_chunk():
     config = CacheConfig(**SETTING)
-    assert with_chunk(config, engine()).prefill_chunk is None
+    assert with_cuts(config, engine()).evict_every is None
     long = engine(model_config__max_model_len=8192)
-    assert with_chunk(config, long).prefill_chunk == 2048 - 64
-    chunked = CacheConfig(**SETTING, prefill_chunk=100)
-    assert with_chunk(chunked, long).prefill_chunk == 100
+    assert with_cuts(config, long).evict_every == 256
+    small = engine(model_config__max_model_len=8192, scheduler_config__max_num_batched_tokens=128)
+    assert with_cuts(config, small).evict_every == 64
+    chunked = CacheConfig(**SETTING, evict_every=100)
+    assert with_cuts(chunked, long).evict_every == 100
 
 
 @pytest.mark.parametrize("prompt_length", [1, 6, 7, 20, 21])
-@pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_chunks_depend_on_the_prompt_only(prompt_length, chunk):
-    draw, cache = random.Random(3), CacheConfig(**SETTING, prefill_chunk=chunk)
-    ends = list(range(chunk, prompt_length, chunk)) if chunk else []
+def test_a_prompt_without_cuts_is_read_in_one_step(prompt_length):
+    draw, cache = random.Random(3), CacheConfig(**SETTING)
     for _ in range(5):
         start, cuts = 0, []
         while start < prompt_length + 4:
@@ -209,7 +208,7 @@ def test_chunks_depend_on_the_prompt_only(prompt_length, chunk):
             start += count
             cuts += [start] * bool(count)
         after = [prompt_length + 1 + later for later in range(4)]
-        assert cuts == [*ends, prompt_length, *after]
+        assert cuts == [prompt_length, *after]
 
 
 def test_with_evict_every_chunks_end_at_its_multiples():
@@ -246,12 +245,12 @@ def test_the_configuration_of_an_engine_with_h2o(other, caplog):
     assert config.model_config.architecture == "LlamaForCausalLM"
     assert config.scheduler_config.async_scheduling is False
     assert config.compilation_config.splitting_ops == ["vllm::other", "vllm::h2o_attention"]
-    assert not config.cache_config.enable_prefix_caching
-    assert config.cache_config.mamba_block_size == 4096
+    assert config.cache_config.enable_prefix_caching
+    assert config.cache_config.mamba_block_size == 256
     assert config.scheduler_config.scheduler_cls.endswith("H2OScheduler")
     assert "tested with vLLM 0.32.0, and this is 0.32.9" in caplog.text
     # What the other processes read says the chunk too.
-    assert parse(config.additional_config).prefill_chunk == 2048 - 64
+    assert parse(config.additional_config).evict_every == 256
 
 
 def test_the_hook_without_the_setting_is_vllm_s(monkeypatch):

@@ -92,7 +92,6 @@ class Request:
         return layer.attend(query, key, value, None, SIZE**-0.5)[0].transpose(0, 1)
 
     def check_state(self, layer: StateLayer) -> None:
-        self.cache.layers[LAYER].end_steps()
         state = self.cache.layers[LAYER].state
         index = torch.tensor([self.block])
         stored = layer._copies(index, torch.tensor([self.seen]))
@@ -178,15 +177,14 @@ def test_half_precision_requests(dtype, scoring):
 
 
 @pytest.mark.parametrize("scoring", ["decay", "expected"])
-def test_a_prompt_in_chunks_is_a_cache_with_prefill_chunk(scoring):
-    config, chunk = config_of(scoring=scoring), 7
-    in_chunks = config_of(scoring=scoring, prefill_chunk=chunk)
-    pool, layer = make_layer(config)
+def test_a_prompt_in_chunks_is_a_cache_with_evict_every(scoring):
+    in_chunks = config_of(scoring=scoring, evict_every=7)
+    pool, layer = make_layer(in_chunks)
     reference, request = (Request(in_chunks, 40, 3, torch.float32) for _ in range(2))
     expected = reference.expected(*reference.next(36))
     request.block, outputs = 2, []
     while request.seen < 36:
-        count = tokens_to_run(request.seen, 20, 36, in_chunks)
+        count = tokens_to_run(request.seen, min(20, 36 - request.seen), 36, in_chunks)
         outputs.append(run_batch(layer, pool, [(request, count)]))
     torch.testing.assert_close(torch.cat(outputs), expected, atol=1e-5, rtol=1e-4)
     request.check_state(layer)

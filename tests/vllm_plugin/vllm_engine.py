@@ -215,11 +215,11 @@ def _sample(llm, prompt):
     assert len({tuple(output.token_ids) for output in first}) > 1
 
 
-def test_prompts_are_split_by_prefill_chunk_only():
+def test_prompts_are_cut_by_evict_every_only():
     prompts = prompts_of(LENGTHS)
-    texts = expected(prompts, prefill_chunk=24, **SMALL)
+    texts = expected(prompts, evict_every=24, **SMALL)
     assert texts != expected(prompts, **SMALL), "nothing would be seen of the cuts"
-    setting = SMALL | {"prefill_chunk": 24}
+    setting = SMALL | {"evict_every": 24}
     # A step has room for two chunks and some: neighbours would cut everything differently.
     with engine(setting, max_num_batched_tokens=61, max_num_seqs=4) as llm:
         assert generate(llm, prompts) == texts
@@ -231,9 +231,9 @@ def test_prompts_are_split_by_prefill_chunk_only():
 def test_prompts_longer_than_a_step_get_a_default_chunk():
     prompts = prompts_of(LENGTHS[:4])
     with engine(SMALL, max_num_batched_tokens=64) as llm:
-        chunk = llm.llm_engine.vllm_config.additional_config["h2okv"]["prefill_chunk"]
+        chunk = llm.llm_engine.vllm_config.additional_config["h2okv"]["evict_every"]
         assert chunk == 64 - 8
-        assert generate(llm, prompts) == expected(prompts, prefill_chunk=chunk, **SMALL)
+        assert generate(llm, prompts) == expected(prompts, evict_every=chunk, **SMALL)
 
 
 OTHERS = [{"policy": policy} for policy in ("heavy", "recent", "sink_recent", "random", "strided")]
@@ -361,11 +361,11 @@ def test_in_few_bits_the_first_token_is_as_likely(dtype):
     loaded = AutoModelForCausalLM.from_pretrained(
         MODEL, dtype=torch.float32, attn_implementation="h2o"
     )
-    with engine(SMALL | {"prefill_chunk": 24}, dtype=dtype) as llm:
+    with engine(SMALL | {"evict_every": 24}, dtype=dtype) as llm:
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         results = llm.generate(inputs, greedy(4, logprobs=1), use_tqdm=False)
     for prompt, result in zip(prompts, results, strict=True):
-        cache = h2okv.H2OCache(loaded.config, prefill_chunk=24, **SMALL)
+        cache = h2okv.H2OCache(loaded.config, evict_every=24, **SMALL)
         with torch.inference_mode():
             logits = loaded(torch.tensor([prompt]), past_key_values=cache).logits[0, -1]
         token = result.outputs[0].token_ids[0]

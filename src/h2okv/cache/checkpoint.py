@@ -56,7 +56,6 @@ def save_cache(cache: Any, path: str | Path, notes: Mapping[str, str] | None = N
         "contract": CONTRACT,
         "config": config_identity(cache.config),
         "cache_config": cache.cache_config.to_dict(),
-        "simulate": cache.simulate,
         "policy": {"name": cache.cache_config.policy, "settings": _settings(cache.rule)},
         "layers": layers,
     }
@@ -136,11 +135,13 @@ def load_cache(
 ) -> Any:
     """Read what `save_cache` wrote; see `H2OCache.load`."""
     head = read_head(path)
-    kinds = {"config": dict, "cache_config": dict, "simulate": bool, "policy": dict, "layers": list}
+    kinds = {"config": dict, "cache_config": dict, "policy": dict, "layers": list}
     with _naming_damage(path):
         for name, kind in kinds.items():
             if type(head.get(name)) is not kind:
                 raise ValueError(f"its header has no {name}")
+        if head.get("simulate"):
+            raise ValueError("it was saved by a cache that masks, which is not read")
         if model is None:
             config = AutoConfig.for_model(**head["config"])
     if model is not None:
@@ -150,7 +151,7 @@ def load_cache(
         policy = _saved_policy(path, head["policy"])
     with _naming_damage(path):
         options = CacheConfig.from_dict(head["cache_config"]).to_dict() | {"policy": policy}
-        cache = cache_class(model or config, simulate=head["simulate"], **options)
+        cache = cache_class(model or config, **options)
     base = None if model is None or isinstance(model, PreTrainedConfig) else unwrap(model)
     # An offloaded model has no device of its own; the cache follows the keys when they come.
     offloaded = base is None or base.device.type == "meta"
@@ -283,8 +284,7 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
     expected = empty.like(batch, num_slots)
     if by_head is not None:
         expected.total = expected.total.expand(-1, len(by_head), -1)
-        if layer.drops:
-            expected.free_slot = expected.free_slot.expand(-1, -1, len(by_head))
+        expected.free_slot = expected.free_slot.expand(-1, -1, len(by_head))
     optional = {
         "slot_mask": torch.bool, "ranks": torch.int32, "value_weights": torch.float32,
         "num_static": torch.int64, "head_of_slot": torch.uint8,

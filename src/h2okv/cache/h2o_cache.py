@@ -20,13 +20,11 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 from h2okv.cache import support, validation
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.checkpoint import load_cache, save_cache
-from h2okv.cache.deferred_steps import DeferredSteps
 from h2okv.cache.drafting import Drafting, end_recording
 from h2okv.cache.explanation import Departures, Explanation
 from h2okv.cache.forward import Forward
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.linear_states import continues_prompts, held_bytes
-from h2okv.cache.masked import MaskedLayer
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotBytes, ordinary_tensors, slots_for
@@ -61,8 +59,6 @@ class H2OCache(Cache):
         *amounts: by position ``policy`` and ``budget``, or both and options in one text, such as
             ``"best:20%,bits=8"`` (`CacheConfig.from_spec`); one number is ``budget``, and several
             are ``heavy``, ``recent`` and ``sink``.
-        simulate: keep everything and mask instead of dropping; slow, for tests and analysis, and
-            the one way for policies ``topk`` and ``topk_heavy``.
         **options: ``policy``, which may be a `Rule` object; ``budget``: a fraction of the prompt
             (0.2 or ``"20%"``), tokens (512) or ``"full"``, which the policy divides; or its parts
             ``heavy``, ``recent`` and ``sink``; and the other fields of `CacheConfig`, which
@@ -72,11 +68,12 @@ class H2OCache(Cache):
         ValueError: if the budget or the policy makes no sense, or the model is not supported.
     """
 
+    layer_class: type[CacheLayer] = SlotLayer
+
     def __init__(
         self,
         model: PreTrainedModel | PreTrainedConfig | None = None,
         *amounts: str | Rule | int | float,
-        simulate: bool = False,
         **options: Any,
     ) -> None:
         options = _named(amounts, options)
@@ -84,33 +81,30 @@ class H2OCache(Cache):
         policy = options.get("policy")
         if isinstance(policy, Rule):
             options["policy"] = policy.name
-        self._build(config, CacheConfig(**options), policy, simulate)
+        self._build(config, CacheConfig(**options), policy)
         self.warn_of_few_entries()
 
-    def _build(self, config: Any, cache: CacheConfig, policy: Any, simulate: bool) -> None:
+    def _build(self, config: Any, cache: CacheConfig, policy: Any) -> None:
         """Make the layers; `policy` is the user's: a `Rule`, a name, or ``None``."""
         model = config
         rule = policy if isinstance(policy, Rule) else cache.policy
-        self.rule = get_rule(rule, cache.seed, cache.scoring, cache.decay)
+        self.rule = self.make_rule(rule, cache)
         if cache.layer_budgets == MEASURED:
             cache = support.measured_budgets(config, cache)
         name = cache.policy if ":" in cache.policy else self.rule.name
         self.cache_config = cache = replace(cache, policy=name, decay=self.rule.scoring.decay)
         self.budget = cache.budget
-        self.simulate = simulate
         options_of_best = (cache.policy, cache.sink, cache.scoring) == resolve_policy(BEST)
         self._is_best = policy == BEST or options_of_best
-        self.evict_every = cache.evict_every if self.rule.evicts else None
-        self.prefill_chunk = self.evict_every or cache.prefill_chunk
+        self.evict_every = self.cuts(cache)
         self.kv_bits = cache.kv_bits
         config = support.config_of(config)
         self.config = config
         support.check_model(config)
         window = support.context_window(config)
-        self.position_rule = PositionRule(cache.positions, self.prefill_chunk, window)
+        self.position_rule = PositionRule(cache.positions, self.evict_every, window)
         support.check_positions(config, cache.positions, self.rule)
-        support.check_rule(self.rule, self.position_rule, simulate, cache.evict_every)
-        layer_class = MaskedLayer if simulate else SlotLayer
+        support.check_rule(self.rule, self.position_rule)
         # transformers' own cache knows each layer's kind, in every version of transformers.
         layers: list[Any] = DynamicCache(config=config).layers
         full_layers = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
@@ -118,10 +112,12 @@ class H2OCache(Cache):
         transforms = support.measured_keys(model, cache)
         self._lacks_model = model is config and support.transforms_keys(cache, config)
         alike = self.rule, self.position_rule, cache.kv_bits
-        spans = Spans(self.evict_every) if (self.evict_every or 1) > 1 else None
+        # A rule that looks at each query or block by itself is cut into blocks, and no more.
+        has_spans = (self.evict_every or 1) > 1 and self.rule.scores_spans
+        spans = Spans(self.evict_every or 1) if has_spans else None
         for number, index in enumerate(full_layers):
             budget, head_budgets = cache.layer_budget(number), cache.head_budgets(number)
-            layers[index] = layer_class(index, budget, *alike, head_budgets, spans)
+            layers[index] = self.layer_class(index, budget, *alike, head_budgets, spans)
             layers[index].latent = support.latent_sizes(config)
             layers[index].key_transform = transforms.get(index)
             # Also where nothing is evicted; at every token (1) blocks are as long as one.
@@ -136,6 +132,14 @@ class H2OCache(Cache):
         self._window = window if is_limited else None  # until a text was longer
         self._connect_layers()
         super().__init__(layers=layers)
+
+    def make_rule(self, policy: str | Rule, cache: CacheConfig) -> Rule:
+        """Make the rule that evicts."""
+        return get_rule(policy, cache.seed, cache.scoring, cache.decay)
+
+    def cuts(self, cache: CacheConfig) -> int | None:
+        """Return the tokens between two cuts; ``None`` if blocks are not cut."""
+        return cache.evict_every if self.rule.evicts else None
 
     @classmethod
     def from_spec(
@@ -158,21 +162,18 @@ class H2OCache(Cache):
         cls,
         config: PreTrainedConfig | PreTrainedModel,
         cache_config: CacheConfig,
-        *,
-        simulate: bool = False,
     ) -> H2OCache:
         """Make the empty cache that a `CacheConfig` describes.
 
         Args:
             config: the model's config, or the model.
             cache_config: the arguments of this class by name.
-            simulate: keep everything and mask instead of dropping.
 
         Raises:
             ValueError: as the constructor does.
         """
         cache = cls.__new__(cls)
-        cache._build(_checked_model(config), cache_config, None, simulate)
+        cache._build(_checked_model(config), cache_config, None)
         return cache
 
     def __repr__(self) -> str:
@@ -231,7 +232,6 @@ class H2OCache(Cache):
             self._last_updated.require_attention()
         layer = self.layers[layer_idx]
         if layer is self._scored[0]:
-            layer.end_steps()  # of a forward that did not reach the last layer
             layer.forward.begin()
             if not torch.compiler.is_compiling():
                 self._end_drafting()
@@ -323,8 +323,8 @@ class H2OCache(Cache):
 
     @property
     def read_chunk(self) -> int | None:
-        """Tokens of a prompt that a forward may bring: `prefill_chunk`, or ``None`` for all."""
-        return self.prefill_chunk if continues_prompts(self) else None
+        """Tokens of a prompt that a forward may bring: `evict_every`, or ``None`` for all."""
+        return self.cache_config.evict_every if continues_prompts(self) else None
 
     def _check_goes_on(self, length: int) -> None:
         """Refuse to go on after half a forward; warn of fractions of a first part alone."""
@@ -346,7 +346,7 @@ class H2OCache(Cache):
                 f"{self!r}: fractions were taken of the first forward's "
                 f"{seen} tokens, and {length} more follow it at once. If "
                 "they belong to one prompt (prefill_chunk_size), call cache.expect(its length) "
-                "first, or use H2OCache(prefill_chunk=...) or a budget in tokens.",
+                "first, or use H2OCache(evict_every=...) or a budget in tokens.",
                 stacklevel=2,
             )
 
@@ -477,14 +477,12 @@ class H2OCache(Cache):
         self._connect_layers()
 
     def _connect_layers(self) -> None:
-        """Let layers share what is learned of a model, and end their steps together."""
+        """Let layers share what is learned of a model, and one look at their numbers."""
         rotations: list[Rotation] = []
-        deferred, forward = DeferredSteps(), Forward()
+        forward = Forward()
         for layer in self._scored:
             layer.share_forward(forward)
             layer.rotations.shared_rotations = rotations
-        for layer in self._slot_layers:
-            layer.deferred = deferred
         self._scored[0].begins_forward = self._scored[-1].ends_forward = True
 
     @property
@@ -654,8 +652,6 @@ class H2OCache(Cache):
                 that are outside the prompt or too large are refused when it is read.
         """
         pins = validation.parse_pins(spans)
-        if self.rule.sees is Sees.EACH_QUERY:
-            raise ValueError(f"policy={self.rule.name!r} evicts nothing; leave pins out.")
         if pins and self.num_seen_tokens:
             raise ValueError("H2OCache has read its prompt already; pin before, or reset() first.")
         for layer in self._scored:
@@ -864,7 +860,7 @@ def _signature() -> inspect.Signature:
     fields = dict(inspect.signature(CacheConfig).parameters)
     policy = fields.pop("policy")
     budget = policy.replace(name="budget", default=None, annotation="float | int | str | None")
-    last = [p.replace(kind=by_name) for p in (*fields.values(), init.parameters["simulate"])]
+    last = [p.replace(kind=by_name) for p in fields.values()]
     return init.replace(parameters=[*first, policy, budget, *last])
 
 

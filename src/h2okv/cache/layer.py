@@ -97,7 +97,6 @@ class CacheLayer(BaseLayer):
             # With columns that are padding in every sequence.
             self.cumulative_length.copy_(device_end)
             self.num_columns = None if end is None else end + block.length
-            self.end_steps()  # the next layer begins with the first of these tokens
         pins = self.prompt.pins
         if pins and min(self.state.lengths()) >= pins[-1][1]:
             self.prompt.pins = ()
@@ -120,7 +119,7 @@ class CacheLayer(BaseLayer):
         return self._split_prompt(block)
 
     def _split_prompt(self, block: Block) -> Iterable[Block] | None:
-        chunk = self.position_rule.prefill_chunk
+        chunk = self.position_rule.evict_every
         phases = self.spans.phases(self.state) if self.spans and block.length > 1 else []
         if chunk is None or block.length + max(phases, default=0) <= chunk:
             return None
@@ -236,7 +235,6 @@ class CacheLayer(BaseLayer):
         read = self._read_token if takes_step else self._read_block
         output = read(block).to(self.dtype)
         if self.departures is not None:
-            self.end_steps()
             self.departures.note(self.state.by_head("positions")[0], self.state.num_real_tokens)
         return output
 

@@ -194,12 +194,12 @@ class PositionRule:
     """What a user decides about positions and blocks; see `H2OCache`."""
 
     positions: Positions = "original"
-    prefill_chunk: int | None = None
+    evict_every: int | None = None
     window: int | None = None  # positions that the model was trained on, if its config says so
 
     def __post_init__(self) -> None:
-        if self.prefill_chunk is not None:
-            check_tokens("prefill_chunk", self.prefill_chunk, 1)
+        if self.evict_every is not None:
+            check_tokens("evict_every", self.evict_every, 1)
 
     @property
     def rolls(self) -> bool:  # entries sit at their ranks

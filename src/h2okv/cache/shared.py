@@ -23,7 +23,7 @@ Attended = tuple[Tensor, Tensor]
 
 def shares_prompt(config: CacheConfig) -> bool:
     """Return whether a full cache's attention over the prompt is also this cache's."""
-    return config.positions == "original" and config.block is None
+    return config.positions == "original" and config.evict_every is None
 
 
 class _Attention:
@@ -166,8 +166,8 @@ class SharedPrefill(H2OCache):
             if not shares_prompt(config):
                 raise ValueError(
                     f"{config.label!r} cannot share the prompt with other caches (positions="
-                    f"{config.positions!r}, prefill_chunk={config.prefill_chunk}, evict_every="
-                    f"{config.evict_every}); leave them out, or run it alone."
+                    f"{config.positions!r}, evict_every={config.evict_every}); leave them out,"
+                    " or run it alone."
                 )
         self.caches = list(caches)
         for index, layer in enumerate(self.layers):

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from h2okv.cache.block import Block, BlockEntries
-from h2okv.cache.deferred_steps import DeferredSteps
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
 from h2okv.ops.append import append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
-from h2okv.ops.decode import StepRules, decode_step
+from h2okv.ops.decode import StepNumbers, StepRules, decode_step
 from h2okv.ops.dispatch import operations
 from h2okv.ops.reference import Visibility
 from h2okv.policy import Sees
@@ -32,8 +31,6 @@ class SlotLayer(CacheLayer):
     next to each other.
     """
 
-    deferred: DeferredSteps | None = None  # one for all layers of a cache
-
     def _forget(self) -> None:
         super()._forget()
         span = 1 if self.spans is None else self.spans.length
@@ -43,13 +40,6 @@ class SlotLayer(CacheLayer):
         super().move(device)
         self.slots.operations = None
         self.slots.drop_tail()
-
-    def end_steps(self) -> None:
-        if self.deferred is not None:
-            self.deferred.end()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"deferred": None}
 
     def _count_on_meta(self, length: int) -> None:
         if not self.state.budgets:
@@ -184,8 +174,6 @@ class SlotLayer(CacheLayer):
     # --- a single token ---------------------------------------------------------------------------
 
     def _takes_step(self, block: Block) -> bool:
-        if self.deferred is not None and self.deferred.waits_for(self):
-            self.deferred.end()
         prompt = self.prompt
         is_plain = not (prompt.was_partial or prompt.is_partial or prompt.pins)
         return block.length == 1 and self.holds_entries and is_plain
@@ -208,11 +196,9 @@ class SlotLayer(CacheLayer):
         if tail is not None:
             rules = StepRules(
                 block.scale, state.recent, softcap=block.softcap, adds=slots.adds,
-                sink_logits=self.sink_logits,
+                sink_logits=self.sink_logits, numbers=self._numbers(block),
             )  # fmt: skip
             output = append_step(block.query, block.key, block.value, state, rules, tail)
-            if self.ends_forward:
-                self.end_steps()
         else:
             slots.drop_tail()
             output = self._evicting_step(run, block)
@@ -244,14 +230,20 @@ class SlotLayer(CacheLayer):
         rules = StepRules(
             scale, state.recent, sink, softcap, rotations.tables, rank, slots.is_full,
             evicts=self.spans is None, adds=slots.adds, sink_logits=self.sink_logits,
+            numbers=self._numbers(block),
         )  # fmt: skip
-        may_wait = slots.is_full and self.deferred is not None and self.log is None
-        if may_wait and run is decode_step and real is None:
-            rules = rules._replace(deferred=self.deferred.takes(self, rules))
-        output = run(query, key, value, state, rules, real)
-        if self.deferred is not None and not torch.compiler.is_compiling():
-            self.deferred.add(self, rules)
-        return output
+        return run(query, key, value, state, rules, real)
+
+    def _numbers(self, block: Block) -> StepNumbers | None:
+        """Return what the host knows of a step; ``None`` if sequences differ, or on a GPU."""
+        # A compiled step would be compiled again for each number.
+        if block.real is not None or torch.compiler.is_compiling() or self.device.type != "cpu":
+            return None
+        lengths, protected = set(self.state.known_lengths or ()), set(self.slots.protected)
+        if len(lengths) != 1 or len(protected) != 1 or self.rule.sees is Sees.WINDOW:
+            return None
+        sink, recent = protected.pop()
+        return StepNumbers(lengths.pop(), sink or None, recent)
 
     def plan(self) -> dict[str, Any] | None:
         return self.slots.counters()

@@ -357,7 +357,6 @@ class SlotPool:
             The entries that these have evicted. Mutates the slots.
         """
         for layer in self.slot_layers:
-            layer.end_steps()
             assert layer.log is not None
             layer.log.take_back(layer, [len(layer.log) - count for count in accepted])
             layer.log = None
@@ -392,6 +391,7 @@ class SlotPool:
             books = self._books[kind]
             layer.state = state.map(lambda tensor: tensor[:used])
             layer.state.budgets = list(books.budgets)
+            layer.state.known_lengths = tuple(self._num_seen)
             books.set_flags(layer)
             if not books.fills_all_slots:
                 layer.state.slot_mask = self._masks[layer.device, layer.num_kv_heads, kind][:used]

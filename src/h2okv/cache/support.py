@@ -203,7 +203,7 @@ def check_positions(config: PreTrainedConfig, positions: str, rule: Rule) -> Non
 
 # Options that a rule rules out by what it sees, with the reason.
 _EXCLUDES = {
-    (Sees.WINDOW, "prefill_chunk"): "decides once, at the end of the prompt, and needs it as one"
+    (Sees.WINDOW, "evict_every"): "decides once, at the end of the prompt, and needs it as one"
     " block",
     (Sees.WINDOW, "rolling"): "keeps every token after the prompt, so ranks would leave the context"
     " window too",
@@ -212,34 +212,25 @@ _EXCLUDES = {
 }
 
 
-def check_rule(
-    rule: Rule, position_rule: PositionRule, simulate: bool, evict_every: int | None = None
-) -> None:
+def check_rule(rule: Rule, position_rule: PositionRule) -> None:
     """Refuse options that contradict what a rule declares, and scorings that it ignores.
 
     Raises:
         ValueError: naming the policy, the option, the reason and a remedy.
     """
-    name = f"policy={rule.name!r}"
-    if rule.sees is Sees.EACH_QUERY and not simulate:
-        raise ValueError(
-            f"{name} chooses for every query among all tokens, so nothing can be dropped; in "
-            "Python add simulate=True, which keeps the full cache and masks it."
-        )
+    name, evict_every = f"policy={rule.name!r}", position_rule.evict_every
     is_given = {
-        "prefill_chunk": position_rule.prefill_chunk is not None,
+        "evict_every": evict_every is not None,
         "rolling": position_rule.rolls,
     }
     shown = {
-        "prefill_chunk": f"leave out prefill_chunk={position_rule.prefill_chunk}"
-        if evict_every is None
-        else f"leave out evict_every={evict_every}",
+        "evict_every": f"leave out evict_every={evict_every}",
         "rolling": "use positions='original'",
     }
     for (sees, option), reason in _EXCLUDES.items():
         if rule.sees is sees and is_given[option]:
             raise ValueError(f"{name} {reason}; {shown[option]}, or use policy='h2o'.")
-    if evict_every is not None and not rule.scores_spans:
+    if (evict_every or 1) > 1 and not rule.scores_spans:
         raise ValueError(
             f"{name} looks at each query or block by itself, and evict_every={evict_every} must"
             " not depend on where a text is cut; leave it out, or use policy='h2o'."

@@ -201,7 +201,7 @@ def check_mask(layer: Any, attention_mask: Tensor) -> None:
 
 def check_window(layer: Any, length: int) -> None:
     """Refuses a block whose ranks would go past the positions that the model was trained on."""
-    window, chunk = layer.position_rule.window, layer.position_rule.prefill_chunk
+    window, chunk = layer.position_rule.window, layer.position_rule.evict_every
     if window is None:
         return
     budget = max(tokens.total for tokens in layer.state.budgets)
@@ -223,7 +223,7 @@ def check_window(layer: Any, length: int) -> None:
         raise ValueError(
             f"positions='rolling' cannot place a block of {block} tokens after {num_cached} "
             f"entries in the model's window of {window}; give "
-            f"H2OCache(prefill_chunk={window - budget}) or less."
+            f"H2OCache(evict_every={window - budget}) or less."
         )
 
 
@@ -269,9 +269,9 @@ def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
         ("norms", state.value_weights, layer.rule.weighs_values),
         ("num_static", state.num_static, layer.rule.has_pattern),
         # A layer may have no rotary positions though the model has.
-        ("ranks", state.ranks, state.ranks is not None and rolls and layer.drops),
-        ("slot_mask", mask, mask is not None and layer.drops and layer.rule.is_bounded),
-        ("owner", state.head_of_slot, layer.head_budgets is not None and layer.drops),
+        ("ranks", state.ranks, state.ranks is not None and rolls),
+        ("slot_mask", mask, mask is not None and layer.rule.is_bounded),
+        ("owner", state.head_of_slot, layer.head_budgets is not None),
     ):
         if is_wanted != (tensor is not None):
             raise ValueError(f"{name} has {field}, or has none, against its options")
@@ -309,18 +309,15 @@ def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
         # Those that are pinned are infinite.
         "holds NaN or negative scores": ~(state.scores >= 0),
     }
-    if layer.drops:
-        is_taken = (state.positions >= 0).gather(-1, free.clamp(0, last))
-        problems["has an invalid free slot"] = (free < 0) | (free > last) | is_taken
-        if state.head_of_slot is not None:
-            of_head = ~state.of_others()
-            is_free = of_head.gather(-1, free.clamp(0, last).view(*of_head.shape[:2], 1))
-            counts = of_head.sum(dim=-1, keepdim=True)
-            span = 1 if layer.spans is None else layer.spans.length
-            is_wide = counts > state.total + span
-            problems["has shared slots of an invalid head"] = ~is_free | is_wide
-    else:
-        problems["holds more tokens than it has seen"] = seen < state.num_slots
+    is_taken = (state.positions >= 0).gather(-1, free.clamp(0, last))
+    problems["has an invalid free slot"] = (free < 0) | (free > last) | is_taken
+    if state.head_of_slot is not None:
+        of_head = ~state.of_others()
+        is_free = of_head.gather(-1, free.clamp(0, last).view(*of_head.shape[:2], 1))
+        counts = of_head.sum(dim=-1, keepdim=True)
+        span = 1 if layer.spans is None else layer.spans.length
+        is_wide = counts > state.total + span
+        problems["has shared slots of an invalid head"] = ~is_free | is_wide
     if state.ranks is not None:
         problems["has ranks beyond its slots"] = (state.ranks < 0) | (state.ranks > last)
     for problem, is_wrong in problems.items():

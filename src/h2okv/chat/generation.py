@@ -149,7 +149,7 @@ class GenerationRun(StoppingCriteria):
         show_progress: bool = False,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
-        """Read the tokens in blocks of `prefill_chunk` and generate; see `result`."""
+        """Read the tokens in blocks of `read_chunk` and generate; see `result`."""
         length = self._ids.shape[1]
         generate: Any = model.generate  # torch's Module hides its type
         with ExitStack() as stack:

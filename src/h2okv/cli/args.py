@@ -24,7 +24,7 @@ from h2okv.cli import readers
 from h2okv.cli.commands import HELP_PACKAGES
 from h2okv.cli.help_page import describe, order
 from h2okv.cli.replaced import check_placement
-from h2okv.config import BEST, PER_QUERY, POLICIES, SCORINGS, CacheConfig
+from h2okv.config import BEST, POLICIES, SCORINGS, CacheConfig
 from h2okv.console import check_least
 from h2okv.integration.names import check_name
 from h2okv.records import unknown_name
@@ -166,6 +166,9 @@ def expand(command: Callable[..., Any]) -> Any:
 CACHE_HELP = f"All in one: h2o:512,bits=8. Options: {', '.join(cache_spec.OPTIONS)}."
 
 
+_PER_QUERY = ("topk", "topk_heavy")  # `PER_QUERY` of the masking oracle
+
+
 class Choice(NamedTuple):
     """A cache, and the fields that --cache names: a command sets some of the others."""
 
@@ -206,11 +209,8 @@ def choose_caches(
                 f"--budget {amount!r} is not an amount; give tokens (--budget 64), a fraction of"
                 " the prompt (--budget 10%), heavy+recent (--budget 32+10%), or full"
             )
-        check_names(base["policy"], base.get("scoring"), usual.simulated)
-        options = dict(usual.options)
-        if base.keys() & {"prefill_chunk", "evict_every"}:
-            options.pop("prefill_chunk", None)
-        config = CacheConfig(**({"budget": amount} | options | base))
+        check_names(base["policy"], base.get("scoring"), usual.per_query)
+        config = CacheConfig(**({"budget": amount} | dict(usual.options) | base))
         choices.setdefault(repr(config.identity()), Choice(config, frozenset(base)))
     return list(choices.values())
 
@@ -222,7 +222,7 @@ class Usual:
     policies: tuple[str, ...] = (BEST,)
     budget: str = "20%"
     options: Mapping[str, Any] = field(default_factory=dict)
-    simulated: bool = False  # allow policies that need the full cache
+    per_query: bool = False  # allow policies that need the full cache
 
 
 def _listed(name: str, text: str) -> tuple[str, ...]:
@@ -232,15 +232,15 @@ def _listed(name: str, text: str) -> tuple[str, ...]:
     return entries
 
 
-def check_names(policy: str, scoring: str | None, simulated: bool) -> None:
+def check_names(policy: str, scoring: str | None, per_query: bool) -> None:
     """Raise ValueError for an unknown policy or scoring."""
-    if policy in PER_QUERY and not simulated:
+    if policy in _PER_QUERY and not per_query:
         raise ValueError(
             f"policy {policy} chooses entries for each query from a cache that keeps all of them,"
-            " which only h2okv eval can simulate (in Python: simulate=True); choose from"
+            " which only h2okv eval can; choose from"
             f" {', '.join(POLICIES)}"
         )
-    policies = (*POLICIES, *PER_QUERY) if simulated else POLICIES
+    policies = (*POLICIES, *_PER_QUERY) if per_query else POLICIES
     policy = BEST if policy.startswith(f"{BEST}-v") else policy  # its version is checked later
     for name, value, names in (("policy", policy, policies), ("scoring", scoring, SCORINGS)):
         is_custom = name == "policy" and ":" in policy and policy.partition(":")[0] not in policies
@@ -281,11 +281,11 @@ def cache_options(budget: str = "20%", policy: str = BEST, **options: Any) -> An
 
 
 def cache_lists(
-    budget: str, policies: Sequence[str] = (BEST,), simulated: bool = False, **options: Any
+    budget: str, policies: Sequence[str] = (BEST,), per_query: bool = False, **options: Any
 ) -> Any:
     """Return the options of a list of `CacheConfig`: each policy with each budget."""
-    usual = Usual(tuple(policies), budget, {"min_tokens": 0} | options, simulated)
-    allowed = (*POLICIES, *PER_QUERY) if simulated else POLICIES
+    usual = Usual(tuple(policies), budget, {"min_tokens": 0} | options, per_query)
+    allowed = (*POLICIES, *_PER_QUERY) if per_query else POLICIES
     shown = ",".join(name for name in policies if "," not in name)
 
     def build(

@@ -24,7 +24,7 @@ from h2okv.cli.args import (
     Typed,
     option,
 )
-from h2okv.config import CacheConfig
+from h2okv.config import SPAN, CacheConfig
 from h2okv.console import INTERRUPTED, OutputClosedError, write_remark, write_text
 from h2okv.integration.chat_template import check_pinnable
 
@@ -40,7 +40,6 @@ _PROMPT, _MORE = "> ", "... "
 ReadLine = Callable[[str], str | None]
 _LONG_CHAT = 2000
 _SHORTEN_ABOVE = 30
-_CHUNK = 512  # enough tokens to read fast, few enough to hear Ctrl-C soon
 
 
 def saved_chat(option: str, path: Path) -> Path:
@@ -114,7 +113,6 @@ def plan_cache(
     """
     from h2okv.cache.linear_states import continues_prompts
     from h2okv.cache.support import can_score_spans, context_window
-    from h2okv.engine.serving import SPAN
 
     is_auto = positions == "auto"
     args.check_cache(config, cache)
@@ -125,13 +123,11 @@ def plan_cache(
         except ValueError as error:
             cache, remark = _with_original(cache, error)
     entries, window = int(cache.sink + cache.heavy + cache.recent), context_window(config)
-    fits = window is None or entries + SPAN <= window
-    if evict_every is None and fits and cache.block is None and not cache.is_full:
-        evict_every = SPAN if can_score_spans(cache) else None
+    if evict_every is None and (cache.is_full or can_score_spans(cache)):
+        room = SPAN if window is None or cache.is_full else window - entries
+        evict_every = max(1, min(SPAN, room))
     cache = replace(cache, evict_every=evict_every or None)
-    room = window - entries if cache.positions == "rolling" and window is not None else _CHUNK
-    cache = cache.in_blocks(max(1, min(_CHUNK, room)))
-    if reason := cache.past_window(entries, cache.block or 1, window):
+    if reason := cache.past_window(entries, cache.evict_every or 1, window):
         raise ValueError(reason)
     args.check_cache(config, cache)
     if not continues_prompts(h2okv.H2OCache.from_config(config, cache.before_measuring)):

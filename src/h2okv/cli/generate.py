@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from h2okv.integration.loading import Described
 
 _FEW_TOKENS = 32
-_CHUNK = 512
+_SPAN = 64
 _MOST_PROMPT_TOKENS = 4096  # of the demo
 _SHOWN_CHARACTERS = 300
 _QUESTION = "Write a short summary of this article for a newsletter."
@@ -83,7 +83,7 @@ def generate(
     params = sampling.params(described)
     cache = choice.cache.seeded(int(params.seed or 0))
     if cache.positions == "rolling" and described.context:
-        cache = cache.in_blocks(max(1, min(_CHUNK, described.context // 4)))
+        cache = cache.with_cuts(max(1, min(_SPAN, described.context // 4)))
     args.check_cache(described.config, cache)  # mistakes show before the weights load
     is_chat = not raw and described.tokenizer.chat_template is not None
     if system and not is_chat:

@@ -11,6 +11,7 @@ from h2okv.cache import H2OCache
 from h2okv.cache.linear_states import continues_blocks, continues_prompts, has_states
 from h2okv.cache.slot_pool import check_poolable
 from h2okv.cache.support import can_score_spans, window_by_length
+from h2okv.config import SPAN
 from h2okv.console import format_bytes
 from h2okv.engine.config import DEFAULT_STATES, EngineConfig
 from h2okv.engine.memory import (
@@ -26,8 +27,6 @@ from h2okv.integration.limits import PromptLimits
 from h2okv.integration.loading import Described, describe, loaded_dtype, weight_bytes
 from h2okv.integration.packed_linear import limit_kernels
 
-SPAN = 256
-"""Tokens between two evictions, where prompts share states and the user chose no number."""
 _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64
 _FREE_FRACTION = 0.8

@@ -387,7 +387,7 @@ def _inferred_mask(model: PreTrainedModel, input_ids: Tensor, cache: H2OCache) -
 def prefill(
     model: PreTrainedModel, input_ids: Tensor, cache: H2OCache, attention_mask: Tensor | None = None
 ) -> Tensor:
-    """Read a prompt, or a further turn, into a cache in blocks of ``cache.prefill_chunk``.
+    """Read a prompt, or a further turn, into a cache in blocks of ``cache.read_chunk``.
 
     Then generate with the full text; transformers reads only the tokens that the cache has not:
 

@@ -276,7 +276,6 @@ class CacheStore:
         layer: Any = cache.layers[layer_idx]
         if not isinstance(layer, SlotLayer) or not layer.holds_entries:
             return
-        layer.end_steps()  # they may be deferred to the last layer
         entries = layer.state.entry_tensors()
         specs = [(tensor.shape, tensor.dtype) for tensor in entries.values()]
         num_tokens = int(layer.get_seq_length())

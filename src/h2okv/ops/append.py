@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2okv.ops.choice import is_number
 from h2okv.ops.decode import Slots, StepRules, decode_with_scores
 
 # Slots by which the products of a step grow, in dtypes of fewer bits than fp32: each new shape
@@ -104,7 +103,7 @@ def append_step(
         key: ``[B, H, 1, D]``.
         value: ``[B, H, 1, Dv]``.
         slots: the cached entries; mutated.
-        rules: of which the step reads `scale`, `softcap`, `sink_logits` and `adds`.
+        rules: of which the step reads `scale`, `softcap`, `sink_logits`, `adds` and `numbers`.
         tail: that of the slots; mutated.
 
     Returns:
@@ -116,8 +115,8 @@ def append_step(
     if slots.has_values:
         value_size = value.shape[-1]
         slots.values.view(-1, value_size).index_copy_(0, tail.free, value.reshape(-1, value_size))
-    if is_number(slots.num_real_tokens):
-        slots.positions.view(-1).index_fill_(0, tail.free, int(slots.num_real_tokens))
+    if rules.numbers is not None:
+        slots.positions.view(-1).index_fill_(0, tail.free, rules.numbers.newest)
     else:
         position = slots.num_real_tokens.to(torch.int32).view(-1, 1, 1)
         slots.positions.scatter_(-1, slots.free_slot, position.expand_as(slots.free_slot))

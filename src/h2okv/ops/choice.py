@@ -12,38 +12,30 @@ import torch
 from torch import Tensor
 
 
-def is_number(tensor: Tensor) -> bool:
-    """Tell whether a tensor is one number that can be read without waiting."""
-    on_host = tensor.numel() == 1 and tensor.device.type == "cpu"
-    return on_host and not torch.compiler.is_compiling()
-
-
 def protected_entries(
-    positions: Tensor, newest: Tensor, sink: Tensor | None, recent: Tensor
+    positions: Tensor, newest: Tensor | int, sink: Tensor | int | None, recent: Tensor | int
 ) -> Tensor:
     """Mark the entries that eviction must not touch.
 
     Args:
         positions: original positions, ``[B, H, N]``; -1 for an empty slot (the mark means nothing
             there).
-        newest: position of the newest token, ``[B, 1, 1]``.
-        sink: protected first positions, ``[B, 1, 1]``; ``None`` if there are none.
-        recent: protected newest positions, ``[B, 1, 1]``.
+        newest: position of the newest token, ``[B, 1, 1]``, or a number for all sequences.
+        sink: protected first positions, likewise; ``None`` if there are none.
+        recent: protected newest positions, likewise.
 
     Returns:
         bool ``[B, H, N]``.
     """
-    # Numbers where they can be had for nothing; else of the positions' own dtype, as a comparison
-    # across dtypes converts the large side.
-    limit: Any
-    if is_number(newest) and is_number(recent):
-        limit = int(newest) - int(recent)
-    else:
-        limit = (newest - recent).to(positions.dtype)
-    protected = positions > limit
+    protected = positions > _like(positions, newest - recent)
     if sink is not None:
-        protected |= positions < sink.to(positions.dtype)
+        protected |= positions < _like(positions, sink)
     return protected
+
+
+def _like(positions: Tensor, limit: Any) -> Any:
+    # A comparison across dtypes would convert the large side.
+    return limit.to(positions.dtype) if isinstance(limit, Tensor) else limit
 
 
 def choose(

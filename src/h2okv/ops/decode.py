@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from h2okv.ops.choice import is_number, protected_entries
+from h2okv.ops.choice import protected_entries
 from h2okv.ops.indexed import Indexed, mix_values
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_logits, packed_output
 from h2okv.ops.reference import compute_dtype, softmax
@@ -31,7 +31,9 @@ class Ranks(NamedTuple):
     ranks: Tensor  # int32 [B, H, S], below n; any such number for hidden slots
 
 
-def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
+def write_slot(
+    slots: Entries | Indexed, free: Tensor, entry: Tensor, rows: Tensor | None = None
+) -> None:
     """Write one entry for each sequence and head into its free slot.
 
     Args:
@@ -39,6 +41,7 @@ def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
             (`Slots.head_of_slot`) are ``[B, 1, S, D]``.
         free: int64 ``[B, H, 1]``, the slot to take; of shared slots ``[B, 1, H]``.
         entry: ``[B, H, 1, D]``.
+        rows: `_flat_slots` of them, if it is at hand.
     """
     if isinstance(slots, Indexed):
         slots.write(free, entry)
@@ -46,15 +49,20 @@ def write_slot(slots: Entries | Indexed, free: Tensor, entry: Tensor) -> None:
     if isinstance(slots, Packed):
         _write_packed(slots, free, pack(entry, slots.bits))
         return
-    batch, heads, num_slots, size = slots.shape
-    # Where each row's slots begin, as all rows stand one behind the other.
+    size = slots.shape[-1]
+    # scatter_ would copy all slots of a bf16 tensor on a CPU (torch 2.13).
+    rows = _flat_slots(slots, free) if rows is None else rows
+    slots.view(-1, size).index_copy_(0, rows, entry.reshape(-1, size))
+
+
+def _flat_slots(slots: Tensor, free: Tensor) -> Tensor:
+    """Return where free slots are if all rows stand one behind the other, int64 ``[B * H]``."""
+    batch, heads, num_slots = slots.shape[:3]
     if slots.device.type == "cpu" and not torch.compiler.is_compiling():
         first = _first_slots_of(batch * heads, num_slots)
     else:
         first = torch.arange(0, batch * heads * num_slots, num_slots, device=slots.device)
-    # scatter_ would copy all slots of a bf16 tensor on a CPU (torch 2.13).
-    rows = first.view(batch, heads, 1) + free
-    slots.view(-1, size).index_copy_(0, rows.flatten(), entry.reshape(-1, size))
+    return (first.view(batch, heads, 1) + free).flatten()
 
 
 def _write_packed(slots: Packed, free: Tensor, entry: Packed) -> None:
@@ -78,9 +86,12 @@ def _write_both(slots: Slots, key: Tensor, value: Tensor) -> None:
             entry = packed._replace(codes=packed.codes[half], grid=packed.grid[half])
             _write_packed(store, slots.free_slot, entry)
         return
-    write_slot(keys, slots.free_slot, key)
+    rows = None
+    if isinstance(keys, Tensor) and isinstance(values, Tensor):
+        rows = _flat_slots(keys, slots.free_slot)
+    write_slot(keys, slots.free_slot, key, rows)
     if slots.has_values:
-        write_slot(values, slots.free_slot, value)
+        write_slot(values, slots.free_slot, value, rows)
 
 
 @functools.lru_cache(maxsize=64)
@@ -327,6 +338,14 @@ class RotaryTables(NamedTuple):
     relative: Tensor  # the same as seen from the last rank
 
 
+class StepNumbers(NamedTuple):
+    """What the host knows of a step, where it is the same for all sequences."""
+
+    newest: int  # the position of the new token
+    sink: int | None  # protected first positions; None if there are none
+    recent: int  # protected newest positions
+
+
 class StepRules(NamedTuple):
     """What stays the same from step to step."""
 
@@ -339,13 +358,13 @@ class StepRules(NamedTuple):
     # goes first; None: the scores decide.
     priority: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
     full: bool = False  # no slot but the free one is empty, which saves looking for those
-    # `ops.deferred` ends the step: for full slots without ranks or priority, and no padding.
-    deferred: bool = False
     # Whether the step evicts; without, the token takes the next slot, and its layer sees to it that
     # there is one.
     evicts: bool = True
     adds: bool = True  # whether the step adds its probabilities to the scores
     sink_logits: Tensor | None = None  # [HQ], as in `reference.attention_with_scores`
+    # Saves a CPU operations; None where sequences differ or get padding.
+    numbers: StepNumbers | None = None
 
 
 def decode_step(
@@ -374,44 +393,41 @@ def decode_step(
     full = rules.full and real is None
     query, ranks = rank_new(query, slots, rules, full, real)
     _write_both(slots, key, value)
-    if not rules.deferred:
-        write_position(slots, real)
+    write_position(slots, rules.numbers, real)
     slots.scores.scatter_(-1, slots.free_slot, 0.0)
     hidden = None if full else slots.positions < 0
-    if slots.head_of_slot is not None:
-        others = slots.of_others()
+    others = None if slots.head_of_slot is None else slots.of_others()
+    if others is not None:
         hidden = others if hidden is None else others | hidden
     output, sums = decode_with_scores(
         query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks,
         slots.scores if real is None and rules.adds else None, rules.sink_logits,
         slots.key_transform,
     )  # fmt: skip
-    if rules.deferred:
-        return output
-    if real is None:
-        slots.num_real_tokens.add_(1)
-    else:
-        if rules.adds:
-            slots.scores.add_(sums * real.unsqueeze(1))
-        slots.num_real_tokens.add_(real[:, 0])
-    free_next(slots, rules, full, real)
+    if real is not None and rules.adds:
+        slots.scores.add_(sums * real.unsqueeze(1))
+    end_step(slots, rules, full, real, others)
     return output
 
 
-def free_next(slots: Slots, rules: StepRules, full: bool, real: Tensor | None) -> None:
-    """Choose the slot that the next token takes, by evicting or not; mutates the slots."""
-    if rules.evicts:
-        evict_one(slots, rules, full)
+def end_step(
+    slots: Slots, rules: StepRules, full: bool, real: Tensor | None, others: Tensor | None = None
+) -> None:
+    """Count the token and choose the slot that the next one takes; mutates the slots."""
+    count = 1 if real is None else real[:, 0]
+    if not rules.evicts:
+        slots.free_slot.add_(1 if real is None else real.unsqueeze(1))
     elif real is None:
-        slots.free_slot.add_(1)
-    else:
-        slots.free_slot.add_(real.unsqueeze(1))
+        evict_one(slots, rules, full, slots.num_real_tokens.view(-1, 1, 1), others)
+    slots.num_real_tokens.add_(count)
+    if rules.evicts and real is not None:
+        evict_one(slots, rules, full, slots.num_real_tokens.view(-1, 1, 1) - 1, others)
 
 
-def write_position(slots: Slots, real: Tensor | None) -> None:
+def write_position(slots: Slots, numbers: StepNumbers | None, real: Tensor | None) -> None:
     """Write the new tokens' positions into the free slots; mutates them."""
-    if real is None and is_number(slots.num_real_tokens):
-        slots.positions.scatter_(-1, slots.free_slot, int(slots.num_real_tokens))
+    if numbers is not None:
+        slots.positions.scatter_(-1, slots.free_slot, numbers.newest)
         return
     position = slots.num_real_tokens.to(torch.int32).view(-1, 1, 1)
     if real is not None:
@@ -441,30 +457,35 @@ def rank_new(
     return query, Ranks(rotary.to_rank, ranks)
 
 
-def evict_one(slots: Slots, rules: StepRules, full: bool) -> None:
+def evict_one(
+    slots: Slots, rules: StepRules, full: bool, newest: Tensor, others: Tensor | None = None
+) -> None:
     """Frees the slot that the next token takes: an empty one, else that of the first to go.
 
-    ``full``: no slot is empty or out of a budget, which saves looking for those.
+    Args:
+        slots: the entries; mutated.
+        rules: how.
+        full: no slot is empty or out of a budget, which saves looking for those.
+        newest: position of the newest token, int64 ``[B, 1, 1]``.
+        others: `Slots.of_others`, if it is at hand.
     """
-    newest = slots.num_real_tokens.view(-1, 1, 1) - 1
-    rank = slots.scores
+    rank, limits = slots.scores, rules.numbers or (newest, rules.sink, rules.recent)
     if rules.priority is not None:
         rank = rules.priority(slots.scores, slots.positions, newest)
-    protected = protected_entries(slots.positions, newest, rules.sink, rules.recent)
-    rank = rank.masked_fill(protected, torch.inf)
+    # Slots of other heads stand behind all: the newest token is not pinned, so that every head has
+    # a finite rank.
+    limit = torch.inf if slots.head_of_slot is None else torch.finfo(rank.dtype).max
+    rank = rank.masked_fill(protected_entries(slots.positions, *limits), limit)
     if not full:
         rank = rank.masked_fill(slots.positions < 0, -torch.inf)
         if slots.slot_mask is not None:
             rank = rank.masked_fill(~slots.slot_mask, torch.inf)
-    free, others = slots.free_slot, None
+    free = slots.free_slot
     if slots.head_of_slot is not None:
-        others = slots.of_others()
+        others = slots.of_others() if others is None else others
         rank, free = rank.masked_fill(others, torch.inf), free.view(len(free), -1, 1)
-    lowest = rank.amin(dim=-1, keepdim=True)
-    is_later = rank > lowest
-    if others is not None:
-        is_later |= others
     # Of those with the lowest rank the oldest; an addition is cheaper than filling by a mask.
+    is_later = rank > rank.amin(dim=-1, keepdim=True)
     age = torch.add(slots.positions, is_later, alpha=BEHIND_ALL)
     # In place: a recorded CUDA graph reads and writes the same memory in every step.
     if torch.compiler.is_compiling():  # where `out` would make it a graph for one batch size

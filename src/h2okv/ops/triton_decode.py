@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2okv.ops.decode import Slots, StepRules, free_next, rank_new
+from h2okv.ops.decode import Slots, StepRules, end_step, rank_new
 from h2okv.ops.indexed import Indexed
 
 # What a program of the first kernel reads at a time, in the dtype that it computes with.
@@ -294,9 +294,10 @@ def decode_step(
         blocks, slots.num_real_tokens, slots.slot_mask, factors, real, rules.recent, rules.sink,
         rules.sink_logits, rules.scale, rules.softcap, chooses, rules.adds, num_cores,
     )  # fmt: skip
-    slots.num_real_tokens.add_(1 if real is None else real[:, 0])
-    if not chooses:
-        free_next(slots, rules, full, real)
+    if chooses:
+        slots.num_real_tokens.add_(1 if real is None else real[:, 0])
+    else:
+        end_step(slots, rules, full, real)
     return output
 
 

@@ -18,7 +18,6 @@ from h2okv.policy.scoring import BlockView, Mean, Scoring, Sees
 from h2okv.policy.snapkv import SnapKV
 from h2okv.policy.streaming_llm import StreamingLLM
 from h2okv.policy.strided import Fixed, FixedHeavy, Strided, StridedHeavy
-from h2okv.policy.topk import TopK, TopKHeavy
 from h2okv.policy.tova import Last
 from h2okv.policy.vatp import ValueNorm
 from h2okv.records import unknown_name
@@ -32,7 +31,7 @@ _RULES: dict[str, type[Rule]] = {
     rule.name: rule
     for rule in (
         Full, Recent, StreamingLLM, H2O, Heavy, Random, Strided, StridedHeavy, Fixed, FixedHeavy,
-        SnapKV, KeyDiff, TopK, TopKHeavy,
+        SnapKV, KeyDiff,
     )
 }  # fmt: skip
 _SCORINGS: dict[str, type[Scoring]] = {
@@ -43,15 +42,9 @@ _SEED_LIMIT = 1 << 32
 Policy = Rule  # the former name
 
 
-def policy_names(*, dropping: bool = False) -> tuple[str, ...]:
-    """Return the names that ``H2OCache(policy=...)`` takes.
-
-    Args:
-        dropping: leave out those that need the full cache and so ``simulate=True``.
-    """
-    return tuple(
-        name for name, rule in _RULES.items() if not (dropping and rule.sees is Sees.EACH_QUERY)
-    )
+def policy_names() -> tuple[str, ...]:
+    """Return the names that ``H2OCache(policy=...)`` takes."""
+    return tuple(_RULES)
 
 
 def scoring_names() -> tuple[str, ...]:

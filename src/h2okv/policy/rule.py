@@ -25,8 +25,7 @@ class Rule:
     """Name in ``H2OCache(policy=...)``."""
     sees: ClassVar[Sees] = Sees.SUMS
     """What the cache provides of each block. `Sees.WINDOW` decides once, when the prompt has been
-    read; `Sees.EACH_QUERY` keeps all entries and lets each query see ``sink + heavy + num_static``
-    of those before its block, ``num_static`` of them by its own attention."""
+    read."""
     evicts: ClassVar[bool] = True
     """False for a rule that keeps every entry and so has no budget."""
     scoring: Scoring = Scoring()
@@ -141,7 +140,7 @@ class Rule:
         by_sums = type(self).score_block is Rule.score_block
         by_sums &= type(self.scoring).score_block is Scoring.score_block
         can_wait = self.observes is Sees.QUERIES
-        return (by_sums or can_wait) and self.sees not in (Sees.WINDOW, Sees.EACH_QUERY)
+        return (by_sums or can_wait) and self.sees is not Sees.WINDOW
 
     @property
     def weighs_values(self) -> bool:

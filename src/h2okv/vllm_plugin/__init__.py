@@ -20,7 +20,7 @@ from h2okv.vllm_plugin.settings import (
     caches_prefixes,
     check_engine,
     parse,
-    with_chunk,
+    with_cuts,
 )
 
 __all__ = ["register"]
@@ -98,7 +98,7 @@ def prepare(vllm_config: Any, cache: CacheConfig) -> None:
         _logger.warning("h2okv was tested with vLLM %s, and this is %s", TESTED, version)
     check_engine(vllm_config, cache.before_measuring)
     model, scheduler = vllm_config.model_config, vllm_config.scheduler_config
-    cache = with_chunk(measured(cache, model), vllm_config)
+    cache = with_cuts(measured(cache, model), vllm_config)
     check_engine(vllm_config, cache)
     vllm_config.additional_config = {**vllm_config.additional_config, KEY: cache.to_dict()}
     # A name, because each process must find the class. The original name stays in the list: the

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.support import check_layer_budgets, check_rule
-from h2okv.config import CacheConfig
+from h2okv.config import SPAN, CacheConfig
 from h2okv.policy import Rule, Sees, get_rule
 from h2okv.records import refusing
 
@@ -60,8 +59,8 @@ def rule_of(config: CacheConfig) -> Rule:
 
 def _check_cache(config: CacheConfig) -> None:
     rule = rule_of(config)
-    chunk: Any = config.prefill_chunk
-    check_rule(rule, PositionRule(config.positions, chunk), False, config.evict_every)
+    cuts: Any = config.evict_every
+    check_rule(rule, PositionRule(config.positions, cuts))
     if not rule.is_bounded:
         raise ValueError(
             f"h2okv: policy={config.policy!r} keeps more with every token, and a request's block "
@@ -109,12 +108,11 @@ def check_engine(vllm_config: Any, cache: CacheConfig) -> None:
             "h2okv: scoring='expected' (policy='best' has it too) needs to know how keys are "
             "rotated, and vLLM's Transformers backend does not say; use another scoring."
         )
-    chunk, step_tokens = cache.block, vllm_config.scheduler_config.max_num_batched_tokens
-    if chunk is not None and chunk > step_tokens:
-        name = "prefill_chunk" if cache.evict_every is None else "evict_every"
+    every, step_tokens = cache.evict_every, vllm_config.scheduler_config.max_num_batched_tokens
+    if every is not None and every > step_tokens:
         raise ValueError(
-            f"h2okv: {name}={chunk} is above max_num_batched_tokens={step_tokens}, so no "
-            f"step could read a chunk; lower {name}, or raise --max-num-batched-tokens."
+            f"h2okv: evict_every={every} is above max_num_batched_tokens={step_tokens}, so no "
+            "step could read as many; lower evict_every, or raise --max-num-batched-tokens."
         )
 
 
@@ -169,20 +167,20 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     if threshold:
         yield (
             f"long_prefill_token_threshold={threshold} splits prompts depending on other requests; "
-            "use prefill_chunk in the h2okv setting instead"
+            "use evict_every in the h2okv setting instead"
         )
     if getattr(vllm_config, "use_v2_model_runner", False):
         yield "the V2 model runner has not been tried; set VLLM_USE_V2_MODEL_RUNNER=0"
 
 
-def with_chunk(cache: CacheConfig, vllm_config: Any) -> CacheConfig:
-    """Return the config, with a prefill chunk that fits a step if a prompt may not fit."""
+def with_cuts(cache: CacheConfig, vllm_config: Any) -> CacheConfig:
+    """Return the config, with cuts that fit a step if a prompt may not fit."""
     scheduler = vllm_config.scheduler_config
     step_tokens = scheduler.max_num_batched_tokens
-    if cache.block is not None or vllm_config.model_config.max_model_len <= step_tokens:
+    if cache.evict_every is not None or vllm_config.model_config.max_model_len <= step_tokens:
         return cache
     # Leave room for a token of every other request.
-    return dataclasses.replace(cache, prefill_chunk=max(step_tokens - scheduler.max_num_seqs, 1))
+    return cache.with_cuts(max(1, min(SPAN, step_tokens - scheduler.max_num_seqs)))
 
 
 def caches_prefixes(cache: CacheConfig, is_wanted: bool) -> bool:
@@ -212,13 +210,11 @@ def tokens_to_run(start: int, available: int, prompt_length: int, cache: CacheCo
         prompt_length: tokens of its prompt.
         cache: the setting.
     """
-    chunk = cache.prefill_chunk
     if cache.evict_every is not None:
         return min(available, cache.evict_every - start % cache.evict_every)
     if start >= prompt_length:  # also of a preempted request that reads its output again
         return min(available, 1)
-    end = prompt_length if chunk is None else min(start - start % chunk + chunk, prompt_length)
-    return end - start if available >= end - start else 0
+    return prompt_length - start if available >= prompt_length - start else 0
 
 
 def summary(
@@ -229,7 +225,7 @@ def summary(
     is_caching: bool = False,
 ) -> str:
     """Return the line for the log."""
-    chunk = "whole" if cache.block is None else f"in chunks of {cache.block}"
+    chunk = "whole" if cache.evict_every is None else f"in chunks of {cache.evict_every}"
     entries = "for each layer and KV head"
     if cache.layer_budgets is not None:
         entries = f"in the mean, divided among the {'KV heads' if cache.is_by_head else 'layers'}"

@@ -71,7 +71,7 @@ class StateLayer(SlotLayer):
         spans = None if (length or 1) == 1 else _BlockSpans(length or 1)
         super().__init__(
             shape.number, config.layer_budget(shape.number), rule,
-            PositionRule(prefill_chunk=length),
+            PositionRule(evict_every=length),
             head_budgets=shape.head_budgets(config, shape.rank),
             spans=spans,
         )  # fmt: skip

@@ -79,9 +79,9 @@ class CacheSpec:
         return footprint.full_bytes(batch, entries + free if self.name == "static" else entries)
 
     def runner(
-        self, model: PreTrainedModel, prefill_chunk: int | None = None, compiled: bool = False
+        self, model: PreTrainedModel, block: int | None = None, compiled: bool = False
     ) -> CacheRunner:
-        return RUNNERS[self.name](model, self, prefill_chunk, compiled)
+        return RUNNERS[self.name](model, self, block, compiled)
 
 
 @dataclass(eq=False)
@@ -90,7 +90,7 @@ class CacheRunner:
 
     model: PreTrainedModel
     spec: CacheSpec
-    prefill_chunk: int | None
+    block: int | None
     compiled: bool
     cache: Any = None
     logits: torch.Tensor | None = None
@@ -117,7 +117,7 @@ class CacheRunner:
 
     def prefill(self, ids: torch.Tensor) -> None:
         """Read a prompt, int64 ``[B, T]``; timed."""
-        for block in ids.split(self.prefill_chunk or ids.shape[1], dim=1):
+        for block in ids.split(self.block or ids.shape[1], dim=1):
             self.logits = self.forward(block)
 
     @contextmanager
@@ -182,7 +182,7 @@ class _H2O(CacheRunner):
 
     def new_cache(self, context: int) -> Any:
         assert self.spec.config is not None
-        config = self.spec.config.with_chunk(self.prefill_chunk)
+        config = self.spec.config.with_cuts(self.block)
         cache = h2okv.H2OCache.from_config(self.model, config)
         cache.expect(context)
         return cache
@@ -259,7 +259,7 @@ class PeakRun:
     spec: CacheSpec
     context: int
     batch: int
-    prefill_chunk: int | None = None
+    block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ def measure_peak(run: PeakRun, model: PreTrainedModel | None = None) -> Peak | N
 
 def _run(model: PreTrainedModel, run: PeakRun) -> None:
     """Read the prompt and take two steps."""
-    runner = run.spec.runner(model, run.prefill_chunk)
+    runner = run.spec.runner(model, run.block)
     ids = prompt_ids(model, run.batch, run.context)
     runner.prepare(run.context)
     runner.prefill(ids)

@@ -36,6 +36,7 @@ from h2okv_lab.benchmarking.caches import (
 )
 from h2okv_lab.benchmarking.model import Footprint, ModelSource, speedup_limit
 from h2okv_lab.benchmarking.results import interleaved, quartiles, ratios, triple
+from h2okv_lab.masking import MaskedCache
 
 _ESSENTIAL = ("dynamic", "static", "h2o")
 """A failure of these ends the run; a failure of another package's cache skips that cache."""
@@ -75,7 +76,7 @@ class Settings:
                 raise unknown_name("--runners", name, RUNNERS)
         if self.positions not in ("original", "rolling"):
             raise ValueError(f"positions must be original or rolling, got {self.positions!r}")
-        _ = self.prefill_chunk
+        _ = self.evict_every
 
     @property
     def positions(self) -> Positions:
@@ -84,9 +85,9 @@ class Settings:
         return positions
 
     @property
-    def prefill_chunk(self) -> int | None:
+    def evict_every(self) -> int | None:
         """The blocks in which all caches read a prompt; ``None``: whole."""
-        chunk: int | None = self._of_all("prefill_chunk")
+        chunk: int | None = self._of_all("evict_every")
         return chunk
 
     def _of_all(self, name: str) -> Any:
@@ -144,17 +145,19 @@ def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]
     is_half = model.dtype != torch.float32
     ids = prompt_ids(model, _BATCH, _PROMPT + _STEPS)
 
-    def logits(heavy: int | float, simulate: bool = False) -> tuple[torch.Tensor, h2okv.H2OCache]:
+    def logits(
+        heavy: int | float, kind: Any = h2okv.H2OCache
+    ) -> tuple[torch.Tensor, h2okv.H2OCache]:
         amounts = {"heavy": heavy, "recent": heavy, "min_tokens": 0}
-        cache = h2okv.H2OCache(model, **amounts, simulate=simulate, **options)
+        cache = kind(model, **amounts, **options)
         return _logits(model, ids, cache, ATTENTION_NAME), cache
 
     full = exact = _logits(model, ids, DynamicCache(config=model.config), "sdpa")
     if options.get("kv_bits") is not None:
-        full, _ = logits(_PROMPT, simulate=True)
+        full, _ = logits(_PROMPT, MaskedCache)
     uncut, _ = logits(_PROMPT)
     dropped, dropping = logits(0.1)
-    masked, masking = logits(0.1, simulate=True)
+    masked, masking = logits(0.1, MaskedCache)
     largest = full.abs().max()
     error = float((uncut - full).abs().max() / largest)
     drop_error = float((dropped - masked).abs().max() / largest)
@@ -206,7 +209,7 @@ def _logits(
 
 COLUMNS = (
     "model", "dtype", "positions", "context", "batch", "budget", "cache", "spec", "kv_bits",
-    "status", "rounds", "steps", "prefill_chunk", "compiled", "entries", "cache_bytes",
+    "status", "rounds", "steps", "evict_every", "compiled", "entries", "cache_bytes",
     "weight_bytes",
     *triple("prefill"), *triple("decode"), "tokens_per_second", "peak_bytes",
     *triple("prefill_ratio"), *triple("speedup"), "limit", "share", "step_bytes", "achieved",
@@ -245,7 +248,7 @@ class Bench(ABC):
         unpacked = [spec for spec in settings.specs() if spec.name != "quantized"]
         sizes = [spec.nbytes(footprint, batch, context) for spec in unpacked]
         weights = footprint.weight_bytes
-        reading = footprint.prefill_bytes(batch, min(context, settings.prefill_chunk or context))
+        reading = footprint.prefill_bytes(batch, min(context, settings.evict_every or context))
         # On a CPU peaks are measured in a separate process with its own weights.
         is_apart = settings.peak and self.device.type == "cpu"
         apart = 2 * weights + max(sizes, default=0) if is_apart else 0
@@ -293,14 +296,14 @@ class Bench(ABC):
             "positions": settings.positions, "context": context, "budget": spec.budget,
             "cache": spec.name, "spec": spec.label, "kv_bits": spec.kv_bits,
             "rounds": settings.rounds, "steps": settings.steps,
-            "prefill_chunk": settings.prefill_chunk,
+            "evict_every": settings.evict_every,
             "compiled": settings.compiled and RUNNERS[spec.name].can_compile,
         }  # fmt: skip
 
     def peak(self, spec: CacheSpec, context: int, batch: int) -> Peak | None:
         run = PeakRun(
             self.source, self.dtype, self.device, torch.get_num_threads(), spec,
-            context, batch, prefill_chunk=self.settings.prefill_chunk,
+            context, batch, block=self.settings.evict_every,
         )  # fmt: skip
         return measure_peak(run, self.model)
 
@@ -368,7 +371,7 @@ class Comparison(Bench):
         """Time prompts, then steps on the caches of the last prompts."""
         settings, ids = self.settings, prompt_ids(self.model, batch, context)
         able = (spec for spec, cache_samples in samples.items() if not cache_samples.failure)
-        options = settings.prefill_chunk, settings.compiled
+        options = settings.evict_every, settings.compiled
         runners = [spec.runner(self.model, *options) for spec in able]
         for name, rounds in (("", 1), ("prompt", settings.rounds), ("decode", settings.rounds)):
             for _, runner in interleaved(runners, rounds):
@@ -470,7 +473,7 @@ class BatchMemory:
 
 MAX_BATCH_COLUMNS = (
     "model", "dtype", "positions", "context", "budget", "cache", "spec", "kv_bits", "rounds",
-    "steps", "prefill_chunk", "compiled", "memory_bytes", "weight_bytes", "runtime_bytes",
+    "steps", "evict_every", "compiled", "memory_bytes", "weight_bytes", "runtime_bytes",
     "constant_bytes",
     "cache_bytes", "activation_bytes", "max_batch", "is_verified", "peak_bytes", "run_batch",
     *triple("prefill"), *triple("decode"), "tokens_per_second", *triple("throughput_ratio"),
@@ -529,9 +532,7 @@ class MaxBatch(Bench):
             runnable = [candidate for candidate in candidates if candidate.run_batch]
             for _, candidate in interleaved(runnable, settings.rounds):
                 ids = prompt_ids(self.model, candidate.run_batch, context)
-                runner = candidate.spec.runner(
-                    self.model, settings.prefill_chunk, settings.compiled
-                )
+                runner = candidate.spec.runner(self.model, settings.evict_every, settings.compiled)
                 candidate.prefill.append(self.time_prompt(runner, ids))
                 candidate.decode.append(self.time_steps(runner, ids[:, :1]))
                 runner.release()  # the caches of two candidates do not fit at once

@@ -99,7 +99,7 @@ def trial_options(
     draws: bool = False,  # whether the task has a seed, besides that of a policy that draws
     **options: Any,
 ) -> Any:
-    caches = args.cache_lists(budgets, policies, simulated=True, **options)
+    caches = args.cache_lists(budgets, policies, per_query=True, **options)
     fixed: dict[str, Any] = {} if draws else {"seed": 0}
     return args.Bundle(args.expand(partial(Trial, caches=caches, csv=csv, **fixed)))
 
@@ -155,7 +155,7 @@ def needle(
 
 @args.subcommand(eval_app, "perplexity")
 def perplexity(
-    trial: Trial = trial_options("10%,20%,50%,full", prefill_chunk=64),
+    trial: Trial = trial_options("10%,20%,50%,full", evict_every=64),
     text: Path | None = TEXT,
     length: int = option(1024, "Tokens of a window.", read=readers.least),
     windows: int | None = option(None, "Use the first windows only.", read=readers.least),
@@ -408,7 +408,7 @@ def sweep(
     only: Typed = option(None, "Comma-separated: tasks to run.", read=readers.names),
     limit: int | None = LIMIT,
     batch_size: int | None = option(None, "Prompts at a time.", "--batch"),
-    cache: str = option("", "Options for each cache of the file: chunk=512."),
+    cache: str = option("", "Options for each cache of the file: every=64."),
     as_json: bool = JSON,
 ) -> int:
     from h2okv_lab.evaluation.runner import Run
@@ -455,7 +455,7 @@ def _check_harness(words: Sequence[str]) -> None:
     if "pretrained" in options:
         check_name(options["pretrained"])
     options |= cache_spec.parse(options["cache"]) if "cache" in options else {}
-    args.check_names(options.get("policy", "h2o"), options.get("scoring"), simulated=True)
+    args.check_names(options.get("policy", "h2o"), options.get("scoring"), per_query=True)
 
 
 def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, Evaluation]:

@@ -77,8 +77,8 @@ def stream(
     from h2okv_lab.evaluation.stream_data import ConversationSource, TextSource
     from h2okv_lab.evaluation.streaming import Stream, StreamSettings
 
-    cache, prefill_chunk = choice.apart("prefill_chunk")
-    settings = args.build(StreamSettings, locals() | {"prefill_chunk": prefill_chunk or _BLOCK})
+    cache = choice.cache if "evict_every" in choice.named else choice.cache.with_cuts(_BLOCK)
+    settings = args.build(StreamSettings, locals() | {"block": cache.evict_every or _BLOCK})
     described = model.describe()
     positions = cache.positions
     if "positions" not in choice.named:
@@ -88,7 +88,7 @@ def stream(
     cache = replace(cache, heavy=budget.heavy, recent=budget.recent, positions=positions)
     # A bad budget shows before anything is read, not at the block that exceeds the window.
     args.check_cache(described.config, cache)
-    block, window = cache.block or settings.prefill_chunk, context_window(described.config)
+    block, window = settings.block, context_window(described.config)
     if reason := cache.past_window(budget.total, block, window):
         raise ValueError(reason)
     tokenizer, vocab_size = described.tokenizer, described.vocab_size

@@ -29,20 +29,21 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import input_device
 from h2okv.integration.layer_budgets import with_measured_budgets
-from h2okv.policy import Sees, get_rule
+from h2okv.policy import Sees
 from h2okv.provenance import fingerprint
+from h2okv_lab.masking import PER_QUERY, MaskedCache
 
-_ROLLING_BLOCK = 512
+_ROLLING_SPAN = 64
 
 
 def resolve_config(config: CacheConfig, model_config: PreTrainedConfig) -> CacheConfig:
-    """Return the config to build a cache from; rolling positions get a block size."""
+    """Return the config to build a cache from; rolling positions get cuts."""
     if config.is_full:
         return CacheConfig.from_dict(config.identity())
     if config.positions != "rolling":
         return config
-    window = context_window(model_config) or 4 * _ROLLING_BLOCK
-    return config.in_blocks(max(1, min(_ROLLING_BLOCK, window // 4)))
+    window = context_window(model_config) or 4 * _ROLLING_SPAN
+    return config.with_cuts(max(1, min(_ROLLING_SPAN, window // 4)))
 
 
 def make_cache(
@@ -50,9 +51,9 @@ def make_cache(
 ) -> H2OCache:
     """Make an empty cache; masked instead of evicting if each query chooses its own entries."""
     # An entry cannot be dropped while another query may still choose it.
-    simulate = get_rule(config.policy).sees is Sees.EACH_QUERY
+    kind = MaskedCache if config.policy in PER_QUERY else H2OCache
     resolved = resolve_config(config, config_of(model)).seeded(seed)
-    return H2OCache.from_config(model, resolved, simulate=simulate)
+    return kind.from_config(model, resolved)
 
 
 @dataclass(eq=False)
@@ -102,14 +103,16 @@ class ModelUnderTest:
         if resolved.positions == "rolling":
             if trained is None or tokens <= trained:
                 return None
-            return resolved.past_window(resolved.entries(tokens), resolved.block or tokens, trained)
+            return resolved.past_window(
+                resolved.entries(tokens), resolved.evict_every or tokens, trained
+            )
         if self.window is None or tokens <= self.window or resolved.positions == "clamped":
             return None
-        if resolved.block is not None and not has_learned_positions(self.config):
+        if resolved.evict_every is not None and not has_learned_positions(self.config):
             return None  # requested: the text continues past the window, in blocks
         remedy = "use a cache of fixed size with --cache positions=rolling"
         if not resolved.is_full:
-            remedy = "add --cache positions=rolling,chunk=512"
+            remedy = "add --cache positions=rolling,every=64"
         return f"that is more than the model's context window of {self.window}; {remedy}"
 
 

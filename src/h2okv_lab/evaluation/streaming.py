@@ -64,9 +64,9 @@ def _cells(row: StreamRow) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """Options of a stream; a ``prefill_chunk`` of 1 is the paper's Algorithm 1."""
+    """Options of a stream; a ``block`` of 1 is the paper's Algorithm 1."""
 
-    prefill_chunk: int = 64  # tokens of input text in one forward
+    block: int = 64  # tokens of input text in one forward
     every: int = 1000  # tokens between two rows
     tokens: int | None = None  # where to stop; None for the source's end
     max_new_tokens: int = 128  # of an answer
@@ -202,7 +202,7 @@ class Stream:
         end = len(ids) if segment.answers else len(ids) - 1
         limit = end if self._room is None else min(end, state.read + self._room)
         # The limit may shorten a block, which changes what is evicted.
-        cut = 0 if limit == end else (limit - state.read) % self.settings.prefill_chunk
+        cut = 0 if limit == end else (limit - state.read) % self.settings.block
         yield from self._read(ids, limit - cut)
         if cut:
             yield Step(precedes_cut=True)
@@ -227,7 +227,7 @@ class Stream:
                 f" {self._last_position}"
             )
         began = time.perf_counter()
-        chunk = self.settings.prefill_chunk
+        chunk = self.settings.block
         for num_read, logits in read_blocks(
             self.model, ids[None, start:end], self.cache, chunk, all_logits=True
         ):

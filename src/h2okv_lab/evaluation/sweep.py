@@ -34,6 +34,7 @@ from h2okv_lab.evaluation.tasks.generation import Diversity, Summarization
 from h2okv_lab.evaluation.tasks.harness import HarnessTask
 from h2okv_lab.evaluation.tasks.perplexity import Perplexity
 from h2okv_lab.evaluation.tasks.recall import COMPRESSIONS, NeedleTask, Recall
+from h2okv_lab.masking import PER_QUERY
 
 EXPERIMENTS = Path(__file__).parent / "experiments"  # the bundled ones
 # The kinds of tasks; an entry has one of these names, with its file or harness task as value.
@@ -173,7 +174,8 @@ class Experiment(Strict):
             raise ValueError(f"{text!r} has no budget; give one, as {text}:20%, or budgets: [20%]")
         for budget in [None] if has_budget else self.budgets:
             config = CacheConfig.from_spec(text, budget=budget, min_tokens=0)
-            get_rule(config.policy)
+            if config.policy not in PER_QUERY:
+                get_rule(config.policy)
             yield config
 
     def with_options(self, text: str) -> tuple[CacheConfig, ...]:

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from oracle import cache_of
 
 import h2okv
 from h2okv.config import TokenBudget
@@ -17,7 +18,7 @@ BUDGET = TokenBudget(sink=2, heavy=10, recent=8)
 )
 def test_trace_equals_the_masked_cache_at_every_step(model, sample, kept_sets, policy):
     trace = follow(model, sample.input_ids, policy, BUDGET, first=30)
-    cache = h2okv.H2OCache(model.config, 10, 8, 2, policy=policy, simulate=True)
+    cache = cache_of(model.config, 10, 8, 2, policy=policy, masks=True)
     with h2okv.enable(model), torch.inference_mode():
         block = sample.input_ids[:, :30]
         for step in range(29, sample.length):
@@ -31,7 +32,7 @@ def test_trace_equals_the_masked_cache_at_every_step(model, sample, kept_sets, p
 
 def test_blocks_evict_as_the_masked_cache_does_and_predict_every_token(model, sample, kept_sets):
     trace = follow(model, sample.input_ids, "h2o", BUDGET, first=30, block=7)
-    cache = h2okv.H2OCache(model.config, 10, 8, 2, simulate=True)
+    cache = cache_of(model.config, 10, 8, 2, masks=True)
     begin, losses = 0, []
     with h2okv.enable(model), torch.inference_mode():
         for end in (*range(30, sample.length, 7), sample.length):
@@ -69,7 +70,7 @@ def test_a_full_budget_gives_the_dense_losses(model, sample):
 def test_recorded_scores_and_bytes_equal_the_caches(model, sample):
     trace = follow(model, sample.input_ids, "h2o", BUDGET, first=30, recorded=4)
     assert trace.recorded.tolist() == [29, 72, 116, 159]
-    cache = h2okv.H2OCache(model.config, 10, 8, 2)
+    cache = cache_of(model.config, 10, 8, 2)
     with h2okv.enable(model), torch.inference_mode():
         model(sample.input_ids[:, :30], past_key_values=cache)
         for step in range(30, sample.length):

@@ -167,7 +167,7 @@ def test_missing_packages_are_named_below_the_table(h2okv_command, monkeypatch):
         (("--rounds", "0"), "--rounds 0"),
         (("--budget", "2.5"), "budget 2.5"),
         (("--budget", "full"), "--runners dynamic is the full cache"),
-        (("--cache", "h2o", "--cache", "chunk=8"), "prefill_chunk must be the same"),
+        (("--cache", "h2o", "--cache", "every=8"), "evict_every must be the same"),
         (("--dtype", "float8"), "'float8'"),
         (("--cache", "positions=clamped"), "'clamped'"),
         (("--cache", "bits=3"), "kv_bits must be 8, 6 or 4, got 3"),

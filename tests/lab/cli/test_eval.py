@@ -109,11 +109,11 @@ def stopping(tell):
 def test_perplexity_has_a_row_for_each_range(h2okv_command, model_folder, novel_file, tmp_path):
     done = h2okv_command(
         "eval", "perplexity", "--model", model_folder, "--text", novel_file, "--length", 64,
-        "--windows", 2, "--every", 24, "--cache", "chunk=16", "--budget", "0.25,100,full",
+        "--windows", 2, "--every", 24, "--cache", "every=16", "--budget", "0.25,100,full",
         "--csv", tmp_path / "p.csv",
     )  # fmt: skip
     assert done.code == 0, done.err
-    assert "note: best:100,chunk=16 keeps all 64 tokens of a window, as full does\n" in done.err
+    assert "note: best:100,every=16 keeps all 64 tokens of a window, as full does\n" in done.err
     rows = table(tmp_path / "p.csv")
     assert [(row["budget"], row["position"]) for row in rows] == [
         (budget, position) for budget in ("25%", "100", "full") for position in ("24", "48", "63")
@@ -331,7 +331,7 @@ def test_a_needle_that_is_too_long_is_refused_early(h2okv_command, tmp_path, mon
     monkeypatch.setattr("h2okv.integration.loading.load_weights", None)
     done = h2okv_command("eval", "needle", "--lengths", "2048", "--csv", tmp_path / "n.csv")
     assert done.code == 2
-    assert "add --cache positions=rolling,chunk=512." in done.err
+    assert "add --cache positions=rolling,every=64." in done.err
     assert "--too-long" not in done.err
 
 

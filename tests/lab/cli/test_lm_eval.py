@@ -41,7 +41,7 @@ def test_lm_eval_prints_the_table_and_records_its_options(run, data, tmp_path):
     out = tmp_path / "out"
     outcome = run(
         "--data", data, "--num_fewshot", "1", "--output_path", out,
-        options="heavy=0.1,recent=0.1,prefill_chunk=1",
+        options="heavy=0.1,recent=0.1,evict_every=1",
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
     assert "|h2okv_rte|" in outcome.out and "|acc " in outcome.out

@@ -15,7 +15,7 @@ from h2okv_lab.evaluation.streaming import COLUMNS, StreamRow
 pytestmark = pytest.mark.slow
 
 WAIT = 120
-BUDGET = ("--budget", "16+16", "--cache", "chunk=8")
+BUDGET = ("--budget", "16+16", "--cache", "every=8")
 TURNS = [{"question_id": 1, "category": "x", "turns": ["the cat sat", "and the dog"]}] * 2
 
 
@@ -111,11 +111,11 @@ def test_mt_bench_files_are_read_unchanged(h2okv_command, shared):
 
 
 def test_budget_and_chunk_must_fit_the_window(stream, book):
-    budget = ("--budget", "200+49", "--cache", "chunk=8")
+    budget = ("--budget", "200+49", "--cache", "every=8")
     outcome = stream("--text", book, "--tokens", 300, budget=budget)
     assert outcome.code == 2
-    assert "a budget of 249 entries and chunk=8 are more than the context" in outcome.err
-    budget = ("--budget", "200+48", "--cache", "chunk=8")
+    assert "a budget of 249 entries and every=8 are more than the context" in outcome.err
+    budget = ("--budget", "200+48", "--cache", "every=8")
     assert stream("--text", book, "--tokens", 300, budget=budget).code == 0
 
 
@@ -164,7 +164,7 @@ def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
     ("args", "complaint"),
     [
         (("--every", 0), "--every 0 is too few"),
-        (("--cache", "chunk=8"), "several caches are chosen, and this command has one"),
+        (("--cache", "every=8"), "several caches are chosen, and this command has one"),
         (("--tokens", -1), "--tokens -1 is too few"),
         (("--max-new-tokens", 0), "--max-new-tokens 0 is too few"),
         (("--policy", "h20"), "policy 'h20' is unknown; did you mean h2o?"),
@@ -194,7 +194,7 @@ def test_learned_positions_end_with_the_window(stream, book, model_folder, tmp_p
     OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "opt")
 
-    def call(*args, cache="chunk=8"):
+    def call(*args, cache="every=8"):
         args = ("--text", book, "--tokens", 100, *args)
         budget = ("--budget", "16+16", "--cache", cache)
         return stream(*args, model=tmp_path / "opt", budget=budget)
@@ -206,8 +206,8 @@ def test_learned_positions_end_with_the_window(stream, book, model_folder, tmp_p
         outcome = call(*args)
         assert (outcome.code, outcome.err.count("\n")) == (2, 1)
         assert complaint in outcome.err
-    assert call(cache="chunk=8,positions=clamped").code == 0
-    assert call("--tokens", 64, cache="chunk=8,positions=original").code == 0
+    assert call(cache="every=8,positions=clamped").code == 0
+    assert call("--tokens", 64, cache="every=8,positions=original").code == 0
 
 
 def test_bad_sources_are_one_sentence(stream, book, chats, tmp_path):

@@ -15,6 +15,7 @@ from h2okv_lab.evaluation.model import (
     make_cache,
     resolve_config,
 )
+from h2okv_lab.masking import MaskedCache
 
 
 def budget(amount, **options):
@@ -41,16 +42,16 @@ def test_options_other_than_defaults_are_in_the_label():
 
 
 def test_top_k_is_masked_because_it_cannot_drop(subject):
-    assert make_cache(budget(0.2, policy="topk"), subject.config).simulate
-    assert not make_cache(budget(0.2), subject.config).simulate
+    kinds = [make_cache(budget(0.2, policy=p), subject.config) for p in ("topk", "h2o")]
+    assert [isinstance(cache, MaskedCache) for cache in kinds] == [True, False]
 
 
 def test_rolling_positions_are_read_in_blocks(subject):
     rolling = budget(64, positions="rolling")
-    assert resolve_config(rolling, subject.config).prefill_chunk == 512
-    assert resolve_config(budget(64), subject.config).prefill_chunk is None
-    chunked = budget(64, positions="rolling", prefill_chunk=100)
-    assert resolve_config(chunked, subject.config).prefill_chunk == 100
+    assert resolve_config(rolling, subject.config).evict_every == 64
+    assert resolve_config(budget(64), subject.config).evict_every is None
+    chunked = budget(64, positions="rolling", evict_every=100)
+    assert resolve_config(chunked, subject.config).evict_every == 100
 
 
 def test_a_seed_reaches_the_cache(subject):
@@ -74,10 +75,10 @@ def test_weights_are_loaded_when_they_are_needed(subject):
 
 def test_longer_than_the_window_needs_rolling_or_chunks(subject):
     assert subject.too_long(budget(64), 2048) is None
-    assert subject.too_long(budget(64), 2049).endswith("; add --cache positions=rolling,chunk=512")
+    assert subject.too_long(budget(64), 2049).endswith("; add --cache positions=rolling,every=64")
     assert "cache of fixed size" in subject.too_long(CacheConfig("full"), 2049)
     assert subject.too_long(budget(64, positions="rolling"), 10**6) is None
-    assert subject.too_long(budget(64, prefill_chunk=64), 10**6) is None
+    assert subject.too_long(budget(64, evict_every=64), 10**6) is None
 
 
 def test_a_rolling_budget_must_leave_room_for_a_block(subject):
@@ -131,7 +132,7 @@ def test_a_budget_above_the_text_gives_the_model_s_text(subject, ids):
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_in_a_batch_equal_answers_alone(subject, ids, temperature, chunk):
-    config = CacheConfig.from_budget(24, prefill_chunk=chunk)
+    config = CacheConfig.from_budget(24, evict_every=chunk)
     batch = prompts(ids, temperature=temperature)
     together = answers_of(subject, config, batch)
     alone = [answers_of(subject, config, [p])[0] for p in batch]
@@ -139,7 +140,7 @@ def test_answers_in_a_batch_equal_answers_alone(subject, ids, temperature, chunk
 
 
 SEVERAL = [
-    TIGHT, CacheConfig("full"), CacheConfig.from_budget(24, prefill_chunk=16),
+    TIGHT, CacheConfig("full"), CacheConfig.from_budget(24, evict_every=16),
     CacheConfig.from_budget(0.2, min_tokens=0, policy="snapkv"),
     CacheConfig.from_budget(24, policy="topk"),
     CacheConfig.from_budget(24, kv_bits=8), CacheConfig.from_budget(24, evict_every=8),
@@ -211,7 +212,7 @@ def test_each_sequence_has_its_own_length(subject, ids):
 @pytest.mark.parametrize("query_aware", [True, False])
 @pytest.mark.parametrize("chunk", [None, 32])
 def test_a_question_on_a_full_budget_gives_the_model_s_answer(subject, ids, query_aware, chunk):
-    config = CacheConfig.from_budget(500, prefill_chunk=chunk)
+    config = CacheConfig.from_budget(500, evict_every=chunk)
     [answer] = answer_question(
         subject, [config], ids[:90], make_prompt(ids[90:110], 12), query_aware
     )

@@ -53,9 +53,7 @@ def nlls(rows):
 
 
 def test_a_wide_budget_scores_as_the_model_without_a_cache(begin, text_source):
-    stream = begin(
-        text_source, StreamSettings(prefill_chunk=16, every=100), {"heavy": 400, "recent": 1}
-    )
+    stream = begin(text_source, StreamSettings(block=16, every=100), {"heavy": 400, "recent": 1})
     rows, _ = drain(stream)
     ids = text_source.ids
     with torch.no_grad():
@@ -69,7 +67,7 @@ def test_a_wide_budget_scores_as_the_model_without_a_cache(begin, text_source):
 
 
 def test_chunk_1_is_one_token_after_another(begin, text_source):
-    stream = begin(text_source, StreamSettings(prefill_chunk=1, every=50, tokens=150))
+    stream = begin(text_source, StreamSettings(block=1, every=50, tokens=150))
     rows, _ = drain(stream)
     cache = h2okv.H2OCache(stream.model.config, **ROLLING)
     losses = []
@@ -82,8 +80,8 @@ def test_chunk_1_is_one_token_after_another(begin, text_source):
 
 
 def test_rows_do_not_depend_on_how_they_cut_the_blocks(begin, text_source):
-    fine, _ = drain(begin(text_source, StreamSettings(prefill_chunk=16, every=7)))
-    coarse, _ = drain(begin(text_source, StreamSettings(prefill_chunk=16, every=70)))
+    fine, _ = drain(begin(text_source, StreamSettings(block=16, every=7)))
+    coarse, _ = drain(begin(text_source, StreamSettings(block=16, every=70)))
     assert [row.position for row in fine][:4] == [7, 14, 21, 28]
     for number, row in enumerate(coarse[:4]):
         mean = math.fsum(fine_row.nll for fine_row in fine[10 * number : 10 * number + 10]) / 10
@@ -92,7 +90,7 @@ def test_rows_do_not_depend_on_how_they_cut_the_blocks(begin, text_source):
 
 
 def test_the_cache_stays_as_small_as_its_budget(begin, text_source):
-    stream = begin(text_source, StreamSettings(prefill_chunk=16, every=100))
+    stream = begin(text_source, StreamSettings(block=16, every=100))
     rows, _ = drain(stream)
     assert stream.cache.num_cached_tokens == 24
     assert len({row.cache_bytes for row in rows}) == 1
@@ -100,7 +98,7 @@ def test_the_cache_stays_as_small_as_its_budget(begin, text_source):
 
 
 def test_the_limit_ends_a_stream_within_a_block(begin, text_source):
-    stream = begin(text_source, StreamSettings(prefill_chunk=16, every=20, tokens=50))
+    stream = begin(text_source, StreamSettings(block=16, every=20, tokens=50))
     rows, _ = drain(stream)
     assert [row.position for row in rows] == [20, 40, 50]
     assert stream.cache.num_seen_tokens == stream.state.position == 50
@@ -108,7 +106,7 @@ def test_the_limit_ends_a_stream_within_a_block(begin, text_source):
 
 def test_stream_answers_equal_generate_on_one_cache(begin, chat_source):
     wide = {"heavy": 400, "recent": 1}
-    stream = begin(chat_source, StreamSettings(prefill_chunk=8, every=1000, max_new_tokens=5), wide)
+    stream = begin(chat_source, StreamSettings(block=8, every=1000, max_new_tokens=5), wide)
     _, answers = drain(stream)
     ids = torch.empty(0, dtype=torch.int64)
     expected = []
@@ -155,7 +153,7 @@ def test_a_resumed_stream_is_bit_identical(begin, tmp_path, request, kind, polic
     source = request.getfixturevalue(kind)
     positions = "original" if policy == "full" else "rolling"
     budget = {"heavy": 8, "recent": 8, "policy": policy, "positions": positions}
-    settings = StreamSettings(prefill_chunk=8, every=15, max_new_tokens=6)
+    settings = StreamSettings(block=8, every=15, max_new_tokens=6)
     rows, answers = drain(begin(source, settings, budget))
     stream = begin(source, settings, budget)
     states, collected = [], []
@@ -178,24 +176,22 @@ def test_a_resumed_stream_is_bit_identical(begin, tmp_path, request, kind, polic
 @pytest.mark.parametrize("tokens", [3, 120, 125])
 def test_a_finished_stream_can_be_made_longer(begin, text_source, tmp_path, tokens):
     path = tmp_path / "stream.safetensors"
-    rows, _ = drain(begin(text_source, StreamSettings(prefill_chunk=8, every=50)))
-    short = StreamSettings(prefill_chunk=8, every=50, tokens=tokens)
+    rows, _ = drain(begin(text_source, StreamSettings(block=8, every=50)))
+    short = StreamSettings(block=8, every=50, tokens=tokens)
     stream = begin(text_source, short)
     assert run_stream(stream, checkpoint=path)
     assert stream.state.position == tokens
     if tokens < 8:
         assert not path.exists()  # no block is complete
         return
-    longer = Stream.resume(
-        stream.model, path, text_source, StreamSettings(prefill_chunk=8, every=50)
-    )
+    longer = Stream.resume(stream.model, path, text_source, StreamSettings(block=8, every=50))
     assert run_stream(longer)
     assert nlls(longer.all_rows()) == nlls(rows)
 
 
 def test_resuming_with_other_settings_is_refused(begin, text_source, tmp_path):
     path = tmp_path / "stream.safetensors"
-    settings = StreamSettings(prefill_chunk=8, every=50, tokens=24)
+    settings = StreamSettings(block=8, every=50, tokens=24)
     stream = begin(text_source, settings, identity={"policy": "h2o"})
     run_stream(stream, checkpoint=path)
 
@@ -207,8 +203,8 @@ def test_resuming_with_other_settings_is_refused(begin, text_source, tmp_path):
     other = TextSource(text_source.ids, "another")
     with pytest.raises(ValueError, match=r"begun with text text, not another"):
         resume(source=other)
-    with pytest.raises(ValueError, match=r"begun with prefill-chunk 8, not 9"):
-        resume(settings=StreamSettings(prefill_chunk=9, every=50))
+    with pytest.raises(ValueError, match=r"begun with block 8, not 9"):
+        resume(settings=StreamSettings(block=9, every=50))
     with pytest.raises(ValueError, match=r"begun with policy h2o, not recent"):
         resume(identity={"policy": "recent"})
 
@@ -238,7 +234,7 @@ def test_an_unusable_checkpoint_is_refused(begin, make_llama, text_source, tmp_p
 
 def test_a_stopped_stream_leaves_a_checkpoint_and_no_unfinished_row(begin, text_source, tmp_path):
     path = tmp_path / "stream.safetensors"
-    stream = begin(text_source, StreamSettings(prefill_chunk=8, every=50))
+    stream = begin(text_source, StreamSettings(block=8, every=50))
     assert not run_stream(stream, checkpoint=path, should_stop=lambda: stream.state.position >= 100)
     assert stream.state.position == 104
     resumed = Stream.resume(stream.model, path, text_source, stream.settings)
@@ -248,7 +244,7 @@ def test_a_stopped_stream_leaves_a_checkpoint_and_no_unfinished_row(begin, text_
 
 
 def test_checkpoints_are_written_every_save_every_tokens(begin, text_source, tmp_path, monkeypatch):
-    stream = begin(text_source, StreamSettings(prefill_chunk=8, every=50))
+    stream = begin(text_source, StreamSettings(block=8, every=50))
     saved = []
     monkeypatch.setattr(Stream, "save", lambda self, path: saved.append(self.state.position))
     run_stream(stream, checkpoint=tmp_path / "c", save_every=100)
@@ -256,7 +252,7 @@ def test_checkpoints_are_written_every_save_every_tokens(begin, text_source, tmp
 
 
 def test_nan_losses_raise_and_write_no_row(begin, text_source):
-    stream = begin(text_source, StreamSettings(prefill_chunk=8, every=10))
+    stream = begin(text_source, StreamSettings(block=8, every=10))
     model = copy.deepcopy(stream.model)
     model.lm_head.weight.data[3] = math.nan
     broken = Stream(model, stream.cache, text_source, stream.settings)
@@ -265,7 +261,7 @@ def test_nan_losses_raise_and_write_no_row(begin, text_source):
     assert broken.state.rows == []
 
 
-@pytest.mark.parametrize("name", ["prefill_chunk", "every", "tokens", "max_new_tokens"])
+@pytest.mark.parametrize("name", ["block", "every", "tokens", "max_new_tokens"])
 def test_invalid_settings_are_refused(name):
     with pytest.raises(ValueError, match=r"0 is too few; give 1 or more"):
         StreamSettings(**{name: 0})

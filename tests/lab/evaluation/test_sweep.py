@@ -15,6 +15,7 @@ from h2okv_lab.evaluation.sweep import (
     load_experiment,
     report,
 )
+from h2okv_lab.masking import PER_QUERY
 
 
 def loaded(tmp_path, **overrides):
@@ -29,7 +30,7 @@ def test_bundled_experiments_can_be_built(name, shared, tmp_path):
     experiment = load_experiment(name)
     tasks = experiment.make_tasks(Surroundings(shared / "data" / "eval", tmp_path))
     assert len({task.label for task in tasks}) == len(tasks)
-    assert {config.policy for config in experiment.configs} <= set(h2okv.policy_names())
+    assert {config.policy for config in experiment.configs} <= {*h2okv.policy_names(), *PER_QUERY}
     labels = {task.label for task in tasks}
     for figure in experiment.published:
         label = figure.task if figure.shots is None else f"{figure.task}, shots {figure.shots}"
@@ -59,8 +60,8 @@ def test_options_of_a_cache_reach_it(tmp_path):
     labels = ["h2o:5%+15%,bits=4", "h2o:20%,scoring=mean", "best:20%", "h2o:64"]
     assert [config.label for config in experiment.configs] == labels
     assert experiment.configs[0].heavy == 0.05 and experiment.configs[0].min_tokens == 0
-    *placed, _ = experiment.with_options("positions=rolling,chunk=64")
-    assert [(config.positions, config.prefill_chunk) for config in placed] == [("rolling", 64)] * 3
+    *placed, _ = experiment.with_options("positions=rolling,every=64")
+    assert [(config.positions, config.evict_every) for config in placed] == [("rolling", 64)] * 3
 
 
 def test_entries_of_one_label_are_the_same_cache(tmp_path):

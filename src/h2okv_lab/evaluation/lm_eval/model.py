@@ -91,7 +91,7 @@ class H2OLM(HFLM):
         if self.protocol == "prompt" and not self.cache_config.is_full:
             raise ValueError(
                 "a task of rolling log-likelihoods has no prompt to evict from, so protocol="
-                "'prompt' would score the full cache; give prefill_chunk=1, or a larger block with "
+                "'prompt' would score the full cache; give evict_every=1, or a larger block with "
                 "protocol=whole."
             )
         return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
@@ -151,7 +151,7 @@ class H2OLM(HFLM):
         raise ValueError(
             f"request {number} ({_opening(texts)} ...) has {length} tokens and the model's "
             f"window has room for {room}; lower --num_fewshot, give positions=rolling and "
-            "prefill_chunk, or truncation=True to truncate such texts from the left."
+            "evict_every, or truncation=True to truncate such texts from the left."
         )
 
     def _batch_size(self, pairs: list[Pair]) -> int:

@@ -28,6 +28,7 @@ from h2okv.policy import get_rule
 from h2okv.provenance import fingerprint
 from h2okv_lab.evaluation.lm_eval.settings import SETTINGS
 from h2okv_lab.evaluation.model import make_cache
+from h2okv_lab.masking import PER_QUERY
 
 Protocol = Literal["prompt", "whole"]
 # Continuations are scored on the prompt, evicted before them, or on the whole text, evicted block
@@ -62,17 +63,18 @@ def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
         settings = parse(settings.pop("cache")) | settings
     config = CacheConfig.from_dict(settings)
     # Refuse what the cache would refuse before a model's weights are loaded.
-    get_rule(config.policy, config.seed, config.scoring, config.decay)
+    if config.policy not in PER_QUERY:
+        get_rule(config.policy, config.seed, config.scoring, config.decay)
     rule: Any = PositionRule
-    rule(config.positions, config.block)
+    rule(config.positions, config.evict_every)
     if protocol is None:  # blocks of one token are the paper's
-        protocol = "whole" if config.block == 1 else "prompt"
+        protocol = "whole" if config.evict_every == 1 else "prompt"
     if protocol not in ("prompt", "whole"):
         raise ValueError(f"protocol={protocol!r} is unknown; choose one of prompt, whole.")
-    if protocol == "whole" and config.block is None and not config.is_full:
+    if protocol == "whole" and config.evict_every is None and not config.is_full:
         raise ValueError(
-            "protocol='whole' without prefill_chunk reads a text as one block and evicts only "
-            "after it, so no score would change; give prefill_chunk=1 (as in the paper) or a "
+            "protocol='whole' without evict_every reads a text as one block and evicts only "
+            "after it, so no score would change; give evict_every=1 (as in the paper) or a "
             "larger block."
         )
     return config, protocol
@@ -113,7 +115,7 @@ class Scorer:
     def after_prompts(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
         """Score continuations on compressed contexts, each of which is read once.
 
-        A context's last token is read with the continuation, in blocks of at most ``prefill_chunk``
+        A context's last token is read with the continuation, in blocks of at most ``evict_every``
         tokens: then the first token of the continuation too is predicted from the evicted cache.
         """
         numbers: dict[_Key, list[int]] = {}
@@ -168,7 +170,7 @@ class Scorer:
             self._scores.update(zip(keys, scores, strict=True))
 
     def whole_texts(self, pairs: Sequence[Pair], size: int = 64) -> Scored:
-        """Score continuations in texts that layers evict from every ``prefill_chunk`` tokens.
+        """Score continuations in texts that layers evict from every ``evict_every`` tokens.
 
         The budget is of the tokens read: all but the text's last one.
         """
@@ -228,7 +230,7 @@ class EvictingModel:
         self.config = config
         # In one block nothing would be evicted before a text is scored: read it token by token,
         # unless the user set larger blocks.
-        self._scan_config = config.in_blocks(1)
+        self._scan_config = config.with_cuts(1)
 
     def generate(self, **inputs: Any) -> Any:
         cache = make_cache(self.config, self.model, self.config.seed)

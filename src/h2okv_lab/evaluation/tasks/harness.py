@@ -35,7 +35,7 @@ class HarnessTask(Task):
     data: Path | None  # the folder with the data files of this package's tasks
     work: Path  # the folder of the harness's store
     shots: int = 0  # examples in a prompt
-    prefill_chunk: int | None = 1  # None evicts once, after the prompt
+    evict_every: int | None = 1  # None evicts once, after the prompt
     batch_size: int = 16
     limit: int | None = None  # use the first documents only
     own: bool = True  # whether it is this package's task; word-ok: a field of experiment files
@@ -46,18 +46,18 @@ class HarnessTask(Task):
         if self.own and self.name not in FILES:
             raise unknown_name("task of the harness", self.name, sorted(FILES))
         check_least(0, shots=self.shots)
-        check_least(batch_size=self.batch_size, limit=self.limit, prefill_chunk=self.prefill_chunk)
+        check_least(batch_size=self.batch_size, limit=self.limit, evict_every=self.evict_every)
         self.samples = (0,)
         self._task_name = f"{PREFIX}{self.name}" if self.own else self.name
 
     @property
     def columns(self) -> Mapping[str, Any]:
         # Published figures evict from the whole text, token by token.
-        return {"shots": self.shots} | ({} if self.prefill_chunk else {"protocol": "prompt"})
+        return {"shots": self.shots} | ({} if self.evict_every else {"protocol": "prompt"})
 
     def identity(self) -> Mapping[str, Any]:
         return {
-            "task_prefill_chunk": self.prefill_chunk,
+            "task_evict_every": self.evict_every,
             "limit": self.limit,
             "lm_eval": importlib.metadata.version("lm_eval"),
         }
@@ -73,7 +73,7 @@ class HarnessTask(Task):
         scorers = {
             number: Scorer(model.model, resolve_config(config, model.config).seeded(seed))
             for number, config in enumerate(configs)
-            if (config.is_full or self.prefill_chunk is None) and shares_prompt(config)
+            if (config.is_full or self.evict_every is None) and shares_prompt(config)
         }
         for scorer in scorers.values():
             scorer.group = list(scorers.values())
@@ -90,10 +90,9 @@ class HarnessTask(Task):
         cache = resolve_config(config, model.config).seeded(seed)
         protocol = None
         if not config.is_full:
-            chunk = self.prefill_chunk
-            cache = cache.with_chunk(chunk)
-            protocol = None if chunk in (None, 1) else "whole"
-        stored = {**config.identity(), "seed": seed, "block": self.prefill_chunk}
+            cache = cache.with_cuts(self.evict_every)
+            protocol = None if self.evict_every in (None, 1) else "whole"
+        stored = {**config.identity(), "seed": seed, "block": self.evict_every}
         options = {"protocol": protocol, "batch_size": self.batch_size, **cache.to_dict()}
         attention, name = model.config._attn_implementation, self._task_name
         with quietly(), data_folder(self.data):

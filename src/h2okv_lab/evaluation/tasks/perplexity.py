@@ -54,12 +54,12 @@ class Perplexity(Task):
         self._ids = list(ids[: num_windows * length].reshape(num_windows, length))
         self.samples = range(num_windows)
         for config in configs:
-            block = config.block or _BLOCK
+            block = config.evict_every or _BLOCK
             if not config.is_full and length - 1 <= block:
                 raise ValueError(
                     f"--length {length} is read as one block of {block} tokens, so nothing would be"
                     " evicted before it is scored; give a larger --length or a smaller"
-                    " --cache chunk=N"
+                    " --cache every=N"
                 )
         in_blocks = [_in_blocks(config) for config in configs]
         self.within_window(model, in_blocks, [(length, "a window of the text")])
@@ -68,7 +68,7 @@ class Perplexity(Task):
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> CacheResults:
         for (number, config), sample in product(enumerate(configs), samples):
-            settings = StreamSettings(config.block or _BLOCK, self.every)
+            settings = StreamSettings(config.evict_every or _BLOCK, self.every)
             cache = make_cache(_in_blocks(config), model.model, seed)
             stream = Stream(model.model, cache, TextSource(self._ids[sample], ""), settings)
             run_stream(stream)
@@ -99,7 +99,7 @@ def _in_blocks(config: CacheConfig) -> CacheConfig:
     """Return the config with a block size if its positions roll, which need one."""
     if config.is_full or config.positions != "rolling":
         return config
-    return config.in_blocks(_BLOCK)
+    return config.with_cuts(_BLOCK)
 
 
 def _perplexity(nll: float) -> float:

@@ -40,7 +40,7 @@ def close(left, right, tolerance=1e-3):
 
 def test_a_large_budget_gives_the_harness_s_scores(harness_model, evaluate, shared_data):
     plain, expected = evaluate(harness_model(is_plain=True), shots=1, limit=1)
-    for options in (LARGE, LARGE | {"prefill_chunk": 1}, {"heavy": 512, "prefill_chunk": 64}):
+    for options in (LARGE, LARGE | {"evict_every": 1}, {"heavy": 512, "evict_every": 64}):
         results, scores = evaluate(harness_model(**options), shots=1, limit=1)
         assert scores.keys() == expected.keys() and len(scores) == 6
         for key, values in expected.items():
@@ -53,20 +53,20 @@ def test_requests_without_context_and_of_one_context(harness_model):
     requests = instances("loglikelihood", *PAIRS)
     expected = harness_model(is_plain=True).loglikelihood(requests)
     assert close(harness_model(**LARGE).loglikelihood(requests), expected)
-    assert close(harness_model(**LARGE, prefill_chunk=1).loglikelihood(requests), expected)
+    assert close(harness_model(**LARGE, evict_every=1).loglikelihood(requests), expected)
     evicted = harness_model(**SMALL).loglikelihood(requests)
     assert not close(evicted, expected, 1e-2)
-    assert not close(harness_model(**SMALL, prefill_chunk=1).loglikelihood(requests), evicted, 1e-2)
+    assert not close(harness_model(**SMALL, evict_every=1).loglikelihood(requests), evicted, 1e-2)
 
 
 def test_rolling_scores_need_a_text_that_is_evicted(harness_model):
     requests = instances("loglikelihood_rolling", (STORY * 3,))
     expected = harness_model(is_plain=True).loglikelihood_rolling(requests)
-    full = harness_model(**LARGE, prefill_chunk=1)
+    full = harness_model(**LARGE, evict_every=1)
     assert full.loglikelihood_rolling(requests) == pytest.approx(expected, abs=1e-3)
-    evicted = harness_model(**SMALL, prefill_chunk=1).loglikelihood_rolling(requests)
+    evicted = harness_model(**SMALL, evict_every=1).loglikelihood_rolling(requests)
     assert abs(evicted[0] - expected[0]) > 1e-2
-    with pytest.raises(ValueError, match="prefill_chunk=1"):
+    with pytest.raises(ValueError, match="evict_every=1"):
         harness_model(**SMALL).loglikelihood_rolling(requests)
 
 
@@ -118,7 +118,7 @@ def test_a_text_longer_than_the_window_is_refused_before_anything_is_computed(ha
 
 
 def test_a_text_of_any_length_is_scored_where_positions_roll(harness_model):
-    options = {"heavy": 64, "recent": 64, "positions": "rolling", "prefill_chunk": 512}
+    options = {"heavy": 64, "recent": 64, "positions": "rolling", "evict_every": 512}
     model = harness_model(**options)
     answers = model.loglikelihood(instances("loglikelihood", (STORY * 150, " and then")))
     assert len(model.tok_encode(STORY * 150)) > 2048
@@ -162,7 +162,7 @@ def test_stored_answers_of_other_settings_are_refused(harness_model, tmp_path):
     assert sorted(stored) == sorted(answers)
     harness_model(**SMALL).set_cache_hook(hook)
     with pytest.raises(ValueError, match="give another path"):
-        harness_model(**SMALL, prefill_chunk=1).set_cache_hook(hook)
+        harness_model(**SMALL, evict_every=1).set_cache_hook(hook)
     other = SqliteDict(str(tmp_path / "other.db"), autocommit=True)
     other["x"] = 1
     hook.dbdict = other

@@ -67,7 +67,7 @@ def test_the_scan_equals_token_by_token(make_llama, budget):
             log_prob(model(torch.tensor([[token]]), past_key_values=cache).logits, following)
             for token, following in zip(text, text[1:], strict=False)
         ]
-    scanned = scorer(model, **amounts, prefill_chunk=1).whole_texts([cut(text)])
+    scanned = scorer(model, **amounts, evict_every=1).whole_texts([cut(text)])
     scanned = in_order(scanned)[0]
     assert scanned.log_probs == pytest.approx(expected, abs=TOLERANCE)
     full = in_order(scorer(model, policy="full").whole_texts([cut(text)]))[0]
@@ -83,7 +83,7 @@ def test_texts_of_a_batch_are_scored_as_alone(make_llama, chunk, policy):
         "min_tokens": 0,
         "sink": 1,
         "policy": policy,
-        "prefill_chunk": chunk,
+        "evict_every": chunk,
     }
     scoring = scorer(make_llama(), **options)
     lengths, counts = (33, 2, 17, 33), (5, 1, 16, 1)
@@ -93,7 +93,7 @@ def test_texts_of_a_batch_are_scored_as_alone(make_llama, chunk, policy):
 
 def test_a_prompt_only_policy_is_refused_for_whole_texts(make_llama):
     with pytest.raises(ValueError, match="snapkv"):
-        scorer(make_llama(), policy="snapkv", prefill_chunk=1)
+        scorer(make_llama(), policy="snapkv", evict_every=1)
 
 
 @pytest.mark.parametrize("policy", h2okv.policy_names())
@@ -108,7 +108,7 @@ def test_continuation_scores_in_a_batch_equal_those_alone_for_every_policy(make_
 @pytest.mark.parametrize("positions", ["original", "rolling"])
 @pytest.mark.parametrize("chunk", [None, 1, 6])
 def test_continuations_sharing_a_context_are_scored_as_alone(make_llama, size, positions, chunk):
-    options = {"positions": positions, "prefill_chunk": chunk}
+    options = {"positions": positions, "evict_every": chunk}
     scoring = scorer(make_llama(), **options)
     contexts = [draw(21, 1), draw(30, 2), draw(1, 3), draw(2, 4)]
     continuations = [
@@ -175,7 +175,7 @@ def test_a_budget_above_the_length_gives_the_full_scores(make_llama):
             expected.append(float(logits.log_softmax(-1).gather(1, targets).sum()))
     prompt = scorer(model, heavy=100, recent=100).after_prompts(pairs)
     assert [score.total for score in in_order(prompt)] == pytest.approx(expected, abs=1e-4)
-    texts = scorer(model, heavy=100, recent=100, prefill_chunk=1).whole_texts(pairs)
+    texts = scorer(model, heavy=100, recent=100, evict_every=1).whole_texts(pairs)
     assert [score.total for score in in_order(texts)] == pytest.approx(expected, abs=1e-4)
 
 
@@ -194,14 +194,12 @@ def test_layers_of_other_kinds_are_not_padded(make_llama):
     first, second = draw(20, 1), draw(9, 2)
     pairs = [(first, draw(4, 3)), (first, draw(2, 4)), (second, draw(3, 5))]
     assert_as_alone(scoring.after_prompts, pairs)
-    assert_as_alone(
-        scorer(model, prefill_chunk=1).whole_texts, [cut(draw(20, 6)), cut(draw(12, 7))]
-    )
+    assert_as_alone(scorer(model, evict_every=1).whole_texts, [cut(draw(20, 6)), cut(draw(12, 7))])
 
 
 def test_a_model_without_h2o_attention_gets_it_for_the_call(make_llama):
     model = make_llama(attention="sdpa")
-    list(scorer(model, prefill_chunk=1).whole_texts([cut(draw(9, 1))]))
+    list(scorer(model, evict_every=1).whole_texts([cut(draw(9, 1))]))
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -216,7 +214,7 @@ def test_batches_have_every_text_once_and_similar_lengths():
         ({"polcy": "h2o"}, "perhaps 'policy' is meant"),
         ({"policy": "h2"}, "did you mean h2o"),
         ({"protocol": "paper"}, "prompt, whole"),
-        ({"protocol": "whole"}, "prefill_chunk=1"),
+        ({"protocol": "whole"}, "evict_every=1"),
         ({"heavy": 0.7, "recent": 0.7, "min_tokens": 0}, "add up to"),
         ({"heavy": -1}, "heavy=-1"),
         ({"cache": "h2o:5%,bit=8"}, "did you mean bits"),
@@ -228,17 +226,17 @@ def test_invalid_settings_are_refused(options, words):
         split_settings(options)
 
 
-def test_prefill_chunk_1_defaults_to_protocol_whole():
-    assert split_settings(dict(prefill_chunk=1))[1] == "whole"
+def test_evict_every_1_defaults_to_protocol_whole():
+    assert split_settings(dict(evict_every=1))[1] == "whole"
     assert split_settings(dict(evict_every=1))[1] == "whole"
     assert split_settings(dict(evict_every=8, protocol="whole"))[1] == "whole"
-    assert split_settings(dict(prefill_chunk=64))[1] == "prompt"
-    assert split_settings(dict(prefill_chunk=1, protocol="prompt"))[1] == "prompt"
+    assert split_settings(dict(evict_every=64))[1] == "prompt"
+    assert split_settings(dict(evict_every=1, protocol="prompt"))[1] == "prompt"
 
 
 def test_the_cache_may_be_a_text():
-    config, protocol = split_settings({"cache": "h2o:64+32,chunk=1,bits=8", "sink": 2})
-    assert config.spec == "h2o:64+32,sink=2,chunk=1,bits=8" and protocol == "whole"
+    config, protocol = split_settings({"cache": "h2o:64+32,every=1,bits=8", "sink": 2})
+    assert config.spec == "h2o:64+32,sink=2,every=1,bits=8" and protocol == "whole"
     assert split_settings({"cache": "h2o:5%"})[0].min_tokens == 0
 
 
@@ -269,7 +267,7 @@ def test_it_generates_on_a_new_cache_each_time(make_llama, text):
 @pytest.mark.parametrize("chunk", [None, 1, 8])
 def test_helm_scores_are_under_eviction(make_llama, text, chunk):
     model = make_llama()
-    logits = evicting(model, prefill_chunk=chunk)(text).logits
+    logits = evicting(model, evict_every=chunk)(text).logits
     cache = h2okv.H2OCache(model.config, **BUDGET)
     blocks = [block for _, block in read_blocks(model, text, cache, chunk or 1, all_logits=True)]
     assert torch.allclose(logits, torch.cat(blocks, dim=1), atol=2e-5)

@@ -44,8 +44,8 @@ def test_caches_without_chunks_share_prompts(shared, subject, tmp_path):
         CacheConfig.from_budget(0.1, min_tokens=0),
         CacheConfig("recent", 8, 8),
     ]
-    task = HarnessTask("openbookqa", data, tmp_path / "a", prefill_chunk=None, limit=6)
-    alone = HarnessTask("openbookqa", data, tmp_path / "b", prefill_chunk=None, limit=6)
+    task = HarnessTask("openbookqa", data, tmp_path / "a", evict_every=None, limit=6)
+    alone = HarnessTask("openbookqa", data, tmp_path / "b", evict_every=None, limit=6)
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
     task.prepare(subject, configs)

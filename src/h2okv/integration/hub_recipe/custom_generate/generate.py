@@ -17,7 +17,7 @@ def generate(model: Any, past_key_values: Any = None, cache: Any = None, **kwarg
         past_key_values: an ``H2OCache`` to continue with (mutated); a new one if ``None``.
         cache: the same, by its name in transformers since 5.24.
         **kwargs: arguments of ``generate``, and the options of a new ``H2OCache``: ``heavy``,
-            ``recent``, ``simulate`` and all others.
+            ``recent`` and all others.
 
     Returns:
         The result of ``model.generate``.
@@ -43,9 +43,9 @@ def generate(model: Any, past_key_values: Any = None, cache: Any = None, **kwarg
         )
     prompt, mask = kwargs.get("input_ids", kwargs.get("inputs")), kwargs.get("attention_mask")
     # Rows that may be padded are cut into blocks inside the layers, each by its own tokens.
-    is_cut = cache.prefill_chunk is not None and (mask is None or bool(mask.all()))
+    is_cut = cache.read_chunk is not None and (mask is None or bool(mask.all()))
     if is_cut and prompt is not None and prompt.shape[0] == 1:
-        kwargs.setdefault("prefill_chunk_size", cache.prefill_chunk)
+        kwargs.setdefault("prefill_chunk_size", cache.read_chunk)
         cache.expect(prompt.shape[1])
     with h2okv.enable(model):
         return model.generate(**{CACHE: cache}, **kwargs)

@@ -1,17 +1,59 @@
-"""The masking oracle: keeps everything and masks what H2O would have evicted."""
+"""Caches that mask instead of dropping: the oracle of the tests, and top-k, which drops nothing."""
 
 from __future__ import annotations
+
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from h2okv.cache import H2OCache
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import rotate_to_ranks
+from h2okv.cache.slot_state import KVStorage, SlotState
+from h2okv.config import CacheConfig, TokenBudget
 from h2okv.ops.choice import protected_entries
 from h2okv.ops.reference import attention_with_scores, compute_dtype
-from h2okv.policy import Sees
+from h2okv.policy import Rule
+
+
+class TopK(Rule):
+    """Shows each query the entries that it attends to most (arXiv 2306.14048, Table 8, "TopK").
+
+    It needs all of the cache at every step and saves no memory. Every query head chooses for
+    itself, by its attention over the full cache. As in the frame, a block's own tokens are always
+    seen, so ``evict_every=1`` is the paper's protocol.
+    """
+
+    name = "topk"
+    evicts = False
+    uses_scores = False
+
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
+        """Divide a budget as `Rule.allocate_budget` does."""
+        return TokenBudget(budget.sink, heavy=0, recent=0, num_static=budget.heavy + budget.recent)
+
+
+class TopKHeavy(TopK):
+    """The same with heavy hitters (arXiv 2306.14048, Table 8, "TopK w. H2").
+
+    The paper does not say how the two are put together. Here the heavy part is for the entries
+    with the highest accumulated attention before the block, and of the others each query chooses
+    as many as the recent part, as heavy hitters and window divide the budget in H2O.
+    """
+
+    name = "topk_heavy"
+    uses_scores = True
+
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
+        """Divide a budget as `Rule.allocate_budget` does."""
+        return TokenBudget(budget.sink, budget.heavy, recent=0, num_static=budget.recent)
+
+
+PER_QUERY: dict[str, type[Rule]] = {rule.name: rule for rule in (TopK, TopKHeavy)}
+"""Policies that choose entries again for every query, from a cache that keeps all of them."""
 
 
 def choose_by_query(
@@ -44,7 +86,12 @@ class MaskedLayer(CacheLayer):
     would be stored.
     """
 
-    drops = False
+    def empty_slots(self, key: Tensor, value: Tensor) -> SlotState:
+        """Make a state without slots, which stores nothing packed."""
+        return SlotState.empty(key, value, KVStorage())
+
+    def _count_on_meta(self, length: int) -> None:
+        raise ValueError("a MaskedCache needs numbers, which a model on the meta device has not.")
 
     def _place(self, block: Block) -> BlockEntries:
         state, past = self.state, self.state.num_slots
@@ -53,7 +100,7 @@ class MaskedLayer(CacheLayer):
         value = torch.cat([state.stored("values"), block.value], dim=2)
         # What each query sees besides its own choice, before the block's tokens are there.
         self._always = None
-        if self.rule.sees is Sees.EACH_QUERY and past:
+        if isinstance(self.rule, TopK) and past:
             self._always = self._always_seen(block.length)
         state.scores = torch.cat([state.scores, scores], dim=2)
         state.positions = torch.cat([state.positions, positions], dim=2)
@@ -84,17 +131,18 @@ class MaskedLayer(CacheLayer):
         return self.state.num_slots
 
     def _attend(self, block: Block, entries: BlockEntries) -> tuple[Tensor, Tensor]:
-        length, past, assume_real = block.length, entries.past, block.real is None
+        length, past, real = block.length, entries.past, block.real
         causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
         if block.reach is not None:
             columns = torch.arange(past + length, device=self.device)
             causal = (columns <= past + block.reach.unsqueeze(-1)).unsqueeze(1)
-        visible = causal & entries.is_entry.unsqueeze(2)
-        if not assume_real:
-            visible = visible & block.real[:, None, :, None]
+        is_entry: Any = entries.is_entry
+        visible = causal & is_entry.unsqueeze(2)
+        if real is not None:
+            visible = visible & real[:, None, :, None]
         query, keys, values = entries.query, entries.attended_key, entries.attended_value
         if self._always is not None:
-            count = self.state.num_static
+            count: Any = self.state.num_static
             visible = choose_by_query(query, keys, visible, self._always, count, block.scale)
             groups = query.shape[1] // self.num_kv_heads
             keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
@@ -143,3 +191,28 @@ class MaskedLayer(CacheLayer):
         key_bytes = self.storage.keys.head_bytes(self.key_size, self.dtype)
         entry = key_bytes + self.storage.values.head_bytes(self.value_size, self.dtype) + 4 + 4
         return int((self.state.positions >= 0).sum()) * entry
+
+
+class MaskedCache(H2OCache):
+    """An `H2OCache` that keeps everything and masks what it would have evicted; slow."""
+
+    layer_class = MaskedLayer
+
+    def make_rule(self, policy: Any, cache: CacheConfig) -> Rule:
+        """Make the rule that evicts, or chooses for each query."""
+        rule = PER_QUERY[policy]() if isinstance(policy, str) and policy in PER_QUERY else policy
+        return super().make_rule(rule, cache)
+
+    def cuts(self, cache: CacheConfig) -> int | None:
+        """Return the tokens between two cuts; ``None`` if blocks are not cut."""
+        return cache.evict_every if isinstance(self.rule, TopK) else super().cuts(cache)
+
+    def pin(self, spans: Any, length: int | None = None) -> None:
+        """Pin as `H2OCache.pin` does, where entries leave."""
+        if isinstance(self.rule, TopK):
+            raise ValueError(f"policy={self.rule.name!r} evicts nothing; leave pins out.")
+        super().pin(spans, length)
+
+    def save(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse to save."""
+        raise ValueError("a MaskedCache cannot be saved, as it keeps all tokens; save an H2OCache.")

@@ -1,0 +1,87 @@
+"""Operations of a step: a small model's takes as long as the number of its operations lets it."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, StaticCache
+
+import h2okv
+
+LENGTH, STEPS = 24, 12
+_VIEWS = {
+    "view", "_unsafe_view", "transpose", "unsqueeze", "expand", "slice", "t", "detach", "alias",
+    "permute", "select", "split", "squeeze", "unbind",
+}  # fmt: skip
+
+
+class _Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += operation.overloadpacket.__name__ not in _VIEWS
+        return operation(*args, **(kwargs or {}))
+
+
+def _operations_of_a_step(model, cache):
+    ids = torch.randint(3, 97, (1, LENGTH + STEPS), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        for chunk in (ids[:, :LENGTH], *ids[:, LENGTH:].split(1, dim=1)):
+            with _Operations() as operations:
+                model(chunk, past_key_values=cache)
+    return operations.count
+
+
+def _added_operations(make_llama, make_cache, other, dtype=torch.float32):
+    """Return the operations of a layer that another cache does without."""
+    counts = []
+    for layers in (2, 3):
+        model = make_llama(layers=layers).to(dtype)
+        evicting = _operations_of_a_step(model, make_cache(model.config))
+        model.set_attn_implementation("sdpa")
+        counts.append(evicting - _operations_of_a_step(model, other(model.config)))
+    return counts[1] - counts[0]
+
+
+def _by_head(config):
+    return [[0.5, 1.5]] * config.num_hidden_layers
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scoring", "is_by_head", "limit"),
+    [
+        (torch.float32, "sum", False, 11),
+        (torch.bfloat16, "sum", False, 15),
+        (torch.float32, "expected", False, 16),
+        (torch.float32, "expected", True, 19),
+    ],
+)
+def test_a_step_that_evicts_has_few_more_operations_a_layer_than_a_static_cache(
+    make_llama, dtype, scoring, is_by_head, limit
+):
+    def evicting(config):
+        budgets = _by_head(config) if is_by_head else None
+        return h2okv.H2OCache(config, 6, 5, 2, scoring=scoring, layer_budgets=budgets)
+
+    def static(config):
+        return StaticCache(config, max_cache_len=LENGTH + STEPS)
+
+    assert _added_operations(make_llama, evicting, static, dtype) <= limit
+
+
+@pytest.mark.parametrize(
+    ("scoring", "is_by_head", "limit"),
+    [("sum", False, 7), ("expected", False, 9), ("expected", True, 10)],
+)
+def test_a_step_between_cuts_has_few_more_operations_a_layer_than_a_full_cache(
+    make_llama, scoring, is_by_head, limit
+):
+    def evicting(config):
+        budgets = _by_head(config) if is_by_head else None
+        return h2okv.H2OCache(
+            config, 6, 5, 2, evict_every=16, scoring=scoring, layer_budgets=budgets
+        )
+
+    def full(config):
+        return DynamicCache(config=config)
+
+    assert _added_operations(make_llama, evicting, full) <= limit
