@@ -24,15 +24,15 @@ import torch
 from record import RESULTS, Target, environment, interleave, progress, report, rows_for
 from transformers import PreTrainedModel
 
-from h2okv.benchmarking.caches import CacheRunner, CacheSpec, prompt_ids
-from h2okv.benchmarking.comparison import CheckFailedError, check_h2o
-from h2okv.benchmarking.model import parse_shape
 from h2okv.cache.argument import CACHE
 from h2okv.config import CacheConfig
 from h2okv.integration.enable import with_compiled_steps
 from h2okv.offload.profile import Clock
 from h2okv.ops import dispatch
 from h2okv.ops.reference import Visibility
+from h2okv_lab.benchmarking.caches import CacheRunner, CacheSpec, prompt_ids
+from h2okv_lab.benchmarking.comparison import CheckFailedError, check_h2o
+from h2okv_lab.benchmarking.model import parse_shape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEASURES = ("attention", "rolling", "turns")

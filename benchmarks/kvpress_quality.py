@@ -51,7 +51,7 @@ def write_tokens(args: argparse.Namespace) -> None:
     """Write the samples of ``fidelity`` as token ids, in its order."""
     from quality import under_test
 
-    from h2okv.evaluation.tasks.fidelity import Fidelity, Source
+    from h2okv_lab.evaluation.tasks.fidelity import Fidelity, Source
 
     task = Fidelity(
         sources=[Source.read(path) for path in args.data], texts=args.texts, raw=args.raw,

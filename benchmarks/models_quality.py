@@ -19,9 +19,9 @@ import quality
 from recall_prompts import TASKS, write_prompts
 
 from h2okv.config import BEST, BEST_VERSION, KV_BITS, CacheConfig
-from h2okv.evaluation.model import ModelUnderTest
-from h2okv.evaluation.runner import Run
-from h2okv.evaluation.tasks.fidelity import Fidelity, Source, bootstrap
+from h2okv_lab.evaluation.model import ModelUnderTest
+from h2okv_lab.evaluation.runner import Run
+from h2okv_lab.evaluation.tasks.fidelity import Fidelity, Source, bootstrap
 
 _ITEMS = 40  # prompts written for each task; a count uses the first of them
 RULES = ("best", "best even", "h2o", "sink_recent", "snapkv", "recent")

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from h2okv.config import CacheConfig, TokenBudget
-from h2okv.evaluation.model import ModelUnderTest
-from h2okv.evaluation.runner import Run
-from h2okv.evaluation.tasks.fidelity import Fidelity, Source
 from h2okv.policy import BlockView, Rule, Sees, register_policy
+from h2okv_lab.evaluation.model import ModelUnderTest
+from h2okv_lab.evaluation.runner import Run
+from h2okv_lab.evaluation.tasks.fidelity import Fidelity, Source
 
 # Queries that see fewer keys than this give each of them too much to be compared.
 FEW = 32

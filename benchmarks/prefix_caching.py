@@ -37,13 +37,13 @@ from transformers import PreTrainedModel
 
 import h2okv
 from h2okv.assets import sample_prompt
-from h2okv.benchmarking.caches import CacheSpec
-from h2okv.benchmarking.results import interleaved
 from h2okv.config import CacheConfig
 from h2okv.engine.outputs import OutputDelta
 from h2okv.integration.chat_template import encode
 from h2okv.integration.loading import describe
 from h2okv.integration.messages import read_conversation
+from h2okv_lab.benchmarking.caches import CacheSpec
+from h2okv_lab.benchmarking.results import interleaved
 
 CSV = RESULTS / "prefix_caching.csv"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from h2okv.console import Progress
-from h2okv.evaluation.model import ModelUnderTest
-from h2okv.evaluation.runner import Evaluation, Run, SampleFile
-from h2okv.evaluation.tasks.fidelity import bootstrap
 from h2okv.integration.loading import describe, load_weights, parse_device
 from h2okv.records import write_csv
+from h2okv_lab.evaluation.model import ModelUnderTest
+from h2okv_lab.evaluation.runner import Evaluation, Run, SampleFile
+from h2okv_lab.evaluation.tasks.fidelity import bootstrap
 
 Result = Mapping[str, Any]
 

@@ -21,9 +21,9 @@ import torch
 from recall_prompts import TASKS, write_prompts
 
 from h2okv.config import CacheConfig, LayerBudgets
-from h2okv.evaluation.model import ModelUnderTest
-from h2okv.evaluation.runner import Run
-from h2okv.evaluation.tasks.fidelity import Fidelity, Source
+from h2okv_lab.evaluation.model import ModelUnderTest
+from h2okv_lab.evaluation.runner import Run
+from h2okv_lab.evaluation.tasks.fidelity import Fidelity, Source
 
 KINDS = ("agnostic", "aware")
 BUDGETS = (0.5, 0.25, 0.1, 0.05)

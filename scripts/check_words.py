@@ -96,7 +96,7 @@ _EXEMPT = re.compile(
     r"|<!-- words-off -->.*?<!-- words-on -->",
     re.DOTALL | re.MULTILINE,
 )
-HELP = "src/h2okv/cli/"
+HELP = ("src/h2okv/cli/", "src/h2okv_lab/cli/")
 Breach = tuple[Path, int, str]
 
 
@@ -181,7 +181,7 @@ def checks(path: Path) -> Iterator[Breach]:
         yield from check_page(path)
         return
     yield from check(path)
-    if HELP in path.resolve().as_posix():
+    if any(folder in path.resolve().as_posix() for folder in HELP):
         yield from check_helps(path)
 
 

@@ -1,7 +1,7 @@
 """Caches that drop, and the oracle that masks what they would have dropped."""
 
 import h2okv
-from h2okv.masking import MaskedCache
+from h2okv_lab.masking import MaskedCache
 
 
 def cache_of(model, *amounts, masks=False, **options):

@@ -8,9 +8,9 @@ import h2okv
 from h2okv import policy_names
 from h2okv.cache.shared import SharedPrefill
 from h2okv.config import SCORINGS, CacheConfig
-from h2okv.evaluation.model import make_cache, read_together
-from h2okv.masking import MaskedCache
 from h2okv.policy import Sees, get_rule
+from h2okv_lab.evaluation.model import make_cache, read_together
+from h2okv_lab.masking import MaskedCache
 
 LENGTH, STEPS = 70, 8
 BUDGETS = (0.5, 0.1, 9, 200)

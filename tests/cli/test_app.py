@@ -5,21 +5,20 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import h2okv
-from h2okv import masking
-from h2okv.cli.analyze import MEASUREMENTS
 from h2okv.cli.app import COMMANDS
 from h2okv.cli.args import _PER_QUERY, helps
-from h2okv.cli.bench import RUNNERS, SHAPES
-from h2okv.cli.eval import COMPRESSIONS, EXPERIMENTS
 from h2okv.cli.help_page import PANELS
 from h2okv.cli.readers import memory
 from h2okv.config import BEST, POLICIES, SCORED, SCORINGS
 from h2okv.policy import Sees, get_rule, scoring_names
+from h2okv_lab import masking
+from h2okv_lab.cli.analyze import MEASUREMENTS
+from h2okv_lab.cli.bench import RUNNERS, SHAPES
+from h2okv_lab.cli.eval import COMPRESSIONS, EXPERIMENTS
 
 _HEAVY = """
 import json, sys
@@ -63,17 +62,17 @@ def test_listed_names_match_the_registries():
         == SCORED
     )
     assert scoring_names() == SCORINGS
-    from h2okv.analysis.measurements import MEASUREMENTS as measurements
-    from h2okv.benchmarking.caches import RUNNERS as runners
-    from h2okv.benchmarking.model import SHAPES as shapes
-    from h2okv.cli.eval import NEEDLE, QUESTION
-    from h2okv.evaluation import sweep
-    from h2okv.evaluation.tasks import recall
-    from h2okv.evaluation.tasks.recall import NeedleTask, Recall
+    from h2okv_lab.analysis.measurements import MEASUREMENTS as measurements
+    from h2okv_lab.benchmarking.caches import RUNNERS as runners
+    from h2okv_lab.benchmarking.model import SHAPES as shapes
+    from h2okv_lab.cli.eval import NEEDLE, QUESTION
+    from h2okv_lab.evaluation import sweep
+    from h2okv_lab.evaluation.tasks import recall
+    from h2okv_lab.evaluation.tasks.recall import NeedleTask, Recall
 
     assert tuple(measurement.name for measurement in measurements) == MEASUREMENTS
     assert recall.COMPRESSIONS == COMPRESSIONS
-    assert Path(h2okv.__file__).parent / EXPERIMENTS == sweep.EXPERIMENTS
+    assert EXPERIMENTS == sweep.EXPERIMENTS
     assert (NeedleTask.statement, NeedleTask.question) == (NEEDLE, QUESTION)
     assert (NeedleTask.max_new_tokens, Recall.max_new_tokens) == (16, 128)
     assert (tuple(runners), tuple(shapes)) == (RUNNERS, SHAPES)

@@ -50,6 +50,7 @@ def test_no_type_is_wrong_and_the_table_is_of_this_version():
 def test_wrong_answers_are_seen(monkeypatch):
     """A cache that evicts other entries than the oracle, or none, does not pass for working."""
     from h2okv.cache.masked import MaskedLayer
+
     from h2okv.cache.slot_layer import SlotLayer
 
     with monkeypatch.context() as context:

@@ -7,13 +7,13 @@ from oracle import cache_of
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaForCausalLM
 
 import h2okv
-from h2okv.analysis.ablation import dense_losses
 from h2okv.assets import bundled_model_path
 from h2okv.cache.argument import CACHE
 from h2okv.config import CacheConfig
-from h2okv.evaluation.lm_eval.scorer import Scorer
 from h2okv.integration.enable import input_device
 from h2okv.integration.factors import measure_layer_budgets
+from h2okv_lab.analysis.ablation import dense_losses
+from h2okv_lab.evaluation.lm_eval.scorer import Scorer
 
 SMALL = {"heavy": 5, "recent": 6}
 

@@ -34,15 +34,16 @@ def names(wheel) -> set[str]:
         "h2okv/assets/sample_code.txt",
         "h2okv/assets/sample_manual.txt",
         "h2okv/cli/help.md",
+        "h2okv_lab/cli/help.md",
         "h2okv/assets/books-llama/config.json",
         "h2okv/assets/books-llama/model.safetensors",
         "h2okv/assets/books-llama/tokenizer.json",
-        "h2okv/analysis/report.html",
-        "h2okv/analysis/report.mplstyle",
-        "h2okv/analysis/sections.toml",
-        "h2okv/benchmarking/shapes.toml",
-        "h2okv/evaluation/experiments/figure4.yaml",
-        "h2okv/evaluation/lm_eval/task_files/h2okv_copa.yaml",
+        "h2okv_lab/analysis/report.html",
+        "h2okv_lab/analysis/report.mplstyle",
+        "h2okv_lab/analysis/sections.toml",
+        "h2okv_lab/benchmarking/shapes.toml",
+        "h2okv_lab/evaluation/experiments/figure4.yaml",
+        "h2okv_lab/evaluation/lm_eval/task_files/h2okv_copa.yaml",
         "h2okv/integration/hub_recipe/custom_generate/generate.py",
         "h2okv-0.1.0.dist-info/licenses/LICENSE",
     ],
@@ -57,7 +58,8 @@ def test_holds_every_module_of_the_source(names):
 
 
 def test_holds_nothing_but_the_package(names):
-    assert {name.split("/")[0] for name in names} == {"h2okv", "h2okv-0.1.0.dist-info"}
+    folders = {"h2okv", "h2okv_lab", "h2okv-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == folders
     assert not [name for name in names if "__pycache__" in name]
 
 

@@ -31,5 +31,5 @@ def test_help_texts_are_read_in_commands_alone(words, tmp_path, monkeypatch):
     file = tmp_path / "command.py"
     file.write_text('HELP = "Models whose layers slide"\n')  # word-ok
     assert not list(words.checks(file))
-    monkeypatch.setattr(words, "HELP", str(tmp_path))
+    monkeypatch.setattr(words, "HELP", (str(tmp_path),))
     assert [number for _, number, _ in words.checks(file)] == [1]

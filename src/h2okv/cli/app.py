@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import h2okv
+from h2okv.cli.commands import COMMANDS
 from h2okv.console import (
     BAD_INPUT,
     INTERRUPTED,
@@ -25,25 +26,6 @@ from h2okv.console import (
     write_remark,
     write_text,
 )
-
-COMMANDS = {
-    "generate": ("generate:generate", "Generate text with an H2O cache."),
-    "demo": ("generate:demo", "Compare caches of 20 % with the full cache on a sample text."),
-    "chat": ("chat:chat", "Chat with a model in constant KV memory."),
-    "serve": ("serve:serve", "Serve a model over OpenAI's API, each request with an H2O cache."),
-    "batch": ("batch:batch", "Generate for a file of prompts."),
-    "plan": ("batch:plan", "Plan a batch job: weights, batch size, speed."),
-    "stream": ("stream:stream", "Stream an endless text or conversations through one cache."),
-    "eval": ("eval:eval_app", "Measure the quality of cache sizes."),
-    "lm-eval": ("eval:lm_eval", "Run lm-evaluation-harness with an H2O cache."),
-    "bench": ("bench:bench", "Measure speed and memory against transformers' own caches."),
-    "analyze": ("analyze:analyze", "Measure what the paper observed, and write a report."),
-    "view": ("analyze:view", "Show which tokens of a text a policy keeps."),
-    "models": ("env:models_app", "Fetch and list the models that h2okv knows by name."),
-    "env": ("env:env", "Show the installed packages, and which kernels run attention."),
-}
-"""The function or group of each command in `h2okv.cli`, and its line in `h2okv --help`. A command
-is imported when it runs: torch and transformers take seconds."""
 
 
 class LazyGroup(TyperGroup):
@@ -65,7 +47,7 @@ class LazyGroup(TyperGroup):
 def load_command(name: str) -> Any:
     from h2okv.cli import args, help_page
 
-    app = pkgutil.resolve_name(f"h2okv.cli.{COMMANDS[name][0]}")
+    app = pkgutil.resolve_name(COMMANDS[name][0])
     if not isinstance(app, typer.Typer):
         function = app
         is_foreign = name == "lm-eval"  # the harness parses its options

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import typer
@@ -21,6 +21,7 @@ from typer.models import OptionInfo, ParameterInfo
 import h2okv
 from h2okv import cache_spec
 from h2okv.cli import readers
+from h2okv.cli.commands import HELP_PACKAGES
 from h2okv.cli.help_page import describe, order
 from h2okv.cli.replaced import check_placement
 from h2okv.config import BEST, POLICIES, SCORINGS, CacheConfig
@@ -48,9 +49,11 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @functools.cache
 def helps() -> dict[str, str]:
-    """Return the text of help.md by command."""
-    text = Path(__file__).with_name("help.md").read_text(encoding="utf-8")
-    _, *sections = re.split(r"^# (.+)\n+", text, flags=re.MULTILINE)
+    """Return the texts of the wings' help.md by command."""
+    pages = (files(package).joinpath("help.md") for package in HELP_PACKAGES)
+    sections: list[str] = []
+    for page in pages:
+        sections += re.split(r"^# (.+)\n+", page.read_text("utf-8"), flags=re.MULTILINE)[1:]
     return dict(zip(sections[::2], sections[1::2], strict=True))
 
 
@@ -163,7 +166,7 @@ def expand(command: Callable[..., Any]) -> Any:
 CACHE_HELP = f"All in one: h2o:512,bits=8. Options: {', '.join(cache_spec.OPTIONS)}."
 
 
-_PER_QUERY = ("topk", "topk_heavy")  # `h2okv.masking.PER_QUERY`, which imports torch
+_PER_QUERY = ("topk", "topk_heavy")  # `PER_QUERY` of the masking oracle
 
 
 class Choice(NamedTuple):

@@ -1,4 +1,0 @@
-"""The paper's observations and its theorem as measurements on any model and text."""
-
-from h2okv.analysis.study import Study as Study
-from h2okv.analysis.study import make_sample as make_sample

@@ -1,0 +1,211 @@
+import csv
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+import h2okv.offload.profile as profile
+import h2okv.ops.decode as step
+import h2okv_lab.benchmarking.caches as peer
+import h2okv_lab.benchmarking.comparison as comparison
+from h2okv.offload.profile import measure_bandwidth
+from h2okv.provenance import environment
+from h2okv_lab.benchmarking.comparison import COLUMNS
+
+SHAPE = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,window=1024"
+TINY = ("bench", "--shape", SHAPE, "--contexts", "64", "--batches", "1", "--budget", "0.25",
+        "--rounds", "1", "--no-peak")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small_buffer(monkeypatch):
+    monkeypatch.setattr(
+        profile, "measure_bandwidth", lambda device: measure_bandwidth(device, 2**20)
+    )
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    right = step.decode_with_scores
+
+    def louder(*args, **options):
+        output, sums = right(*args, **options)
+        return 1.5 * output, sums
+
+    monkeypatch.setattr(step, "decode_with_scores", louder)
+
+
+def rows_of(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_bench_writes_table_csv_and_figure(h2okv_command, tmp_path):
+    pytest.importorskip("matplotlib")
+    rows, picture = tmp_path / "rows.csv", tmp_path / "bench.png"
+    done = h2okv_command(
+        *TINY, "--contexts", "32,64", "--runners", "dynamic,static,h2o",
+        "--csv", rows, "--plot", picture,
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "h2o:25%" in done.out and "speed-up" in done.out
+    assert "memory bandwidth measured" in done.err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    measured = rows_of(rows)
+    assert tuple(measured[0]) == (*environment(torch.device("cpu")), *COLUMNS)
+    assert [(row["context"], row["cache"]) for row in measured] == [
+        (context, cache) for context in ("32", "64") for cache in ("dynamic", "static", "h2o")
+    ]
+    assert all(float(row["decode"]) > 0 for row in measured)
+    assert {row["threads"] for row in measured} == {"1"}
+
+
+def test_a_second_run_appends_rows(h2okv_command, tmp_path):
+    rows = tmp_path / "rows.csv"
+    for _ in range(2):
+        assert h2okv_command(*TINY, "--runners", "h2o", "--csv", rows).code == 0
+    assert len(rows_of(rows)) == 2
+
+
+def test_bench_json_has_rows_and_environment(h2okv_command):
+    done = h2okv_command(*TINY, "--runners", "dynamic,h2o", "--dtype", "float32,bfloat16", "--json")
+    result = json.loads(done.out)
+    assert result["checks"].keys() == {"float32", "bfloat16"}
+    assert [(row["dtype"], row["cache"]) for row in result["rows"]] == [
+        (dtype, cache) for dtype in ("float32", "bfloat16") for cache in ("dynamic", "h2o")
+    ]
+    assert result["bandwidth"] > 0
+    assert result["rows"][1]["positions"] == "original"
+
+
+def test_kv_bits_add_rows(h2okv_command, tmp_path):
+    rows = tmp_path / "rows.csv"
+    caches = [word for text in ("h2o", "bits=8", "bits=4") for word in ("--cache", text)]
+    options = ("--runners", "dynamic,static,h2o", *caches, "--csv", rows)
+    done = h2okv_command(*TINY, *options)
+    assert done.code == 0, done.err
+    assert "h2o:25%,bits=8" in done.out and "h2o:25%,bits=4" in done.out
+    measured = rows_of(rows)
+    assert [(row["cache"], row["kv_bits"]) for row in measured] == [
+        ("dynamic", ""), ("static", ""), ("h2o", ""), ("h2o", "8"), ("h2o", "4"),
+    ]  # fmt: skip
+    sizes = [int(row["cache_bytes"]) for row in measured if row["cache"] != "static"]
+    assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4
+    done = h2okv_command(*TINY, *options[:-2], "--json")
+    assert list(json.loads(done.out)["checks"]) == ["float32", "float32, 8 bits", "float32, 4 bits"]
+
+
+def test_a_failed_check_of_a_quantized_cache_reports_no_speed(h2okv_command, monkeypatch):
+    right = step._write_packed
+
+    def elsewhere(slots, free, entry):
+        right(slots, (free + 1) % slots.shape[2], entry)
+
+    monkeypatch.setattr(step, "_write_packed", elsewhere)
+    options = ("--runners", "h2o")
+    assert h2okv_command(*TINY, *options).code == 0
+    done = h2okv_command(*TINY, *options, "--cache", "bits=8")
+    assert done.code == 1 and "no speed is reported" in done.err
+
+
+def test_a_failed_check_reports_no_speed(h2okv_command, tmp_path, broken):
+    rows = tmp_path / "rows.csv"
+    done = h2okv_command(*TINY, "--csv", rows)
+    assert done.code == 1
+    assert "the check of H2O in float32 failed" in done.err
+    assert "no speed is reported" in done.err
+    assert done.out == ""
+    assert rows_of(rows) == []
+
+
+def test_a_failed_check_reports_no_largest_batch(h2okv_command, broken):
+    done = h2okv_command(*TINY, "--memory", "1GiB")
+    assert done.code == 1 and done.out == ""
+
+
+def test_ctrl_c_keeps_finished_rows(h2okv_command, tmp_path, monkeypatch):
+    measure = comparison.Comparison._time
+
+    def interrupted(self, contestants, context, batch):
+        if batch == 2:
+            raise KeyboardInterrupt
+        return measure(self, contestants, context, batch)
+
+    monkeypatch.setattr(comparison.Comparison, "_time", interrupted)
+    rows = tmp_path / "rows.csv"
+    options = ("--batches", "1,2", "--runners", "dynamic,h2o")
+    done = h2okv_command(*TINY, *options, "--csv", rows)
+    assert done.code == 130
+    assert "stopped; 2 rows were finished" in done.err
+    assert "h2o:25%" in done.out
+    assert [row["cache"] for row in rows_of(rows)] == ["dynamic", "h2o"]
+
+
+def test_a_checkpoint_is_measured_too(h2okv_command, model_folder):
+    done = h2okv_command("bench", "--model", model_folder, *TINY[3:], "--runners", "h2o", "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["rows"][0]["model"] == str(model_folder)
+
+
+def test_missing_packages_are_named_below_the_table(h2okv_command, monkeypatch):
+    monkeypatch.setattr(peer, "is_optimum_quanto_available", lambda: False)
+    monkeypatch.setattr(peer, "is_hqq_available", lambda: False)
+    done = h2okv_command(*TINY)
+    assert done.code == 0, done.err
+    assert "quantized: not installed (optimum-quanto or hqq)" in done.err
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (("--shape", "llama-9"), "llama-3-8b"),
+        (("--runners", "dynamic,magic"), "'magic'"),
+        (("--contexts", "2000"), "context window of 1024"),
+        (("--contexts", "many"), "--contexts 'many'"),
+        (("--rounds", "0"), "--rounds 0"),
+        (("--budget", "2.5"), "budget 2.5"),
+        (("--budget", "full"), "--runners dynamic is the full cache"),
+        (("--cache", "h2o", "--cache", "every=8"), "evict_every must be the same"),
+        (("--dtype", "float8"), "'float8'"),
+        (("--cache", "positions=clamped"), "'clamped'"),
+        (("--cache", "bits=3"), "kv_bits must be 8, 6 or 4, got 3"),
+        (("--cache", "bits=few"), "bits must be a whole number, got 'few'"),
+        (("--model", "bundled"), "--model and --shape exclude each other"),
+        (("--batches", "100000000"), "bytes (.*) are available"),
+        (("--memory", "8GiB", "--plot", "b.png"), "not --memory"),
+        (("--memory", "lots"), "'lots'"),
+        (("--memory", "1KiB"), "bytes of weights"),
+        (("--csv", "no_such_folder/rows.csv"), "no_such_folder"),
+        (("--plot", "picture.txt"), ".png"),
+    ],
+)
+def test_bad_input_is_one_sentence(h2okv_command, options, word):
+    done = h2okv_command(*TINY, *options)
+    assert done.code == 2
+    assert done.err.count("\n") == 1 and done.out == ""
+    assert re.search(word, done.err), done.err
+
+
+def test_a_csv_file_with_other_columns_is_refused(h2okv_command, tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("a,b\n1,2\n", encoding="utf-8")
+    done = h2okv_command(*TINY, "--csv", path)
+    assert done.code == 2 and "other columns" in done.err
+    assert path.read_text(encoding="utf-8") == "a,b\n1,2\n"
+
+
+def test_a_plot_without_matplotlib_names_the_extra(h2okv_command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    done = h2okv_command(*TINY, "--plot", "bench.png")
+    assert done.code == 2 and "pip install '.[plot]'" in done.err
+
+
+def test_heavy_recent_and_sink_are_options_of_bench(h2okv_command, tmp_path):
+    run = tuple(word for word in TINY if word not in ("--budget", "0.25"))
+    options = ("--runners", "h2o", "--budget", "8+16", "--cache", "sink=4", "--json")
+    done = h2okv_command(*run, *options)
+    assert done.code == 0, done.err
+    (row,) = json.loads(done.out)["rows"]
+    assert (row["budget"], row["entries"]) == ("4+8+16", 28)

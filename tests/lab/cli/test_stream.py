@@ -1,0 +1,396 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+from h2okv.records import read_csv
+from h2okv_lab.evaluation.streaming import COLUMNS, StreamRow
+
+pytestmark = pytest.mark.slow
+
+WAIT = 120
+BUDGET = ("--budget", "16+16", "--cache", "every=8")
+TURNS = [{"question_id": 1, "category": "x", "turns": ["the cat sat", "and the dog"]}] * 2
+
+
+@pytest.fixture
+def book(tmp_path, prompt):
+    path = tmp_path / "book.txt"
+    path.write_text(prompt * 8, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def chats(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(map(json.dumps, TURNS)), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def stream(h2okv_command, model_folder):
+    def call(*args, model=model_folder, budget=BUDGET):
+        return h2okv_command("stream", "--model", model, *budget, *args)
+
+    return call
+
+
+def read_rows(path):
+    return [StreamRow(**cells) for cells in read_csv(path, COLUMNS)]
+
+
+def nlls(path):
+    return [(row.position, row.nll) for row in read_rows(path)]
+
+
+def test_stream_writes_rows_figure_and_summary(stream, book, tmp_path):
+    rows, picture = tmp_path / "rows.csv", tmp_path / "rows.png"
+    outcome = stream(
+        "--text", book, "--tokens", 250, "--every", 100, "--csv", rows, "--plot", picture
+    )
+    assert (outcome.code, outcome.out) == (0, "")
+    assert outcome.err.startswith("250 tokens | perplexity ")
+    assert [row.position for row in read_rows(rows)] == [100, 200, 250]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_as_json(stream, book):
+    outcome = stream("--text", book, "--tokens", 200, "--every", 100, "--json")
+    record = json.loads(outcome.out)
+    assert (record["tokens"], record["policy"], record["heavy"]) == (200, "h2o", 16)
+    assert [row["position"] for row in record["rows"]] == [100, 200]
+
+
+def test_a_text_is_read_past_the_context_window(stream, book, tmp_path):
+    rows = tmp_path / "rows.csv"
+    outcome = stream("--text", book, "--tokens", 400, "--every", 100, "--csv", rows)
+    assert outcome.code == 0
+    assert len({row.cache_bytes for row in read_rows(rows)}) == 1
+    rows = tmp_path / "full.csv"
+    outcome = stream(
+        "--text", book, "--tokens", 400, "--every", 100, "--csv", rows, "--policy", "full"
+    )
+    assert outcome.code == 0
+    sizes = [row.cache_bytes for row in read_rows(rows)]
+    assert sizes == sorted(set(sizes))
+
+
+def test_a_short_text_is_read_to_its_end(stream, tmp_path, tokenizer):
+    path = tmp_path / "short.txt"
+    path.write_text("the cat sat on the mat")
+    read = len(tokenizer("the cat sat on the mat")["input_ids"]) - 1
+    outcome = stream("--text", path, "--tokens", 500)
+    assert outcome.code == 0
+    assert f"note: the text has {read} tokens to read, not 500\n" in outcome.err
+    assert f"\n{read} tokens | perplexity" in outcome.err
+
+
+def test_conversations_are_answered_on_one_cache(stream, chats, tmp_path):
+    rows = tmp_path / "rows.csv"
+    outcome = stream("--input", chats, "--max-new-tokens", 5, "--csv", rows, "--every", 10)
+    assert outcome.code == 0
+    headings = [line for line in outcome.out.splitlines() if line.startswith("--- sample")]
+    assert headings == [f"--- sample {i}, answer {j} ---" for i in (1, 2) for j in (1, 2)]
+    positions = [row.position for row in read_rows(rows)]
+    assert positions[:3] == [10, 20, 30]
+
+
+def test_mt_bench_files_are_read_unchanged(h2okv_command, shared):
+    path = shared / "data" / "eval" / "mt_bench_question.jsonl"
+    args = ("--input", path, "--tokens", 150, "--max-new-tokens", 20)
+    outcome = h2okv_command("stream", *args, "--budget", "32+32")
+    assert outcome.code == 0
+    assert "--- sample 1, answer 1 ---" in outcome.out
+    assert outcome.err.startswith("150 tokens | perplexity ")
+
+
+def test_budget_and_chunk_must_fit_the_window(stream, book):
+    budget = ("--budget", "200+49", "--cache", "every=8")
+    outcome = stream("--text", book, "--tokens", 300, budget=budget)
+    assert outcome.code == 2
+    assert "a budget of 249 entries and every=8 are more than the context" in outcome.err
+    budget = ("--budget", "200+48", "--cache", "every=8")
+    assert stream("--text", book, "--tokens", 300, budget=budget).code == 0
+
+
+def test_budget_and_span_must_fit_the_window(stream, book):
+    budget = ("--budget", "150+50", "--cache", "every=57")
+    outcome = stream("--text", book, "--tokens", 300, budget=budget)
+    assert outcome.code == 2
+    assert "200 entries and every=57 are more than the context window" in outcome.err
+    budget = ("--budget", "150+50", "--cache", "every=8")
+    assert stream("--text", book, "--tokens", 300, budget=budget).code == 0
+
+
+def test_the_default_budget_is_a_fraction_of_the_window(stream, book, tmp_path):
+    def size(*budget):
+        rows = tmp_path / f"{len(budget)}.csv"
+        stream("--text", book, "--tokens", 100, "--csv", rows, budget=budget)
+        return read_rows(rows)[-1].cache_bytes
+
+    assert size() == size("--budget", "32+32")
+    assert size() == size("--budget", "12.5%+0.125")  # of the context window
+
+
+def test_a_resumed_stream_equals_one_run(stream, book, chats, tmp_path):
+    for source in (("--text", book), ("--input", chats, "--max-new-tokens", 7)):
+        name = source[0].strip("-")
+        uninterrupted, halves, saved = (tmp_path / f"{name}.{kind}" for kind in ("a", "b", "c"))
+        args = (*source, "--every", 15)
+        assert stream(*args, "--tokens", 104, "--csv", uninterrupted).code == 0
+        two = (*args, "--csv", halves, "--checkpoint", saved)
+        assert stream(*two, "--tokens", 40).code == 0
+        assert stream(*two, "--tokens", 104, "--resume").code == 0
+        assert nlls(halves) == nlls(uninterrupted)
+
+
+def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
+    rows, saved = tmp_path / "rows.csv", tmp_path / "saved"
+    args = ("--text", book, "--tokens", 100, "--csv", rows, "--every", 30, "--checkpoint", saved)
+    stream(*args)
+    before = nlls(rows)
+    assert [position for position, _ in before] == [30, 60, 90, 100]
+    assert stream(*args, "--resume").code == 0
+    assert nlls(rows) == before
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (("--every", 0), "--every 0 is too few"),
+        (("--cache", "every=8"), "several caches are chosen, and this command has one"),
+        (("--tokens", -1), "--tokens -1 is too few"),
+        (("--max-new-tokens", 0), "--max-new-tokens 0 is too few"),
+        (("--policy", "h20"), "policy 'h20' is unknown; did you mean h2o?"),
+        (("--budget", "1.5+4"), "heavy=1.5"),
+        (("--cache-placement", "cpu"), "No such option: --cache-placement"),
+        (("--resume",), "--resume needs --checkpoint FILE"),
+        (("--plot", "picture.bmp"), "must end in .png, .svg, .pdf"),
+        (("--csv", "no/where.csv"), "its folder does not exist"),
+        (("--csv", "."), "is a folder"),
+        (("--checkpoint", "none", "--resume"), "nothing to resume"),
+    ],
+)
+def test_bad_options_are_one_sentence(stream, book, monkeypatch, tmp_path, args, complaint):
+    monkeypatch.chdir(tmp_path)
+    outcome = stream("--text", book, "--tokens", 50, *args)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    assert complaint in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_learned_positions_end_with_the_window(stream, book, model_folder, tmp_path):
+    config = OPTConfig(
+        vocab_size=300, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, word_embed_proj_dim=32,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "opt")
+
+    def call(*args, cache="every=8"):
+        args = ("--text", book, "--tokens", 100, *args)
+        budget = ("--budget", "16+16", "--cache", cache)
+        return stream(*args, model=tmp_path / "opt", budget=budget)
+
+    for args, complaint in [
+        ((), "'opt' has no rotary positions"),
+        (("--policy", "full"), "learned positions for 64 tokens, and the stream needs 96"),
+    ]:
+        outcome = call(*args)
+        assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+        assert complaint in outcome.err
+    assert call(cache="every=8,positions=clamped").code == 0
+    assert call("--tokens", 64, cache="every=8,positions=original").code == 0
+
+
+def test_bad_sources_are_one_sentence(stream, book, chats, tmp_path):
+    for args, complaint in [
+        ((), "neither --text nor --input is given"),
+        (("--text", book, "--input", chats), "both --text and --input are given"),
+        (("--text", tmp_path / "missing"), "cannot be read"),
+        (("--input", book), "line 1 of"),
+    ]:
+        outcome = stream(*args)
+        assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+        assert complaint in outcome.err
+    book.write_bytes(b"\xff\xfe")
+    assert "is not UTF-8 text" in stream("--text", book).err
+    book.write_text("")
+    assert "is empty" in stream("--text", book).err
+    book.write_text("a")
+    assert "must have at least 2 tokens to be scored" in stream("--text", book).err
+
+
+def test_existing_files_are_not_overwritten(stream, book, tmp_path):
+    for option in ("--csv", "--checkpoint"):
+        path = tmp_path / "precious"
+        path.write_text("precious")
+        outcome = stream("--text", book, "--tokens", 50, option, path)
+        assert outcome.code == 2
+        assert "exists already" in outcome.err
+        assert path.read_text() == "precious"
+
+
+def test_a_checkpoint_of_another_stream_is_refused(stream, book, save_model, tmp_path):
+    saved = tmp_path / "saved"
+    args = ("--text", book, "--tokens", 50, "--checkpoint", saved)
+    assert stream(*args).code == 0
+    for more, complaint in [
+        (("--policy", "recent"), "begun with policy h2o, not recent"),
+        (("--budget", "17+16"), "begun with heavy 16, not 17"),
+        (("--dtype", "bfloat16"), "saved in torch.float32 and the model is in torch.bfloat16"),
+    ]:
+        outcome = stream(*args, "--resume", *more)
+        assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+        assert complaint in outcome.err
+    assert "another model" in stream(*args, "--resume", model=save_model(context=512)).err
+    book.write_text("another text, long enough to be read")
+    assert "begun with text" in stream(*args, "--resume").err
+
+
+def test_the_extra_for_pictures_is_named_before_the_run(stream, book, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    rows = tmp_path / "rows.csv"
+    outcome = stream("--text", book, "--csv", rows, "--plot", tmp_path / "rows.png")
+    assert outcome.code == 2
+    assert "pip install '.[plot]'" in outcome.err
+    assert not rows.exists()
+
+
+def test_nan_logits_keep_earlier_rows(stream, book, tmp_path, monkeypatch):
+    forward, calls = LlamaForCausalLM.forward, []
+
+    def overflow(self, *args, **options):
+        output = forward(self, *args, **options)
+        calls.append(1)
+        if len(calls) == 20:
+            output.logits[:] = torch.nan
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", overflow)
+    rows = tmp_path / "rows.csv"
+    outcome = stream("--text", book, "--csv", rows, "--every", 50)
+    assert outcome.code == 2
+    assert "not a number after 152 tokens" in outcome.err
+    assert [row.position for row in read_rows(rows)] == [50, 100, 150]
+
+
+@pytest.fixture
+def start(model_folder):
+    """Start the command in a child process, which ends with the test in any case."""
+    processes = []
+
+    def call(*args):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "h2okv", "stream", "--model", model_folder, *BUDGET]
+            + [str(arg) for arg in args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+        processes.append(process)
+        return process
+
+    yield call
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def wait_for_rows(path, process, count):
+    deadline = time.monotonic() + WAIT
+    while not path.exists() or len(path.read_text().splitlines()) <= count:
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_killed_stream_resumes_without_lost_or_duplicate_rows(start, stream, tmp_path, prompt):
+    book = tmp_path / "book.txt"
+    book.write_text(prompt * 2000, encoding="utf-8")
+    rows, saved, uninterrupted = (tmp_path / name for name in ("rows.csv", "saved", "whole.csv"))
+    args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved)
+    process = start(*args)
+    wait_for_rows(rows, process, 20)
+    process.kill()
+    process.communicate(timeout=WAIT)
+    rows_before = nlls(rows)
+    assert len(rows_before) >= 20
+    length = rows_before[-1][0] + 300
+    assert stream(*args, "--resume", "--tokens", length).code == 0
+    whole_args = ("--text", book, "--every", 20, "--csv", uninterrupted, "--tokens", length)
+    assert stream(*whole_args).code == 0
+    assert nlls(rows) == nlls(uninterrupted)
+    assert nlls(rows)[: len(rows_before)] == rows_before
+
+
+@pytest.fixture
+def control_c(monkeypatch):
+    """Send Ctrl-C in the middle of a forward, several times in a row."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    forward, calls = LlamaForCausalLM.forward, []
+
+    def at(call, times=1):
+        def interrupted(self, *args, **options):
+            calls.append(1)
+            for _ in range(times if len(calls) == call else 0):
+                signal.raise_signal(signal.SIGINT)
+            return forward(self, *args, **options)
+
+        monkeypatch.setattr(LlamaForCausalLM, "forward", interrupted)
+
+    yield at
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_finishes_the_block_and_saves(stream, book, tmp_path, control_c):
+    rows, saved, uninterrupted = (tmp_path / name for name in ("rows.csv", "saved", "whole.csv"))
+    picture = tmp_path / "rows.png"
+    args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved, "--plot", picture)
+    control_c(13)
+    outcome = stream(*args)
+    assert (outcome.code, outcome.out) == (130, "")
+    assert outcome.err.splitlines()[1] == (
+        "stopped at token 104; continue with the same command and --resume"
+        f" (the checkpoint is '{saved}')"
+    )
+    assert [row.position for row in read_rows(rows)] == [20, 40, 60, 80, 100]
+    assert picture.exists()
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert stream(*args, "--resume", "--tokens", 200).code == 0
+    assert stream("--text", book, "--every", 20, "--csv", uninterrupted, "--tokens", 200).code == 0
+    assert nlls(rows) == nlls(uninterrupted)
+
+
+def test_a_second_ctrl_c_does_not_wait(stream, book, tmp_path, control_c):
+    rows, saved = tmp_path / "rows.csv", tmp_path / "saved"
+    args = ("--text", book, "--every", 5, "--csv", rows, "--checkpoint", saved)
+    control_c(13, times=2)
+    outcome = stream(*args)
+    assert outcome.code == 130
+    assert len(read_rows(rows)) > 10
+    assert stream(*args, "--resume", "--tokens", 100).code == 0
+    assert [position for position, _ in nlls(rows)] == list(range(5, 101, 5))
+
+
+def test_ctrl_c_without_a_checkpoint_names_the_option(stream, book, tmp_path, control_c):
+    control_c(13)
+    outcome = stream("--text", book, "--every", 20)
+    assert outcome.code == 130
+    assert "with --checkpoint FILE a stream can be resumed" in outcome.err
+    control_c(14, times=2)
+    outcome = stream("--text", book, "--checkpoint", tmp_path / "saved")
+    assert "stopped before the first checkpoint" in outcome.err
+
+
+def test_help_shows_examples(h2okv_command):
+    outcome = h2okv_command("stream", "--help")
+    assert outcome.code == 0
+    assert "h2okv stream --text book.txt --tokens 100000" in outcome.out

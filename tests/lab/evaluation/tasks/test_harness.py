@@ -1,0 +1,75 @@
+import pytest
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from h2okv.cache.argument import cache_in
+from h2okv.config import CacheConfig
+from h2okv_lab.evaluation.lm_eval.settings import DATA_VARIABLE, TASKS
+from h2okv_lab.evaluation.tasks.harness import HarnessTask, quietly
+
+
+def run(task, subject, config):
+    task.prepare(subject, [config])
+    ((_, results),) = task.run(subject, [config], task.samples, 0)
+    return task.scores(results), task.size(results)
+
+
+def test_full_cache_scores_equal_the_harness_s(shared, subject, tmp_path, monkeypatch):
+    data = shared / "data" / "eval"
+    before = subject.config._attn_implementation
+    task = HarnessTask("openbookqa", data, tmp_path, shots=1, limit=8)
+    monkeypatch.setenv(DATA_VARIABLE, str(data))
+    with quietly():
+        expected = simple_evaluate(
+            HFLM(subject.model, tokenizer=subject.tokenizer, batch_size=8),
+            tasks=["h2okv_openbookqa"],
+            num_fewshot=1,
+            limit=8,
+            task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
+        )["results"]["h2okv_openbookqa"]
+    for config in (CacheConfig("full"), CacheConfig.from_budget(2000)):
+        scores, size = run(task, subject, config)
+        assert size == 8
+        for name in ("acc", "acc_norm"):
+            assert scores[name].value == expected[f"{name},none"]
+            assert scores[name].stderr == expected[f"{name}_stderr,none"]
+    assert subject.config._attn_implementation == before
+
+
+def test_caches_without_chunks_share_prompts(shared, subject, tmp_path):
+    data = shared / "data" / "eval"
+    configs = [
+        CacheConfig("full"),
+        CacheConfig.from_budget(0.1, min_tokens=0),
+        CacheConfig("recent", 8, 8),
+    ]
+    task = HarnessTask("openbookqa", data, tmp_path / "a", evict_every=None, limit=6)
+    alone = HarnessTask("openbookqa", data, tmp_path / "b", evict_every=None, limit=6)
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+    task.prepare(subject, configs)
+    read = []
+    hook = subject.model.register_forward_pre_hook(
+        lambda _, __, options: read.append(type(cache_in(options)).__name__), with_kwargs=True
+    )
+    results = dict(task.run(subject, configs, task.samples, 0))
+    hook.remove()
+    # The contexts for all caches at once, and 24 continuations on each, 16 at a time.
+    assert read.count("SharedPrefill") == 1 and len(read) == 1 + 2 * len(configs)
+    for number, config in enumerate(configs):
+        ((_, expected),) = alone.run(subject, [config], alone.samples, 0)
+        assert results[number] == expected
+
+
+def test_unknown_tasks_and_invalid_options_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="did you mean winogrande"):
+        HarnessTask("winogrand", tmp_path, tmp_path)
+    with pytest.raises(ValueError, match="shots -1"):
+        HarnessTask("copa", tmp_path, tmp_path, shots=-1)
+
+
+def test_a_missing_data_file_is_named_before_anything_runs(subject, tmp_path):
+    task = HarnessTask("copa", tmp_path, tmp_path)
+    with pytest.raises(ValueError, match="'copa_balanced_dev.xml' is not in"):
+        task.prepare(subject, [CacheConfig("full")])
