@@ -146,14 +146,12 @@ class NaiveH2O:
         entries = cached + added
         output = np.zeros((length, query.shape[1], value.shape[-1]))
         probabilities = np.zeros((query.shape[1], length, len(entries)))
-        means = _means(query)
-        again = np.zeros((means.shape[1], *probabilities.shape[1:]))
+        again = np.zeros_like(probabilities)
         keys = np.array(
             [self._rotated(e.key, rank) if rolls else e.key for rank, e in enumerate(entries)]
         )
         values = np.array([e.value for e in entries])
         sinks = self._sinks(layer, head, query.shape[1])
-        mean_sinks = _means(sinks)
         for group in range(query.shape[1]):
             for token in range(length):
                 rank_of_query = len(cached) + token if rolls else start + token
@@ -162,17 +160,17 @@ class NaiveH2O:
                 weights = _softmax(keys[:visible], rotated_query, sinks[group])
                 probabilities[group, token, :visible] = weights
                 output[token, group] = weights @ values[:visible]
-        for token, number in np.ndindex(means.shape[:2]):
+        for token, group in np.ndindex(query.shape[:2]):
             last = len(entries) - 1 if rolls else start + length - 1
-            rotated_query = self._rotated(means[token, number], last + AHEAD)
-            again[number, token] = _softmax(keys, rotated_query, mean_sinks[number])
+            rotated_query = self._rotated(query[token, group], last + AHEAD)
+            again[group, token] = _softmax(keys, rotated_query, sinks[group])
         waits = every > 1 and (start + length) % every != 0
         if options["scoring"] == "expected" and every > 1:
-            sequence.queries.setdefault((layer, head), []).extend(means)
+            sequence.queries.setdefault((layer, head), []).extend(query)
             if not waits:
                 span = sequence.queries.pop((layer, head))
                 last = len(keys) - 1 if rolls else start + length - 1
-                self._score_span(entries, keys, span, last, mean_sinks)
+                self._score_span(entries, keys, span, last, sinks)
         else:
             self._score(entries, probabilities, again, length)
         if options["policy"] == "snapkv" and not cached:
@@ -330,13 +328,6 @@ class NaiveH2O:
         """Return the score of each entry, by position."""
         newest = sequence.num_seen - 1
         return {e.position: self.score(e, newest) for e in sequence.entries[layer][head]}
-
-
-def _means(vectors):
-    """Average at most four query heads at a time, of ``[T, G, D]`` or of their sinks ``[G]``."""
-    axis = vectors.ndim // 2
-    sets = np.array_split(vectors, math.ceil(vectors.shape[axis] / 4), axis)
-    return np.stack([heads.mean(axis) for heads in sets], axis)
 
 
 def _softmax(keys, query, sink):

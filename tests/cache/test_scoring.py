@@ -205,9 +205,10 @@ def test_token_by_token_is_algorithm_1_with_other_scores(
 
 
 def reevaluated_norms(model, input_ids, key, position):
-    """Return the L2 norms of the attention of the groups' means at one position behind the keys."""
-    query = first_layer(model, input_ids, position)[0].unflatten(0, (2, 2)).mean(dim=1)
-    return (query @ key.transpose(1, 2) * 16**-0.5).softmax(-1).square().sum(dim=1).sqrt()
+    """Return the L2 norms of the attention of a group's heads at one position behind the keys."""
+    query = first_layer(model, input_ids, position)[0].unflatten(0, (2, 2))
+    shares = (query @ key.unsqueeze(1).transpose(-1, -2) * 16**-0.5).softmax(-1)
+    return shares.square().sum(dim=(1, 2)).sqrt()
 
 
 @pytest.mark.parametrize("scoring", VARIANTS)

@@ -385,13 +385,13 @@ def _unseen(rows: int, start: int, stop: int, window: int | None, device: torch.
 _kept_unseen = functools.lru_cache(maxsize=8)(_unseen)  # most tiles on the diagonal are alike
 
 
-_QUERIES, _LARGEST_STRIDE = 64, 4
+_QUERIES, _LARGEST_STRIDE = 256, 4
 
 
 def sampled_queries(real: Tensor | None, length: int) -> Tensor | slice:
     """Choose the queries of a block by which expected attention judges: every n-th, the last too.
 
-    n grows by one with each 64 tokens of the block, up to 4 (docs/results/quality.md).
+    n grows by one with each 256 tokens of the block, up to 4 (docs/results/quality.md).
 
     Args:
         real: bool ``[B, T]``, queries that are no padding; ``None`` if all are.
