@@ -204,4 +204,5 @@ def test_pages_and_messages_list_every_policy():
     assert set(re.findall(r"`(\w+)`", rows)) == names
     with pytest.raises(ValueError, match="policy 'h20' is unknown") as refused:
         get_rule("h20")
-    assert {*config.POLICIES} <= set(re.findall(r"\w+", str(refused.value).partition("choose from")[2]))
+    listed = str(refused.value).partition("choose from")[2]
+    assert {*config.POLICIES} <= set(re.findall(r"\w+", listed))
