@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
 
@@ -51,7 +52,7 @@ def test_status_line_shows_tokens_memory_and_speed(chat):
     seen = [int(line.split()[0].replace(",", "")) for line in statuses(outcome)]
     assert seen == sorted(set(seen))
     last = statuses(outcome)[-1]
-    assert "tokens seen, 32 kept | KV cache " in last and ", a full one " in last
+    assert re.search(r"tokens seen, 3\d kept \| KV cache ", last) and ", a full one " in last
     assert " tokens/s | first after " in last
     assert last.endswith("cut at --max-new-tokens 12")
 
@@ -61,7 +62,7 @@ def test_a_chat_continues_beyond_the_context_window(chat):
     assert outcome.code == 0
     assert len(statuses(outcome)) == 13
     assert int(statuses(outcome)[-1].split()[0]) > 256
-    assert " tokens seen, 32 kept | " in statuses(outcome)[-1]
+    assert re.search(r" tokens seen, 3\d kept \| ", statuses(outcome)[-1])
 
 
 def test_original_positions_end_at_the_context_window_and_keep_the_chat(chat):
@@ -122,8 +123,8 @@ def test_undo_and_retry(chat):
 @pytest.mark.parametrize(
     ("window", "options", "expected"),
     [
-        (1024, {}, 256), (1024, {"policy": "best"}, 256), (512, {}, None),
-        (1024, {"evict_every": 64}, None), (1024, {"policy": "full"}, None),
+        (1024, {}, 256), (1024, {"policy": "best"}, 256), (512, {}, 100),
+        (1024, {"evict_every": 64}, 256), (1024, {"policy": "full"}, None),
     ],
 )  # fmt: skip
 def test_it_evicts_where_a_server_does(window, options, expected):
@@ -141,8 +142,8 @@ def test_cache_shows_kept_and_evicted_tokens(chat):
     assert len(shown) == 3
     for text in shown:
         assert "[-evicted-]: " in text
-    # One head keeps a token or it does not, and it keeps as many as the budget says.
-    assert shown[2].startswith("32  ")
+    # One head keeps a token or it does not: as many as the budget says, and a span of 8.
+    assert 32 <= int(shown[2].split()[0]) < 40
     assert "{some:" not in shown[2]
 
 

@@ -110,7 +110,9 @@ def test_chat_tokens_equal_greedy_decoding_by_hand(load, template, positions, ch
         assert_same_cache(chat.cache, cache)
         # All but the token that was chosen last went through, and none of them twice.
         assert cache.num_seen_tokens == len(chat.transcript.token_ids) - 1
-    assert chat.cache.num_cached_tokens == 25
+    # Tokens since the last cut are there besides the budget.
+    since = chat.cache.num_seen_tokens % (chunk or 1)
+    assert chat.cache.num_cached_tokens == 25 + since
 
 
 def test_a_pinned_system_message_stays_for_the_whole_chat(partner):

@@ -84,7 +84,8 @@ def test_rolling_positions_generate_past_the_context_window(generate, prompt, mo
     assert outcome.code == 0
     record = json.loads(outcome.out)
     assert record["prompt_tokens"] > 256 and record["finish_reason"] == "length"
-    assert record["num_cached_tokens"] == 32
+    since = (record["prompt_tokens"] + 299) % (40 if chunk else 64)
+    assert record["num_cached_tokens"] == 32 + since
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
     ids = AutoTokenizer.from_pretrained(model_folder)(text, return_tensors="pt").input_ids
     cache = h2okv.H2OCache(
@@ -106,7 +107,8 @@ def test_compiled_steps_give_the_same_text(generate, monkeypatch):
 def test_a_fraction_is_of_the_whole_prompt_in_a_prompt_with_cuts(generate, prompt):
     options = ("--cache", "h2o:95%,every=7", "--max-new-tokens", 3, "--json")
     record = json.loads(generate(*options, text=prompt * 2 + "the cat sat" * 12).out)
-    assert record["num_cached_tokens"] == 2 * int(record["prompt_tokens"] * 0.475)
+    since = (record["prompt_tokens"] + 2) % 7
+    assert record["num_cached_tokens"] == 2 * int(record["prompt_tokens"] * 0.475) + since
     assert (record["heavy"], record["recent"]) == (0.475, 0.475)
 
 

@@ -49,9 +49,8 @@ def test_no_type_is_wrong_and_the_table_is_of_this_version():
 
 def test_wrong_answers_are_seen(monkeypatch):
     """A cache that evicts other entries than the oracle, or none, does not pass for working."""
-    from h2okv.cache.masked import MaskedLayer
-
     from h2okv.cache.slot_layer import SlotLayer
+    from h2okv_lab.masking import MaskedLayer
 
     with monkeypatch.context() as context:
         context.setattr(MaskedLayer, "_best", lambda layer, total: layer.state.positions >= 0)

@@ -25,6 +25,7 @@ from transformers.cache_utils import Cache
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
+from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.console import Progress, discard, format_bytes, write_text
@@ -39,6 +40,9 @@ LONG_PROMPT = 512  # tokens from which reading a prompt shows a progress bar
 FULL = "full cache"
 _WARM_UP_PROMPT = 2048
 _WARM_UP_TOKENS = 4
+
+
+_CHUNK = 512  # tokens of a full cache's prompt in one forward
 
 
 @dataclass(frozen=True)
@@ -158,9 +162,11 @@ class GenerationRun(StoppingCriteria):
             if isinstance(cache, H2OCache):
                 cache.expect(length)  # fractions refer to the whole prompt, not to its blocks
                 stack.callback(cache.expect, None)
-                chunk = None if self._inputs else cache.read_chunk
+                # A full cache may be read in any blocks, of which Ctrl-C ends one soon.
+                usual = _CHUNK if cache.cache_config.is_full and continues_prompts(cache) else None
+                chunk = None if self._inputs else cache.read_chunk or usual
                 before = 0 if chunk is None else (length - 1) // chunk * chunk
-                blocks = read_blocks(model, self._ids[:, :before], cache) if before else ()
+                blocks = read_blocks(model, self._ids[:, :before], cache, chunk) if before else ()
             self._bar = stack.enter_context(prefill_progress(model, length, show_progress, chunk))
             if any(self._should_stop() for _ in blocks):
                 return

@@ -123,9 +123,10 @@ def plan_cache(
         except ValueError as error:
             cache, remark = _with_original(cache, error)
     entries, window = int(cache.sink + cache.heavy + cache.recent), context_window(config)
-    if evict_every is None and (cache.is_full or can_score_spans(cache)):
-        room = SPAN if window is None or cache.is_full else window - entries
-        evict_every = max(1, min(SPAN, room))
+    fits = window is None or entries + SPAN <= window
+    if evict_every is None and not cache.is_full and can_score_spans(cache):
+        # In a small window shorter spans leave the room to the text.
+        evict_every = SPAN if fits else max(1, min(entries // 4, (window or 0) - entries))
     cache = replace(cache, evict_every=evict_every or None)
     if reason := cache.past_window(entries, cache.evict_every or 1, window):
         raise ValueError(reason)
