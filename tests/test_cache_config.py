@@ -170,11 +170,11 @@ def test_best_is_even_where_a_user_says_so():
 @pytest.mark.parametrize(
     ("options", "label"),
     [
-        ({}, "best-v4:20%"),
-        ({"heavy": 0.1, "recent": 0.1}, "best-v4:10%+10%"),
-        ({"heavy": 108, "recent": 20}, "best-v4:128"),
-        ({"heavy": 107, "recent": 20, "kv_bits": 4}, "best-v4:127,bits=4"),
-        ({"layer_budgets": (0.5, 1.5), "positions": "rolling"}, "best-v4:20%,positions=rolling"),
+        ({}, "best-v5:20%"),
+        ({"heavy": 0.1, "recent": 0.1}, "best-v5:10%+10%"),
+        ({"heavy": 108, "recent": 20}, "best-v5:128"),
+        ({"heavy": 107, "recent": 20, "kv_bits": 4}, "best-v5:127,bits=4"),
+        ({"layer_budgets": (0.5, 1.5), "positions": "rolling"}, "best-v5:20%,positions=rolling"),
         ({"sink": 2}, "h2o:17%+3%,sink=2,scoring=expected,layers=auto"),
         ({"measured": None}, "best:20%,layers=by-head"),
         ({"measured": 7}, "best-v7:20%"),
@@ -182,7 +182,7 @@ def test_best_is_even_where_a_user_says_so():
     ids=str,
 )
 def test_labels_name_the_version_of_measured_factors(options, label):
-    measured = {"layer_budgets": ((0.5, 1.5),), "measured": 4, "heavy": 0.17, "recent": 0.03}
+    measured = {"layer_budgets": ((0.5, 1.5),), "measured": 5, "heavy": 0.17, "recent": 0.03}
     config = CacheConfig("best", **(measured | options))
     assert config.label == label
     assert CacheConfig.from_dict(config.to_record()).label == label

@@ -14,7 +14,7 @@ from h2okv.engine.config import EngineConfig
 
 TEXTS = {
     "best:20%": CacheConfig("best", budget=0.2),
-    "best-v4:20%": CacheConfig("best", budget=0.2),
+    "best-v5:20%": CacheConfig("best", budget=0.2),
     "h2o:512": CacheConfig(budget=512),
     "h2o:512,bits=8,every=256": CacheConfig(budget=512, kv_bits=8, evict_every=256),
     "full": CacheConfig("full"),

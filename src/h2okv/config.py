@@ -34,7 +34,8 @@ _ROUNDING_SLACK = 1e-6
 # H2O with the options that measured best (docs/quality.md). Configs name each of them, and labels
 # the version: a text stays reproducible when a later version chooses others.
 BEST = "best"
-BEST_VERSION = 4  # of these options and of how factors are measured
+BEST_VERSION = 5  # of these options and of what they do
+FACTORS_VERSION = 4  # of how factors are measured
 _VERSIONED = re.compile(rf"{BEST}-v(\d+)")  # as results name it
 _BEST_SINK, _BEST_SCORING = 4, "expected"
 BEST_HEAVY_FRACTION = 0.85
@@ -688,7 +689,7 @@ class CacheConfig:
 
     @property
     def policy_name(self) -> str:
-        """The policy in tables: ``best-v4`` for `BEST` with measured layer budgets."""
+        """The policy in tables: ``best-v5`` for `BEST` with measured layer budgets."""
         if not self.is_best:
             return self.policy
         return BEST if self.measured is None else f"{BEST}-v{self.measured}"

@@ -3,7 +3,7 @@ def test_demo_shows_texts_and_their_cost(h2okv_command, model_folder):
     assert outcome.code == 0
     assert "240 tokens of a novel" in outcome.out
     assert outcome.out.count(" ---\n") == 4
-    for cache in ("best-v4:20%", "full cache", "h2o:20%", "recent:20%"):
+    for cache in ("best-v5:20%", "full cache", "h2o:20%", "recent:20%"):
         assert f"--- {cache} ---" in outcome.out
     for row in (
         "tokens generated",

@@ -227,7 +227,7 @@ def test_policy_best_is_the_default_and_equals_its_options(generate):
     text = "h2o:27+5,scoring=expected,sink=4,layers=auto"
     others = (named, generate("--cache", text, *small[2:]).out)
     record, *records = [json.loads(out) for out in (default, *others)]
-    assert record["policy"] == "h2o" and record["cache"] == "best-v4:32"
+    assert record["policy"] == "h2o" and record["cache"] == "best-v5:32"
     assert record["mean_cached_tokens"] == pytest.approx(36, abs=1)
     for other in records:
         for name in ("cache", "heavy", "recent", "sink", "scoring", "layer_budgets", "token_ids"):

@@ -141,7 +141,7 @@ def test_best_measures_the_model(
     assert generated == [
         alone(model, prompt, 20, layer_budgets=factors, **best) for prompt in prompts
     ]
-    assert llm.engine.config.cache.label == "best-v4:20%"
+    assert llm.engine.config.cache.label == "best-v5:20%"
 
 
 @pytest.mark.parametrize("options", [{}, {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))}], ids=str)

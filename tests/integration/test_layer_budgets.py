@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import h2okv
 from h2okv.assets import bundled_model_path, calibration_texts, sample_prompt
-from h2okv.cache.layer import CacheLayer
-from h2okv.config import BEST_VERSION, flat_factors
+from h2okv.config import BEST_VERSION, FACTORS_VERSION, flat_factors
 from h2okv.integration import factors, layer_budgets, loading
 from h2okv.integration.factors import measure_layer_budgets
 
@@ -49,7 +48,7 @@ def files(tmp_path):
 def test_a_cache_of_a_model_is_measured_once_and_kept(model, measured, tmp_path, capsys):
     config = h2okv.H2OCache(model, **BEST).cache_config
     (path,) = files(tmp_path)
-    assert config.label == "best-v4:20%" and measured == [4 * 1216]
+    assert config.label == "best-v5:20%" and measured == [4 * 1216]
     begun, done = capsys.readouterr().err.splitlines()
     assert re.search(
         "once for this model .about [0-9]+ (s|min) here.; --policy h2o or --cache layers", begun
@@ -80,7 +79,7 @@ def test_one_measurement_serves_dtypes_budgets_layers_and_heads(measured, capsys
             for positions in ("original", "rolling"):
                 options = {"positions": positions, "heavy": heavy, "recent": recent}
                 config = h2okv.H2OCache(model, policy="best", **options).cache_config
-                assert config.is_by_head is (positions == "original") and config.measured == 4
+                assert config.is_by_head is (positions == "original") and config.measured == 5
         in_tokens = h2okv.H2OCache(model, policy="best", heavy=109, recent=19).cache_config
         assert in_tokens.layer_budgets == h2okv.H2OCache(model, **BEST).cache_config.layer_budgets
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("best")]
@@ -173,7 +172,7 @@ def _text(model):
 
 def test_rolling_positions_are_by_layer(model, measured):
     config = h2okv.H2OCache(model, positions="rolling", evict_every=64, **BEST).cache_config
-    assert config.label == "best-v4:20%,positions=rolling,every=64" and measured == [4 * 1216]
+    assert config.label == "best-v5:20%,positions=rolling,every=64" and measured == [4 * 1216]
 
 
 @pytest.mark.parametrize("even", [None, "even"])
@@ -309,8 +308,8 @@ def test_a_damaged_file_is_measured_again(model, measured, tmp_path, damage):
 
 def test_a_file_of_another_version_is_measured_again(model, measured, tmp_path, monkeypatch):
     h2okv.H2OCache(model, **BEST)
-    monkeypatch.setattr(layer_budgets, "BEST_VERSION", BEST_VERSION + 1)
-    assert h2okv.H2OCache(model, **BEST).cache_config.label == f"best-v{BEST_VERSION + 1}:20%"
+    monkeypatch.setattr(layer_budgets, "FACTORS_VERSION", FACTORS_VERSION + 1)
+    assert h2okv.H2OCache(model, **BEST).cache_config.label == f"best-v{BEST_VERSION}:20%"
     assert len(measured) == 2 and len(files(tmp_path)) == 2
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from h2okv.assets import bundled_model_path
-from h2okv.config import BEST_VERSION, CacheConfig
+from h2okv.config import FACTORS_VERSION, CacheConfig
 from h2okv.vllm_plugin import measure
 
 BEST = CacheConfig("best", heavy=108, recent=20)
@@ -33,7 +33,7 @@ def model(folder):
 
 def test_a_model_is_measured_once_for_each_version(processes, tmp_path, monkeypatch):
     config = measure.measured(BEST, model(bundled_model_path()))
-    assert config.is_by_head and config.label == "best-v4:128"
+    assert config.is_by_head and config.label == "best-v5:128"
     assert measure.measured(BEST, model(bundled_model_path())) == config
     other = CacheConfig("best", heavy=0.1, recent=0.02)  # of another budget
     assert measure.measured(other, model(bundled_model_path())).layer_budgets
@@ -42,7 +42,7 @@ def test_a_model_is_measured_once_for_each_version(processes, tmp_path, monkeypa
     file.write_text("damaged")
     assert measure.measured(BEST, model(bundled_model_path())) == config
     assert len(processes) == 2 and json.loads(file.read_text())
-    monkeypatch.setattr(measure, "BEST_VERSION", BEST_VERSION + 1)
+    monkeypatch.setattr(measure, "FACTORS_VERSION", FACTORS_VERSION + 1)
     measure.measured(BEST, model(bundled_model_path()))
     assert len(processes) == 3
 

@@ -17,7 +17,7 @@ from h2okv.cache.rope import options_of_rotation
 from h2okv.cache.slot_state import is_cast, ordinary_tensors
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
-from h2okv.ops.attention import expected_attention, sampled_queries
+from h2okv.ops.attention import expected_attention
 from h2okv.ops.choice import choose, protected_entries
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import BlockView, Sees
@@ -330,19 +330,16 @@ class CacheLayer(BaseLayer):
 
     def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
         """Re-evaluate a block's queries behind its end; fp32 ``[B, H, N]`` (`BlockView`)."""
-        query, keys, position_ids = block.query, entries.attended_key, block.position_ids
+        query, keys, real = block.query, entries.attended_key, block.real
         is_entry, rotations = entries.is_entry, self.rotations
-        real = sampled = sampled_queries(block.real, block.length)
-        if isinstance(sampled, slice):
-            query, real = query[:, :, sampled], None
-            position_ids = None if position_ids is None else position_ids[:, :, sampled]
         if rotations.rolling is not None:
             limit = keys.shape[2] if self.spans is not None else self._rank_limit(block.length)
             num_ranks = limit + AHEAD
             query = rotations.rolled_behind(query, keys, is_entry, num_ranks, AHEAD)
         elif rotations.text is not None:
-            assert position_ids is not None
-            query = rotations.moved_behind(query, real, position_ids[:, 0, :, 0], AHEAD)
+            assert block.position_ids is not None
+            position_ids = block.position_ids[:, 0, :, 0]
+            query = rotations.moved_behind(query, real, position_ids, AHEAD)
         options = block.scale, block.softcap, self.sink_logits
         return expected_attention(query, keys, is_entry, real, *options)
 

@@ -24,6 +24,7 @@ from h2okv.config import (
     BEST,
     BEST_HEAVY_FRACTION,
     BEST_VERSION,
+    FACTORS_VERSION,
     MEASURED,
     CacheConfig,
 )
@@ -255,9 +256,11 @@ def _measure(
 
 def _store(config: PreTrainedConfig, weights: Weights, shares: Shares) -> tuple[Shares, str]:
     """Return the shares that later uses will find, and a phrase that says where they are."""
-    content = {"version": BEST_VERSION, "weights": dict(weights.prints), **asdict(shares)}
+    content = {"version": FACTORS_VERSION, "weights": dict(weights.prints), **asdict(shares)}
     try:
-        path = _folder() / f"{config.model_type}-{digest(f'{weights.digest} {BEST_VERSION}')}.json"
+        path = (
+            _folder() / f"{config.model_type}-{digest(f'{weights.digest} {FACTORS_VERSION}')}.json"
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         if (stored := _find(config, weights)) is not None:
             return stored, "another process has stored its result"
@@ -283,7 +286,7 @@ def _find(config: PreTrainedConfig, weights: Weights) -> Shares | None:
 def _checked(content: Any, config: PreTrainedConfig, weights: Weights) -> Shares | None:
     """Return shares from a file's content; ``None`` if they are of other weights, or damaged."""
     with suppress(ValueError, KeyError, TypeError, IndexError, AttributeError):
-        if content["version"] != BEST_VERSION or not weights.match(content["weights"]):
+        if content["version"] != FACTORS_VERSION or not weights.match(content["weights"]):
             return None
         shares = Shares.from_dict(content)
         for measured, by_head in ((shares.by_layer, False), (shares.by_head, True)):

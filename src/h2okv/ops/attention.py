@@ -385,29 +385,6 @@ def _unseen(rows: int, start: int, stop: int, window: int | None, device: torch.
 _kept_unseen = functools.lru_cache(maxsize=8)(_unseen)  # most tiles on the diagonal are alike
 
 
-_QUERIES, _LARGEST_STRIDE = 256, 4
-
-
-def sampled_queries(real: Tensor | None, length: int) -> Tensor | slice:
-    """Choose the queries of a block by which expected attention judges: every n-th, the last too.
-
-    n grows by one with each 256 tokens of the block, up to 4 (docs/results/quality.md).
-
-    Args:
-        real: bool ``[B, T]``, queries that are no padding; ``None`` if all are.
-        length: T.
-
-    Returns:
-        The columns, or bool ``[B, T]`` if there is padding, which does not count.
-    """
-    if real is None:
-        stride = min(_LARGEST_STRIDE, max(1, -(-length // _QUERIES)))
-        return slice((length - 1) % stride, None, stride)
-    count = real.sum(dim=1, keepdim=True)
-    stride = (count + _QUERIES - 1).div(_QUERIES, rounding_mode="floor").clamp(1, _LARGEST_STRIDE)
-    return real & ((count - real.cumsum(dim=1)) % stride == 0)
-
-
 # Numbers of a tile of expected attention: on a CPU 2 MiB in fp32, which its cache holds.
 _TILE_ELEMENTS, _TILE_ELEMENTS_GPU = 1 << 19, 1 << 26
 

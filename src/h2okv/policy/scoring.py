@@ -50,9 +50,9 @@ class BlockView:
     module: Any
     """The attention module of the model, with its projections."""
     attend_from_behind: Callable[[], Tensor]
-    """Re-evaluates the queries behind the block's end, each seeing all entries; every second to
-    fourth of more than 256. Returns fp32 ``[B, H, N]``: for each entry the L2 norm of its
-    probabilities over these queries and the heads of the KV head's group."""
+    """Re-evaluates the queries behind the block's end, each seeing all entries. Returns fp32
+    ``[B, H, N]``: for each entry the L2 norm of its probabilities over tokens and the heads of the
+    KV head's group."""
     sink_logits: Tensor | None = None
     """``[HQ]``, one more logit in each head's normaliser; ``None`` if the model has none."""
 

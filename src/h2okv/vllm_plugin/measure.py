@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from h2okv.config import BEST_VERSION, MEASURED, CacheConfig
+from h2okv.config import FACTORS_VERSION, MEASURED, CacheConfig
 from h2okv.integration.factors import Shares
 from h2okv.integration.layer_budgets import (
     even_budgets,
@@ -38,7 +38,7 @@ def measured(cache: CacheConfig, model: Any) -> CacheConfig:
         return cache
     source, dtype = str(model.model), str(model.dtype).removeprefix("torch.")
     state = _state_of_weights(Path(source)) or getattr(model.hf_config, "_commit_hash", None)
-    setting = f"{source} {state} {BEST_VERSION}"
+    setting = f"{source} {state} {FACTORS_VERSION}"
     file = cache_folder("layer-budgets") / f"vllm-{digest(setting)}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged
         stored = parse_json(file.read_text(encoding="utf-8"))

@@ -53,7 +53,7 @@ def test_summaries_have_a_row_for_each_cache(h2okv_command, model_folder, articl
     assert done.out.startswith("| cache | rouge1 | rouge2 | rougeL | samples |\n")
     rows = table(tmp_path / "s.csv")
     assert [(row["policy"], row["budget"], row["samples"]) for row in rows] == [
-        ("best-v4", "8", "4"), ("best-v4", "50%", "4"), ("full", "full", "4"),
+        ("best-v5", "8", "4"), ("best-v5", "50%", "4"), ("full", "full", "4"),
     ]  # fmt: skip
     assert {row["model"] for row in rows} == {str(model_folder)}
     assert all(row["revision"] and row["torch"] and row["transformers"] for row in rows)
