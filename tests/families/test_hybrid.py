@@ -137,8 +137,8 @@ def test_requests_share_rows_and_give_what_generate_gives(model_type, tokenizer)
         assert answers(llm.generate(prompts, list(map(greedy, NEWS)))) == expected
         engine, cache = llm.engine, cache_of(model.config, **BUDGET)
         # As many rows as ran together, which a busy machine decides.
-        rows, rest = divmod(engine.runner.pool.nbytes, engine.memory.sequence)
-        assert rest == 0 and 1 <= rows <= 3
+        rows, remainder = divmod(engine.runner.pool.nbytes, engine.memory.sequence)
+        assert remainder == 0 and 1 <= rows <= 3
         params = h2okv.SamplingParams(max_tokens=5, n=3, seed=1)
         sampled = llm.generate([prompts[0]], params)[0].completions
         assert len({tuple(completion.token_ids) for completion in sampled}) > 1
