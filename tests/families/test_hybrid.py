@@ -133,12 +133,13 @@ def test_requests_share_rows_and_give_what_generate_gives(model_type, tokenizer)
     model, prompts = model_of(model_type), prompts_of(LENGTHS)
     expected = [alone(model, p, new) for p, new in zip(prompts, NEWS, strict=True)]
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
-    with h2okv.LLM(model, tokenizer, max_num_seqs=3, max_prefill_tokens=16, **BUDGET) as llm:
+    options = {"max_num_seqs": 3, "max_prefill_tokens": 16, **BUDGET}
+    # Else the time that a prompt takes decides whether three requests ever run together.
+    options["max_prefill_time_fraction"] = 0.999
+    with h2okv.LLM(model, tokenizer, **options) as llm:
         assert answers(llm.generate(prompts, list(map(greedy, NEWS)))) == expected
         engine, cache = llm.engine, cache_of(model.config, **BUDGET)
-        # As many rows as ran together, which a busy machine decides.
-        rows, remainder = divmod(engine.runner.pool.nbytes, engine.memory.sequence)
-        assert remainder == 0 and 1 <= rows <= 3
+        assert engine.runner.pool.nbytes == 3 * engine.memory.sequence
         params = h2okv.SamplingParams(max_tokens=5, n=3, seed=1)
         sampled = llm.generate([prompts[0]], params)[0].completions
         assert len({tuple(completion.token_ids) for completion in sampled}) > 1

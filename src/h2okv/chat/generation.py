@@ -162,7 +162,7 @@ class GenerationRun(StoppingCriteria):
             if isinstance(cache, H2OCache):
                 cache.expect(length)  # fractions refer to the whole prompt, not to its blocks
                 stack.callback(cache.expect, None)
-                # A full cache may be read in any blocks, of which Ctrl-C ends one soon.
+                # A full cache takes any blocks; short ones let Ctrl-C stop soon.
                 usual = _CHUNK if cache.cache_config.is_full and continues_prompts(cache) else None
                 chunk = None if self._inputs else cache.read_chunk or usual
                 before = 0 if chunk is None else (length - 1) // chunk * chunk

@@ -1,3 +1,4 @@
+import copy
 import json
 import math
 
@@ -15,6 +16,13 @@ CONFIGS = [
     CacheConfig.from_budget(12, policy="snapkv", kv_bits=8),
 ]
 MESSAGES = {"messages": [{"role": "user", "content": "What did Holmes see in the street?"}]}
+
+
+@pytest.fixture(scope="module")
+def subject(subject):
+    """Return the bundled model in float64: products of another shape flip no code of an entry."""
+    model = copy.deepcopy(subject.model).double()
+    return ModelUnderTest(lambda: model, subject.config, subject.tokenizer, subject.name, 2048)
 
 
 def compared(subject, sources, configs=CONFIGS, **reading):
@@ -49,14 +57,12 @@ def check(subject, config, result, prompt, following, protocol, compared=0):
     full, log_probs = full[-compared:], log_probs[-compared:]
     target = torch.tensor(following[1:]).unsqueeze(1)[-compared:]
     kl = (full.exp() * (full - log_probs)).sum(-1).mean()
-    # Products of another shape round differently, and a code of a packed entry may flip.
-    scale = 100 if config.kv_bits else 1
-    assert kl > 1e-4 and result["kl"] == pytest.approx(kl.item(), abs=scale * 1e-5)
+    assert kl > 1e-4 and result["kl"] == pytest.approx(kl.item(), abs=1e-5)
     agreement = (full.argmax(-1) == log_probs.argmax(-1)).double().mean()
     assert result["agreement"] == pytest.approx(agreement.item())
     for name, rows in (("nll", log_probs), ("full_nll", full)):
         loss = -rows.gather(1, target).mean().item()
-        assert result[name] == pytest.approx(loss, abs=scale * 1e-4)
+        assert result[name] == pytest.approx(loss, abs=1e-4)
     assert (result["tokens"], result["bytes"]) == (compared or len(following) - 1, nbytes)
 
 
