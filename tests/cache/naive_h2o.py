@@ -166,11 +166,11 @@ class NaiveH2O:
             again[group, token] = _softmax(keys, rotated_query, sinks[group])
         waits = every > 1 and (start + length) % every != 0
         if options["scoring"] == "expected" and every > 1:
-            sequence.queries.setdefault((layer, head), []).extend(query)
+            sequence.queries.setdefault((layer, head), []).extend(_means(query))
             if not waits:
                 span = sequence.queries.pop((layer, head))
                 last = len(keys) - 1 if rolls else start + length - 1
-                self._score_span(entries, keys, span, last, sinks)
+                self._score_span(entries, keys, span, last, _means(sinks))
         else:
             self._score(entries, probabilities, again, length)
         if options["policy"] == "snapkv" and not cached:
@@ -328,6 +328,13 @@ class NaiveH2O:
         """Return the score of each entry, by position."""
         newest = sequence.num_seen - 1
         return {e.position: self.score(e, newest) for e in sequence.entries[layer][head]}
+
+
+def _means(vectors):
+    """Average at most four query heads at a time, of ``[T, G, D]`` or of their sinks ``[G]``."""
+    axis = vectors.ndim // 2
+    sets = np.array_split(vectors, math.ceil(vectors.shape[axis] / 4), axis)
+    return np.stack([heads.mean(axis) for heads in sets], axis)
 
 
 def _softmax(keys, query, sink):

@@ -32,6 +32,7 @@ from h2okv.cache.spans import Spans
 from h2okv.cache_spec import parse
 from h2okv.config import BEST, MEASURED, Budget, CacheConfig, resolve_policy
 from h2okv.console import warn
+from h2okv.ops.attention import num_means
 from h2okv.policy import Rule, Sees, get_rule
 from h2okv.records import check_arguments, short_repr
 
@@ -533,8 +534,9 @@ class H2OCache(Cache):
         layer = self._scored[0]
         if layer.spans is None or self.rule.observes is not Sees.QUERIES:
             return 0
-        num_heads = self.config.get_text_config(decoder=True).num_attention_heads
-        size = num_heads * head_size * dtype.itemsize
+        num_heads = support.num_kv_heads(self.config)
+        groups = self.config.get_text_config(decoder=True).num_attention_heads // num_heads
+        size = num_heads * num_means(groups) * head_size * dtype.itemsize
         return int(layer.spans.length * (size + 8))
 
     @property

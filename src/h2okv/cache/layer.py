@@ -17,7 +17,7 @@ from h2okv.cache.rope import options_of_rotation
 from h2okv.cache.slot_state import is_cast, ordinary_tensors
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
-from h2okv.ops.attention import expected_attention
+from h2okv.ops.attention import expected_attention, mean_queries
 from h2okv.ops.choice import choose, protected_entries
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import BlockView, Sees
@@ -331,7 +331,9 @@ class CacheLayer(BaseLayer):
     def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
         """Re-evaluate a block's queries behind its end; fp32 ``[B, H, N]`` (`BlockView`)."""
         query, keys, real = block.query, entries.attended_key, block.real
-        is_entry, rotations = entries.is_entry, self.rotations
+        is_entry, rotations, sinks = entries.is_entry, self.rotations, self.sink_logits
+        if sinks is not None and self.spans is not None:  # which stores means of heads
+            sinks = mean_queries(sinks.unsqueeze(0), keys.shape[1]).squeeze(0)
         if rotations.rolling is not None:
             limit = keys.shape[2] if self.spans is not None else self._rank_limit(block.length)
             num_ranks = limit + AHEAD
@@ -340,7 +342,7 @@ class CacheLayer(BaseLayer):
             assert block.position_ids is not None
             position_ids = block.position_ids[:, 0, :, 0]
             query = rotations.moved_behind(query, real, position_ids, AHEAD)
-        options = block.scale, block.softcap, self.sink_logits
+        options = block.scale, block.softcap, sinks
         return expected_attention(query, keys, is_entry, real, *options)
 
     @abstractmethod

@@ -12,6 +12,7 @@ from torch import Tensor
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
+from h2okv.ops.attention import mean_queries
 
 
 def to_device(numbers: Sequence[Any], state: SlotState) -> Tensor:
@@ -56,7 +57,7 @@ class Spans:
 
     def add_queries(self, state: SlotState, block: Block) -> None:
         """Note a block's queries, of a span the newest, before its tokens are counted; mutates."""
-        query = block.query
+        query = mean_queries(block.query, block.key.shape[1])
         batch, heads, length, size = query.shape
         if state.queries is None:
             with ordinary_tensors():

@@ -385,6 +385,44 @@ def _unseen(rows: int, start: int, stop: int, window: int | None, device: torch.
 _kept_unseen = functools.lru_cache(maxsize=8)(_unseen)  # most tiles on the diagonal are alike
 
 
+# Query heads of a KV head that are stored as one until a cut; docs/results/quality.md has what
+# others cost.
+_HEADS_OF_MEAN = 4
+
+
+def num_means(groups: int) -> int:
+    """Return the means that G query heads of a KV head have, each of at most four."""
+    return -(-groups // _HEADS_OF_MEAN)
+
+
+def mean_queries(states: Tensor, num_kv_heads: int) -> Tensor:
+    """Average the query heads of each KV head, a few at a time.
+
+    Args:
+        states: queries ``[B, HQ, T, D]``, or anything else of each query head, ``[B, HQ, ...]``.
+        num_kv_heads: number H of KV heads.
+
+    Returns:
+        ``[B, H * num_means(HQ / H), ...]`` in the same dtype; computed in fp32 or wider.
+    """
+    groups = states.shape[1] // num_kv_heads
+    if groups == 1:
+        return states
+    count = num_means(groups)
+    wide = torch.promote_types(states.dtype, torch.float32)
+    if states.shape[2:-1] == (1,) and groups % count == 0:  # a single token: one operation
+        means = states.unflatten(1, (-1, groups // count)).mean(dim=2, dtype=wide)
+        return means.to(states.dtype)
+    sets = states.unflatten(1, (num_kv_heads, groups)).tensor_split(count, dim=2)
+    means = states.new_empty(*sets[0].shape[:2], count, *states.shape[2:], dtype=wide)
+    for number, heads in enumerate(sets):
+        mean = means[:, :, number].copy_(heads[:, :, 0])
+        for head in heads.unbind(dim=2)[1:]:  # three times as fast as `Tensor.mean`
+            mean += head
+        mean /= heads.shape[2]
+    return means.flatten(1, 2).to(states.dtype)
+
+
 # Numbers of a tile of expected attention: on a CPU 2 MiB in fp32, which its cache holds.
 _TILE_ELEMENTS, _TILE_ELEMENTS_GPU = 1 << 19, 1 << 26
 

@@ -31,7 +31,8 @@ class BlockView:
     """
 
     query: Tensor
-    """``[B, HQ, T, D]``, rotated as the model does."""
+    """``[B, HQ, T, D]``, rotated as the model does; with ``evict_every`` means of up to four of a
+    KV head's query heads."""
     key: Tensor
     """``[B, H, N, D]``, likewise."""
     value: Tensor
@@ -51,8 +52,8 @@ class BlockView:
     """The attention module of the model, with its projections."""
     attend_from_behind: Callable[[], Tensor]
     """Re-evaluates the queries behind the block's end, each seeing all entries. Returns fp32
-    ``[B, H, N]``: for each entry the L2 norm of its probabilities over tokens and the heads of the
-    KV head's group."""
+    ``[B, H, N]``: for each entry the L2 norm of its probabilities over tokens and the KV head's
+    query heads, or their means."""
     sink_logits: Tensor | None = None
     """``[HQ]``, one more logit in each head's normaliser; ``None`` if the model has none."""
 

@@ -17,6 +17,7 @@ from h2okv.cache.slot_state import SlotState, empty_value
 from h2okv.cache.slots import SlotPlan
 from h2okv.cache.spans import Spans
 from h2okv.config import Budget, CacheConfig
+from h2okv.ops.attention import mean_queries
 from h2okv.ops.compaction import NO_HEAD
 from h2okv.ops.indexed import Indexed
 from h2okv.ops.rope import Layout
@@ -103,7 +104,9 @@ class StateLayer(SlotLayer):
         for name in ("keys", "values"):
             spec[name] = ((*slots, shape.size), shape.dtype)
         if self.spans is not None and self.scores_spans:
-            spec["queries"] = ((shape.num_heads, self.spans.length, shape.size), shape.dtype)
+            query = torch.empty(1, shape.num_heads, 1, 1, device="meta")
+            means = mean_queries(query, shape.num_kv_heads).shape[1]
+            spec["queries"] = ((means, self.spans.length, shape.size), shape.dtype)
         return spec
 
     def bind(self, blocks: Mapping[str, Tensor]) -> None:
@@ -300,7 +303,7 @@ class _BlockSpans(Spans):
         if not isinstance(state.keys, Indexed):
             super().add_queries(state, block)
             return
-        query = block.query.squeeze(2)
+        query = mean_queries(block.query, block.key.shape[1]).squeeze(2)
         columns = state.num_real_tokens % self.length
         assert state.queries is not None
         state.queries[state.keys.block_index, :, columns] = query
