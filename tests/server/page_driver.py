@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-_FILE = Path(__file__).parents[1] / "analysis" / "viewer" / "conftest.py"
+_FILE = Path(__file__).parents[1] / "lab" / "analysis" / "viewer" / "conftest.py"
 _SPEC = importlib.util.spec_from_file_location("viewer_browser", _FILE)
 _VIEWER = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(_VIEWER)

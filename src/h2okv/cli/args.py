@@ -49,7 +49,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 @functools.cache
 def helps() -> dict[str, str]:
-    """Return the texts of the wings' help.md by command."""
+    """Return the texts of both packages' help.md by command."""
     pages = (files(package).joinpath("help.md") for package in HELP_PACKAGES)
     sections: list[str] = []
     for page in pages:
