@@ -111,7 +111,7 @@ def rows_for(
 def report(path: Path, rows: list[dict[str, Any]]) -> None:
     """Show rows, and add them to a CSV file; an older file gets new columns, empty."""
     show(rows)
-    before = read_csv(path, text=FIELDS) if path.exists() else []  # "504e778" is no number
+    before = read_csv(path, text=FIELDS) if path.exists() else []  # "504e778" is not a number
     path.parent.mkdir(parents=True, exist_ok=True)
     write_csv(path, [*before, *rows], FIELDS)
 
