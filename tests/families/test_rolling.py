@@ -74,6 +74,8 @@ def test_dropping_gives_what_masking_gives(variant):
         mask[0, :7] = 0
     results = []
     for masks in (False, True):
+        # Beyond 16 entries longrope rotates by its long factors: slots by K + evict_every, the mask
+        # by what it has read.
         cache = cache_of(model.config, 4, 4, positions="rolling", evict_every=8, masks=masks)
         logits = []
         with h2okv.enable(model):
