@@ -22,6 +22,7 @@ OPTIONS = {
 """The options of a text, in the order in which they are printed, and the fields they set."""
 
 _ZERO_IS_NONE = ("every", "bits", "max")
+_PROMPT = "prompt"  # every=prompt+64: after a prompt, then every 64 tokens
 _TEXTS = ("scoring", "positions", "layers")
 _ELSEWHERE = {
     "policy": "the text begins with it, as in h2o:512",
@@ -64,6 +65,30 @@ def amount_text(amount: int | float) -> str:
     texts = (f"{100 * amount:.{digits}g}%" for digits in range(1, 18))
     plain = (text for text in texts if "e" not in text and parse_amount(text) == amount)
     return next(plain, repr(amount))
+
+
+def parse_cuts(text: str, where: str) -> dict[str, Any]:
+    """Parse where entries are evicted, such as ``prompt+64``, into fields.
+
+    Args:
+        text: the text.
+        where: what an error says that it is in.
+
+    Raises:
+        ValueError: if it is another text.
+    """
+    before, plus, every = map(str.strip, text.partition("+"))
+    if before.lower() == _PROMPT and plus and every.isdecimal():
+        return {"evict_every": int(every), "whole_prompts": True}
+    raise ValueError(
+        f"{where}: must be tokens, such as 64, or prompt+64 for an eviction after each prompt and"
+        f" then every 64 tokens, got {short_repr(text)}."
+    )
+
+
+def cuts_text(every: int | None, whole_prompts: bool) -> str:
+    """Write where entries are evicted so that `parse` returns the same."""
+    return f"{_PROMPT}+{every}" if whole_prompts else str(every or 0)
 
 
 def is_budget(text: str) -> bool:
@@ -137,6 +162,8 @@ def _parse_option(name: str, value: str, where: str) -> dict[str, Any]:
         return {field: scoring.strip(), "decay": float(factor)}
     if name in _TEXTS:
         return {field: value}
+    if name == "every" and value.lower().startswith(_PROMPT):
+        return parse_cuts(value, where)
     with suppress(ValueError):
         number = int(value)
         return {field: None if number == 0 and name in _ZERO_IS_NONE else number}

@@ -37,7 +37,7 @@ BEST = "best"
 BEST_VERSION = 5  # of these options and of what they do
 FACTORS_VERSION = 4  # of how factors are measured
 _VERSIONED = re.compile(rf"{BEST}-v(\d+)")  # as results name it
-_BEST_SINK, _BEST_SCORING = 4, "expected"
+_BEST_SINK, _BEST_SCORING, _SPAN_OF_BEST = 4, "expected", 64
 BEST_HEAVY_FRACTION = 0.85
 _BUDGET = 0.2  # without a budget, heavy and recent
 
@@ -206,6 +206,9 @@ def divided(values: Mapping[str, Any]) -> dict[str, Any]:
                 f" v{BEST_VERSION} here; give {BEST!r}, or install that version."
             )
         options["policy"] = BEST
+    every = options.get("evict_every")
+    if isinstance(every, str) and every != _OF_POLICY:
+        options |= cache_spec.parse_cuts(every, f"evict_every={every!r}")
     if isinstance(options.get("layer_budgets"), str):
         options["layer_budgets"] = _read_factors(options["layer_budgets"])
     budget = options.pop("budget", None)
@@ -391,7 +394,8 @@ class CacheConfig:
             ``K + evict_every`` entries are cached, and which ones depends on the text alone, not on
             the forwards that brought it. A longer input is read in blocks that end there, so that
             a prompt takes no more memory than these. 1 is Algorithm 1 of the paper. ``None``: evict
-            once after each block; a prompt is one.
+            once after each block (a prompt is one), then after each token. ``"prompt+64"`` sets
+            ``whole_prompts`` too. Default ``None``, or ``"prompt+64"`` with ``policy="best"``.
         kv_bits: 8 or 4 bits for each number of keys and values, by groups of up to 64 with a scale
             and a low each; 6: keys in 8 bits and values in 4; ``None``: the model's dtype. What a
             block reads of itself is in full precision; it is rounded once, when it becomes an
@@ -408,6 +412,8 @@ class CacheConfig:
             the others. ``"auto"``: measured on the model, once, and kept in the user's cache
             folder. A text also names a file of factors. Default ``"auto"`` with ``policy="best"``,
             else ``None``.
+        whole_prompts: evict once after each block whatever its length, and count ``evict_every``
+            from there: a prompt is judged as a whole, and what the model writes in spans.
         measured: version of the measurement that ``layer_budgets`` are from; ``None`` for factors
             of the user's. Set by what measures them.
 
@@ -423,7 +429,7 @@ class CacheConfig:
     scoring: str = None  # type: ignore[assignment]
     decay: float | None = None
     positions: Positions = "original"
-    evict_every: int | None = field(default=None, metadata=LATER)
+    evict_every: int | None = field(default=_OF_POLICY, metadata=LATER)  # type: ignore[assignment]
     kv_bits: int | None = None
     max_tokens: int | None = None
     min_tokens: int = field(default=None, metadata=LATER)  # type: ignore[assignment]
@@ -432,6 +438,7 @@ class CacheConfig:
         default=_OF_POLICY, metadata=LATER
     )
     measured: int | None = field(default=None, metadata=LATER)
+    whole_prompts: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str):
@@ -454,6 +461,7 @@ class CacheConfig:
         else:
             factors = checked_factors(factors)
         object.__setattr__(self, "layer_budgets", factors)
+        is_best = self.policy == BEST
         resolved = resolve_policy(self.policy, self.sink, self.scoring)
         for name, value in zip(("policy", "sink", "scoring"), resolved, strict=True):
             object.__setattr__(self, name, value)
@@ -462,10 +470,27 @@ class CacheConfig:
                 f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
             )
         check_bits(self.kv_bits)
-        if self.evict_every is not None:
-            check_tokens("evict_every", self.evict_every, 1)
+        self._set_cuts(is_best)
         if not self.is_full:
             _ = self.budget
+
+    def _set_cuts(self, is_best: bool) -> None:
+        """Check where entries are evicted; by default where the policy says."""
+        every, is_whole = self.evict_every, self.whole_prompts
+        if every == _OF_POLICY:
+            # Rolling entries and a span must fit into a window that is not known here.
+            scores_spans = is_best and self.scoring == _BEST_SCORING and self.positions != "rolling"
+            every, is_whole = (_SPAN_OF_BEST, True) if scores_spans else (None, False)
+        if every is not None:
+            check_tokens("evict_every", every, 1)
+        elif is_whole:
+            raise ValueError(
+                "whole_prompts must have an evict_every, got None; give such as evict_every=64."
+            )
+        if is_whole and (every == 1 or self.is_full):  # evicting after each token, or never
+            every, is_whole = None, False
+        object.__setattr__(self, "evict_every", every)
+        object.__setattr__(self, "whole_prompts", is_whole)
 
     @classmethod
     def from_budget(cls, budget: int | float | None, **options: Any) -> CacheConfig:
@@ -510,7 +535,7 @@ class CacheConfig:
         Raises:
             ValueError: if a name is unknown, or a value is invalid.
         """
-        values = {"min_tokens": 0} | dict(values)  # files of earlier versions lack it
+        values = {"min_tokens": 0, "evict_every": None} | dict(values)  # if files lack them
         if values.get(_FORMER, 0) is None:  # and have this one
             del values[_FORMER]
         return cls(**values)
@@ -530,6 +555,8 @@ class CacheConfig:
             unset |= {n: None for n in names if getattr(self, n) == getattr(usual, n)}
             if self.layer_budgets is None:
                 unset["layer_budgets"] = _OF_POLICY
+            if self.evict_every is None:
+                unset["evict_every"] = _OF_POLICY
         elif "budget" in options:  # the policy divides it
             options["policy"] = BEST if self.is_best else self.policy
         return replace(self, **(unset | divided(options)))
@@ -581,8 +608,33 @@ class CacheConfig:
         return {n: v for n, v in self.to_dict().items() if n not in later or v}
 
     def with_cuts(self, length: int | None) -> CacheConfig:
-        """Return the config with `evict_every`, unless it has one."""
-        return self if self.evict_every is not None else replace(self, evict_every=length)
+        """Return the config with `evict_every`, unless it has one that is not the policy's."""
+        if not self.has_usual_cuts:
+            return self
+        return replace(self, evict_every=length, whole_prompts=False)
+
+    @property
+    def has_usual_cuts(self) -> bool:
+        """Whether entries are evicted where the policy says by default."""
+        return self.evict_every is None or self._cuts == self._usual_cuts
+
+    @property
+    def _cuts(self) -> str:
+        return cache_spec.cuts_text(self.evict_every, self.whole_prompts)
+
+    @property
+    def _usual_cuts(self) -> str:
+        return CacheConfig(self._base, positions=self.positions)._cuts
+
+    @property
+    def span(self) -> int:
+        """Tokens between two evictions while decoding."""
+        return self.evict_every or 1
+
+    @property
+    def chunk(self) -> int | None:
+        """Tokens of a prompt between two evictions; ``None`` where a block is evicted from once."""
+        return None if self.whole_prompts else self.evict_every
 
     @property
     def is_full(self) -> bool:
@@ -731,6 +783,9 @@ class CacheConfig:
         usual = CacheConfig(self._base, self.heavy, self.recent)
         names = cache_spec.OPTIONS.items()
         options = {n: getattr(self, f) for n, f in names if getattr(self, f) != getattr(usual, f)}
+        options.pop("every", None)
+        if self._cuts != self._usual_cuts:
+            options["every"] = self._cuts
         if self.decay is not None:
             options["scoring"] = f"{self.scoring}:{self.decay!r}"
         if self.policy != "random":

@@ -37,6 +37,7 @@ class Sequence:
         self.num_seen = 0
         self.prompt_length = None
         self.queries = {}  # of a span that has not ended, by layer and head
+        self.span_starts = {}  # tokens before the first span, likewise
 
     def fork(self):
         return copy.deepcopy(self)
@@ -118,7 +119,9 @@ class NaiveH2O:
     def _blocks(self, seen, length):
         """Return the pairs of numbers of tokens into which a block is cut."""
         every = self.options["evict_every"]
-        cuts = range(every - seen % every, length, every) if every else ()
+        cuts = ()
+        if every and not self.options["whole_prompts"]:
+            cuts = range(every - seen % every, length, every)
         edges = [0, *cuts, length]
         return list(itertools.pairwise(edges))
 
@@ -139,7 +142,8 @@ class NaiveH2O:
         # A text's first token comes as a block; a single one behind it is an entry at once.
         is_step = length == 1 and bool(cached)
         every = self.options["evict_every"] or 1
-        rounds_first = is_step or every > 1
+        is_whole = self.options["whole_prompts"] and not is_step
+        rounds_first = is_step or (every > 1 and not is_whole)
         if bits and rounds_first:
             for entry in added:
                 self._round(entry, layer, head)
@@ -164,8 +168,15 @@ class NaiveH2O:
             last = len(entries) - 1 if rolls else start + length - 1
             rotated_query = self._rotated(query[token, group], last + AHEAD)
             again[group, token] = _softmax(keys, rotated_query, sinks[group])
-        waits = every > 1 and (start + length) % every != 0
-        if options["scoring"] == "expected" and every > 1:
+        first = sequence.span_starts.get((layer, head), 0)
+        waits = not is_whole and every > 1 and (start + length - first) % every != 0
+        if is_whole:
+            sequence.span_starts[layer, head] = start + length
+            if span := sequence.queries.pop((layer, head), None):
+                before = keys[: len(cached)]
+                last = len(cached) - 1 if rolls else start - 1
+                self._score_span(cached, before, span, last, _means(sinks))
+        if options["scoring"] == "expected" and every > 1 and not is_whole:
             sequence.queries.setdefault((layer, head), []).extend(_means(query))
             if not waits:
                 span = sequence.queries.pop((layer, head))

@@ -22,7 +22,7 @@ from h2okv.integration.key_transforms import transforms_of_model
 HEADS = 4
 DEFAULTS = {
     "heavy": 6, "recent": 4, "sink": 0, "policy": "h2o", "scoring": "sum", "decay": None,
-    "positions": "original", "evict_every": None, "min_tokens": 0,
+    "positions": "original", "evict_every": None, "whole_prompts": False, "min_tokens": 0,
     "kv_bits": None, "layer_budgets": None, "masks": False, "pins": (),
 }  # fmt: skip
 WITHOUT_SCORES = ("recent", "sink_recent", "strided", "fixed", "keydiff", "snapkv")
@@ -39,7 +39,7 @@ CHOICES = {
         ("value_norm", 0.9), ("expected", None),
     ],
     "positions": ["rolling"],
-    "evict_every": [1, 2, 5, 6, 16],
+    "evict_every": [1, 2, 5, 6, 16, "prompt+2", "prompt+5"],
     "min_tokens": [3],
     "kv_bits": [8, 6, 4],
     "from_config": [True],
@@ -66,6 +66,9 @@ def compatible(drawn, kv_heads):
         options["positions"] = "original"
     if policy == "snapkv":
         options["evict_every"] = None
+    if isinstance(options["evict_every"], str):
+        options["evict_every"] = int(options["evict_every"].removeprefix("prompt+"))
+        options["whole_prompts"] = True
     # Of a second layer's keys rounding would decide more codes than could be compared.
     layers = 1 if options["kv_bits"] else 2
     may_have_none = options["recent"] == 0 or "min_tokens" in drawn  # which raises no part of 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -31,6 +31,11 @@ class Block(NamedTuple):
     def length(self) -> int:
         """T, padding included."""
         return self.query.shape[2]
+
+    @property
+    def is_span(self) -> bool:
+        """Whether these are the queries of a span that was read before, and nothing else."""
+        return self.key is self.query
 
     def counts(self) -> Tensor | int:
         """Return the real tokens of each sequence, int64 ``[B]``, or T for all."""
@@ -89,6 +94,12 @@ class Block(NamedTuple):
             yield self._take((sequences, index), padding, block_reach, late, counted)
             starts, ends = stops, [end + chunk for end in ends]
 
+    def of_others(self, is_left_out: Sequence[bool]) -> Block:
+        """Return the block with padding in place of the sequences that are left out."""
+        others = ~torch.tensor(is_left_out, device=self.query.device).unsqueeze(1)
+        real = others.expand(-1, self.length) if self.real is None else self.real & others
+        return self._replace(real=real)
+
     def columns(self, start: int, stop: int) -> Block:
         """Return the tokens of some columns as a block."""
         real = None if self.real is None else self.real[:, start:stop]
@@ -146,6 +157,13 @@ class BlockEntries:
     attended_key: Tensor  # [B, H, N, D], as the block attends to them: rotated, or rounded
     attended_value: Tensor  # [B, H, N, Dv], likewise
     is_entry: Tensor | None = None  # bool [B, H, N]; None if all are
+
+    def before_block(self) -> BlockEntries:
+        """Return the entries that were cached before the block."""
+        names = ("key", "value", "scores", "positions", "attended_key", "attended_value")
+        before = {name: getattr(self, name)[:, :, : self.past] for name in names}
+        is_entry = None if self.is_entry is None else self.is_entry[..., : self.past]
+        return replace(self, **before, is_entry=is_entry)
 
     def of_sequences(self, indices: Tensor) -> BlockEntries:
         """Return the entries of sequences, int64 ``[B']``."""

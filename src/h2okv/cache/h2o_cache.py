@@ -29,7 +29,7 @@ from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.spans import Spans
-from h2okv.cache_spec import parse
+from h2okv.cache_spec import cuts_text, parse
 from h2okv.config import BEST, MEASURED, Budget, CacheConfig, resolve_policy
 from h2okv.console import warn
 from h2okv.ops.attention import num_means
@@ -102,7 +102,9 @@ class H2OCache(Cache):
         self.config = config
         support.check_model(config)
         window = support.context_window(config)
-        self.position_rule = PositionRule(cache.positions, self.evict_every, window)
+        self.position_rule = PositionRule(
+            cache.positions, self.evict_every, window, cache.whole_prompts
+        )
         support.check_positions(config, cache.positions, self.rule)
         support.check_rule(self.rule, self.position_rule)
         # transformers' own cache knows each layer's kind, in every version of transformers.
@@ -114,14 +116,14 @@ class H2OCache(Cache):
         alike = self.rule, self.position_rule, cache.kv_bits
         # A rule that looks at each query or block by itself is cut into blocks, and no more.
         has_spans = (self.evict_every or 1) > 1 and self.rule.scores_spans
-        spans = Spans(self.evict_every or 1) if has_spans else None
+        spans = Spans(self.evict_every or 1, cache.whole_prompts) if has_spans else None
         for number, index in enumerate(full_layers):
             budget, head_budgets = cache.layer_budget(number), cache.head_budgets(number)
             layers[index] = self.layer_class(index, budget, *alike, head_budgets, spans)
             layers[index].latent = support.latent_sizes(config)
             layers[index].key_transform = transforms.get(index)
             # Also where nothing is evicted; at every token (1) blocks are as long as one.
-            layers[index].rounds_blocks = (cache.evict_every or 1) > 1
+            layers[index].rounds_blocks = (cache.chunk or 1) > 1
         self._scored = [layer for layer in layers if isinstance(layer, BaseLayer)]
         support.check_layers(config, layers, len(self._scored), self.position_rule)
         self._last_updated: BaseLayer | None = None
@@ -188,7 +190,7 @@ class H2OCache(Cache):
             kind = "by head" if cache.is_by_head else "by layer" if cache.layer_budgets else "even"
             options += f", budgets {kind}"
         if self.evict_every is not None:
-            options += f", evict_every={self.evict_every}"
+            options += f", evict_every={cuts_text(self.evict_every, cache.whole_prompts)}"
         if self.kv_bits is not None:
             options += f", kv_bits={self.kv_bits}"
         return f"H2OCache({options}, layers={len(self.layers)})"
@@ -323,8 +325,8 @@ class H2OCache(Cache):
 
     @property
     def read_chunk(self) -> int | None:
-        """Tokens of a prompt that a forward may bring: `evict_every`, or ``None`` for all."""
-        return self.cache_config.evict_every if continues_prompts(self) else None
+        """Tokens of a prompt that a forward may bring; ``None`` for all."""
+        return self.cache_config.chunk if continues_prompts(self) else None
 
     def _check_goes_on(self, length: int) -> None:
         """Refuse to go on after half a forward; warn of fractions of a first part alone."""

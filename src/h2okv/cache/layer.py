@@ -15,6 +15,7 @@ from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.explanation import Explanation, standing
 from h2okv.cache.rope import options_of_rotation
 from h2okv.cache.slot_state import is_cast, ordinary_tensors
+from h2okv.cache.spans import to_device
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
 from h2okv.ops.attention import expected_attention, mean_queries
@@ -118,7 +119,7 @@ class CacheLayer(BaseLayer):
         return self._split_prompt(block)
 
     def _split_prompt(self, block: Block) -> Iterable[Block] | None:
-        chunk = self.position_rule.evict_every
+        chunk = self.position_rule.chunk
         phases = self.spans.phases(self.state) if self.spans and block.length > 1 else []
         if chunk is None or block.length + max(phases, default=0) <= chunk:
             return None
@@ -271,26 +272,38 @@ class CacheLayer(BaseLayer):
     def _score(self, block: Block, entries: BlockEntries, sums: Tensor, output: Tensor) -> Tensor:
         """Return the scores after the block, fp32 ``[B, H, N]``, and count its tokens."""
         rule, count = self.rule, block.counts()
+        is_whole = [] if self.spans is None else self.spans.whole_blocks(self, block)
         if self.scores_spans:
             assert self.spans is not None
-            return self.spans.score_block(self, block, entries, output)
+            if not any(is_whole):
+                return self.spans.score_block(self, block, entries, output)
+            entries.scores = self.spans.score_begun(self, entries, is_whole)
         by_keys = rule.observes is Sees.KEYS and (block.length > 1 or self.spans is not None)
         if block.length > 1 and not rule.is_plain_sum:
             added = rule.score_block(self.view(block, entries, sums))
             if rule.observes is Sees.QUERIES and not isinstance(count, int):
                 # A sequence's only token adds its probabilities, with or without padding.
                 added = torch.where((count > 1).view(-1, 1, 1), added, sums)
+            if self.scores_spans and not all(is_whole):  # the others' at the end of their spans
+                added = added * to_device(is_whole, self.state).view(-1, 1, 1)
             sums = added.to(sums.dtype)
         if self.checks_numbers:
             # The last query sees every key.
             self.forward.check_later(self.layer_idx, output[:, :, -1] if by_keys else sums)
         if by_keys:
             sums = torch.zeros_like(sums)
+        if self.scores_spans and not all(is_whole):
+            self.spans.add_queries(self.state, block.of_others(is_whole))
         self.count(block)
+        if self.spans is not None:
+            self.spans.start_after(self.state, is_whole)
         scores = entries.scores
         if not self.prompt.is_partial:
             scores = self._decayed(scores, count)
-        return scores + sums.to(torch.float32)
+        entries.scores = scores + sums.to(torch.float32)
+        if self.scores_spans and not all(is_whole):
+            return self.spans.score(self, entries, is_whole)
+        return entries.scores
 
     def _lengths(self, block: Block) -> tuple[int, ...] | None:
         """Return the real tokens of a block's sequences; ``None`` if only the device knows."""
@@ -301,6 +314,14 @@ class CacheLayer(BaseLayer):
         if block.counted is not None or (block.length == 1 and self.holds_entries):
             return block.counted
         return self.forward.counts(block.real)
+
+    def real_lengths(self, block: Block) -> tuple[int, ...]:
+        """Return the real tokens of a block's sequences; may wait for the device."""
+        counts = self._lengths(block)
+        if counts is None:
+            assert block.real is not None
+            counts = tuple(block.real.sum(dim=1).tolist())
+        return counts
 
     def count(self, block: Block) -> None:
         """Count a block's tokens; mutates the layer."""
@@ -332,10 +353,10 @@ class CacheLayer(BaseLayer):
         """Re-evaluate a block's queries behind its end; fp32 ``[B, H, N]`` (`BlockView`)."""
         query, keys, real = block.query, entries.attended_key, block.real
         is_entry, rotations, sinks = entries.is_entry, self.rotations, self.sink_logits
-        if sinks is not None and self.spans is not None:  # which stores means of heads
+        if sinks is not None and block.is_span:  # of which means of heads are stored
             sinks = mean_queries(sinks.unsqueeze(0), keys.shape[1]).squeeze(0)
         if rotations.rolling is not None:
-            limit = keys.shape[2] if self.spans is not None else self._rank_limit(block.length)
+            limit = keys.shape[2] if block.is_span else self._rank_limit(block.length)
             num_ranks = limit + AHEAD
             query = rotations.rolled_behind(query, keys, is_entry, num_ranks, AHEAD)
         elif rotations.text is not None:

@@ -196,10 +196,15 @@ class PositionRule:
     positions: Positions = "original"
     evict_every: int | None = None
     window: int | None = None  # positions that the model was trained on, if its config says so
+    whole_prompts: bool = False  # whether a block is evicted from once, whatever its length
 
     def __post_init__(self) -> None:
         if self.evict_every is not None:
             check_tokens("evict_every", self.evict_every, 1)
+
+    @property
+    def chunk(self) -> int | None:  # tokens of a block between two evictions
+        return None if self.whole_prompts else self.evict_every
 
     @property
     def rolls(self) -> bool:  # entries sit at their ranks

@@ -23,7 +23,7 @@ Attended = tuple[Tensor, Tensor]
 
 def shares_prompt(config: CacheConfig) -> bool:
     """Return whether a full cache's attention over the prompt is also this cache's."""
-    return config.positions == "original" and config.evict_every is None
+    return config.positions == "original" and config.chunk is None
 
 
 class _Attention:

@@ -116,7 +116,7 @@ class SlotLayer(CacheLayer):
         return attend(*arguments, **options)
 
     def _needs_sums(self, block: Block) -> bool:
-        if self.scores_spans:
+        if self.scores_spans and self.spans and not any(self.spans.whole_blocks(self, block)):
             return False
         if block.length == 1:
             return True

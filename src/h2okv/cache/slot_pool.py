@@ -82,10 +82,10 @@ class SlotBookkeeping:
         return round((self._sharing_heads or 1) * (self.capacity + self.span))
 
     def admit(
-        self, budget: TokenBudget, totals: list[int], counts: list[int], num_seen: int
+        self, budget: TokenBudget, totals: list[int], counts: list[int], phase: int
     ) -> None:
         """Note a sequence with its entries; both lists are by head."""
-        self._phases.append(num_seen % self.span)
+        self._phases.append(phase % self.span)
         assert sum(totals) + len(totals) <= self.num_slots, "the engine refuses larger ones"
         self.budgets.append(budget)
         self._totals.append(totals)
@@ -183,6 +183,7 @@ class SlotPool:
             span = self.slot_layers[index].slots.span
             self._books[index] = SlotBookkeeping(largest[index], sharing_heads, span)
         self._num_seen: list[int] = []
+        self._span_starts: list[int] = []  # tokens before each sequence's first span
         self._states = []
         # Slots within each sequence's budget, bool [B, H, S], for layers of one kind.
         self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
@@ -256,8 +257,9 @@ class SlotPool:
             totals = state.total[index, :, 0].tolist()
             (positions,) = state.by_head("positions")
             counts = (positions[index, : len(totals)] >= 0).sum(dim=-1).tolist()
-            seen = int(layer.state.num_real_tokens[index])
-            books.admit(state.budgets[index], totals, counts, seen)
+            seen = layer.state.lengths()[index]
+            start = layer.state.span_starts[index] if layer.state.span_starts else 0
+            books.admit(state.budgets[index], totals, counts, seen - start)
         for pool_layer, (layer, index), state in zip(
             self.slot_layers, layers, self._states, strict=True
         ):
@@ -270,6 +272,7 @@ class SlotPool:
             total = self._books[kind].budgets[row].total
             mask[row] = torch.arange(mask.shape[2], device=mask.device) <= total
         self._num_seen.append(seen)
+        self._span_starts.append(start)
         self._show()
         return row
 
@@ -300,8 +303,9 @@ class SlotPool:
                 tensor[index].copy_(tensor[last])
         for books in self._books.values():
             books.release(index)
-        self._num_seen[index] = self._num_seen[last]
-        self._num_seen.pop()
+        for numbers in (self._num_seen, self._span_starts):
+            numbers[index] = numbers[last]
+            numbers.pop()
         self._show()
         return None if index == last else last
 
@@ -392,6 +396,7 @@ class SlotPool:
             layer.state = state.map(lambda tensor: tensor[:used])
             layer.state.budgets = list(books.budgets)
             layer.state.known_lengths = tuple(self._num_seen)
+            layer.state.span_starts = tuple(self._span_starts) if layer.spans else None
             books.set_flags(layer)
             if not books.fills_all_slots:
                 layer.state.slot_mask = self._masks[layer.device, layer.num_kv_heads, kind][:used]

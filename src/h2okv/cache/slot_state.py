@@ -210,6 +210,8 @@ class SlotState(Slots):
     known_totals: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
     # Tokens of each sequence when its span was last scored; None: look at `query_positions`.
     scored_lengths: tuple[int, ...] | None = field(default=None, kw_only=True)
+    # Tokens of each sequence before its first span; None: spans begin with the text.
+    span_starts: tuple[int, ...] | None = field(default=None, kw_only=True)
 
     @classmethod
     def empty(cls, key: Tensor, value: Tensor, storage: KVStorage) -> SlotState:
@@ -242,6 +244,11 @@ class SlotState(Slots):
         if self.known_lengths is None:
             self.known_lengths = tuple(self.num_real_tokens.tolist())
         return self.known_lengths
+
+    def phases(self, span: int) -> list[int]:
+        """Return the tokens of its span that each sequence has read, 0 to ``span - 1``."""
+        lengths, starts = self.lengths(), self.span_starts or (0,) * self.batch_size
+        return [(length - start) % span for length, start in zip(lengths, starts, strict=True)]
 
     def totals(self) -> tuple[tuple[int, ...], ...]:
         """Return K of each sequence, or of each of its heads; may wait for the device."""
@@ -382,7 +389,7 @@ class SlotState(Slots):
         if self.budgets:
             order = indices.tolist()
             selected.budgets = [self.budgets[index] for index in order]
-            for name in ("known_lengths", "known_totals", "scored_lengths"):
+            for name in _OF_HOST:
                 counts = getattr(self, name)
                 setattr(selected, name, counts and tuple(counts[index] for index in order))
         return selected
@@ -390,7 +397,7 @@ class SlotState(Slots):
     def like(self, num_sequences: int, num_slots: int) -> SlotState:
         """Empty slots of the same kind, for other numbers of sequences and slots; no slot mask."""
         empty = copy.copy(self)
-        empty.slot_mask = None
+        empty.slot_mask = empty.span_starts = None
         with ordinary_tensors():
             for name, tensor in empty.tensors().items():
                 shape = [num_sequences, *tensor.shape[1:]]
@@ -428,7 +435,7 @@ class SlotState(Slots):
         """Put another's sequences behind these, tensor by tensor; uses up the other."""
         num_slots = max(self.num_slots, other.num_slots)
         counts = {}
-        for name in ("known_lengths", "known_totals", "scored_lengths"):
+        for name in _OF_HOST:
             mine, others = getattr(self, name), getattr(other, name)
             counts[name] = mine + others if mine and others else None
         for state in (self, other):
@@ -457,6 +464,10 @@ class SlotState(Slots):
             target[:, num_held:] = empty_value(name, num_slots)
             if name == "ranks":
                 target.masked_fill_(self.positions[row] < 0, num_slots - 1)
+
+
+# What the host knows of each sequence.
+_OF_HOST = ("known_lengths", "known_totals", "scored_lengths", "span_starts")
 
 
 def empty_value(name: str, num_slots: int) -> int:

@@ -165,8 +165,8 @@ class SlotPlan:
         if self.cut_late or self.rule.sees is Sees.WINDOW:
             return [heads[:, 0].tolist() for heads in state.counts()]
         counts = []
-        for length, totals in zip(state.lengths(), state.totals(), strict=True):
-            after_cut = length % self.span
+        sequences = zip(state.lengths(), state.phases(self.span), state.totals(), strict=True)
+        for length, after_cut, totals in sequences:
             bounds = totals if self.rule.evicts else [length]
             counts.append([min(length - after_cut, bound) + after_cut for bound in bounds])
         return counts
@@ -243,7 +243,7 @@ class SlotPlan:
 
     def count_to_cut(self, state: SlotState) -> None:
         """Count the steps until a sequence's span ends; mutates the plan."""
-        self.steps_to_cut = self.span - max(length % self.span for length in state.lengths())
+        self.steps_to_cut = self.span - max(state.phases(self.span))
 
     def compact(self, state: SlotState, scores: Tensor, indices: Tensor, is_kept: Tensor) -> None:
         """Move kept entries to the first slots of their heads, in place; mutates the state.

@@ -22,17 +22,20 @@ def to_device(numbers: Sequence[Any], state: SlotState) -> Tensor:
 
 @dataclass(frozen=True)
 class Spans:
-    """What changes where a layer evicts every c real tokens of a sequence, counted from its first.
+    """What changes where a layer evicts every c real tokens of a sequence.
 
-    A span is the c tokens between two evictions. Until it ends, all its tokens stay, so that what
-    is kept depends on the text and not on how blocks and steps cut it.
+    A span is the c tokens between two evictions, of which all stay until it ends. Spans are counted
+    from a sequence's first token, so that what is kept depends on the text and not on how blocks
+    and steps cut it; or, with `whole_prompts`, from the end of its last block, after which the
+    layer evicts too.
     """
 
     length: int  # c, at least 2; a span of one token is an ordinary step
+    whole_prompts: bool = False
 
     def phases(self, state: SlotState) -> list[int]:
         """Return the tokens of its span that each sequence has read, 0 to c - 1."""
-        return [length % self.length for length in state.lengths()]
+        return state.phases(self.length)
 
     def ended(self, state: SlotState, is_late: Tensor | None = None) -> list[bool]:
         """Tell of each sequence whether its span has just ended.
@@ -52,6 +55,29 @@ class Spans:
         if not any(ended):
             return counts
         return torch.where(to_device(ended, state).view(-1, 1, 1), state.total, counts)
+
+    def whole_blocks(self, layer: Any, block: Block) -> list[bool]:
+        """Tell of each sequence whether a block is a prompt or turn of it, evicted from once.
+
+        A single token behind others is a step, whatever the batch brings beside it.
+        """
+        if not self.whole_prompts or (block.length == 1 and self._continues(layer)):
+            return [False] * layer.batch_size
+        if not self._continues(layer):
+            return [True] * layer.batch_size
+        return [count > 1 for count in layer.real_lengths(block)]
+
+    @staticmethod
+    def _continues(layer: Any) -> bool:
+        """Tell whether a layer has read a prompt to its end."""
+        return bool(layer.holds_entries and not layer.prompt.was_partial)
+
+    def start_after(self, state: SlotState, is_whole: Sequence[bool]) -> None:
+        """Begin the spans of sequences behind what they have read; mutates the state."""
+        if any(is_whole):
+            lengths = state.lengths()
+            starts = zip(lengths, state.span_starts or lengths, is_whole, strict=True)
+            state.span_starts = tuple(new if whole else old for new, old, whole in starts)
 
     # --- queries, for rules that score a span at its end ------------------------------------------
 
@@ -98,21 +124,23 @@ class Spans:
         state.query_positions[index[0], index[2]] = position_ids
 
     def take_queries(
-        self, state: SlotState, is_late: Tensor | None = None
+        self, state: SlotState, ended: list[bool], is_short: bool, is_late: bool
     ) -> tuple[Tensor | None, Block | None]:
         """Return the sequences, int64 ``[B']``, whose span has ended, and its queries as a block.
+
+        `is_short` says that a span may have less than c tokens, `is_late` that it had more.
 
         ``None`` for all sequences. Queries count once: a sequence that gets padding then has none
         left. Mutates the state.
         """
         assert state.queries is not None
         assert state.query_positions is not None
-        ended, lengths, scored = self.ended(state, is_late), state.lengths(), state.scored_lengths
+        lengths, scored = state.lengths(), state.scored_lengths
         is_new: list[bool] = []
         if scored is not None:
             is_new = [length != other for length, other in zip(lengths, scored, strict=True)]
         elif any(ended):  # of a file, for example
-            is_new = (state.query_positions[:, -1] >= 0).tolist()
+            is_new = (state.query_positions >= 0).any(dim=1).tolist()
         rows = [row for row, is_over in enumerate(ended) if is_over and is_new[row]]
         if not rows:
             return None, None
@@ -123,11 +151,11 @@ class Spans:
         state.query_positions[index] = -1
         assert state.scaling is not None
         placed, real = position_ids[:, None, :, None], None
-        if scored is None or is_late is not None:
+        if scored is None or is_short:
             real = position_ids >= 0
-            real = None if bool(real.all()) else real  # a span after a late cut is shorter
+            real = None if bool(real.all()) else real
         state.scored_lengths = None
-        if is_late is None and (are_all or scored is not None):
+        if not is_late and (are_all or scored is not None):
             before = scored or lengths
             state.scored_lengths = tuple(
                 length if row in rows else before[row] for row, length in enumerate(lengths)
@@ -146,9 +174,34 @@ class Spans:
         layer.count(block)
         return self.score(layer, entries)
 
-    def score(self, layer: Any, entries: BlockEntries) -> Tensor:
-        """Return entries' scores ``[B, H, N]``, with those of the spans that have just ended."""
-        sequences, span = self.take_queries(layer.state, layer.is_late)
+    def score(
+        self, layer: Any, entries: BlockEntries, is_scored: Sequence[bool] | None = None
+    ) -> Tensor:
+        """Return entries' scores ``[B, H, N]``, with those of the spans that have just ended.
+
+        But for sequences that `is_scored` marks.
+        """
+        ended = self.ended(layer.state, layer.is_late)
+        if is_scored is not None:
+            ended = [over and not done for over, done in zip(ended, is_scored, strict=True)]
+        return self._score_queries(layer, entries, ended)
+
+    def score_begun(self, layer: Any, entries: BlockEntries, is_whole: Sequence[bool]) -> Tensor:
+        """Return the scores ``[B, H, N]`` with those of spans that whole blocks end early."""
+        phases = self.phases(layer.state)
+        begun = [whole and phase > 0 for whole, phase in zip(is_whole, phases, strict=True)]
+        if layer.state.queries is None or not any(begun):
+            return entries.scores
+        past = entries.before_block()
+        scores = entries.scores.clone()
+        scores[..., : entries.past] = self._score_queries(layer, past, begun, True)
+        return scores
+
+    def _score_queries(
+        self, layer: Any, entries: BlockEntries, has_ended: list[bool], is_short: bool = False
+    ) -> Tensor:
+        is_late = layer.is_late is not None  # the span after it is shorter
+        sequences, span = self.take_queries(layer.state, has_ended, is_short or is_late, is_late)
         if span is None:
             return entries.scores
         ended = replace(entries) if sequences is None else entries.of_sequences(sequences)

@@ -201,7 +201,7 @@ def check_mask(layer: Any, attention_mask: Tensor) -> None:
 
 def check_window(layer: Any, length: int) -> None:
     """Refuses a block whose ranks would go past the positions that the model was trained on."""
-    window, chunk = layer.position_rule.window, layer.position_rule.evict_every
+    window, chunk = layer.position_rule.window, layer.position_rule.chunk
     if window is None:
         return
     budget = max(tokens.total for tokens in layer.state.budgets)
@@ -237,7 +237,8 @@ def check_integrity(layer: Any) -> None:
     expected = newest + 1
     if layer.rule.evicts:
         # Tokens of a span that has not ended are all there.
-        phase = 0 if layer.spans is None else (newest + 1) % layer.spans.length
+        phases = [0] if layer.spans is None else layer.spans.phases(state)
+        phase = torch.tensor(phases, device=state.device).view(-1, 1, 1)
         expected = torch.minimum(expected - phase, state.total) + phase
     ordered = positions.sort(dim=-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)

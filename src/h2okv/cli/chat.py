@@ -128,7 +128,7 @@ def plan_cache(
         # In a small window shorter spans leave the room to the text.
         evict_every = SPAN if fits else max(1, min(entries // 4, (window or 0) - entries))
     cache = replace(cache, evict_every=evict_every or None)
-    if reason := cache.past_window(entries, cache.evict_every or 1, window):
+    if reason := cache.past_window(entries, cache.span, window):
         raise ValueError(reason)
     args.check_cache(config, cache)
     if not continues_prompts(h2okv.H2OCache.from_config(config, cache.before_measuring)):

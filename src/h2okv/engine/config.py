@@ -96,7 +96,7 @@ class EngineConfig:
     def caches_prefixes(self) -> bool:
         """Whether states are kept: they must depend on the text alone."""
         cache = self.cache
-        is_exact = cache.evict_every is not None and not cache.is_full
+        is_exact = cache.chunk is not None and not cache.is_full
         return self.prefix_cache != 0 and is_exact and not cache.budget.is_relative
 
     @classmethod

@@ -142,7 +142,7 @@ class Engine:
         chunk_tokens = self.runner.chunk_tokens(config.max_prefill_tokens)
         self.prefix_cache: PrefixCache | None = None
         if self.config.caches_prefixes:
-            span = self.config.cache.evict_every or 1
+            span = self.config.cache.span
             identity = self._state_identity()
             self.prefix_cache = PrefixCache(span, share.states, identity, self._load_state)
         if self._folder is not None:

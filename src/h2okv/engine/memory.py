@@ -225,7 +225,7 @@ class MemoryModel:
         ``budgets`` has the maximum number of entries of a sequence in each layer. A prompt with
         images is read in one forward, of which the image's tower is left out here.
         """
-        chunk = None if reads_images else self.cache.evict_every
+        chunk = None if reads_images else self.cache.position_rule.chunk
         num_entries = max_prompt if chunk is None else max(budgets) + min(chunk, max_prompt)
         # The next chunk is appended to the entries, and one layer is copied meanwhile.
         held_bytes = self.sequence_bytes(num_entries, 0) + 3 * self.layer_bytes(num_entries)

@@ -112,8 +112,9 @@ class ModelRunner:
         cache = self._make_cache(None)
         if not continues_prompts(cache):
             return UNLIMITED
-        if cache.evict_every is not None:
-            return max(limit // cache.evict_every, 1) * cache.evict_every
+        chunk = cache.position_rule.chunk
+        if chunk is not None:
+            return max(limit // chunk, 1) * chunk
         return limit if slot_pool.can_split_blocks(cache) else UNLIMITED
 
     def execute(self, step: ScheduledStep) -> StepOutput:
@@ -200,7 +201,7 @@ class ModelRunner:
         cache = self._prefilled
         assert cache is not None
         before = slot_pool.num_entries(cache)
-        if cache.evict_every is None and slot_pool.can_split_blocks(cache):
+        if cache.position_rule.chunk is None and slot_pool.can_split_blocks(cache):
             slot_pool.expect_partial_block(cache, not chunk.is_last)
         lengths = [len(each.tokens) for each in chunks]
         ids, mask = left_padded([each.tokens for each in chunks])

@@ -90,7 +90,7 @@ def in_tokens(config: EngineConfig, model: str) -> tuple[EngineConfig, str | Non
     A state serves prompts of any length, so its budget cannot be a fraction of one of them.
     """
     cache = config.cache
-    if cache.evict_every is None or config.prefix_cache == 0 or not cache.budget.is_relative:
+    if cache.chunk is None or config.prefix_cache == 0 or not cache.budget.is_relative:
         return config, None
     described = describe(model)
     kind = described.config.get_text_config(decoder=True).model_type
@@ -269,7 +269,7 @@ def plan_serving(
         weights=weights,
         num_seqs=share.num_seqs,
         entries=max(budgets),
-        span=cache_config.evict_every or 1,
+        span=cache_config.span,
         sequence=memory.sequence,
         temporaries=memory.prefill + share.num_seqs * memory.step,
         prefix_cache=share.states,

@@ -90,7 +90,7 @@ class StateLayer(SlotLayer):
     def _slots_of(self, config: CacheConfig, rank: int) -> int:
         """Return the slots of a row on a rank: of one head, or of all heads that share it."""
         budgets = self.shape.head_budgets(config, rank) or (self.budget,)
-        allocate, span = self.rule.allocate_budget, config.evict_every or 1
+        allocate, span = self.rule.allocate_budget, config.span
         return sum(allocate(budget.resolve(0)).total + span for budget in budgets)
 
     @property
