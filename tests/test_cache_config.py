@@ -26,14 +26,22 @@ def test_every_field_reaches_the_cache_and_the_text(make_llama):
         "policy": "h2o", "heavy": 7, "recent": 6, "sink": 1, "scoring": "decay", "decay": 0.9,
         "positions": "rolling", "evict_every": 7, "kv_bits": 8,
         "max_tokens": 20, "min_tokens": 2, "seed": 0, "layer_budgets": None,
-        "measured": None,
+        "measured": None, "whole_prompts": True,
     }  # fmt: skip
     assert set(values) == {field.name for field in fields(CacheConfig)}
     config = CacheConfig(**values)
     assert H2OCache(make_llama().config, **values).cache_config == config
-    text = "h2o:7+6,sink=1,scoring=decay:0.9,positions=rolling,every=7,bits=8,min=2,max=20"
+    text = "h2o:7+6,sink=1,scoring=decay:0.9,positions=rolling,every=prompt+7,bits=8,min=2,max=20"
     assert config.spec == config.label == text and CacheConfig.from_spec(text) == config
-    assert {"policy", "heavy", "recent", "decay", "measured", *OPTIONS.values()} == set(values)
+    assert {
+        "policy",
+        "heavy",
+        "recent",
+        "decay",
+        "measured",
+        "whole_prompts",
+        *OPTIONS.values(),
+    } == set(values)
 
 
 def test_records_of_earlier_versions_stay_the_same():

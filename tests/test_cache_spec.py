@@ -30,6 +30,10 @@ TEXTS = {
     "h2o,layers=[[0.5,1.5],[1,1]]": CacheConfig(layer_budgets=((0.5, 1.5), (1, 1))),
     "my.rules:Mine:10%": CacheConfig("my.rules:Mine", budget=0.1),
     "every=8": CacheConfig(evict_every=8),
+    "every=prompt+8": CacheConfig(evict_every="prompt+8"),
+    "best:20%,every=prompt+64": CacheConfig("best", budget=0.2),
+    "best:20%,every=0": CacheConfig("best", budget=0.2, evict_every=None),
+    "best:20%,positions=rolling": CacheConfig("best", 0.17, 0.03, positions="rolling"),
 }
 
 

@@ -395,7 +395,8 @@ class CacheConfig:
             the forwards that brought it. A longer input is read in blocks that end there, so that
             a prompt takes no more memory than these. 1 is Algorithm 1 of the paper. ``None``: evict
             once after each block (a prompt is one), then after each token. ``"prompt+64"`` sets
-            ``whole_prompts`` too. Default ``None``, or ``"prompt+64"`` with ``policy="best"``.
+            ``whole_prompts`` too. Default ``None``, or ``"prompt+64"`` with
+            ``scoring="expected"``, which judges a single token badly.
         kv_bits: 8 or 4 bits for each number of keys and values, by groups of up to 64 with a scale
             and a low each; 6: keys in 8 bits and values in 4; ``None``: the model's dtype. What a
             block reads of itself is in full precision; it is rounded once, when it becomes an
@@ -461,7 +462,6 @@ class CacheConfig:
         else:
             factors = checked_factors(factors)
         object.__setattr__(self, "layer_budgets", factors)
-        is_best = self.policy == BEST
         resolved = resolve_policy(self.policy, self.sink, self.scoring)
         for name, value in zip(("policy", "sink", "scoring"), resolved, strict=True):
             object.__setattr__(self, name, value)
@@ -470,16 +470,16 @@ class CacheConfig:
                 f"positions={self.positions!r} is unknown; choose one of {', '.join(POSITIONS)}."
             )
         check_bits(self.kv_bits)
-        self._set_cuts(is_best)
+        self._set_cuts()
         if not self.is_full:
             _ = self.budget
 
-    def _set_cuts(self, is_best: bool) -> None:
-        """Check where entries are evicted; by default where the policy says."""
+    def _set_cuts(self) -> None:
+        """Check where entries are evicted; by default where the scoring asks for it."""
         every, is_whole = self.evict_every, self.whole_prompts
         if every == _OF_POLICY:
             # Rolling entries and a span must fit into a window that is not known here.
-            scores_spans = is_best and self.scoring == _BEST_SCORING and self.positions != "rolling"
+            scores_spans = self.scoring == _BEST_SCORING and self.positions != "rolling"
             every, is_whole = (_SPAN_OF_BEST, True) if scores_spans else (None, False)
         if every is not None:
             check_tokens("evict_every", every, 1)
@@ -608,23 +608,25 @@ class CacheConfig:
         return {n: v for n, v in self.to_dict().items() if n not in later or v}
 
     def with_cuts(self, length: int | None) -> CacheConfig:
-        """Return the config with `evict_every`, unless it has one that is not the policy's."""
+        """Return the config with `evict_every`, unless it has one that is not the default."""
         if not self.has_usual_cuts:
             return self
         return replace(self, evict_every=length, whole_prompts=False)
 
     @property
     def has_usual_cuts(self) -> bool:
-        """Whether entries are evicted where the policy says by default."""
-        return self.evict_every is None or self._cuts == self._usual_cuts
+        """Whether entries are evicted where the scoring asks for it by default."""
+        return self.evict_every is None or self.cuts == self.usual_cuts
 
     @property
-    def _cuts(self) -> str:
+    def cuts(self) -> str:
+        """The text of `evict_every`: ``0``, ``64`` or ``prompt+64``."""
         return cache_spec.cuts_text(self.evict_every, self.whole_prompts)
 
     @property
-    def _usual_cuts(self) -> str:
-        return CacheConfig(self._base, positions=self.positions)._cuts
+    def usual_cuts(self) -> str:
+        """The `cuts` that the scoring asks for by default."""
+        return CacheConfig(scoring=self.scoring, positions=self.positions).cuts
 
     @property
     def span(self) -> int:
@@ -784,8 +786,8 @@ class CacheConfig:
         names = cache_spec.OPTIONS.items()
         options = {n: getattr(self, f) for n, f in names if getattr(self, f) != getattr(usual, f)}
         options.pop("every", None)
-        if self._cuts != self._usual_cuts:
-            options["every"] = self._cuts
+        if self.cuts != self.usual_cuts:
+            options["every"] = self.cuts
         if self.decay is not None:
             options["scoring"] = f"{self.scoring}:{self.decay!r}"
         if self.policy != "random":

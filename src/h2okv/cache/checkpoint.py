@@ -82,6 +82,7 @@ def _layer_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return tensors, {
             "budgets": [astuple(budget) for budget in layer.state.budgets],
             **({} if scaling is None else {"scaling": scaling}),
+            **({"span_starts": starts} if (starts := layer.state.span_starts) else {}),
             "counts_padding": layer.counts_padding,
             "weights": layer.weights(),
             # What packed entries do not tell.
@@ -302,6 +303,8 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
         raise ValueError(f"the tensors of layer {layer.layer_idx} do not fit each other")
     expected.set_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
     expected.budgets = [TokenBudget(*amounts) for amounts in values["budgets"]]
+    if starts := values.get("span_starts"):
+        expected.span_starts = tuple(starts)
     check_loaded(layer, expected, seen)
     slot_layer: Any = layer
     needs_queries = slot_layer.scores_spans and any(slot_layer.spans.phases(expected))

@@ -29,7 +29,7 @@ from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotBytes, ordinary_tensors, slots_for
 from h2okv.cache.spans import Spans
-from h2okv.cache_spec import cuts_text, parse
+from h2okv.cache_spec import parse
 from h2okv.config import BEST, MEASURED, Budget, CacheConfig, resolve_policy
 from h2okv.console import warn
 from h2okv.ops.attention import num_means
@@ -189,8 +189,9 @@ class H2OCache(Cache):
         if not cache.is_full and (self._is_best or cache.layer_budgets is not None):
             kind = "by head" if cache.is_by_head else "by layer" if cache.layer_budgets else "even"
             options += f", budgets {kind}"
-        if self.evict_every is not None:
-            options += f", evict_every={cuts_text(self.evict_every, cache.whole_prompts)}"
+        if not cache.is_full and cache.cuts != cache.usual_cuts:
+            cuts = cache.cuts if cache.whole_prompts else cache.evict_every
+            options += f", evict_every={cuts!r}"
         if self.kv_bits is not None:
             options += f", kv_bits={self.kv_bits}"
         return f"H2OCache({options}, layers={len(self.layers)})"

@@ -81,9 +81,7 @@ class SlotBookkeeping:
         """Slots of the largest sequence's row."""
         return round((self._sharing_heads or 1) * (self.capacity + self.span))
 
-    def admit(
-        self, budget: TokenBudget, totals: list[int], counts: list[int], phase: int
-    ) -> None:
+    def admit(self, budget: TokenBudget, totals: list[int], counts: list[int], phase: int) -> None:
         """Note a sequence with its entries; both lists are by head."""
         self._phases.append(phase % self.span)
         assert sum(totals) + len(totals) <= self.num_slots, "the engine refuses larger ones"

@@ -175,11 +175,13 @@ class Choice(NamedTuple):
     cache: CacheConfig
     named: frozenset[str]
 
-    def apart(self, name: str) -> tuple[CacheConfig, Any]:
-        """Return the cache without a field, and its value: ``None`` if unsaid, 0 for none."""
-        value = getattr(self.cache, name) or 0
-        unset = getattr(CacheConfig(), name)
-        return replace(self.cache, **{name: unset}), value if name in self.named else None
+    def apart_from_cuts(self) -> tuple[CacheConfig, int | str | None]:
+        """Return the cache without ``evict_every``, and that: ``None`` if unsaid, 0 for none."""
+        cuts: int | str = self.cache.evict_every or 0
+        if self.cache.whole_prompts:
+            cuts = cache_spec.cuts_text(self.cache.span, True)
+        cache = replace(self.cache, evict_every=None, whole_prompts=False)
+        return cache, cuts if "evict_every" in self.named else None
 
 
 def choose_caches(

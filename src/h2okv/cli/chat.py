@@ -63,7 +63,7 @@ def chat(
     load: Path | None = option(None, "Continue a saved chat.", read=saved_chat),
 ) -> int:
     check_pinnable(pin)
-    cache, evict_every = choice.apart("evict_every")
+    cache, evict_every = choice.apart_from_cuts()
     positions = cache.positions if "positions" in choice.named else "auto"
     cache = replace(cache, positions="original")
     if load is not None and system:
@@ -105,7 +105,10 @@ def chat(
 
 
 def plan_cache(
-    config: PreTrainedConfig, cache: CacheConfig, positions: Any, evict_every: int | None = None
+    config: PreTrainedConfig,
+    cache: CacheConfig,
+    positions: Any,
+    evict_every: int | str | None = None,
 ) -> tuple[CacheConfig, str | None]:
     """Return the cache with positions and blocks set, and a note if positions stay original.
 

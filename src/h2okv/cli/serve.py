@@ -54,7 +54,7 @@ def serve(
     from h2okv.engine.config import EngineConfig
     from h2okv.server import config
 
-    cache, evict_every = choice.apart("evict_every")
+    cache, evict_every = choice.apart_from_cuts()
     args.check_copies("replicas", replicas, ray, model.device_name)
     if prefix_cache_folder is not None and ray:
         raise ValueError(

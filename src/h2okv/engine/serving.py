@@ -52,13 +52,15 @@ def prompt_limits(config: EngineConfig, described: Described) -> PromptLimits:
     return PromptLimits(described.vocab_size, max_context, longest)
 
 
-def with_states(config: EngineConfig, evict_every: int | None) -> tuple[EngineConfig, str | None]:
+def with_states(
+    config: EngineConfig, evict_every: int | str | None
+) -> tuple[EngineConfig, str | None]:
     """Return a config whose prompts share states, or a note that they do not.
 
     Args:
         config: Without `CacheConfig.evict_every`.
         evict_every: Tokens between two evictions; ``None`` for `SPAN`, where the policy allows it;
-            0 for an eviction after each block, which leaves no states.
+            0 for an eviction after each block, and such as ``"prompt+64"``, leave no states.
 
     Raises:
         ValueError: If the user asked for states that there cannot be.
@@ -66,22 +68,24 @@ def with_states(config: EngineConfig, evict_every: int | None) -> tuple[EngineCo
     cache, reason = config.cache, None
     if cache.is_full:  # which the engine refuses
         return config, None
-    if evict_every == 0:
-        reason = "--cache every=0"
+    if evict_every == 0 or isinstance(evict_every, str):
+        reason = f"--cache every={evict_every}"
+        cache = replace(cache, evict_every=evict_every or None)
     elif evict_every is None and config.prefix_cache == 0:
         reason = "--prefix-cache 0"
+        cache = replace(cache, evict_every=CacheConfig.evict_every)
     elif evict_every is None and not can_score_spans(cache):
         reason = f"--policy {cache.policy}, which depends on where a prompt is cut"
     if reason is None:
-        config = replace(config, cache=replace(cache, evict_every=evict_every or SPAN))
+        cache = replace(cache, evict_every=evict_every or SPAN)
         if config.prefix_cache != 0:
-            return config, None
+            return replace(config, cache=cache), None
         reason = "--prefix-cache 0"
     for option in ("prefix_cache", "prefix_cache_folder"):
         if getattr(config, option):
             flag = f"--{option.replace('_', '-')}"
             raise ValueError(f"{flag} has no effect with {reason}; leave one of them out.")
-    return config, f"prefix cache: off with {reason}"
+    return replace(config, cache=cache), f"prefix cache: off with {reason}"
 
 
 def in_tokens(config: EngineConfig, model: str) -> tuple[EngineConfig, str | None]:

@@ -48,6 +48,12 @@ def parse(additional_config: Any) -> CacheConfig | None:
             " every request a block of one size before it knows any prompt; give a number of"
             f" tokens: {EXAMPLE}."
         )
+    config = config.with_cuts(None) if config.whole_prompts else config
+    if config.whole_prompts:
+        raise ValueError(
+            f"h2okv: every=prompt+{config.span}: inside vLLM spans are counted from the text's"
+            f" first token; give every={config.span}."
+        )
     _check_cache(config)
     return config
 

@@ -87,7 +87,7 @@ class Settings:
     @property
     def evict_every(self) -> int | None:
         """The blocks in which all caches read a prompt; ``None``: whole."""
-        chunk: int | None = self._of_all("evict_every")
+        chunk: int | None = self._of_all("chunk")
         return chunk
 
     def _of_all(self, name: str) -> Any:

@@ -78,7 +78,7 @@ def stream(
     from h2okv_lab.evaluation.streaming import Stream, StreamSettings
 
     cache = choice.cache if "evict_every" in choice.named else choice.cache.with_cuts(_BLOCK)
-    settings = args.build(StreamSettings, locals() | {"block": cache.evict_every or _BLOCK})
+    settings = args.build(StreamSettings, locals() | {"block": cache.chunk or _BLOCK})
     described = model.describe()
     positions = cache.positions
     if "positions" not in choice.named:

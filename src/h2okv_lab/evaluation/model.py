@@ -103,12 +103,10 @@ class ModelUnderTest:
         if resolved.positions == "rolling":
             if trained is None or tokens <= trained:
                 return None
-            return resolved.past_window(
-                resolved.entries(tokens), resolved.evict_every or tokens, trained
-            )
+            return resolved.past_window(resolved.entries(tokens), resolved.chunk or tokens, trained)
         if self.window is None or tokens <= self.window or resolved.positions == "clamped":
             return None
-        if resolved.evict_every is not None and not has_learned_positions(self.config):
+        if resolved.chunk is not None and not has_learned_positions(self.config):
             return None  # requested: the text continues past the window, in blocks
         remedy = "use a cache of fixed size with --cache positions=rolling"
         if not resolved.is_full:

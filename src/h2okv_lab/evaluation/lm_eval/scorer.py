@@ -66,12 +66,12 @@ def split_settings(options: dict[str, Any]) -> tuple[CacheConfig, Protocol]:
     if config.policy not in PER_QUERY:
         get_rule(config.policy, config.seed, config.scoring, config.decay)
     rule: Any = PositionRule
-    rule(config.positions, config.evict_every)
+    rule(config.positions, config.chunk)
     if protocol is None:  # blocks of one token are the paper's
         protocol = "whole" if config.evict_every == 1 else "prompt"
     if protocol not in ("prompt", "whole"):
         raise ValueError(f"protocol={protocol!r} is unknown; choose one of prompt, whole.")
-    if protocol == "whole" and config.evict_every is None and not config.is_full:
+    if protocol == "whole" and config.chunk is None and not config.is_full:
         raise ValueError(
             "protocol='whole' without evict_every reads a text as one block and evicts only "
             "after it, so no score would change; give evict_every=1 (as in the paper) or a "

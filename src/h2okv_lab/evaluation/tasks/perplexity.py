@@ -54,7 +54,7 @@ class Perplexity(Task):
         self._ids = list(ids[: num_windows * length].reshape(num_windows, length))
         self.samples = range(num_windows)
         for config in configs:
-            block = config.evict_every or _BLOCK
+            block = config.chunk or _BLOCK
             if not config.is_full and length - 1 <= block:
                 raise ValueError(
                     f"--length {length} is read as one block of {block} tokens, so nothing would be"
@@ -68,7 +68,7 @@ class Perplexity(Task):
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> CacheResults:
         for (number, config), sample in product(enumerate(configs), samples):
-            settings = StreamSettings(config.evict_every or _BLOCK, self.every)
+            settings = StreamSettings(config.chunk or _BLOCK, self.every)
             cache = make_cache(_in_blocks(config), model.model, seed)
             stream = Stream(model.model, cache, TextSource(self._ids[sample], ""), settings)
             run_stream(stream)
