@@ -609,9 +609,17 @@ class CacheConfig:
 
     def with_cuts(self, length: int | None) -> CacheConfig:
         """Return the config with `evict_every`, unless it has one that is not the default."""
-        if not self.has_usual_cuts:
-            return self
-        return replace(self, evict_every=length, whole_prompts=False)
+        return self.cut_every(length) if self.has_usual_cuts else self
+
+    def cut_every(self, every: int | str | None) -> CacheConfig:
+        """Return the config with `evict_every`: tokens, 0 or ``None``, or a text of `cuts`."""
+        cuts: Any = every or None
+        return replace(self, evict_every=cuts, whole_prompts=False)
+
+    @property
+    def with_usual_cuts(self) -> CacheConfig:
+        """The config with the `evict_every` that its scoring asks for."""
+        return self.cut_every(self.usual_cuts if self.usual_cuts != "0" else None)
 
     @property
     def has_usual_cuts(self) -> bool:

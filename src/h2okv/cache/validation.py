@@ -303,7 +303,7 @@ def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
     numbers += [] if state.value_weights is None else [state.value_weights]
     real, free, last = state.num_real_tokens, state.free_slot, state.num_slots - 1
     starts = state.span_starts or (0,) * state.batch_size
-    are_whole = all(type(start) is int and 0 <= start for start in starts)
+    are_whole = all(type(start) is int and start >= 0 for start in starts)
     if len(starts) != state.batch_size or not are_whole:
         raise ValueError(f"{name} has invalid beginnings of spans {starts}")
     problems = {

@@ -70,14 +70,14 @@ def with_states(
         return config, None
     if evict_every == 0 or isinstance(evict_every, str):
         reason = f"--cache every={evict_every}"
-        cache = replace(cache, evict_every=evict_every or None)
+        cache = cache.cut_every(evict_every)
     elif evict_every is None and config.prefix_cache == 0:
         reason = "--prefix-cache 0"
-        cache = replace(cache, evict_every=CacheConfig.evict_every)
+        cache = cache.with_usual_cuts
     elif evict_every is None and not can_score_spans(cache):
         reason = f"--policy {cache.policy}, which depends on where a prompt is cut"
     if reason is None:
-        cache = replace(cache, evict_every=evict_every or SPAN)
+        cache = cache.cut_every(evict_every or SPAN)
         if config.prefix_cache != 0:
             return replace(config, cache=cache), None
         reason = "--prefix-cache 0"
