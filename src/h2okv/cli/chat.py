@@ -130,7 +130,7 @@ def plan_cache(
     if evict_every is None and not cache.is_full and can_score_spans(cache):
         # In a small window shorter spans leave the room to the text.
         evict_every = SPAN if fits else max(1, min(entries // 4, (window or 0) - entries))
-    cache = replace(cache, evict_every=evict_every or None)
+    cache = cache.cut_every(evict_every)
     if reason := cache.past_window(entries, cache.span, window):
         raise ValueError(reason)
     args.check_cache(config, cache)
