@@ -193,6 +193,7 @@ def fidelity(
     ),
     prompt_tokens: int = option(512, "Tokens of a text read at once.", read=readers.least),
     new_tokens: int = option(32, "Tokens compared after them.", read=readers.least),
+    last: int | None = option(None, "Compare only the last of them.", read=readers.least),
     texts: int | None = option(None, "Texts or prompts of each file (8).", read=readers.least),
     protocol: Typed = option(
         "decode",

@@ -103,6 +103,7 @@ class Fidelity(Task):
     # Tokens of a text that form the prompt; prompts of a JSONL file are used whole.
     prompt_tokens: int = 512
     new_tokens: int = 32  # predictions after the prompt; the maximum length of an answer
+    last: int | None = None  # predictions at the end of a text that are compared; None for all
     texts: int | None = None  # per file; None for 8, or all if there are fewer
     # "decode" evicts after each new token, as generation does; "block" reads all new tokens at once
     # on the compressed prompt.
@@ -111,14 +112,15 @@ class Fidelity(Task):
     metrics = ("agreement", "kl", "perplexity_ratio", "bytes_fraction")
 
     def __post_init__(self) -> None:
-        check_least(new_tokens=self.new_tokens, texts=self.texts)
+        check_least(new_tokens=self.new_tokens, texts=self.texts, last=self.last)
         check_least(2, prompt_tokens=self.prompt_tokens)
         self._samples: dict[int, _Sample] = {}
 
     def identity(self) -> Mapping[str, Any]:
         names = ("prompt_tokens", "new_tokens", "protocol", "raw")
         data = digest(repr(list(self.sources)))
-        return {"data": data, **{name: getattr(self, name) for name in names}}
+        last = {} if self.last is None else {"last": self.last}
+        return {"data": data, **{name: getattr(self, name) for name in names}, **last}
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         for index, source in enumerate(self.sources):
@@ -150,7 +152,8 @@ class Fidelity(Task):
             )
         random.Random(0).shuffle(starts)
         windows = ([*bos, *ids[start : start + length - len(bos)]] for start in starts[:num_texts])
-        return [_Sample(source.name, window[:prompt], window[prompt:]) for window in windows]
+        last = self.last or 0
+        return [_Sample(source.name, window[:prompt], window[prompt:], last) for window in windows]
 
     def _prompts(self, model: ModelUnderTest, source: Source) -> list[_Sample]:
         """Encode the first prompts, with the chat template if there is one."""
