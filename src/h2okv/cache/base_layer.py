@@ -22,6 +22,7 @@ from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_match, check_new_tokens
 from h2okv.config import Budget
 from h2okv.ops.quant import KeyTransform
+from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import Rule, Sees
 from h2okv.provenance import fingerprint
 
@@ -62,6 +63,7 @@ class BaseLayer(CacheLayerMixin):
     begins_forward = ends_forward = False  # the first, the last layer of its cache
     latent: tuple[int, int] | None = None  # R and r of a model with latent attention
     window: int | None = None  # the sliding window that the entries stand for
+    attention_spec: AttentionSpec | None = None  # of the last forward
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
     # The same on the host; None where compiled steps have counted alone.
     num_columns: int | None
@@ -136,6 +138,7 @@ class BaseLayer(CacheLayerMixin):
         """
         return {
             **vars(self),
+            "attention_spec": None,
             "rotations": Rotations(self.rotations.rolls, self.rotations.looks_ahead),
             "writer": Writer(weights=self.weights()),
         }
@@ -150,6 +153,7 @@ class BaseLayer(CacheLayerMixin):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseLayer:
         duplicate = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.attention_spec)] = self.attention_spec  # sinks are the model's
         for name, value in vars(self).items():
             vars(duplicate)[name] = copy.deepcopy(value, memo)
         return duplicate

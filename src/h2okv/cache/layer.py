@@ -19,6 +19,7 @@ from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
 from h2okv.ops.attention import expected_attention, mean_queries
 from h2okv.ops.choice import choose, protected_entries
+from h2okv.ops.reference import AttentionSpec
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import BlockView, Sees
 
@@ -30,8 +31,6 @@ class CacheLayer(BaseLayer):
     """One attention layer's entries; subclasses say where entries are and what evicting means."""
 
     checks_numbers = True  # refuses attention that is not finite; one rank alone must not stop
-    # [HQ], one more logit in each head's normaliser, as the model's last forward passed them.
-    sink_logits: Tensor | None = None
     is_late: Tensor | None = None  # of the block that is read (`Block.is_late`)
     # Called with the operation and its arguments in place of a block's attention.
     _shared_attention: Any = None
@@ -52,10 +51,8 @@ class CacheLayer(BaseLayer):
         key: Tensor,
         value: Tensor,
         real: Tensor | None,
-        scale: float,
-        softcap: float | None = None,
+        spec: AttentionSpec,
         position_ids: Tensor | None = None,
-        reach: Tensor | None = None,
     ) -> Tensor:
         """Read new tokens: place, attend, score and evict, block by block of the contract.
 
@@ -66,24 +63,22 @@ class CacheLayer(BaseLayer):
             key: ``[B, H, T, D]``.
             value: ``[B, H, T, Dv]``.
             real: bool ``[B, T]``, False for padding; ``None`` if all tokens are real.
-            scale: factor on the logits.
-            softcap: as in `h2okv.ops.reference.attention_with_scores`.
+            spec: how; cuts wait for the ends of images (its reach).
             position_ids: where the model put the tokens, ``[B or 1, T]``; one after the other if
                 ``None``.
-            reach: as in `h2okv.ops.reference.Visibility`; cuts wait for the ends of images.
 
         Returns:
             ``[B, HQ, T, Dv]``. Mutates the layer.
         """
         if is_cast(query.device):  # which would round logits and scores
             with torch.autocast(query.device.type, enabled=False):
-                return self.attend(query, key, value, real, scale, softcap, position_ids, reach)
-        self.awaits_attention = False
+                return self.attend(query, key, value, real, spec, position_ids)
+        self.awaits_attention, self.attention_spec = False, spec
         dtype = value.dtype
         if dtype != self.dtype or query.dtype != dtype:
             query, key, value = (states.to(self.dtype) for states in (query, key, value))
         self._begin(query.shape[2], real)
-        block = self._block(query, key, value, real, scale, softcap, position_ids, reach)
+        block = self._block(query, key, value, real, spec, position_ids)
         self.awaits_attention = True  # an error or Ctrl-C from here on leaves half a forward
         blocks = self._split(block)
         if blocks is None:
@@ -180,10 +175,8 @@ class CacheLayer(BaseLayer):
         key: Tensor,
         value: Tensor,
         real: Tensor | None,
-        scale: float,
-        softcap: float | None,
+        spec: AttentionSpec,
         position_ids: Tensor | None,
-        reach: Tensor | None,
     ) -> Block:
         """Put new tokens together with what says where the model placed them."""
         undo = placed = None
@@ -196,7 +189,7 @@ class CacheLayer(BaseLayer):
             undo = rotations.rolling.of_text(position_ids)
         elif position_ids is not None and rotations.text is not None and looks_again:
             placed = position_ids[:, None, :, None]
-        block = Block(query, key, value, real, undo, placed, scale, softcap, None, reach)
+        block = Block(query, key, value, real, undo, placed, spec)
         return block if length == 1 else block._replace(counted=self._lengths(block))
 
     def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
@@ -324,16 +317,17 @@ class CacheLayer(BaseLayer):
         """Return a block and its entries as a rule sees them."""
         return BlockView(
             entries.query, entries.attended_key, entries.attended_value, entries.is_entry,
-            block.real, block.scale, sums, self.layer_idx, self.module,
-            lambda: self._attend_from_behind(block, entries), self.sink_logits,
+            block.real, block.spec, sums, self.layer_idx, self.module,
+            lambda: self._attend_from_behind(block, entries),
         )  # fmt: skip
 
     def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
         """Re-evaluate a block's queries behind its end; fp32 ``[B, H, N]`` (`BlockView`)."""
         query, keys, real = block.query, entries.attended_key, block.real
-        is_entry, rotations, sinks = entries.is_entry, self.rotations, self.sink_logits
-        if sinks is not None and self.spans is not None:  # which stores means of heads
-            sinks = mean_queries(sinks.unsqueeze(0), keys.shape[1]).squeeze(0)
+        is_entry, rotations, spec = entries.is_entry, self.rotations, block.spec
+        if spec.sinks is not None and self.spans is not None:  # which stores means of heads
+            sinks = mean_queries(spec.sinks.unsqueeze(0), keys.shape[1]).squeeze(0)
+            spec = spec._replace(sinks=sinks)
         if rotations.rolling is not None:
             limit = keys.shape[2] if self.spans is not None else self._rank_limit(block.length)
             num_ranks = limit + AHEAD
@@ -342,8 +336,7 @@ class CacheLayer(BaseLayer):
             assert block.position_ids is not None
             position_ids = block.position_ids[:, 0, :, 0]
             query = rotations.moved_behind(query, real, position_ids, AHEAD)
-        options = block.scale, block.softcap, sinks
-        return expected_attention(query, keys, is_entry, real, *options)
+        return expected_attention(query, keys, is_entry, real, spec)
 
     @abstractmethod
     def _rank_limit(self, length: int) -> int:

@@ -15,7 +15,7 @@ from h2okv.cache.h2o_cache import H2OCache
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
-from h2okv.ops.reference import Visibility
+from h2okv.ops.reference import AttentionSpec, Visibility
 from h2okv.policy import Sees
 
 Attended = tuple[Tensor, Tensor]
@@ -41,13 +41,11 @@ class _Attention:
         key: Tensor,
         value: Tensor,
         visibility: Visibility,
-        scale: float,
-        softcap: float | None,
+        spec: AttentionSpec,
         weights: Tensor | None,
     ) -> Attended:
-        options = (scale, softcap)
         if self._attended is None:
-            self._attended = attend(query, key, value, visibility, *options, None)
+            self._attended = attend(query, key, value, visibility, spec, None)
         output, sums = self._attended
         if weights is None:
             return output, sums
@@ -55,11 +53,11 @@ class _Attention:
             if torch.equal(weighting, weights):
                 return output, sums
         first = 0
-        if visibility.queries is visibility.entries is visibility.reach is None:
+        if visibility.queries is visibility.entries is spec.reach is None:
             # Queries of weight zero before a window at the end need no second pass.
             first = int((weights != 0).any(dim=0).to(torch.uint8).argmax())
         seen = replace(visibility, past=visibility.past + first)
-        _, sums = attend(query[:, :, first:], key, value, seen, *options, weights[:, first:])
+        _, sums = attend(query[:, :, first:], key, value, seen, spec, weights[:, first:])
         self._weighted.append((weights, sums))
         return output, sums
 
@@ -72,8 +70,6 @@ class _Attention:
 
 class SharedLayer(BaseLayer):
     """One layer of several caches: all read the first block, then each decodes its sequences."""
-
-    sink_logits: Tensor | None = None
 
     def __init__(self, layers: Sequence[CacheLayer]) -> None:
         first = layers[0]
@@ -111,34 +107,36 @@ class SharedLayer(BaseLayer):
         key: Tensor,
         value: Tensor,
         real: Tensor | None,
-        scale: float,
-        softcap: float | None = None,
+        spec: AttentionSpec,
         position_ids: Tensor | None = None,
-        reach: Tensor | None = None,
     ) -> Tensor:
         """Read the prompt for all caches, or the tokens of each cache's sequences.
 
         Arguments and result as for `CacheLayer.attend`.
         """
-        self.awaits_attention = False
-        for layer in self.layers:
-            layer.sink_logits = self.sink_logits
+        self.awaits_attention, self.attention_spec = False, spec
         self.count_columns(query.shape[2])
         self.num_forwards += 1
-        options = scale, softcap
         if self.num_forwards == 1:
-            return self._read_prompt(query, key, value, real, *options, position_ids, reach)
+            return self._read_prompt(query, key, value, real, spec, position_ids)
+        spec = spec if spec.reach is None else spec._replace(reach=None)
         count = len(self.layers)
         states = [tensor.chunk(count) for tensor in (query, key, value)]
         masks = [None] * count if real is None else real.chunk(count)
         outputs = [
-            layer.attend(query, *layer.update(key, value), mask, *options)
+            layer.attend(query, *layer.update(key, value), mask, spec)
             for layer, query, key, value, mask in zip(self.layers, *states, masks, strict=True)
         ]
         return torch.cat(outputs)
 
     def _read_prompt(
-        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, *options: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
+        spec: AttentionSpec,
+        position_ids: Tensor | None,
     ) -> Tensor:
         """Let every cache read the prompt with its budget and its rule."""
         attention, outputs = _Attention(), []
@@ -147,7 +145,7 @@ class SharedLayer(BaseLayer):
                 layer.prompt.expected_length = query.shape[2]  # the prompt ends here
             with layer.share_attention(attention):
                 states = layer.update(key, value)
-                outputs.append(layer.attend(query, *states, real, *options))
+                outputs.append(layer.attend(query, *states, real, spec, position_ids))
         return outputs[0]
 
 

@@ -13,6 +13,7 @@ from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.ops.attention import mean_queries
+from h2okv.ops.reference import AttentionSpec
 
 
 def to_device(numbers: Sequence[Any], state: SlotState) -> Tensor:
@@ -65,7 +66,7 @@ class Spans:
                 no_positions = torch.full((batch, self.length), -1, device=query.device)
                 state.query_positions = no_positions
             state.scored_lengths = (-1,) * batch
-        state.scaling = block.scale, block.softcap
+        state.scaling = block.spec.scale, block.spec.softcap
         assert state.query_positions is not None
         if block.real is None and batch == length == 1:  # a step, in few operations
             column = state.num_real_tokens % self.length
@@ -98,7 +99,7 @@ class Spans:
         state.query_positions[index[0], index[2]] = position_ids
 
     def take_queries(
-        self, state: SlotState, is_late: Tensor | None = None
+        self, state: SlotState, spec: AttentionSpec, is_late: Tensor | None = None
     ) -> tuple[Tensor | None, Block | None]:
         """Return the sequences, int64 ``[B']``, whose span has ended, and its queries as a block.
 
@@ -121,7 +122,6 @@ class Spans:
         index: Any = slice(None) if sequences is None else sequences
         query, position_ids = state.queries[index], state.query_positions[index].clone()
         state.query_positions[index] = -1
-        assert state.scaling is not None
         placed, real = position_ids[:, None, :, None], None
         if scored is None or is_late is not None:
             real = position_ids >= 0
@@ -132,7 +132,7 @@ class Spans:
             state.scored_lengths = tuple(
                 length if row in rows else before[row] for row, length in enumerate(lengths)
             )
-        return sequences, Block(query, query, query, real, None, placed, *state.scaling)
+        return sequences, Block(query, query, query, real, None, placed, spec)
 
     # --- scores and evictions of a layer ----------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Spans:
 
     def score(self, layer: Any, entries: BlockEntries) -> Tensor:
         """Return entries' scores ``[B, H, N]``, with those of the spans that have just ended."""
-        sequences, span = self.take_queries(layer.state, layer.is_late)
+        sequences, span = self.take_queries(layer.state, layer.attention_spec, layer.is_late)
         if span is None:
             return entries.scores
         ended = replace(entries) if sequences is None else entries.of_sequences(sequences)
