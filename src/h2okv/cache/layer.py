@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,12 +19,55 @@ from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
 from h2okv.ops.attention import expected_attention, mean_queries
 from h2okv.ops.choice import choose, protected_entries
-from h2okv.ops.reference import AttentionSpec
+from h2okv.ops.reference import AttentionSpec, Visibility
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import BlockView, Sees
 
 # Tokens behind a block's last one at which its queries are re-evaluated (`Sees.QUERIES`).
 AHEAD = 16
+Attended = tuple[Tensor, Tensor]
+
+
+class SharedAttention:
+    """A block's attention, computed once for each weighting of its queries."""
+
+    def __init__(self) -> None:
+        self._attended: Attended | None = None
+        self._weighted: list[tuple[Tensor, Tensor]] = []
+        self._once: Tensor | None = None
+
+    def __call__(
+        self,
+        attend: Callable[..., Attended],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visibility: Visibility,
+        spec: AttentionSpec,
+        weights: Tensor | None,
+    ) -> Attended:
+        if self._attended is None:
+            self._attended = attend(query, key, value, visibility, spec, None)
+        output, sums = self._attended
+        if weights is None:
+            return output, sums
+        for weighting, sums in self._weighted:
+            if torch.equal(weighting, weights):
+                return output, sums
+        first = 0
+        if visibility.queries is visibility.entries is spec.reach is None:
+            # Queries of weight zero before a window at the end need no second pass.
+            first = int((weights != 0).any(dim=0).to(torch.uint8).argmax())
+        seen = replace(visibility, past=visibility.past + first)
+        _, sums = attend(query[:, :, first:], key, value, seen, spec, weights[:, first:])
+        self._weighted.append((weights, sums))
+        return output, sums
+
+    def once(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return ``compute()``, computed by the first caller and shared with the others."""
+        if self._once is None:
+            self._once = compute()
+        return self._once
 
 
 class CacheLayer(BaseLayer):
@@ -33,10 +76,10 @@ class CacheLayer(BaseLayer):
     checks_numbers = True  # refuses attention that is not finite; one rank alone must not stop
     is_late: Tensor | None = None  # of the block that is read (`Block.is_late`)
     # Called with the operation and its arguments in place of a block's attention.
-    _shared_attention: Any = None
+    _shared_attention: SharedAttention | None = None
 
     @contextmanager
-    def share_attention(self, attention: Any) -> Iterator[None]:
+    def share_attention(self, attention: SharedAttention) -> Iterator[None]:
         """Take a block's attention from `attention`, for caches that read the same block."""
         self._shared_attention = attention
         try:
@@ -195,7 +238,7 @@ class CacheLayer(BaseLayer):
     def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
         """Return the positions of tokens that follow those of each sequence, ``[B, T]``."""
         if real is not None and not bool(real.all()):
-            options, remedy = options_of_rotation(self)
+            options, remedy = options_of_rotation(self.rotations, self.rule)
             raise ValueError(
                 f"{options}: this model does not tell its attention the position_ids, which a"
                 f" padded batch needs; run each sequence alone, or {remedy}."
@@ -371,10 +414,6 @@ class CacheLayer(BaseLayer):
 
     # --- ranks ------------------------------------------------------------------------------------
 
-    def newest(self) -> Tensor:
-        """Return the position of each sequence's newest token, int64 ``[B, 1, 1]``."""
-        return self.state.num_real_tokens.view(-1, 1, 1) - 1
-
     def eviction_scores(self) -> Tensor:
         """Return the scores of each head's entries as the rule ranks them, fp32 ``[B, H, S]``.
 
@@ -456,13 +495,6 @@ class CacheLayer(BaseLayer):
             marked = rule.static_mask(positions, newest, self.state.num_static)
             pinned = pinned if marked is None else pinned | marked
         return ranks.masked_fill(pinned, torch.inf)
-
-    def plan(self) -> dict[str, Any] | None:
-        """Return what steps count besides the state; ``None`` if they change more than slots."""
-        return None
-
-    def restore_plan(self, plan: dict[str, Any]) -> None:
-        """Take over what `plan` has returned; mutates the layer."""
 
     # --- a single token ---------------------------------------------------------------------------
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,60 +11,16 @@ from torch import Tensor
 
 from h2okv.cache.base_layer import LAYER_ATTRIBUTE, BaseLayer
 from h2okv.cache.h2o_cache import H2OCache
-from h2okv.cache.layer import CacheLayer
+from h2okv.cache.layer import CacheLayer, SharedAttention
 from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
-from h2okv.ops.reference import AttentionSpec, Visibility
+from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import Sees
-
-Attended = tuple[Tensor, Tensor]
 
 
 def shares_prompt(config: CacheConfig) -> bool:
     """Return whether a full cache's attention over the prompt is also this cache's."""
     return config.positions == "original" and config.evict_every is None
-
-
-class _Attention:
-    """A block's attention, computed once for each weighting of its queries."""
-
-    def __init__(self) -> None:
-        self._attended: Attended | None = None
-        self._weighted: list[tuple[Tensor, Tensor]] = []
-        self._once: Tensor | None = None
-
-    def __call__(
-        self,
-        attend: Callable[..., Attended],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        visibility: Visibility,
-        spec: AttentionSpec,
-        weights: Tensor | None,
-    ) -> Attended:
-        if self._attended is None:
-            self._attended = attend(query, key, value, visibility, spec, None)
-        output, sums = self._attended
-        if weights is None:
-            return output, sums
-        for weighting, sums in self._weighted:
-            if torch.equal(weighting, weights):
-                return output, sums
-        first = 0
-        if visibility.queries is visibility.entries is spec.reach is None:
-            # Queries of weight zero before a window at the end need no second pass.
-            first = int((weights != 0).any(dim=0).to(torch.uint8).argmax())
-        seen = replace(visibility, past=visibility.past + first)
-        _, sums = attend(query[:, :, first:], key, value, seen, spec, weights[:, first:])
-        self._weighted.append((weights, sums))
-        return output, sums
-
-    def once(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return ``compute()``, computed by the first caller and shared with the others."""
-        if self._once is None:
-            self._once = compute()
-        return self._once
 
 
 class SharedLayer(BaseLayer):
@@ -139,7 +94,7 @@ class SharedLayer(BaseLayer):
         position_ids: Tensor | None,
     ) -> Tensor:
         """Let every cache read the prompt with its budget and its rule."""
-        attention, outputs = _Attention(), []
+        attention, outputs = SharedAttention(), []
         for layer in self.layers:
             if real is None and layer.prompt.expected_length is None:
                 layer.prompt.expected_length = query.shape[2]  # the prompt ends here

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,8 +106,7 @@ class SlotLayer(CacheLayer):
         states = entries.query, entries.attended_key, entries.attended_value
         arguments = *states, visibility, block.spec, self._query_weights(block)
         if self._shared_attention is not None:
-            output, sums = self._shared_attention(attend, *arguments)
-            return output, sums
+            return self._shared_attention(attend, *arguments)
         options = {} if self._needs_sums(block) else {"needs_sums": False}
         return attend(*arguments, **options)
 
@@ -125,10 +123,9 @@ class SlotLayer(CacheLayer):
     def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
         if self._shared_attention is None:
             return super()._attend_from_behind(block, entries)
-        result: Tensor = self._shared_attention.once(
+        return self._shared_attention.once(
             lambda: super(SlotLayer, self)._attend_from_behind(block, entries)
         )
-        return result
 
     def _choose_operations(self, query: Tensor) -> None:
         """Choose the operations of all tokens until the next block; mutates the plan."""
@@ -239,10 +236,10 @@ class SlotLayer(CacheLayer):
         sink, recent = protected.pop()
         return StepNumbers(lengths.pop(), sink or None, recent)
 
-    def plan(self) -> dict[str, Any] | None:
+    def plan(self) -> dict[str, int | None]:
         return self.slots.counters()
 
-    def restore_plan(self, plan: dict[str, Any]) -> None:
+    def restore_plan(self, plan: dict[str, int | None]) -> None:
         vars(self.slots).update(plan)
 
     def end_step(self) -> None:

@@ -4,19 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from h2okv.cache.block import Block, BlockEntries
-from h2okv.cache.rope import ranks_of, rotate_to_ranks
-from h2okv.cache.slot_state import SlotState, ordinary_tensors
+from h2okv.cache.forward import Forward
+from h2okv.cache.rope import Rotations, ranks_of, rotate_to_ranks
+from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
+from h2okv.cache.slots import SlotPlan
 from h2okv.ops.attention import mean_queries
 from h2okv.ops.reference import AttentionSpec
+from h2okv.policy import BlockView, Rule
 
 
-def to_device(numbers: Sequence[Any], state: SlotState) -> Tensor:
+class _Layer(Protocol):
+    layer_idx: int
+    dtype: torch.dtype
+    rule: Rule
+    state: SlotState
+    storage: KVStorage
+    rotations: Rotations
+    forward: Forward
+    checks_numbers: bool
+    is_late: Tensor | None
+    attention_spec: AttentionSpec | None
+
+    @property
+    def scores_spans(self) -> bool: ...
+    def count(self, block: Block) -> None: ...
+    def view(self, block: Block, entries: BlockEntries, sums: Tensor) -> BlockView: ...
+    def choose(self, entries: BlockEntries, total: Tensor, limit: int) -> tuple[Tensor, Tensor]: ...
+
+
+class _LayerOfSlots(_Layer, Protocol):
+    slots: SlotPlan
+
+
+def to_device(numbers: Sequence[bool] | Sequence[int], state: SlotState) -> Tensor:
     """Copy numbers of the host to a state's device, which does not wait for what it runs."""
     return torch.tensor(numbers, device="cpu").to(state.device, non_blocking=True)
 
@@ -137,7 +163,7 @@ class Spans:
     # --- scores and evictions of a layer ----------------------------------------------------------
 
     def score_block(
-        self, layer: Any, block: Block, entries: BlockEntries, output: Tensor
+        self, layer: _Layer, block: Block, entries: BlockEntries, output: Tensor
     ) -> Tensor:
         """Count a block's tokens and return the scores ``[B, H, N]``; mutates the layer."""
         if layer.checks_numbers:
@@ -146,7 +172,7 @@ class Spans:
         layer.count(block)
         return self.score(layer, entries)
 
-    def score(self, layer: Any, entries: BlockEntries) -> Tensor:
+    def score(self, layer: _Layer, entries: BlockEntries) -> Tensor:
         """Return entries' scores ``[B, H, N]``, with those of the spans that have just ended."""
         sequences, span = self.take_queries(layer.state, layer.attention_spec, layer.is_late)
         if span is None:
@@ -159,7 +185,7 @@ class Spans:
             return entries.scores + added
         return entries.scores.index_add(0, sequences, added)
 
-    def evict(self, layer: Any) -> None:
+    def evict(self, layer: _LayerOfSlots) -> None:
         """Evict after steps that ended a span, in place: slots may be views of a pool's."""
         state, slots = layer.state, layer.slots
         if not any(self.ended(state)):

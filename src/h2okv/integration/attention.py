@@ -325,7 +325,9 @@ def h2o_attention(
             )
         layer.is_placed = False
     if not layer.rotations.is_known:
-        layer.learn_rotation(find_rotation(module, layer, key))
+        rotations = layer.rotations
+        rotation = find_rotation(module, layer.layer_idx, rotations, layer.rule, key)
+        layer.learn_rotation(rotation)
     if real is not None and layer.ends_forward and not is_compiling:
         _note_padding(layer, real)
     positions = options.get("position_ids")
