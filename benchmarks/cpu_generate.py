@@ -29,7 +29,7 @@ from h2okv.config import CacheConfig
 from h2okv.integration.enable import with_compiled_steps
 from h2okv.offload.profile import Clock
 from h2okv.ops import dispatch
-from h2okv.ops.reference import Visibility
+from h2okv.ops.reference import AttentionSpec, Visibility
 from h2okv_lab.benchmarking.caches import CacheRunner, CacheSpec, prompt_ids
 from h2okv_lab.benchmarking.comparison import CheckFailedError, check_h2o
 from h2okv_lab.benchmarking.model import parse_shape
@@ -103,7 +103,7 @@ def attention(subject: Subject) -> None:
     operations = dispatch.operations(query.device, query.dtype, 64, 64, 12 // args.kv_heads)
     sdpa = torch.nn.functional.scaled_dot_product_attention
     runs = {
-        "h2o": lambda: operations.attend(query, key, value, Visibility(), 0.125),
+        "h2o": lambda: operations.attend(query, key, value, Visibility(), AttentionSpec(0.125)),
         "sdpa": lambda: sdpa(query, key, value, is_causal=True, enable_gqa=args.kv_heads < 12),
     }
     samples = interleave(runs, args.attention_rounds, 2, "attention")

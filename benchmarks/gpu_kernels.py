@@ -24,7 +24,7 @@ from h2okv.offload.profile import measure_bandwidth
 from h2okv.ops import dispatch, triton_prefill
 from h2okv.ops import flash_varlen as flash
 from h2okv.ops.decode import Slots, StepRules
-from h2okv.ops.reference import Visibility
+from h2okv.ops.reference import AttentionSpec, Visibility
 from h2okv.ops.triton_prefill import Tile
 
 QUERY_HEADS, KV_HEADS, SIZE = 32, 8, 128
@@ -58,21 +58,21 @@ def score_sums(args: argparse.Namespace, length: int) -> dict[str, list[float]]:
         return states.to(torch.bfloat16).transpose(1, 2)
 
     query, key, value = draw(QUERY_HEADS), draw(KV_HEADS), draw(KV_HEADS)
-    scale, visibility = SIZE**-0.5, Visibility()
-    _, limits = triton_prefill.forward(query, key, value, visibility, scale)
+    spec, visibility = AttentionSpec(SIZE**-0.5), Visibility()
+    _, limits = triton_prefill.forward(query, key, value, visibility, spec)
 
     def sums_by(tile: Tile | None) -> Callable[[], Any]:
-        return lambda: triton_prefill.score_sums(query, key, limits, visibility, scale, tile=tile)
+        return lambda: triton_prefill.score_sums(query, key, limits, visibility, spec, tile=tile)
 
     runs: dict[str, Callable[[], Any]] = {
         "h2o": sums_by(None),
         "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=True
         ),
-        "own forward": lambda: triton_prefill.forward(query, key, value, visibility, scale),
+        "own forward": lambda: triton_prefill.forward(query, key, value, visibility, spec),
     }
-    if flash.applies(query, value, visibility, None):
-        runs["flash"] = lambda: flash.forward(query, key, value, scale)
+    if flash.applies(query, value, visibility, spec):
+        runs["flash"] = lambda: flash.forward(query, key, value, spec.scale)
     if args.tune:
         runs |= {"/".join(map(str, tile)): sums_by(tile) for tile in TILES}
     return time_in_turn(runs, args.rounds, args.device, f"sums, {length}")
@@ -93,7 +93,7 @@ def step(args: argparse.Namespace) -> tuple[dict[str, list[float]], int]:
         torch.full((batch,), count - 1, device=device),
     )
     half = torch.full((batch, 1, 1), args.entries // 2, device=device)
-    rules = StepRules(SIZE**-0.5, half, full=True)
+    rules = StepRules(AttentionSpec(SIZE**-0.5), half, full=True)
     groups = QUERY_HEADS // KV_HEADS
     operations = dispatch.operations(device, torch.bfloat16, SIZE, SIZE, groups)
     print(f"step: {operations.name}, {operations.why}")

@@ -35,7 +35,7 @@ class Prompt:
 
     def __init__(self, block: BlockView, heavy: int) -> None:
         heads = block.key.shape[1]
-        self.query = block.query[0].unflatten(0, (heads, -1)).float() * block.scale
+        self.query = block.query[0].unflatten(0, (heads, -1)).float() * block.spec.scale
         self.keys = block.key[0].float()[:, None]
         self.values = block.value[0].float()
         self.module, self.heavy = block.module, heavy

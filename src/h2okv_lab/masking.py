@@ -133,9 +133,9 @@ class MaskedLayer(CacheLayer):
     def _attend(self, block: Block, entries: BlockEntries) -> tuple[Tensor, Tensor]:
         length, past, real = block.length, entries.past, block.real
         causal = torch.ones(length, past + length, dtype=torch.bool, device=self.device).tril(past)
-        if block.reach is not None:
+        if block.spec.reach is not None:
             columns = torch.arange(past + length, device=self.device)
-            causal = (columns <= past + block.reach.unsqueeze(-1)).unsqueeze(1)
+            causal = (columns <= past + block.spec.reach.unsqueeze(-1)).unsqueeze(1)
         is_entry: Any = entries.is_entry
         visible = causal & is_entry.unsqueeze(2)
         if real is not None:
@@ -143,13 +143,11 @@ class MaskedLayer(CacheLayer):
         query, keys, values = entries.query, entries.attended_key, entries.attended_value
         if self._always is not None:
             count: Any = self.state.num_static
-            visible = choose_by_query(query, keys, visible, self._always, count, block.scale)
+            visible = choose_by_query(query, keys, visible, self._always, count, block.spec.scale)
             groups = query.shape[1] // self.num_kv_heads
             keys, values = (t.repeat_interleave(groups, dim=1) for t in (keys, values))
         weights = self._query_weights(block)
-        output, sums = attention_with_scores(
-            query, keys, values, visible, block.scale, block.softcap, weights, self.sink_logits
-        )
+        output, sums = attention_with_scores(query, keys, values, visible, block.spec, weights)
         return output, sums.unflatten(1, (self.num_kv_heads, -1)).sum(dim=2)
 
     def _evict(self, entries: BlockEntries) -> None:

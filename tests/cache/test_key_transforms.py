@@ -17,7 +17,7 @@ from h2okv.cache.slot_state import EntryStorage
 from h2okv.integration.key_transforms import transforms_of_model
 from h2okv.ops.decode import decode_with_scores
 from h2okv.ops.quant import KeyTransform, pack
-from h2okv.ops.reference import attention_with_scores
+from h2okv.ops.reference import AttentionSpec, attention_with_scores
 
 BY_HEAD = ((0.5, 1.5),)
 
@@ -57,16 +57,15 @@ def test_a_step_equals_attention_to_the_rounded_keys(softcap, has_sinks, groups)
     transform = some_transform()
     keys, values = torch.randn(2, 3, 9, 16) * 3, torch.randn(2, 3, 9, 16)
     query, hidden = torch.randn(2, 3 * groups, 1, 16), torch.rand(2, 3, 9) < 0.3
-    sinks = torch.randn(3 * groups) if has_sinks else None
+    spec = AttentionSpec(0.3, softcap, torch.randn(3 * groups) if has_sinks else None)
     output, sums = decode_with_scores(
-        query, pack(transform.apply(keys), 4), pack(values, 4), hidden, 0.3, softcap,
-        sink_logits=sinks, key_transform=transform,
+        query, pack(transform.apply(keys), 4), pack(values, 4), hidden, spec,
+        key_transform=transform,
     )  # fmt: skip
     storage = EntryStorage(4)
     visible = ~hidden.unsqueeze(2)
     expected, weights = attention_with_scores(
-        query, storage.round(keys, transform), storage.round(values), visible, 0.3, softcap, None,
-        sinks,
+        query, storage.round(keys, transform), storage.round(values), visible, spec,
     )  # fmt: skip
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(sums, weights, atol=1e-4, rtol=1e-4)

@@ -1,9 +1,12 @@
 """Operations of a step: a small model's takes as long as the number of its operations lets it."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GptOssConfig, GptOssForCausalLM, StaticCache
 
 import h2okv
 
@@ -85,3 +88,24 @@ def test_a_step_between_cuts_has_few_more_operations_a_layer_than_a_full_cache(
         return DynamicCache(config=config)
 
     assert _added_operations(make_llama, evicting, full) <= limit
+
+
+@torch.no_grad()
+def test_steps_make_no_spec_of_their_own():
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1}
+    config = GptOssConfig(**sizes, **heads, **experts, layer_types=["full_attention"])
+    model = GptOssForCausalLM(config).eval()
+    h2okv.enable(model)
+    cache = h2okv.H2OCache(config, 6, 5, 2)
+    model(torch.ones(1, LENGTH, dtype=torch.long), past_key_values=cache)
+    layer = cache.layers[0]
+    spec = layer.attention_spec
+    assert spec.sinks is model.model.layers[0].self_attn.sinks
+    for _ in range(3):
+        model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
+        assert layer.attention_spec is spec
+    # The sinks are the model's: copies share them, and pickles have none.
+    assert copy.deepcopy(cache).layers[0].attention_spec is spec
+    assert pickle.loads(pickle.dumps(cache)).layers[0].attention_spec is None

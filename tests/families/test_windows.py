@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 
 from h2okv.integration.attention import REACH_DTYPE, WINDOW_DTYPE, h2o_mask, plain_attention
 from h2okv.ops.attention import windowed_attention
+from h2okv.ops.reference import AttentionSpec
 
 SIZES = {"batch_size": 2, "device": torch.device("cpu")}
 
@@ -69,7 +70,7 @@ def test_equals_the_dense_mask(window, past, padded, softcap, sinks):
 
 def test_gradients_pass():
     tensors = [_random(1, 2, 100, 8).requires_grad_() for _ in range(3)]
-    windowed_attention(*tensors, None, 7, 0.3).square().sum().backward()
+    windowed_attention(*tensors, None, AttentionSpec(0.3, window=7)).square().sum().backward()
     dense = sdpa_mask(
         batch_size=1,
         q_length=100,

@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from h2okv.ops import triton_decode, triton_prefill
 from h2okv.ops.decode import RotaryTables, Slots, StepRules
 from h2okv.ops.indexed import Indexed
-from h2okv.ops.reference import Visibility
+from h2okv.ops.reference import AttentionSpec, Visibility
 from h2okv.ops.rope import relative
 
 POINTERS = {
@@ -71,16 +71,17 @@ def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2, indexed=Fal
         )
     token = [torch.zeros(batch, heads * groups, 1, size, dtype=dtype)]
     token += [torch.zeros(batch, heads, 1, size, dtype=dtype) for _ in range(2)]
-    rules = StepRules(
-        0.1, column(batch, 1, 1), rotary=rotations, full=True, sink_logits=sinks
-    )  # fmt: skip
+    spec = AttentionSpec(0.1, sinks=sinks)
+    rules = StepRules(spec, column(batch, 1, 1), rotary=rotations, full=True)
     triton_decode.decode_step(*token, slots, rules, num_cores=132)
 
 
 def block(dtype, size, groups=2, **visibility):
     query = torch.zeros(1, 2 * groups, 64, size, dtype=dtype)
     key = torch.zeros(1, 2, 64, size, dtype=dtype)
-    triton_prefill.attention_with_scores(query, key, key, Visibility(**visibility), 0.1)
+    triton_prefill.attention_with_scores(
+        query, key, key, Visibility(**visibility), AttentionSpec(0.1)
+    )
 
 
 def main():

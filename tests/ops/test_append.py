@@ -5,6 +5,7 @@ import torch
 
 from h2okv.ops.append import Tail, append_step
 from h2okv.ops.decode import Slots, StepRules
+from h2okv.ops.reference import AttentionSpec
 
 HEADS, SIZE, GROUPS = 3, 8, 2
 COUNTS = {
@@ -73,7 +74,7 @@ def test_steps_equal_the_formula(counts, dtype, options):
     slots, entries = draw(COUNTS[counts], dtype)
     sinks = torch.randn(HEADS * GROUPS) if options.get("sinks") else None
     adds, softcap, scale = options.get("adds", False), options.get("softcap"), 0.4
-    rules = StepRules(scale, torch.zeros(()), softcap=softcap, adds=adds, sink_logits=sinks)
+    rules = StepRules(AttentionSpec(scale, softcap, sinks), torch.zeros(()), adds=adds)
     tail, totals = Tail.of(slots), {}
     assert tail.steps == 6
     assert (tail.end is not None) == (counts == "heads and sequences alike")

@@ -7,7 +7,7 @@ import torch
 
 from h2okv.ops import attention as blockwise
 from h2okv.ops.attention import blockwise_attention_with_scores
-from h2okv.ops.reference import Visibility, attention_with_scores
+from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores
 
 TOLERANCE = {
     torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3
@@ -36,13 +36,13 @@ def visible_matrix(length, past, entries=None, queries=None, window=None):
 
 
 def compare(query, key, value, visibility, softcap=None, **matrix):
-    scale = query.shape[-1] ** -0.5
+    spec = AttentionSpec(query.shape[-1] ** -0.5, softcap, window=matrix.get("window"))
     length = query.shape[2]
     visible = visible_matrix(length, visibility.past, **matrix)
     expected, expected_sums = attention_with_scores(
-        query.double(), key.double(), value.double(), visible, scale, softcap
+        query.double(), key.double(), value.double(), visible, spec
     )
-    output, sums = blockwise_attention_with_scores(query, key, value, visibility, scale, softcap)
+    output, sums = blockwise_attention_with_scores(query, key, value, visibility, spec)
     tolerance = TOLERANCE[query.dtype]
     assert output.dtype == query.dtype and sums.dtype == torch.float32
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
@@ -96,8 +96,8 @@ def apart(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_threads_of_their_own_give_the_same(apart, past, window, softcap, dtype):
     inputs = draw(2, 3, 2, 111, past, 16, dtype)
-    compare(*inputs, Visibility(past=past, window=window), softcap, window=window)
-    options = Visibility(past=past), 0.25
+    compare(*inputs, Visibility(past=past), softcap, window=window)
+    options = Visibility(past=past), AttentionSpec(0.25)
     first, second = (blockwise_attention_with_scores(*inputs, *options) for _ in range(2))
     assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
 
@@ -108,15 +108,17 @@ def test_threads_of_their_own_know_padding_and_inference_mode(apart):
     with torch.inference_mode():
         query, key, value = draw(2, 3, 2, 63, 5, 16)
         visibility = Visibility(past=5, queries=real)
-        output, sums = blockwise_attention_with_scores(query, key, value, visibility, 0.25)
+        output, sums = blockwise_attention_with_scores(
+            query, key, value, visibility, AttentionSpec(0.25)
+        )
         torch.set_num_threads(1)
-        alone = blockwise_attention_with_scores(query, key, value, visibility, 0.25)
+        alone = blockwise_attention_with_scores(query, key, value, visibility, AttentionSpec(0.25))
     assert output.is_inference()
     torch.testing.assert_close((output, sums), alone)
 
 
 def test_threads_of_their_own_leave_the_others_theirs(apart):
-    blockwise_attention_with_scores(*draw(1, 3, 2, 63, 0, 16), Visibility(), 0.25)
+    blockwise_attention_with_scores(*draw(1, 3, 2, 63, 0, 16), Visibility(), AttentionSpec(0.25))
     assert torch.get_num_threads() == apart
     with ThreadPoolExecutor(1) as later:
         assert later.submit(torch.get_num_threads).result() == apart
@@ -159,11 +161,13 @@ def test_garbage_in_padding_does_not_leak():
     real[1, :8] = False
     query, key, value = draw(2, 2, 2, 20, 0, 16)
     visibility = Visibility(entries=real[:, None], queries=real)
-    expected = blockwise_attention_with_scores(query, key, value, visibility, 0.25)
+    expected = blockwise_attention_with_scores(query, key, value, visibility, AttentionSpec(0.25))
     for tensor in (query, key, value):
         tensor[1, :, :8] = torch.nan
     for clean, dirty in zip(
-        expected, blockwise_attention_with_scores(query, key, value, visibility, 0.25), strict=True
+        expected,
+        blockwise_attention_with_scores(query, key, value, visibility, AttentionSpec(0.25)),
+        strict=True,
     ):
         assert torch.equal(clean, dirty)
 
@@ -173,10 +177,12 @@ def test_stale_entries_do_not_leak():
     entries[..., 4:9] = False
     query, key, value = draw(1, 2, 2, 20, 10, 16)
     visibility = Visibility(past=10, entries=entries)
-    expected = blockwise_attention_with_scores(query, key, value, visibility, 0.25)
+    expected = blockwise_attention_with_scores(query, key, value, visibility, AttentionSpec(0.25))
     key[:, :, 4:9], value[:, :, 4:9] = 1e4, -1e4
     for clean, dirty in zip(
-        expected, blockwise_attention_with_scores(query, key, value, visibility, 0.25), strict=True
+        expected,
+        blockwise_attention_with_scores(query, key, value, visibility, AttentionSpec(0.25)),
+        strict=True,
     ):
         torch.testing.assert_close(clean, dirty)
 
@@ -186,18 +192,19 @@ def test_stale_entries_do_not_leak():
 def test_windows(monkeypatch, window, past, softcap):
     monkeypatch.setattr(blockwise, "_TILE_KEYS", 32)
     inputs = draw(2, 2, 2, 111, past, 16)
-    compare(*inputs, Visibility(past=past, window=window), softcap, window=window)
+    compare(*inputs, Visibility(past=past), softcap, window=window)
 
 
 @pytest.mark.parametrize("window", [None, 9])
 def test_what_is_kept_of_a_block_serves_every_mode(window):
-    case, visibility = draw(1, 2, 2, 40, 5, 16), Visibility(5, window=window)
+    case, visibility = draw(1, 2, 2, 40, 5, 16), Visibility(5)
+    spec = AttentionSpec(0.25, window=window)
     blockwise._kept_unseen.cache_clear()
     with torch.inference_mode():
-        expected = blockwise_attention_with_scores(*case, visibility, 0.25)
+        expected = blockwise_attention_with_scores(*case, visibility, spec)
     for mode in (torch.no_grad, torch.enable_grad):
         with mode():
-            results = blockwise_attention_with_scores(*case, visibility, 0.25)
+            results = blockwise_attention_with_scores(*case, visibility, spec)
         assert all(
             torch.equal(result, other) for result, other in zip(results, expected, strict=True)
         )
@@ -229,12 +236,10 @@ def test_logits_beyond_what_powers_of_two_can_hold(monkeypatch, past, softcap):
 def test_flat_and_sharp_logits(sharpness):
     query, key, value = draw(1, 2, 1, 200, 0, 64)
     query = query * sharpness
-    scale = 0.125
+    spec = AttentionSpec(0.125)
     visible = visible_matrix(200, 0)
-    _, expected = attention_with_scores(
-        query.double(), key.double(), value.double(), visible, scale
-    )
-    _, sums = blockwise_attention_with_scores(query, key, value, Visibility(), scale)
+    _, expected = attention_with_scores(query.double(), key.double(), value.double(), visible, spec)
+    _, sums = blockwise_attention_with_scores(query, key, value, Visibility(), spec)
     torch.testing.assert_close(sums.double(), expected, atol=2e-3, rtol=1e-3)
 
 
@@ -256,7 +261,7 @@ def test_values_of_bf16_are_multiplied_as_such_where_kernels_are_kept(monkeypatc
 
 def test_rows_of_the_matrix_sum_to_one():
     query, key, value = draw(1, 2, 3, 111, 0, 64, torch.bfloat16)
-    _, sums = blockwise_attention_with_scores(query, key, value, Visibility(), 0.125)
+    _, sums = blockwise_attention_with_scores(query, key, value, Visibility(), AttentionSpec(0.125))
     torch.testing.assert_close(sums.sum(dim=-1), torch.full((1, 2), 3 * 111.0), rtol=1e-5, atol=0)
 
 
@@ -264,7 +269,7 @@ def test_rows_of_the_matrix_sum_to_one():
 def test_what_is_not_finite_shows_in_the_sums(poison):
     query, key, value = draw(1, 2, 1, 20, 0, 16)
     key[0, 0, 3, 0] = poison
-    _, sums = blockwise_attention_with_scores(query, key, value, Visibility(), 0.25)
+    _, sums = blockwise_attention_with_scores(query, key, value, Visibility(), AttentionSpec(0.25))
     assert not torch.isfinite(sums[0, 0]).all()
     assert torch.isfinite(sums[0, 1]).all()
 
@@ -284,7 +289,7 @@ def test_no_t_by_t_tensor_is_made():
     length = 8192
     inputs = draw(1, 1, 1, length, 0, 8)
     with Largest() as largest:
-        blockwise_attention_with_scores(*inputs, Visibility(), 0.25)
+        blockwise_attention_with_scores(*inputs, Visibility(), AttentionSpec(0.25))
     assert largest.numel <= length**2 / 16
 
 
@@ -299,22 +304,22 @@ def test_weights_count_in_the_sums_alone(groups, padded):
         is_kept = torch.ones(3, 2, past, dtype=torch.bool)
         entries = torch.cat([is_kept, real[:, None].expand(3, 2, length)], dim=2)
     weights = torch.rand(3, length) * (torch.rand(3, length) < 0.8)
-    scale = query.shape[-1] ** -0.5
+    spec = AttentionSpec(query.shape[-1] ** -0.5)
     visibility = Visibility(past=past, entries=entries, queries=real)
     visible = visible_matrix(length, past, entries, real)
     output, sums = blockwise_attention_with_scores(
-        query, key, value, visibility, scale, weights=weights
+        query, key, value, visibility, spec, weights=weights
     )
-    plain, _ = blockwise_attention_with_scores(query, key, value, visibility, scale)
+    plain, _ = blockwise_attention_with_scores(query, key, value, visibility, spec)
     assert torch.equal(output, plain)
     # Query by query with the plain function: each row's sums times its weight.
     expected = torch.zeros_like(sums)
     for i in range(length):
         alone = visible & (torch.arange(length) == i)[:, None]
-        _, row_sums = attention_with_scores(query, key, value, alone, scale)
+        _, row_sums = attention_with_scores(query, key, value, alone, spec)
         expected += row_sums * weights[:, i, None, None]
     torch.testing.assert_close(sums, expected, atol=5e-5, rtol=2e-5)
-    _, reference = attention_with_scores(query, key, value, visible, scale, weights=weights)
+    _, reference = attention_with_scores(query, key, value, visible, spec, weights=weights)
     torch.testing.assert_close(sums, reference, atol=5e-5, rtol=2e-5)
 
 
@@ -324,9 +329,11 @@ def test_needs_sums_false_computes_no_sums(dtype):
     inputs = draw(1, 2, 2, 150, 20, 16, dtype)
     with torch.no_grad():
         output, sums = blockwise_attention_with_scores(
-            *inputs, Visibility(past=20), 0.25, needs_sums=False
+            *inputs, Visibility(past=20), AttentionSpec(0.25), needs_sums=False
         )
-        expected, _ = blockwise_attention_with_scores(*inputs, Visibility(past=20), 0.25)
+        expected, _ = blockwise_attention_with_scores(
+            *inputs, Visibility(past=20), AttentionSpec(0.25)
+        )
     # By another kernel where that is faster, which in bf16 may round the weights.
     atol, rtol = (1e-5, 1.3e-6) if dtype == torch.float32 else (5e-3, 1.6e-2)
     torch.testing.assert_close(output, expected, atol=atol, rtol=rtol)
@@ -347,8 +354,8 @@ def test_tokens_of_an_image_see_each_other(softcap):
     reach = torch.arange(length).repeat(2, 1)
     reach[:, 4:9], reach[:, 12:312] = 8, 311
     entries = torch.cat([torch.ones(2, past, dtype=torch.bool), real], dim=1)[:, None]
-    visibility = Visibility(past, entries, real, reach=reach)
-    output, sums = blockwise_attention_with_scores(query, key, value, visibility, 0.35, softcap)
+    visibility, spec = Visibility(past, entries, real), AttentionSpec(0.35, softcap, reach=reach)
+    output, sums = blockwise_attention_with_scores(query, key, value, visibility, spec)
     expected = torch.zeros(2, past + length)
     for row in range(2):
         for token in range(pad * row, length):

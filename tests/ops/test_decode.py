@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from h2okv.ops.decode import decode_with_scores, write_slot
-from h2okv.ops.reference import attention_with_scores
+from h2okv.ops.reference import AttentionSpec, attention_with_scores
 
 TOLERANCE = {
     torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3
@@ -18,12 +18,12 @@ def draw(batch, kv_heads, groups, slots, size, dtype=torch.float32):
 
 
 def compare(query, keys, values, hidden, softcap=None):
-    scale = query.shape[-1] ** -0.5
+    spec = AttentionSpec(query.shape[-1] ** -0.5, softcap)
     visible = torch.ones(keys.shape[:3], dtype=torch.bool) if hidden is None else ~hidden
     expected, expected_sums = attention_with_scores(
-        query.double(), keys.double(), values.double(), visible.unsqueeze(2), scale, softcap
+        query.double(), keys.double(), values.double(), visible.unsqueeze(2), spec
     )
-    output, sums = decode_with_scores(query, keys, values, hidden, scale, softcap)
+    output, sums = decode_with_scores(query, keys, values, hidden, spec)
     tolerance = TOLERANCE[query.dtype]
     assert output.dtype == query.dtype and sums.dtype == torch.float32
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
@@ -54,7 +54,7 @@ def test_a_row_that_sees_nothing_gives_zeros():
     query, keys, values = draw(2, 2, 2, 9, 16)
     hidden = torch.zeros(2, 2, 9, dtype=torch.bool)
     hidden[1] = True
-    output, sums = decode_with_scores(query, keys, values, hidden, 0.25)
+    output, sums = decode_with_scores(query, keys, values, hidden, AttentionSpec(0.25))
     assert (output[1] == 0).all() and (sums[1] == 0).all()
 
 
@@ -63,10 +63,10 @@ def test_garbage_in_hidden_slots_does_not_leak():
     query, keys, values = draw(2, 2, 2, 20, 16)
     hidden = torch.rand(2, 2, 20) < 0.5
     hidden[..., 0] = False
-    expected = decode_with_scores(query, keys, values, hidden, 0.25)
+    expected = decode_with_scores(query, keys, values, hidden, AttentionSpec(0.25))
     keys[hidden], values[hidden] = torch.nan, 1e30
     for clean, dirty in zip(
-        expected, decode_with_scores(query, keys, values, hidden, 0.25), strict=True
+        expected, decode_with_scores(query, keys, values, hidden, AttentionSpec(0.25)), strict=True
     ):
         assert torch.equal(clean, dirty)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from h2okv.ops import attention as expected
+from h2okv.ops.reference import AttentionSpec
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -17,7 +18,8 @@ def test_it_is_the_norm_of_the_matrix(monkeypatch, groups, softcap, padded, tile
     key = 3 * torch.randn(2, 2, 17, 8, generator=generator)
     entries = torch.rand(2, 2, 17, generator=generator) < 0.7 if padded else None
     queries = torch.rand(2, 11, generator=generator) < 0.7 if padded else None
-    squares = expected.expected_attention(query, key, entries, queries, 0.4, softcap)
+    spec = AttentionSpec(0.4, softcap)
+    squares = expected.expected_attention(query, key, entries, queries, spec)
     logits = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * 0.4
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -42,7 +44,8 @@ def test_logits_whose_squares_would_leave_fp32(monkeypatch, softcap, seed):
     query = torch.randn(1, 4, 40, 16, generator=generator).mul(8).round()
     key = torch.randn(1, 2, 60, 16, generator=generator).mul(2).round()
     entries = torch.rand(1, 2, 60, generator=generator) < 0.7
-    squares = expected.expected_attention(query, key, entries, None, 0.5, softcap)
+    spec = AttentionSpec(0.5, softcap)
+    squares = expected.expected_attention(query, key, entries, None, spec)
     logits = query.double().unflatten(1, (2, 2)) @ key.double()[:, :, None].mT * 0.5
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -60,13 +63,13 @@ def test_threads_share_heads_and_their_queries(monkeypatch, threads):
     generator = torch.Generator().manual_seed(threads)
     query = torch.randn(1, 6, 23, 8, generator=generator)
     key = torch.randn(1, 3, 40, 8, generator=generator)
-    reference = expected.expected_attention(query, key, None, None, 0.5)
+    reference = expected.expected_attention(query, key, None, None, AttentionSpec(0.5))
     monkeypatch.setattr(expected, "_MANY_LOGITS", 0)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with torch.no_grad():
-            squares = expected.expected_attention(query, key, None, None, 0.5)
+            squares = expected.expected_attention(query, key, None, None, AttentionSpec(0.5))
     finally:
         torch.set_num_threads(before)
     assert jobs == [{2: 6, 3: 3, 4: 12}[threads]]
@@ -75,6 +78,10 @@ def test_threads_share_heads_and_their_queries(monkeypatch, threads):
 
 def test_a_batch_of_none_is_zero():
     squares = expected.expected_attention(
-        torch.ones(1, 2, 3, 4), torch.ones(1, 1, 5, 4), None, torch.zeros(1, 3).bool(), 1.0
+        torch.ones(1, 2, 3, 4),
+        torch.ones(1, 1, 5, 4),
+        None,
+        torch.zeros(1, 3).bool(),
+        AttentionSpec(1.0),
     )
     assert not squares.any()

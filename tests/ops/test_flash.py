@@ -11,7 +11,7 @@ from h2okv.ops.attention import (
     blockwise_attention_with_scores,
     expected_attention,
 )
-from h2okv.ops.reference import attention_with_scores, causal
+from h2okv.ops.reference import AttentionSpec, attention_with_scores, causal
 
 
 def hidden_keys(num_queries, num_keys):
@@ -60,7 +60,9 @@ def test_a_block_by_flash_and_sums(monkeypatch, past, groups, attend):
     query = torch.randn(2, 50, 2 * groups, 16).transpose(1, 2)
     key, value = torch.randn(2, 2, past + 50, 16), torch.randn(2, 2, past + 50, 16)
     output, limits = flash_varlen.forward(query, key, value, 0.3)
-    expected, sums = blockwise_attention_with_scores(query, key, value, Visibility(past), 0.3)
+    expected, sums = blockwise_attention_with_scores(
+        query, key, value, Visibility(past), AttentionSpec(0.3)
+    )
     torch.testing.assert_close(output, expected)
     keys = key.repeat_interleave(groups, dim=1)
     hidden = hidden_keys(50, past + 50)
@@ -71,7 +73,7 @@ def test_a_block_by_flash_and_sums(monkeypatch, past, groups, attend):
 
 def test_a_cpu_has_no_flash():
     states = torch.zeros(1, 2, 8, 16, dtype=torch.bfloat16)
-    assert not flash_varlen.applies(states, states, Visibility(), None)
+    assert not flash_varlen.applies(states, states, Visibility(), AttentionSpec(0.25))
 
 
 def test_this_release_of_pytorch_has_it():
@@ -120,11 +122,11 @@ def test_keys_that_ask_back_find_their_sums(past, groups, weighted, size):
     if weighted:
         weights = 0.99 ** torch.arange(139, -1, -1.0)
         weights[:20] = 0
-    scale = size**-0.5
+    spec = AttentionSpec(size**-0.5)
     grouped = query[0].unflatten(0, (2, groups))
-    output, sums = flash.attention_with_sums(grouped, key[0], value[0], past, scale, weights)
+    output, sums = flash.attention_with_sums(grouped, key[0], value[0], past, spec, weights)
     expected, expected_sums = attention_with_scores(
-        query.double(), key.double(), value.double(), causal(query, key), scale,
+        query.double(), key.double(), value.double(), causal(query, key), spec,
         weights=None if weights is None else weights[None].double(),
     )  # fmt: skip
     assert output.dtype == torch.bfloat16 and sums.dtype == torch.float32
@@ -136,7 +138,7 @@ def test_keys_that_ask_back_find_their_sums(past, groups, weighted, size):
 
 def test_keys_that_ask_back_find_the_squares():
     query, key, _ = draw_bf16(140, 0, 3)
-    squares = flash.expected_squares(query[0].unflatten(0, (2, 3)), key[0], 0.125)
+    squares = flash.expected_squares(query[0].unflatten(0, (2, 3)), key[0], AttentionSpec(0.125))
     keys = key.repeat_interleave(3, 1).double()
     weights = (query.double() @ keys.mT * 0.125).softmax(-1)
     expected = weights.square().sum(2).unflatten(1, (2, 3)).sum(2)
@@ -170,9 +172,11 @@ def test_a_padded_batch_takes_it_and_stays_itself(amx):
     twice = [tensor.expand(2, -1, -1, -1).clone() for tensor in (query, key, value)]
     queries = torch.ones(2, 200, dtype=torch.bool)
     queries[1, :50] = False
-    output, sums = blockwise_attention_with_scores(*twice, Visibility(queries=queries), 0.125)
+    output, sums = blockwise_attention_with_scores(
+        *twice, Visibility(queries=queries), AttentionSpec(0.125)
+    )
     short = [tensor[:, :, 50:] for tensor in (query, key, value)]
-    alone, own_sums = blockwise_attention_with_scores(*short, Visibility(), 0.125)
+    alone, own_sums = blockwise_attention_with_scores(*short, Visibility(), AttentionSpec(0.125))
     assert torch.equal(output[1:, :, 50:], alone) and torch.equal(sums[1:, :, 50:], own_sums)
     assert not output[1, :, :50].any() and not sums[1, :, :50].any()
     assert amx == ["attention_with_sums"] * 3
@@ -180,15 +184,15 @@ def test_a_padded_batch_takes_it_and_stays_itself(amx):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "visibility, softcap",
+    "visibility, spec",
     [
-        (Visibility(entries=torch.arange(400).view(1, 2, 200) % 3 > 0), None),
-        (Visibility(window=150), None),
-        (Visibility(), 30.0),
+        (Visibility(entries=torch.arange(400).view(1, 2, 200) % 3 > 0), AttentionSpec(0.125)),
+        (Visibility(), AttentionSpec(0.125, window=150)),
+        (Visibility(), AttentionSpec(0.125, 30.0)),
     ],
 )
-def test_what_the_kernel_does_not_know_goes_by_tiles(amx, visibility, softcap):
-    blockwise_attention_with_scores(*draw_bf16(200, 0, 3), visibility, 0.125, softcap)
+def test_what_the_kernel_does_not_know_goes_by_tiles(amx, visibility, spec):
+    blockwise_attention_with_scores(*draw_bf16(200, 0, 3), visibility, spec)
     assert not amx
 
 
@@ -200,33 +204,37 @@ def test_entries_are_put_together_where_heads_hold_as_many(amx, dtype):
     for head, hidden in enumerate(([3, 59], [0, 17])):
         entries[0, head, hidden] = False
     visibility = Visibility(past=60, entries=entries)
-    output, sums = blockwise_attention_with_scores(query, key, value, visibility, 0.125)
+    output, sums = blockwise_attention_with_scores(
+        query, key, value, visibility, AttentionSpec(0.125)
+    )
     visible = causal(query, key) & entries.unsqueeze(2)
     states = (tensor.double() for tensor in (query, key, value))
-    expected, expected_sums = attention_with_scores(*states, visible, 0.125)
+    expected, expected_sums = attention_with_scores(*states, visible, AttentionSpec(0.125))
     torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(sums.double(), expected_sums, atol=1e-6, rtol=2e-4)
-    squares = expected_attention(query, key, entries, None, 0.125)
+    squares = expected_attention(query, key, entries, None, AttentionSpec(0.125))
     assert (squares[~entries] == 0).all() and (squares[entries] > 0).all()
     masked = (tensor.where(entries[..., None], torch.nan) for tensor in (key, value))
-    again = blockwise_attention_with_scores(query, *masked, visibility, 0.125)
+    again = blockwise_attention_with_scores(query, *masked, visibility, AttentionSpec(0.125))
     assert torch.equal(again[0], output) and torch.equal(again[1], sums)
-    expected_squares = expected_attention(query.float(), key.float(), entries, None, 0.125)
+    expected_squares = expected_attention(
+        query.float(), key.float(), entries, None, AttentionSpec(0.125)
+    )
     torch.testing.assert_close(squares, expected_squares, atol=1e-6, rtol=4e-4)
     on_amx = ["attention_with_sums", "expected_squares", "attention_with_sums"]
     assert amx == (on_amx if dtype == torch.bfloat16 else [])
 
 
 def test_a_gradient_goes_by_tiles(amx):
-    blockwise_attention_with_scores(*draw_bf16(200, 0, 3), Visibility(), 0.125)
+    blockwise_attention_with_scores(*draw_bf16(200, 0, 3), Visibility(), AttentionSpec(0.125))
     assert not amx
 
 
 @torch.no_grad()
 def test_expected_attention_takes_it(amx):
     query, key, _ = draw_bf16(200, 0, 3)
-    squares = expected_attention(query.float(), key, None, None, 0.125)
-    expected = expected_attention(query.float(), key.float(), None, None, 0.125)
+    squares = expected_attention(query.float(), key, None, None, AttentionSpec(0.125))
+    expected = expected_attention(query.float(), key.float(), None, None, AttentionSpec(0.125))
     torch.testing.assert_close(squares, expected, atol=1e-6, rtol=4e-4)
     assert amx == ["expected_squares"]
 

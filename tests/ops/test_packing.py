@@ -16,6 +16,7 @@ from h2okv.ops.quant import (
     scales_and_lows,
     unpack,
 )
+from h2okv.ops.reference import AttentionSpec
 
 SIZES = [1, 7, 16, 40, 45, 64, 80, 96, 128, 256]
 
@@ -126,8 +127,8 @@ def test_decoding_is_that_of_the_unpacked(bits, size, groups, monkeypatch):
     query = torch.randn(2, 3 * groups, 1, size)
     keys, values = (pack(torch.randn(2, 3, 19, width), bits) for width in (size, 2 * size))
     hidden = torch.rand(2, 3, 19) < 0.3
-    output = decode_with_scores(query, keys, values, hidden, 0.5)
-    expected = decode_with_scores(query, unpack(keys), unpack(values), hidden, 0.5)
+    output = decode_with_scores(query, keys, values, hidden, AttentionSpec(0.5))
+    expected = decode_with_scores(query, unpack(keys), unpack(values), hidden, AttentionSpec(0.5))
     torch.testing.assert_close(output, expected, atol=2e-6, rtol=1e-5)
 
 

@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as hal
 
 from h2okv.ops import decode
 from h2okv.ops.decode import Ranks, decode_with_scores
-from h2okv.ops.reference import attention_with_scores
+from h2okv.ops.reference import AttentionSpec, attention_with_scores
 from h2okv.ops.rope import interleave_pairs, inverse, rotate
 
 TOLERANCE = {
@@ -81,10 +81,11 @@ def test_a_step_rotates_each_key_to_its_rank(monkeypatch, dtype, width, elements
     hidden = torch.rand(batch, heads, slots) < 0.2
     factors = factors_of(slots, width)
     rotated = rotate(keys, factors[ranks.long()])
+    spec = AttentionSpec(0.3)
     expected, expected_sums = attention_with_scores(
-        query.double(), rotated.double(), values.double(), ~hidden.unsqueeze(2), 0.3
+        query.double(), rotated.double(), values.double(), ~hidden.unsqueeze(2), spec
     )
-    output, sums = decode_with_scores(query, keys, values, hidden, 0.3, ranks=Ranks(factors, ranks))
+    output, sums = decode_with_scores(query, keys, values, hidden, spec, Ranks(factors, ranks))
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(sums.double(), expected_sums, atol=1e-5, rtol=1e-5)

@@ -9,6 +9,7 @@ from hypothesis_examples import examples
 from h2okv.ops.choice import choose, protected_entries
 from h2okv.ops.compaction import compact
 from h2okv.ops.decode import Slots, StepRules, evict_one
+from h2okv.ops.reference import AttentionSpec
 
 
 @st.composite
@@ -83,7 +84,7 @@ def freed(priority, positions, newest, sink, recent, slot_mask, full):
     slots = Slots(
         unread, unread, priority.clone(), remaining, free, newest.flatten() + 1, slot_mask
     )
-    evict_one(slots, StepRules(1.0, recent, sink), full, newest)
+    evict_one(slots, StepRules(AttentionSpec(1.0), recent, sink), full, newest)
     assert slots.free_slot is free and torch.equal(slots.scores, priority)
     assert torch.equal(remaining, positions.scatter(-1, free, -1))
     return free

@@ -9,7 +9,7 @@ from h2okv.ops import attention as blockwise
 from h2okv.ops import flash
 from h2okv.ops.attention import blockwise_attention_with_scores, expected_attention
 from h2okv.ops.decode import decode_with_scores
-from h2okv.ops.reference import Visibility, attention_with_scores
+from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores
 
 SCALE = 0.3
 # One that changes nothing, one that takes a share, one that takes nearly all; far beyond fp32's
@@ -24,6 +24,10 @@ def draw(length, past, batch=2, groups=2, dtype=torch.float32):
     key = torch.randn(batch, 2, past + length, 16, generator=generator).mul(2).to(dtype)
     value = torch.randn(batch, 2, past + length, 16, generator=generator).to(dtype)
     return query, key, value
+
+
+def spec_of(sinks, softcap=None):
+    return AttentionSpec(SCALE, softcap, torch.tensor(sinks))
 
 
 def expect(query, key, value, visible, sinks, softcap=None, weights=None, power=1):
@@ -61,9 +65,7 @@ def causal(length, past, batch=2):
 @pytest.mark.parametrize("past", [0, 9])
 def test_the_reference(past, softcap, sinks):
     states, visible = draw(21, past), causal(21, past)
-    result = attention_with_scores(
-        *states, visible, SCALE, softcap, sink_logits=torch.tensor(sinks)
-    )
+    result = attention_with_scores(*states, visible, spec_of(sinks, softcap))
     close(result, expect(*states, visible, sinks, softcap))
 
 
@@ -75,7 +77,7 @@ def test_blocks(monkeypatch, past, kind, softcap, sinks):
     monkeypatch.setattr(blockwise, "_TILE_ROWS", 8)
     monkeypatch.setattr(blockwise, "_TILE_KEYS", 7)
     states, visible, weights = draw(21, past), causal(21, past), None
-    visibility = Visibility(past)
+    visibility, spec = Visibility(past), spec_of(sinks, softcap)
     if kind == "entries":
         entries = torch.arange(past + 21) % 4 > 0
         entries = torch.stack([entries, entries.roll(1) | (torch.arange(past + 21) > 9)])
@@ -88,12 +90,10 @@ def test_blocks(monkeypatch, past, kind, softcap, sinks):
         visibility = Visibility(past, queries=real)
         visible = visible & seen[:, None, None] & real[:, None, :, None]
     elif kind == "window":
-        visibility, visible = Visibility(past, window=5), visible & ~visible.tril(past - 5)
+        spec, visible = spec._replace(window=5), visible & ~visible.tril(past - 5)
     elif kind == "weights":
         weights = torch.linspace(0, 1, 42).view(2, 21)
-    result = blockwise_attention_with_scores(
-        *states, visibility, SCALE, softcap, weights, sink_logits=torch.tensor(sinks)
-    )
+    result = blockwise_attention_with_scores(*states, visibility, spec, weights)
     expected = expect(*states, visible, sinks, softcap, weights)
     if kind == "padding":
         result[0].masked_fill_(~real[:, None, :, None], 0.0)
@@ -107,10 +107,8 @@ def test_threads_share_the_heads(monkeypatch):
     torch.set_num_threads(3)
     try:
         states, sinks = draw(40, 5), SINKS["usual"]
-        result = blockwise_attention_with_scores(
-            *states, Visibility(5), SCALE, sink_logits=torch.tensor(sinks)
-        )
-        again = expected_attention(*states[:2], None, None, SCALE, None, torch.tensor(sinks))
+        result = blockwise_attention_with_scores(*states, Visibility(5), spec_of(sinks))
+        again = expected_attention(*states[:2], None, None, spec_of(sinks))
     finally:
         torch.set_num_threads(before)
     close(result, expect(*states, causal(40, 5), sinks))
@@ -131,7 +129,7 @@ def test_expected_attention(monkeypatch, tile, has_holes, softcap, sinks):
         entries = torch.rand(2, 2, 17, generator=torch.Generator().manual_seed(0)) < 0.7
     visible = torch.ones(2, 2, 11, 17, dtype=torch.bool)
     visible = visible if entries is None else visible & entries.unsqueeze(2)
-    result = expected_attention(query, key, entries, None, SCALE, softcap, torch.tensor(sinks))
+    result = expected_attention(query, key, entries, None, spec_of(sinks, softcap))
     squares = expect(query, key, value, visible, sinks, softcap, power=2)[1]
     torch.testing.assert_close(result.double(), squares.sqrt(), atol=1e-6, rtol=1e-4)
 
@@ -139,17 +137,13 @@ def test_expected_attention(monkeypatch, tile, has_holes, softcap, sinks):
 @pytest.mark.parametrize("past", [0, 29])
 def test_fused_attention_on_a_cpu(past):
     query, key, value = draw(140, past, batch=1, dtype=torch.bfloat16)
-    sinks = SINKS["usual"]
-    output, sums = flash.attention_with_sums(
-        query[0].unflatten(0, (2, 2)), key[0], value[0], past, SCALE, None,
-        sink_logits=torch.tensor(sinks).view(2, 2),
-    )  # fmt: skip
+    sinks, grouped = SINKS["usual"], query[0].unflatten(0, (2, 2))
+    spec = AttentionSpec(SCALE, sinks=torch.tensor(sinks).view(2, 2))
+    output, sums = flash.attention_with_sums(grouped, key[0], value[0], past, spec, None)
     expected = expect(query, key, value, causal(140, past, 1), sinks)
     close([output.flatten(0, 1)[None]], expected[:1], 2e-2)
     torch.testing.assert_close(sums[None].double(), expected[1], atol=1e-6, rtol=2e-4)
-    squares = flash.expected_squares(
-        query[0].unflatten(0, (2, 2)), key[0], SCALE, torch.tensor(sinks).view(2, 2)
-    )
+    squares = flash.expected_squares(grouped, key[0], spec)
     everything = torch.ones(1, 2, 140, past + 140, dtype=torch.bool)
     expected_squares = expect(query, key, value, everything, sinks, power=2)[1]
     torch.testing.assert_close(squares[None].double(), expected_squares, atol=1e-6, rtol=4e-4)
@@ -160,8 +154,8 @@ def test_output_alone_goes_by_fused_attention(monkeypatch):
     calls, attend = [], flash.attention_with_sums
     monkeypatch.setattr(flash, "attention_with_sums", lambda *a: calls.append(a) or attend(*a))
     states, sinks = draw(130, 5, batch=1), SINKS["usual"]
-    options = {"needs_sums": False, "sink_logits": torch.tensor(sinks)}
-    output, _ = blockwise_attention_with_scores(*states, Visibility(5), SCALE, **options)
+    block = *states, Visibility(5), spec_of(sinks)
+    output, _ = blockwise_attention_with_scores(*block, needs_sums=False)
     assert calls
     close([output], expect(*states, causal(130, 5, 1), sinks)[:1])
 
@@ -177,9 +171,8 @@ def test_steps(has_holes, groups, sinks):
     expected = expect(query, key, value, visible.unsqueeze(2), sinks)
     before = torch.rand(2, 2, 20)
     for scores in (None, before.clone()):
-        result = decode_with_scores(
-            query, key, value, hidden, SCALE, None, None, scores, torch.tensor(sinks[: 2 * groups])
-        )
+        spec = spec_of(sinks[: 2 * groups])
+        result = decode_with_scores(query, key, value, hidden, spec, None, scores)
         added = 0 if scores is None else before.double()
         close(result, (expected[0], expected[1] + added))
 
@@ -190,9 +183,7 @@ def test_a_step_over_slots_that_heads_share():
     hidden = torch.stack([~of_first, of_first]).expand(2, 2, 40)
     shared_key, shared_value = (states.flatten(1, 2).unsqueeze(1) for states in (key, value))
     sinks = SINKS["usual"]
-    output, sums = decode_with_scores(
-        query, shared_key, shared_value, hidden, SCALE, sink_logits=torch.tensor(sinks)
-    )
+    output, sums = decode_with_scores(query, shared_key, shared_value, hidden, spec_of(sinks))
     visible = torch.ones(2, 2, 1, 20, dtype=torch.bool)
     expected = expect(query, key, value, visible, sinks)
     close((output, sums.view(2, 2, 20)), expected)
@@ -201,8 +192,7 @@ def test_a_step_over_slots_that_heads_share():
 def test_nothing_to_see_gives_zeros():
     query, key, value = draw(1, 19)
     hidden = torch.ones(2, 2, 20, dtype=torch.bool)
-    sinks = torch.tensor(SINKS["usual"])
-    output, sums = decode_with_scores(query, key, value, hidden, SCALE, sink_logits=sinks)
+    output, sums = decode_with_scores(query, key, value, hidden, spec_of(SINKS["usual"]))
     assert not output.any() and not sums.any()
 
 
@@ -219,8 +209,8 @@ def test_a_prompt_by_kernels(device, garbage, has_holes, dtype, sinks):
         visible = visible & entries.unsqueeze(2)
         entries = entries.to(device)
     output, sums = triton_prefill.attention_with_scores(
-        *(state.to(device) for state in states), Visibility(9, entries), SCALE,
-        sink_logits=torch.tensor(sinks, dtype=dtype, device=device),
+        *(state.to(device) for state in states), Visibility(9, entries),
+        AttentionSpec(SCALE, sinks=torch.tensor(sinks, dtype=dtype, device=device)),
     )  # fmt: skip
     expected = expect(*states, visible, torch.tensor(sinks, dtype=dtype).double().tolist())
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2

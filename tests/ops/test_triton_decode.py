@@ -10,6 +10,7 @@ from h2okv.ops import decode as step
 from h2okv.ops import triton_decode
 from h2okv.ops.decode import RotaryTables, Slots, StepRules
 from h2okv.ops.indexed import Indexed
+from h2okv.ops.reference import AttentionSpec
 from h2okv.ops.rope import relative
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("garbage")]
@@ -59,7 +60,8 @@ def in_blocks(entries):
 
 def run(device, dtype=torch.float32, groups=2, num_slots=63, num_entries=None, size=32,
         value_size=None, width=0, sink=None, recent=7, cores=1, real=None, slot_mask=None,
-        indexed=False, decode_step=triton_decode.decode_step, **rules):  # fmt: skip
+        indexed=False, decode_step=triton_decode.decode_step, softcap=None, sinks=None,
+        **rules):  # fmt: skip
     num_entries = num_slots - 1 if num_entries is None else num_entries
     value_size = value_size or size
     slots = state(device, num_slots, num_entries, size, value_size, dtype, width > 0)
@@ -69,7 +71,8 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, num_entries=None, s
         return torch.full((BATCH, 1, 1), count, device=device)
 
     step_rules = StepRules(
-        size**-0.5, column(recent), None if sink is None else column(sink),
+        AttentionSpec(size**-0.5, softcap, sinks), column(recent),
+        None if sink is None else column(sink),
         rotary=tables_of(device, num_slots, width) if width else None,
         full=num_entries == num_slots - 1 and slot_mask is None, **rules,
     )  # fmt: skip
@@ -168,7 +171,7 @@ def test_soft_caps(device):
 @pytest.mark.parametrize("factor", [1.0, 90.0])
 def test_learned_sinks(device, dtype, num_entries, factor):
     sinks = factor * torch.tensor([-2.0, 0.0, 1.0, 3.0, 4.0, 6.0], device=device)
-    options = {"cores": 9, "sink": 4, "sink_logits": sinks.to(dtype)}
+    options = {"cores": 9, "sink": 4, "sinks": sinks.to(dtype)}
     run(device, dtype, groups=3, num_entries=num_entries, **options)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from h2okv.ops import triton_prefill
-from h2okv.ops.reference import Visibility, attention_with_scores
+from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("garbage")]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -37,15 +37,15 @@ def visible_of(visibility, shape, length, device):
 
 
 def check(query, key, value, visibility, softcap=None, weights=None, dirty=None):
-    scale = query.shape[-1] ** -0.5
+    spec = AttentionSpec(query.shape[-1] ** -0.5, softcap)
     visible = visible_of(visibility, key.shape, query.shape[2], key.device)
     wide = None if weights is None else weights.double()
     expected, expected_sums = attention_with_scores(
-        query.double(), key.double(), value.double(), visible, scale, softcap, wide
+        query.double(), key.double(), value.double(), visible, spec, wide
     )
     query, key, value = dirty or (query, key, value)
     output, sums = triton_prefill.attention_with_scores(
-        query, key, value, visibility, scale, softcap, weights
+        query, key, value, visibility, spec, weights
     )
     assert output.dtype == query.dtype and sums.dtype == torch.float32
     tolerance, dtype = TOLERANCE[query.dtype], query.dtype
@@ -100,7 +100,7 @@ def test_nothing_to_see_gives_zeros(device):
     query, key, value = draw(device, 1, 2, 1, 0, 20, 16)
     entries = torch.zeros(1, 2, 20, dtype=torch.bool, device=device)
     output, sums = triton_prefill.attention_with_scores(
-        query, key, value, Visibility(entries=entries), 0.25
+        query, key, value, Visibility(entries=entries), AttentionSpec(0.25)
     )
     assert (output == 0).all() and (sums == 0).all()
 
@@ -116,7 +116,7 @@ def test_all_at_once(device, softcap):
 def test_two_runs_are_equal_to_the_last_bit(device):
     query, key, value = draw(device, 1, 2, 4, 0, 200, 64, dtype=torch.bfloat16)
     first, second = (
-        triton_prefill.attention_with_scores(query, key, value, Visibility(), 0.125)
+        triton_prefill.attention_with_scores(query, key, value, Visibility(), AttentionSpec(0.125))
         for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -124,7 +124,7 @@ def test_two_runs_are_equal_to_the_last_bit(device):
 
 def test_sums_that_nobody_looks_at_are_not_made(device):
     query, key, value = draw(device, 1, 2, 2, 5, 63, 32)
-    options = Visibility(past=5), 0.2
+    options = Visibility(past=5), AttentionSpec(0.2)
     output, sums = triton_prefill.attention_with_scores(
         query, key, value, *options, needs_sums=False
     )

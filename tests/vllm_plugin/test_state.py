@@ -10,6 +10,7 @@ from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
 from h2okv.ops.decode import decode_with_scores, write_slot
 from h2okv.ops.indexed import Indexed
+from h2okv.ops.reference import AttentionSpec
 from h2okv.vllm_plugin.batch import Batch
 from h2okv.vllm_plugin.settings import records_steps, tokens_to_run
 from h2okv.vllm_plugin.state import LayerShape, StateLayer, StatePool, model_rotation
@@ -41,7 +42,8 @@ def shape(number=LAYER, dtype=torch.float32, **changes) -> LayerShape:
 
 def make_layer(config: CacheConfig, dtype=torch.float32, scale=SIZE**-0.5, softcap=None):
     """Return a layer among others, and the memory with old contents, as a server allocates it."""
-    layers = [StateLayer(config, shape(number, dtype), scale, softcap) for number in range(3)]
+    spec = AttentionSpec(scale, softcap)
+    layers = [StateLayer(config, shape(number, dtype), spec) for number in range(3)]
     pool = StatePool(layers)
     pages = torch.full((NUM_BLOCKS, pool.block_bytes), 0xFF, dtype=torch.uint8)  # NaN, and -1
     pool.bind(pages)
@@ -89,7 +91,7 @@ class Request:
         query, key, value = (states.transpose(0, 1).unsqueeze(0) for states in tokens)
         layer = self.cache.layers[LAYER]
         layer.update(key, value)
-        return layer.attend(query, key, value, None, SIZE**-0.5)[0].transpose(0, 1)
+        return layer.attend(query, key, value, None, AttentionSpec(SIZE**-0.5))[0].transpose(0, 1)
 
     def check_state(self, layer: StateLayer) -> None:
         state = self.cache.layers[LAYER].state
@@ -261,7 +263,11 @@ def test_ranks_whose_heads_need_less_have_slots_that_nobody_takes():
     sizes = [
         StatePool(
             [
-                StateLayer(config, LayerShape(n, GROUPS, 1, SIZE, torch.float32, rank, 2), 1.0)
+                StateLayer(
+                    config,
+                    LayerShape(n, GROUPS, 1, SIZE, torch.float32, rank, 2),
+                    AttentionSpec(1.0),
+                )
                 for n in range(3)
             ]
         ).block_bytes
@@ -269,13 +275,15 @@ def test_ranks_whose_heads_need_less_have_slots_that_nobody_takes():
     ]
     assert sizes[0] == sizes[1]
     layers = [
-        StateLayer(config, LayerShape(LAYER, GROUPS, 1, SIZE, torch.float32, rank, 2), 1.0)
+        StateLayer(
+            config, LayerShape(LAYER, GROUPS, 1, SIZE, torch.float32, rank, 2), AttentionSpec(1.0)
+        )
         for rank in range(2)
     ]
     assert layers[0].totals == [9 + 8] and layers[1].totals == [2 + 8]
     assert layers[0].num_slots == layers[1].num_slots == 18
     replicated = LayerShape(LAYER, GROUPS, 1, SIZE, torch.float32, 3, 4)  # more ranks than heads
-    assert StateLayer(config, replicated, 1.0).totals == [2 + 8]
+    assert StateLayer(config, replicated, AttentionSpec(1.0)).totals == [2 + 8]
 
 
 def decode(config: CacheConfig, batch: int, seen: int = 30):
@@ -422,7 +430,7 @@ def test_indexed_attention_equals_attention_on_a_copy(dtype):
     assert copy.equal(blocks[index])
     assert (pages != before).sum() <= 3 * HEADS * SIZE
     indexed = Indexed(blocks, index)
-    results = decode_with_scores(query, indexed, indexed, hidden, 0.3, softcap=2.0)
-    expected = decode_with_scores(query, copy, copy, hidden, 0.3, softcap=2.0)
+    results = decode_with_scores(query, indexed, indexed, hidden, AttentionSpec(0.3, 2.0))
+    expected = decode_with_scores(query, copy, copy, hidden, AttentionSpec(0.3, 2.0))
     for left, right in zip(results, expected, strict=True):
         torch.testing.assert_close(left, right)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from h2okv.cache.argument import CACHE
 from h2okv.cache.explanation import Departures
 from h2okv.cache.forward import Forward
 from h2okv.cache.latent import Latents, LatentState, join
@@ -19,9 +20,9 @@ from h2okv.cache.rope import PositionRule, Rotation, Rotations
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
 from h2okv.cache.spans import Spans
 from h2okv.cache.step_log import StepLog
-from h2okv.cache.validation import check_match, check_new_tokens
 from h2okv.config import Budget
 from h2okv.ops.quant import KeyTransform
+from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import Rule, Sees
 from h2okv.provenance import fingerprint
 
@@ -62,6 +63,7 @@ class BaseLayer(CacheLayerMixin):
     begins_forward = ends_forward = False  # the first, the last layer of its cache
     latent: tuple[int, int] | None = None  # R and r of a model with latent attention
     window: int | None = None  # the sliding window that the entries stand for
+    attention_spec: AttentionSpec | None = None  # of the last forward
     cumulative_length: Any  # transformers says int; its static layer holds a tensor too
     # The same on the host; None where compiled steps have counted alone.
     num_columns: int | None
@@ -136,6 +138,7 @@ class BaseLayer(CacheLayerMixin):
         """
         return {
             **vars(self),
+            "attention_spec": None,
             "rotations": Rotations(self.rotations.rolls, self.rotations.looks_ahead),
             "writer": Writer(weights=self.weights()),
         }
@@ -150,6 +153,7 @@ class BaseLayer(CacheLayerMixin):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BaseLayer:
         duplicate = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.attention_spec)] = self.attention_spec  # sinks are the model's
         for name, value in vars(self).items():
             vars(duplicate)[name] = copy.deepcopy(value, memo)
         return duplicate
@@ -341,6 +345,13 @@ class BaseLayer(CacheLayerMixin):
         """Record what each token changes, for `crop`; mutates the layer."""
         self.record_past = True
 
+    def plan(self) -> dict[str, int | None] | None:
+        """Return what steps count besides the state; ``None`` if they change more than slots."""
+        return None
+
+    def restore_plan(self, plan: dict[str, int | None]) -> None:
+        """Take over what `plan` has returned; mutates the layer."""
+
     @property
     def record_past(self) -> bool:
         """Whether tokens may be taken back; transformers sets it to False where it ends this."""
@@ -394,6 +405,10 @@ class BaseLayer(CacheLayerMixin):
         self.state, self.cumulative_length, self.num_columns = state, seen, None
         self.writer = Writer(weights=weights)
 
+    def newest(self) -> Tensor:
+        """Return the position of each sequence's newest token, int64 ``[B, 1, 1]``."""
+        return self.state.num_real_tokens.view(-1, 1, 1) - 1
+
     # --- sizes ------------------------------------------------------------------------------------
 
     @property
@@ -414,3 +429,35 @@ class BaseLayer(CacheLayerMixin):
         """Bytes of an entry's key and value in the model's dtype, for one head."""
         has_values = self.state.has_values
         return int((self.key_size + self.value_size * has_values) * self.dtype.itemsize)
+
+
+def check_match(layer: BaseLayer, key_states: Tensor) -> None:
+    """Refuses keys ``[B, H, T, D]`` of another batch or model than the entries held."""
+    batch, heads, _, size = key_states.shape
+    if layer.device.type == "meta" and not key_states.is_meta:
+        raise ValueError(
+            "H2OCache was sized on the meta device and holds no numbers; call cache.reset() or make"
+            " a new H2OCache."
+        )
+    if batch != layer.batch_size:
+        raise ValueError(
+            f"H2OCache holds a batch of {layer.batch_size} and got a batch of {batch}; "
+            "call cache.reset() or make a new H2OCache."
+        )
+    expected = (layer.num_kv_heads, layer.key_size, layer.dtype)
+    if (heads, size, key_states.dtype) != expected:
+        raise ValueError(
+            f"H2OCache holds layer {layer.layer_idx} of another model: (KV heads, head size, "
+            f"dtype) = {expected} and got {(heads, size, key_states.dtype)}; "
+            "call cache.reset() or make a new H2OCache."
+        )
+
+
+def check_new_tokens(seen: int, count: int) -> None:
+    """Refuses a text that ends with the tokens seen, or before."""
+    if count <= 0:
+        raise ValueError(
+            f"H2OCache has seen {seen} tokens and got none after them; give generate the whole text"
+            f" with more at its end, or generate(**cache.next_turn(input_ids), {CACHE}=cache), or"
+            " call cache.reset() to read another text."
+        )

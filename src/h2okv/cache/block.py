@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from h2okv.ops.reference import AttentionSpec
+
 
 class Block(NamedTuple):
     """New tokens of one layer, and how they are attended to."""
@@ -20,10 +22,8 @@ class Block(NamedTuple):
     real: Tensor | None  # bool [B, T], False for padding; None if there is none
     undo: Tensor | None  # fp32 [B or 1, 1, T, R / 2, 2], rotates back; None where keys stay rotated
     position_ids: Tensor | None  # int [B or 1, 1, T, 1], where the model put them, if a rule asks
-    scale: float
-    softcap: float | None
+    spec: AttentionSpec
     index: Any = None  # ``[B, T]`` index of its tokens in the block that was split
-    reach: Tensor | None = None  # int64 [B, T], `Visibility.reach`: where there are images
     is_late: Tensor | None = None  # bool [B], whether a cut has waited for the end of an image
     counted: tuple[int, ...] | None = None  # real tokens of each sequence, where the host has them
 
@@ -50,13 +50,13 @@ class Block(NamedTuple):
             chunk: tokens from one cut to the next.
             phases: tokens of each sequence since its last cut, before this block; 0 if not given.
         """
-        if self.real is None and self.reach is None and len(set(phases)) < 2:
+        if self.real is None and self.spec.reach is None and len(set(phases)) < 2:
             first = chunk - (phases[0] if phases else 0)
             for start, stop in pairwise([0, *range(first, self.length, chunk), self.length]):
                 yield self._take((slice(None), slice(start, stop)), None)
             return
         batch, device = self.query.shape[0], self.query.device
-        counts, columns, reach = [self.length] * batch, None, self.reach
+        counts, columns, reach = [self.length] * batch, None, self.spec.reach
         if self.real is not None:
             # Real tokens first, in their order: shorter sequences get padding in the last blocks.
             columns = (~self.real).to(torch.uint8).argsort(dim=1, stable=True)
@@ -106,7 +106,7 @@ class Block(NamedTuple):
         return self._take(
             (slice(None), slice(start, stop)),
             None if real is None or real.all() else real,
-            None if self.reach is None else self.reach[:, start:stop] - start,
+            None if self.spec.reach is None else self.spec.reach[:, start:stop] - start,
         )
 
     def _take(
@@ -127,8 +127,8 @@ class Block(NamedTuple):
         undo, position_ids = (
             None if tensor is None else take(tensor) for tensor in (self.undo, self.position_ids)
         )
-        rules = self.scale, self.softcap, index, reach, is_late, counted
-        return Block(query, key, value, real, undo, position_ids, *rules)
+        spec = self.spec if reach is None else self.spec._replace(reach=reach)
+        return Block(query, key, value, real, undo, position_ids, spec, index, is_late, counted)
 
     def put(self, result: Tensor, output: Tensor) -> None:
         """Copy the block's output to its tokens' places among those of all; mutates `output`."""

@@ -14,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from h2okv.cache.base_layer import BaseLayer
+from h2okv.cache.layer import CacheLayer
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.support import config_of, unwrap
 from h2okv.cache.validation import check_loaded
@@ -37,6 +38,7 @@ _VOLATILE = (
 # Fields of a state that have another name in files.
 _FILE_NAMES = {"value_weights": "norms", "head_of_slot": "owner"}
 _OF_SPANS = ("queries", "query_positions")
+_Tensors = dict[str, Tensor]
 _DTYPES = {"float32", "bfloat16", "float16", "float64"}
 
 
@@ -69,7 +71,7 @@ def save_cache(cache: Any, path: str | Path, notes: Mapping[str, str] | None = N
         save_file(tensors, file.name, metadata=metadata)
 
 
-def _layer_state(layer: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _layer_state(layer: CacheLayerMixin) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what a file stores of a layer: tensors, and values for the header."""
     if isinstance(layer, BaseLayer):
         tensors = {_FILE_NAMES.get(name, name): t for name, t in layer.state.tensors().items()}
@@ -247,7 +249,7 @@ def _fill(
             odd = set(header["tensors"]) ^ tensors.keys()
             if odd:
                 raise ValueError(f"{min(odd)} is missing, or too much")
-            fill: Any = _fill_layer if isinstance(layer, BaseLayer) else _fill_foreign
+            fill: Any = _fill_layer if isinstance(layer, CacheLayer) else _fill_foreign
             fill(layer, tensors, header["values"])
         cache.check_integrity()
     first = next(layer for layer in cache.layers if isinstance(layer, BaseLayer))
@@ -265,7 +267,7 @@ def _follows(layer: DynamicLayer, first: BaseLayer) -> bool:
     return layer.get_seq_length() == seen and shapes == {(first.batch_size, length)}
 
 
-def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
+def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     seen, dtype = tensors.pop("cumulative_length"), values["dtype"]
     for name, file_name in _FILE_NAMES.items():
         if file_name in tensors:
@@ -306,8 +308,7 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
     if starts := values.get("span_starts"):
         expected.span_starts = tuple(starts)
     check_loaded(layer, expected, seen)
-    slot_layer: Any = layer
-    needs_queries = slot_layer.scores_spans and any(slot_layer.spans.phases(expected))
+    needs_queries = layer.scores_spans and any(layer.spans.phases(expected))
     if needs_queries and expected.queries is None:
         raise ValueError(f"layer {layer.layer_idx} has no queries of the span that it reads")
     weights = values["weights"]
@@ -320,7 +321,7 @@ def _fill_layer(layer: BaseLayer, tensors: dict[str, Tensor], values: dict[str, 
 
 
 def _expect_queries(
-    layer: Any, expected: SlotState, key: Tensor, tensors: dict[str, Tensor], values: dict[str, Any]
+    layer: CacheLayer, expected: SlotState, key: Tensor, tensors: _Tensors, values: dict[str, Any]
 ) -> None:
     """Expect the queries of a span that has not ended; mutates the expected state."""
     if not tensors.keys() & set(_OF_SPANS):

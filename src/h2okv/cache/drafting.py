@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import GenerationConfig
 
 from h2okv.cache.argument import cache_in
@@ -38,7 +41,7 @@ class Drafting:
         self.length: int | None = None
         self.gives_whole_text = self.announced = False
         self._thread, self._config = threading.get_ident(), weakref.ref(config)
-        self._hook: Any = None
+        self._hook: RemovableHandle | None = None
         if name != _DRAFTS:
             return
         self._model = weakref.ref(values["self"])
@@ -56,7 +59,7 @@ class Drafting:
     @classmethod
     def of_caller(cls) -> Drafting | None:
         """Return the call that this thread is in, or ``None``."""
-        frame: Any = sys._getframe()
+        frame: FrameType | None = sys._getframe()
         while frame is not None:
             name = frame.f_code.co_name
             if name in _CALLS:
@@ -70,7 +73,7 @@ class Drafting:
     def is_running(self) -> bool:
         """Whether the call has neither returned nor raised."""
         config = self._config()
-        frame: Any = None if config is None else sys._current_frames().get(self._thread)
+        frame = None if config is None else sys._current_frames().get(self._thread)
         while frame is not None:
             # Each call has a copy of its configuration.
             is_call = frame.f_code.co_name in _CALLS
@@ -79,14 +82,14 @@ class Drafting:
             frame = frame.f_back
         return False
 
-    def skip(self, cache: Any, seen: int) -> None:
+    def skip(self, cache: object, seen: int) -> None:
         """Let the model's next forward leave out the tokens that a cache has seen.
 
         transformers does so in every ``generate`` but one with drafts.
         """
 
         def leave_out(
-            module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+            module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
             is_running, is_meant = self.is_running, cache_in(kwargs) is cache
             if is_running and not is_meant:  # the model drafts for itself

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from h2okv.cache import support, validation
-from h2okv.cache.base_layer import BaseLayer
+from h2okv.cache.base_layer import BaseLayer, check_new_tokens
 from h2okv.cache.checkpoint import load_cache, save_cache
 from h2okv.cache.drafting import Drafting, end_recording
 from h2okv.cache.explanation import Departures, Explanation
@@ -589,7 +589,7 @@ class H2OCache(Cache):
         drafting, seen = Drafting.of_caller(), self.num_seen_tokens
         is_again = drafting is not None and drafting.gives_whole_text and seen > 0
         if is_again and drafting is not None and drafting.columns is not None:
-            validation.check_new_tokens(seen, drafting.columns - seen)
+            check_new_tokens(seen, drafting.columns - seen)
         super().activate_past_recording()
         self._drafting = drafting
         if drafting is None or drafting.columns is None:
@@ -775,8 +775,7 @@ class H2OCache(Cache):
         Raises:
             ValueError: if there is no such layer, head, sequence or token.
         """
-        explanation: Explanation = self._layer(layer_idx).explain(sequence, head, position)
-        return explanation
+        return self._layer(layer_idx).explain(sequence, head, position)
 
     def record_evictions(self) -> None:
         """Record from now on when tokens leave, for `explain`; mutates the cache.
@@ -786,9 +785,9 @@ class H2OCache(Cache):
         for layer in self._scored:
             layer.departures = Departures()
 
-    def _layer(self, layer_idx: int) -> Any:
+    def _layer(self, layer_idx: int) -> CacheLayer:
         self._end_drafting()
-        layers = {layer.layer_idx: layer for layer in self._scored}
+        layers = {la.layer_idx: la for la in self._scored if isinstance(la, CacheLayer)}
         if layer_idx not in layers:
             raise ValueError(
                 f"layer_idx must be that of a full-attention layer, one of {[*layers]}, got"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,25 +20,67 @@ from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
 from h2okv.ops.attention import expected_attention, mean_queries
 from h2okv.ops.choice import choose, protected_entries
+from h2okv.ops.reference import AttentionSpec, Visibility
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import BlockView, Sees
 
 # Tokens behind a block's last one at which its queries are re-evaluated (`Sees.QUERIES`).
 AHEAD = 16
+Attended = tuple[Tensor, Tensor]
+
+
+class SharedAttention:
+    """A block's attention, computed once for each weighting of its queries."""
+
+    def __init__(self) -> None:
+        self._attended: Attended | None = None
+        self._weighted: list[tuple[Tensor, Tensor]] = []
+        self._once: Tensor | None = None
+
+    def __call__(
+        self,
+        attend: Callable[..., Attended],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visibility: Visibility,
+        spec: AttentionSpec,
+        weights: Tensor | None,
+    ) -> Attended:
+        if self._attended is None:
+            self._attended = attend(query, key, value, visibility, spec, None)
+        output, sums = self._attended
+        if weights is None:
+            return output, sums
+        for weighting, sums in self._weighted:
+            if torch.equal(weighting, weights):
+                return output, sums
+        first = 0
+        if visibility.queries is visibility.entries is spec.reach is None:
+            # Queries of weight zero before a window at the end need no second pass.
+            first = int((weights != 0).any(dim=0).to(torch.uint8).argmax())
+        seen = replace(visibility, past=visibility.past + first)
+        _, sums = attend(query[:, :, first:], key, value, seen, spec, weights[:, first:])
+        self._weighted.append((weights, sums))
+        return output, sums
+
+    def once(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return ``compute()``, computed by the first caller and shared with the others."""
+        if self._once is None:
+            self._once = compute()
+        return self._once
 
 
 class CacheLayer(BaseLayer):
     """One attention layer's entries; subclasses say where entries are and what evicting means."""
 
     checks_numbers = True  # refuses attention that is not finite; one rank alone must not stop
-    # [HQ], one more logit in each head's normaliser, as the model's last forward passed them.
-    sink_logits: Tensor | None = None
     is_late: Tensor | None = None  # of the block that is read (`Block.is_late`)
     # Called with the operation and its arguments in place of a block's attention.
-    _shared_attention: Any = None
+    _shared_attention: SharedAttention | None = None
 
     @contextmanager
-    def share_attention(self, attention: Any) -> Iterator[None]:
+    def share_attention(self, attention: SharedAttention) -> Iterator[None]:
         """Take a block's attention from `attention`, for caches that read the same block."""
         self._shared_attention = attention
         try:
@@ -53,10 +95,8 @@ class CacheLayer(BaseLayer):
         key: Tensor,
         value: Tensor,
         real: Tensor | None,
-        scale: float,
-        softcap: float | None = None,
+        spec: AttentionSpec,
         position_ids: Tensor | None = None,
-        reach: Tensor | None = None,
     ) -> Tensor:
         """Read new tokens: place, attend, score and evict, block by block of the contract.
 
@@ -67,24 +107,22 @@ class CacheLayer(BaseLayer):
             key: ``[B, H, T, D]``.
             value: ``[B, H, T, Dv]``.
             real: bool ``[B, T]``, False for padding; ``None`` if all tokens are real.
-            scale: factor on the logits.
-            softcap: as in `h2okv.ops.reference.attention_with_scores`.
+            spec: how; cuts wait for the ends of images (its reach).
             position_ids: where the model put the tokens, ``[B or 1, T]``; one after the other if
                 ``None``.
-            reach: as in `h2okv.ops.reference.Visibility`; cuts wait for the ends of images.
 
         Returns:
             ``[B, HQ, T, Dv]``. Mutates the layer.
         """
         if is_cast(query.device):  # which would round logits and scores
             with torch.autocast(query.device.type, enabled=False):
-                return self.attend(query, key, value, real, scale, softcap, position_ids, reach)
-        self.awaits_attention = False
+                return self.attend(query, key, value, real, spec, position_ids)
+        self.awaits_attention, self.attention_spec = False, spec
         dtype = value.dtype
         if dtype != self.dtype or query.dtype != dtype:
             query, key, value = (states.to(self.dtype) for states in (query, key, value))
         self._begin(query.shape[2], real)
-        block = self._block(query, key, value, real, scale, softcap, position_ids, reach)
+        block = self._block(query, key, value, real, spec, position_ids)
         self.awaits_attention = True  # an error or Ctrl-C from here on leaves half a forward
         blocks = self._split(block)
         if blocks is None:
@@ -181,10 +219,8 @@ class CacheLayer(BaseLayer):
         key: Tensor,
         value: Tensor,
         real: Tensor | None,
-        scale: float,
-        softcap: float | None,
+        spec: AttentionSpec,
         position_ids: Tensor | None,
-        reach: Tensor | None,
     ) -> Block:
         """Put new tokens together with what says where the model placed them."""
         undo = placed = None
@@ -197,13 +233,13 @@ class CacheLayer(BaseLayer):
             undo = rotations.rolling.of_text(position_ids)
         elif position_ids is not None and rotations.text is not None and looks_again:
             placed = position_ids[:, None, :, None]
-        block = Block(query, key, value, real, undo, placed, scale, softcap, None, reach)
+        block = Block(query, key, value, real, undo, placed, spec)
         return block if length == 1 else block._replace(counted=self._lengths(block))
 
     def _next_positions(self, real: Tensor | None, length: int) -> Tensor:
         """Return the positions of tokens that follow those of each sequence, ``[B, T]``."""
         if real is not None and not bool(real.all()):
-            options, remedy = options_of_rotation(self)
+            options, remedy = options_of_rotation(self.rotations, self.rule)
             raise ValueError(
                 f"{options}: this model does not tell its attention the position_ids, which a"
                 f" padded batch needs; run each sequence alone, or {remedy}."
@@ -272,7 +308,7 @@ class CacheLayer(BaseLayer):
     def _score(self, block: Block, entries: BlockEntries, sums: Tensor, output: Tensor) -> Tensor:
         """Return the scores after the block, fp32 ``[B, H, N]``, and count its tokens."""
         rule, count = self.rule, block.counts()
-        is_whole = [] if self.spans is None else self.spans.whole_blocks(self, block)
+        is_whole = self.whole_blocks(block)
         if self.scores_spans:
             assert self.spans is not None
             if not any(is_whole):
@@ -315,13 +351,17 @@ class CacheLayer(BaseLayer):
             return block.counted
         return self.forward.counts(block.real)
 
-    def real_lengths(self, block: Block) -> tuple[int, ...]:
-        """Return the real tokens of a block's sequences; may wait for the device."""
-        counts = self._lengths(block)
-        if counts is None:
-            assert block.real is not None
-            counts = tuple(block.real.sum(dim=1).tolist())
-        return counts
+    def whole_blocks(self, block: Block) -> list[bool]:
+        """Tell of each sequence whether a block is a prompt or turn of it, evicted from once.
+
+        A single token behind others is a step, whatever the batch brings beside it.
+        """
+        continues = self.holds_entries and not self.prompt.was_partial
+        is_whole = self.spans is not None and self.spans.whole_prompts
+        if not is_whole or (block.length == 1 and continues):
+            return [False] * self.batch_size
+        counts = self._lengths(block) if continues else None
+        return [count > 1 for count in counts] if counts else [True] * self.batch_size
 
     def count(self, block: Block) -> None:
         """Count a block's tokens; mutates the layer."""
@@ -345,16 +385,17 @@ class CacheLayer(BaseLayer):
         """Return a block and its entries as a rule sees them."""
         return BlockView(
             entries.query, entries.attended_key, entries.attended_value, entries.is_entry,
-            block.real, block.scale, sums, self.layer_idx, self.module,
-            lambda: self._attend_from_behind(block, entries), self.sink_logits,
+            block.real, block.spec, sums, self.layer_idx, self.module,
+            lambda: self._attend_from_behind(block, entries),
         )  # fmt: skip
 
     def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
         """Re-evaluate a block's queries behind its end; fp32 ``[B, H, N]`` (`BlockView`)."""
         query, keys, real = block.query, entries.attended_key, block.real
-        is_entry, rotations, sinks = entries.is_entry, self.rotations, self.sink_logits
-        if sinks is not None and block.is_span:  # of which means of heads are stored
-            sinks = mean_queries(sinks.unsqueeze(0), keys.shape[1]).squeeze(0)
+        is_entry, rotations, spec = entries.is_entry, self.rotations, block.spec
+        if spec.sinks is not None and block.is_span:  # of which means of heads are stored
+            sinks = mean_queries(spec.sinks.unsqueeze(0), keys.shape[1]).squeeze(0)
+            spec = spec._replace(sinks=sinks)
         if rotations.rolling is not None:
             limit = keys.shape[2] if block.is_span else self._rank_limit(block.length)
             num_ranks = limit + AHEAD
@@ -363,8 +404,7 @@ class CacheLayer(BaseLayer):
             assert block.position_ids is not None
             position_ids = block.position_ids[:, 0, :, 0]
             query = rotations.moved_behind(query, real, position_ids, AHEAD)
-        options = block.scale, block.softcap, sinks
-        return expected_attention(query, keys, is_entry, real, *options)
+        return expected_attention(query, keys, is_entry, real, spec)
 
     @abstractmethod
     def _rank_limit(self, length: int) -> int:
@@ -398,10 +438,6 @@ class CacheLayer(BaseLayer):
         return scores, positions
 
     # --- ranks ------------------------------------------------------------------------------------
-
-    def newest(self) -> Tensor:
-        """Return the position of each sequence's newest token, int64 ``[B, 1, 1]``."""
-        return self.state.num_real_tokens.view(-1, 1, 1) - 1
 
     def eviction_scores(self) -> Tensor:
         """Return the scores of each head's entries as the rule ranks them, fp32 ``[B, H, S]``.
@@ -484,13 +520,6 @@ class CacheLayer(BaseLayer):
             marked = rule.static_mask(positions, newest, self.state.num_static)
             pinned = pinned if marked is None else pinned | marked
         return ranks.masked_fill(pinned, torch.inf)
-
-    def plan(self) -> dict[str, Any] | None:
-        """Return what steps count besides the state; ``None`` if they change more than slots."""
-        return None
-
-    def restore_plan(self, plan: dict[str, Any]) -> None:
-        """Take over what `plan` has returned; mutates the layer."""
 
     # --- a single token ---------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ def continues_prompts(cache: Any) -> bool:
     return not has_states(cache) or continues_blocks(kind)
 
 
-def state_tensors(layer: Any) -> dict[tuple[str, int], Tensor]:
+def state_tensors(layer: object) -> dict[tuple[str, int], Tensor]:
     """Return the tensors of a layer's state, ``[B, ...]`` each, by field and number."""
     return {
         (name, number): tensor
@@ -53,13 +53,13 @@ def state_tensors(layer: Any) -> dict[tuple[str, int], Tensor]:
     }
 
 
-def held_bytes(layer: Any) -> int:
+def held_bytes(layer: object) -> int:
     """Return the bytes of what one of transformers' own layers holds: keys, values, states."""
     tensors = (vars(layer).get("keys"), vars(layer).get("values"), *state_tensors(layer).values())
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def join_states(layer: Any, other: Any) -> None:
+def join_states(layer: object, other: object) -> None:
     """Put another layer's sequences behind these; mutates the layer."""
     others = state_tensors(other)
     for (name, number), tensor in state_tensors(layer).items():
@@ -89,7 +89,7 @@ def state_bytes(cache: Any, dtype: torch.dtype) -> int:
 class LinearStates:
     """One layer's states of the sequences of a pool; the layer sees those in use."""
 
-    def __init__(self, layer: Any, max_num_seqs: int) -> None:
+    def __init__(self, layer: object, max_num_seqs: int) -> None:
         self._layer = layer
         with ordinary_tensors():
             self._tensors = {
@@ -106,7 +106,7 @@ class LinearStates:
         """Replace each tensor by a changed one; mutates the states."""
         self._tensors = {key: change(tensor) for key, tensor in self._tensors.items()}
 
-    def admit(self, row: int, source: Any, sequence: int) -> None:
+    def admit(self, row: int, source: object, sequence: int) -> None:
         """Copy the state of a sequence of another layer to a row."""
         for key, tensor in state_tensors(source).items():
             self._tensors[key][row] = tensor[sequence]

@@ -18,6 +18,7 @@ from h2okv.cache.forward import is_same
 from h2okv.config import Positions, check_tokens
 from h2okv.ops.decode import RotaryTables
 from h2okv.ops.rope import Layout, inverse, multiply, relative, rotate
+from h2okv.policy import Rule
 
 # Kinds of RoPE whose frequencies depend on the longest position.
 BY_LENGTH = ("dynamic", "longrope")
@@ -240,14 +241,18 @@ class _KeyTaker(DynamicCache):
         raise _KeysTakenError
 
 
-def find_rotation(module: torch.nn.Module, layer: Any, key: Tensor) -> Rotation | None:
+def find_rotation(
+    module: torch.nn.Module, layer_idx: int, rotations: Rotations, rule: Rule, key: Tensor
+) -> Rotation | None:
     """Return how an attention module rotates its keys, one object for modules that do so alike.
 
     Probes a module once and remembers the result, which does not depend on its weights.
 
     Args:
         module: the attention module, in a forward of its model.
-        layer: its cache layer; a new rotation is noted for the other layers.
+        layer_idx: its number.
+        rotations: those of its cache layer; a new one is noted for the other layers.
+        rule: the layer's, for errors.
         key: its keys, for their dtype and device.
 
     Returns:
@@ -261,9 +266,9 @@ def find_rotation(module: torch.nn.Module, layer: Any, key: Tensor) -> Rotation 
     probe = _PROBES.get(module)
     if probe is None or probe != setting:
         try:
-            result = _probe(module, layer.layer_idx, key, rotary)
+            result = _probe(module, layer_idx, key, rotary)
         except Exception as error:  # whatever a module raises that needs what it does not get
-            options, remedy = options_of_rotation(layer)
+            options, remedy = options_of_rotation(rotations, rule)
             raise ValueError(
                 f"{options}: how {type(module).__name__} rotates its keys must be known, and it"
                 f" does so in another way than other models; {remedy}."
@@ -271,21 +276,21 @@ def find_rotation(module: torch.nn.Module, layer: Any, key: Tensor) -> Rotation 
         probe = _PROBES[module] = replace(setting, result=result)
     if probe.result is None:
         return None
-    rotation, rotations = replace(probe.result, rotary=rotary), layer.rotations.shared_rotations
-    if rotation not in rotations:
-        rotations.append(rotation)
-    return rotations[rotations.index(rotation)]
+    rotation, shared = replace(probe.result, rotary=rotary), rotations.shared_rotations
+    if rotation not in shared:
+        shared.append(rotation)
+    return shared[shared.index(rotation)]
 
 
-def options_of_rotation(layer: Any) -> tuple[str, str]:
+def options_of_rotation(rotations: Rotations, rule: Rule) -> tuple[str, str]:
     """Return the options that need a model's rotation, and what to use instead."""
     options, remedies = [], []
-    if layer.rotations.rolls:
+    if rotations.rolls:
         options.append("positions='rolling'")
         remedies.append("positions='original'")
-    if layer.rotations.looks_ahead:
-        is_scoring = layer.rule.scoring.name == "expected"
-        own_rule = f"policy={layer.rule.name!r}"
+    if rotations.looks_ahead:
+        is_scoring = rule.scoring.name == "expected"
+        own_rule = f"policy={rule.name!r}"
         options.append("scoring='expected' (of policy='best')" if is_scoring else own_rule)
         remedies.append("policy='h2o' (--policy h2o), without that scoring" * is_scoring)
     return " and ".join(options), "use " + " and ".join(filter(None, remedies))

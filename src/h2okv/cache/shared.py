@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,13 +11,11 @@ from torch import Tensor
 
 from h2okv.cache.base_layer import LAYER_ATTRIBUTE, BaseLayer
 from h2okv.cache.h2o_cache import H2OCache
-from h2okv.cache.layer import CacheLayer
+from h2okv.cache.layer import CacheLayer, SharedAttention
 from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
-from h2okv.ops.reference import Visibility
+from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import Sees
-
-Attended = tuple[Tensor, Tensor]
 
 
 def shares_prompt(config: CacheConfig) -> bool:
@@ -26,54 +23,8 @@ def shares_prompt(config: CacheConfig) -> bool:
     return config.positions == "original" and config.chunk is None
 
 
-class _Attention:
-    """A block's attention, computed once for each weighting of its queries."""
-
-    def __init__(self) -> None:
-        self._attended: Attended | None = None
-        self._weighted: list[tuple[Tensor, Tensor]] = []
-        self._once: Tensor | None = None
-
-    def __call__(
-        self,
-        attend: Callable[..., Attended],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        visibility: Visibility,
-        scale: float,
-        softcap: float | None,
-        weights: Tensor | None,
-    ) -> Attended:
-        options = (scale, softcap)
-        if self._attended is None:
-            self._attended = attend(query, key, value, visibility, *options, None)
-        output, sums = self._attended
-        if weights is None:
-            return output, sums
-        for weighting, sums in self._weighted:
-            if torch.equal(weighting, weights):
-                return output, sums
-        first = 0
-        if visibility.queries is visibility.entries is visibility.reach is None:
-            # Queries of weight zero before a window at the end need no second pass.
-            first = int((weights != 0).any(dim=0).to(torch.uint8).argmax())
-        seen = replace(visibility, past=visibility.past + first)
-        _, sums = attend(query[:, :, first:], key, value, seen, *options, weights[:, first:])
-        self._weighted.append((weights, sums))
-        return output, sums
-
-    def once(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return ``compute()``, computed by the first caller and shared with the others."""
-        if self._once is None:
-            self._once = compute()
-        return self._once
-
-
 class SharedLayer(BaseLayer):
     """One layer of several caches: all read the first block, then each decodes its sequences."""
-
-    sink_logits: Tensor | None = None
 
     def __init__(self, layers: Sequence[CacheLayer]) -> None:
         first = layers[0]
@@ -111,43 +62,45 @@ class SharedLayer(BaseLayer):
         key: Tensor,
         value: Tensor,
         real: Tensor | None,
-        scale: float,
-        softcap: float | None = None,
+        spec: AttentionSpec,
         position_ids: Tensor | None = None,
-        reach: Tensor | None = None,
     ) -> Tensor:
         """Read the prompt for all caches, or the tokens of each cache's sequences.
 
         Arguments and result as for `CacheLayer.attend`.
         """
-        self.awaits_attention = False
-        for layer in self.layers:
-            layer.sink_logits = self.sink_logits
+        self.awaits_attention, self.attention_spec = False, spec
         self.count_columns(query.shape[2])
         self.num_forwards += 1
-        options = scale, softcap
         if self.num_forwards == 1:
-            return self._read_prompt(query, key, value, real, *options, position_ids, reach)
+            return self._read_prompt(query, key, value, real, spec, position_ids)
+        spec = spec if spec.reach is None else spec._replace(reach=None)
         count = len(self.layers)
         states = [tensor.chunk(count) for tensor in (query, key, value)]
         masks = [None] * count if real is None else real.chunk(count)
         outputs = [
-            layer.attend(query, *layer.update(key, value), mask, *options)
+            layer.attend(query, *layer.update(key, value), mask, spec)
             for layer, query, key, value, mask in zip(self.layers, *states, masks, strict=True)
         ]
         return torch.cat(outputs)
 
     def _read_prompt(
-        self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, *options: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
+        spec: AttentionSpec,
+        position_ids: Tensor | None,
     ) -> Tensor:
         """Let every cache read the prompt with its budget and its rule."""
-        attention, outputs = _Attention(), []
+        attention, outputs = SharedAttention(), []
         for layer in self.layers:
             if real is None and layer.prompt.expected_length is None:
                 layer.prompt.expected_length = query.shape[2]  # the prompt ends here
             with layer.share_attention(attention):
                 states = layer.update(key, value)
-                outputs.append(layer.attend(query, *states, real, *options))
+                outputs.append(layer.attend(query, *states, real, spec, position_ids))
         return outputs[0]
 
 

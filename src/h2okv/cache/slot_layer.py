@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,21 +100,18 @@ class SlotLayer(CacheLayer):
         self._choose_operations(block.query)
         assert self.slots.operations is not None
         attend: Callable[..., tuple[Tensor, Tensor]] = self.slots.operations.attend
-        if block.reach is not None:  # the kernels are causal
+        if block.spec.reach is not None:  # the kernels are causal
             attend = blockwise_attention_with_scores
-        if self.sink_logits is not None:
-            attend = functools.partial(attend, sink_logits=self.sink_logits)
-        visibility = Visibility(entries.past, entries.is_entry, block.real, reach=block.reach)
+        visibility = Visibility(entries.past, entries.is_entry, block.real)
         states = entries.query, entries.attended_key, entries.attended_value
-        arguments = *states, visibility, block.scale, block.softcap, self._query_weights(block)
+        arguments = *states, visibility, block.spec, self._query_weights(block)
         if self._shared_attention is not None:
-            output, sums = self._shared_attention(attend, *arguments)
-            return output, sums
+            return self._shared_attention(attend, *arguments)
         options = {} if self._needs_sums(block) else {"needs_sums": False}
         return attend(*arguments, **options)
 
     def _needs_sums(self, block: Block) -> bool:
-        if self.scores_spans and self.spans and not any(self.spans.whole_blocks(self, block)):
+        if self.scores_spans and not any(self.whole_blocks(block)):
             return False
         if block.length == 1:
             return True
@@ -128,10 +123,9 @@ class SlotLayer(CacheLayer):
     def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
         if self._shared_attention is None:
             return super()._attend_from_behind(block, entries)
-        result: Tensor = self._shared_attention.once(
+        return self._shared_attention.once(
             lambda: super(SlotLayer, self)._attend_from_behind(block, entries)
         )
-        return result
 
     def _choose_operations(self, query: Tensor) -> None:
         """Choose the operations of all tokens until the next block; mutates the plan."""
@@ -194,10 +188,8 @@ class SlotLayer(CacheLayer):
         is_plain = run is decode_step and self.log is None and block.real is None
         tail = slots.take_tail(state) if is_plain and not is_compiling else None
         if tail is not None:
-            rules = StepRules(
-                block.scale, state.recent, softcap=block.softcap, adds=slots.adds,
-                sink_logits=self.sink_logits, numbers=self._numbers(block),
-            )  # fmt: skip
+            numbers = self._numbers(block)
+            rules = StepRules(block.spec, state.recent, adds=slots.adds, numbers=numbers)
             output = append_step(block.query, block.key, block.value, state, rules, tail)
         else:
             slots.drop_tail()
@@ -220,7 +212,7 @@ class SlotLayer(CacheLayer):
 
     def _evicting_step(self, run: Callable[..., Tensor], block: Block) -> Tensor:
         """Run a token through slots in any order, evicting where spans are of one token."""
-        query, key, value, real, _, _, scale, softcap, *_ = block
+        query, key, value, real, *_ = block
         state, slots, rotations = self.state, self.slots, self.rotations
         if rotations.rolling is not None and rotations.tables is None:
             rotations.make_tables(self._rank_limit(1))
@@ -228,9 +220,8 @@ class SlotLayer(CacheLayer):
         rank = None if slots.ranks_by_sums or self.rule.sees is Sees.WINDOW else self._rank
         sink = state.sink if slots.has_sinks else None
         rules = StepRules(
-            scale, state.recent, sink, softcap, rotations.tables, rank, slots.is_full,
-            evicts=self.spans is None, adds=slots.adds, sink_logits=self.sink_logits,
-            numbers=self._numbers(block),
+            block.spec, state.recent, sink, rotations.tables, rank, slots.is_full,
+            evicts=self.spans is None, adds=slots.adds, numbers=self._numbers(block),
         )  # fmt: skip
         return run(query, key, value, state, rules, real)
 
@@ -245,10 +236,10 @@ class SlotLayer(CacheLayer):
         sink, recent = protected.pop()
         return StepNumbers(lengths.pop(), sink or None, recent)
 
-    def plan(self) -> dict[str, Any] | None:
+    def plan(self) -> dict[str, int | None]:
         return self.slots.counters()
 
-    def restore_plan(self, plan: dict[str, Any]) -> None:
+    def restore_plan(self, plan: dict[str, int | None]) -> None:
         vars(self.slots).update(plan)
 
     def end_step(self) -> None:

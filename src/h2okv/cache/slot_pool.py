@@ -19,7 +19,7 @@ from h2okv.config import Budget, TokenBudget
 from h2okv.policy import get_rule
 
 
-def is_window_layer(layer: Any, layer_idx: int, config: PreTrainedConfig) -> bool:
+def is_window_layer(layer: object, layer_idx: int, config: PreTrainedConfig) -> bool:
     """Tells whether a layer's tokens see the newest ones and nothing else."""
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None)
     return (
@@ -164,7 +164,7 @@ class SlotPool:
         # Layers with one window share their books, and so do those of H2O, unless each has a budget
         # of its pooled; a kind is named by its first layer.
         has_own = like.cache_config.layer_budgets is not None
-        kinds: dict[Any, int] = {}
+        kinds: dict[tuple[int | None, int], int] = {}
         self._kinds = [
             kinds.setdefault((pooled.window, has_own and pooled.window is None and index), index)
             for index, pooled in enumerate(self.slot_layers)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +74,7 @@ class SlotPlan:
         """Leave out of a pickle what is chosen for a machine and what the slots tell."""
         return vars(self) | {"operations": None, "tail": None, "looks_for_tail": True}
 
-    def counters(self) -> dict[str, Any]:
+    def counters(self) -> dict[str, int | None]:
         """Return what steps count, for steps that are taken back."""
         names = ("capacity", "steps_left", "steps_to_cut", "is_full", "has_all_slots")
         return {name: getattr(self, name) for name in names}

@@ -4,18 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from h2okv.cache.block import Block, BlockEntries
-from h2okv.cache.rope import ranks_of, rotate_to_ranks
-from h2okv.cache.slot_state import SlotState, ordinary_tensors
+from h2okv.cache.forward import Forward
+from h2okv.cache.rope import Rotations, ranks_of, rotate_to_ranks
+from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
+from h2okv.cache.slots import SlotPlan
 from h2okv.ops.attention import mean_queries
+from h2okv.ops.reference import AttentionSpec
+from h2okv.policy import BlockView, Rule
 
 
-def to_device(numbers: Sequence[Any], state: SlotState) -> Tensor:
+class _Layer(Protocol):
+    layer_idx: int
+    dtype: torch.dtype
+    rule: Rule
+    state: SlotState
+    storage: KVStorage
+    rotations: Rotations
+    forward: Forward
+    checks_numbers: bool
+    is_late: Tensor | None
+    attention_spec: AttentionSpec | None
+
+    @property
+    def scores_spans(self) -> bool: ...
+    def count(self, block: Block) -> None: ...
+    def view(self, block: Block, entries: BlockEntries, sums: Tensor) -> BlockView: ...
+    def choose(self, entries: BlockEntries, total: Tensor, limit: int) -> tuple[Tensor, Tensor]: ...
+
+
+class _LayerOfSlots(_Layer, Protocol):
+    slots: SlotPlan
+
+
+def to_device(numbers: Sequence[bool] | Sequence[int], state: SlotState) -> Tensor:
     """Copy numbers of the host to a state's device, which does not wait for what it runs."""
     return torch.tensor(numbers, device="cpu").to(state.device, non_blocking=True)
 
@@ -56,22 +83,6 @@ class Spans:
             return counts
         return torch.where(to_device(ended, state).view(-1, 1, 1), state.total, counts)
 
-    def whole_blocks(self, layer: Any, block: Block) -> list[bool]:
-        """Tell of each sequence whether a block is a prompt or turn of it, evicted from once.
-
-        A single token behind others is a step, whatever the batch brings beside it.
-        """
-        if not self.whole_prompts or (block.length == 1 and self._continues(layer)):
-            return [False] * layer.batch_size
-        if not self._continues(layer):
-            return [True] * layer.batch_size
-        return [count > 1 for count in layer.real_lengths(block)]
-
-    @staticmethod
-    def _continues(layer: Any) -> bool:
-        """Tell whether a layer has read a prompt to its end."""
-        return bool(layer.holds_entries and not layer.prompt.was_partial)
-
     def start_after(self, state: SlotState, is_whole: Sequence[bool]) -> None:
         """Begin the spans of sequences behind what they have read; mutates the state."""
         if any(is_whole):
@@ -91,7 +102,7 @@ class Spans:
                 no_positions = torch.full((batch, self.length), -1, device=query.device)
                 state.query_positions = no_positions
             state.scored_lengths = (-1,) * batch
-        state.scaling = block.scale, block.softcap
+        state.scaling = block.spec.scale, block.spec.softcap
         assert state.query_positions is not None
         if block.real is None and batch == length == 1:  # a step, in few operations
             column = state.num_real_tokens % self.length
@@ -124,14 +135,18 @@ class Spans:
         state.query_positions[index[0], index[2]] = position_ids
 
     def take_queries(
-        self, state: SlotState, ended: list[bool], is_short: bool, is_late: bool
+        self,
+        state: SlotState,
+        spec: AttentionSpec,
+        ended: list[bool],
+        is_short: bool,
+        is_late: bool,
     ) -> tuple[Tensor | None, Block | None]:
         """Return the sequences, int64 ``[B']``, whose span has ended, and its queries as a block.
 
-        `is_short` says that a span may have less than c tokens, `is_late` that it had more.
-
         ``None`` for all sequences. Queries count once: a sequence that gets padding then has none
-        left. Mutates the state.
+        left. `is_short` says that a span may have less than c tokens, `is_late` that it may have
+        had more. Mutates the state.
         """
         assert state.queries is not None
         assert state.query_positions is not None
@@ -149,7 +164,6 @@ class Spans:
         index: Any = slice(None) if sequences is None else sequences
         query, position_ids = state.queries[index], state.query_positions[index].clone()
         state.query_positions[index] = -1
-        assert state.scaling is not None
         placed, real = position_ids[:, None, :, None], None
         if scored is None or is_short:
             real = position_ids >= 0
@@ -160,12 +174,12 @@ class Spans:
             state.scored_lengths = tuple(
                 length if row in rows else before[row] for row, length in enumerate(lengths)
             )
-        return sequences, Block(query, query, query, real, None, placed, *state.scaling)
+        return sequences, Block(query, query, query, real, None, placed, spec)
 
     # --- scores and evictions of a layer ----------------------------------------------------------
 
     def score_block(
-        self, layer: Any, block: Block, entries: BlockEntries, output: Tensor
+        self, layer: _Layer, block: Block, entries: BlockEntries, output: Tensor
     ) -> Tensor:
         """Count a block's tokens and return the scores ``[B, H, N]``; mutates the layer."""
         if layer.checks_numbers:
@@ -175,7 +189,7 @@ class Spans:
         return self.score(layer, entries)
 
     def score(
-        self, layer: Any, entries: BlockEntries, is_scored: Sequence[bool] | None = None
+        self, layer: _Layer, entries: BlockEntries, is_scored: Sequence[bool] | None = None
     ) -> Tensor:
         """Return entries' scores ``[B, H, N]``, with those of the spans that have just ended.
 
@@ -186,7 +200,7 @@ class Spans:
             ended = [over and not done for over, done in zip(ended, is_scored, strict=True)]
         return self._score_queries(layer, entries, ended)
 
-    def score_begun(self, layer: Any, entries: BlockEntries, is_whole: Sequence[bool]) -> Tensor:
+    def score_begun(self, layer: _Layer, entries: BlockEntries, is_whole: Sequence[bool]) -> Tensor:
         """Return the scores ``[B, H, N]`` with those of spans that whole blocks end early."""
         phases = self.phases(layer.state)
         begun = [whole and phase > 0 for whole, phase in zip(is_whole, phases, strict=True)]
@@ -198,10 +212,12 @@ class Spans:
         return scores
 
     def _score_queries(
-        self, layer: Any, entries: BlockEntries, has_ended: list[bool], is_short: bool = False
+        self, layer: _Layer, entries: BlockEntries, has_ended: list[bool], is_short: bool = False
     ) -> Tensor:
         is_late = layer.is_late is not None  # the span after it is shorter
-        sequences, span = self.take_queries(layer.state, has_ended, is_short or is_late, is_late)
+        sequences, span = self.take_queries(
+            layer.state, layer.attention_spec, has_ended, is_short or is_late, is_late
+        )
         if span is None:
             return entries.scores
         ended = replace(entries) if sequences is None else entries.of_sequences(sequences)
@@ -212,7 +228,7 @@ class Spans:
             return entries.scores + added
         return entries.scores.index_add(0, sequences, added)
 
-    def evict(self, layer: Any) -> None:
+    def evict(self, layer: _LayerOfSlots) -> None:
         """Evict after steps that ended a span, in place: slots may be views of a pool's."""
         state, slots = layer.state, layer.slots
         if not any(self.ended(state)):

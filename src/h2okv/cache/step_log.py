@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,17 @@ _CHANGED = (
 )  # fmt: skip
 
 
+class _Layer(Protocol):
+    state: SlotState
+    num_columns: int | None
+    cumulative_length: Any  # as of `BaseLayer`
+
+    @property
+    def device(self) -> torch.device: ...
+    def plan(self) -> dict[str, int | None] | None: ...
+    def restore_plan(self, plan: dict[str, int | None]) -> None: ...
+
+
 class StepLog:
     """The state before each of a layer's newest tokens, since `crop` was called.
 
@@ -31,13 +42,13 @@ class StepLog:
     def __init__(self) -> None:
         self.prompt_columns: int | None = None  # of the next forward, before its drafts
         self.num_drafts = 0  # of the last forward, which `crop` has not decided yet
-        self._records: deque[tuple[SlotState | dict[str, Any], dict[str, Any]]]
+        self._records: deque[tuple[SlotState | dict[str, Any], dict[str, int | None] | None]]
         self._records = deque(maxlen=_MOST_TOKENS)
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def add(self, layer: Any, takes_step: bool) -> None:
+    def add(self, layer: _Layer, takes_step: bool) -> None:
         """Note a layer before it reads one token of each sequence; mutates the log."""
         state, plan = layer.state, layer.plan()
         with ordinary_tensors():
@@ -77,7 +88,7 @@ class StepLog:
         records = [(selected(record), plan) for record, plan in self._records]
         self._records = deque(records, maxlen=_MOST_TOKENS)
 
-    def take_back(self, layer: Any, counts: Sequence[int]) -> None:
+    def take_back(self, layer: _Layer, counts: Sequence[int]) -> None:
         """Restore each sequence of a layer as it was before its last `counts` tokens; mutates both.
 
         Where the counts differ, what the layer counts besides its state is up to the caller.
@@ -111,7 +122,7 @@ class StepLog:
         self.forget()
 
 
-def _restore_rows(state: Any, record: SlotState | dict[str, Any], rows: Tensor) -> None:
+def _restore_rows(state: SlotState, record: SlotState | dict[str, Any], rows: Tensor) -> None:
     """Restore some sequences of a state, whose slots are as many as before; mutates it."""
     if not isinstance(record, SlotState):
         _restore_slots(state, record, rows)
@@ -121,7 +132,7 @@ def _restore_rows(state: Any, record: SlotState | dict[str, Any], rows: Tensor) 
         tensors[name][rows] = tensor[rows]
 
 
-def _restore_slots(state: Any, record: dict[str, Any], rows: Tensor | slice) -> None:
+def _restore_slots(state: SlotState, record: dict[str, Any], rows: Tensor | slice) -> None:
     """Restore what a step has changed in some sequences; mutates the state."""
     entries = state.entry_tensors()
     for name, before in record.items():
@@ -133,7 +144,7 @@ def _restore_slots(state: Any, record: dict[str, Any], rows: Tensor | slice) -> 
             vars(state)[name][rows] = before[rows]
 
 
-def _restore_state(layer: Any, before: SlotState) -> None:
+def _restore_state(layer: _Layer, before: SlotState) -> None:
     """Put a state in the place of another; in its tensors, if they are as large."""
     now, then = layer.state.tensors(), before.tensors()
     if {n: t.shape for n, t in now.items()} != {n: t.shape for n, t in then.items()}:

@@ -58,9 +58,9 @@ def auto_model(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
-def unwrap(model: Any) -> PreTrainedModel:
+def unwrap(model: object) -> PreTrainedModel:
     """Return the model inside a wrapper of `torch.compile` or PEFT."""
-    inner = model
+    inner: Any = model
     while not isinstance(inner, PreTrainedModel):
         _check_adapters(inner)
         if "_orig_mod" in getattr(inner, "_modules", {}):
@@ -87,7 +87,7 @@ def check_callers() -> None:
         frame = frame.f_back
 
 
-def _check_adapters(model: Any) -> None:
+def _check_adapters(model: object) -> None:
     """Refuse PEFT's prompt learning: prefix tuning, prompt tuning, p-tuning."""
     adapters = getattr(model, "active_peft_config", None)
     is_prompt_learning = getattr(adapters, "is_prompt_learning", False)
@@ -100,7 +100,7 @@ def _check_adapters(model: Any) -> None:
         )
 
 
-def config_of(model: Any) -> PreTrainedConfig:
+def config_of(model: object) -> PreTrainedConfig:
     """Return the config itself, or that of a model."""
     return model if isinstance(model, PreTrainedConfig) else unwrap(model).config
 
@@ -321,7 +321,7 @@ def check_layers(
         )
 
 
-def measured_budgets(model: Any, cache: CacheConfig) -> CacheConfig:
+def measured_budgets(model: object, cache: CacheConfig) -> CacheConfig:
     """Replace ``layer_budgets="auto"``: measured for a model, even for a config alone."""
     if not isinstance(model, PreTrainedConfig):
         config: CacheConfig = measured("budgets", model, cache)
@@ -342,7 +342,7 @@ def transforms_keys(cache: CacheConfig, config: PreTrainedConfig) -> bool:
     return has_four and latent_sizes(config) is None
 
 
-def measured_keys(model: Any, cache: CacheConfig) -> Mapping[int, KeyTransform]:
+def measured_keys(model: object, cache: CacheConfig) -> Mapping[int, KeyTransform]:
     """Return how each layer of a model transforms keys; empty if the cache does not."""
     if isinstance(model, PreTrainedConfig) or not transforms_keys(cache, config_of(model)):
         return {}

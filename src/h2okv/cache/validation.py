@@ -6,12 +6,12 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from h2okv.cache.argument import CACHE
+from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.forward import LayerBudgets, amounts
 from h2okv.cache.rope import ranks_of
 from h2okv.cache.slot_state import SlotState
@@ -19,7 +19,7 @@ from h2okv.ops.choice import protected_entries
 from h2okv.policy import Sees
 
 
-def check_prompt(layer: Any, lengths: Sequence[int], block: int) -> None:
+def check_prompt(layer: BaseLayer, lengths: Sequence[int], block: int) -> None:
     """Refuse a first block that cannot be read, for prompts of these real tokens."""
     if 0 in lengths:
         raise ValueError(
@@ -56,7 +56,7 @@ def parse_pins(spans: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
     return tuple(pins)
 
 
-def check_pins(layer: Any, lengths: Sequence[int]) -> None:
+def check_pins(layer: BaseLayer, lengths: Sequence[int]) -> None:
     """Refuse pins outside prompts of these lengths, or more than heavy has room for."""
     if not layer.prompt.pins or not layer.rule.evicts:
         return
@@ -75,40 +75,8 @@ def check_pins(layer: Any, lengths: Sequence[int]) -> None:
         raise ValueError(f"H2OCache: {problem}")
 
 
-def check_match(layer: Any, key_states: Tensor) -> None:
-    """Refuses keys ``[B, H, T, D]`` of another batch or model than the entries held."""
-    batch, heads, _, size = key_states.shape
-    if layer.device.type == "meta" and not key_states.is_meta:
-        raise ValueError(
-            "H2OCache was sized on the meta device and holds no numbers; call cache.reset() or make"
-            " a new H2OCache."
-        )
-    if batch != layer.batch_size:
-        raise ValueError(
-            f"H2OCache holds a batch of {layer.batch_size} and got a batch of {batch}; "
-            "call cache.reset() or make a new H2OCache."
-        )
-    expected = (layer.num_kv_heads, layer.key_size, layer.dtype)
-    if (heads, size, key_states.dtype) != expected:
-        raise ValueError(
-            f"H2OCache holds layer {layer.layer_idx} of another model: (KV heads, head size, "
-            f"dtype) = {expected} and got {(heads, size, key_states.dtype)}; "
-            "call cache.reset() or make a new H2OCache."
-        )
-
-
-def check_new_tokens(seen: int, count: int) -> None:
-    """Refuses a text that ends with the tokens seen, or before."""
-    if count <= 0:
-        raise ValueError(
-            f"H2OCache has seen {seen} tokens and got none after them; give generate the whole text"
-            f" with more at its end, or generate(**cache.next_turn(input_ids), {CACHE}=cache), or"
-            " call cache.reset() to read another text."
-        )
-
-
 def check_follows(
-    layer: Any, position_ids: Tensor | None, real: Tensor | None, length: int
+    layer: BaseLayer, position_ids: Tensor | None, real: Tensor | None, length: int
 ) -> None:
     """Refuses a later block that does not go on where the last one ended.
 
@@ -171,7 +139,7 @@ _REMEDY = (
 )
 
 
-def _counts_padding(layer: Any, position_ids: Tensor, real: Tensor) -> bool | None:
+def _counts_padding(layer: BaseLayer, position_ids: Tensor, real: Tensor) -> bool | None:
     """Tell whether the model's positions count padding before real tokens; ``None``: unknown."""
     column, is_there = real.to(torch.uint8).argmax(dim=1), real.any(dim=1)
     first = position_ids.expand(len(real), -1).gather(1, column.unsqueeze(1)).squeeze(1)
@@ -183,7 +151,7 @@ def _counts_padding(layer: Any, position_ids: Tensor, real: Tensor) -> bool | No
     return None
 
 
-def check_mask(layer: Any, attention_mask: Tensor) -> None:
+def check_mask(layer: BaseLayer, attention_mask: Tensor) -> None:
     """Refuse a mask ``[B, tokens seen + T]`` that marks padding seen as text, or the reverse."""
     seen, before = int(layer.get_seq_length()), layer.state.num_real_tokens
     marked = attention_mask[:, :seen].to(torch.bool).sum(dim=1).to(before.device)
@@ -199,7 +167,7 @@ def check_mask(layer: Any, attention_mask: Tensor) -> None:
         )
 
 
-def check_window(layer: Any, length: int) -> None:
+def check_window(layer: BaseLayer, length: int) -> None:
     """Refuses a block whose ranks would go past the positions that the model was trained on."""
     window, chunk = layer.position_rule.window, layer.position_rule.chunk
     if window is None:
@@ -227,7 +195,7 @@ def check_window(layer: Any, length: int) -> None:
         )
 
 
-def check_integrity(layer: Any) -> None:
+def check_integrity(layer: BaseLayer) -> None:
     """Check a layer that holds entries against the contract."""
     layer.require_attention()
     state, newest = layer.state, layer.newest()
@@ -259,7 +227,7 @@ def check_integrity(layer: Any) -> None:
             raise ValueError(f"layer {layer.layer_idx} {problem}; call cache.reset().")
 
 
-def check_loaded(layer: Any, state: SlotState, seen: Tensor) -> None:
+def check_loaded(layer: BaseLayer, state: SlotState, seen: Tensor) -> None:
     """Refuses numbers from a file with which a step would read or write what is not there."""
     name, mask, rolls = f"layer {layer.layer_idx}", state.slot_mask, layer.position_rule.rolls
     if seen.shape != () or seen.dtype != torch.int64:

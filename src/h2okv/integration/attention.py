@@ -22,7 +22,7 @@ from h2okv.cache.validation import check_follows, going_on
 from h2okv.console import warn
 from h2okv.ops.attention import blockwise_attention_with_scores, windowed_attention
 from h2okv.ops.decode import decode_with_scores
-from h2okv.ops.reference import Visibility, attention_with_scores, causal
+from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores, causal
 
 ATTENTION_NAME = "h2o"
 _FULL_ATTENTION = "full_attention"
@@ -193,7 +193,7 @@ def plain_attention(
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
     """Run SDPA, or what it lacks: a window without a T x T mask, soft caps, learned sinks."""
-    sink_logits = options.get("s_aux")
+    sinks = options.get("s_aux")
     if query.is_meta:  # there are no values, so the window in a mask cannot be read
         batch, heads, length, _ = query.shape
         return query.new_empty(batch, length, heads, value.shape[-1]), None
@@ -204,43 +204,38 @@ def plain_attention(
             columns = torch.arange(mask.shape[-1], device=mask.device)
             mask = (columns <= mask.transpose(2, 3)) & (mask >= 0)
     has_window = mask is not None and mask.dtype == WINDOW_DTYPE
-    if softcap is None and sink_logits is None and not has_window:
+    if softcap is None and sinks is None and not has_window:
         if mask is not None and mask.shape[-2] == 1 < query.shape[2]:
             mask = mask & causal(query, key)
         return sdpa_attention_forward(
             module, query, key, value, mask, dropout=dropout, scaling=scaling, **options
         )
+    spec = AttentionSpec(scale, softcap, sinks)
     if is_cast(query.device):  # as SDPA does
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (states.to(dtype) for states in (query, key, value))
     with torch.autocast(query.device.type, enabled=False):
-        if softcap is not None or sink_logits is not None:
-            output = _normalised(query, key, value, mask, scale, softcap, sink_logits)
+        if softcap is not None or sinks is not None:
+            output = _normalised(query, key, value, mask, spec)
         else:
             window, real = _read_window(mask)
-            output = windowed_attention(query, key, value, real, window, scale, dropout)
+            spec = spec._replace(window=window)
+            output = windowed_attention(query, key, value, real, spec, dropout)
     return output.transpose(1, 2).contiguous(), None
 
 
 def _normalised(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, spec: AttentionSpec
 ) -> Tensor:
     """Attend with soft caps or sinks, ``[B, HQ, T, Dv]``; blockwise unless gradients are needed."""
-    options: Any = {"sink_logits": sink_logits}
-    states = [states for states in (query, key, value, sink_logits) if states is not None]
+    states = [states for states in (query, key, value, spec.sinks) if states is not None]
     trains = torch.is_grad_enabled() and any(state.requires_grad for state in states)
     if query.shape[2] == 1 and not trains and (mask is None or mask.dtype == torch.bool):
         hidden = None if mask is None else ~mask[:, :, 0].expand(key.shape[:3]).contiguous()
         key, value = key.contiguous(), value.contiguous()
-        return decode_with_scores(query, key, value, hidden, scale, softcap, **options)[0]
+        return decode_with_scores(query, key, value, hidden, spec)[0]
     if mask is not None and mask.shape[-2] != 1:
-        return attention_with_scores(query, key, value, mask, scale, softcap, **options)[0]
+        return attention_with_scores(query, key, value, mask, spec)[0]
     if mask is None and query.shape[2] > 1:
         # As SDPA's is_causal does: a prompt on a static cache, whose other slots are empty.
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
@@ -248,15 +243,14 @@ def _normalised(
     window, real = (None, None) if mask is None else _read_window(mask)
     if not trains:
         entries = None if real is None else real[:, None, :]
-        options["needs_sums"] = False
-        block = query, key, value, Visibility(past=past, entries=entries, window=window)
-        return blockwise_attention_with_scores(*block, scale, softcap, **options)[0]
+        block = query, key, value, Visibility(past, entries), spec._replace(window=window)
+        return blockwise_attention_with_scores(*block, needs_sums=False)[0]
     visible = causal(query, key)
     if window is not None:
         visible = visible & ~visible.tril(past - window)
     if real is not None:
         visible = visible & real[:, None, None, :]
-    return attention_with_scores(query, key, value, visible, scale, softcap, **options)[0]
+    return attention_with_scores(query, key, value, visible, spec)[0]
 
 
 def _read_window(mask: Any) -> tuple[Any, Tensor]:
@@ -319,7 +313,8 @@ def h2o_attention(
     real = None
     if attention_mask is not None:
         real = attention_mask[:, 0, 0, :].expand(query.shape[0], -1)
-    if not torch.compiler.is_compiling():
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling:
         layer.claim(module)
         if not layer.position_rule.rewrites:
             check_follows(layer, options.get("position_ids"), real, query.shape[2])
@@ -330,14 +325,24 @@ def h2o_attention(
             )
         layer.is_placed = False
     if not layer.rotations.is_known:
-        layer.learn_rotation(find_rotation(module, layer, key))
-    sink_logits = options.get("s_aux")
-    layer.sink_logits = None if sink_logits is None else sink_logits.detach()
-    if real is not None and layer.ends_forward and not torch.compiler.is_compiling():
+        rotations = layer.rotations
+        rotation = find_rotation(module, layer.layer_idx, rotations, layer.rule, key)
+        layer.learn_rotation(rotation)
+    if real is not None and layer.ends_forward and not is_compiling:
         _note_padding(layer, real)
     positions = options.get("position_ids")
     reach = None if reach is None else reach.expand(query.shape[0], -1)
-    output = layer.attend(query, key, value, real, scale, softcap, positions, reach)
+    sinks = options.get("s_aux")
+    # One object for all steps; a compiled step need not compare.
+    spec = None if is_compiling else layer.attention_spec
+    if (
+        spec is None
+        or (spec.scale, spec.softcap) != (scale, softcap)
+        or spec.sinks is not sinks
+        or spec.reach is not reach
+    ):
+        spec = AttentionSpec(scale, softcap, sinks, reach=reach)
+    output = layer.attend(query, key, value, real, spec, positions)
     if latents is not None:
         output = expand(output)
     return output.transpose(1, 2).contiguous(), None

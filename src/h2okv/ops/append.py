@@ -103,7 +103,7 @@ def append_step(
         key: ``[B, H, 1, D]``.
         value: ``[B, H, 1, Dv]``.
         slots: the cached entries; mutated.
-        rules: of which the step reads `scale`, `softcap`, `sink_logits`, `adds` and `numbers`.
+        rules: of which the step reads `spec`, `adds` and `numbers`.
         tail: that of the slots; mutated.
 
     Returns:
@@ -111,6 +111,7 @@ def append_step(
     """
     assert isinstance(slots.keys, Tensor)
     assert isinstance(slots.values, Tensor)
+    spec = rules.spec
     slots.keys.view(-1, key.shape[-1]).index_copy_(0, tail.free, key.reshape(-1, key.shape[-1]))
     if slots.has_values:
         value_size = value.shape[-1]
@@ -127,15 +128,12 @@ def append_step(
             end = min(-(-end // _SHAPE_STEP) * _SHAPE_STEP, slots.positions.shape[2])
             is_even = end == tail.end + 1
     keys, values = slots.keys.narrow(2, 0, end), slots.values.narrow(2, 0, end)
-    if rules.adds or rules.softcap is not None or rules.sink_logits is not None:
+    if rules.adds or spec.softcap is not None or spec.sinks is not None:
         hidden = None if is_even else slots.positions.narrow(2, 0, end) < 0
         if slots.head_of_slot is not None and hidden is not None:
             hidden = hidden | slots.of_others()
         scores = slots.scores.narrow(2, 0, end) if rules.adds else None
-        output, _ = decode_with_scores(
-            query, keys, values, hidden, rules.scale, rules.softcap, None, scores,
-            rules.sink_logits,
-        )  # fmt: skip
+        output, _ = decode_with_scores(query, keys, values, hidden, spec, None, scores)
     else:
         bias = None
         if not is_even:
@@ -146,7 +144,7 @@ def append_step(
         # The query heads of a row as several tokens, which all see the same slots.
         rows = query.reshape(*keys.shape[:2], -1, query.shape[-1])
         output = torch.nn.functional.scaled_dot_product_attention(
-            rows, keys, values, bias, scale=rules.scale
+            rows, keys, values, bias, scale=spec.scale
         )
         output = output.reshape(*query.shape[:3], -1)
     tail.advance(slots)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from h2okv.ops import flash
-from h2okv.ops.reference import Visibility, compute_dtype
+from h2okv.ops.reference import AttentionSpec, Visibility, compute_dtype
 from h2okv.ops.threads import run_apart
 
 # The CPU computes 2 ** x four times as fast as e ** x.
@@ -47,11 +47,9 @@ def blockwise_attention_with_scores(
     key: Tensor,
     value: Tensor,
     visibility: Visibility,
-    scale: float,
-    softcap: float | None = None,
+    spec: AttentionSpec,
     weights: Tensor | None = None,
     needs_sums: bool = True,
-    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends over kept entries and the block itself, by tiles.
 
@@ -61,11 +59,9 @@ def blockwise_attention_with_scores(
             ``visibility.queries`` leaves them out.
         value: ``[B, H, N, Dv]``, likewise: their probability is zero, but zero times NaN is NaN.
         visibility: who sees what; query i sees the past and the block's keys up to i.
-        scale: factor on the logits.
-        softcap: as in `reference.attention_with_scores`.
+        spec: how.
         weights: as in `reference.attention_with_scores`.
         needs_sums: whether to compute the sums; zero otherwise.
-        sink_logits: as in `reference.attention_with_scores`.
 
     Returns:
         ``(output, sums)`` as in `reference.attention_with_scores`, the sums in fp32. The output's
@@ -82,8 +78,8 @@ def blockwise_attention_with_scores(
     entries = visibility.entries
     if entries is not None:
         entries = entries.expand(batch, num_kv_heads, num_keys)
-    if sink_logits is not None:
-        sink_logits = sink_logits.float().view(num_kv_heads, -1)
+    if spec.sinks is not None:
+        spec = spec._replace(sinks=spec.sinks.float().view(num_kv_heads, -1))
     for row in range(batch):
         columns: Any = slice(None)
         seen: Any = slice(None)
@@ -97,12 +93,12 @@ def blockwise_attention_with_scores(
         row_weights = None if weights is None else weights[row, columns]
         states = [key[row][:, seen], value[row][:, seen]]
         row_past, entry_columns, bias = past, None, None
-        row_reach = None if visibility.reach is None else visibility.reach[row, columns]
+        row_reach = None if spec.reach is None else spec.reach[row, columns]
         if row_reach is not None and real is not None:
             row_reach = (real[row].cumsum(dim=0) - 1)[row_reach]
         if entries is not None:
             is_entry = entries[row][:, seen]
-            entry_columns = None if visibility.window else _entry_columns(is_entry, past)
+            entry_columns = None if spec.window else _entry_columns(is_entry, past)
             if entry_columns is None:
                 bias = torch.zeros_like(row_sums).masked_fill_(~is_entry, -torch.inf).unsqueeze(1)
             else:
@@ -110,12 +106,8 @@ def blockwise_attention_with_scores(
                 states = [tensor.gather(1, _wide(entry_columns, tensor)) for tensor in states]
         entry_sums = row_sums if entry_columns is None else row_sums.new_zeros(entry_columns.shape)
         _attend_row(
-            _Row(
-                row_past, visibility.window, softcap, row_weights, needs_sums, sink_logits,
-                row_reach,
-            ),
-            scale, row_output, entry_sums, grouped_query[row][:, :, columns], states[0], states[1],
-            bias,
+            _Row(row_past, row_weights, needs_sums, spec._replace(reach=row_reach)),
+            row_output, entry_sums, grouped_query[row][:, :, columns], states[0], states[1], bias,
         )  # fmt: skip
         if entry_columns is not None:
             row_sums.scatter_(1, entry_columns, entry_sums)
@@ -145,20 +137,16 @@ def _wide(columns: Tensor, states: Tensor) -> Tensor:
 
 
 class _Row(NamedTuple):
-    """What the heads of one sequence share; `weights` and `reach` are of its T real tokens."""
+    """What the heads of one sequence share; weights and reach are of its T real tokens."""
 
     past: int
-    window: int | None
-    softcap: float | None
     weights: Tensor | None
     needs_sums: bool
-    sink_logits: Tensor | None  # fp32 [H, G]
-    reach: Tensor | None
+    spec: AttentionSpec  # sinks fp32 [H, G], reach [T]
 
 
 def _attend_row(
     row: _Row,
-    scale: float,
     output: Tensor,
     sums: Tensor,
     query: Tensor,
@@ -167,12 +155,12 @@ def _attend_row(
     bias: Tensor | None,
 ) -> None:
     """Attend for one sequence and all H heads; shapes as in `_attend_heads`."""
-    num_heads, groups, length, _ = query.shape
-    reach = min(key.shape[1], row.window or key.shape[1])
-    is_plain = _is_plain(query)
-    sees_all = bias is None and row.softcap is None and reach == key.shape[1] and row.reach is None
+    spec, (num_heads, groups, length, _) = row.spec, query.shape
+    reach = min(key.shape[1], spec.window or key.shape[1])
+    is_plain, softcap = _is_plain(query), spec.softcap
+    sees_all = bias is None and softcap is None and reach == key.shape[1] and spec.reach is None
     if is_plain and sees_all and flash.sums_apply(query, key, value, row.needs_sums):
-        options = row.past, scale, row.weights, row.needs_sums, row.sink_logits
+        options = row.past, spec, row.weights, row.needs_sums
         output[:], sums[:] = flash.attention_with_sums(query, key, value, *options)
         return
     is_kept = _MULTIPLIES_BF16 and value.is_cpu and value.dtype == torch.bfloat16
@@ -180,7 +168,7 @@ def _attend_row(
         kernels = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
         is_kept = not kernels.isdecimal() or int(kernels) >= _LEAST_KERNELS
     dtype = value.dtype if is_kept else compute_dtype(value.dtype)
-    factor = scale / row.softcap if row.softcap else scale * _LOG2_E
+    factor = spec.scale / softcap if softcap else spec.scale * _LOG2_E
 
     def attend(at: slice, share: slice, head_sums: Tensor, scratch_elements: int) -> None:
         head_bias = None if bias is None else bias[at]
@@ -188,8 +176,8 @@ def _attend_row(
             (output[at], head_sums[at]),
             (query[at], key[at], value[at].to(dtype)),
         )
-        sinks = None if row.sink_logits is None else row.sink_logits[at]
-        shared = row._replace(sink_logits=sinks)
+        sinks = None if spec.sinks is None else spec.sinks[at]
+        shared = row._replace(spec=spec._replace(sinks=sinks))
         _attend_heads(shared, share, scratch_elements, factor, *outputs, *head_states, head_bias)
 
     threads = torch.get_num_threads() if query.device.type == "cpu" else num_heads
@@ -248,7 +236,7 @@ def _attend_heads(
     numbers. Values of fewer bits are multiplied by probabilities of as many, as in the model's own
     attention; all else is computed in fp32 (fp64 for fp64), and the sums stay fp32.
     """
-    past, window, softcap, weights, needs_sums, sink_logits, reach = row
+    past, weights, needs_sums, (_, softcap, sink_logits, window, reach) = row
     heads, groups, length, _ = query.shape
     num_keys = key.shape[1]
     # Minus the logit of the query's own key is added by one more column of the product, not by a
@@ -432,9 +420,7 @@ def expected_attention(
     key: Tensor,
     entries: Tensor | None,
     queries: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
+    spec: AttentionSpec,
 ) -> Tensor:
     """Lets every query attend to all entries, whichever came first.
 
@@ -443,9 +429,7 @@ def expected_attention(
         key: ``[B, H, N, D]``; anything finite where there is no entry.
         entries: bool ``[B, H, N]``, keys that are entries; ``None`` if all are.
         queries: bool ``[B, T]``, queries that are real tokens; ``None`` if all are.
-        scale: factor on the logits.
-        softcap: as in `reference.attention_with_scores`.
-        sink_logits: likewise; the next queries will have them too.
+        spec: how, but for window and reach.
 
     Returns:
         fp32 ``[B, H, N]``: for each key the L2 norm of its probabilities, over the queries and the
@@ -454,8 +438,8 @@ def expected_attention(
     """
     batch, heads, count, _ = key.shape
     sums = torch.zeros(batch, heads, count, dtype=torch.float32, device=key.device)
-    if sink_logits is not None:
-        sink_logits = sink_logits.float().view(heads, -1)
+    if spec.sinks is not None:
+        spec = spec._replace(sinks=spec.sinks.float().view(heads, -1))
     for row in range(batch):
         columns: Any = slice(None) if queries is None else queries[row]
         queries_of_row, keys_of_row = query[row].unflatten(0, (heads, -1))[:, :, columns], key[row]
@@ -467,8 +451,7 @@ def expected_attention(
                 bias = torch.zeros_like(sums[row]).masked_fill_(~entries[row], floor).unsqueeze(1)
             else:
                 keys_of_row = keys_of_row.gather(1, _wide(entry_columns, keys_of_row))
-        options = scale, softcap, sink_logits
-        squares = _expected_squares(queries_of_row, keys_of_row, bias, *options)
+        squares = _expected_squares(queries_of_row, keys_of_row, bias, spec)
         if entry_columns is None:
             sums[row] = squares
         else:
@@ -477,21 +460,17 @@ def expected_attention(
 
 
 def _expected_squares(
-    query: Tensor,
-    key: Tensor,
-    bias: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sink_logits: Tensor | None,
+    query: Tensor, key: Tensor, bias: Tensor | None, spec: AttentionSpec
 ) -> Tensor:
     """Sum squares for one sequence, ``[H, G, T, D]`` and ``[H, N, D]``.
 
     The bias ``[H, 1, N]`` hides keys; sinks are ``[H, G]``.
     """
+    scale, softcap, sink_logits, *_ = spec
     if bias is None and softcap is None and _is_plain(query):
         rounded = query.to(key.dtype)
         if flash.sums_apply(rounded, key, key):
-            return flash.expected_squares(rounded, key, scale, sink_logits)
+            return flash.expected_squares(rounded, key, spec)
     heads, count, _ = key.shape
     wide = compute_dtype(key.dtype)
     sums = torch.zeros(heads, count, dtype=wide, device=key.device)
@@ -549,8 +528,7 @@ def windowed_attention(
     key: Tensor,
     value: Tensor,
     real: Tensor | None,
-    window: int,
-    scale: float,
+    spec: AttentionSpec,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attends by blocks of queries, each over just the keys that its windows reach.
@@ -560,14 +538,14 @@ def windowed_attention(
         key: ``[B, H, N, D]`` with N at least T.
         value: ``[B, H, N, Dv]``.
         real: bool ``[B, N]``, False for padding; ``None`` if there is none.
-        window: keys that a query sees, itself included.
-        scale: factor on the logits.
+        spec: scale and window.
         dropout: fraction of the probabilities that is dropped.
 
     Returns:
         ``[B, HQ, T, Dv]``; gradients pass.
     """
-    length, past = query.shape[2], key.shape[2] - query.shape[2]
+    length, past, window = query.shape[2], key.shape[2] - query.shape[2], spec.window
+    assert window is not None
     # A block as large as the window computes at most twice the products needed.
     size = max(_MIN_BLOCK, min(_MAX_BLOCK, window))
     outputs = []
@@ -580,7 +558,7 @@ def windowed_attention(
         if real is not None:
             visible = visible & real[:, None, None, reach]
         states = query[:, :, start:stop], key[:, :, reach], value[:, :, reach]
-        options: Any = {"dropout_p": dropout, "scale": scale}
+        options: Any = {"dropout_p": dropout, "scale": spec.scale}
         options["enable_gqa"] = query.shape[1] != key.shape[1]
         outputs.append(scaled_dot_product_attention(*states, attn_mask=visible, **options))
     return torch.cat(outputs, dim=2)

@@ -13,7 +13,7 @@ from torch import Tensor
 from h2okv.ops.choice import protected_entries
 from h2okv.ops.indexed import Indexed, mix_values
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_logits, packed_output
-from h2okv.ops.reference import compute_dtype, softmax
+from h2okv.ops.reference import AttentionSpec, compute_dtype, softmax
 from h2okv.ops.rope import rotate
 
 # Numbers of keys rotated at a time on a CPU: 2.5 MiB in fp32, which its cache holds.
@@ -125,11 +125,9 @@ def decode_with_scores(
     keys: Entries | Indexed,
     values: Entries | Indexed,
     hidden: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
+    spec: AttentionSpec,
     ranks: Ranks | None = None,
     scores: Tensor | None = None,
-    sink_logits: Tensor | None = None,
     key_transform: KeyTransform | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends with one query over all slots.
@@ -142,11 +140,9 @@ def decode_with_scores(
         hidden: bool ``[B, H, S]``, slots to leave out; ``None`` if all are entries. A sequence
             with nothing to see gives zeros. Of slots that heads share (``keys`` are ``[B, 1, S,
             D]``) it says so for each head.
-        scale: factor on the logits.
-        softcap: as in `reference.attention_with_scores`.
+        spec: how, but for window and reach.
         ranks: rotations that the keys, but not the query, still need; ``None`` if none.
         scores: fp32 ``[B, H, S]``, contiguous; the sums are added to them. Mutated.
-        sink_logits: as in `reference.attention_with_scores`.
         key_transform: how the packed keys were transformed; ``None``: not at all.
 
     Returns:
@@ -157,11 +153,12 @@ def decode_with_scores(
     num_kv_heads, num_slots = keys.shape[1], keys.shape[2]
     rows = batch * num_kv_heads
     groups = num_heads // num_kv_heads
+    scale, softcap, sinks, *_ = spec
     dtype, constant, row_transform = query.dtype, None, None
     if key_transform is not None and ranks is not None:  # rotations apply to the keys themselves
         row_transform = KeyTransform(*(tensor.flatten(0, 1) for tensor in key_transform))
     elif key_transform is not None:
-        if softcap is not None or sink_logits is not None:
+        if softcap is not None or sinks is not None:
             constant = key_transform.center_logits(query).reshape(rows, groups, 1) * scale
         query = key_transform.of_queries(query)
     # Logits are fp32 or wider: bf16 logits would move the scores by percents.
@@ -174,9 +171,9 @@ def decode_with_scores(
         unseen = hidden.view(rows, -1, 1, num_slots)
         by_head = logits.view(rows, unseen.shape[1], -1, num_slots)
         by_head.masked_fill_(unseen, torch.finfo(torch.float32).min)
-    if sink_logits is not None:
-        sink_logits = sink_logits.view(num_kv_heads, groups, 1).repeat(batch, 1, 1)
-    weights = softmax(logits, sink_logits)
+    if sinks is not None:
+        sinks = sinks.view(num_kv_heads, groups, 1).repeat(batch, 1, 1)
+    weights = softmax(logits, sinks)
     # Of shared slots every head has one at least, and the others' come out as zero.
     if hidden is not None and hidden.shape[1] == num_kv_heads:
         # The finite floor keeps a sequence without entries free of NaN; zero it here.
@@ -349,10 +346,9 @@ class StepNumbers(NamedTuple):
 class StepRules(NamedTuple):
     """What stays the same from step to step."""
 
-    scale: float  # factor on the logits
+    spec: AttentionSpec
     recent: Tensor  # protected newest positions, int64 [B, 1, 1]
     sink: Tensor | None = None  # protected first positions, likewise; None if there are none
-    softcap: float | None = None  # as in `reference.attention_with_scores`
     rotary: RotaryTables | None = None  # for rolling positions; None if keys come rotated
     # Of scores, positions and the position of the newest token, fp32 [B, H, S], of which the lowest
     # goes first; None: the scores decide.
@@ -362,7 +358,6 @@ class StepRules(NamedTuple):
     # there is one.
     evicts: bool = True
     adds: bool = True  # whether the step adds its probabilities to the scores
-    sink_logits: Tensor | None = None  # [HQ], as in `reference.attention_with_scores`
     # Saves a CPU operations; None where sequences differ or get padding.
     numbers: StepNumbers | None = None
 
@@ -400,9 +395,8 @@ def decode_step(
     if others is not None:
         hidden = others if hidden is None else others | hidden
     output, sums = decode_with_scores(
-        query, slots.keys, slots.values, hidden, rules.scale, rules.softcap, ranks,
-        slots.scores if real is None and rules.adds else None, rules.sink_logits,
-        slots.key_transform,
+        query, slots.keys, slots.values, hidden, rules.spec, ranks,
+        slots.scores if real is None and rules.adds else None, slots.key_transform,
     )  # fmt: skip
     if real is not None and rules.adds:
         slots.scores.add_(sums * real.unsqueeze(1))

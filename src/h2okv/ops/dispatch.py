@@ -17,7 +17,7 @@ from torch import Tensor
 from h2okv.ops import flash_varlen
 from h2okv.ops.attention import blockwise_attention_with_scores
 from h2okv.ops.decode import Slots, StepRules, decode_step
-from h2okv.ops.reference import Visibility, attention_with_scores, causal
+from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores, causal
 
 VARIABLE = "H2OKV_OPS"  # of the environment: the implementation for a whole process
 IMPLEMENTATIONS = ("auto", "plain", "triton")
@@ -147,16 +147,16 @@ def _there(launch: Callable[..., Any]) -> Callable[..., Any]:
 def _flash_agrees(case: Case) -> bool:
     """Compare PyTorch's fused attention with the reference; its sums come from our kernel."""
     query, key, value, _ = _example_block(case)
-    scale = query.shape[-1] ** -0.5
+    spec = AttentionSpec(query.shape[-1] ** -0.5)
     visibility = Visibility(key.shape[2] - query.shape[2])
-    if not flash_varlen.applies(query, value, visibility, None):
+    if not flash_varlen.applies(query, value, visibility, spec):
         return False
     try:
         attend = _load_kernels(case[0]).attend
-        result = attend(query, key, value, visibility, scale, uses_flash=True)
+        result = attend(query, key, value, visibility, spec, uses_flash=True)
     except Exception:  # a failure of any kind leaves the kernel of our own
         return False
-    return _same(result, attention_with_scores(query, key, value, causal(query, key), scale))
+    return _same(result, attention_with_scores(query, key, value, causal(query, key), spec))
 
 
 @functools.cache
@@ -164,15 +164,15 @@ def _disagreement(case: Case) -> str | None:
     """Compare the kernels with PyTorch before use; return what is wrong, or ``None``."""
     device, dtype, size = case[:3]
     query, key, value, entries = _example_block(case)
-    past, scale = key.shape[2] - query.shape[2], size**-0.5
+    past, spec = key.shape[2] - query.shape[2], AttentionSpec(size**-0.5)
     slots = _example_slots(key, value)
     copies = [tensor.clone() for tensor in slots]
-    rules = StepRules(scale, torch.full((1, 1, 1), 30, device=device), full=True)
+    rules = StepRules(spec, torch.full((1, 1, 1), 30, device=device), full=True)
     token = query[:, :, :1], key[:, :, :1], value[:, :, :1]
     try:
         kernels = _load_kernels(device)
         result = (
-            *kernels.attend(query, key, value, Visibility(past, entries), scale),
+            *kernels.attend(query, key, value, Visibility(past, entries), spec),
             kernels.step(*token, Slots(*slots), rules),
             *slots,
         )
@@ -180,7 +180,7 @@ def _disagreement(case: Case) -> str | None:
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     visible = causal(query, key) & entries.unsqueeze(2)
     expected = (
-        *attention_with_scores(query, key, value, visible, scale),
+        *attention_with_scores(query, key, value, visible, spec),
         decode_step(*token, Slots(*copies), rules),
         *copies,
     )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from h2okv.ops.reference import attention_with_scores, causal
+from h2okv.ops.reference import AttentionSpec, attention_with_scores, causal
 
 # Columns behind a head's own, of which three hold minus L in bf16 parts of 8 bits each.
 _MORE_COLUMNS, _PARTS = 8, 3
@@ -48,10 +48,9 @@ def attention_with_sums(
     key: Tensor,
     value: Tensor,
     past: int,
-    scale: float,
+    spec: AttentionSpec,
     weights: Tensor | None,
     needs_sums: bool = True,
-    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends over ``past`` entries and the block itself.
 
@@ -60,10 +59,9 @@ def attention_with_sums(
         key: ``[H, N, D]`` with N = past + T.
         value: ``[H, N, D]``.
         past: number of leading keys that every query sees.
-        scale: factor on the logits.
+        spec: scale and sinks, those ``[H, G]``.
         weights: fp32 ``[T]``, what each query counts for in the sums; ``None``: one.
         needs_sums: whether to compute the sums; zero otherwise.
-        sink_logits: ``[H, G]``, as in `reference.attention_with_scores`.
 
     Returns:
         ``(output, sums)``: ``[H, G, T, D]`` in the query's dtype, as the model would have it
@@ -75,7 +73,7 @@ def attention_with_sums(
     if past:
         spans.append((slice(past), False))
     results = [
-        _fused(queries, keys[:, :, span], values[:, :, span], scale, is_causal)
+        _fused(queries, keys[:, :, span], values[:, :, span], spec.scale, is_causal)
         for span, is_causal in spans
     ]
     output, limits = results[0]
@@ -83,37 +81,35 @@ def attention_with_sums(
         limits = torch.logaddexp(limits, results[1][1])
         shares = [(limit - limits).exp_().unsqueeze(-1) for _, limit in results]
         output = (results[0][0] * shares[0] + results[1][0] * shares[1]).to(query.dtype)
-    if sink_logits is not None:
-        output, limits = add_sink(output, limits, sink_logits.flatten())
+    if spec.sinks is not None:
+        output, limits = add_sink(output, limits, spec.sinks.flatten())
     if not needs_sums:
         return output.view_as(query), limits.new_zeros(key.shape[:2])
     shift = -limits if weights is None else weights.log().clamp_(min=_LOWEST) - limits
-    sums = key_sums(query, shift.view(query.shape[:3]), key, scale, spans)
+    sums = key_sums(query, shift.view(query.shape[:3]), key, spec.scale, spans)
     return output.view_as(query), sums
 
 
-def add_sink(output: Tensor, limits: Tensor, sink_logits: Tensor) -> tuple[Tensor, Tensor]:
+def add_sink(output: Tensor, limits: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Return output ``[B, HQ, T, D]`` and log-sum-exp ``[B, HQ, T]`` with sinks ``[HQ]``."""
-    sinks = sink_logits.float().view(1, -1, 1)
+    sinks = sinks.float().view(1, -1, 1)
     # A query that sees nothing may have a log-sum-exp of inf, whose share is one.
     share = torch.sigmoid(limits - sinks).unsqueeze(-1)
     return (output * share).to(output.dtype), torch.logaddexp(limits, sinks)
 
 
-def expected_squares(
-    query: Tensor, key: Tensor, scale: float, sink_logits: Tensor | None = None
-) -> Tensor:
+def expected_squares(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
     """Sum the squares of what every query gives to each key, whichever came first.
 
     Query ``[H, G, T, D]`` and key ``[H, N, D]`` are bf16, products and sums fp32, ``[H, N]``;
     sinks are ``[H, G]``.
     """
     queries, keys = query.flatten(0, 1)[None], key[None]
-    output, limits = _fused(queries, keys, keys, scale, False)
-    if sink_logits is not None:
-        _, limits = add_sink(output, limits, sink_logits.flatten())
+    output, limits = _fused(queries, keys, keys, spec.scale, False)
+    if spec.sinks is not None:
+        _, limits = add_sink(output, limits, spec.sinks.flatten())
     shift = limits.view(query.shape[:3]).mul_(-2)
-    return key_sums(query, shift, key, 2 * scale, [(slice(None), False)])
+    return key_sums(query, shift, key, 2 * spec.scale, [(slice(None), False)])
 
 
 def key_sums(
@@ -172,13 +168,13 @@ def _sums_agree(size: int) -> bool:
     options: Any = {"generator": torch.Generator("cpu").manual_seed(0), "device": "cpu"}
     query = torch.randn(2, 2, 70, size, **options).bfloat16()
     key, value = (torch.randn(2, 70, size, **options).bfloat16() for _ in range(2))
-    scale = size**-0.5
+    spec = AttentionSpec(size**-0.5)
     try:
-        actual = attention_with_sums(query[:, :, 20:], key, value, 20, scale, None)
+        actual = attention_with_sums(query[:, :, 20:], key, value, 20, spec, None)
     except Exception:  # the tiles serve then, for any reason
         return False
     states = query.flatten(0, 1)[None, :, 20:], key[None], value[None]
-    expected = attention_with_scores(*states, causal(*states[:2]), scale)
+    expected = attention_with_scores(*states, causal(*states[:2]), spec)
     return all(
         torch.allclose(
             actual_tensor.flatten().float(), expected_tensor.flatten().float(), atol=3e-2, rtol=3e-2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from h2okv.ops.flash import LARGEST_HEAD
-from h2okv.ops.reference import Visibility
+from h2okv.ops.reference import AttentionSpec, Visibility
 
 
 @functools.cache
@@ -23,7 +23,7 @@ def _varlen() -> tuple[Any, Any] | None:
     return varlen_attn, AuxRequest(lse=True)
 
 
-def applies(query: Tensor, value: Tensor, visibility: Visibility, softcap: float | None) -> bool:
+def applies(query: Tensor, value: Tensor, visibility: Visibility, spec: AttentionSpec) -> bool:
     """Says whether `forward` can do a block of queries ``[B, HQ, T, D]``."""
     return (
         query.is_cuda
@@ -32,7 +32,7 @@ def applies(query: Tensor, value: Tensor, visibility: Visibility, softcap: float
         and query.shape[-1] % 8 == 0
         and visibility.entries is None
         and visibility.queries is None
-        and softcap is None
+        and spec.softcap is None
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and _varlen() is not None
     )

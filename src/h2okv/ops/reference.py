@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ class Visibility:
     entries: Tensor | None = None
     # bool [B, T]: queries that are real tokens. The keys of the other tokens are no entries.
     queries: Tensor | None = None
+
+
+class AttentionSpec(NamedTuple):
+    """How a layer's queries attend; all but `reach` is the same in each forward."""
+
+    scale: float  # factor on the logits
+    softcap: float | None = None  # logits become ``softcap * tanh(logits / softcap)`` (Gemma 2)
+    sinks: Tensor | None = None  # [HQ], one more logit in each head's normaliser, of no key
     # If given, a query sees only this many newest keys up to itself (sliding window).
     window: int | None = None
     # int64 [B, T]: the last of the block's tokens that each one sees, itself or a later one
@@ -30,10 +39,8 @@ def attention_with_scores(
     key: Tensor,
     value: Tensor,
     visible: Tensor,
-    scale: float,
-    softcap: float | None = None,
+    spec: AttentionSpec,
     weights: Tensor | None = None,
-    sink_logits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attends with the whole T x N matrix in memory.
 
@@ -42,10 +49,8 @@ def attention_with_scores(
         key: ``[B, H, N, D]``.
         value: ``[B, H, N, Dv]``.
         visible: bool, broadcastable to ``[B, H, T, N]``; a query that sees nothing gives zeros.
-        scale: factor on the logits.
-        softcap: if given, logits become ``softcap * tanh(logits / softcap)`` (Gemma 2).
+        spec: how; its window and reach are up to ``visible``.
         weights: fp32 ``[B, T]``, what a query's attention counts for in the sums; ``None``: one.
-        sink_logits: ``[HQ]``, one more logit in each head's normaliser, of no key (gpt-oss).
 
     Returns:
         ``(output, sums)``: output ``[B, HQ, T, Dv]`` in the query's dtype; sums ``[B, H, N]``, the
@@ -56,13 +61,12 @@ def attention_with_scores(
     num_kv_heads = key.shape[1]
     compute = compute_dtype(query.dtype)
     grouped = query.to(compute).view(batch, num_kv_heads, num_heads // num_kv_heads, length, -1)
-    logits = grouped @ key.to(compute).unsqueeze(2).transpose(-1, -2) * scale
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = grouped @ key.to(compute).unsqueeze(2).transpose(-1, -2) * spec.scale
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
     hidden = ~visible.unsqueeze(-3)
-    if sink_logits is not None:
-        sink_logits = sink_logits.view(num_kv_heads, -1, 1, 1)
-    probabilities = softmax(logits.masked_fill(hidden, -torch.inf), sink_logits)
+    sinks = None if spec.sinks is None else spec.sinks.view(num_kv_heads, -1, 1, 1)
+    probabilities = softmax(logits.masked_fill(hidden, -torch.inf), sinks)
     probabilities = probabilities.masked_fill(hidden, 0.0)
     output = probabilities @ value.to(compute).unsqueeze(2)
     if weights is not None:

@@ -292,7 +292,7 @@ def decode_step(
     output: Tensor = run(
         query, key, value, keys, values, slots.scores, slots.positions, slots.free_slot, ranks,
         blocks, slots.num_real_tokens, slots.slot_mask, factors, real, rules.recent, rules.sink,
-        rules.sink_logits, rules.scale, rules.softcap, chooses, rules.adds, num_cores,
+        rules.spec.sinks, rules.spec.scale, rules.spec.softcap, chooses, rules.adds, num_cores,
     )  # fmt: skip
     if chooses:
         slots.num_real_tokens.add_(1 if real is None else real[:, 0])

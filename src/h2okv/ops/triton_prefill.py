@@ -18,7 +18,7 @@ from torch import Tensor
 
 from h2okv.ops import flash_varlen
 from h2okv.ops.flash import add_sink
-from h2okv.ops.reference import Visibility
+from h2okv.ops.reference import AttentionSpec, Visibility
 from h2okv.ops.triton_decode import number, side
 
 _LOG2_E = math.log2(math.e)
@@ -186,34 +186,27 @@ def attention_with_scores(
     key: Tensor,
     value: Tensor,
     visibility: Visibility,
-    scale: float,
-    softcap: float | None = None,
+    spec: AttentionSpec,
     weights: Tensor | None = None,
     needs_sums: bool = True,
-    sink_logits: Tensor | None = None,
     *,
     uses_flash: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attends over kept entries and the block itself, and sums the columns."""
-    assert visibility.window is None, "no layer with entries asks for it"
-    if uses_flash and flash_varlen.applies(query, value, visibility, softcap):
-        output, log_sum_exp = flash_varlen.forward(query, key, value, scale)
+    assert spec.window is spec.reach is None, "no layer with entries asks for it"
+    if uses_flash and flash_varlen.applies(query, value, visibility, spec):
+        output, log_sum_exp = flash_varlen.forward(query, key, value, spec.scale)
     else:
-        output, log_sum_exp = forward(query, key, value, visibility, scale, softcap)
-    if sink_logits is not None:
-        output, log_sum_exp = add_sink(output, log_sum_exp, sink_logits)
+        output, log_sum_exp = forward(query, key, value, visibility, spec)
+    if spec.sinks is not None:
+        output, log_sum_exp = add_sink(output, log_sum_exp, spec.sinks)
     if not needs_sums:
         return output, log_sum_exp.new_zeros(key.shape[:3])
-    return output, score_sums(query, key, log_sum_exp, visibility, scale, softcap, weights)
+    return output, score_sums(query, key, log_sum_exp, visibility, spec, weights)
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visibility: Visibility,
-    scale: float,
-    softcap: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """Fused attention that keeps the log-sum-exp of each row.
 
@@ -230,7 +223,7 @@ def forward(
     tile = _forward_tile(max(size, value_size), query.dtype)
     output = query.new_empty(batch, length, num_heads, value_size).transpose(1, 2)
     limits = query.new_empty((batch, num_heads, length), dtype=torch.float32)
-    entries, numbers, constants = _shared_arguments(query, key, visibility, scale, softcap)
+    entries, numbers, constants = _shared_arguments(query, key, visibility, spec)
     _forward[(triton.cdiv(length, tile.queries), batch * num_heads)](
         query, key, value, limits if entries is None else entries,
         limits if real is None else real.to(torch.uint8).contiguous(), output, limits,
@@ -246,8 +239,7 @@ def score_sums(
     key: Tensor,
     log_sum_exp: Tensor,
     visibility: Visibility,
-    scale: float,
-    softcap: float | None = None,
+    spec: AttentionSpec,
     weights: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
@@ -256,7 +248,7 @@ def score_sums(
     batch, num_heads, num_keys = *query.shape[:2], key.shape[2]
     tile = tile or _sums_tile(query.shape[3], query.dtype)
     sums = query.new_empty((batch, num_heads, num_keys), dtype=torch.float32)
-    entries, numbers, constants = _shared_arguments(query, key, visibility, scale, softcap)
+    entries, numbers, constants = _shared_arguments(query, key, visibility, spec)
     _sums[(triton.cdiv(num_keys, tile.keys), batch * num_heads)](
         query, key, sums if entries is None else entries, log_sum_exp.contiguous(),
         sums if weights is None else weights.contiguous(), sums,
@@ -293,11 +285,11 @@ def _launch(tile: Tile) -> dict[str, int]:
 
 
 def _shared_arguments(
-    query: Tensor, key: Tensor, visibility: Visibility, scale: float, softcap: float | None
+    query: Tensor, key: Tensor, visibility: Visibility, spec: AttentionSpec
 ) -> tuple[Tensor | None, tuple[float, ...], dict[str, Any]]:
     """Return what both kernels take: keys that are entries, as bytes, numbers, constants."""
     (_, num_heads, length, size), (batch, heads, num_keys) = query.shape, key.shape[:3]
-    entries, queries = visibility.entries, visibility.queries
+    entries, queries, (scale, softcap, *_) = visibility.entries, visibility.queries, spec
     if entries is None and queries is not None:
         before = queries.new_ones(batch, visibility.past)
         entries = torch.cat([before, queries], dim=1).unsqueeze(1)

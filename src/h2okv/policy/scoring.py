@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from h2okv.ops.reference import AttentionSpec, softmax
+
 
 class Sees(Enum):
     """What the cache must provide of a block of tokens for a rule."""
@@ -41,8 +43,8 @@ class BlockView:
     """bool ``[B, H, N]``, keys that are entries; ``None`` if all are."""
     real: Tensor | None
     """bool ``[B, T]``, queries that are no padding; ``None`` if all are."""
-    scale: float
-    """Factor on the logits."""
+    spec: AttentionSpec
+    """How the queries attend."""
     sums: Tensor
     """fp32 ``[B, H, N]``: the probabilities of each entry, added up over the queries and the heads
     of a KV head's group. Zero where the rule ``sees`` the queries, but for a sequence's only
@@ -54,24 +56,20 @@ class BlockView:
     """Re-evaluates the queries behind the block's end, each seeing all entries. Returns fp32
     ``[B, H, N]``: for each entry the L2 norm of its probabilities over tokens and the KV head's
     query heads, or their means."""
-    sink_logits: Tensor | None = None
-    """``[HQ]``, one more logit in each head's normaliser; ``None`` if the model has none."""
 
     def probabilities(self) -> Tensor:
         """Return the causal probabilities ``[B, H, G, T, N]``; zero for padding."""
         heads, length, count = self.key.shape[1], self.query.shape[2], self.key.shape[2]
         wide = torch.promote_types(self.query.dtype, torch.float32)
         query = self.query.to(wide).unflatten(1, (heads, -1))
-        logits = query @ self.key.to(wide).unsqueeze(2).transpose(-1, -2) * self.scale
+        logits = query @ self.key.to(wide).unsqueeze(2).transpose(-1, -2) * self.spec.scale
         visible = torch.ones(length, count, dtype=torch.bool, device=self.key.device)
         visible = visible.tril(count - length)
         if self.entries is not None:
             visible = visible & self.entries[:, :, None, None, :]
         logits = logits.masked_fill(~visible, -torch.inf)
-        if self.sink_logits is not None:
-            sinks = self.sink_logits.to(logits.dtype).view(heads, -1, 1, 1)
-            logits = torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], dim=-1)
-        shares = logits.softmax(dim=-1).nan_to_num(0.0)[..., :count]
+        sinks = None if self.spec.sinks is None else self.spec.sinks.view(heads, -1, 1, 1)
+        shares = softmax(logits, sinks).nan_to_num(0.0)
         return shares if self.real is None else shares * self.real[:, None, None, :, None]
 
 

@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
+from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import Sees
 from h2okv.vllm_plugin.batch import Batch
 from h2okv.vllm_plugin.settings import UNQUANTISED, parse, records_steps, summary
@@ -297,7 +298,7 @@ def _state_of(
     )  # fmt: skip
     impl: Any = attention.impl
     softcap = getattr(impl, "logits_soft_cap", None) or None
-    return StateLayer(cache, shape, float(impl.scale), softcap)
+    return StateLayer(cache, shape, AttentionSpec(float(impl.scale), softcap))
 
 
 def _check_layer(attention: Attention) -> None:

@@ -20,6 +20,7 @@ from h2okv.config import Budget, CacheConfig
 from h2okv.ops.attention import mean_queries
 from h2okv.ops.compaction import NO_HEAD
 from h2okv.ops.indexed import Indexed
+from h2okv.ops.reference import AttentionSpec
 from h2okv.ops.rope import Layout
 from h2okv.vllm_plugin.settings import rule_of
 
@@ -64,9 +65,7 @@ class StateLayer(SlotLayer):
     checks_numbers = False  # an error in the middle of a forward would end the server
     spans: _BlockSpans | None
 
-    def __init__(
-        self, config: CacheConfig, shape: LayerShape, scale: float, softcap: float | None = None
-    ) -> None:
+    def __init__(self, config: CacheConfig, shape: LayerShape, spec: AttentionSpec) -> None:
         rule, length = rule_of(config), config.evict_every
         spans = None if (length or 1) == 1 else _BlockSpans(length or 1)
         super().__init__(
@@ -75,7 +74,7 @@ class StateLayer(SlotLayer):
             head_budgets=shape.head_budgets(config, shape.rank),
             spans=spans,
         )  # fmt: skip
-        self.shape, self.scale, self.softcap = shape, scale, softcap  # the last two: of the logits
+        self.shape, self.attention_spec = shape, spec
         self.rotates: Rotation | None = None  # of the model; for scorings that look ahead
         self.blocks: Mapping[str, Tensor] = {}  # the tensors of `spec`, each [N, ...]
         budgets = self.head_budgets or (self.budget,)
@@ -163,7 +162,7 @@ class StateLayer(SlotLayer):
             self.cumulative_length += seen.max()
             self.num_columns = None
             self.state = self._copies(index, seen)
-        output = self.attend(query, key, value, None, self.scale, self.softcap)
+        output = self.attend(query, key, value, None, self.attention_spec)
         self._store(index)
         return output.transpose(1, 2).flatten(0, 1)
 
@@ -176,7 +175,7 @@ class StateLayer(SlotLayer):
             assert self.spans is not None
             state.queries = tensors["queries"]
             state.query_positions = self.spans.positions(seen)
-            state.scaling = self.scale, self.softcap
+            state.scaling = self.attention_spec[:2]
         return state
 
     def _store(self, index: Tensor) -> None:
@@ -227,7 +226,7 @@ class StateLayer(SlotLayer):
         slots.is_full, slots.steps_left = is_full and self.spans is None, -1
         slots.drop_tail()
         slots.has_sinks = self.largest.sink > 0
-        token = Block(query, key, value, None, None, None, self.scale, self.softcap)
+        token = Block(query, key, value, None, None, None, self.attention_spec)
         output = self._read_token(token)
         for name in small:
             blocks[name][index] = getattr(self.state, name)

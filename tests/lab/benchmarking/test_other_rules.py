@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import h2okv.policy
+from h2okv.ops.reference import AttentionSpec
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 HEADS, GROUPS, LENGTH, SIZE = 2, 3, 40, 8
@@ -29,7 +30,9 @@ def prompt(rules):
     key, value = torch.randn(2, 1, HEADS, LENGTH, SIZE, generator=generator)
     weight = torch.randn(24, HEADS * GROUPS * SIZE, generator=generator)
     module = SimpleNamespace(o_proj=SimpleNamespace(weight=weight))
-    block = SimpleNamespace(query=query, key=key, value=value, scale=0.5, module=module)
+    block = SimpleNamespace(
+        query=query, key=key, value=value, spec=AttentionSpec(0.5), module=module
+    )
     return rules.Prompt(block, heavy=11)
 
 
