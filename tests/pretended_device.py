@@ -58,15 +58,19 @@ class PretendedTensor(torch.Tensor):
 
 
 class Counts:
-    """Launches and waits of the package, each with the line of the package that caused it."""
+    """Launches, waits and hazards, each with the line of the package that caused it.
+
+    A hazard is what a CUDA graph cannot record: a number or a size that the host learns from the
+    device, or a copy between them.
+    """
 
     def __init__(self):
-        self.launches, self.waits = Counter(), Counter()
+        self.launches, self.waits, self.hazards = Counter(), Counter(), Counter()
 
     def __sub__(self, other):
         """Return how many more there are of each, which may be fewer."""
         difference = Counts()
-        for name in ("launches", "waits"):
+        for name in ("launches", "waits", "hazards"):
             counter = Counter(getattr(self, name))
             counter.subtract(getattr(other, name))
             setattr(difference, name, counter)
@@ -82,7 +86,8 @@ class Counts:
 
     def __str__(self):
         lines = [f"{self.num_launches} launches, {self.num_waits} waits"]
-        for title, counter in (("wait", self.waits), ("launch", self.launches)):
+        counters = {"hazard": self.hazards, "wait": self.waits, "launch": self.launches}
+        for title, counter in counters.items():
             lines += [
                 f"{title} {count} x {name} in {line}"
                 for (name, line), count in counter.most_common()
@@ -101,16 +106,18 @@ class _Device(TorchDispatchMode):
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         return _run(operation, args, kwargs or {}, self)
 
-    def count(self, name, launches, waits):
+    def count(self, name, launches, waits=False, hazard=None):
         if self.counts is None:
             return
-        line = "" if self.everywhere else _line_of_package()
-        if line is None:
+        line = _line_of_package()
+        if line is None and not self.everywhere:
             return
         if launches:
             self.counts.launches[name, line] += 1
         if waits:
             self.counts.waits[name, line] += 1
+        if hazard is not None:
+            self.counts.hazards[hazard, line] += 1
 
 
 def _line_of_package() -> str | None:
@@ -140,10 +147,10 @@ def _run(operation, args, kwargs, mode):
     }
     on_device = target == "cuda" or (bool(inputs) and target is None)
     if mode is not None and (inputs or on_device):
-        waits = _waits(operation, name, args, kwargs, target)
+        hazard, waits = _hazard(operation, name, args, kwargs, target)
         is_copy = bool(inputs) and target not in (None, "cuda")  # to the host
         is_free = operation.is_view or name in _WITHOUT_LAUNCH | _ALLOCATIONS
-        mode.count(name, not is_free or is_copy, waits)
+        mode.count(name, not is_free or is_copy, waits, hazard)
     if target == "cuda":
         kwargs = kwargs | {"device": torch.device("cpu")}
     result = operation(*_numbers(args), **_numbers(kwargs))
@@ -161,25 +168,30 @@ def _run(operation, args, kwargs, mode):
     return tree_map(wrap, result)
 
 
-def _waits(operation, name, args, kwargs, target) -> bool:
-    """Tell whether the host would wait for the device in an operation on its tensors."""
+def _hazard(operation, name, args, kwargs, target) -> tuple[str | None, bool]:
+    """Return why a CUDA graph cannot record an operation, and whether the host would wait."""
     if name in ("_to_copy", "copy_"):
         source = args[0] if name == "_to_copy" else args[1]
+        is_from = isinstance(source, PretendedTensor)
+        is_to = isinstance(args[0], PretendedTensor) if name == "copy_" else target == "cuda"
+        if name == "_to_copy" and target is None:
+            is_to = is_from
+        if is_from == is_to:
+            return None, False
         is_blocking = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
-        if name == "copy_":
-            return isinstance(args[0], PretendedTensor) != isinstance(source, PretendedTensor) and (
-                is_blocking or isinstance(source, PretendedTensor)
-            )
-        if isinstance(source, PretendedTensor):
-            return target not in (None, "cuda")
-        return target == "cuda" and is_blocking
+        return "copy to the host" if is_from else "copy from the host", is_from or is_blocking
     if name in _INDEXING:
-        kinds = {index.dtype for index in args[1] if index is not None}
-        return bool(kinds & {torch.bool, torch.uint8})
+        return ("nonzero", True) if _has_mask(args[1]) else (None, False)
     if name == "repeat_interleave":
-        return kwargs.get("output_size") is None and len(args) == 1
-    shaped_by_data = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    return bool(shaped_by_data & set(operation.tags))
+        is_unknown = kwargs.get("output_size") is None and len(args) == 1
+        return ("unknown size", True) if is_unknown else (None, False)
+    if torch.Tag.dynamic_output_shape in operation.tags:
+        return "nonzero" if name == "nonzero" else "unknown size", True
+    return ("item", True) if torch.Tag.data_dependent_output in operation.tags else (None, False)
+
+
+def _has_mask(indices) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 class _Kernel:
@@ -190,7 +202,7 @@ class _Kernel:
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
-            self._device.count(self._name, True, False)
+            self._device.count(self._name, True)
             if not self._device.runs_kernels:
                 return
             with torch.utils._python_dispatch._disable_current_modes():
