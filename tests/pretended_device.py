@@ -8,10 +8,11 @@ where results matter they also run, in Triton's interpreter, which is slow.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,18 @@ DEVICE = torch.device("cuda", 0)
 _WITHOUT_LAUNCH = {"_unsafe_view", "_local_scalar_dense", "is_same_size"}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+def _flash(query, key, value, dropout=0.0, is_causal=False, mask=False, scale=None):
+    """Do SDPA's attention for GPUs, with fewer KV heads than query heads as there."""
+    key, value = (s.repeat_interleave(query.shape[1] // s.shape[1], dim=1) for s in (key, value))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, limits = flash(query, key, value, dropout, is_causal, scale=scale)
+    none = torch.zeros(0)
+    return output, limits, none, none, query.shape[2], key.shape[2], none, none, none
+
+
+_ON_CPU = {"_scaled_dot_product_flash_attention": _flash}
 
 
 class PretendedTensor(torch.Tensor):
@@ -102,6 +115,7 @@ class _Device(TorchDispatchMode):
     def __init__(self, runs_kernels, everywhere):
         super().__init__()
         self.runs_kernels, self.everywhere, self.counts = runs_kernels, everywhere, None
+        self.recording = None  # of a graph: calls that do again what was done
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         return _run(operation, args, kwargs or {}, self)
@@ -153,6 +167,7 @@ def _run(operation, args, kwargs, mode):
         mode.count(name, not is_free or is_copy, waits, hazard)
     if target == "cuda":
         kwargs = kwargs | {"device": torch.device("cpu")}
+    operation = _ON_CPU.get(name, operation)
     result = operation(*_numbers(args), **_numbers(kwargs))
     if name in _ALLOCATIONS and result.is_floating_point():
         # Nothing may rely on memory that was not written, except by kernels that do not run.
@@ -165,7 +180,61 @@ def _run(operation, args, kwargs, mode):
             return leaf
         return inputs[id(leaf)] if id(leaf) in inputs else PretendedTensor(leaf)
 
-    return tree_map(wrap, result)
+    result = tree_map(wrap, result)
+    if mode is not None and mode.recording is not None:
+        if hazard is not None:
+            raise RuntimeError(f"a graph cannot record {name}: {hazard}")
+        if name not in _ALLOCATIONS:
+            mode.recording.append(functools.partial(_repeat, operation, args, kwargs, result))
+    return result
+
+
+def _repeat(operation, args, kwargs, result):
+    """Run an operation of a graph again, into the tensors that it gave when it was recorded."""
+    again = operation(*_numbers(args), **_numbers(kwargs))
+    for before, leaf in zip(tree_leaves(result), tree_leaves(again), strict=True):
+        if isinstance(before, PretendedTensor) and before.numbers.data_ptr() != leaf.data_ptr():
+            before.numbers.copy_(leaf)
+
+
+class _Graph:
+    """A CUDA graph. Unlike a real one it also runs what it records."""
+
+    device: _Device
+
+    @contextmanager
+    def record(self, **options):
+        self.calls = self.device.recording = []
+        try:
+            yield
+        finally:
+            self.device.recording = None
+
+    def replay(self):
+        with torch.utils._python_dispatch._disable_current_modes():
+            for call in self.calls:
+                call()
+
+
+class _Stream:
+    def wait_stream(self, stream):
+        """Do nothing: all runs in order."""
+
+
+def _record_callable(run, arguments):
+    """Do what `torch.cuda.make_graphed_callables` does."""
+    graph = _Graph()
+    run(*arguments)
+    with graph.record():
+        output = run(*arguments)
+
+    def replay(*args):
+        for target, source in zip(arguments, args, strict=True):
+            target.copy_(source)
+        graph.replay()
+        return output
+
+    return replay
 
 
 def _hazard(operation, name, args, kwargs, target) -> tuple[str | None, bool]:
@@ -205,8 +274,14 @@ class _Kernel:
             self._device.count(self._name, True)
             if not self._device.runs_kernels:
                 return
-            with torch.utils._python_dispatch._disable_current_modes():
-                self._kernel[grid](*_numbers(args), **_numbers(kwargs))
+
+            def run():
+                with torch.utils._python_dispatch._disable_current_modes():
+                    self._kernel[grid](*_numbers(args), **_numbers(kwargs))
+
+            run()
+            if self._device.recording is not None:
+                self._device.recording.append(run)
 
         return launch
 
@@ -283,6 +358,14 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
     # Too old for PyTorch's fused attention that keeps the log-sum-exp: our kernel runs.
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     patch.setattr(torch._dynamo, "mark_static_address", lambda tensor: None)
+    patch.setattr(_Graph, "device", device, raising=False)
+    patch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    patch.setattr(torch.cuda, "graph", lambda graph, **options: graph.record())
+    patch.setattr(torch.cuda, "make_graphed_callables", _record_callable)
+    patch.setattr(torch.cuda, "Stream", _Stream)
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream())
+    patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    patch.setattr(torch.accelerator, "synchronize", lambda device=None: None)
     patch.setattr(dispatch, "_there", lambda launch: launch)
     patch.setenv(dispatch.VARIABLE, "auto")
     for module, name in (

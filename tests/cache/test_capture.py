@@ -68,19 +68,23 @@ def test_every_hazard_of_a_recording_is_counted(monkeypatch):
         assert hazards(lambda: host.copy_(numbers)) == {"copy to the host": 1}
 
 
+def make_model(dtype):
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=97, max_position_embeddings=512,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    model.set_attn_implementation("h2o")
+    return model
+
+
 class Reader:
     """A cache on a tiny model, with what its forwards do that a graph cannot record."""
 
     def __init__(self, device, name):
-        config = LlamaConfig(
-            hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=97, max_position_embeddings=512,
-        )  # fmt: skip
-        torch.manual_seed(0)
-        self.model = device.to(LlamaForCausalLM(config).half().eval())
-        self.model.set_attn_implementation("h2o")
-        self.cache = h2okv.H2OCache(config, **OPTIONS[name])
-        self.device = device
+        self.model, self.device = device.to(make_model(torch.float16)), device
+        self.cache = h2okv.H2OCache(self.model.config, **OPTIONS[name])
 
     def read(self, length):
         """Read tokens; return the hazards by kind and function, and all of it as a text."""
@@ -136,3 +140,58 @@ def test_steps_and_turns(monkeypatch, name):
             before = reader.tensors()
             check_hazards(reader.read(TURN), TURN_HAZARDS)
             assert reader.moved(before) <= MOVED_BY_A_TURN[name]
+
+
+def continued(model, name, is_recorded):
+    """Return the logits of steps, eager or replayed from the third one on, and the positions."""
+    cache, logits = h2okv.H2OCache(model.config, **OPTIONS[name]), []
+    ids = torch.arange(3, 40)[None].to(DEVICE)
+    token, place = ids[:, :1].clone(), ids[:, :1].clone()
+
+    def step():
+        output = model(token, position_ids=place, logits_to_keep=1, **{CACHE: cache})
+        return output.logits
+
+    with torch.no_grad():
+        model(ids[:, :24], logits_to_keep=1, **{CACHE: cache})
+        graph = torch.cuda.CUDAGraph()
+        for number in range(24, 34):
+            token.copy_(ids[:, number : number + 1])
+            place.fill_(number)
+            if not is_recorded or number < 26:
+                output = step()
+            elif number == 26:
+                with torch.cuda.graph(graph):
+                    output = step()
+            else:
+                graph.replay()
+            logits.append(output.numbers.clone())
+    return torch.cat(logits), [layer.state.positions.numbers.tolist() for layer in cache.layers]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "best by head")) for name in OPTIONS],
+)
+def test_replayed_steps_equal_eager_ones(monkeypatch, name):
+    """With its token and position as inputs, a step is a function of the device alone."""
+    with pretended_device(monkeypatch, runs_kernels=True) as device:
+        model = device.to(make_model(torch.float32))
+        eager, replayed = (continued(model, name, is_recorded) for is_recorded in (False, True))
+    assert torch.equal(replayed[0], eager[0])
+    assert replayed[1] == eager[1]
+
+
+def test_a_graph_refuses_what_it_cannot_record(monkeypatch):
+    with pretended_device(monkeypatch):
+        numbers, graph = PretendedTensor(torch.tensor([3.0, -1.0])), torch.cuda.CUDAGraph()
+        with (
+            pytest.raises(RuntimeError, match="cannot record index: nonzero"),
+            torch.cuda.graph(graph),
+        ):
+            numbers[numbers > 0].sum()
+        with torch.cuda.graph(graph):
+            doubled = numbers * 2
+        numbers.fill_(5.0)
+        graph.replay()
+        assert doubled.tolist() == [10.0, 10.0]
