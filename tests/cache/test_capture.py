@@ -146,10 +146,10 @@ def continued(model, name, is_recorded):
     """Return the logits of steps, eager or replayed from the third one on, and the positions."""
     cache, logits = h2okv.H2OCache(model.config, **OPTIONS[name]), []
     ids = torch.arange(3, 40)[None].to(DEVICE)
-    token, place = ids[:, :1].clone(), ids[:, :1].clone()
+    token, position_ids = ids[:, :1].clone(), ids[:, :1].clone()
 
     def step():
-        output = model(token, position_ids=place, logits_to_keep=1, **{CACHE: cache})
+        output = model(token, position_ids=position_ids, logits_to_keep=1, **{CACHE: cache})
         return output.logits
 
     with torch.no_grad():
@@ -157,7 +157,7 @@ def continued(model, name, is_recorded):
         graph = torch.cuda.CUDAGraph()
         for number in range(24, 34):
             token.copy_(ids[:, number : number + 1])
-            place.fill_(number)
+            position_ids.fill_(number)
             if not is_recorded or number < 26:
                 output = step()
             elif number == 26:
