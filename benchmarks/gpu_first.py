@@ -412,8 +412,9 @@ def part_i(bench: Bench) -> None:
                 generate = partial(llm.generate, params=params, show_progress=False)
                 generate(prompts[:2], max_tokens=2)
                 seconds = bench.clock.seconds(lambda: generate(prompts))
-                some = partial(generate, prompts[:8], max_tokens=8)
-                profile(bench, "run of the engine", name, some, **cells)  # noqa: B023
+                if bench.is_gpu:
+                    some = partial(generate, prompts[:8], max_tokens=8)
+                    profile(bench, "run of the engine", name, some, **cells)  # noqa: B023
             return seconds
 
         seconds = bench.attempt("engine", name, run, **cells)
