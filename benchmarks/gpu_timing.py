@@ -175,15 +175,29 @@ class Bench:
         """
         ready: dict[str, Timed] = {}
         first_use: dict[str, float] = {}
-        for name, prepare in cases.items():
-            start = time.perf_counter()
-            timed = self.attempt(measure, name, partial(self._first, prepare), **cells)
-            if timed is not None:
-                ready[name], first_use[name] = timed, time.perf_counter() - start
-        samples: dict[str, list[float]] = {name: [] for name in ready}
-        for _, name in interleaved(list(ready), self.sizes.rounds):
-            timed = ready[name]
-            samples[name].append(self.clock.seconds(timed.call) / timed.runs)
+        samples: dict[str, list[float]] = {}
+        try:
+            for name, prepare in cases.items():
+                start = time.perf_counter()
+                timed = self.attempt(measure, name, partial(self._first, prepare), **cells)
+                if timed is not None:
+                    ready[name], first_use[name] = timed, time.perf_counter() - start
+            for _, name in interleaved(list(ready), self.sizes.rounds):
+                timed = ready[name]
+                seconds = self.clock.seconds(timed.call) / timed.runs
+                samples.setdefault(name, []).append(seconds)
+        finally:  # what was measured when the time is over too
+            fastest = self._write(measure, ready, samples, first_use, baseline, baselines, cells)
+            ready.clear()
+            self.free()
+        return fastest
+
+    def _write(
+        self, measure: str, ready: dict[str, Timed], samples: dict[str, list[float]],
+        first_use: dict[str, float], baseline: Baseline | None, baselines: tuple[str, ...],
+        cells: dict[str, Any],
+    ) -> Baseline | None:  # fmt: skip
+        """Write the rows of `compare`; return the fastest implementation."""
         medians = {name: median(values) for name, values in samples.items()}
         eligible = {name: medians[name] for name in baselines if name in medians}
         if eligible:
@@ -199,14 +213,13 @@ class Bench:
             if baseline is not None:
                 row |= {"against": baseline[0], "ratio": medians[name] / baseline[1]}
             self.row(measure, name, sdpa=ready[name].sdpa, **row, **cells)
-        ready.clear()
-        self.free()
         return min(medians.items(), key=lambda pair: pair[1]) if medians else None
 
     def _first(self, prepare: Callable[[], Timed]) -> Timed:
         timed = prepare()
-        timed.call()
         self.clock.seconds(timed.call)
+        if timed.runs > 1:  # not a prompt
+            self.clock.seconds(timed.call)
         return timed
 
     def free(self) -> None:
@@ -355,14 +368,16 @@ class Step:
         return Timed(call, self.bench.sizes.repeats, num_bytes, self.sdpa)
 
 
-def fastest_full(bench: Bench, layers: int, batch: int) -> Baseline | None:
+def fastest_full(
+    bench: Bench, layers: int, batch: int, modes: tuple[str, ...] = ("graph", "eager")
+) -> Baseline | None:
     """Time the full cache with each kernel of SDPA, eager and in a graph; return the fastest."""
     tokens = bench.sizes.context
     step = Step(bench, layers, batch, tokens).full()
     cases: Cases = {}
     for kernel in bench.kernels:
         with_kernel = step.with_kernel(kernel)
-        for mode in ("graph", "eager"):
+        for mode in modes:
             name = f"full, {kernel.name.lower()}, {mode}"
             cases[name] = partial(with_kernel.timed, mode)
     cells = {"layers": layers, "batch": batch, "tokens": tokens}
@@ -385,8 +400,9 @@ def configs(bench: Bench, layers: int) -> dict[str, CacheConfig]:
 
 
 def steps_of(bench: Bench, layers: int, batch: int, modes: dict[str, tuple[str, ...]]) -> None:
-    """Time the full cache, then others by name, each in some modes; mutates nothing."""
-    baseline, tokens = fastest_full(bench, layers, batch), bench.sizes.context
+    """Time the full cache, in a graph if one can be recorded, then others by name and mode."""
+    baseline, tokens = fastest_full(bench, layers, batch, ("graph",)), bench.sizes.context
+    baseline = baseline or fastest_full(bench, layers, batch, ("eager",))
     entries, by_name = int(SHARE * tokens), configs(bench, layers)
 
     def prepare(name: str, mode: str) -> Timed:
