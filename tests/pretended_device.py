@@ -8,10 +8,11 @@ where results matter they also run, in Triton's interpreter, which is slow.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,18 @@ DEVICE = torch.device("cuda", 0)
 _WITHOUT_LAUNCH = {"_unsafe_view", "_local_scalar_dense", "is_same_size"}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+
+
+def _flash(query, key, value, dropout=0.0, is_causal=False, mask=False, scale=None):
+    """Do SDPA's attention for GPUs, with fewer KV heads than query heads as there."""
+    key, value = (s.repeat_interleave(query.shape[1] // s.shape[1], dim=1) for s in (key, value))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    output, limits = flash(query, key, value, dropout, is_causal, scale=scale)
+    none = torch.zeros(0)
+    return output, limits, none, none, query.shape[2], key.shape[2], none, none, none
+
+
+_ON_CPU = {"_scaled_dot_product_flash_attention": _flash}
 
 
 class PretendedTensor(torch.Tensor):
@@ -58,15 +71,19 @@ class PretendedTensor(torch.Tensor):
 
 
 class Counts:
-    """Launches and waits of the package, each with the line of the package that caused it."""
+    """Launches, waits and hazards, each with the line of the package that caused it.
+
+    A hazard is what a CUDA graph cannot record: a number or a size that the host learns from the
+    device, or a copy between them.
+    """
 
     def __init__(self):
-        self.launches, self.waits = Counter(), Counter()
+        self.launches, self.waits, self.hazards = Counter(), Counter(), Counter()
 
     def __sub__(self, other):
         """Return how many more there are of each, which may be fewer."""
         difference = Counts()
-        for name in ("launches", "waits"):
+        for name in ("launches", "waits", "hazards"):
             counter = Counter(getattr(self, name))
             counter.subtract(getattr(other, name))
             setattr(difference, name, counter)
@@ -82,7 +99,8 @@ class Counts:
 
     def __str__(self):
         lines = [f"{self.num_launches} launches, {self.num_waits} waits"]
-        for title, counter in (("wait", self.waits), ("launch", self.launches)):
+        counters = {"hazard": self.hazards, "wait": self.waits, "launch": self.launches}
+        for title, counter in counters.items():
             lines += [
                 f"{title} {count} x {name} in {line}"
                 for (name, line), count in counter.most_common()
@@ -97,20 +115,23 @@ class _Device(TorchDispatchMode):
     def __init__(self, runs_kernels, everywhere):
         super().__init__()
         self.runs_kernels, self.everywhere, self.counts = runs_kernels, everywhere, None
+        self.recording = None  # of a graph: calls that do again what was done
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         return _run(operation, args, kwargs or {}, self)
 
-    def count(self, name, launches, waits):
+    def count(self, name, launches, waits=False, hazard=None):
         if self.counts is None:
             return
-        line = "" if self.everywhere else _line_of_package()
-        if line is None:
+        line = _line_of_package()
+        if line is None and not self.everywhere:
             return
         if launches:
             self.counts.launches[name, line] += 1
         if waits:
             self.counts.waits[name, line] += 1
+        if hazard is not None:
+            self.counts.hazards[hazard, line] += 1
 
 
 def _line_of_package() -> str | None:
@@ -140,12 +161,13 @@ def _run(operation, args, kwargs, mode):
     }
     on_device = target == "cuda" or (bool(inputs) and target is None)
     if mode is not None and (inputs or on_device):
-        waits = _waits(operation, name, args, kwargs, target)
+        hazard, waits = _hazard(operation, name, args, kwargs, target)
         is_copy = bool(inputs) and target not in (None, "cuda")  # to the host
         is_free = operation.is_view or name in _WITHOUT_LAUNCH | _ALLOCATIONS
-        mode.count(name, not is_free or is_copy, waits)
+        mode.count(name, not is_free or is_copy, waits, hazard)
     if target == "cuda":
         kwargs = kwargs | {"device": torch.device("cpu")}
+    operation = _ON_CPU.get(name, operation)
     result = operation(*_numbers(args), **_numbers(kwargs))
     if name in _ALLOCATIONS and result.is_floating_point():
         # Nothing may rely on memory that was not written, except by kernels that do not run.
@@ -158,28 +180,87 @@ def _run(operation, args, kwargs, mode):
             return leaf
         return inputs[id(leaf)] if id(leaf) in inputs else PretendedTensor(leaf)
 
-    return tree_map(wrap, result)
+    result = tree_map(wrap, result)
+    if mode is not None and mode.recording is not None:
+        if hazard is not None:
+            raise RuntimeError(f"a graph cannot record {name}: {hazard}")
+        if name not in _ALLOCATIONS:
+            mode.recording.append(functools.partial(_repeat, operation, args, kwargs, result))
+    return result
 
 
-def _waits(operation, name, args, kwargs, target) -> bool:
-    """Tell whether the host would wait for the device in an operation on its tensors."""
+def _repeat(operation, args, kwargs, result):
+    """Run an operation of a graph again, into the tensors that it gave when it was recorded."""
+    again = operation(*_numbers(args), **_numbers(kwargs))
+    for before, leaf in zip(tree_leaves(result), tree_leaves(again), strict=True):
+        if isinstance(before, PretendedTensor) and before.numbers.data_ptr() != leaf.data_ptr():
+            before.numbers.copy_(leaf)
+
+
+class _Graph:
+    """A CUDA graph. Unlike a real one it also runs what it records."""
+
+    device: _Device
+
+    @contextmanager
+    def record(self, **options):
+        self.calls = self.device.recording = []
+        try:
+            yield
+        finally:
+            self.device.recording = None
+
+    def replay(self):
+        with torch.utils._python_dispatch._disable_current_modes():
+            for call in self.calls:
+                call()
+
+
+class _Stream:
+    def wait_stream(self, stream):
+        """Do nothing: all runs in order."""
+
+
+def _record_callable(run, arguments):
+    """Do what `torch.cuda.make_graphed_callables` does."""
+    graph = _Graph()
+    run(*arguments)
+    with graph.record():
+        output = run(*arguments)
+
+    def replay(*args):
+        for target, source in zip(arguments, args, strict=True):
+            target.copy_(source)
+        graph.replay()
+        return output
+
+    return replay
+
+
+def _hazard(operation, name, args, kwargs, target) -> tuple[str | None, bool]:
+    """Return why a CUDA graph cannot record an operation, and whether the host would wait."""
     if name in ("_to_copy", "copy_"):
         source = args[0] if name == "_to_copy" else args[1]
+        is_from = isinstance(source, PretendedTensor)
+        is_to = isinstance(args[0], PretendedTensor) if name == "copy_" else target == "cuda"
+        if name == "_to_copy" and target is None:
+            is_to = is_from
+        if is_from == is_to:
+            return None, False
         is_blocking = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
-        if name == "copy_":
-            return isinstance(args[0], PretendedTensor) != isinstance(source, PretendedTensor) and (
-                is_blocking or isinstance(source, PretendedTensor)
-            )
-        if isinstance(source, PretendedTensor):
-            return target not in (None, "cuda")
-        return target == "cuda" and is_blocking
+        return "copy to the host" if is_from else "copy from the host", is_from or is_blocking
     if name in _INDEXING:
-        kinds = {index.dtype for index in args[1] if index is not None}
-        return bool(kinds & {torch.bool, torch.uint8})
+        return ("nonzero", True) if _has_mask(args[1]) else (None, False)
     if name == "repeat_interleave":
-        return kwargs.get("output_size") is None and len(args) == 1
-    shaped_by_data = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    return bool(shaped_by_data & set(operation.tags))
+        is_unknown = kwargs.get("output_size") is None and len(args) == 1
+        return ("unknown size", True) if is_unknown else (None, False)
+    if torch.Tag.dynamic_output_shape in operation.tags:
+        return "nonzero" if name == "nonzero" else "unknown size", True
+    return ("item", True) if torch.Tag.data_dependent_output in operation.tags else (None, False)
+
+
+def _has_mask(indices) -> bool:
+    return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 class _Kernel:
@@ -190,11 +271,17 @@ class _Kernel:
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
-            self._device.count(self._name, True, False)
+            self._device.count(self._name, True)
             if not self._device.runs_kernels:
                 return
-            with torch.utils._python_dispatch._disable_current_modes():
-                self._kernel[grid](*_numbers(args), **_numbers(kwargs))
+
+            def run():
+                with torch.utils._python_dispatch._disable_current_modes():
+                    self._kernel[grid](*_numbers(args), **_numbers(kwargs))
+
+            run()
+            if self._device.recording is not None:
+                self._device.recording.append(run)
 
         return launch
 
@@ -271,6 +358,14 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
     # Too old for PyTorch's fused attention that keeps the log-sum-exp: our kernel runs.
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     patch.setattr(torch._dynamo, "mark_static_address", lambda tensor: None)
+    patch.setattr(_Graph, "device", device, raising=False)
+    patch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    patch.setattr(torch.cuda, "graph", lambda graph, **options: graph.record())
+    patch.setattr(torch.cuda, "make_graphed_callables", _record_callable)
+    patch.setattr(torch.cuda, "Stream", _Stream)
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream())
+    patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    patch.setattr(torch.accelerator, "synchronize", lambda device=None: None)
     patch.setattr(dispatch, "_there", lambda launch: launch)
     patch.setenv(dispatch.VARIABLE, "auto")
     for module, name in (

@@ -158,6 +158,36 @@ def test_compiled_steps_equal_eager_ones(make_llama, options):
         same(continued(model, "cuda", **options), eager)
 
 
+@pytest.mark.parametrize("name", ["h2o", "best", "by head", "in chunks"])
+def test_steps_replayed_in_a_graph_equal_eager_ones(make_llama, name):
+    """As `tests/cache/test_capture.py` on the pretended device."""
+    model = make_llama().float().to("cuda")
+    ids = prompts(1, 90)[0].to("cuda")
+    token, position_ids, logits = ids[:, :1].clone(), ids[:, :1].clone(), {}
+    for is_recorded in (False, True):
+        cache = h2okv.H2OCache(model.config, heavy=12, recent=12, **OPTIONS[name])
+        graph, steps = torch.cuda.CUDAGraph(), []
+
+        def step(cache=cache):
+            return model(token, position_ids=position_ids, past_key_values=cache).logits
+
+        with h2okv.enable(model), torch.no_grad():
+            model(ids[:, :64], past_key_values=cache)
+            for number in range(64, 76):
+                token.copy_(ids[:, number : number + 1])
+                position_ids.fill_(number)
+                if not is_recorded or number < 67:
+                    output = step()
+                else:
+                    if number == 67:
+                        with torch.cuda.graph(graph):
+                            output = step()
+                    graph.replay()
+                steps.append(output.clone())
+        logits[is_recorded] = torch.cat(steps)
+    torch.testing.assert_close(logits[True], logits[False], atol=1e-5, rtol=1e-5)
+
+
 def test_steps_compile_without_a_break(capsys):
     args = ["bench", "--model", "bundled", "--contexts", "64", "--batches", "1", "--rounds", "1",
             "--runners", "dynamic,static,h2o", "--compile", "--no-peak"]  # fmt: skip

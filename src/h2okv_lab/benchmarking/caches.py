@@ -12,14 +12,17 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 from transformers.utils import is_hqq_available, is_optimum_quanto_available
 from transformers.utils import logging as transformers_logging
 
@@ -29,9 +32,11 @@ from h2okv.config import CacheConfig
 from h2okv.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.integration.enable import input_device
+from h2okv.offload.profile import Clock
 from h2okv_lab.benchmarking.model import Footprint, ModelSource
 
 _CHILD = "h2okv_lab.benchmarking.caches"
+SDPA_KERNELS = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,9 @@ class CacheSpec:
     @property
     def label(self) -> str:
         """Its name in tables and figures: ``h2o:20%,bits=8``, which --cache reads."""
-        if self.config is None:
-            return self.name
-        return (
-            self.config.label if self.name == "h2o" else f"{self.name} {self.config.budget_label}"
-        )
+        if self.config is None or self.name == "h2o":
+            return self.name if self.config is None else self.config.label
+        return f"{self.name} {self.config.budget_label}"
 
     def entries(self, context: int) -> int:
         """Return the entries of one KV head after a prompt of ``context`` tokens: K, or all."""
@@ -94,6 +97,8 @@ class CacheRunner:
     compiled: bool
     cache: Any = None
     logits: torch.Tensor | None = None
+    fastest: Any = None  # a step with the kernel of SDPA that the runner chose, and its name
+    kernel: str = ""
 
     attention: ClassVar = "sdpa"
     has_budget: ClassVar = False
@@ -111,7 +116,7 @@ class CacheRunner:
 
     def prepare(self, context: int) -> None:
         """Prepare for a prompt; not timed."""
-        self.cache = None
+        self.cache = self.fastest = None
         self.cache = self.new_cache(context)
         self.model.set_attn_implementation(self.attention)
 
@@ -142,11 +147,41 @@ class CacheRunner:
             return self.model(ids, **options).logits
 
     def release(self) -> None:
-        self.cache = self.logits = None
+        self.cache = self.logits = self.fastest = None
 
     @property
     def nbytes(self) -> int:
         return stored_bytes(self.cache)
+
+
+class FixedLayer(DynamicLayer):
+    """A full layer whose steps overwrite its last entry; cuDNN prepares again for each length."""
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.keys is not None and self.values is not None
+        self.keys[..., -1:, :], self.values[..., -1:, :] = key_states, value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() - 1
+
+
+class _Full(CacheRunner):
+    """`DynamicCache`; on a GPU with steps of one length by SDPA's fastest kernel, recorded."""
+
+    def step(self, token: torch.Tensor) -> None:
+        if token.is_cuda and self.fastest is None:
+            for layer in self.cache.layers:
+                layer.__class__ = FixedLayer if type(layer) is DynamicLayer else type(layer)
+            choices: list[Any] = [(float("inf"), "eager", self.forward)]
+            for kernel in SDPA_KERNELS:
+                with suppress(RuntimeError):  # it does not take these heads, or is not recorded
+                    run = sdpa_kernel(kernel)(self.forward)
+                    replay = torch.cuda.make_graphed_callables(run, (token.clone(),))
+                    samples = Clock(token.device).samples(partial(replay, token))
+                    choices.append((min(samples), kernel.name.partition("_")[0].lower(), replay))
+            _, self.kernel, self.fastest = min(choices, key=lambda choice: choice[0])
+        self.logits = (self.fastest or self.forward)(token)
 
 
 class _Static(CacheRunner):
@@ -211,7 +246,7 @@ class _Quantized(CacheRunner):
 
 
 RUNNERS: dict[str, type[CacheRunner]] = {
-    "dynamic": CacheRunner,
+    "dynamic": _Full,
     "static": _Static,
     "quantized": _Quantized,
     "h2o": _H2O,
@@ -311,7 +346,7 @@ def _run(model: PreTrainedModel, run: PeakRun) -> None:
     runner.prefill(ids)
     with runner.decoding():
         for _ in range(2):
-            runner.step(ids[:, :1])
+            runner.forward(ids[:, :1])  # not the choice of a kernel, which takes memory too
 
 
 def _peak_in_this_process(run: PeakRun) -> Peak:

@@ -38,9 +38,6 @@ from h2okv_lab.benchmarking.model import Footprint, ModelSource, speedup_limit
 from h2okv_lab.benchmarking.results import interleaved, quartiles, ratios, triple
 from h2okv_lab.masking import MaskedCache
 
-_ESSENTIAL = ("dynamic", "static", "h2o")
-"""A failure of these ends the run; a failure of another package's cache skips that cache."""
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -335,6 +332,7 @@ class _Samples:
     prefill: list[float] = field(default_factory=list)
     decode: list[float] = field(default_factory=list)
     cache_bytes: int = 0
+    kernel: str = ""
 
 
 class Comparison(Bench):
@@ -363,6 +361,7 @@ class Comparison(Bench):
                 row |= {"batch": batch, "status": samples_of_cache.failure or "ok"}
                 row["bandwidth"] = self.bandwidth
                 row["weight_bytes"] = self.footprint.step_weight_bytes
+                row["spec"] = ", ".join(filter(None, (spec.label, samples_of_cache.kernel)))
                 if not samples_of_cache.failure:
                     row |= self._figures(spec, context, batch, samples)
                 yield row
@@ -380,7 +379,7 @@ class Comparison(Bench):
                     if not cache_samples.failure:
                         self._turn(name, runner, ids, cache_samples)
                 except Exception as error:
-                    if runner.spec.name in _ESSENTIAL:
+                    if runner.spec.name != "quantized":  # another package's cache
                         raise
                     cache_samples.failure = f"failed: {one_line(error)}"
                     runner.release()
@@ -395,7 +394,7 @@ class Comparison(Bench):
             samples.prefill += [seconds] if runner.reads_prompt else []
         elif name == "decode":
             samples.decode.append(self.time_steps(runner, ids[:, :1]))
-            samples.cache_bytes = runner.nbytes
+            samples.cache_bytes, samples.kernel = runner.nbytes, runner.kernel
         else:
             # Warm up: the first forward selects algorithms and allocates scratch memory.
             self.time_prompt(runner, ids[:, :64])
@@ -561,11 +560,10 @@ class MaxBatch(Bench):
                 peaks[largest] = self._peak(spec, context, largest)
             except PeakRunFailedError:
                 break
-        verified = largest in fitting
         run = min(largest, self.max_run_batch)
         while run and not self._has_room(memory, run):
             run //= 2
-        return _Candidate(spec, memory, largest, run, peaks, verified)
+        return _Candidate(spec, memory, largest, run, peaks, largest in fitting)
 
     def _has_room(self, memory: BatchMemory, batch: int) -> bool:
         """Return whether this machine, with the model loaded here too, can run a batch."""
@@ -588,8 +586,7 @@ class MaxBatch(Bench):
         row: dict[str, Any] = dict.fromkeys(MAX_BATCH_COLUMNS)
         row |= self.described(candidate.spec, context)
         row |= {f"{name}_bytes": value for name, value in asdict(candidate.memory).items()}
-        names = ("max_batch", "is_verified", "run_batch")
-        row |= {name: getattr(candidate, name) for name in names}
+        row |= {n: getattr(candidate, n) for n in ("max_batch", "is_verified", "run_batch")}
         row |= {"memory_bytes": self.memory, "peak_bytes": peak and peak.peak}
         row |= quartiles("prefill", candidate.prefill) | quartiles("decode", candidate.decode)
         if candidate.decode:

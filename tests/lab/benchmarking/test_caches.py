@@ -83,3 +83,27 @@ def test_packed_tensors_are_counted_in_tuples_and_dicts():
 def test_a_cache_with_spans_keeps_them_in_blocks(build):
     spans = CacheSpec("h2o", CacheConfig(heavy=10, recent=10, evict_every=8))
     assert run(build(), spans, chunk=32).cache.evict_every == 8
+
+
+def test_on_a_gpu_steps_of_the_full_cache_are_recorded(source, monkeypatch):
+    """They overwrite the last entry: as if the prompt were a token shorter."""
+    pytest.importorskip("triton")
+    pretended = pytest.importorskip("pretended_device")
+    model = source.build(torch.float32, torch.device("cpu"))
+    ids = prompt_ids(model, BATCH, CONTEXT + 1)
+    shorter = CacheSpec("dynamic").runner(model)
+    shorter.prepare(CONTEXT)
+    shorter.prefill(ids[:, : CONTEXT - 1])
+    shorter.step(ids[:, CONTEXT:])
+    with pretended.pretended_device(monkeypatch) as device:
+        runner = CacheSpec("dynamic").runner(device.to(model))
+        ids = ids.to(pretended.DEVICE)
+        runner.prepare(CONTEXT)
+        runner.prefill(ids[:, :CONTEXT])
+        with runner.decoding():
+            for column in (3, 5, CONTEXT):
+                runner.step(ids[:, column : column + 1])
+        assert runner.kernel in ("flash", "cudnn", "math")  # whichever was faster
+        assert runner.nbytes == BATCH * CONTEXT * ENTRY
+        logits = runner.logits.numbers
+    torch.testing.assert_close(logits, shorter.logits)

@@ -58,7 +58,7 @@ def max_batch_row():
 @pytest.mark.parametrize(
     ("table", "units"),
     [
-        (comparison_table([row(), row("dynamic", budget=None, kv_bits=None)]), ("ms", "MiB")),
+        (comparison_table([row(), row("dynamic", spec="dynamic, flash")]), ("ms", "MiB")),
         (max_batch_table([max_batch_row()]), ("ms", "MiB", "by arithmetic")),
     ],
     ids=["comparison", "max_batch"],
