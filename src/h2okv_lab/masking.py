@@ -162,19 +162,21 @@ class MaskedLayer(CacheLayer):
             total = state.total
             if self.spans is not None:
                 total = self.spans.totals(state, state.positions, self.is_late)
-            state.positions = torch.where(self._best(total), state.positions, -1)
+            protected = self.protected(state.positions, state.scores)
+            state.positions = torch.where(self._best(total, protected), state.positions, -1)
 
     def _always_seen(self, length: int) -> Tensor:
         """Mark what no query has to choose: sinks, heavy hitters, and the block of T tokens."""
         assert self.state.num_static is not None
-        before = self._best(self.state.total - self.state.num_static)
+        state = self.state
+        protected = protected_entries(state.positions, self.newest(), state.sink, state.recent)
+        before = self._best(state.total - state.num_static, protected)
         return torch.cat([before, before.new_ones(*before.shape[:2], length)], dim=-1)
 
-    def _best(self, total: Tensor) -> Tensor:
+    def _best(self, total: Tensor, protected: Tensor) -> Tensor:
         """Mark the best `total` entries, ``[B, 1, 1]``, by a plain sort of all entries."""
         state, newest = self.state, self.newest()
         priority = self._rank(state.scores, state.positions, newest, keys=state.stored("keys"))
-        protected = protected_entries(state.positions, newest, state.sink, state.recent)
         # Last key first: other tokens, then the unprotected, then by priority, then by age.
         keys = (state.positions, priority, protected, state.positions >= 0)
         order = np.lexsort([key.cpu().numpy() for key in keys], axis=-1)

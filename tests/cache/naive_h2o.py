@@ -279,6 +279,11 @@ class NaiveH2O:
         if self.options["policy"] == "full" or surplus <= 0:
             return entries
         newest = entries[-1].position
+        if self.options["whole_prompts"]:  # what was written since the last block
+            written = newest + 1 - sequence.span_starts[layer, head]
+            room = heavy + recent + pattern
+            pinned = sum(e.is_pinned for e in entries)
+            recent = max(recent, min(written, room * 2 // 5, room - pinned))
         ranks = self._ranks(entries, newest, pattern)
         order = sorted(
             (ranks[e.position], e.position)

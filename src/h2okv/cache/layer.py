@@ -26,6 +26,8 @@ from h2okv.policy import BlockView, Sees
 
 # Tokens behind a block's last one at which its queries are re-evaluated (`Sees.QUERIES`).
 AHEAD = 16
+# Of a budget without its sinks, as a fraction: what new tokens may have while they are written.
+WRITTEN_SHARE = 2, 5
 Attended = tuple[Tensor, Tensor]
 
 
@@ -437,6 +439,24 @@ class CacheLayer(BaseLayer):
             scores.masked_fill_((positions >= start) & (positions < stop), torch.inf)
         return scores, positions
 
+    def protected(self, positions: Tensor, scores: Tensor) -> Tensor:
+        """Mark the entries ``[B, H, N]`` that a cut must not touch, by positions and scores.
+
+        Where spans follow a whole prompt, what the model has written since is protected as recent
+        tokens are, up to `WRITTEN_SHARE` of the budget, and pins come first.
+        """
+        state, recent = self.state, self.state.recent
+        if self.spans is not None and self.spans.whole_prompts and state.span_starts:
+            pairs = zip(state.lengths(), state.span_starts, strict=True)
+            written = [length - start for length, start in pairs]
+            is_even = len(set(written)) == 1  # which needs no copy
+            limit: Any = written[0] if is_even else to_device(written, state).view(-1, 1, 1)
+            room = state.total - state.sink
+            share = room * WRITTEN_SHARE[0] // WRITTEN_SHARE[1]
+            room = room - scores.isinf().sum(dim=-1, keepdim=True)
+            recent = recent.maximum(share.minimum(room).clamp(max=limit))
+        return protected_entries(positions, self.newest(), state.sink, recent)
+
     # --- ranks ------------------------------------------------------------------------------------
 
     def eviction_scores(self) -> Tensor:
@@ -468,7 +488,7 @@ class CacheLayer(BaseLayer):
         total, protected = None, torch.zeros_like(positions, dtype=torch.bool)
         if self.rule.evicts:
             total = int(state.total.expand_as(positions[..., :1])[at])
-            protected = protected_entries(positions, newest, state.sink, state.recent)
+            protected = self.protected(positions, scores)
         budget = state.budgets[sequence]
         return standing(position, positions[at], ranks[at], protected[at], budget, total)
 
@@ -484,8 +504,8 @@ class CacheLayer(BaseLayer):
 
     def choose(self, entries: BlockEntries, total: Tensor, limit: int) -> tuple[Tensor, Tensor]:
         """Choose the entries that stay at a cut; arguments and result as of `ops.choice.choose`."""
-        state, positions = self.state, entries.positions
-        protected = protected_entries(positions, self.newest(), state.sink, state.recent)
+        positions = entries.positions
+        protected = self.protected(positions, entries.scores)
         return choose(self.rank_block(entries), positions, protected, total, limit)
 
     def _rank(
