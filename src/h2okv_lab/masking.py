@@ -167,8 +167,8 @@ class MaskedLayer(CacheLayer):
 
     def _always_seen(self, length: int) -> Tensor:
         """Mark what no query has to choose: sinks, heavy hitters, and the block of T tokens."""
-        assert self.state.num_static is not None
         state = self.state
+        assert state.num_static is not None
         protected = protected_entries(state.positions, self.newest(), state.sink, state.recent)
         before = self._best(state.total - state.num_static, protected)
         return torch.cat([before, before.new_ones(*before.shape[:2], length)], dim=-1)

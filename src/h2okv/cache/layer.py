@@ -450,7 +450,9 @@ class CacheLayer(BaseLayer):
             pairs = zip(state.lengths(), state.span_starts, strict=True)
             written = [length - start for length, start in pairs]
             is_even = len(set(written)) == 1  # which needs no copy
-            limit: Any = written[0] if is_even else to_device(written, state).view(-1, 1, 1)
+            limit: int | Tensor = (
+                written[0] if is_even else to_device(written, state).view(-1, 1, 1)
+            )
             room = state.total - state.sink
             share = room * WRITTEN_SHARE[0] // WRITTEN_SHARE[1]
             room = room - scores.isinf().sum(dim=-1, keepdim=True)
