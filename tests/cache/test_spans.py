@@ -156,13 +156,16 @@ def test_one_is_algorithm_1_of_the_paper(model):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"scoring": "expected", "sink": 4}, {"policy": "best", "layer_budgets": BY_HEAD}],
+    [
+        {}, {"scoring": "expected", "sink": 4}, {"policy": "best", "layer_budgets": BY_HEAD},
+        {"policy": "best", "layer_budgets": BY_HEAD, "evict_every": "prompt+5"},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_saved_and_a_forked_cache_go_on_alike(model, options, tmp_path):
     ids = torch.randint(2, 97, (2, 90), generator=torch.Generator().manual_seed(4))
-    cache = cache_of(model.config, heavy=8, recent=6, evict_every=16, **options)
-    read(model, cache, ids[:, :39], [32, 1, 6])
+    cache = cache_of(model.config, heavy=8, recent=6, **{"evict_every": 16, **options})
+    read(model, cache, ids[:, :39], [32, 1, 4, 1, 1])
     cache.save(tmp_path / "cache")
     loaded = h2okv.H2OCache.load(tmp_path / "cache", model)
     forked = cache.fork(2)

@@ -14,6 +14,9 @@ BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
 OPTIONS = [
     {}, {"scoring": "expected"}, {"kv_bits": 8}, {"positions": "rolling"}, {"scoring": "decay"},
     {"layer_budgets": BY_HEAD, "policy": "best"}, {"evict_every": 8},
+    {"evict_every": "prompt+4"}, {"layer_budgets": BY_HEAD, "policy": "best", "evict_every": 3},
+    {"layer_budgets": BY_HEAD, "policy": "best", "evict_every": "prompt+8"},
+    {"layer_budgets": BY_HEAD, "policy": "best", "evict_every": "prompt+3"},
     {"evict_every": 8, "layer_budgets": BY_HEAD, "policy": "best"},
     {"heavy": 0.2, "recent": 0.2, "min_tokens": 0},
 ]  # fmt: skip

@@ -31,6 +31,8 @@ def token_ids(outputs):
         {"positions": "rolling"},
         {"positions": "rolling", "heavy": 6, "recent": 5},
         {"evict_every": 8},
+        {"evict_every": "prompt+4"},
+        {"scoring": "expected", "sink": 2, "evict_every": "prompt+3"},
         {"evict_every": 1},
         {"kv_bits": 8},
         {"kv_bits": 6},

@@ -12,7 +12,9 @@ def model(make_llama):
     return make_llama()
 
 
-@pytest.mark.parametrize("options", [{}, {"evict_every": 7}, {"scoring": "decay"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"evict_every": 7}, {"evict_every": "prompt+5"}, {"scoring": "decay"}], ids=str
+)
 def test_request_with_pins_equals_generate(make_llm, make_prompts, alone, greedy, model, options):
     prompts = make_prompts([40, 33, 60])
     pins = [SPANS, (), [(0, 9)]]

@@ -152,10 +152,12 @@ class Spans:
         assert state.query_positions is not None
         lengths, scored = state.lengths(), state.scored_lengths
         is_new: list[bool] = []
-        if scored is not None:
+        if is_short and not is_late:
+            is_new = [True] * len(ended)
+        elif scored is not None:
             is_new = [length != other for length, other in zip(lengths, scored, strict=True)]
-        elif any(ended):  # of a file, for example
-            is_new = (state.query_positions >= 0).any(dim=1).tolist()
+        elif any(ended):  # of a file, for example; what drafts have left is not a whole span
+            is_new = self._last_queries(state).tolist()
         rows = [row for row, is_over in enumerate(ended) if is_over and is_new[row]]
         if not rows:
             return None, None
@@ -163,6 +165,8 @@ class Spans:
         sequences = None if are_all else to_device(rows, state)
         index: Any = slice(None) if sequences is None else sequences
         query, position_ids = state.queries[index], state.query_positions[index].clone()
+        if is_short and not is_late:
+            position_ids.masked_fill_(~self._begun_columns(state)[index], -1)
         state.query_positions[index] = -1
         placed, real = position_ids[:, None, :, None], None
         if scored is None or is_short:
@@ -175,6 +179,19 @@ class Spans:
                 length if row in rows else before[row] for row, length in enumerate(lengths)
             )
         return sequences, Block(query, query, query, real, None, placed, spec)
+
+    def _last_queries(self, state: SlotState) -> Tensor:
+        """Tell of each sequence whether there is a query of the last token of its span."""
+        assert state.query_positions is not None
+        starts = state.span_starts or (0,) * state.batch_size
+        columns = to_device([(start - 1) % self.length for start in starts], state).unsqueeze(1)
+        return state.query_positions.gather(1, columns).squeeze(1) >= 0
+
+    def _begun_columns(self, state: SlotState) -> Tensor:
+        """Mark the queries of the tokens since each span began, bool ``[B, c]``."""
+        numbers = torch.arange(self.length, device=state.device)
+        age = (state.num_real_tokens.unsqueeze(1) - 1 - numbers) % self.length
+        return age < to_device(self.phases(state), state).unsqueeze(1)
 
     # --- scores and evictions of a layer ----------------------------------------------------------
 
