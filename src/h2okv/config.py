@@ -555,10 +555,10 @@ class CacheConfig:
             unset |= {n: None for n in names if getattr(self, n) == getattr(usual, n)}
             if self.layer_budgets is None:
                 unset["layer_budgets"] = _OF_POLICY
-            if self.evict_every is None:
-                unset["evict_every"] = _OF_POLICY
         elif "budget" in options:  # the policy divides it
             options["policy"] = BEST if self.is_best else self.policy
+        if self.cuts == self.usual_cuts:
+            unset |= {"evict_every": _OF_POLICY, "whole_prompts": False}
         return replace(self, **(unset | divided(options)))
 
     def request_budget(self, budget: Budget | int | float | str) -> Budget:

@@ -51,8 +51,8 @@ def test_pool_bytes_equal_the_memory_model(make_llama, options, dtype):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"positions": "rolling"}, {"scoring": "expected", "evict_every": 4}, {"scoring": "expected"},
-     {"kv_bits": 8},
+    [{}, {"positions": "rolling"}, {"scoring": "expected", "evict_every": 4}, {"kv_bits": 8},
+     {"scoring": "expected"},
      {"layer_budgets": ((0.5, 1.5), (1.0, 1.0)), "scoring": "expected", "evict_every": 4}],
     ids=str,
 )  # fmt: skip

@@ -316,6 +316,7 @@ class CacheLayer(BaseLayer):
             if not any(is_whole):
                 return self.spans.score_block(self, block, entries, output)
             entries.scores = self.spans.score_begun(self, entries, is_whole)
+            self.spans.make_room(self.state, block)  # from here on shapes stay
         by_keys = rule.observes is Sees.KEYS and (block.length > 1 or self.spans is not None)
         if block.length > 1 and not rule.is_plain_sum:
             added = rule.score_block(self.view(block, entries, sums))

@@ -96,12 +96,8 @@ class Spans:
         """Note a block's queries, of a span the newest, before its tokens are counted; mutates."""
         query = mean_queries(block.query, block.key.shape[1])
         batch, heads, length, size = query.shape
-        if state.queries is None:
-            with ordinary_tensors():
-                state.queries = query.new_zeros(batch, heads, self.length, size)
-                no_positions = torch.full((batch, self.length), -1, device=query.device)
-                state.query_positions = no_positions
-            state.scored_lengths = (-1,) * batch
+        self.make_room(state, block)
+        assert state.queries is not None
         state.scaling = block.spec.scale, block.spec.softcap
         assert state.query_positions is not None
         if block.real is None and batch == length == 1:  # a step, in few operations
@@ -133,6 +129,17 @@ class Spans:
             position_ids = position_ids[sequences, tokens]
         state.queries[index] = query
         state.query_positions[index[0], index[2]] = position_ids
+
+    def make_room(self, state: SlotState, block: Block) -> None:
+        """Allocate the queries of a span, if there are none yet; mutates the state."""
+        if state.queries is not None:
+            return
+        query = mean_queries(block.query[:, :, :1], block.key.shape[1])
+        batch, heads, _, size = query.shape
+        with ordinary_tensors():
+            state.queries = query.new_zeros(batch, heads, self.length, size)
+            state.query_positions = torch.full((batch, self.length), -1, device=query.device)
+        state.scored_lengths = (-1,) * batch
 
     def take_queries(
         self,
