@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from h2okv.cache.slot_state import SlotState
+
 
 class Block(NamedTuple):
     """New tokens of one layer, and how they are attended to."""
@@ -146,6 +148,18 @@ class BlockEntries:
     attended_key: Tensor  # [B, H, N, D], as the block attends to them: rotated, or rounded
     attended_value: Tensor  # [B, H, N, Dv], likewise
     is_entry: Tensor | None = None  # bool [B, H, N]; None if all are
+
+    def metadata(self, state: SlotState) -> dict[str, Tensor]:
+        """Return what moves with entries besides keys and values, ``[B, H, N]``, of the P cached.
+
+        What these alone have is empty in the block's tokens.
+        """
+        num_entries, states = self.positions.shape[2], vars(self)
+        return {
+            name: states[name] if name in states else state.kinds[name].resized(tensor, num_entries)
+            for name in state.moving
+            if (tensor := getattr(state, name)) is not None
+        }
 
     def of_sequences(self, indices: Tensor) -> BlockEntries:
         """Return the entries of sequences, int64 ``[B']``."""
