@@ -1,16 +1,22 @@
 """Slots: how many there are, what they take, and who may look into them."""
 
 import re
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
 from oracle import cache_of
+from safetensors import safe_open
 
 import h2okv
-from h2okv.cache import slot_state
+from h2okv.cache import base_layer, slot_state, slots
+from h2okv.cache.slot_pool import SlotPool
 from h2okv.cache.slot_state import KVStorage, SlotState, slots_for
+from h2okv.ops.decode import Kind
+from h2okv.vllm_plugin import state as blocks
 
 
 def tokens(length, batch=1, seed=0):
@@ -239,3 +245,94 @@ def test_no_getattr_on_layers():
         if lookup.search(path.read_text(encoding="utf-8"))
     ]
     assert files == []
+
+
+@dataclass
+class Marked(SlotState):
+    """A state with one more number of each entry: 3 times its position and 1."""
+
+    marks: Annotated[torch.Tensor | None, Kind(torch.int16, empty=-7, file_name="signs")] = None
+
+
+def mark(cache):
+    for layer in cache.layers:
+        positions = layer.state.positions
+        layer.state.marks = torch.where(positions >= 0, 3 * positions + 1, -7).to(torch.int16)
+
+
+def check_marks(cache, length, device="cpu"):
+    """Entries of the first tokens are marked, later ones and empty slots are not."""
+    for layer in cache.layers:
+        state = layer.state
+        assert isinstance(state, Marked) and state.marks.device.type == device
+        assert state.marks.shape == state.positions.shape and state.marks.is_contiguous()
+        if device == "cpu":
+            is_marked = (state.positions >= 0) & (state.positions < length)
+            assert is_marked.any()
+            expected = torch.where(is_marked, 3 * state.positions + 1, -7)
+            assert torch.equal(state.marks, expected.to(torch.int16))
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@torch.no_grad()
+def test_a_tensor_is_carried_wherever_its_state_goes(make_llama, monkeypatch, tmp_path, by_head):
+    """Nothing but its declaration names it."""
+    monkeypatch.setattr(base_layer, "SlotState", Marked)
+    for module in (slot_state, slots):
+        monkeypatch.setattr(module, "MIN_GROWN_SLOTS", 0)
+    model = make_llama()
+    budgets = {"layer_budgets": [[0.5, 1.5]] * 2} if by_head else {}
+    cache = cache_of(model.config, 20, 10, evict_every=8, **budgets)
+
+    def read(cache, length, **options):
+        model(tokens(length, batch=2), past_key_values=cache, **options)
+
+    read(cache, 21)
+    mark(cache)
+    num_slots = cache.layers[0].state.num_slots
+    for _ in range(12):  # grows, then evicts after a token
+        read(cache, 1)
+        check_marks(cache, 21)
+    assert cache.layers[0].state.num_slots > num_slots
+    read(cache, 10)  # evicts within a block
+    check_marks(cache, 21)
+    before, others = cache.nbytes, cache.fork(1)
+    for layer in others.layers:
+        layer.state.marks = None
+    assert before - others.nbytes == sum(layer.state.marks.nbytes for layer in cache.layers)
+
+    cache.activate_past_recording()
+    expected = cache.fork(1)
+    for _ in range(7):  # in a span, and beyond its end
+        read(cache, 1)
+        for layer in cache.layers:  # as a step of the tensor's own would change it
+            layer.state.marks += 1
+    cache.crop(-7)
+    check_marks(cache, 21)
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        assert torch.equal(layer.state.marks, other.state.marks)
+
+    cache.batch_select_indices(torch.tensor([1]))
+    check_marks(cache, 21)
+    for layer, other in zip(cache.layers, cache.fork(2).layers, strict=True):
+        layer.join(other)
+    assert cache.layers[0].state.marks.shape[0] == 3
+    cache.save(tmp_path / "c")
+    loaded = h2okv.H2OCache.load(tmp_path / "c", model)
+    check_marks(loaded, 21)
+    with safe_open(tmp_path / "c", framework="pt") as file:
+        assert "0.signs" in file.keys()  # noqa: SIM118  # safe_open is no mapping
+
+    pool = SlotPool(cache, 2, cache.layer_entries_for(21), grows=True)
+    for sequence in range(2):
+        pool.admit(cache, sequence)
+        check_marks(pool.cache, 21)
+    pool.release(0)
+    check_marks(pool.cache, 21)
+    for layer in loaded.layers:
+        layer.move(torch.device("meta"))
+    check_marks(loaded, 21, "meta")
+    assert Marked.metadata_bytes() == SlotState.metadata_bytes() + 2
+    monkeypatch.setattr(blocks, "SlotState", Marked)
+    shape = blocks.LayerShape(0, num_heads=4, num_kv_heads=2, size=16, dtype=torch.float32)
+    assert blocks.StateLayer(cache.cache_config, shape, 1.0).spec["marks"][1] == torch.int16

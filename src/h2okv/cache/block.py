@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from h2okv.cache.slot_state import SlotState
 from h2okv.ops.reference import AttentionSpec
 
 
@@ -164,6 +165,18 @@ class BlockEntries:
         before = {name: getattr(self, name)[:, :, : self.past] for name in names}
         is_entry = None if self.is_entry is None else self.is_entry[..., : self.past]
         return replace(self, **before, is_entry=is_entry)
+
+    def metadata(self, state: SlotState) -> dict[str, Tensor]:
+        """Return what moves with entries besides keys and values, ``[B, H, N]``, of the P cached.
+
+        What these alone have is empty in the block's tokens.
+        """
+        num_entries, states = self.positions.shape[2], vars(self)
+        return {
+            name: states[name] if name in states else state.kinds[name].resized(tensor, num_entries)
+            for name in state.moving
+            if (tensor := getattr(state, name)) is not None
+        }
 
     def of_sequences(self, indices: Tensor) -> BlockEntries:
         """Return the entries of sequences, int64 ``[B']``."""

@@ -35,9 +35,6 @@ _VOLATILE = (
     "id2label", "label2id", "problem_type", "initializer_range", "attention_dropout",
     "chunk_size_feed_forward",
 )  # fmt: skip
-# Fields of a state that have another name in files.
-_FILE_NAMES = {"value_weights": "norms", "head_of_slot": "owner"}
-_OF_SPANS = ("queries", "query_positions")
 _Tensors = dict[str, Tensor]
 _DTYPES = {"float32", "bfloat16", "float16", "float64"}
 
@@ -74,13 +71,14 @@ def save_cache(cache: Any, path: str | Path, notes: Mapping[str, str] | None = N
 def _layer_state(layer: CacheLayerMixin) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what a file stores of a layer: tensors, and values for the header."""
     if isinstance(layer, BaseLayer):
-        tensors = {_FILE_NAMES.get(name, name): t for name, t in layer.state.tensors().items()}
-        tensors["cumulative_length"] = layer.cumulative_length
         scaling = layer.state.scaling
         if scaling is not None and not any(layer.spans.phases(layer.state)):
             scaling = None  # the queries of a span that has ended are not needed again
-        if scaling is None:
-            tensors = {name: t for name, t in tensors.items() if name not in _OF_SPANS}
+        tensors = {"cumulative_length": layer.cumulative_length}
+        for name, tensor in layer.state.tensors().items():
+            kind = layer.state.kind_of(name)
+            if kind.per != "span" or scaling is not None:
+                tensors[kind.file_name or name] = tensor
         return tensors, {
             "budgets": [astuple(budget) for budget in layer.state.budgets],
             **({} if scaling is None else {"scaling": scaling}),
@@ -269,9 +267,6 @@ def _follows(layer: DynamicLayer, first: BaseLayer) -> bool:
 
 def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     seen, dtype = tensors.pop("cumulative_length"), values["dtype"]
-    for name, file_name in _FILE_NAMES.items():
-        if file_name in tensors:
-            tensors[name] = tensors.pop(file_name)
     if dtype not in _DTYPES:
         raise ValueError(f"layer {layer.layer_idx} is in {dtype}, which is no dtype of a cache")
     batch, heads, num_slots = tensors["positions"].shape
@@ -288,17 +283,12 @@ def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str,
     if by_head is not None:
         expected.total = expected.total.expand(-1, len(by_head), -1)
         expected.free_slot = expected.free_slot.expand(-1, -1, len(by_head))
-    optional = {
-        "slot_mask": torch.bool, "ranks": torch.int32, "value_weights": torch.float32,
-        "num_static": torch.int64, "head_of_slot": torch.uint8,
-    }  # fmt: skip
-    for name in optional.keys() & tensors.keys():
-        per_slot = expected.sink if name == "num_static" else expected.positions
-        expected.set_tensors({name: torch.empty_like(per_slot, dtype=optional[name])})
-    for name in {"key_center", "key_scale"} & tensors.keys():
-        expected.set_tensors({name: key.new_empty(key.shape, dtype=torch.float32)})
-        if not tensors[name].isfinite().all():
-            raise ValueError(f"{name} of layer {layer.layer_idx} is not finite")
+    for name, kind in expected.kinds.items():
+        if (file_name := kind.file_name or name) in tensors:
+            tensors[name] = tensors.pop(file_name)
+            if getattr(expected, name) is None and kind.per != "span":
+                like = {"sequence": expected.sink, "head": key}.get(kind.per, expected.positions)
+                setattr(expected, name, torch.empty_like(like, dtype=kind.dtype))
     _expect_queries(layer, expected, key, tensors, values)
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in expected.tensors().items()}
     if shapes != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:
@@ -324,7 +314,7 @@ def _expect_queries(
     layer: CacheLayer, expected: SlotState, key: Tensor, tensors: _Tensors, values: dict[str, Any]
 ) -> None:
     """Expect the queries of a span that has not ended; mutates the expected state."""
-    if not tensors.keys() & set(_OF_SPANS):
+    if "queries" not in tensors:
         return
     scale, softcap = values["scaling"]
     numbers = [scale] if softcap is None else [scale, softcap]
@@ -335,8 +325,6 @@ def _expect_queries(
     expected.queries = key.new_empty(batch, groups * heads, length, size)
     expected.query_positions = key.new_empty(batch, length, dtype=torch.int64)
     expected.scaling = scale, softcap
-    if not tensors["queries"].isfinite().all():
-        raise ValueError(f"layer {layer.layer_idx} holds queries that are not finite")
 
 
 def _json_of(path: str | Path, key: str) -> dict[str, Any]:

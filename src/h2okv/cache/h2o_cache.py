@@ -27,7 +27,7 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.linear_states import continues_prompts, held_bytes
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
-from h2okv.cache.slot_state import SlotBytes, ordinary_tensors, slots_for
+from h2okv.cache.slot_state import SlotBytes, SlotState, ordinary_tensors, slots_for
 from h2okv.cache.spans import Spans
 from h2okv.cache_spec import parse
 from h2okv.config import BEST, MEASURED, Budget, CacheConfig, resolve_policy
@@ -524,8 +524,7 @@ class H2OCache(Cache):
         return SlotBytes(
             num_heads,
             first.storage.entry_bytes(head_size, dtype, first.latent is not None),
-            has_ranks=self.position_rule.rolls,
-            has_norms=self.rule.weighs_values,
+            SlotState.metadata_bytes(first),
             has_static_mask=self.rule.has_pattern,
             is_by_head=self.cache_config.is_by_head,
             key_transform=8 * head_size * support.transforms_keys(self.cache_config, self.config),

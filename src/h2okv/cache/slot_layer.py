@@ -44,7 +44,7 @@ class SlotLayer(CacheLayer):
             prompt = self.prompt.expected_length or length
             self._set_budgets([prompt] * self.batch_size)
             budgets = [budget.resolve(prompt) for budget in self.head_budgets or (self.budget,)]
-            self.slots.begin_on_meta(self.state, budgets, length, self.position_rule.rolls)
+            self.slots.begin_on_meta(self, budgets, length)
         self.count_columns(length)
         self.num_forwards += 1
         self.slots.grow_on_meta(self.state, int(self.get_seq_length()))
@@ -141,7 +141,8 @@ class SlotLayer(CacheLayer):
         if self.prompt.is_partial:  # more of the block is to come: nothing is evicted yet
             with ordinary_tensors():
                 state.keys, state.values = entries.key.clone(), entries.value.clone()
-                state.scores, state.positions = entries.scores.clone(), entries.positions.clone()
+                for name, tensor in entries.metadata(state).items():
+                    setattr(state, name, tensor.clone())
             return
         positions, total = entries.positions, state.total
         limit = max(map(max, state.totals()))

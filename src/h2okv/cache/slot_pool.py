@@ -286,8 +286,7 @@ class SlotPool:
         with ordinary_tensors():
             for layer, state in zip(self.slot_layers, self._states, strict=True):
                 layer.state = state  # without a view, which would keep the former tensors
-                for name, tensor in state.tensors().items():
-                    state.set_tensors({name: grow(tensor)})
+                state.change(lambda _, tensor: grow(tensor))
             for states in self._linear:
                 states.map(grow)
             self._masks = {key: grow(mask) for key, mask in self._masks.items()}
@@ -321,7 +320,7 @@ class SlotPool:
                 _fill_window(layer, state, seen)
                 continue
             if state.head_of_slot is None:
-                state.shrink(min(int(state.total.max()), seen) + 1)
+                state.resize(min(int(state.total.max()), seen) + 1)
             sizes = pool_layer.key_size, pool_layer.value_size
             key, value = (
                 torch.empty(

@@ -6,24 +6,19 @@ import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from h2okv.cache.forward import LayerBudgets
 from h2okv.config import KV_BITS, TokenBudget, check_bits
-from h2okv.ops.compaction import NO_HEAD, compact, pick
-from h2okv.ops.decode import Slots
+from h2okv.ops.compaction import compact, pick
+from h2okv.ops.decode import Kind, Slots
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_bytes, unpack
 from h2okv.ops.reference import compute_dtype
 
-# Fields ``[B, H, S, ...]``.
-PER_SLOT = (
-    "keys", "values", "scores", "positions", "slot_mask", "ranks", "value_weights", "head_of_slot",
-)  # fmt: skip
-_COUNTED = {*PER_SLOT, "queries"} - {"slot_mask"}
 MIN_GROWN_SLOTS = 64  # a budget of fewer slots is never worth growing into
 
 
@@ -165,8 +160,7 @@ class SlotBytes:
 
     num_heads: int
     entry: int  # bytes of a slot's key and value, for one head
-    has_ranks: bool = False
-    has_norms: bool = False
+    metadata: int  # bytes of what else an entry has, of one head (`SlotState.metadata_bytes`)
     has_static_mask: bool = False
     is_by_head: bool = False  # whose slots, of one row, have owners; their mean is what counts
     key_transform: int = 0  # bytes of the center and scale of a head's keys
@@ -182,36 +176,41 @@ class SlotBytes:
 
     def entries(self, slots: float) -> float:
         """Return the bytes of a number of slots alone, as `SlotState.nbytes` counts them."""
-        # Score (fp32) and position (int32); rank (int32) and norm (fp32) where they are needed.
-        metadata = 4 + 4 + 4 * self.has_ranks + 4 * self.has_norms + self.is_by_head
-        return slots * self.num_heads * (self.entry + metadata)
+        return slots * self.num_heads * (self.entry + self.metadata + self.is_by_head)
 
 
 @dataclass
 class SlotState(Slots):
     """All that a layer holds of each sequence, which is the first dimension of every tensor."""
 
-    sink: Tensor = field(kw_only=True)  # protected first positions, int64 [B, 1, 1]
-    recent: Tensor = field(kw_only=True)  # protected newest positions, likewise
-    total: Tensor = field(kw_only=True)  # K, likewise; [B, H, 1] where heads' budgets differ
+    _: KW_ONLY
+    # [B, 1, 1], protected first and newest positions.
+    sink: Annotated[Tensor, Kind(torch.int64, "sequence")]
+    recent: Annotated[Tensor, Kind(torch.int64, "sequence", changes=True)]
+    # K, likewise; [B, H, 1] where heads' budgets differ.
+    total: Annotated[Tensor, Kind(torch.int64, "sequence", changes=True)]
     # Entries that a policy keeps by a rule of its own, likewise.
-    num_static: Tensor | None = field(default=None, kw_only=True)
-    # Weights of the values, fp32 [B, H, S], of rules that multiply scores by them.
-    value_weights: Tensor | None = field(default=None, kw_only=True)
+    num_static: Annotated[Tensor | None, Kind(torch.int64, "sequence", iff="rule.has_pattern")] = (
+        None
+    )
+    # Weights of the values, of rules that multiply scores by them.
+    value_weights: Annotated[
+        Tensor | None, Kind(torch.float32, "derived", iff="rule.weighs_values", file_name="norms")
+    ] = None
     # Queries of the span that is read, n means a KV head, ``[B, H * n, c, D]``, and where the model
-    # put them, int64 ``[B, c]``, of rules that score a span at its end (`h2okv.cache.spans.Spans`).
-    queries: Tensor | None = field(default=None, kw_only=True)
-    query_positions: Tensor | None = field(default=None, kw_only=True)
-    scaling: tuple[float, float | None] | None = field(default=None, kw_only=True)  # of them
-    budgets: list[TokenBudget] = field(default_factory=list, kw_only=True)
+    # put them, ``[B, c]``, of rules that score a span at its end (`h2okv.cache.spans.Spans`).
+    queries: Annotated[Tensor | None, Kind(per="span")] = None
+    query_positions: Annotated[Tensor | None, Kind(torch.int64, "span")] = None
+    scaling: tuple[float, float | None] | None = None  # of them
+    budgets: list[TokenBudget] = field(default_factory=list)
     # What the host knows of the tensors of these names, so that it need not wait for a device;
     # None where it must ask once.
-    known_lengths: tuple[int, ...] | None = field(default=None, kw_only=True)  # num_real_tokens
-    known_totals: tuple[tuple[int, ...], ...] | None = field(default=None, kw_only=True)
+    known_lengths: tuple[int, ...] | None = None  # num_real_tokens
+    known_totals: tuple[tuple[int, ...], ...] | None = None
     # Tokens of each sequence when its span was last scored; None: look at `query_positions`.
-    scored_lengths: tuple[int, ...] | None = field(default=None, kw_only=True)
+    scored_lengths: tuple[int, ...] | None = None
     # Tokens of each sequence before its first span; None: spans begin with the text.
-    span_starts: tuple[int, ...] | None = field(default=None, kw_only=True)
+    span_starts: tuple[int, ...] | None = None
 
     @classmethod
     def empty(cls, key: Tensor, value: Tensor, storage: KVStorage) -> SlotState:
@@ -292,7 +291,8 @@ class SlotState(Slots):
     @property
     def nbytes(self) -> int:
         """Bytes of all slots: keys, values, scores, positions, ranks and weights."""
-        return sum(t.nbytes for name, t in self.tensors().items() if _field(name) in _COUNTED)
+        others = "mask", "head", "sequence"
+        return sum(t.nbytes for n, t in self.tensors().items() if self.kind_of(n).per not in others)
 
     def by_head(self, *names: str, num_slots: int | None = None) -> tuple[Any, ...]:
         """Fields with a row of slots for each head, ``[B, H, S', ...]``; copies of shared ones.
@@ -309,28 +309,38 @@ class SlotState(Slots):
         missing = others.gather(-1, index)
         row = torch.zeros_like(index)
 
-        def of_heads(name: str, tensor: Tensor) -> Tensor:
-            picked = pick(tensor, index, row)
-            beyond = missing.view(*missing.shape, *[1] * (picked.dim() - 3))
-            return picked.masked_fill_(beyond, empty_value(name, num_slots))
-
-        def of_field(name: str, value: Any) -> Any:
+        def of_heads(name: str, value: Any) -> Any:
+            if value is None:
+                return None
             if isinstance(value, Packed):
                 codes, grid = of_heads(name, value.codes), of_heads(name, value.grid)
                 return value._replace(codes=codes, grid=grid)
-            return None if value is None else of_heads(name, value)
+            picked = pick(value, index, row)
+            beyond = missing.view(*missing.shape, *[1] * (picked.dim() - 3))
+            return picked.masked_fill_(beyond, self.kinds[name].empty_value(num_slots))
 
-        return tuple(map(of_field, names, fields))
+        return tuple(map(of_heads, names, fields))
 
     def unshare(self, num_slots: int | None = None) -> None:
         """Give each head a row of its own, for a block that will `share` again; mutates."""
         if self.head_of_slot is None:
             return
-        names = [name for name in PER_SLOT if name != "head_of_slot"]
+        names = [n for n, kind in self.kinds.items() if kind.has_slots and n != "head_of_slot"]
         with ordinary_tensors():
             for name, value in zip(names, self.by_head(*names, num_slots=num_slots), strict=True):
                 setattr(self, name, value)
             self.head_of_slot = None
+
+    @classmethod
+    def metadata_bytes(cls, layer: Any = None) -> int:
+        """Return the bytes of what an entry has in each head besides key and value."""
+        kinds = (kind for kind in cls.kinds.values() if kind.is_metadata and kind.is_of(layer))
+        return sum(kind.dtype.itemsize for kind in kinds if kind.dtype is not None)
+
+    @classmethod
+    def kind_of(cls, name: str) -> Kind:
+        """Return what a tensor is, by its name in `tensors`."""
+        return cls.kinds[name.partition(".")[0]]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors by name; of packed entries ``keys.codes`` and ``keys.grid``."""
@@ -341,13 +351,6 @@ class SlotState(Slots):
             elif torch.is_tensor(value):
                 tensors[name] = value
         return tensors
-
-    def tensors_of(self, name: str) -> tuple[Tensor, ...]:
-        """Return the tensors of a field: one, two of packed entries, none if it has no value."""
-        value = vars(self).get(name)
-        if isinstance(value, Packed):
-            return value.codes, value.grid
-        return () if value is None else (value,)
 
     def entry_size(self, name: str) -> int:
         """Return the numbers of an entry of keys or values."""
@@ -362,7 +365,7 @@ class SlotState(Slots):
 
     def entry_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of keys and values, in the form in which they are stored."""
-        return {n: t for n, t in self.tensors().items() if _field(n) in ("keys", "values")}
+        return {n: t for n, t in self.tensors().items() if n.partition(".")[0] in self.entries}
 
     def set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Put tensors in the place of others, by the names of `tensors`; mutates the state."""
@@ -382,6 +385,12 @@ class SlotState(Slots):
         changed.set_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
         return changed
 
+    def change(self, change: Callable[[Kind, Tensor], Tensor]) -> None:
+        """Put changed tensors in the place of others, one after the other; mutates the state."""
+        with ordinary_tensors():
+            for name, tensor in self.tensors().items():
+                self.set_tensors({name: change(self.kind_of(name), tensor)})
+
     def index_select(self, indices: Tensor) -> SlotState:
         """Return the sequences of indices, int64 ``[B']``, in this order; may repeat."""
         with ordinary_tensors():
@@ -398,34 +407,20 @@ class SlotState(Slots):
         """Empty slots of the same kind, for other numbers of sequences and slots; no slot mask."""
         empty = copy.copy(self)
         empty.slot_mask = empty.span_starts = None
-        with ordinary_tensors():
-            for name, tensor in empty.tensors().items():
-                shape = [num_sequences, *tensor.shape[1:]]
-                if _field(name) in PER_SLOT:
-                    shape[2] = num_slots
-                empty.set_tensors({name: tensor.new_full(shape, empty_value(name, num_slots))})
         empty.budgets = []
+
+        def emptied(kind: Kind, tensor: Tensor) -> Tensor:
+            tensor = kind.resized(tensor[:0], num_slots)
+            return tensor.new_full((num_sequences, *tensor.shape[1:]), kind.empty_value(num_slots))
+
+        empty.change(emptied)
         return empty
 
     def resize(self, num_slots: int) -> None:
-        """Add empty slots; mutates the state, one tensor after the other."""
-        with ordinary_tensors():
-            for name, tensor in self.tensors().items():
-                if _field(name) in PER_SLOT:
-                    room = (0, 0) * (tensor.dim() - 3) + (0, num_slots - tensor.shape[2])
-                    value = empty_value(name, num_slots)
-                    self.set_tensors({name: torch.nn.functional.pad(tensor, room, value=value)})
-            if self.ranks is not None:
-                self.ranks.masked_fill_(self.positions < 0, num_slots - 1)
-
-    def shrink(self, num_slots: int) -> None:
-        """Drop the slots behind the first ones, all of them empty; mutates the state."""
-        with ordinary_tensors():
-            for name, tensor in self.tensors().items():
-                if _field(name) in PER_SLOT:
-                    self.set_tensors({name: tensor[:, :, :num_slots].clone()})
-            if self.ranks is not None:
-                self.ranks.masked_fill_(self.positions < 0, num_slots - 1)
+        """Add empty slots, or drop some behind the others; mutates the state."""
+        self.change(lambda kind, tensor: kind.resized(tensor, num_slots))
+        if self.ranks is not None:
+            self.ranks.masked_fill_(self.positions < 0, num_slots - 1)
 
     def drop_queries(self) -> None:
         """Forget the queries of a span that has ended; mutates the state."""
@@ -452,30 +447,14 @@ class SlotState(Slots):
 
     def copy_sequence(self, row: int, source: SlotState, sequence: int) -> None:
         """Copy one of another state's sequences to a place here, whose other slots it empties."""
-        num_held, num_slots = source.num_slots, self.num_slots
-        sources = source.tensors()
+        sources, num_slots = source.tensors(), self.num_slots
         for name, tensor in self.tensors().items():
-            target, values = tensor[row], sources[name][sequence]
-            if _field(name) not in PER_SLOT:
-                target.copy_(values)
-                continue
-            target[:, :num_held] = values
-            # What a request before has left there may not even be a number.
-            target[:, num_held:] = empty_value(name, num_slots)
-            if name == "ranks":
-                target.masked_fill_(self.positions[row] < 0, num_slots - 1)
+            # What a request before has left in other slots may not even be a number.
+            copied = sources[name][sequence : sequence + 1]
+            tensor[row] = self.kind_of(name).resized(copied, num_slots)[0]
+        if self.ranks is not None:
+            self.ranks[row].masked_fill_(self.positions[row] < 0, num_slots - 1)
 
 
 # What the host knows of each sequence.
 _OF_HOST = ("known_lengths", "known_totals", "scored_lengths", "span_starts")
-
-
-def empty_value(name: str, num_slots: int) -> int:
-    """Return the value of a field in an empty slot."""
-    # The rank of an empty slot is the last one.
-    values = {"ranks": num_slots - 1, "positions": -1, "head_of_slot": NO_HEAD, "key_scale": 1}
-    return values.get(name, 0)
-
-
-def _field(name: str) -> str:
-    return name.partition(".")[0]

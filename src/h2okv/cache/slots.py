@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,63 +88,54 @@ class SlotPlan:
             self.capacity = self.row_slots(state)
             self._share(state, entries, indices, is_kept, self._is_static(state))
             return
-        num_slots = slots_for(indices.shape[2], self.capacity)
-        if self.capacity is not None and self._is_static(state):
-            num_slots = self.capacity
-        empty = (0, num_slots - indices.shape[2])
         with ordinary_tensors():
-            state.keys = self.storage.keys.compact(
-                entries.key, state.keys, indices, num_slots, transform=state.key_transform
-            )
-            if state.has_values:
-                state.values = self.storage.values.compact(
-                    entries.value, state.values, indices, num_slots
-                )
-            state.scores = pad(entries.scores.gather(2, indices), empty)
-            positions = torch.where(is_kept, entries.positions.gather(2, indices), -1)
-            state.positions = pad(positions, empty, value=-1)
-            self._weigh(state, entries.key.dtype)
+            self._fill(state, entries, indices, is_kept)
             state.free_slot = (state.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
 
-    def _weigh(self, state: SlotState, dtype: torch.dtype) -> None:
-        if self.rule.weighs_values:
-            state.value_weights = self.rule.value_weights(
-                self.storage.values.read(state.values, dtype)
+    def _fill(
+        self, state: SlotState, entries: BlockEntries, indices: Tensor, is_kept: Tensor
+    ) -> None:
+        """Put entries into new slots, whose heads are those of the state; mutates the state."""
+        num_slots, heads = indices.shape[2], None
+        if state.head_of_slot is not None:  # slots of no head are copied from any
+            heads = state.head_of_slot.long() % entries.key.shape[1]
+        elif self.capacity is not None and self._is_static(state):
+            num_slots = self.capacity
+        else:
+            num_slots = slots_for(num_slots, self.capacity)
+        state.keys = self.storage.keys.compact(
+            entries.key, state.keys, indices, num_slots, heads, state.key_transform
+        )
+        if state.has_values:
+            state.values = self.storage.values.compact(
+                entries.value, state.values, indices, num_slots, heads
             )
+        for name, tensor in entries.metadata(state).items():
+            picked = tensor.gather(2, indices) if heads is None else pick(tensor, indices, heads)
+            if empty := (kind := state.kinds[name]).empty_value(num_slots):  # what is 0 may stay
+                picked = torch.where(is_kept, picked, empty)
+            setattr(state, name, kind.resized(picked, num_slots))
+        if self.rule.weighs_values:
+            values = self.storage.values.read(state.values, entries.key.dtype)
+            state.value_weights = self.rule.value_weights(values)
 
     def _share(
-        self,
-        state: SlotState,
-        entries: BlockEntries,
-        indices: Tensor,
-        is_kept: Tensor,
-        takes_all: bool,
+        self, state: SlotState, entries: BlockEntries, indices: Tensor, is_kept: Tensor, full: bool
     ) -> None:
         """Put the entries of all heads into one row of slots, with some to grow into or all."""
         room = limit = state.total + (self.span - 1)
-        num_slots, self.has_all_slots = self.row_slots(state), takes_all
-        if not takes_all:
+        num_slots, self.has_all_slots = self.row_slots(state), full
+        if not full:
             room = is_kept.sum(dim=-1, keepdim=True)
             room = torch.minimum(limit, room + (room // 16).clamp_(min=MIN_GROWN_SLOTS))
             num_slots = int((room + 1).sum(dim=1).max())
         indices, is_kept, head_of_slot = share_slots(indices, is_kept, room, num_slots)
-        # Slots of no head are copied from any.
-        heads = head_of_slot.long() % entries.key.shape[1]
         with ordinary_tensors():
-            state.keys = self.storage.keys.compact(
-                entries.key, state.keys, indices, num_slots, heads, state.key_transform
-            )
-            state.values = self.storage.values.compact(
-                entries.value, state.values, indices, num_slots, heads
-            )
-            state.scores = pick(entries.scores, indices, heads)
-            state.positions = torch.where(is_kept, pick(entries.positions, indices, heads), -1)
-            self._weigh(state, entries.key.dtype)
             state.head_of_slot = head_of_slot.clone()
+            self._fill(state, entries, indices, is_kept)
             state.free_slot = state.free_slot.view(len(head_of_slot), 1, -1)
             is_empty = (state.positions < 0) & ~state.of_others()
-            free = is_empty.to(torch.uint8).argmax(dim=-1)
-            state.free_slot = free.unsqueeze(1)
+            state.free_slot = is_empty.to(torch.uint8).argmax(dim=-1).unsqueeze(1)
 
     # --- what the host knows ----------------------------------------------------------------------
 
@@ -176,17 +168,16 @@ class SlotPlan:
 
     # --- sizes on the meta device: all slots of a budget from the first block on ------------------
 
-    def begin_on_meta(
-        self, state: SlotState, budgets: Sequence[TokenBudget], length: int, rolls: bool
-    ) -> None:
-        """Give a state the fields that slots will have, for a first block of T tokens; mutates."""
+    def begin_on_meta(self, layer: Any, budgets: Sequence[TokenBudget], length: int) -> None:
+        """Give a layer's state what slots will have, for a first block of T tokens; mutates."""
+        state = layer.state
         if self.is_by_head:
-            for name in ("keys", "values", "scores", "positions"):
-                setattr(state, name, getattr(state, name)[:, :1])
+            state.change(lambda kind, tensor: tensor[:, :1] if kind.has_slots else tensor)
             state.free_slot = state.free_slot.view(state.batch_size, 1, -1)
             state.head_of_slot = state.positions.to(torch.uint8)
-        state.value_weights = state.scores.clone() if self.rule.weighs_values else None
-        state.ranks = state.positions.clone() if rolls else None
+        for name, kind in state.kinds.items():
+            if kind.per == "derived" and kind.is_of(layer):
+                setattr(state, name, torch.empty_like(state.positions, dtype=kind.dtype))
         num_slots = sum(self.rule.allocate_budget(budget).total + self.span for budget in budgets)
         self.capacity = num_slots if self.rule.is_bounded else None
         # A rule that keeps everything after the prompt evicts once.
@@ -268,15 +259,17 @@ class SlotPlan:
         )
         moved = row.repeat(batch, rows, 1)
         moved = pad(moved, (0, 1)).scatter_(-1, target, source)[..., :-1]
-        is_entry = torch.zeros_like(pad(moved, (0, 1)), dtype=torch.bool)
-        is_entry = is_entry.scatter_(-1, target, True)[..., :-1]
-        for name in ("keys", "values", "positions", "value_weights"):
-            for tensor in state.tensors_of(name):
+        is_empty = torch.ones_like(pad(moved, (0, 1)), dtype=torch.bool)
+        is_empty = is_empty.scatter_(-1, target, False)[..., :-1]
+        for tensor in state.entry_tensors().values():
+            tensor.copy_(pick(tensor, moved))
+        for name in state.moving:
+            if name != "scores" and (tensor := getattr(state, name)) is not None:
                 tensor.copy_(pick(tensor, moved))
+                tensor.masked_fill_(is_empty, state.kinds[name].empty_value(state.num_slots))
         state.scores.copy_(
             pad(torch.zeros_like(state.scores), (0, 1)).scatter_(-1, target, kept_scores)[..., :-1]
         )
-        state.positions.masked_fill_(~is_entry, -1)
         num_kept = is_kept.sum(dim=-1, keepdim=True)
         last = of_head.shape[-1] - 1
         free = of_head.gather(-1, num_kept.clamp(max=last))
@@ -346,8 +339,8 @@ class SlotPlan:
         entries = BlockEntries(
             state.num_slots, key, value, state.scores, state.positions, key, key, value
         )
-        takes_all = self._is_static(state) or num_slots == self.capacity
-        self._share(state, entries, order, is_kept, takes_all)
+        full = self._is_static(state) or num_slots == self.capacity
+        self._share(state, entries, order, is_kept, full)
 
     def slots_within_budget(self, state: SlotState) -> Tensor | None:
         """Mark at most ``K + 1`` slots of each sequence; ``None`` if all have one budget."""

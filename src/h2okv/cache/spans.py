@@ -270,9 +270,9 @@ class Spans:
             entries.scores = self.score(layer, entries)
         total = self.totals(state, positions)
         indices, is_kept = layer.choose(entries, total, slots.most_entries(state))
+        slots.compact(state, entries.scores, indices, is_kept)
         if state.value_weights is not None:
             values = layer.storage.values.read(state.values, layer.dtype)
             state.value_weights.copy_(layer.rule.value_weights(values))
-        slots.compact(state, entries.scores, indices, is_kept)
         if state.ranks is not None:
             state.ranks.copy_(ranks_of(state.positions))

@@ -13,11 +13,6 @@ from h2okv.cache.slot_state import SlotState, ordinary_tensors
 
 # Tokens that may be taken back; transformers drafts up to 20 by default.
 _MOST_TOKENS = 32
-# Tensors that a step changes anywhere; keys and values change in the free slots alone.
-_CHANGED = (
-    "scores", "positions", "free_slot", "num_real_tokens", "ranks", "value_weights", "recent",
-    "total",
-)  # fmt: skip
 
 
 class _Layer(Protocol):
@@ -59,7 +54,9 @@ class StepLog:
                 self._records.append((state.map(Tensor.clone), plan or {}))
                 return
             record: dict[str, Any] = {
-                name: tensor.clone() for name in _CHANGED for tensor in state.tensors_of(name)
+                name: tensor.clone()
+                for name, tensor in state.tensors().items()
+                if (kind := state.kind_of(name)).changes or kind.is_metadata
             }
             free = record["free_slot"].unsqueeze(-1)
             if state.head_of_slot is not None:  # one row of slots, with a free one for each head
@@ -107,12 +104,12 @@ class StepLog:
             record, plan = self._records.pop()
             rows = [row for row, times in enumerate(counts) if times > number]
             if len(rows) < len(counts):
-                _restore_rows(layer.state, record, torch.tensor(rows, device=layer.device))
+                _restore(layer.state, record, torch.tensor(rows, device=layer.device))
                 continue
-            if isinstance(record, SlotState):
-                _restore_state(layer, record)
+            if isinstance(record, SlotState) and _shapes(record) != _shapes(layer.state):
+                layer.state = record
             else:
-                _restore_slots(layer.state, record, slice(None))
+                _restore(layer.state, record, slice(None))
             layer.restore_plan(plan)
         layer.cumulative_length -= min(counts)
         if count:
@@ -122,34 +119,18 @@ class StepLog:
         self.forget()
 
 
-def _restore_rows(state: SlotState, record: SlotState | dict[str, Any], rows: Tensor) -> None:
+def _restore(state: SlotState, record: SlotState | dict[str, Any], rows: Tensor | slice) -> None:
     """Restore some sequences of a state, whose slots are as many as before; mutates it."""
-    if not isinstance(record, SlotState):
-        _restore_slots(state, record, rows)
-        return
     tensors = state.tensors()
-    for name, tensor in record.tensors().items():
-        tensors[name][rows] = tensor[rows]
-
-
-def _restore_slots(state: SlotState, record: dict[str, Any], rows: Tensor | slice) -> None:
-    """Restore what a step has changed in some sequences; mutates the state."""
-    entries = state.entry_tensors()
-    for name, before in record.items():
-        if name in entries:
-            index, overwritten = before
-            tensor = entries[name]
-            tensor[rows] = tensor[rows].scatter(2, index[rows], overwritten[rows])
+    before_all = record.tensors() if isinstance(record, SlotState) else record
+    for name, before in before_all.items():
+        tensor = tensors[name]
+        if isinstance(before, tuple):
+            index, before = before
+            tensor[rows] = tensor[rows].scatter(2, index[rows], before[rows])
         else:
-            vars(state)[name][rows] = before[rows]
+            tensor[rows] = before[rows]
 
 
-def _restore_state(layer: _Layer, before: SlotState) -> None:
-    """Put a state in the place of another; in its tensors, if they are as large."""
-    now, then = layer.state.tensors(), before.tensors()
-    if {n: t.shape for n, t in now.items()} != {n: t.shape for n, t in then.items()}:
-        layer.state = before
-        return
-    for name, tensor in then.items():
-        now[name].copy_(tensor)
-    layer.state.budgets = before.budgets
+def _shapes(state: SlotState) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state.tensors().items()}

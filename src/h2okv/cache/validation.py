@@ -229,20 +229,15 @@ def check_integrity(layer: BaseLayer) -> None:
 
 def check_loaded(layer: BaseLayer, state: SlotState, seen: Tensor) -> None:
     """Refuses numbers from a file with which a step would read or write what is not there."""
-    name, mask, rolls = f"layer {layer.layer_idx}", state.slot_mask, layer.position_rule.rolls
+    name = f"layer {layer.layer_idx}"
     if seen.shape != () or seen.dtype != torch.int64:
         raise ValueError(f"{name} does not tell how many tokens it has seen")
     if state.batch_size == 0 or state.num_slots == 0 or len(state.budgets) != state.batch_size:
         raise ValueError(f"{name} holds {state.batch_size} sequences, which are not those it tells")
-    for field, tensor, is_wanted in (
-        ("norms", state.value_weights, layer.rule.weighs_values),
-        ("num_static", state.num_static, layer.rule.has_pattern),
-        # A layer may have no rotary positions though the model has.
-        ("ranks", state.ranks, state.ranks is not None and rolls),
-        ("slot_mask", mask, mask is not None and layer.rule.is_bounded),
-        ("owner", state.head_of_slot, layer.head_budgets is not None),
-    ):
-        if is_wanted != (tensor is not None):
+    for field, kind in state.kinds.items():
+        has_one, is_of = getattr(state, field) is not None, kind.is_of(layer)
+        if (has_one and not is_of) or (kind.iff and is_of and not has_one):
+            field = kind.file_name or field
             raise ValueError(f"{name} has {field}, or has none, against its options")
     for budget in state.budgets:
         fields = astuple(budget)
@@ -267,8 +262,8 @@ def check_loaded(layer: BaseLayer, state: SlotState, seen: Tensor) -> None:
     differs |= (grown < 0) | (total != expected.total + grown)
     if state.num_static is not None:
         differs |= state.num_static != expected.num_static
-    numbers = [tensor for tensor in state.entry_tensors().values() if tensor.is_floating_point()]
-    numbers += [] if state.value_weights is None else [state.value_weights]
+    tensors = [tensor for field, tensor in state.tensors().items() if field != "scores"]
+    numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
     real, free, last = state.num_real_tokens, state.free_slot, state.num_slots - 1
     starts = state.span_starts or (0,) * state.batch_size
     are_whole = all(type(start) is int and start >= 0 for start in starts)

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from h2okv.cache import H2OCache
 from h2okv.cache.linear_states import state_bytes
-from h2okv.cache.slot_state import SlotBytes, slots_for
+from h2okv.cache.slot_state import SlotBytes, SlotState, slots_for
 from h2okv.cache.support import latent_sizes, num_kv_heads, size_of
 from h2okv.integration.packed_linear import limit_kernels
 
@@ -163,7 +163,8 @@ class MemoryModel:
         self.key_size = sum(latent_sizes(config) or (self.key_size,))
         self.element = dtype.itemsize  # bytes of an element
         self.slots = cache.slot_bytes(self.num_kv_heads, self.key_size, dtype)  # of a layer
-        self.window_slots = SlotBytes(self.num_kv_heads, 2 * self.key_size * self.element)
+        window_entry, metadata = 2 * self.key_size * self.element, SlotState.metadata_bytes()
+        self.window_slots = SlotBytes(self.num_kv_heads, window_entry, metadata)
         # Largest number of tokens in each sliding layer.
         self.windows = tuple(window for window in cache.windows if window is not None)
         self.linear = state_bytes(cache, dtype)  # bytes of a sequence's states in linear layers

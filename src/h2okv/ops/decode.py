@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 from h2okv.ops.choice import protected_entries
+from h2okv.ops.compaction import NO_HEAD
 from h2okv.ops.indexed import Indexed, mix_values
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_logits, packed_output
 from h2okv.ops.reference import AttentionSpec, compute_dtype, softmax
@@ -280,6 +282,44 @@ def _logits_at_ranks(query: Tensor, keys: Tensor, ranks: Ranks) -> Tensor:
     return logits
 
 
+class Kind(NamedTuple):
+    """What a tensor of `Slots` is: its annotation, by which go all who carry tensors."""
+
+    dtype: torch.dtype | None = None  # None: the model's, or that of packed entries
+    # What has one: an entry, one that is "derived" at cuts, a slot, its mask, all [B, H, S, ...]; a
+    # head [B, H, 1, D]; a sequence [B, 1, 1]; a span of tokens.
+    per: Literal["entry", "derived", "slot", "mask", "head", "sequence", "span"] = "entry"
+    empty: int | None = 0  # in an empty slot; None: the number of the last slot
+    changes: bool = False  # in a step; metadata does anyway
+    iff: str = ""  # the option of layers that must have one, while others must not
+    only: str = ""  # the option of layers that may have one
+    file_name: str = ""  # if it is another in files
+
+    @property
+    def has_slots(self) -> bool:
+        return self.per in ("entry", "derived", "slot", "mask")
+
+    @property
+    def is_metadata(self) -> bool:
+        """Whether entries have one besides their keys and values."""
+        return self.per in ("entry", "derived") and self.dtype is not None
+
+    def is_of(self, layer: Any) -> bool:
+        """Tell whether a layer's options let it have one; of ``None`` whether all layers have."""
+        option = self.iff or self.only
+        return not option or (layer is not None and bool(operator.attrgetter(option)(layer)))
+
+    def empty_value(self, num_slots: int) -> int:
+        return num_slots - 1 if self.empty is None else self.empty
+
+    def resized(self, tensor: Tensor, num_slots: int) -> Tensor:
+        """Return a tensor with S slots, of which those behind the others are empty."""
+        if not self.has_slots or tensor.shape[2] == num_slots:
+            return tensor
+        room = (0, 0) * (tensor.dim() - 3) + (0, num_slots - tensor.shape[2])
+        return torch.nn.functional.pad(tensor, room, value=self.empty_value(num_slots))
+
+
 @dataclass
 class Slots:
     """What a decode step reads and writes; it mutates every tensor but `slot_mask`.
@@ -287,28 +327,43 @@ class Slots:
     Defined here because a step takes a layer's state as it is, and operations know no cache:
     `h2okv.cache.slot_state.SlotState` adds what only the layer needs.
 
-    Positions are -1 and ranks S - 1 in an empty slot. Where there are ranks, keys are un-rotated,
-    pairs next to each other.
+    Where there are ranks, keys are un-rotated, pairs next to each other.
 
     Heads with different numbers of entries share one row of slots: then there is a `head_of_slot`,
     the dimension H of per-slot tensors is 1, and the free slots are ``[B, 1, H]``.
     """
 
     has_values: ClassVar[bool] = True  # or values are a part of the keys, which one write fills
+    kinds: ClassVar[dict[str, Kind]]
+    entries: ClassVar[list[str]]  # of them keys and values
+    moving: ClassVar[list[str]]  # and what moves with these at cuts
 
-    keys: Entries  # [B, H, S, D], contiguous or packed
-    values: Entries  # [B, H, S, Dv], contiguous or packed
-    scores: Tensor  # fp32 [B, H, S]
-    positions: Tensor  # int32 [B, H, S]
-    free_slot: Tensor  # int64 [B, H, 1], the slot that the new token takes; empty
-    num_real_tokens: Tensor  # int64 [B], those that went through, padding not counted
-    slot_mask: Tensor | None = None  # bool [B, H, S], within each budget + 1; None if all are
-    ranks: Tensor | None = None  # int32 [B, H, S], places in the cache when positions roll
-    head_of_slot: Tensor | None = (
-        None  # uint8 [B, 1, S], the KV head of a shared slot; `NO_HEAD`: of none
-    )
-    key_center: Tensor | None = None  # fp32 [B, H, 1, D], as `key_scale`; see `KeyTransform`
-    key_scale: Tensor | None = None
+    keys: Annotated[Entries, Kind()]  # [B, H, S, D], contiguous or packed
+    values: Annotated[Entries, Kind()]  # [B, H, S, Dv], contiguous or packed
+    scores: Annotated[Tensor, Kind(torch.float32)]
+    positions: Annotated[Tensor, Kind(torch.int32, empty=-1)]
+    # [B, H, 1], the slot that the new token takes; empty.
+    free_slot: Annotated[Tensor, Kind(torch.int64, "sequence", changes=True)]
+    # [B], those that went through, padding not counted.
+    num_real_tokens: Annotated[Tensor, Kind(torch.int64, "sequence", changes=True)]
+    # Within each budget + 1; None if all are.
+    slot_mask: Annotated[Tensor | None, Kind(torch.bool, "mask", only="rule.is_bounded")] = None
+    # Places in the cache when positions roll; not of a layer that rotates nothing.
+    ranks: Annotated[
+        Tensor | None, Kind(torch.int32, "derived", empty=None, only="position_rule.rolls")
+    ] = None
+    # [B, 1, S], the KV head of a shared slot; `NO_HEAD`: of none.
+    head_of_slot: Annotated[
+        Tensor | None, Kind(torch.uint8, "slot", NO_HEAD, iff="head_budgets", file_name="owner")
+    ] = None
+    key_center: Annotated[Tensor | None, Kind(torch.float32, "head")] = None  # `KeyTransform`
+    key_scale: Annotated[Tensor | None, Kind(torch.float32, "head", empty=1)] = None
+
+    def __init_subclass__(cls) -> None:
+        hints = get_type_hints(cls, include_extras=True).items()
+        cls.kinds = {n: hint.__metadata__[0] for n, hint in hints if get_origin(hint) is Annotated}
+        cls.entries = [n for n, kind in cls.kinds.items() if kind == Kind()]
+        cls.moving = [n for n, kind in cls.kinds.items() if kind.per == "entry" and kind.dtype]
 
     @property
     def key_transform(self) -> KeyTransform | None:

@@ -13,7 +13,7 @@ from transformers import AutoModel, PreTrainedConfig
 from h2okv.cache.block import Block
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
-from h2okv.cache.slot_state import SlotState, empty_value
+from h2okv.cache.slot_state import SlotState
 from h2okv.cache.slots import SlotPlan
 from h2okv.cache.spans import Spans
 from h2okv.config import Budget, CacheConfig
@@ -26,7 +26,6 @@ from h2okv.vllm_plugin.settings import rule_of
 
 Spec = dict[str, tuple[tuple[int, ...], torch.dtype]]
 """Shape and dtype of each tensor of a request's block in one layer, by its name."""
-_PER_SLOT = ("scores", "positions", "value_weights")
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,11 @@ class StateLayer(SlotLayer):
         """The tensors of a request's block."""
         shape = self.shape
         slots = (1 if self.head_budgets else shape.num_kv_heads, self.num_slots)
-        spec: Spec = {"scores": (slots, torch.float32), "positions": (slots, torch.int32)}
-        if self.rule.weighs_values:
-            spec["value_weights"] = (slots, torch.float32)
-        for name in ("keys", "values"):
-            spec[name] = ((*slots, shape.size), shape.dtype)
+        spec: Spec = {}
+        for name, kind in SlotState.kinds.items():
+            if kind.per in ("entry", "derived") and kind.is_of(self):
+                sizes = () if kind.is_metadata else (shape.size,)
+                spec[name] = ((*slots, *sizes), kind.dtype or shape.dtype)
         if self.spans is not None and self.scores_spans:
             query = torch.empty(1, shape.num_heads, 1, 1, device="meta")
             means = mean_queries(query, shape.num_kv_heads).shape[1]
@@ -111,6 +110,7 @@ class StateLayer(SlotLayer):
     def bind(self, blocks: Mapping[str, Tensor]) -> None:
         """Take the memory of all requests' blocks, by the names of `spec`; mutates the layer."""
         self.blocks, shape = blocks, self.shape
+        self._metadata = [name for name in blocks if SlotState.kinds[name].is_metadata]
         device = blocks["keys"].device
         empty = torch.empty(1, shape.num_kv_heads, 0, shape.size, dtype=shape.dtype, device=device)
         self.lazy_initialization(empty, empty)
@@ -169,11 +169,10 @@ class StateLayer(SlotLayer):
     def _copies(self, index: Tensor, seen: Tensor) -> SlotState:
         """Return the state of requests after ``seen`` tokens, int64 ``[B]``, from their blocks."""
         tensors = {name: blocks.index_select(0, index) for name, blocks in self.blocks.items()}
-        state = self._state(tensors["keys"], tensors["values"], tensors, seen)
+        state = self._state(tensors, seen)
         state.known_totals = (tuple(self.totals),) * len(seen)
         if "queries" in tensors:
             assert self.spans is not None
-            state.queries = tensors["queries"]
             state.query_positions = self.spans.positions(seen)
             state.scaling = self.attention_spec[:2]
         return state
@@ -181,12 +180,8 @@ class StateLayer(SlotLayer):
     def _store(self, index: Tensor) -> None:
         """Write the state of requests into their blocks; mutates these."""
         for name, blocks in self.blocks.items():
-            entries = getattr(self.state, name)
-            if name != "queries":
-                room = (0, 0) * (entries.dim() - 3) + (0, self.num_slots - entries.shape[2])
-                empty = empty_value(name, self.num_slots)
-                entries = torch.nn.functional.pad(entries, room, value=empty)
-            blocks[index] = entries
+            tensor = getattr(self.state, name)
+            blocks[index] = self.state.kinds[name].resized(tensor, self.num_slots)
 
     # --- a token of each of B requests ------------------------------------------------------------
 
@@ -216,9 +211,9 @@ class StateLayer(SlotLayer):
         """
         query, key, value = (states.unsqueeze(2) for states in (query, key, value))
         blocks, slots = self.blocks, self.slots
-        small = {name: blocks[name].index_select(0, index) for name in _PER_SLOT if name in blocks}
-        keys, values = (Indexed(blocks[name], index, numbers) for name in ("keys", "values"))
-        self.state = self._state(keys, values, small, seen)
+        small = {name: blocks[name].index_select(0, index) for name in self._metadata}
+        states = {name: Indexed(blocks[name], index, numbers) for name in ("keys", "values")}
+        self.state = self._state(small | states, seen)
         if self.spans is not None:
             self.state.queries = blocks.get("queries")
         if slots.operations is None and not torch.compiler.is_compiling():
@@ -245,9 +240,7 @@ class StateLayer(SlotLayer):
         self.spans.evict(self)
         self._store(index)
 
-    def _state(
-        self, keys: Any, values: Any, tensors: Mapping[str, Tensor], seen: Tensor
-    ) -> SlotState:
+    def _state(self, tensors: Mapping[str, Any], seen: Tensor) -> SlotState:
         """Return the state of B requests after ``seen`` tokens, int64 ``[B]``."""
         positions, constants, batch = tensors["positions"], self._constants, len(seen)
         sink, recent, total, num_static = (
@@ -262,11 +255,11 @@ class StateLayer(SlotLayer):
             is_empty = is_empty & (head_of_slot == heads.unsqueeze(-1))
         free = is_empty.to(torch.uint8).argmax(dim=-1, keepdim=True)
         return SlotState(
-            keys, values, tensors["scores"], positions,
-            free if head_of_slot is None else free.view(batch, 1, -1), seen.clone(),
+            **tensors, num_real_tokens=seen.clone(),
+            free_slot=free if head_of_slot is None else free.view(batch, 1, -1),
             head_of_slot=head_of_slot, sink=sink, recent=recent, total=total,
             num_static=num_static if self.rule.has_pattern else None,
-            value_weights=tensors.get("value_weights"), budgets=[self.largest],
+            budgets=[self.largest],
         )  # fmt: skip
 
 
@@ -361,7 +354,9 @@ class StatePool:
         assert self.pages is not None
         self.pages[index] = 0
         for layer in self.layers:
-            layer.blocks["positions"][index] = empty_value("positions", layer.num_slots)
+            for name, blocks in layer.blocks.items():
+                if value := SlotState.kinds[name].empty_value(layer.num_slots):
+                    blocks[index] = value
 
 
 def model_rotation(config: PreTrainedConfig, dtype: torch.dtype, in_halves: bool) -> Rotation:
