@@ -56,7 +56,7 @@ from h2okv.ops.attention import expected_attention
 from h2okv.ops.choice import choose
 from h2okv.ops.compaction import pick
 from h2okv.ops.decode import Slots, StepRules
-from h2okv.ops.reference import Visibility
+from h2okv.ops.reference import AttentionSpec, Visibility
 from h2okv.vllm_plugin.batch import Batch
 from h2okv.vllm_plugin.state import LayerShape, StateLayer, StatePool
 
@@ -202,7 +202,9 @@ def layer_steps(bench: Bench, batch: int, count: int) -> None:
         return Slots(keys, values, scores, positions, free, free[:, 0, 0].clone())
 
     rules = StepRules(
-        size**-0.5, torch.full((batch, 1, 1), count // 2, device=bench.device), full=True
+        AttentionSpec(size**-0.5),
+        torch.full((batch, 1, 1), count // 2, device=bench.device),
+        full=True,
     )
     operations = dispatch.operations(bench.device, bench.dtype, size, size, groups)
     all_slots = [slots() for _ in range(copies)]
@@ -292,7 +294,7 @@ def score_sums(bench: Bench, length: int) -> None:
     num_heads, heads, size = bench.sizes.heads
     query, key, value = (bench.draw(1, n, length, size) for n in (num_heads, heads, heads))
     chosen = dispatch.operations(bench.device, bench.dtype, size, size, num_heads // heads)
-    scale, visibility, run_ours = size**-0.5, Visibility(), chosen.name == "triton"
+    spec, visibility, run_ours = AttentionSpec(size**-0.5), Visibility(), chosen.name == "triton"
     sdpa = partial(
         torch.nn.functional.scaled_dot_product_attention, query, key, value, is_causal=True,
         enable_gqa=True,
@@ -300,16 +302,16 @@ def score_sums(bench: Bench, length: int) -> None:
     cases: Cases = {"sdpa": lambda: Timed(sdpa, sdpa="SDPA's choice")}
     if bench.is_gpu:
         cases |= _forwards(query, key, value, True)
-        if flash_varlen.applies(query, value, visibility, None):
+        if flash_varlen.applies(query, value, visibility, spec):
             cases["forward, varlen"] = lambda: Timed(
-                partial(flash_varlen.forward, query, key, value, scale), sdpa="varlen_attn"
+                partial(flash_varlen.forward, query, key, value, spec.scale), sdpa="varlen_attn"
             )
-    attend = partial(chosen.attend, query, key, value, visibility, scale)
+    attend = partial(chosen.attend, query, key, value, visibility, spec)
     cases[f"h2o, both passes, {chosen.name}"] = lambda: Timed(attend)
     if run_ours:
-        forward = partial(triton_prefill.forward, query, key, value, visibility, scale)
+        forward = partial(triton_prefill.forward, query, key, value, visibility, spec)
         limits = forward()[1]
-        sums = partial(triton_prefill.score_sums, query, key, limits, visibility, scale)
+        sums = partial(triton_prefill.score_sums, query, key, limits, visibility, spec)
         cases |= {"forward, ours": lambda: Timed(forward), "sums": lambda: Timed(sums)}
         tiles = [
             Tile(queries, keys, warps, stages)
@@ -328,18 +330,19 @@ def part_f(bench: Bench) -> None:
     from h2okv.ops import triton_prefill
 
     num_heads, heads, size = bench.sizes.heads
-    length, scale = bench.sizes.lengths[0], size**-0.5
+    length, spec = bench.sizes.lengths[0], AttentionSpec(size**-0.5)
     query, key = (bench.draw(1, n, length, size) for n in (num_heads, heads))
     chosen = dispatch.operations(bench.device, bench.dtype, size, size, num_heads // heads)
-    exact = expected_attention(query.float(), key.float(), None, None, scale)
+    exact = expected_attention(query.float(), key.float(), None, None, spec)
 
     def today() -> torch.Tensor:
-        return expected_attention(query, key, None, None, scale)
+        return expected_attention(query, key, None, None, spec)
 
     def by_kernels() -> torch.Tensor:
         _, limits, *_ = _forwards(query, key, key, False)["forward, flash"]().call()
         everywhere = Visibility(length)  # every query sees every key
-        return triton_prefill.score_sums(query, key, 2 * limits, everywhere, 2 * scale).sqrt()
+        twice = AttentionSpec(2 * spec.scale)
+        return triton_prefill.score_sums(query, key, 2 * limits, everywhere, twice).sqrt()
 
     def checked(run: Callable[[], torch.Tensor], needs_kernels: bool) -> Timed:
         if needs_kernels and not (bench.is_gpu and chosen.name == "triton"):

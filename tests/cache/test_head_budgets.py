@@ -71,8 +71,8 @@ def test_dropping_equals_masking_and_each_head_keeps_its_own(
     # No head pays for another's slots.
     span = cache.cache_config.span
     for layer in cache.layers:
-        most = int(layer.state.total.sum(dim=1).max()) + 2 * span
-        assert layer.state.num_slots == most or (layer.state.num_slots < most and span > 1)
+        limit = int(layer.state.total.sum(dim=1).max()) + 2 * span
+        assert layer.state.num_slots == limit or (layer.state.num_slots < limit and span > 1)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

@@ -24,13 +24,15 @@ GIB = 1 << 30
         # Without states the cache is as before, unless the user says where it evicts.
         ({}, 0, None), ({"prefix_cache": 0}, None, None), ({"prefix_cache": 0}, 64, 64),
         ({"policy": "snapkv"}, None, None), ({"scoring": "expected", "sink": 4}, None, 256),
+        ({"scoring": "expected", "prefix_cache": 0}, None, "prompt+64"),
+        ({"scoring": "expected"}, "prompt+16", "prompt+16"),
     ],
 )  # fmt: skip
 def test_evictions_are_at_fixed_places_where_states_are_shared(options, every, expected):
     config = EngineConfig.from_options(**options)
     changed, note = with_states(config, every)
-    assert changed == replace(config, cache=replace(config.cache, evict_every=expected))
-    shares = expected is not None and config.prefix_cache != 0
+    assert changed == replace(config, cache=config.cache.cut_every(expected))
+    shares = isinstance(expected, int) and config.prefix_cache != 0
     assert (note is None) == shares
     if not shares:
         assert note.startswith("prefix cache: off with --")

@@ -88,7 +88,7 @@ class Spans:
         if any(is_whole):
             lengths = state.lengths()
             starts = zip(lengths, state.span_starts or lengths, is_whole, strict=True)
-            state.span_starts = tuple(new if whole else old for new, old, whole in starts)
+            state.span_starts = tuple(new if is_new else old for new, old, is_new in starts)
 
     # --- queries, for rules that score a span at its end ------------------------------------------
 
@@ -227,7 +227,7 @@ class Spans:
     def score_begun(self, layer: _Layer, entries: BlockEntries, is_whole: Sequence[bool]) -> Tensor:
         """Return the scores ``[B, H, N]`` with those of spans that whole blocks end early."""
         phases = self.phases(layer.state)
-        begun = [whole and phase > 0 for whole, phase in zip(is_whole, phases, strict=True)]
+        begun = [is_over and phase > 0 for is_over, phase in zip(is_whole, phases, strict=True)]
         if layer.state.queries is None or not any(begun):
             return entries.scores
         past = entries.before_block()
