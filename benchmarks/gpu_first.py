@@ -450,7 +450,7 @@ def part_j(bench: Bench) -> None:
 
     def make() -> tuple[StateLayer, StatePool]:
         shape = LayerShape(0, num_heads, heads, size, bench.dtype)
-        pool = StatePool([StateLayer(config, shape, size**-0.5)])
+        pool = StatePool([StateLayer(config, shape, AttentionSpec(size**-0.5))])
         pages = torch.zeros(batch, pool.block_bytes, dtype=torch.uint8, device=bench.device)
         pool.bind(pages)
         return pool.layers[0], pool

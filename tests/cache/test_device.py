@@ -12,13 +12,15 @@ pytest.importorskip("triton")
 
 PROMPT, CUT = 24, 8
 BUDGET = {"heavy": 8, "recent": 6, "sink": 2}
-EXPECTED = BUDGET | {"scoring": "expected"}
+EXPECTED = BUDGET | {"scoring": "expected", "evict_every": None}
 SPANS = {"evict_every": CUT}
 BY_HEAD = [1.2, 0.8]  # factors of a layer's heads
 OPTIONS = {
     "h2o": BUDGET,
     "expected": EXPECTED,
     "best by head": EXPECTED | {"layer_budgets": BY_HEAD},
+    "best by head, whole prompts, spans": EXPECTED
+    | {"layer_budgets": BY_HEAD, "evict_every": f"prompt+{CUT}"},
     "h2o, spans": BUDGET | SPANS,
     "expected, spans": EXPECTED | SPANS,
     "best by head, spans": EXPECTED | SPANS | {"layer_budgets": BY_HEAD},
@@ -29,6 +31,10 @@ BOUNDS = {
     "h2o": {"prompt": (67, 0, 3, 1), "step": (4, 0, 0, 0)},
     "expected": {"prompt": (110, 0, 32, 1), "step": (22, 0, 0, 0)},
     "best by head": {"prompt": (137, 0, 32, 1), "step": (45, 0, 0, 0)},
+    "best by head, whole prompts, spans": {
+        "prompt": (144, 0, 32, 1), "step": (23, 0, 0, 0), "cut": (194, 0, 0, 0),
+        "chunk": (0, 0, 0, 0),
+    },
     "h2o, spans": {
         "prompt": (202, 0, 3, 1), "step": (5, 0, 0, 0), "cut": (66, 0, 0, 0),
         "chunk": (65, 0, 0, 0),

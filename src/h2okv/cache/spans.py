@@ -14,7 +14,7 @@ from h2okv.cache.forward import Forward
 from h2okv.cache.rope import Rotations, ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
-from h2okv.ops.attention import mean_queries
+from h2okv.ops.attention import mean_queries, num_means
 from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import BlockView, Rule
 
@@ -134,8 +134,9 @@ class Spans:
         """Allocate the queries of a span, if there are none yet; mutates the state."""
         if state.queries is not None:
             return
-        query = mean_queries(block.query[:, :, :1], block.key.shape[1])
-        batch, heads, _, size = query.shape
+        query, heads = block.query, block.key.shape[1]
+        batch, num_heads, _, size = query.shape
+        heads *= num_means(num_heads // heads)
         with ordinary_tensors():
             state.queries = query.new_zeros(batch, heads, self.length, size)
             state.query_positions = torch.full((batch, self.length), -1, device=query.device)
