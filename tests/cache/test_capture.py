@@ -15,10 +15,12 @@ pytest.importorskip("triton")
 
 SPAN, PROMPT, TURN, LAYERS = 64, 100, 9, 2
 BUDGET = {"heavy": 8, "recent": 6, "sink": 2}
-BEST_BY_HEAD = BUDGET | {"scoring": "expected", "layer_budgets": [[1.2, 0.8]] * LAYERS}
+DEFAULT = BUDGET | {"scoring": "expected", "layer_budgets": [[1.2, 0.8]] * LAYERS}
+BEST_BY_HEAD = DEFAULT | {"evict_every": None}
 OPTIONS = {
     "h2o": BUDGET,
     "best by head": BEST_BY_HEAD,
+    "best by default": DEFAULT,
     "h2o, spans": BUDGET | {"evict_every": SPAN},
     "best by head, spans": BEST_BY_HEAD | {"evict_every": SPAN},
 }
@@ -28,6 +30,7 @@ WEIGHED_AND_SHARED = {"value_weights", "head_of_slot"}
 MOVED_BY_A_TURN = {
     "h2o": STORED_AGAIN,
     "best by head": STORED_AGAIN | WEIGHED_AND_SHARED,
+    "best by default": STORED_AGAIN | WEIGHED_AND_SHARED,
     "h2o, spans": STORED_AGAIN,
     "best by head, spans": STORED_AGAIN | WEIGHED_AND_SHARED,
 }
@@ -39,7 +42,9 @@ TURN_HAZARDS = {
     ("copy to the host", "end"): 1,  # whether attention is finite
 }
 # Whether all heads take their slots in order.
-FIRST_STEP_HAZARDS = {"best by head, spans": {("copy to the host", "of"): LAYERS}}
+FIRST_STEP_HAZARDS = dict.fromkeys(
+    ("best by head, spans", "best by default"), {("copy to the host", "of"): LAYERS}
+)
 
 
 def test_every_hazard_of_a_recording_is_counted(monkeypatch):
@@ -132,10 +137,11 @@ def test_steps_and_turns(monkeypatch, name):
             before = reader.tensors()
             is_first = False
             # Beyond the end of a span, so that a cut is among them.
-            for _ in range(SPAN - (reader.cache.num_seen_tokens % SPAN) + 2):
+            state = reader.cache.layers[0].state
+            for _ in range(SPAN - state.phases(SPAN)[0] + 2):
                 allowed = FIRST_STEP_HAZARDS.get(name, {}) if is_first else {}
                 check_hazards(reader.read(1), allowed)
-                is_first = reader.cache.num_seen_tokens % SPAN == 0
+                is_first = reader.cache.layers[0].state.phases(SPAN) == [0]
             assert not reader.moved(before), f"turn {turn}: a step must move no tensor"
             before = reader.tensors()
             check_hazards(reader.read(TURN), TURN_HAZARDS)

@@ -213,7 +213,7 @@ def test_slots_grow_with_the_text(make_llama, kept_sets, options):
     run(model, cache, input_ids, [20])
     small = cache.nbytes
     run(model, cache, input_ids[:, 20:], [1] * 230)
-    assert small < 0.6 * cache.nbytes
+    assert small < 0.7 * cache.nbytes  # with the queries of a span
     first, span = cache.layers[0], cache.cache_config.span
     assert (
         first.slots.is_full == (span == 1)

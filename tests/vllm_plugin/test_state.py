@@ -33,7 +33,8 @@ CASES += EVERY
 
 
 def config_of(**options) -> CacheConfig:
-    return CacheConfig(**{"heavy": 5, "recent": 4, "layer_budgets": None} | options)
+    """Return the options of `CacheConfig`, which are counted from the text's first token here."""
+    return CacheConfig(**{"heavy": 5, "recent": 4, "layer_budgets": None} | options).with_cuts(None)
 
 
 def shape(number=LAYER, dtype=torch.float32, **changes) -> LayerShape:

@@ -173,11 +173,21 @@ class Spans:
         sequences = None if are_all else to_device(rows, state)
         index: Any = slice(None) if sequences is None else sequences
         query, position_ids = state.queries[index], state.query_positions[index].clone()
-        if is_short and not is_late:
-            position_ids.masked_fill_(~self._begun_columns(state)[index], -1)
         state.query_positions[index] = -1
+        is_begun = is_short and not is_late
+        if is_begun:  # the newest; others are of drafts that were taken back
+            phases = self.phases(state)
+            count = max(phases[row] for row in rows)
+            ages = torch.arange(count, device=state.device)
+            columns = (state.num_real_tokens[index].unsqueeze(1) - 1 - ages) % self.length
+            where = columns[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+            query, position_ids = query.gather(2, where), position_ids.gather(1, columns)
+            if len({phases[row] for row in rows}) > 1:
+                counts = to_device([phases[row] for row in rows], state)
+                position_ids = position_ids.masked_fill(ages >= counts.unsqueeze(1), -1)
+                is_begun = False
         placed, real = position_ids[:, None, :, None], None
-        if scored is None or is_short:
+        if not is_begun and (scored is None or is_short):
             real = position_ids >= 0
             real = None if bool(real.all()) else real
         state.scored_lengths = None
@@ -194,12 +204,6 @@ class Spans:
         starts = state.span_starts or (0,) * state.batch_size
         columns = to_device([(start - 1) % self.length for start in starts], state).unsqueeze(1)
         return state.query_positions.gather(1, columns).squeeze(1) >= 0
-
-    def _begun_columns(self, state: SlotState) -> Tensor:
-        """Mark the queries of the tokens since each span began, bool ``[B, c]``."""
-        numbers = torch.arange(self.length, device=state.device)
-        age = (state.num_real_tokens.unsqueeze(1) - 1 - numbers) % self.length
-        return age < to_device(self.phases(state), state).unsqueeze(1)
 
     # --- scores and evictions of a layer ----------------------------------------------------------
 
