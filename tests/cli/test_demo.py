@@ -14,6 +14,6 @@ def test_demo_shows_texts_and_their_cost(h2okv_command, model_folder):
         "same next token",
     ):
         assert row in outcome.out
-    # 0.1 + 0.1 of 240 tokens; 0.17 + 0.03 and 4 sinks.
+    # 0.1 + 0.1 of 240 tokens; 0.17 + 0.03 and 4 sinks, and what was written since the prompt.
     kept_line = next(line for line in outcome.out.splitlines() if "tokens kept" in line)
-    assert kept_line.split()[2:] == ["255", "51", "48", "48"]
+    assert kept_line.split()[2:] == ["255", "66", "48", "48"]

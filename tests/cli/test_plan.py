@@ -50,7 +50,7 @@ def test_a_smaller_cache_makes_room_for_more_prompts(plan):
     ample = (*ample, "--prompt-tokens", 1024)  # of which 20 % is more than the least that is kept
     h2o = plan(*ample)
     full = plan(*ample, "--policy", "full")
-    assert sequence_bytes(h2o) < 0.25 * sequence_bytes(full)
+    assert sequence_bytes(h2o) < 0.32 * sequence_bytes(full)  # with a span
     packed = plan(*ample, "--cache", "bits=4")
     assert sequence_bytes(packed) < 0.6 * sequence_bytes(h2o)
 

@@ -294,6 +294,11 @@ class SlotState(Slots):
         others = "mask", "head", "sequence"
         return sum(t.nbytes for n, t in self.tensors().items() if self.kind_of(n).per not in others)
 
+    @property
+    def span_nbytes(self) -> int:
+        """Bytes of the queries of a span, of those counted by `nbytes`."""
+        return sum(t.nbytes for n, t in self.tensors().items() if self.kind_of(n).per == "span")
+
     def by_head(self, *names: str, num_slots: int | None = None) -> tuple[Any, ...]:
         """Fields with a row of slots for each head, ``[B, H, S', ...]``; copies of shared ones.
 

@@ -252,7 +252,7 @@ def break_even_tokens(cache: H2OCache) -> int | None:
     for layer in layers:
         state, slots = layer.state, layer.state.num_slots
         # A span's queries take the same memory however many slots there are.
-        queries = 0 if state.queries is None else state.queries.nbytes
+        queries = state.span_nbytes
         limit += queries + (state.nbytes - queries) / slots * (layer.slots.capacity or slots)
     each = sum(layer.full_nbytes for layer in layers) / cache.num_seen_tokens
     return math.floor(limit / each) + 1

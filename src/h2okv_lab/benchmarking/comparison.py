@@ -84,13 +84,13 @@ class Settings:
     @property
     def evict_every(self) -> int | None:
         """The blocks in which all caches read a prompt; ``None``: whole."""
-        chunk: int | None = self._of_all("chunk")
+        chunk: int | None = self._of_all("chunk", "evict_every")
         return chunk
 
-    def _of_all(self, name: str) -> Any:
+    def _of_all(self, name: str, shown: str = "") -> Any:
         values = {getattr(config, name) for config in self.configs}
         if len(values) > 1:
-            raise ValueError(f"{name} must be the same for all caches, got {values}")
+            raise ValueError(f"{shown or name} must be the same for all caches, got {values}")
         return values.pop()
 
     def specs(self) -> list[CacheSpec]:

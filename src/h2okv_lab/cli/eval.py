@@ -24,7 +24,14 @@ from h2okv.cli.readers import choice
 from h2okv.config import BEST, BEST_HEAVY_FRACTION, KV_BITS, CacheConfig, flat_factors
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
 from h2okv.integration.names import check_name
-from h2okv.records import atomic_write, markdown_table, naming, unknown_name, write_csv
+from h2okv.records import (
+    atomic_write,
+    markdown_table,
+    naming,
+    short_repr,
+    unknown_name,
+    write_csv,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -181,6 +188,16 @@ def _fraction(option: str, value: float) -> float:
     return value
 
 
+def _token_range(option: str, text: str) -> tuple[int, int | None]:
+    """Read a number of tokens, or their first and last: the number, and how many are compared."""
+    first, dash, last = text.partition("-")
+    if first.isdecimal() and last.isdecimal() == bool(dash):
+        start, end = (int(first), int(last)) if dash else (1, int(first))
+        if 1 <= start <= end:
+            return end, end - start + 1 if dash else None
+    raise ValueError(f"{option} must be tokens, such as 32 or 129-256, got {short_repr(text)}")
+
+
 @args.subcommand(eval_app, "fidelity")
 def fidelity(
     trial: Trial = trial_options(
@@ -192,8 +209,9 @@ def fidelity(
         None, "Text, or JSONL of prompts; may be repeated.", read=readers.readable
     ),
     prompt_tokens: int = option(512, "Tokens of a text read at once.", read=readers.least),
-    new_tokens: int = option(32, "Tokens compared after them.", read=readers.least),
-    last: int | None = option(None, "Compare only the last of them.", read=readers.least),
+    new_tokens: Typed = option(
+        "32", "Tokens compared after them; 129-256: the last 128.", read=_token_range
+    ),
     texts: int | None = option(None, "Texts or prompts of each file (8).", read=readers.least),
     protocol: Typed = option(
         "decode",
@@ -215,7 +233,8 @@ def fidelity(
 
     sources = [Source.read(path) for path in data or ()]
     sources = sources or [Source("sample_prompt", readers.text_or_sample(None))]
-    task = args.build(Fidelity, locals())
+    new, last = new_tokens
+    task = args.build(Fidelity, locals() | {"new_tokens": new, "last": last})
 
     def run() -> tuple[int, list[dict[str, Any]]]:
         """Return the exit code, and the row of each cache that has finished."""
