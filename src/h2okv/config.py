@@ -609,7 +609,8 @@ class CacheConfig:
 
     def with_cuts(self, length: int | None) -> CacheConfig:
         """Return the config with `evict_every`, unless it has one that is not the default."""
-        return self.cut_every(length) if self.has_usual_cuts else self
+        is_usual = self.evict_every is None or self.cuts == self.usual_cuts
+        return self.cut_every(length) if is_usual else self
 
     def cut_every(self, every: int | str | None) -> CacheConfig:
         """Return the config with `evict_every`: tokens, 0 or ``None``, or a text of `cuts`."""
@@ -620,11 +621,6 @@ class CacheConfig:
     def with_usual_cuts(self) -> CacheConfig:
         """The config with the `evict_every` that its scoring asks for."""
         return self.cut_every(self.usual_cuts if self.usual_cuts != "0" else None)
-
-    @property
-    def has_usual_cuts(self) -> bool:
-        """Whether entries are evicted where the scoring asks for it by default."""
-        return self.evict_every is None or self.cuts == self.usual_cuts
 
     @property
     def cuts(self) -> str:

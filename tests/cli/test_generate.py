@@ -141,7 +141,10 @@ def test_summary_shows_mean_and_maximum_of_budgets_by_head(generate, tmp_path):
     heads = tmp_path / "heads.json"
     heads.write_text("[[0.5, 1.5], [1.0, 1.0]]")
     outcome = generate("--budget", "64+16", "--cache", f"layers={heads}", text="a cat " * 60)
-    assert "99 kept by a head on average, 131 by the largest" in outcome.err
+    pattern = r"(\d+) kept by a head on average, (\d+) by the largest"
+    average, largest = map(int, re.search(pattern, outcome.err).groups())
+    # 4 + 64 + 16 entries, or 4 + 96 + 16, and what was written since the prompt.
+    assert 84 <= average < 84 + 64 and largest == average + 32
     assert "| best:64+16,layers=by-head\n" in outcome.err
 
 
