@@ -237,8 +237,13 @@ def test_pins_stay(model):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"scoring": "expected", "sink": 4}, {"kv_bits": 8}], ids=str
-)
+    "options",
+    [
+        {}, {"scoring": "expected", "sink": 4}, {"kv_bits": 8},
+        {"scoring": "expected", "sink": 4, "evict_every": "prompt+8"},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_compiled_steps_evict_at_the_same_places(model, options):
     ids = torch.randint(2, 97, (2, 30), generator=torch.Generator().manual_seed(6))
     make = {"heavy": 8, "recent": 6, "evict_every": 8} | options
