@@ -209,9 +209,7 @@ def fidelity(
         None, "Text, or JSONL of prompts; may be repeated.", read=readers.readable
     ),
     prompt_tokens: int = option(512, "Tokens of a text read at once.", read=readers.least),
-    new_tokens: Typed = option(
-        "32", "Tokens compared after them; 129-256: the last 128.", read=_token_range
-    ),
+    new_tokens: Typed = option("32", "Compared after them; or such as 129-256.", read=_token_range),
     texts: int | None = option(None, "Texts or prompts of each file (8).", read=readers.least),
     protocol: Typed = option(
         "decode",
