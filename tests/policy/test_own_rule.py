@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from oracle import cache_of
+from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import h2okv
 from h2okv.policy import Sees
@@ -49,7 +50,8 @@ def test_dropping_equals_masking(make_llama, kept_sets, rule, chunk):
     caches[0].check_integrity()
 
 
-def test_a_block_without_padding_has_the_probabilities_of_the_sums(make_llama):
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_a_block_without_padding_has_the_probabilities_of_the_sums(make_llama, softcap):
     """`BlockView.probabilities` against the sums that the cache makes by tiles."""
 
     class Sums(h2okv.Rule):
@@ -60,6 +62,14 @@ def test_a_block_without_padding_has_the_probabilities_of_the_sums(make_llama):
             return block.probabilities().sum(dim=(2, 3))
 
     model = make_llama()
+    if softcap is not None:
+        torch.manual_seed(3)
+        config = Gemma2Config(
+            hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=97, head_dim=16, query_pre_attn_scalar=1,
+            attn_logit_softcapping=softcap, attn_implementation="h2o", initializer_range=0.3,
+        )  # fmt: skip
+        model = Gemma2ForCausalLM(config).eval()
     ids = torch.randint(2, 97, (1, 30), generator=torch.Generator().manual_seed(9))
     caches = [cache_of(model.config, 6, 4, policy=policy) for policy in ("h2o", Sums())]
     for cache in caches:

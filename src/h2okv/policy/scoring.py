@@ -63,6 +63,8 @@ class BlockView:
         wide = torch.promote_types(self.query.dtype, torch.float32)
         query = self.query.to(wide).unflatten(1, (heads, -1))
         logits = query @ self.key.to(wide).unsqueeze(2).transpose(-1, -2) * self.spec.scale
+        if (cap := self.spec.softcap) is not None:
+            logits = cap * torch.tanh(logits / cap)
         visible = torch.ones(length, count, dtype=torch.bool, device=self.key.device)
         visible = visible.tril(count - length)
         if self.entries is not None:
