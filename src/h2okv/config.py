@@ -614,13 +614,8 @@ class CacheConfig:
 
     def cut_every(self, every: int | str | None) -> CacheConfig:
         """Return the config with `evict_every`: tokens, 0 or ``None``, or a text of `cuts`."""
-        cuts: Any = every or None
+        cuts: Any = None if every in (0, "0") else every
         return replace(self, evict_every=cuts, whole_prompts=False)
-
-    @property
-    def with_usual_cuts(self) -> CacheConfig:
-        """The config with the `evict_every` that its scoring asks for."""
-        return self.cut_every(self.usual_cuts if self.usual_cuts != "0" else None)
 
     @property
     def cuts(self) -> str:

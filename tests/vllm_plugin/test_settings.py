@@ -75,6 +75,13 @@ def test_parse_without_the_setting_returns_none(nothing):
     assert parse(nothing) is None
 
 
+def test_spans_after_a_prompt_are_refused_by_name_and_otherwise_left_out():
+    assert not parse({"h2okv": "best:128"}).whole_prompts
+    for setting in ("best:128,every=prompt+64", SETTING | {"evict_every": "prompt+16"}):
+        with pytest.raises(ValueError, match=r"every=prompt\+\d+: inside vLLM.*give every="):
+            parse({"h2okv": setting})
+
+
 def test_the_setting_is_a_cache_config():
     options = SETTING | {"policy": "sink_recent", "sink": 2, "evict_every": 128}
     assert parse({"h2okv": options}) == CacheConfig(**options)

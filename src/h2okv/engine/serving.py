@@ -73,7 +73,7 @@ def with_states(
         cache = cache.cut_every(evict_every)
     elif evict_every is None and config.prefix_cache == 0:
         reason = "--prefix-cache 0"
-        cache = cache.with_usual_cuts
+        cache = cache.cut_every(cache.usual_cuts)
     elif evict_every is None and not can_score_spans(cache):
         reason = f"--policy {cache.policy}, which depends on where a prompt is cut"
     if reason is None:

@@ -313,7 +313,7 @@ class Kind(NamedTuple):
         return num_slots - 1 if self.empty is None else self.empty
 
     def resized(self, tensor: Tensor, num_slots: int) -> Tensor:
-        """Return a tensor with S slots, of which those behind the others are empty."""
+        """Pad a tensor with empty slots, or cut it, to S slots."""
         if not self.has_slots or tensor.shape[2] == num_slots:
             return tensor
         room = (0, 0) * (tensor.dim() - 3) + (0, num_slots - tensor.shape[2])

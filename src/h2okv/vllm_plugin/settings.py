@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from h2okv import cache_spec
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.support import check_layer_budgets, check_rule
 from h2okv.config import SPAN, CacheConfig
@@ -35,9 +36,10 @@ def parse(additional_config: Any) -> CacheConfig | None:
     if not isinstance(additional_config, Mapping) or KEY not in additional_config:
         return None
     values = additional_config[KEY]
+    named = values
     if isinstance(values, str):
         with refusing("h2okv", f"give for example {EXAMPLE}", ValueError):
-            config = CacheConfig.from_spec(values)
+            named, config = cache_spec.parse(values), CacheConfig.from_spec(values)
     elif isinstance(values, Mapping):
         config = CacheConfig.from_dict(values)
     else:
@@ -48,12 +50,12 @@ def parse(additional_config: Any) -> CacheConfig | None:
             " every request a block of one size before it knows any prompt; give a number of"
             f" tokens: {EXAMPLE}."
         )
-    config = config.with_cuts(None) if config.whole_prompts else config
-    if config.whole_prompts:
+    if config.whole_prompts and "evict_every" in named:
         raise ValueError(
-            f"h2okv: every=prompt+{config.span}: inside vLLM spans are counted from the text's"
-            f" first token; give every={config.span}."
+            f"h2okv: every={config.cuts}: inside vLLM spans are counted from the text's first"
+            f" token; give every={config.span}."
         )
+    config = config.cut_every(None) if config.whole_prompts else config
     _check_cache(config)
     return config
 

@@ -114,6 +114,11 @@ class Fidelity(Task):
     def __post_init__(self) -> None:
         check_least(new_tokens=self.new_tokens, texts=self.texts, last=self.last)
         check_least(2, prompt_tokens=self.prompt_tokens)
+        if self.last is not None and any(source.prompts for source in self.sources):
+            raise ValueError(
+                f"--new-tokens {self.new_tokens + 1 - self.last}-{self.new_tokens} is for texts, as"
+                f" answers to prompts differ in length; give --new-tokens {self.new_tokens}"
+            )
         self._samples: dict[int, _Sample] = {}
 
     def identity(self) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ CONFIGS = [
     CacheConfig.from_budget(0.5, min_tokens=0),
     CacheConfig.from_budget(0.1, min_tokens=0, scoring="decay"),
     CacheConfig.from_budget(12, policy="snapkv", kv_bits=8),
+    CacheConfig.from_budget(12, scoring="expected", sink=2, evict_every="prompt+4"),
 ]
 MESSAGES = {"messages": [{"role": "user", "content": "What did Holmes see in the street?"}]}
 
@@ -66,17 +67,18 @@ def check(subject, config, result, prompt, following, protocol, compared=0):
     assert (result["tokens"], result["bytes"]) == (compared or len(following) - 1, nbytes)
 
 
-@pytest.mark.parametrize("protocol", ["decode", "block"])
-def test_predictions_on_a_text_equal_those_of_separate_caches(subject, novel, protocol):
+@pytest.mark.parametrize(("protocol", "last"), [("decode", None), ("block", None), ("decode", 4)])
+def test_predictions_on_a_text_equal_those_of_separate_caches(subject, novel, protocol, last):
     task, results = compared(
         subject, [Source("novel", novel)], prompt_tokens=80, new_tokens=9, texts=2,
-        protocol=protocol,
+        protocol=protocol, last=last,
     )  # fmt: skip
     assert task.samples == [0, 1]
     for sample, content in task._samples.items():
         assert (len(content.prompt), len(content.following)) == (80, 10)
         for config, result in zip(CONFIGS, results, strict=True):
-            check(subject, config, result[sample], content.prompt, content.following, protocol)
+            following = content.following
+            check(subject, config, result[sample], content.prompt, following, protocol, last or 0)
 
 
 @pytest.mark.parametrize("protocol", ["decode", "block"])
@@ -238,3 +240,5 @@ def test_texts_above_the_number_of_prompts_is_refused(subject, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "It was a dark night"}\n')
     with pytest.raises(ValueError, match="'p' has 1 prompts; give --texts 1 or fewer"):
         compared(subject, [Source.read(tmp_path / "p.jsonl")], texts=2)
+    with pytest.raises(ValueError, match="--new-tokens 6-9 is for texts.*give --new-tokens 9$"):
+        compared(subject, [Source.read(tmp_path / "p.jsonl")], new_tokens=9, last=4)
