@@ -48,6 +48,10 @@ def test_a_text_is_a_cache(text):
     [
         ("", "an empty text; give such as best:20%"),
         ("h2o:5l2", "got '5l2'"),
+        (
+            "best:20%,every=prompt",
+            r"every must be tokens, such as 64, or prompt\+64 .*got 'prompt'",
+        ),
         ("best20%", "such as h2o, 20%, h2o:512 or best:20%,bits=8; got 'best20%'"),
         ("h2o:512,bit=8", r"option 'bit' is unknown; did you mean bits\?"),
         ("h2o:512,kv_bits=8", r"did you mean bits\?"),

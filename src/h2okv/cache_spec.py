@@ -72,7 +72,7 @@ def parse_cuts(text: str, where: str) -> dict[str, Any]:
 
     Args:
         text: the text.
-        where: what an error says that it is in.
+        where: the name of the option in an error.
 
     Raises:
         ValueError: if it is another text.
@@ -81,7 +81,7 @@ def parse_cuts(text: str, where: str) -> dict[str, Any]:
     if before.lower() == _PROMPT and plus and every.isdecimal():
         return {"evict_every": int(every), "whole_prompts": True}
     raise ValueError(
-        f"{where}: must be tokens, such as 64, or prompt+64 for an eviction after each prompt and"
+        f"{where} must be tokens, such as 64, or prompt+64 for an eviction after each prompt and"
         f" then every 64 tokens, got {short_repr(text)}."
     )
 
@@ -163,7 +163,7 @@ def _parse_option(name: str, value: str, where: str) -> dict[str, Any]:
     if name in _TEXTS:
         return {field: value}
     if name == "every" and value.lower().startswith(_PROMPT):
-        return parse_cuts(value, where)
+        return parse_cuts(value, f"{where}: every")
     with suppress(ValueError):
         number = int(value)
         return {field: None if number == 0 and name in _ZERO_IS_NONE else number}

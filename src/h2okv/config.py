@@ -208,7 +208,7 @@ def divided(values: Mapping[str, Any]) -> dict[str, Any]:
         options["policy"] = BEST
     every = options.get("evict_every")
     if isinstance(every, str) and every != _OF_POLICY:
-        options |= cache_spec.parse_cuts(every, f"evict_every={every!r}")
+        options |= cache_spec.parse_cuts(every, "evict_every")
     if isinstance(options.get("layer_budgets"), str):
         options["layer_budgets"] = _read_factors(options["layer_budgets"])
     budget = options.pop("budget", None)
@@ -480,7 +480,7 @@ class CacheConfig:
         if every == _OF_POLICY:
             # Rolling entries and a span must fit into a window that is not known here.
             scores_spans = self.scoring == _BEST_SCORING and self.positions != "rolling"
-            every, is_whole = (_SPAN_OF_BEST, True) if scores_spans else (None, False)
+            every, is_whole = (_SPAN_OF_BEST, True) if scores_spans else (None, is_whole)
         if every is not None:
             check_tokens("evict_every", every, 1)
         elif is_whole:
