@@ -38,7 +38,7 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
     from h2okv.config import CacheConfig
     from h2okv.engine.memory import data_bytes, peak_resident_bytes
     from h2okv.engine.sampling_params import SamplingParams
-    from h2okv.integration.loading import describe
+    from h2okv.models.loading import describe
     from h2okv.offload.batch_runner import BatchSequence
     from h2okv.offload.offload_engine import BatchRequest, open_runner
 

@@ -17,8 +17,8 @@ import torch
 
 from h2okv.config import CacheConfig
 from h2okv.console import Progress
-from h2okv.integration.chat_template import message_spans
 from h2okv.integration.enable import enable
+from h2okv.prompts.chat_template import message_spans
 from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
 from h2okv_lab.evaluation.tasks.fidelity import _FULL, Source, _Comparison, _Sample
 

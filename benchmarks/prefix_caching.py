@@ -39,9 +39,9 @@ import h2okv
 from h2okv.assets import sample_prompt
 from h2okv.config import CacheConfig
 from h2okv.engine.outputs import OutputDelta
-from h2okv.integration.chat_template import encode
-from h2okv.integration.loading import describe
-from h2okv.integration.messages import read_conversation
+from h2okv.models.loading import describe
+from h2okv.prompts.chat_template import encode
+from h2okv.prompts.messages import read_conversation
 from h2okv_lab.benchmarking.caches import CacheSpec
 from h2okv_lab.benchmarking.results import interleaved
 

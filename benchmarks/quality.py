@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from h2okv.console import Progress
-from h2okv.integration.loading import describe, load_weights, parse_device
+from h2okv.models.loading import describe, load_weights, parse_device
 from h2okv.records import write_csv
 from h2okv_lab.evaluation.model import ModelUnderTest
 from h2okv_lab.evaluation.runner import Evaluation, Run, SampleFile

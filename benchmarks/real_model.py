@@ -45,8 +45,8 @@ from record import (
 from transformers import PreTrainedModel
 
 from h2okv.config import CacheConfig
-from h2okv.integration.loading import describe
-from h2okv.integration.packed_linear import pack_linear_layers
+from h2okv.models.loading import describe
+from h2okv.models.packed_linear import pack_linear_layers
 from h2okv.offload.profile import Clock
 from h2okv.records import read_csv
 from h2okv_lab.benchmarking.caches import CacheRunner, CacheSpec, PeakRun, measure_peak, prompt_ids

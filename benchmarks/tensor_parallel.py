@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 import h2okv
 from h2okv.cache.argument import CACHE
-from h2okv.integration.loading import describe, load_weights
+from h2okv.models.loading import describe, load_weights
 
 PROMPT, STEPS = 1000, 200
 

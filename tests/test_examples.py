@@ -7,7 +7,7 @@ import pytest
 from public_names import internals
 
 from h2okv.cache.argument import CACHE
-from h2okv.integration.names import BUNDLED, PACKAGED, SMOLLM2
+from h2okv.models.names import BUNDLED, PACKAGED, SMOLLM2
 
 FOLDER = Path(__file__).parents[1] / "examples"
 OF_SERVERS = ("agent_loop",)  # tests/server/test_tools.py

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from public_names import internals
 
-from h2okv.integration import models
-from h2okv.integration.names import PACKAGED, SMOLLM2
+from h2okv.models import resolve as models
+from h2okv.models.names import PACKAGED, SMOLLM2
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples" / "tour.ipynb"

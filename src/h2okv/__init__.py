@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from h2okv.assets import sample_article
     from h2okv.cache import H2OCache
     from h2okv.cache.support import check_model
+    from h2okv.calibration.factors import measure_layer_budgets
     from h2okv.config import Budget, CacheConfig
     from h2okv.engine.config import EngineConfig
     from h2okv.engine.llm import LLM, AsyncLLM
@@ -27,11 +28,10 @@ if TYPE_CHECKING:
     )
     from h2okv.engine.sampling_params import SamplingParams
     from h2okv.integration.enable import disable, enable, prefill, recipe_path
-    from h2okv.integration.factors import measure_layer_budgets
-    from h2okv.integration.limits import PromptTooLongError
-    from h2okv.integration.loading import load
+    from h2okv.models.loading import load
     from h2okv.ops.dispatch import use as use_ops
     from h2okv.policy import Policy, Rule, policy_names, register_policy
+    from h2okv.prompts.limits import PromptTooLongError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -79,9 +79,9 @@ _MODULES: dict[str, tuple[str, ...]] = {
     ),
     "engine.sampling_params": ("SamplingParams",),
     "integration.enable": ("disable", "enable", "prefill", "recipe_path"),
-    "integration.factors": ("measure_layer_budgets",),
-    "integration.limits": ("PromptTooLongError",),
-    "integration.loading": ("load",),
+    "calibration.factors": ("measure_layer_budgets",),
+    "prompts.limits": ("PromptTooLongError",),
+    "models.loading": ("load",),
     "ops.dispatch": ("use_ops",),
     "policy": ("Policy", "Rule", "policy_names", "register_policy"),
 }
@@ -145,13 +145,13 @@ def _call_attention(name: str, *args: Any, **options: Any) -> Any:
 
 
 def _measure_budgets(*args: Any) -> Any:
-    from h2okv.integration import layer_budgets
+    from h2okv.calibration import layer_budgets
 
     return layer_budgets.budgets_of_model(*args)
 
 
 def _measure_keys(*args: Any) -> Any:
-    from h2okv.integration import key_transforms
+    from h2okv.calibration import key_transforms
 
     return key_transforms.transforms_of_model(*args)
 

@@ -17,7 +17,7 @@ from naive_h2o import NaiveH2O, NearTieError
 from oracle import cache_of
 
 import h2okv
-from h2okv.integration.key_transforms import transforms_of_model
+from h2okv.calibration.key_transforms import transforms_of_model
 
 HEADS = 4
 DEFAULTS = {

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
 from h2okv.cache.slot_state import EntryStorage
-from h2okv.integration.key_transforms import transforms_of_model
+from h2okv.calibration.key_transforms import transforms_of_model
 from h2okv.ops.decode import decode_with_scores
 from h2okv.ops.quant import KeyTransform, pack
 from h2okv.ops.reference import AttentionSpec, attention_with_scores

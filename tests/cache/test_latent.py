@@ -12,7 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import eager_attention
 import h2okv
 from h2okv.cache.argument import CACHE
 from h2okv.engine.model_runner import check_divides
-from h2okv.integration.packed_linear import pack_linear_layers
+from h2okv.models.packed_linear import pack_linear_layers
 from h2okv_lab.analysis.eviction_trace import follow, split_budget
 
 pytestmark = pytest.mark.skipif(CACHE != "cache", reason="needs transformers 5.24")

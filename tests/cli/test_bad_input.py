@@ -237,6 +237,6 @@ def test_invalid_options_are_refused_before_the_weights_load(
     monkeypatch.chdir(tmp_path)
     # The engine's first: its import must not copy the replaced function.
     monkeypatch.setattr("h2okv.engine.engine.load_weights", load)
-    monkeypatch.setattr("h2okv.integration.loading.load_weights", load)
+    monkeypatch.setattr("h2okv.models.loading.load_weights", load)
     outcome = h2okv_command(*line.split(), "--model", model_folder)
     assert_one_sentence(outcome, BEFORE_THE_WEIGHTS[line])

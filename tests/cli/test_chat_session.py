@@ -15,7 +15,7 @@ from h2okv.chat.session import Chat
 from h2okv.config import CacheConfig
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.loading import describe, load_weights
+from h2okv.models.loading import describe, load_weights
 
 ANSWER = 12
 LONG_TURN = "a heron, a fox; 7 owls? " * 3

@@ -196,7 +196,7 @@ def test_a_system_message_is_a_text_or_a_file_in_every_command(tmp_path, monkeyp
 @pytest.mark.parametrize("name", ["./nowhere", "smolm2", "SmolLM2", "nowhere.gguf", " "])
 def test_a_missing_model_is_named_by_argument_and_by_option(name, capsys):
     from h2okv.cli.app import run
-    from h2okv.integration.names import check_name
+    from h2okv.models.names import check_name
 
     with pytest.raises(ValueError, match="^model ") as caught:
         check_name(name)

@@ -3,7 +3,7 @@ from transformers import DynamicCache
 
 from h2okv.chat.generation import Job, count_same_choices, generate_once
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.loading import describe, load_weights
+from h2okv.models.loading import describe, load_weights
 
 
 def test_count_same_choices_counts_equal_tokens(model_folder, prompt):

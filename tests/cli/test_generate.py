@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
 from h2okv.assets import bundled_model_path
+from h2okv.calibration import layer_budgets as own_budgets
 from h2okv.config import CacheConfig
-from h2okv.integration import layer_budgets as own_budgets
 
 BUDGET = ("--policy", "h2o", "--budget", "16+16")
 RUN_FIELDS = {

@@ -11,7 +11,7 @@ from h2okv.chat.generation import Job, generate_and_compare, generate_once
 from h2okv.cli.generate import report
 from h2okv.config import CacheConfig
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.loading import describe, load_weights
+from h2okv.models.loading import describe, load_weights
 
 pytestmark = pytest.mark.slow
 

@@ -140,7 +140,7 @@ def test_the_secret_is_private(run, tmp_path):
 def test_a_state_whose_keys_were_not_transformed_is_not_used(run, tmp_path, caplog, monkeypatch):
     cold = run(TEXT, 5, kv_bits=4)[0]
     with monkeypatch.context() as patch:
-        patch.setattr("h2okv.integration.key_transforms.transforms_of_model", lambda *_: {})
+        patch.setattr("h2okv.calibration.key_transforms.transforms_of_model", lambda *_: {})
         run(TEXT, 5, tmp_path, kv_bits=4)
     (path,) = files(tmp_path)
     with caplog.at_level(logging.WARNING, "h2okv.engine"):

@@ -8,8 +8,8 @@ from vision_table import IMAGE, VISION_FAMILIES, tiny_vision_model
 
 import h2okv
 from h2okv.cache.argument import CACHE
-from h2okv.integration.images import IMAGE_TYPES, EncodedPrompt
-from h2okv.integration.messages import FieldError, read_conversation
+from h2okv.prompts.images import IMAGE_TYPES, EncodedPrompt
+from h2okv.prompts.messages import FieldError, read_conversation
 
 every_family = pytest.mark.parametrize("family", VISION_FAMILIES, ids=lambda family: family.name)
 BUDGET = {"heavy": 6, "recent": 4, "sink": 1}
@@ -192,8 +192,8 @@ def test_broken_huge_and_unknown_images_are_refused():
         ],
         "of 8192 x 4097 pixels brings the prompt's images to 33,562,624": [encoded(bomb)],
     }  # fmt: skip
-    from h2okv.integration.images import open_images
-    from h2okv.integration.messages import ImagePart
+    from h2okv.prompts.images import open_images
+    from h2okv.prompts.messages import ImagePart
 
     for words, files in bad.items():
         for data in files:
@@ -212,7 +212,7 @@ def test_broken_huge_and_unknown_images_are_refused():
 def test_without_pillow_the_error_says_how_to_get_it(monkeypatch):
     import importlib
 
-    from h2okv.integration import images
+    from h2okv.prompts import images
 
     def missing(name):
         raise ImportError(name)

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
+from h2okv.calibration import factors, layer_budgets
+from h2okv.calibration.layer_budgets import Weights
 from h2okv.config import CacheConfig
-from h2okv.integration import factors, layer_budgets
-from h2okv.integration.layer_budgets import Weights
 from h2okv.offload import measure, offload_engine
 from h2okv.offload.checkpoint import open_checkpoint
 

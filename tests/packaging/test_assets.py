@@ -2,7 +2,7 @@ import ast
 import json
 
 from h2okv.assets import bundled_model_path, calibration_texts, sample_prompt
-from h2okv.integration.factors import WINDOW
+from h2okv.calibration.factors import WINDOW
 
 
 def test_the_bundled_model_is_there():

@@ -7,9 +7,9 @@ import pytest
 
 import h2okv
 from h2okv.cache.argument import CACHE
-from h2okv.integration import layer_budgets
-from h2okv.integration.factors import Shares
-from h2okv.integration.names import PACKAGED, SMOLLM2
+from h2okv.calibration import layer_budgets
+from h2okv.calibration.factors import Shares
+from h2okv.models.names import PACKAGED, SMOLLM2
 
 ROOT = Path(__file__).parents[2]
 QUESTION = "What is the capital of France?"

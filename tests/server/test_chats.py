@@ -2,7 +2,7 @@ import copy
 
 import pytest
 
-from h2okv.integration.chat_template import chat_text
+from h2okv.prompts.chat_template import chat_text
 from h2okv.server.tokenization import shared_prefix
 
 CHATML = (

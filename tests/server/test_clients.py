@@ -10,7 +10,7 @@ import openai
 import pytest
 
 import h2okv
-from h2okv.integration.limits import PromptLimits
+from h2okv.prompts.limits import PromptLimits
 from h2okv.server.tokenization import PromptReader
 
 USER = {"role": "user", "content": "Who are you?"}
@@ -146,7 +146,7 @@ def test_final_assistant_message_is_continued(served, fake, switch):
 
 
 def test_leading_space_of_a_continued_message_stays(bundled_tokenizer):
-    from h2okv.integration.messages import Conversation
+    from h2okv.prompts.messages import Conversation
 
     reader = PromptReader(bundled_tokenizer)
     begun = {"role": "assistant", "content": "I am"}

@@ -8,7 +8,7 @@ from PIL import Image
 from tiny_vlm import data_url, encoded, picture, save_tiny_vlm
 
 import h2okv
-from h2okv.integration.messages import read_conversation
+from h2okv.prompts.messages import read_conversation
 
 QUESTION = {"type": "text", "text": "What is it?"}
 

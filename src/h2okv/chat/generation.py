@@ -33,8 +33,8 @@ from h2okv.engine.detokenizer import Detokenizer, StopText
 from h2okv.engine.sampler import RefuseNaN, eos_token_ids, generation_kwargs
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.enable import enable, input_device, read_blocks
-from h2okv.integration.images import images_for
-from h2okv.integration.loading import Described
+from h2okv.models.loading import Described
+from h2okv.prompts.images import images_for
 
 LONG_PROMPT = 512  # tokens from which reading a prompt shows a progress bar
 FULL = "full cache"

@@ -18,8 +18,8 @@ from h2okv.chat.generation import Generation, GenerationRun
 from h2okv.console import Interrupt
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.chat_template import ChatTemplateError, chat_text, encode, message_spans
-from h2okv.integration.loading import Described
+from h2okv.models.loading import Described
+from h2okv.prompts.chat_template import ChatTemplateError, chat_text, encode, message_spans
 from h2okv.records import parse_json, refusing
 
 Message = dict[str, str]

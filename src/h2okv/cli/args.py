@@ -26,7 +26,7 @@ from h2okv.cli.help_page import describe, order
 from h2okv.cli.replaced import check_placement
 from h2okv.config import BEST, POLICIES, SCORINGS, CacheConfig
 from h2okv.console import check_least
-from h2okv.integration.names import check_name
+from h2okv.models.names import check_name
 from h2okv.records import unknown_name
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from h2okv.engine.sampling_params import SamplingParams
-    from h2okv.integration.loading import Described
+    from h2okv.models.loading import Described
 
     Typed = Any
 else:
@@ -339,13 +339,13 @@ class ModelOptions:
     @property
     def device(self) -> torch.device:
         """The device; ValueError if this machine does not have it."""
-        from h2okv.integration.loading import parse_device
+        from h2okv.models.loading import parse_device
 
         return parse_device(self.device_name)
 
     def describe(self) -> Described:
         """Read config and tokenizer, which shows most mistakes before the weights load."""
-        from h2okv.integration.loading import describe
+        from h2okv.models.loading import describe
 
         _ = self.device
         return describe(self.name)
@@ -358,7 +358,7 @@ class ModelOptions:
         dtype: torch.dtype | None = None,
     ) -> PreTrainedModel:
         """Load the weights; `dtype` is the default if the user chose none."""
-        from h2okv.integration.loading import load_weights
+        from h2okv.models.loading import load_weights
 
         if compiled and weight_bits is not None:
             raise ValueError("--compile and --weight-bits exclude each other; choose one")

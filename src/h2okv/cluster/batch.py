@@ -8,7 +8,7 @@ from typing import Any
 
 from h2okv.cluster.ray_cluster import cluster, import_ray, place_copies, reason
 from h2okv.console import Progress
-from h2okv.integration.loading import Described, parse_device
+from h2okv.models.loading import Described, parse_device
 from h2okv.offload.job import Job, Prompt, PromptFile, Summary, TextCodec, generate_records
 from h2okv.offload.offload_engine import BATCH_SIZE, BatchRequest, describe_for, open_runner, run
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import config_identity
+from h2okv.calibration.layer_budgets import even_budgets, with_measured_budgets
 from h2okv.config import MEASURED, Budget
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.memory import MemoryModel, give_memory_back
@@ -34,12 +35,11 @@ from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
 from h2okv.engine.serving import config_for, prompt_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
-from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import enable, input_device
-from h2okv.integration.images import EncodedPrompt
-from h2okv.integration.layer_budgets import even_budgets, with_measured_budgets
-from h2okv.integration.loading import Described, context_of, describe, load_weights
-from h2okv.integration.messages import Conversation
+from h2okv.models.loading import Described, context_of, describe, load_weights
+from h2okv.prompts.chat_template import encode
+from h2okv.prompts.images import EncodedPrompt
+from h2okv.prompts.messages import Conversation
 from h2okv.provenance import fingerprint
 from h2okv.records import refusing
 
@@ -70,7 +70,7 @@ class Engine:
                 raise ValueError(
                     f"weight_bits={config.weight_bits} is for a model that is loaded here; give its"
                     " name or folder, or change yours by"
-                    " h2okv.integration.packed_linear.pack_linear_layers(model, 4)."
+                    " h2okv.models.packed_linear.pack_linear_layers(model, 4)."
                 )
             name = str(model.config._name_or_path or "")
             if tokenizer is None and not name:

@@ -24,9 +24,9 @@ from h2okv.engine.outputs import EngineStats, EngineStoppedError, OutputDelta, R
 from h2okv.engine.request import Event, Pins, Request
 from h2okv.engine.sampler import model_sampling
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.chat_template import message_spans
-from h2okv.integration.images import EncodedPrompt
-from h2okv.integration.messages import read_conversation
+from h2okv.prompts.chat_template import message_spans
+from h2okv.prompts.images import EncodedPrompt
+from h2okv.prompts.messages import read_conversation
 from h2okv.records import check_arguments, short_repr
 
 _Events = asyncio.Queue[Event]

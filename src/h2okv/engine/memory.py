@@ -18,7 +18,7 @@ from h2okv.cache import H2OCache
 from h2okv.cache.linear_states import state_bytes
 from h2okv.cache.slot_state import SlotBytes, SlotState, slots_for
 from h2okv.cache.support import latent_sizes, num_kv_heads, size_of
-from h2okv.integration.packed_linear import limit_kernels
+from h2okv.models.packed_linear import limit_kernels
 
 _STRICT = ((-3, 128 << 10), (-1, 4 << 20), (-8, 2))
 """M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX."""

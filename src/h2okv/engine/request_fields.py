@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.messages import EMPTY, FieldError
+from h2okv.prompts.messages import EMPTY, FieldError
 from h2okv.records import short_repr
 
 Unsupported = Mapping[str, tuple[Any, ...]]

@@ -21,10 +21,10 @@ from h2okv.engine.request_fields import (
     sampling_values,
 )
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.chat_template import PLAIN_STOPS
-from h2okv.integration.loading import Described
-from h2okv.integration.messages import Conversation, FieldError, read_conversation
+from h2okv.models.loading import Described
 from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner, sequence_seed
+from h2okv.prompts.chat_template import PLAIN_STOPS
+from h2okv.prompts.messages import Conversation, FieldError, read_conversation
 from h2okv.provenance import digest
 from h2okv.records import (
     Record,

@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from h2okv.cache.argument import cache_in
-from h2okv.config import CacheConfig
-from h2okv.integration.factors import FOLLOWING, FRACTIONS, WINDOW, Shares
-from h2okv.integration.layer_budgets import (
+from h2okv.calibration.factors import FOLLOWING, FRACTIONS, WINDOW, Shares
+from h2okv.calibration.layer_budgets import (
     Weights,
     measure_model,
     stored_budgets,
     with_measured_budgets,
 )
-from h2okv.integration.loading import Described
+from h2okv.config import CacheConfig
+from h2okv.models.loading import Described
 from h2okv.offload.checkpoint import CheckpointFiles, StoredTensor, bytes_of, named_keys, read_group
 from h2okv.offload.meta_model import MetaModel, ParameterSlot, Unit
 from h2okv.provenance import chunks_of, weight_print

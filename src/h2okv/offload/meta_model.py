@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache.support import auto_model
 from h2okv.console import optional
-from h2okv.integration.loading import drop_stored_modes
+from h2okv.models.loading import drop_stored_modes
 
 _ALIGNMENT = 64
 _GROUPS = (64, 32)  # of int4: numbers with a common scale; the first that divides a row is used

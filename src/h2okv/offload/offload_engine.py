@@ -15,21 +15,21 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.config import MEASURED, CacheConfig
-from h2okv.console import Progress, format_bytes
-from h2okv.engine import memory as process
-from h2okv.engine.memory import MemoryModel
-from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.factors import Shares
-from h2okv.integration.layer_budgets import (
+from h2okv.calibration.factors import Shares
+from h2okv.calibration.layer_budgets import (
     even_budgets,
     measure_model,
     measuring_command,
     with_measured_budgets,
 )
-from h2okv.integration.loading import Described, describe, load_weights
-from h2okv.integration.models import default_dtype
-from h2okv.integration.names import cache_folder
+from h2okv.config import MEASURED, CacheConfig
+from h2okv.console import Progress, format_bytes
+from h2okv.engine import memory as process
+from h2okv.engine.memory import MemoryModel
+from h2okv.engine.sampling_params import SamplingParams
+from h2okv.models.loading import Described, describe, load_weights
+from h2okv.models.names import cache_folder
+from h2okv.models.resolve import default_dtype
 from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner
 from h2okv.offload.checkpoint import (
     CheckpointFiles,

@@ -78,7 +78,7 @@ class ServeRequest:
 
     def engine_config(self) -> EngineConfig:
         """Return the engine's config with the tokens of all shared prefixes."""
-        from h2okv.integration.loading import describe
+        from h2okv.models.loading import describe
         from h2okv.server.errors import ApiError
         from h2okv.server.tokenization import shared_prefix
 

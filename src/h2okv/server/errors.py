@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from h2okv.engine import outputs
-from h2okv.integration.limits import PromptTooLongError
-from h2okv.integration.messages import FieldError
+from h2okv.prompts.limits import PromptTooLongError
+from h2okv.prompts.messages import FieldError
 
 LOG = logging.getLogger("h2okv.server")
 

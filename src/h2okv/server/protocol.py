@@ -27,7 +27,7 @@ from h2okv.config import Budget, CacheConfig
 from h2okv.engine.request_fields import UNSUPPORTED, Unsupported, known_fields, sampling_values
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.structured import json_grammar
-from h2okv.integration.messages import (
+from h2okv.prompts.messages import (
     Conversation,
     FieldError,
     Message,

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from h2okv.engine.json_schemas import SchemaError, enforceable
 from h2okv.engine.structured import json_grammar, raw_rule
-from h2okv.integration.messages import EMPTY, FieldError
-from h2okv.integration.tool_messages import CallForm, call_form
+from h2okv.prompts.messages import EMPTY, FieldError
+from h2okv.prompts.tool_messages import CallForm, call_form
 from h2okv.records import short_repr
 from h2okv.server.tools import CLOSE, MARKERS, OPEN, PYTHON_TAG
 

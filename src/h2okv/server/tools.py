@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from h2okv.engine.structured import fits
-from h2okv.integration.messages import parse_object
+from h2okv.prompts.messages import parse_object
 
 OPEN, CLOSE, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 MARKERS = (OPEN, CLOSE, PYTHON_TAG)

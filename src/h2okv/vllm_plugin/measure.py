@@ -14,15 +14,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from h2okv.config import FACTORS_VERSION, MEASURED, CacheConfig
-from h2okv.integration.factors import Shares
-from h2okv.integration.layer_budgets import (
+from h2okv.calibration.factors import Shares
+from h2okv.calibration.layer_budgets import (
     even_budgets,
     measure_model,
     with_measured_budgets,
     with_shares,
 )
-from h2okv.integration.names import cache_folder
+from h2okv.config import FACTORS_VERSION, MEASURED, CacheConfig
+from h2okv.models.names import cache_folder
 from h2okv.provenance import digest
 from h2okv.records import first_line, parse_json, write_json
 
@@ -73,7 +73,7 @@ def _main() -> None:
     """Measure the model that stdin names; write its shares to stdout, or null."""
     import torch
 
-    from h2okv.integration.loading import describe, load_weights, parse_device
+    from h2okv.models.loading import describe, load_weights, parse_device
 
     source, dtype, options = json.loads(sys.stdin.read())
     described = describe(source)

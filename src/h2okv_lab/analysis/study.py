@@ -15,8 +15,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import h2okv
-from h2okv.integration.chat_template import encode
 from h2okv.policy import Rule
+from h2okv.prompts.chat_template import encode
 from h2okv.records import Record, Row, atomic_write, check_settings, refusing, write_json
 from h2okv_lab.analysis import attention_stats
 from h2okv_lab.analysis.ablation import dense_losses

@@ -22,7 +22,7 @@ from h2okv.cache import H2OCache
 from h2okv.cache.support import auto_model
 from h2okv.config import Positions
 from h2okv.engine.memory import MemoryModel
-from h2okv.integration.loading import describe, load_weights
+from h2okv.models.loading import describe, load_weights
 
 # Names of sizes in --shape, and in a model's config.
 _SIZES = {

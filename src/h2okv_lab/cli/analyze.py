@@ -117,7 +117,7 @@ def view(
     open_browser: bool = option(True, "Open the page in the browser.", "--open/--no-open"),
 ) -> int:
     wording = readers.text_or_sample(text)
-    from h2okv.integration.models import fast_dtype
+    from h2okv.models.resolve import fast_dtype
     from h2okv_lab.analysis.attention_stats import full_attention_layers
     from h2okv_lab.analysis.viewer.reading import LEAST_TOKENS, Reader
     from h2okv_lab.analysis.viewer.server import PageServer

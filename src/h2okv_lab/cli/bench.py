@@ -13,7 +13,7 @@ from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, option
 from h2okv.cli.readers import numbers
 from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
-from h2okv.integration.names import check_name
+from h2okv.models.names import check_name
 from h2okv.records import CsvFile, Row, unknown_name
 
 if TYPE_CHECKING:
@@ -75,9 +75,9 @@ def bench(
         raise ValueError("--plot draws steps by context, not --memory; leave one of them out")
     import torch
 
+    from h2okv.calibration.layer_budgets import even_budgets
     from h2okv.integration.enable import check_compiler
-    from h2okv.integration.layer_budgets import even_budgets
-    from h2okv.integration.loading import parse_device
+    from h2okv.models.loading import parse_device
     from h2okv_lab.benchmarking import comparison, results
 
     torch_device = parse_device(args.chosen_device())

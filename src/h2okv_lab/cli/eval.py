@@ -23,7 +23,7 @@ from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, opt
 from h2okv.cli.readers import choice
 from h2okv.config import BEST, BEST_HEAVY_FRACTION, KV_BITS, CacheConfig, flat_factors
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
-from h2okv.integration.names import check_name
+from h2okv.models.names import check_name
 from h2okv.records import (
     atomic_write,
     markdown_table,
@@ -343,9 +343,9 @@ def layers(
         )
     import torch
 
-    from h2okv.integration.chat_template import encode
-    from h2okv.integration.layer_budgets import calibration_ids
+    from h2okv.calibration.layer_budgets import calibration_ids
     from h2okv.offload.offload_engine import OffloadRequest, measure
+    from h2okv.prompts.chat_template import encode
 
     described = model.describe()
     if wording is None:

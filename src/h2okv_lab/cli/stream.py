@@ -22,7 +22,7 @@ from h2okv.console import (
 from h2okv.records import read_text_file
 
 if TYPE_CHECKING:
-    from h2okv.integration.loading import Described
+    from h2okv.models.loading import Described
     from h2okv_lab.evaluation.stream_data import ConversationSource, TextSource
     from h2okv_lab.evaluation.streaming import Step, Stream
 
@@ -73,7 +73,7 @@ def stream(
         raise ValueError(f"{problem} given; give one of them")
     wording = None if text is None else read_text_file(text)
     from h2okv.cache.support import context_window
-    from h2okv.integration.layer_budgets import with_measured_budgets
+    from h2okv.calibration.layer_budgets import with_measured_budgets
     from h2okv_lab.evaluation.stream_data import ConversationSource, TextSource
     from h2okv_lab.evaluation.streaming import Stream, StreamSettings
 

@@ -21,15 +21,15 @@ import h2okv
 from h2okv.cache import CACHE, H2OCache
 from h2okv.cache.shared import SharedPrefill, shares_prompt
 from h2okv.cache.support import config_of, context_window
+from h2okv.calibration.layer_budgets import with_measured_budgets
 from h2okv.config import MEASURED, CacheConfig
 from h2okv.engine.detokenizer import SequenceText
 from h2okv.engine.model_runner import left_padded
 from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.chat_template import encode
 from h2okv.integration.enable import input_device
-from h2okv.integration.layer_budgets import with_measured_budgets
 from h2okv.policy import Sees
+from h2okv.prompts.chat_template import encode
 from h2okv.provenance import fingerprint
 from h2okv_lab.masking import PER_QUERY, MaskedCache
 

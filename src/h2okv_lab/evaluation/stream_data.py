@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from h2okv.integration.chat_template import chat_text, encode
+from h2okv.prompts.chat_template import chat_text, encode
 from h2okv.provenance import digest
 from h2okv.records import Record, check_text, read_jsonl
 

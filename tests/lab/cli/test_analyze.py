@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_model_is_loaded(
     def load(*_):
         raise AssertionError("the folder was to be looked at first")
 
-    monkeypatch.setattr("h2okv.integration.loading.describe", load)
+    monkeypatch.setattr("h2okv.models.loading.describe", load)
     (tmp_path / "file").write_text("x")
     for folder in ("/proc/x", "/proc/x/y", tmp_path / "file", tmp_path / "file" / "report"):
         done = h2okv_command("analyze", "--out", folder)

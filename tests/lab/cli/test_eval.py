@@ -319,7 +319,7 @@ def test_samples_of_other_settings_are_refused(h2okv_command, model_folder, arti
 
 def test_a_window_that_evicts_nothing_is_refused(h2okv_command, novel_file, tmp_path, monkeypatch):
     # Refused before the weights load.
-    monkeypatch.setattr("h2okv.integration.loading.load_weights", None)
+    monkeypatch.setattr("h2okv.models.loading.load_weights", None)
     done = h2okv_command(
         "eval", "perplexity", "--text", novel_file, "--length", 64, "--csv", tmp_path / "p.csv"
     )
@@ -328,7 +328,7 @@ def test_a_window_that_evicts_nothing_is_refused(h2okv_command, novel_file, tmp_
 
 
 def test_a_needle_that_is_too_long_is_refused_early(h2okv_command, tmp_path, monkeypatch):
-    monkeypatch.setattr("h2okv.integration.loading.load_weights", None)
+    monkeypatch.setattr("h2okv.models.loading.load_weights", None)
     done = h2okv_command("eval", "needle", "--lengths", "2048", "--csv", tmp_path / "n.csv")
     assert done.code == 2
     assert "add --cache positions=rolling,every=64." in done.err

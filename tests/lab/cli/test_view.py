@@ -76,7 +76,7 @@ def test_a_bad_path_is_refused_before_the_model_is_loaded(h2okv_command, monkeyp
     def load(*_):
         raise AssertionError("the path was to be looked at first")
 
-    monkeypatch.setattr("h2okv.integration.loading.describe", load)
+    monkeypatch.setattr("h2okv.models.loading.describe", load)
     done = h2okv_command("view", "--export", path)
     assert done.code == 2 and done.err.count("\n") == 1
     assert f"--export '{path}' cannot be written" in done.err and reason in done.err

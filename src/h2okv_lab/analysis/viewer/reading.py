@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from h2okv.config import CacheConfig
 from h2okv.integration.enable import input_device
-from h2okv.integration.loading import Described
+from h2okv.models.loading import Described
 from h2okv.policy import get_rule
 from h2okv_lab.analysis.attention_stats import (
     Tick,

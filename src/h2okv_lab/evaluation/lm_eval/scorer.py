@@ -23,7 +23,7 @@ from h2okv.config import CacheConfig
 from h2okv.engine.model_runner import left_padded
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.integration.enable import enable, input_device
-from h2okv.integration.loading import drop_stored_modes
+from h2okv.models.loading import drop_stored_modes
 from h2okv.policy import get_rule
 from h2okv.provenance import fingerprint
 from h2okv_lab.evaluation.lm_eval.settings import SETTINGS

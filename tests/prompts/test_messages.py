@@ -6,8 +6,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from h2okv.assets import bundled_model_path
-from h2okv.integration.chat_template import ChatTemplateError, chat_text, encode, message_spans
-from h2okv.integration.messages import (
+from h2okv.prompts.chat_template import ChatTemplateError, chat_text, encode, message_spans
+from h2okv.prompts.messages import (
     Conversation,
     FieldError,
     read_conversation,

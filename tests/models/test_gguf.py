@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
 from h2okv.cli.app import run
-from h2okv.integration import gguf as conversion
-from h2okv.integration import gguf_weights
-from h2okv.integration.gguf import RECORD, converted
-from h2okv.integration.names import PACKAGED, SMOLLM2, cache_folder, find_gguf
+from h2okv.models import gguf as conversion
+from h2okv.models import gguf_weights
+from h2okv.models.gguf import RECORD, converted
+from h2okv.models.names import PACKAGED, SMOLLM2, cache_folder, find_gguf
 
 TEXT = "the cat sat on the mat and the dog sat on the log, "
 TEMPLATE = "{% for message in messages %}<turn>{{ message.content }}<end>{% endfor %}"
@@ -474,7 +474,7 @@ def test_smollm2_is_as_transformers_reads_it_and_answers():
 _PEAK = """
 import sys, torch
 from pathlib import Path
-from h2okv.integration import gguf, loading
+from h2okv.models import gguf, loading
 if sys.argv[1] == "convert":
     gguf.converted(Path(sys.argv[2]))
 else:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from h2okv.integration.gguf import converted, sha256, temporary_folder
-from h2okv.integration.names import (
+from h2okv.models.gguf import converted, sha256, temporary_folder
+from h2okv.models.names import (
     BUNDLED,
     PACKAGED,
     Packaged,

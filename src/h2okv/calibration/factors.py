@@ -28,7 +28,7 @@ from h2okv.config import (
 )
 from h2okv.console import write_remark
 from h2okv.integration.enable import input_device, prefill, restore_attention
-from h2okv.integration.loading import context_of
+from h2okv.models.loading import context_of
 from h2okv.records import first_line
 
 _PROMPT, FOLLOWING, _WINDOWS = 1024, 192, 4  # tokens of a window; windows of a text

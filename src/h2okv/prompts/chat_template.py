@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from h2okv.integration.limits import PromptLimits
-from h2okv.integration.messages import Conversation, FieldError
-from h2okv.integration.tool_messages import as_plain_messages, takes_tools
+from h2okv.prompts.limits import PromptLimits
+from h2okv.prompts.messages import Conversation, FieldError
+from h2okv.prompts.tool_messages import as_plain_messages, takes_tools
 from h2okv.records import unknown_name
 
 if TYPE_CHECKING:

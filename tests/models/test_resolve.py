@@ -13,9 +13,9 @@ from transformers import AutoConfig
 
 import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.integration import models
-from h2okv.integration.models import default_dtype, fast_dtype, pull, resolve_model
-from h2okv.integration.names import PACKAGED, SMOLLM2, cache_folder
+from h2okv.models import resolve as models
+from h2okv.models.names import PACKAGED, SMOLLM2, cache_folder
+from h2okv.models.resolve import default_dtype, fast_dtype, pull, resolve_model
 
 CONTENT = b"GGUF, or so it says"
 

@@ -10,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import h2okv
 from h2okv.cli.app import run
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.chat_template import encode, message_spans
-from h2okv.integration.loading import describe
+from h2okv.models.loading import describe
 from h2okv.offload.job import TextCodec
+from h2okv.prompts.chat_template import encode, message_spans
 from h2okv.server.tokenization import PromptReader
 
 WORDS = ["<unk>", "<s>", "</s>", "hello", "world"]

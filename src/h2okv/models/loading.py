@@ -15,16 +15,16 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.distributed import DistributedConfig
 
 from h2okv.cache.support import auto_model, check_model
-from h2okv.integration.chat_template import encode, plain_template
 from h2okv.integration.enable import enable
-from h2okv.integration.end_tokens import add_end_tokens
-from h2okv.integration.gguf import check_complete
-from h2okv.integration.images import ImageEncoder
-from h2okv.integration.limits import PromptLimits
-from h2okv.integration.messages import Conversation
-from h2okv.integration.models import default_dtype, resolve_model
-from h2okv.integration.names import check_name
-from h2okv.integration.packed_linear import check_weight_bits, int4_bytes, pack_linear_layers
+from h2okv.models.end_tokens import add_end_tokens
+from h2okv.models.gguf import check_complete
+from h2okv.models.names import check_name
+from h2okv.models.packed_linear import check_weight_bits, int4_bytes, pack_linear_layers
+from h2okv.models.resolve import default_dtype, resolve_model
+from h2okv.prompts.chat_template import encode, plain_template
+from h2okv.prompts.images import ImageEncoder
+from h2okv.prompts.limits import PromptLimits
+from h2okv.prompts.messages import Conversation
 from h2okv.records import first_line, refusing
 
 _NUMBERS_AT_ONCE = 4 << 20  # numbers at a time

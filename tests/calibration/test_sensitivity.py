@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from h2okv.cache.argument import CACHE
-from h2okv.integration.factors import _Prompt, losses_by_entries, measure_layer_budgets
+from h2okv.calibration.factors import _Prompt, losses_by_entries, measure_layer_budgets
 
 LENGTH, FOLLOWING, STEP = 24, 8, 0.02
 
@@ -50,7 +50,7 @@ def test_a_model_is_as_before(make_llama, text):
 
 
 def test_packed_layers_have_gradients(make_llama, text):
-    from h2okv.integration.packed_linear import pack_linear_layers
+    from h2okv.models.packed_linear import pack_linear_layers
 
     model = make_llama(attention="sdpa").to(torch.bfloat16)
     order = torch.arange(LENGTH).expand(2, LENGTH)

@@ -20,6 +20,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from h2okv.assets import calibration_texts
 from h2okv.cache import H2OCache
 from h2okv.cache.support import unwrap
+from h2okv.calibration.factors import (
+    NUM_PASSES,
+    WINDOW,
+    Shares,
+    expected_seconds,
+    measure_shares,
+)
 from h2okv.config import (
     BEST,
     BEST_HEAVY_FRACTION,
@@ -29,17 +36,10 @@ from h2okv.config import (
     CacheConfig,
 )
 from h2okv.console import Progress, format_duration, write_remark
-from h2okv.integration.chat_template import encode
-from h2okv.integration.factors import (
-    NUM_PASSES,
-    WINDOW,
-    Shares,
-    expected_seconds,
-    measure_shares,
-)
-from h2okv.integration.loading import describe
-from h2okv.integration.names import cache_folder
+from h2okv.models.loading import describe
+from h2okv.models.names import cache_folder
 from h2okv.policy import get_rule
+from h2okv.prompts.chat_template import encode
 from h2okv.provenance import WeightPrint, digest, prints_agree, weight_prints, weights_state
 from h2okv.records import first_line, parse_json, write_json
 

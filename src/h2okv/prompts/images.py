@@ -17,9 +17,9 @@ from transformers import PreTrainedConfig
 
 from h2okv.cache.argument import CACHE
 from h2okv.console import install_hint
-from h2okv.integration.chat_template import adds_special, chat_text
 from h2okv.integration.enable import input_device
-from h2okv.integration.messages import MAX_IMAGE_BYTES, Conversation, FieldError, ImagePart
+from h2okv.prompts.chat_template import adds_special, chat_text
+from h2okv.prompts.messages import MAX_IMAGE_BYTES, Conversation, FieldError, ImagePart
 from h2okv.records import first_line, naming, short_repr
 
 IMAGE_TYPES = ("gemma3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")

@@ -13,10 +13,10 @@ from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.support import context_window, unwrap
+from h2okv.calibration.layer_budgets import lock_of
 from h2okv.config import Positions
 from h2okv.console import write_remark
 from h2okv.integration.enable import enable, input_device
-from h2okv.integration.layer_budgets import lock_of
 from h2okv.ops.quant import KeyTransform
 from h2okv.provenance import weights_state
 from h2okv.records import first_line

@@ -11,8 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import h2okv
 from h2okv.cache.argument import CACHE
-from h2okv.integration import packed_linear
-from h2okv.integration.packed_linear import (
+from h2okv.models import packed_linear
+from h2okv.models.packed_linear import (
     Int4Linear,
     PackedLinear,
     check_weight_bits,
@@ -206,7 +206,7 @@ LENGTHS = """
 import torch
 from torch import nn
 from h2okv.engine.memory import resident_bytes
-from h2okv.integration.packed_linear import pack_linear_layers
+from h2okv.models.packed_linear import pack_linear_layers
 
 layers = [nn.Linear(896, size, dtype=torch.bfloat16) for size in (128, 896, 1792, 4864)]
 for layer in layers:
