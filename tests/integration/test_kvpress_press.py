@@ -125,7 +125,7 @@ def test_what_kvpress_cannot_continue_from_is_refused(make_llama):
 
 
 @pytest.mark.skipif(PACKAGED[SMOLLM2].find() is None, reason="SmolLM2 is not on this machine")
-@pytest.mark.parametrize("policy", ["h2o", "best", "best,every=prompt+64"])
+@pytest.mark.parametrize("policy", ["h2o", "best", "best,every=64"])
 def test_20_prompts_in_the_pipeline_of_kvpress(policy):
     """Check the entries, and what a question reads from them."""
     kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed")
