@@ -93,9 +93,9 @@ def test_one_text_says_which_cache(model, text, options, argument):
     if chunk := cache.read_chunk:
         cache.expect(40)
     with h2okv.enable(model):
-        kept = generate(model, past_key_values=cache, prefill_chunk_size=chunk, **LOGITS)
+        expected = generate(model, past_key_values=cache, prefill_chunk_size=chunk, **LOGITS)
     passed = by_recipe(model, **{argument: f"{text},min=0"}, **LOGITS)
-    assert torch.equal(torch.stack(passed.logits), torch.stack(kept.logits))
+    assert torch.equal(torch.stack(passed.logits), torch.stack(expected.logits))
 
 
 def readme():
