@@ -92,11 +92,15 @@ def test_a_question_and_an_answer_lose_nothing(make_llama):
     assert cache.get_seq_length() == 22
 
 
-def test_heads_of_different_sizes_need_kvpress(make_llama, monkeypatch):
+def test_budgets_are_measured_and_heads_of_different_sizes_need_kvpress(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "kvpress", None)
-    model = make_llama(attention="sdpa")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, tokenizer = h2okv.load("bundled")
+    h2okv.disable(model)
+    ids = tokenizer(h2okv.sample_article()[:600], return_tensors="pt").input_ids
     with pytest.raises(ValueError, match="kvpress is not installed.*pip install kvpress==0.5.5"):
-        compressed(model, H2OPress("h2o,layers=[[1.5, 0.5], [1, 1]]", 0.25), PROMPT)
+        compressed(model, H2OPress(budget=0.25), ids)
+    assert list((tmp_path / "h2okv" / "layer-budgets").iterdir())
     assert model.config._attn_implementation == "sdpa" and not model.model._forward_hooks
 
 

@@ -72,6 +72,9 @@ class H2OPress:
                 are not original, or heads differ and kvpress is not installed.
         """
         decoder: Any = model.get_decoder()
+        # Before there are hooks: it may measure the model.
+        empty = H2OCache(model, self.policy, budget=self.budget)
+        _check_layers(empty)
         originals: list[Any] = []  # the pipeline's cache of the forward that runs
 
         def lend(_: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -79,10 +82,8 @@ class H2OPress:
             if target is None or target.get_seq_length():
                 return None  # a question
             others = {n: v for n, v in kwargs.items() if n not in ("cache", "past_key_values")}
-            cache = H2OCache(model, self.policy, budget=self.budget)
-            _check_layers(cache)
             originals.append(target)
-            return args, {**others, CACHE: cache}
+            return args, {**others, CACHE: H2OCache.from_config(model, empty.cache_config)}
 
         def take(_: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             cache = cache_in(kwargs)
