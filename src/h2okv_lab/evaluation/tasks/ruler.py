@@ -287,12 +287,12 @@ class Ruler(QuestionTask):
         self.max_new_tokens = self.max_new_tokens or KINDS[self.name].max_new_tokens
         super().__post_init__()
         check_least(limit=self.limit, length=self.length)
-        text = (
-            sample_prompt()
-            if self.book is None
-            else read_text_file(data_file(self.book, self.data))
-        )
-        self.sources = Sources(text, self.data, self.length)
+
+    @cached_property
+    def sources(self) -> Sources:
+        """What its contexts are of; read with the first sample."""
+        book = None if self.book is None else read_text_file(data_file(self.book, self.data))
+        return Sources(book or sample_prompt(), self.data, self.length)
 
     def identity(self) -> Mapping[str, Any]:
         new = self.max_new_tokens
