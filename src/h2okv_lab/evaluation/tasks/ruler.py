@@ -169,7 +169,7 @@ def common_words(n: int, rng: random.Random, sources: Sources) -> Sample:
         task = "Below is a numbered list of words. In these words, some appear more often than"
         return f"{task} others. Memorize the ones that appear most often.\n{text}\n", drawn[:10]
 
-    example, answers = listed(5, 10, 1)
+    example, answers = listed(min(5, 1 + sources.length // 1024), 10, 1)
     numbered = " ".join(f"{number}. {word}" for number, word in enumerate(answers, start=1))
     context, expected = listed(
         min(30, 30 * sources.length // 4096), min(n, len(sources.vocabulary) - 10), 3
