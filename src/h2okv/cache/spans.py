@@ -96,17 +96,23 @@ class Spans:
         """Note a block's queries, of a span the newest, before its tokens are counted; mutates."""
         query = mean_queries(block.query, block.key.shape[1])
         batch, heads, length, size = query.shape
-        self.make_room(state, block)
+        if state.queries is None:
+            self.make_room(state, block)
         assert state.queries is not None
-        state.scaling = block.spec.scale, block.spec.softcap
         assert state.query_positions is not None
         if block.real is None and batch == length == 1:  # a step, in few operations
+            placed: Any = 0 if block.position_ids is None else block.position_ids.view(1)
+            if state.known_lengths is not None and state.queries.is_cpu:
+                at = state.known_lengths[0] % self.length
+                state.queries.select(2, at).copy_(query.select(2, 0))
+                state.query_positions[0, at] = placed
+                return
             column = state.num_real_tokens % self.length
             state.queries.index_copy_(2, column, query)
             if block.position_ids is None:
                 state.query_positions.index_fill_(1, column, 0)
             else:
-                placed = block.position_ids[:, 0, :, 0].to(state.query_positions.dtype)
+                placed = placed.to(state.query_positions.dtype).unsqueeze(0)
                 state.query_positions.index_copy_(1, column, placed)
             return
         order, real = torch.arange(length, device=state.device).expand(batch, length), block.real
