@@ -99,7 +99,8 @@ class GenerationRun:
         strips_start: bool = False,  # whether to strip leading white space of the text
         inputs: Mapping[str, torch.Tensor] | None = None,  # of images, which are read in one block
     ) -> None:
-        start = PromptStart(len(prompt), num_reused=int(engine.cache.get_seq_length()))
+        seen = engine.cache.num_seen_tokens if isinstance(engine.cache, H2OCache) else 0
+        start = PromptStart(len(prompt), num_reused=seen)
         self._request = Request(tuple(prompt), params, room, start, self._take, inputs=inputs or {})
         self._engine, self._write = engine, write
         self._text, self._strips_start = "", strips_start

@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from rich.text import Text
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -216,7 +217,9 @@ class Chat:
         pin: Sequence[str] = (),  # messages of the first turn that are never evicted
     ) -> None:
         self.model, self.described, self.params, self.pin = model, described, params, pin
-        self._num_answers = 0
+        # One for the whole chat: /retry draws another answer.
+        seed = int(params.seed or 0)
+        self._generator = None if params.is_greedy else torch.Generator().manual_seed(seed)
         self._begin(cache, system, Transcript())
 
     def _begin(self, cache: H2OCache, system: str, transcript: Transcript) -> None:
@@ -239,14 +242,9 @@ class Chat:
         if self.pin and not seen:
             self.cache.pin(message_spans(form.tokenizer, transcript.messages, self.pin))
         room = self._room(seen, new)
-        self._num_answers += 1
-        params = replace(
-            self.params,
-            stop=(*form.stop_strings, *self.params.stop),
-            seed=int(self.params.seed or 0) + self._num_answers - 1,  # /retry has another
-        )
+        params = replace(self.params, stop=(*form.stop_strings, *self.params.stop))
         with Interrupt() as interrupt:
-            engine = CacheEngine(self.model, form.tokenizer, self.cache)
+            engine = CacheEngine(self.model, form.tokenizer, self.cache, generator=self._generator)
             tokens = transcript.token_ids
             generation = GenerationRun(engine, tokens, params, room, write, strips_start=True)
             self._turns.append((self.transcript, self.cache.fork(1)))

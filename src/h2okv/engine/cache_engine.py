@@ -31,6 +31,7 @@ class CacheEngine(Engine):
         tokenizer: the model's.
         cache: an `H2OCache`, or a cache of transformers; mutated.
         forced: tokens that become the text, whatever is chosen; `choices` has what was.
+        generator: draws instead of one with the request's seed.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class CacheEngine(Engine):
         tokenizer: PreTrainedTokenizerBase,
         cache: Any,
         forced: Sequence[int] = (),
+        generator: torch.Generator | None = None,
     ) -> None:
+        # Not that of `Engine`, which loads a model, divides memory and makes a pool.
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
         self.choices: list[int] = []
-        self._forced = forced
+        self._forced, self._generator = forced, generator
         self.chunk: int | None = None  # tokens of a prompt in one forward; None for all
         if isinstance(cache, H2OCache):
             is_free = cache.cache_config.is_full and continues_prompts(cache)
@@ -75,6 +78,13 @@ class CacheEngine(Engine):
         output = self.runner.execute(step)
         self.is_broken = output.error is not None
         return output
+
+    def _sample(
+        self, outputs: list[Output], logits: torch.Tensor, rows: Sequence[int] = ()
+    ) -> None:
+        for output in outputs:
+            output.sampler.generator = self._generator or output.sampler.generator
+        super()._sample(outputs, logits, rows)
 
     def _report(self, output: Output, token: int, logits: torch.Tensor, row: int | None) -> None:
         if self._forced:

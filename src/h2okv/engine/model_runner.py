@@ -177,8 +177,9 @@ class ModelRunner:
             except Exception as error:  # such as no memory for a long prompt; slots are unchanged
                 if self.group is not None and not isinstance(error, ValueError):
                     raise  # the other ranks have not failed
-                # Without the frames, which would hold the forward's tensors.
-                self._prefilled, output.error = None, error.with_traceback(None)
+                self._prefilled, output.error = None, error
+                if isinstance(error, torch.OutOfMemoryError):
+                    error.with_traceback(None)  # whose frames have the forward's tensors
             output.prefill_seconds = self._now() - decode_time
         return output
 
