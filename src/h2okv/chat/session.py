@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from rich.text import Text
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.cache import H2OCache
@@ -28,6 +27,9 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.models.loading import Described
 from h2okv.prompts.chat_template import ChatTemplateError, chat_text, encode, message_spans
 from h2okv.records import parse_json, refusing
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 Message = dict[str, str]
 
@@ -417,6 +419,7 @@ def _characters(
 
 def render_runs(runs: Sequence[Run], with_marks: bool = False) -> Text:
     """Return the runs in colours, or with marks for plain text, below a legend."""
+    from rich.text import Text
 
     def marked(level: Level, content: str) -> str:
         return f"{level.before}{content}{level.after}" if with_marks else content
