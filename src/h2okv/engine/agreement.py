@@ -45,11 +45,43 @@ class Agreement:
     kind: str = ""
 
     def __str__(self) -> str:
-        shown = f"{100 * self.agreement:.1f} % (95 % bound {100 * self.bound:.1f})"
-        return (
-            f"on your traffic {shown} of the next tokens are the full cache's"
-            f" ({self.answers:,} answers, {self.tokens:,} tokens read again)"
+        return f"{100 * self.agreement:.1f} % (95 % bound {100 * self.bound:.1f})"
+
+
+@dataclass(frozen=True)
+class AgreementReport:
+    """How often the next token was the full cache's, of the answers that were read again.
+
+    Attributes:
+        verify: Share of all tokens that are read again.
+        goal: What `EngineConfig.agreement` demands, if anything.
+        total: Of all traffic, by what was written; ``None`` before the first answer.
+        rows: Of each budget and kind of request.
+        missed: Kinds for which the largest budget does not reach the goal.
+    """
+
+    verify: float
+    goal: float | None = None
+    total: Agreement | None = None
+    rows: Sequence[Agreement] = ()
+    missed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.total is None:
+            return "no answer has been read again with the full cache yet"
+        answers, tokens = self.total.answers, self.total.tokens
+        text = (
+            f"on your traffic {self.total} of the next tokens are the full cache's"
+            f" ({answers:,} answer{'s'[: answers != 1]}, {tokens:,} tokens)"
         )
+        if self.goal is not None and self.missed:
+            kinds = ", ".join(self.missed)
+            text += f"; below {100 * self.goal:g} % at the largest budget: {kinds}"
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all numbers and the text, ready for JSON."""
+        return {**asdict(self), "text": str(self)}
 
 
 def lower_bound(tokens: Sequence[int], agreed: Sequence[int]) -> float:
@@ -93,9 +125,7 @@ class _Window:
     def agreement(self, budget: str, kind: str) -> Agreement:
         tokens, agreed, _ = zip(*self.answers, strict=True)
         share = sum(agreed) / sum(tokens)
-        return Agreement(
-            len(tokens), sum(tokens), share, lower_bound(tokens, agreed), budget, kind
-        )
+        return Agreement(len(tokens), sum(tokens), share, lower_bound(tokens, agreed), budget, kind)
 
 
 class AgreementLog:
@@ -135,15 +165,6 @@ class AgreementLog:
         """Return the agreement of all traffic; ``None`` before the first answer."""
         rows = self._rows()
         return joined(rows) if rows else None
-
-    def report(self) -> dict[str, Any]:
-        """Return all numbers, ready for JSON."""
-        total = self.total()
-        return {
-            "text": "" if total is None else str(total),
-            "total": None if total is None else asdict(total),
-            "rows": [asdict(row) for row in self.rows()],
-        }
 
 
 def joined(rows: Iterable[tuple[Agreement, float]]) -> Agreement:
