@@ -20,7 +20,7 @@ def answer(rng, mean, share, spread=40):
 
 def test_the_bound_holds_over_a_drift_of_three_kinds():
     """1,000 requests, a fifth of them read again; after half of them one kind agrees less."""
-    held = Counter()
+    counts = Counter()
     for seed in range(20):
         rng, log, history = random.Random(seed), AgreementLog(60), []
         for number in range(1000):
@@ -37,17 +37,20 @@ def test_the_bound_holds_over_a_drift_of_three_kinds():
                 rows = {row.kind: row for row in log.rows()}
                 truths, tokens_of = {}, {}
                 for kind in KINDS:  # what the window of this kind stands for
-                    whole = [entry for entry in history if entry[0] == kind]
-                    read = [at for at, entry in enumerate(whole) if entry[3]]
+                    requests = [entry for entry in history if entry[0] == kind]
+                    read = [at for at, entry in enumerate(requests) if entry[3]]
                     start = read[-61] + 1 if len(read) > 60 else 0
-                    seen = whole[start : read[-1] + 1]
+                    seen = requests[start : read[-1] + 1]
                     tokens_of[kind] = sum(n for _, n, _, _ in seen)
                     truths[kind] = sum(n * p for _, n, p, _ in seen) / tokens_of[kind]
-                    held[kind, rows[kind].bound <= truths[kind]] += 1
+                    counts[kind, rows[kind].bound <= truths[kind]] += 1
                 truth = sum(truths[k] * tokens_of[k] for k in KINDS) / sum(tokens_of.values())
-                held["all", log.total().bound <= truth] += 1
+                counts["all", log.total().bound <= truth] += 1
     for kind in (*KINDS, "all"):
-        assert held[kind, True] / (held[kind, True] + held[kind, False]) >= 0.93, (kind, held)
+        assert counts[kind, True] / (counts[kind, True] + counts[kind, False]) >= 0.93, (
+            kind,
+            counts,
+        )
 
 
 def test_few_answers_prove_little():

@@ -41,7 +41,7 @@ def test_figures_are_those_of_a_plain_forward(make_llama, make_llm, make_prompts
         agreed, first = oracle_of(model, prompt, answer, answer)
         assert (figures.tokens, figures.agreed, figures.first_difference) == (24, agreed, first)
         assert figures.agreement == agreed / 24 and figures.note == ""
-        assert figures.divergence > 0
+        assert figures.kl_divergence > 0
     assert any(output.verified.agreed < 24 for output in outputs)
     assert llm.agreement().total is None  # who asks is no sample of the traffic
 
@@ -50,7 +50,7 @@ def test_a_cache_that_keeps_all_agrees(make_llama, make_llm, make_prompts, greed
     llm = make_llm(make_llama(), heavy=200, recent=200, verify=1.0)
     outputs = llm.generate(make_prompts([40, 9, 61]), greedy(16))
     assert [output.verified.agreed for output in outputs] == [16] * 3
-    assert all(output.verified.divergence < 1e-9 for output in outputs)
+    assert all(output.verified.kl_divergence < 1e-9 for output in outputs)
     total = llm.agreement().total
     assert (total.answers, total.tokens, total.agreement) == (3, 48, 1) and total.bound < 1
 
@@ -70,7 +70,7 @@ def test_sampled_answers_and_penalties_are_judged_by_the_most_likely_token(
     assert (plain.verified.agreed, plain.verified.first_difference) == expected
     bias = {7: 100.0}
     forced = llm.generate([prompt], max_tokens=30, logit_bias=bias, verify=True, **options)[0]
-    assert forced.verified.agreed == 30 and forced.verified.divergence < 1e-6
+    assert forced.verified.agreed == 30 and forced.verified.kl_divergence < 1e-6
 
 
 def test_a_divergence_of_16_tokens_is_at_most_that_of_20(make_llama, make_llm, make_prompts):
@@ -83,11 +83,11 @@ def test_a_divergence_of_16_tokens_is_at_most_that_of_20(make_llama, make_llm, m
     total = 0.0
     for row, entry in zip(full, logprobs, strict=True):
         tokens, evicting = (torch.tensor(column) for column in zip(*entry.top, strict=True))
-        rest = 1 - row.exp()[tokens].sum(), 1 - evicting.exp().sum()
+        others = 1 - row.exp()[tokens].sum(), 1 - evicting.exp().sum()
         total += float((row.exp()[tokens] * (row[tokens] - evicting)).sum())
-        total += float(rest[0] * (rest[0] / rest[1]).log())
-    assert 0 < output.verified.divergence <= total / 20 + 1e-6
-    assert output.verified.divergence > 0.8 * total / 20
+        total += float(others[0] * (others[0] / others[1]).log())
+    assert 0 < output.verified.kl_divergence <= total / 20 + 1e-6
+    assert output.verified.kl_divergence > 0.8 * total / 20
 
 
 @pytest.mark.parametrize("speculate", [0, 4])

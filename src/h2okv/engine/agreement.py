@@ -200,7 +200,8 @@ class BudgetLevels:
         self._answers: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self._seen: dict[str, int] = defaultdict(int)
         self._failures: dict[tuple[str, int], tuple[int, int]] = {}  # times, and when to try again
-        self.missed: set[str] = set()  # kinds for which the largest budget is too small
+        # Kinds for which the largest budget is too small; replaced, as other threads read it.
+        self.missed: frozenset[str] = frozenset()
 
     def level(self, kind: str) -> int:
         """Return the level of new requests of a kind."""
@@ -218,7 +219,7 @@ class BudgetLevels:
         share = sum(a for _, a in newest) / sum(n for n, _ in newest)
         if len(newest) >= _FEW and share < self.goal:
             if level == 0:
-                self.missed.add(kind)
+                self.missed |= {kind}
                 return
             times = self._failures.get((kind, level), (0, 0))[0] + 1
             again = self._seen[kind] + _PATIENCE * 2 ** (times - 1)
@@ -228,7 +229,7 @@ class BudgetLevels:
         bound = lower_bound(*zip(*answers, strict=True))
         if bound < self.goal:
             return
-        self.missed.discard(kind)
+        self.missed -= {kind}
         again = self._failures.get((kind, level + 1), (0, 0))[1]
         if level + 1 < len(FACTORS) and self._seen[kind] >= again:
             self._move(kind, level + 1)

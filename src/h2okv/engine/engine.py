@@ -442,6 +442,13 @@ class Engine:
                 f"verify: {100 * self.config.verify:g} % of all tokens are read again with a full"
                 f" cache, answers of up to {self._full_tokens():,} tokens with their prompts"
             )
+        if self.config.agreement:
+            budget, goal = self.config.cache.budget_label, 100 * self.config.agreement
+            lines.append(
+                f"agreement: budgets of new requests below {budget} while {goal:g} % of the next"
+                " tokens are the full cache's"
+                + (", without saved states" if self.prefix_cache is not None else "")
+            )
         if self.image_encoder.reads_images:
             try:
                 lines.append(f"images: {type(self.image_encoder.processor()).__name__}")

@@ -44,15 +44,15 @@ class VerifiedAnswer:
         tokens: Tokens of the answer that were compared; 0 if it could not be read again.
         agreed: Those of which the most likely token was the full cache's.
         first_difference: Number of the first that was not, from 0; ``None`` if all agreed.
-        divergence: Mean KL divergence of the evicting cache's next tokens from the full cache's, in
-            nats for each token, over the 16 most likely tokens and all others as one.
+        kl_divergence: Of the evicting cache's next tokens from the full cache's, in nats, the mean
+            over the tokens; of the 16 most likely next tokens and all others as one.
         note: Why less than the whole answer was compared.
     """
 
     tokens: int
     agreed: int
     first_difference: int | None = None
-    divergence: float = 0.0
+    kl_divergence: float = 0.0
     note: str = ""
 
     @property
@@ -62,9 +62,8 @@ class VerifiedAnswer:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures, ready for JSON."""
-        note = {"note": self.note} if self.note else {}
-        figures = {name: value for name, value in vars(self).items() if name != "note"}
-        return {**figures, "agreement": self.agreement, **note}
+        figures = {**vars(self), "agreement": self.agreement}
+        return {name: value for name, value in figures.items() if value != ""}
 
 
 @dataclass(frozen=True)

@@ -106,8 +106,8 @@ class Trace:
 
 def _with_rest(weights: Tensor) -> Tensor:
     """Return the probabilities ``[k]`` and that of all other tokens, fp64 ``[k + 1]``."""
-    rest = 1 - weights.double().sum(dim=0, keepdim=True)
-    return torch.cat([weights.double(), rest]).clamp(min=_LEAST_PROBABILITY)
+    others = 1 - weights.double().sum(dim=0, keepdim=True)
+    return torch.cat([weights.double(), others]).clamp(min=_LEAST_PROBABILITY)
 
 
 class Output:

@@ -27,7 +27,7 @@ from h2okv.engine.outputs import OutputDelta, VerifiedAnswer
 from h2okv.engine.request import Output, Request, Trace
 
 _MOST_WAITING = 256
-"""Answers that wait to be read again; while there are so many, no further one is sampled."""
+"""Answers that wait to be read again; while there are as many, no further one is sampled."""
 _PATIENCE, _BUSY_SHARE = 10.0, 0.1
 """Seconds that an answer waits for an idle engine; then it takes this share of the time."""
 
@@ -72,10 +72,10 @@ class Verifier:
         max_tokens: Callable[[], int],
     ) -> None:
         self._config, self._runner = config, runner
-        self._chunk_tokens, self._max_tokens = chunk_tokens, max_tokens
+        self._chunk_tokens, self._max_tokens = max(2, chunk_tokens), max_tokens
         self.log = AgreementLog()
         self.levels = None if config.agreement is None else BudgetLevels(config.agreement)
-        self._warned: set[str] = set()
+        self._warned: frozenset[str] = frozenset()
         self._random = random.Random(0)
         self._waiting: list[_Check] = []
         self._current: _Check | None = None
@@ -90,9 +90,9 @@ class Verifier:
 
     def report(self) -> AgreementReport:
         """Return how often the next token was the same; may be called from any thread."""
-        goal, missed = (self.levels.goal, self.levels.missed) if self.levels else (None, ())
-        total, rows = self.log.total(), self.log.rows()
-        return AgreementReport(self._config.verify, goal, total, rows, tuple(sorted(missed)))
+        missed = () if self.levels is None else tuple(sorted(self.levels.missed))
+        verify, goal = self._config.verify, self._config.agreement
+        return AgreementReport(verify, goal, self.log.total(), self.log.rows(), missed)
 
     @property
     def has_clients(self) -> bool:
@@ -118,10 +118,10 @@ class Verifier:
         """
         # Twice the share while less than the share has been spent: the choice depends on what came
         # before, and never on the request.
-        may_spend = self._spent <= self._config.verify * num_tokens
+        share = self._config.verify
+        may_spend = share == 1 or self._spent <= share * num_tokens
         may_wait = self.num_waiting < _MOST_WAITING and not request.inputs
-        is_drawn = self._random.random() < 2 * self._config.verify
-        request.is_sampled = may_spend and may_wait and is_drawn
+        request.is_sampled = may_spend and may_wait and self._random.random() < 2 * share
         if request.is_sampled:
             self._spent += len(request.prompt)
         if request.is_sampled or request.verify:
@@ -158,16 +158,18 @@ class Verifier:
         check = self._current or self._next()
         if check is None:
             return False
-        begin, self._current = time.monotonic(), None  # nothing is left of it after Ctrl-C
+        begin, self._current = time.monotonic(), check
         try:
             is_over = self._read_chunk(check)
         except Exception as error:  # such as no memory; the answer itself is complete
             check.note, is_over = f"it was not compared: {type(error).__name__}: {error}", True
             check.num_compared = 0
+        except BaseException:  # Ctrl-C in the middle of a forward
+            self._current = None
+            raise
         if is_over:
             self._report(check)
-        else:
-            self._current = check
+            self._current = None
         self._last_end = time.monotonic()
         self._chunk_seconds = self._last_end - begin
         return True
@@ -206,7 +208,9 @@ class Verifier:
         request, answer = check.request, check.output.tokens
         text = [*request.prompt, *answer[: check.num_compared - 1]]
         start, before = check.position, len(request.prompt) - 1
-        end = check.position = min(start + self._chunk_tokens, len(text))
+        end = start + self._chunk_tokens
+        # A forward of one token is a decode step, of which the attention warns with a full cache.
+        end = check.position = len(text) if len(text) <= end + 1 else end
         self.num_tokens += end - start
         first = max(start, before)
         logits = self._runner.read(text[start:end], start, check.cache, max(1, end - first))[0]
@@ -230,7 +234,7 @@ class Verifier:
             tokens=count,
             agreed=check.agreed if count else 0,
             first_difference=check.first_difference if count else None,
-            divergence=check.divergence / count if count else 0.0,
+            kl_divergence=check.divergence / count if count else 0.0,
             note=check.note,
         )
         if check.is_sampled and count:
@@ -251,7 +255,7 @@ class Verifier:
                 f"agreement={self.levels.goal:g} does not hold for requests of kind {kind!r} with"
                 f" the largest budget, {self._config.cache.budget_label}; give a larger budget."
             )
-        self._warned = set(missed)
+        self._warned = missed
 
     def _label(self, request: Request) -> str:
         cache, budget = self._config.cache, request.start.budget
