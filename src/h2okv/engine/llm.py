@@ -25,6 +25,7 @@ from h2okv.engine.outputs import EngineStats, EngineStoppedError, OutputDelta, R
 from h2okv.engine.request import Event, Pins, Request
 from h2okv.engine.sampler import model_sampling
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.engine.verify import MOST_WAITING
 from h2okv.prompts.chat_template import message_spans
 from h2okv.prompts.images import EncodedPrompt
 from h2okv.prompts.messages import read_conversation
@@ -280,6 +281,8 @@ class LLM(_Front):
                 while scheduler.has_work:
                     self.engine.step()
                     progress.update(sum(request.is_over for request in requests))
+                    while self.engine.verifier.num_waiting >= MOST_WAITING // 2:
+                        self.engine.verifier.step()
                 while self.engine.verifier.step():
                     pass
         finally:

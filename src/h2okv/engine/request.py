@@ -87,17 +87,24 @@ class Trace:
 
     def __init__(self) -> None:
         self.best: list[int] = []
-        self._tops: list[tuple[Tensor, Tensor]] = []  # tokens, int64 [k], and probabilities
+        # Of each token: the most likely ones, int64 [k], and their probabilities, fp32 [k].
+        self._steps: list[tuple[Tensor, Tensor]] = []
+        self._tokens = self._weights = torch.empty(0)  # the same, [N, k], once all are known
 
     def add(self, logits: Tensor) -> None:
         """Note the prediction of fp32 logits ``[1, V]``."""
         self.best.append(int(logits.argmax()))
         weights, tokens = torch.softmax(logits[0], dim=-1).topk(min(_MOST_LIKELY, logits.shape[1]))
-        self._tops.append((tokens.cpu(), weights.cpu()))
+        self._steps.append((tokens.cpu(), weights.cpu()))
+
+    def end(self) -> None:
+        """Move all into two tensors: many small ones take several times the memory."""
+        self._tokens, self._weights = map(torch.stack, zip(*self._steps, strict=True))
+        self._steps = []
 
     def compare(self, number: int, logits: Tensor) -> tuple[bool, float]:
         """Return whether fp32 logits ``[1, V]`` agree at a token, and their divergence."""
-        tokens, evicting = self._tops[number]
+        tokens, evicting = self._tokens[number], self._weights[number]
         full = torch.softmax(logits[0], dim=-1)[tokens.to(logits.device)].cpu()
         full, evicting = _with_rest(full), _with_rest(evicting)
         divergence = float((full * (full / evicting).log()).sum())

@@ -26,7 +26,7 @@ from h2okv.engine.model_runner import ModelRunner
 from h2okv.engine.outputs import OutputDelta, VerifiedAnswer
 from h2okv.engine.request import Output, Request, Trace
 
-_MOST_WAITING = 256
+MOST_WAITING = 64
 """Answers that wait to be read again; while there are as many, no further one is sampled."""
 _PATIENCE, _BUSY_SHARE = 10.0, 0.1
 """Seconds that an answer waits for an idle engine; then it takes this share of the time."""
@@ -120,7 +120,7 @@ class Verifier:
         # before, and never on the request.
         share = self._config.verify
         may_spend = share == 1 or self._spent <= share * num_tokens
-        may_wait = self.num_waiting < _MOST_WAITING and not request.inputs
+        may_wait = self.num_waiting < MOST_WAITING and not request.inputs
         request.is_sampled = may_spend and may_wait and self._random.random() < 2 * share
         if request.is_sampled:
             self._spent += len(request.prompt)
@@ -134,6 +134,7 @@ class Verifier:
         trace = request.outputs[0].trace if request.outputs else None
         if trace is None:
             return False
+        trace.end()
         check = _Check(request.outputs[0], trace, request.is_sampled, time.monotonic())
         if request.is_sampled:
             self._spent += len(check.output.tokens)
