@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
 from h2okv.assets import bundled_model_path
+from h2okv.engine.agreement import AgreementReport
 from h2okv.engine.outputs import (
     EngineStats,
     EngineStoppedError,
@@ -58,7 +59,10 @@ class FakeEngine:
         self.failing: dict[int, Exception] = {}
         self.counts = dict.fromkeys(("new_tokens", "finished", "failed", "aborted"), 0)
 
-    async def generate(self, prompt, params, *, budget=None, kept_every=None):
+    def agreement(self):
+        return AgreementReport(0.0)
+
+    async def generate(self, prompt, params, *, budget=None, kept_every=None, verify=False, kind):
         if not self.is_healthy:
             raise EngineStoppedError("the engine is shutting down.")
         if self.running >= self.max_num_seqs + self.max_waiting:

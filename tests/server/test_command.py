@@ -157,6 +157,9 @@ def command(capsys, monkeypatch):
         (("--system", "nowhere.txt"), "--system 'nowhere.txt' cannot be read"),
         (("--view-page", "nowhere.html"), "--view-page 'nowhere.html' cannot be read"),
         (("--model", "nowhere/at/all"), "nowhere/at/all"),
+        (("--verify", "much"), "--verify must be a share such as 0.02 or '2%', got 'much'"),
+        (("--agreement", 0.95), "agreement=0.95 is judged by answers that are read again; give"),
+        (("--verify", "2%", "--tensor-parallel"), "verify=0.02 is for one process"),
         (("--dtype", "int3"), "--dtype 'int3' is not known"),
     ],
 )

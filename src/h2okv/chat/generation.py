@@ -102,9 +102,7 @@ class GenerationRun:
         seen = engine.cache.num_seen_tokens if isinstance(engine.cache, H2OCache) else 0
         start = PromptStart(len(prompt), num_reused=seen)
         self._request = Request(tuple(prompt), params, room, start, self._take, **options)
-        self._engine, self._write = engine, write
-        self._text, self._strips_start = "", strips_start
-        self._bar = ExitStack()
+        self._engine, self._write, self._strips_start, self._text = engine, write, strips_start, ""
         self._times = [time.perf_counter()]  # of the start and of each token
 
     def run(

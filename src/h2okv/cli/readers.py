@@ -71,6 +71,13 @@ def memory(option: str, text: str, least: int = 1) -> int:
     raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
 
 
+def share(option: str, text: str) -> float | None:
+    """Read a share, such as 0.02 or 2%."""
+    from h2okv.engine.config import read_share
+
+    return read_share(option, text)
+
+
 def torch_dtype(name: str) -> torch.dtype | None:
     """Return the data type of a name; ``None``, the checkpoint's own, for auto."""
     if name == "auto":

@@ -20,6 +20,7 @@ from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
 from h2okv.engine.sampler import Sampler, eos_token_ids
 from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.engine.scheduler import Scheduler
+from h2okv.engine.verify import Verifier
 
 _CHUNK = 512  # tokens of a full cache's prompt in one forward: short ones let Ctrl-C stop soon
 
@@ -47,8 +48,7 @@ class CacheEngine(Engine):
     ) -> None:
         # Not that of `Engine`, which loads a model, divides memory and makes a pool.
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
-        self.choices: list[int] = []
-        self._forced = forced
+        self._forced, self.choices = forced, list[int]()
         self.chunk: int | None = None  # tokens of a prompt in one forward; None for all
         if isinstance(cache, H2OCache) and size == 1:
             self.chunk = cache.read_chunk
@@ -58,8 +58,8 @@ class CacheEngine(Engine):
         self.scheduler = Scheduler(EngineConfig(), size, self.chunk or UNLIMITED)
         self.prefix_cache = self._folder = None
         self._execute, self._eos = self._run_step, eos_token_ids(model)
-        self._counters = EngineStats()
-        self.is_broken = False  # whether a forward did not come to its end
+        self._counters, self.is_broken = EngineStats(), False  # by a forward that has not ended
+        self.verifier = Verifier(EngineConfig(), self.runner, UNLIMITED, lambda: 0)
 
     def run(
         self, requests: Sequence[Request], should_stop: Callable[[], bool] = lambda: False
@@ -83,7 +83,8 @@ class CacheEngine(Engine):
 
     def resume(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
         """Let `run` go on after the first token of each request, as the cache has the prompts."""
-        self.runner.begin([request.prompt for request in requests])
+        mask = left_padded([request.prompt for request in requests])[1]
+        self.runner.num_rows, self.runner.mask = len(requests), None if mask.all() else mask
         for request, token in zip(requests, tokens, strict=True):
             sampler = Sampler(self.model, request.params, request.prompt)
             request.outputs.append(Output(request, 0, sampler, self.tokenizer))
@@ -108,44 +109,38 @@ class CacheEngine(Engine):
 class _CacheRunner(ModelRunner):
     """Runs steps on the cache that `make_cache` returns, whose rows are those of the batch."""
 
-    _num_rows = 1
-    _mask: Tensor | None = None  # of prompts with padding, [B, tokens seen]
-
-    def begin(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Note the prompts that the cache has read in one left-padded batch."""
-        self._num_rows, mask = len(prompts), left_padded(prompts)[1]
-        self._mask = None if bool(mask.all()) else mask
+    num_rows = 1
+    mask: Tensor | None = None  # of prompts with padding, [B, tokens seen]
 
     def _make_pool(self) -> Any:
         pool = {"num_heads": 0, "cache": self._make_cache(None), "count_step": lambda: 0}
         return SimpleNamespace(admit=lambda *_: None, release=lambda row: None, **pool)
 
     def _cache_for(self, chunks: tuple[PrefillChunk, ...]) -> H2OCache:
-        self._prefilled, self._num_rows = self._make_cache(None), len(chunks)
-        if isinstance(self._prefilled, H2OCache) and self._num_rows == 1 and chunks[0].start:
+        self._prefilled, self.num_rows = self._make_cache(None), len(chunks)
+        if isinstance(self._prefilled, H2OCache) and self.num_rows == 1 and chunks[0].start:
             self._prefilled.expect(chunks[0].start.length)  # of which fractions are
         return self._prefilled
 
     def _run(self, step: ScheduledStep) -> StepOutput:
-        for row in step.release:
-            rows = [*range(self._num_rows)]
-            rows[row] = rows[-1]
-            self._select(rows[:-1])
-        if step.admit is not None and len(step.admit) < self._num_rows:
+        for row in step.release:  # the last one takes its place
+            last = self.num_rows - 1
+            self._select([last if number == row else number for number in range(last)])
+        if step.admit is not None and len(step.admit) < self.num_rows:
             self._select(step.admit)
         return super()._run(step)
 
     def _select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the cache, in this order."""
         indices: Any = torch.tensor(rows, dtype=torch.int64)
-        self._num_rows = len(rows)
-        self._mask = None if self._mask is None else self._mask[indices]
+        self.num_rows = len(rows)
+        self.mask = None if self.mask is None else self.mask[indices]
         self._make_cache(None).reorder_cache(indices.to(self._device))
 
     def _forward(  # type: ignore[override]
         self, tokens: Tensor, positions: Tensor, cache: Any, mask: Any = None, **options: Any
     ) -> Tensor:
-        if self._mask is not None:
-            mask = torch.cat([self._mask, torch.ones_like(tokens)], dim=1)
-        self._mask = mask
+        if self.mask is not None:
+            mask = torch.cat([self.mask, torch.ones_like(tokens)], dim=1)
+        self.mask = mask
         return super()._forward(tokens, positions, cache, mask, **options)

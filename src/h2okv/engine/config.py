@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,23 @@ from h2okv.engine.sampling_params import UNLIMITED, check_numbers
 from h2okv.records import check_arguments, checked_arguments
 
 MOST_DRAFTS = 16
+
+
+def read_share(name: str, share: Any) -> float | None:
+    """Read a share of 1, or a text such as ``2%``; ``None`` stays.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    value = share
+    if isinstance(share, str):
+        with suppress(ValueError):
+            value = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
+    if share is None or (type(value) in (int, float) and 0 <= value <= 1):
+        return None if share is None else float(value)
+    raise ValueError(f"{name} must be a share such as 0.02 or '2%', got {share!r}.")
+
+
 DEFAULT_STATES = 1 << 30  # bytes
 
 
@@ -49,6 +67,13 @@ class EngineConfig:
             on an x86 CPU, of a model that is loaded by name; ``None``: weights as loaded.
         tensor_parallel: Whether each process started by ``torchrun`` holds a shard of the model.
             All of them make the same calls, and only the first one gets outputs.
+        verify: Share of all tokens, such as 0.02 or ``"2%"``, that are read again with the full
+            cache while nothing else is to be done: a sample of the answers with their prompts, to
+            see how often the next token is the same (`RequestOutput.verified`,
+            `LLM.agreement`).
+        agreement: How often it must be the same, such as 0.95: the budget of requests that name
+            none goes down from `cache`'s while the sample allows it, and up again. ``None`` for
+            always that of `cache`.
 
     Raises:
         ValueError: If a value is out of range.
@@ -67,6 +92,8 @@ class EngineConfig:
     speculate: int = 0
     weight_bits: int | None = None
     tensor_parallel: bool = False
+    verify: float = 0.0
+    agreement: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.cache, str):
@@ -79,6 +106,18 @@ class EngineConfig:
         check_numbers(self, {name: (int, 1, UNLIMITED) for name in counts})
         check_numbers(self, {name: (int, 0, UNLIMITED) for name in ("max_waiting", "prefix_cache")})
         check_numbers(self, {"speculate": (int, 0, MOST_DRAFTS)})
+        object.__setattr__(self, "verify", read_share("verify", self.verify) or 0.0)
+        object.__setattr__(self, "agreement", read_share("agreement", self.agreement))
+        if self.agreement is not None and not self.verify:
+            raise ValueError(
+                f"agreement={self.agreement:g} is judged by answers that are read again; give"
+                " verify too, the share of them, such as verify=0.05."
+            )
+        if self.verify and self.tensor_parallel:
+            raise ValueError(
+                f"verify={self.verify:g} is for one process, and tensor_parallel has several; leave"
+                " one of them out."
+            )
         if not 0 < self.max_prefill_time_fraction < 1:
             raise ValueError(
                 "max_prefill_time_fraction must be a number between 0 and 1, got"

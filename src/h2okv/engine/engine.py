@@ -13,10 +13,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import config_identity
+from h2okv.cache.linear_states import continues_prompts
 from h2okv.calibration.layer_budgets import even_budgets, with_measured_budgets
 from h2okv.config import MEASURED, Budget
 from h2okv.engine.config import EngineConfig
-from h2okv.engine.memory import MemoryModel, give_memory_back
+from h2okv.engine.memory import MemoryModel, available_bytes, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
 from h2okv.engine.outputs import EngineStats, OutputDelta, RequestFailedError
 from h2okv.engine.prefix_cache import PrefixCache
@@ -35,6 +36,7 @@ from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
 from h2okv.engine.serving import config_for, prompt_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
+from h2okv.engine.verify import Verifier
 from h2okv.integration.enable import enable, input_device
 from h2okv.models.loading import Described, context_of, describe, load_weights
 from h2okv.prompts.chat_template import encode
@@ -148,16 +150,26 @@ class Engine:
         if self._folder is not None:
             self._folder.trim()
         self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens, self.prefix_cache)
+        self._full_room = share.verify
+        self.verifier = Verifier(
+            config,
+            self.runner,
+            config.max_prefill_tokens if continues_prompts(probe) else UNLIMITED,
+            self._full_tokens,
+        )
         self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)
         self._grammars = GrammarCompiler(self.tokenizer, described.vocab_size, self._eos)
         self._counters = EngineStats()
 
     def step(self) -> bool:
-        """Schedule, run, sample and report one step; return whether there was work to do."""
+        """Schedule, run, sample and report one step; return whether there was work to do.
+
+        Without requests, a chunk of a finished answer is read again.
+        """
         step = self.scheduler.schedule()
         if step == ScheduledStep():
-            return False
+            return self.verifier.step()
         try:
             output = self._execute(step)
             if step.accepted is not None:
@@ -177,7 +189,23 @@ class Engine:
             self.runner.reset()  # its slots are half written
             if not isinstance(error, Exception):  # Ctrl-C in the middle of a forward
                 raise
+        self.verifier.step_late()
         return True
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether anyone waits for an answer, or for its figures."""
+        return self.scheduler.has_work or self.verifier.has_clients
+
+    def _full_tokens(self) -> int:
+        """Return how many tokens a full cache has room for now."""
+        free = self._full_room
+        if self.config.memory is None:
+            available = available_bytes(input_device(self.model))
+            if available is None:
+                return UNLIMITED
+            free = available // 2
+        return free // self.memory.full_token
 
     def _after_decode(self, step: ScheduledStep, output: StepOutput) -> None:
         """Sample what follows the newest tokens, and the drafts that turn out right."""
@@ -285,6 +313,7 @@ class Engine:
             sampler = Sampler(self.model, request.params, request.prompt, index, token_mask)
             sampler.generator = request.generator or sampler.generator
             request.outputs.append(Output(request, index, sampler, self.tokenizer))
+        self.verifier.begin(request, self._counters.prompt_tokens + self._counters.new_tokens)
         logits = logits[-1:].expand(request.params.n, -1)
         self._sample(request.outputs, logits)
 
@@ -309,6 +338,8 @@ class Engine:
     def _report(self, output: Output, token: int, logits: torch.Tensor, row: int | None) -> None:
         """Append a token to an output and send the delta to the client."""
         request, count = output.request, output.request.params.logprobs
+        if output.trace is not None:
+            output.trace.add(output.sampler.processed(logits, output.tokens))
         logprobs = () if count is None else tuple(token_logprobs(logits, [token], count))
         is_first = not any(sibling.tokens for sibling in request.outputs)
         delta = output.append(token, self._eos, logprobs)
@@ -336,10 +367,14 @@ class Engine:
                 error.__cause__ = cause
             request.error = error
         self.scheduler.drop(request)
+        if error is None and self.verifier.end(request):
+            return  # its client gets the figures first
+        request.verify = False
         request.notify(error)
 
     def abort(self, request: Request) -> None:
         """End a request whose client went away; its slots are free with the next step."""
+        self.verifier.cancel(request)
         if not request.is_over:
             self._counters.aborted += 1
             self.scheduler.drop(request)
@@ -363,6 +398,10 @@ class Engine:
             cache_bytes=pool.held_bytes,
             full_bytes=pool.full_bytes,
             reserved_bytes=pool.nbytes,
+            verified=self.verifier.num_verified,
+            verified_tokens=self.verifier.num_tokens,
+            verify_failed=self.verifier.num_failed,
+            verify_waiting=self.verifier.num_waiting,
         )
 
     def describe(self) -> str:
@@ -400,6 +439,18 @@ class Engine:
             lines.append(f"states of prompts and answers: up to {limit:.0f} MiB, for later prompts")
         if self._folder is not None:
             lines.append(f"prefix cache folder: {self._folder}")
+        if self.config.verify:
+            lines.append(
+                f"verify: {100 * self.config.verify:g} % of all tokens are read again with a full"
+                f" cache, answers of up to {self._full_tokens():,} tokens with their prompts"
+            )
+        if self.config.agreement:
+            budget, goal = self.config.cache.budget_label, 100 * self.config.agreement
+            lines.append(
+                f"agreement: budgets of new requests below {budget} while {goal:g} % of the next"
+                " tokens are the full cache's"
+                + (", without saved states" if self.prefix_cache is not None else "")
+            )
         if self.image_encoder.reads_images:
             try:
                 lines.append(f"images: {type(self.image_encoder.processor()).__name__}")
@@ -417,6 +468,8 @@ class Engine:
         budget: Budget | int | float | str | None = None,
         kept_every: int | None = None,
         pins: Pins = (),
+        verify: bool = False,
+        kind: str = "text",
     ) -> Request:
         """Validate and create a request without submitting it; may be called from any thread.
 
@@ -433,7 +486,13 @@ class Engine:
         self.limits.check_tokens(params.logit_bias, "logit_bias: the token")
         if params.n > (seqs := self.max_num_seqs):
             raise ValueError(f"n={params.n} is more than max_num_seqs={seqs}; ask for less.")
-        budget = None if budget is None else self.config.cache.request_budget(budget)
+        grammar, level = params.grammar, None
+        if grammar is not None and kind != "tools":
+            kind = "schema"
+        if verify:
+            self._check_verify(inputs)
+        if budget is not None:
+            budget = self.config.cache.request_budget(budget)
         cache = self._make_cache(budget)
         if budget is not None:
             cache.warn_of_few_entries()
@@ -444,12 +503,13 @@ class Engine:
                     f"the budget of {keeps:g} entries is larger than the {room:g} that a sequence"
                     " has slots for; lower heavy, recent or sink."
                 )
+        if budget is None and not pins:
+            level, budget = self.verifier.budget(kind)
         prefix: tuple[int, ...] = ()
         if budget is None and params.prompt_logprobs is None and not pins and not inputs:
             # The longest saved prefix that leaves at least one token of the prompt.
             matches = (saved for saved in self._prefixes if tokens[:-1][: len(saved)] == saved)
             prefix = max(matches, key=len, default=())
-        grammar = params.grammar
         return Request(
             prompt=tokens,
             params=params,
@@ -461,7 +521,25 @@ class Engine:
             kept_every=kept_every,
             grammar_mask=None if grammar is None else self._grammars.compile(grammar),
             inputs=inputs,
+            kind=kind,
+            level=level,
+            verify=verify,
         )
+
+    def _check_verify(self, inputs: Mapping[str, Any]) -> None:
+        """Raise ValueError if an answer cannot be read again."""
+        problem = ""
+        if inputs:
+            problem = "a prompt with images is not read again"
+        elif self.group is not None:
+            problem = "answers are read again in one process, and here are several"
+        elif self.config.memory is not None and not self.config.verify:
+            problem = (
+                "memory is limited, and no part of it is for a full cache; start with verify=0.02"
+                " (--verify 2%)"
+            )
+        if problem:
+            raise ValueError(f"verify=True: {problem}; or leave it out.")
 
     def encode(self, chat: Conversation) -> EncodedPrompt:
         """Encode a conversation up to its answer, with its images."""

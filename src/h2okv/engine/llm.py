@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from h2okv.cache.support import unwrap
 from h2okv.config import Budget
 from h2okv.console import Progress
+from h2okv.engine.agreement import AgreementReport
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.memory import release_workers
@@ -24,6 +25,7 @@ from h2okv.engine.outputs import EngineStats, EngineStoppedError, OutputDelta, R
 from h2okv.engine.request import Event, Pins, Request
 from h2okv.engine.sampler import model_sampling
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.engine.verify import MOST_WAITING
 from h2okv.prompts.chat_template import message_spans
 from h2okv.prompts.images import EncodedPrompt
 from h2okv.prompts.messages import read_conversation
@@ -86,6 +88,10 @@ class _Front:
         """Return counters and the present memory of the cache."""
         return self.engine.stats()
 
+    def agreement(self) -> AgreementReport:
+        """Return how often the next token was the full cache's, of the answers read again."""
+        return self.engine.verifier.report()
+
 
 class LLM(_Front):
     """A model that generates for many prompts at a time, each in a fixed number of cache slots.
@@ -130,6 +136,7 @@ class LLM(_Front):
         *,
         budget: Budget | int | float | str | None = None,
         pin: Sequence[str] = (),
+        verify: bool = False,
         show_progress: bool = True,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
@@ -148,6 +155,7 @@ class LLM(_Front):
             params: See `generate`.
             budget: See `generate`.
             pin: Messages that are never evicted: ``"system"``, ``"user"``, ``"last_user"``.
+            verify: See `generate`.
             show_progress: See `generate`.
             add_generation_prompt: ``True`` for a new message even after an assistant's; ``False``
                 for no header of one.
@@ -185,7 +193,10 @@ class LLM(_Front):
         prompts = [self.engine.encode(chat) for chat in chats]
         pins = [message_spans(self.tokenizer, chat, pin) for chat in chats]
         params = self._listed_params("chat", params, len(prompts), sampling)
-        return self.generate(prompts, params, budget=budget, pins=pins, show_progress=show_progress)
+        return self.generate(
+            prompts, params, budget=budget, pins=pins, verify=verify, kind="chat",
+            show_progress=show_progress,
+        )  # fmt: skip
 
     def _listed_params(
         self, function: str, params: Any, count: int, options: Mapping[str, Any]
@@ -207,6 +218,8 @@ class LLM(_Front):
         *,
         budget: Budget | int | float | str | None = None,
         pins: Sequence[Pins] | None = None,
+        verify: bool = False,
+        kind: str = "text",
         show_progress: bool = True,
         **sampling: Any,
     ) -> list[RequestOutput]:
@@ -220,6 +233,9 @@ class LLM(_Front):
             budget: Budget of their caches (0.2, ``"20%"``, 512 or a `Budget`); ``None`` for the
                 engine's, which is also the maximum.
             pins: For each, spans ``(start, stop)`` of its tokens that are never evicted.
+            verify: Whether to read all answers again with the full cache, for
+                `RequestOutput.verified`; otherwise those that the config's `verify` samples.
+            kind: Kind of the requests, by which `agreement` reports.
             show_progress: Whether to draw a bar, on a terminal.
             **sampling: Fields of `SamplingParams` that replace those of `params`, such as
                 ``max_tokens=64``.
@@ -252,7 +268,9 @@ class LLM(_Front):
                 " [[(0, 4)]] to pin four tokens of a single one, and [] for a prompt without."
             )
         requests = [
-            self.engine.request(text, request_params, lambda event: None, budget, pins=spans)
+            self.engine.request(
+                text, request_params, lambda event: None, budget, None, spans, verify, kind
+            )
             for text, request_params, spans in zip(texts, params, pins, strict=True)
         ]
         scheduler, shown = self.engine.scheduler, show_progress
@@ -263,6 +281,10 @@ class LLM(_Front):
                 while scheduler.has_work:
                     self.engine.step()
                     progress.update(sum(request.is_over for request in requests))
+                    while self.engine.verifier.num_waiting >= MOST_WAITING // 2:
+                        self.engine.verifier.step()
+                while self.engine.verifier.step():
+                    pass
         finally:
             for request in requests:  # those that an error or Ctrl-C has left
                 self.engine.abort(request)
@@ -324,6 +346,8 @@ class AsyncLLM(_Front):
         *,
         budget: Budget | int | float | str | None = None,
         kept_every: int | None = None,
+        verify: bool = False,
+        kind: str = "text",
         **sampling: Any,
     ) -> AsyncGenerator[OutputDelta, None]:
         """Generate text for one prompt.
@@ -337,6 +361,9 @@ class AsyncLLM(_Front):
             budget: As for `LLM.generate`.
             kept_every: New tokens between two reports of which tokens the cache still holds
                 (`OutputDelta.kept`), with one more report at the end; ``None`` for no reports.
+            verify: Whether to read the answer again with the full cache once there is nothing else
+                to do; the iterator ends after that, with `OutputDelta.verified`.
+            kind: Kind of the request, by which agreement is reported.
             **sampling: As for `LLM.generate`.
 
         Yields:
@@ -357,7 +384,9 @@ class AsyncLLM(_Front):
 
         # Tokenizing a long text would block the event loop.
         create = self.engine.request
-        request = await asyncio.to_thread(create, prompt, params, notify, budget, kept_every)
+        request = await asyncio.to_thread(
+            create, prompt, params, notify, budget, kept_every, (), verify, kind
+        )
         if self._drains or not self.is_healthy:
             raise self._stopped()
         self._commands.put(lambda: self._submit(request))
@@ -367,7 +396,7 @@ class AsyncLLM(_Front):
                     raise event
                 yield event
         finally:
-            if not request.is_over:
+            if not request.is_over or request.verify:
                 self._commands.put(lambda: self.engine.abort(request))
 
     async def aclose(self, drain: float = 30.0) -> None:
@@ -405,9 +434,9 @@ class AsyncLLM(_Front):
                 self._run_commands()
                 busy = self.engine.step()
                 self._send_events()
+                if self._drains and not (busy and self.engine.has_clients):
+                    break
                 if not busy:
-                    if self._drains:
-                        break
                     self._run_commands(wait=True)
         except BaseException as error:
             self._error = error
@@ -418,6 +447,8 @@ class AsyncLLM(_Front):
             if not request.is_over:
                 self.engine.abort(request)
                 request.notify(self._stopped())
+        for request in self.engine.verifier.clear():  # their answers are complete
+            request.notify(None)
         self._send_events()
 
     def _send_events(self) -> None:

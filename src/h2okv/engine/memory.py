@@ -135,6 +135,8 @@ class ServingMemory:
     step: int  # temporaries of a decode step, for each sequence
     prefill: int  # entries and temporaries of prefill, and the libraries' scratch memory
     state: int = 0  # a state that later prompts continue from
+    full_token: int = 0  # a token of a full cache
+    verify: int = 0  # a full cache of the longest text
 
     def num_seqs(self, free: int) -> int:
         """Return the number of sequences that fit into ``free`` bytes."""
@@ -254,7 +256,12 @@ class MemoryModel:
         # What a step with drafts may have to take back: all but keys and values, for each token.
         marks = self.slots.entries(1) - self.slots.num_heads * self.slots.entry
         log = (1 + drafts) * bool(drafts) * marks * sum(budget + span for budget in budgets)
+        full_token = (
+            (len(budgets) + len(self.windows)) * self.num_kv_heads * self.window_slots.entry
+        )
         return ServingMemory(
+            full_token=full_token,
+            verify=full_token * max_prompt,
             sequence=-(-int(sequence) // ranks),
             state=-(-int(state) // ranks),
             step=self.decode_bytes(1, max(budgets) + span, drafts) + -(-int(log) // ranks),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from h2okv.cache import H2OCache, slot_pool
 from h2okv.cache.argument import CACHE
@@ -237,6 +237,25 @@ class ModelRunner:
         axes, offset = get_rope_index(input_ids=ids, **options)
         return axes, int(offset)
 
+    def full_cache(self) -> DynamicCache:
+        """Return an empty cache of transformers' own, which keeps everything."""
+        return DynamicCache(config=self._model.config)
+
+    def read(self, tokens: Sequence[int], start: int, cache: DynamicCache, keep: int) -> Tensor:
+        """Read the next tokens of a text into a full cache.
+
+        Args:
+            tokens: T of them.
+            start: Position of the first.
+            cache: Is extended.
+            keep: Of how many of the last tokens to return logits.
+
+        Returns:
+            ``[1, keep, V]``.
+        """
+        positions = torch.arange(start, start + len(tokens)).unsqueeze(0)
+        return self._forward(torch.tensor([[*tokens]]), positions, cache, keep=keep)
+
     def kept_tokens(self, row: int, num_seen: int) -> KeptTokens:
         """Return which tokens a sequence of the pool still holds; waits for the device."""
         pool, layers = self.pool, self.pool.slot_layers
@@ -253,7 +272,7 @@ class ModelRunner:
         self,
         tokens: Tensor,
         positions: Tensor,
-        cache: H2OCache,
+        cache: Cache,
         mask: Any = None,
         inputs: Mapping[str, Tensor] = _NO_IMAGES,
         keep: int = 1,

@@ -37,6 +37,36 @@ class KeptTokens:
 
 
 @dataclass(frozen=True)
+class VerifiedAnswer:
+    """An answer that was read again with the full cache, token by token.
+
+    Attributes:
+        tokens: Tokens of the answer that were compared; 0 if it could not be read again.
+        agreed: Those of which the most likely token was the full cache's.
+        first_difference: Number of the first that was not, from 0; ``None`` if all agreed.
+        kl_divergence: Of the evicting cache's next tokens from the full cache's, in nats, the mean
+            over the tokens; of the 16 most likely next tokens and all others as one.
+        note: Why less than the whole answer was compared.
+    """
+
+    tokens: int
+    agreed: int
+    first_difference: int | None = None
+    kl_divergence: float = 0.0
+    note: str = ""
+
+    @property
+    def agreement(self) -> float | None:
+        """Share of the tokens that agreed; ``None`` of none."""
+        return self.agreed / self.tokens if self.tokens else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures, ready for JSON."""
+        figures = {**vars(self), "agreement": self.agreement}
+        return {name: value for name, value in figures.items() if value != ""}
+
+
+@dataclass(frozen=True)
 class OutputDelta:
     """Part of one output of a request that a step of the engine adds."""
 
@@ -51,6 +81,8 @@ class OutputDelta:
     prompt: PromptRead | None = None  # with the first delta of a request
     # If requested, from the second token on: the cache before the newest token.
     kept: KeptTokens | None = None  # word-ok: goes with the public parameter kept_every
+    # If requested, in one more delta at the end, without text.
+    verified: VerifiedAnswer | None = None
 
 
 @dataclass
@@ -80,6 +112,7 @@ class RequestOutput:
 
     prompt: PromptRead
     completions: list[Completion]  # the ``n`` outputs, by index
+    verified: VerifiedAnswer | None = None  # the first output, if it was read again
 
     @property
     def text(self) -> str:
@@ -142,5 +175,9 @@ class EngineStats:
     finished: int = _number("Requests to the engine that ended well.", True)
     failed: int = _number("Requests to the engine that ended with an error.", True)
     aborted: int = _number("Requests to the engine whose client went away.", True)
+    verified: int = _number("Answers that were read again with the full cache.", True)
+    verified_tokens: int = _number("Tokens of prompts and answers read again.", True)
+    verify_failed: int = _number("Answers that could not be read again.", True)
+    verify_waiting: int = _number("Answers that are still to be read again.")
     steps: int = _number("Decode steps.", True)
     evictions: int = _number("Entries evicted, of one layer and one KV head.", True)

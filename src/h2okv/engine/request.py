@@ -19,6 +19,7 @@ from h2okv.engine.outputs import (
     RequestFailedError,
     RequestOutput,
     TokenLogprob,
+    VerifiedAnswer,
 )
 from h2okv.engine.sampler import Sampler
 from h2okv.engine.sampling_params import SamplingParams
@@ -28,6 +29,8 @@ Event = OutputDelta | Exception | None
 """Message to a client: a delta, the error of its request, or ``None`` at the end."""
 Pins = Sequence[tuple[int, int]]
 """Spans of a prompt's tokens, ``(start, stop)``, that are never evicted."""
+_MOST_LIKELY = 16
+_LEAST_PROBABILITY = 1e-9
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,41 @@ class ScheduledStep:
     prefill: tuple[PrefillChunk, ...] = ()
 
 
+class Trace:
+    """What an evicting cache predicts at each token of an answer."""
+
+    def __init__(self) -> None:
+        self.best: list[int] = []
+        # Of each token: the most likely ones, int64 [k], and their probabilities, fp32 [k].
+        self._steps: list[tuple[Tensor, Tensor]] = []
+        self._tokens = self._weights = torch.empty(0)  # the same, [N, k], once all are known
+
+    def add(self, logits: Tensor) -> None:
+        """Note the prediction of fp32 logits ``[1, V]``."""
+        self.best.append(int(logits.argmax()))
+        weights, tokens = torch.softmax(logits[0], dim=-1).topk(min(_MOST_LIKELY, logits.shape[1]))
+        self._steps.append((tokens.cpu(), weights.cpu()))
+
+    def end(self) -> None:
+        """Move all into two tensors: many small ones take several times the memory."""
+        self._tokens, self._weights = map(torch.stack, zip(*self._steps, strict=True))
+        self._steps = []
+
+    def compare(self, number: int, logits: Tensor) -> tuple[bool, float]:
+        """Return whether fp32 logits ``[1, V]`` agree at a token, and their divergence."""
+        tokens, evicting = self._tokens[number], self._weights[number]
+        full = torch.softmax(logits[0], dim=-1)[tokens.to(logits.device)].cpu()
+        full, evicting = _with_rest(full), _with_rest(evicting)
+        divergence = float((full * (full / evicting).log()).sum())
+        return int(logits.argmax()) == self.best[number], max(0.0, divergence)
+
+
+def _with_rest(weights: Tensor) -> Tensor:
+    """Return the probabilities ``[k]`` and that of all other tokens, fp64 ``[k + 1]``."""
+    others = 1 - weights.double().sum(dim=0, keepdim=True)
+    return torch.cat([weights.double(), others]).clamp(min=_LEAST_PROBABILITY)
+
+
 class Output:
     """One of the outputs of a request."""
 
@@ -93,6 +131,7 @@ class Output:
         self._text = StopText(request.params.stop, strips_start=False)
         self.lookup = PromptLookup()
         self.saved: str | None = None  # key of the newest state that decoding has saved
+        self.trace: Trace | None = None  # if it will be read again
 
     @property
     def is_finished(self) -> bool:
@@ -146,6 +185,11 @@ class Request:
     is_alone: bool = False  # whether its prompt is prefilled by itself
     inputs: Mapping[str, Tensor] = field(default_factory=dict)  # of images
     position_offset: int = 0  # of positions on three axes, after images that take fewer
+    kind: str = "text"  # or chat, tools, schema
+    level: int | None = None  # of its budget, if the engine chose it
+    verify: bool = False  # whether the client waits for its answer to be read again
+    is_sampled: bool = False  # whether it is one of those that all are judged by
+    verified: VerifiedAnswer | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -180,4 +224,6 @@ class Request:
         completions = [output.completion for output in self.outputs]
         if self.max_new_tokens == 0:
             completions = [Completion(n, finish_reason="length") for n in range(self.params.n)]
-        return None if self.error else RequestOutput(self.prompt_read(), completions)
+        if self.error:
+            return None
+        return RequestOutput(self.prompt_read(), completions, self.verified)

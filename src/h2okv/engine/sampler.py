@@ -118,6 +118,11 @@ class Sampler:
             else:
                 self.generator.manual_seed((params.seed + index) % 2**63)
 
+    def processed(self, logits: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
+        """Return logits ``[1, V]`` in fp32, after the processors that depend on the new tokens."""
+        logits = logits.float()
+        return self.process(logits.cpu(), text) if self.sees_text else logits
+
     def process(self, logits: Any, text: Sequence[int]) -> Any:
         """Apply the processors that depend on the new tokens to fp32 ``[1, V]`` on the CPU."""
         if self._text_processors:
@@ -141,7 +146,7 @@ def sample(
             chosen[row] = RequestFailedError(NOT_A_NUMBER)
         elif sampler.sees_text:
             try:
-                processed = sampler.process(logits[row : row + 1].float().cpu(), texts[row])
+                processed = sampler.processed(logits[row : row + 1], texts[row])
                 chosen[row] = _draw([sampler], processed)[0]
             except Exception as error:  # a processor of the model's config may raise anything
                 chosen[row] = error

@@ -60,7 +60,7 @@ def with_states(
     Args:
         config: Without `CacheConfig.evict_every`.
         evict_every: Tokens between two evictions; ``None`` for `SPAN`, where the policy allows it;
-            0 for an eviction after each block, and such as ``"prompt+64"``, leave no states.
+            0 for an eviction after each block, and such as ``"prompt+32"``, leave no states.
 
     Raises:
         ValueError: If the user asked for states that there cannot be.
@@ -117,6 +117,7 @@ class MemoryShare(NamedTuple):
     used: int  # bytes of them before there are slots
     states: int  # bytes of states that later prompts continue from
     num_seqs: int
+    verify: int = 0  # bytes of a full cache, which reads answers again
 
 
 def share_memory(
@@ -147,17 +148,20 @@ def share_memory(
             f"prefix_cache of {format_bytes(states)} has no room for a state of"
             f" {format_bytes(memory.state)}; give more, lower the budget, or give 0 for none."
         )
+    verify = 0
+    if config.memory is not None and config.verify:
+        verify = min(memory.verify, max(promised - used, 0) // 8)
     if config.max_num_seqs is not None:
-        return MemoryShare(promised, used, states, config.max_num_seqs)
-    num_seqs = min(memory.num_seqs(promised - used - states), limit)
+        return MemoryShare(promised, used, states, config.max_num_seqs, verify)
+    num_seqs = min(memory.num_seqs(promised - used - states - verify), limit)
     if num_seqs < 1:
-        least = used + states + memory.least
+        least = used + states + verify + memory.least
         raise ValueError(
             f"memory of {promised / _MIB:.0f} MiB has no room for a single sequence; give "
             f"{least / _MIB + 1:.0f} MiB, or lower the budget, max_prompt_tokens or "
             "max_prefill_tokens."
         )
-    return MemoryShare(promised, used, states, num_seqs)
+    return MemoryShare(promised, used, states, num_seqs, verify)
 
 
 def config_for(config: EngineConfig, cache: H2OCache) -> EngineConfig:

@@ -69,6 +69,7 @@ class Handlers:
             "max_new_tokens": self.settings.max_new_tokens,
             "sampling": self.engine.model_sampling,
             **dataclasses.asdict(self.engine.stats()),
+            "agreement": self.engine.agreement().to_dict(),
         }
 
     def check_model(self, name: str | None) -> None:
@@ -206,11 +207,17 @@ class TextRoute:
 
         async def generate_one(number: int, prompt_params: SamplingParams) -> None:
             prompt, every = builder.prompts[number].source, body.h2o.kept_every
-            generate = self.engine.generate(prompt, prompt_params, budget=budget, kept_every=every)
+            generate = self.engine.generate(
+                prompt, prompt_params, budget=budget, kept_every=every,
+                verify=bool(body.h2o.verify), kind="tools" if body.may_call else body.kind,
+            )  # fmt: skip
             async with aclosing(generate) as deltas:
                 async for delta in deltas:
                     # Outputs are numbered across all prompts.
                     delta = dataclasses.replace(delta, index=number * prompt_params.n + delta.index)
+                    if delta.verified is not None:
+                        builder.verified[number] = delta.verified
+                        continue
                     metrics.take(delta)
                     delta = builder.take(delta)
                     # One write for all events of a delta.

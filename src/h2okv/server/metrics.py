@@ -36,6 +36,10 @@ _SECONDS: Mapping[str, tuple[Any, ...]] = {
     ),
 }
 """Histograms: their buckets, help texts, and labels."""
+_AGREEMENT = {
+    "agreement": "Share of next tokens that are the full cache's, of answers read again.",
+    "agreement_bound": "Lower bound of this share, of 95 %.",
+}
 
 
 class Metrics(Collector):
@@ -68,6 +72,12 @@ class Metrics(Collector):
             kind = CounterMetricFamily if counter.metadata["is_counter"] else GaugeMetricFamily
             meaning, value = counter.metadata["meaning"], getattr(stats, counter.name)
             yield kind(f"{_PREFIX}{counter.name}", meaning, value=value)
+        for name, meaning in _AGREEMENT.items():
+            gauge = GaugeMetricFamily(f"{_PREFIX}{name}", meaning, labels=("budget", "kind"))
+            for row in self._engine.agreement().rows:
+                value = row.agreement if name == "agreement" else row.bound
+                gauge.add_metric((row.budget, row.kind), value)
+            yield gauge
 
     def add_tokens(self, count: int) -> None:
         self._tokens[int(time.monotonic())] += count

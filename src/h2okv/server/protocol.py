@@ -99,11 +99,12 @@ _IN_TEXT = 'it is part of cache, a text such as "64+64,sink=4"', False
 
 
 class CacheChoice(Strict):
-    """The cache budget of one request, and the interval of reports of its kept tokens."""
+    """The cache budget of one request, and what is reported of its cache."""
 
     unsupported: ClassVar[Unsupported] = dict.fromkeys(("heavy", "recent", "sink"), _IN_TEXT)
     cache: str | None = None  # such as 256, 10% or 64+64,sink=4
     kept_every: Annotated[int, Field(ge=1)] | None = None  # new tokens between two reports
+    verify: bool | None = None  # whether to read the answer again with the full cache
 
     def budget(self, server: CacheConfig) -> Budget | None:
         """Return the request's budget, divided as the server's; ``None`` without one."""
@@ -119,6 +120,7 @@ class SampledRequest(Strict):
     unsupported: ClassVar[Unsupported] = _without(UNSUPPORTED, "response_format")
     path: ClassVar[str]
     builder: ClassVar[type[responses.ResponseBuilder]]
+    kind: ClassVar[str] = "chat"
     default_max_tokens: ClassVar[int | None] = None
 
     model: str
@@ -348,6 +350,7 @@ class CompletionRequest(SampledRequest):
     """A request to continue one or several prompts, texts or tokens."""
 
     path: ClassVar[str] = "/v1/completions"
+    kind: ClassVar[str] = "text"
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.CompletionResponseBuilder
     default_max_tokens: ClassVar[int | None] = 16
 

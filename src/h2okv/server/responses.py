@@ -11,7 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from h2okv.engine.outputs import Completion, KeptTokens, OutputDelta, PromptRead, TokenLogprob
+from h2okv.engine.outputs import (
+    Completion,
+    KeptTokens,
+    OutputDelta,
+    PromptRead,
+    TokenLogprob,
+    VerifiedAnswer,
+)
 from h2okv.server.tokenization import Prompt, TokenText
 from h2okv.server.tools import Segment, ToolCall, ToolCallParser
 
@@ -34,6 +41,7 @@ class ResponseBuilder(ABC):
         # The plain form has a space between "Assistant:" and the answer.
         self._strips_start = prompts[0].strips_start
         self._read: dict[int, PromptRead] = {}
+        self.verified: dict[int, VerifiedAnswer] = {}  # by prompt
         # For each output: the number of tokens whose texts were sent with the kept tokens, and the
         # decoder of their bytes.
         self._num_reported: dict[int, int] = defaultdict(int)
@@ -131,7 +139,13 @@ class ResponseBuilder(ABC):
             "completion_tokens": new,
             "total_tokens": read + new,
             "prompt_tokens_details": {"cached_tokens": reused},
+            **self._verified_field(),
         }
+
+    def _verified_field(self) -> dict[str, Any]:
+        """Return the figures of the answers that were read again, prompt by prompt."""
+        figures = [self.verified[number].to_dict() for number in sorted(self.verified)]
+        return {"h2o": {"verified": figures}} if figures else {}
 
 
 def _as_object(call: ToolCall) -> dict[str, Any]:
@@ -410,6 +424,7 @@ class ResponsesBuilder(ResponseBuilder):
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage["total_tokens"],
+            **self._verified_field(),
         }
 
 

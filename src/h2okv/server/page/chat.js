@@ -404,6 +404,7 @@ function showStats(numbers) {
     ["Tokens generated", number(stats.new_tokens)],
     ["Entries evicted", number(stats.evictions)],
   ];
+  if (stats.agreement?.total) { facts.push(["Next tokens as with a full cache", stats.agreement.text]); }
   at("numbers").replaceChildren(...facts.flatMap(([name, value]) => [make("dt", name), make("dd", value)]));
 }
 

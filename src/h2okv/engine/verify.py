@@ -1,0 +1,277 @@
+"""Reads finished answers again with the full cache, and compares the next tokens.
+
+Compared at each token of an answer is the most likely next token after all tokens before it as they
+were written: of the model with its evicting cache, when the answer was written, and of the same
+model with the full cache, in one teacher-forced pass. Both are taken after what the request itself
+demands (penalties, biases, a grammar) and before temperature and sampling, so that a sampled answer
+is judged like a greedy one, and a token that a schema forces agrees. The divergence is that of the
+full cache's distribution from the other over its 16 most likely tokens and all others as one: at
+most the one over the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from transformers import DynamicCache
+
+from h2okv.config import Budget
+from h2okv.console import warn
+from h2okv.engine.agreement import FACTORS, AgreementLog, AgreementReport, BudgetLevels
+from h2okv.engine.config import EngineConfig
+from h2okv.engine.model_runner import ModelRunner
+from h2okv.engine.outputs import OutputDelta, VerifiedAnswer
+from h2okv.engine.request import Output, Request, Trace
+
+MOST_WAITING = 64
+"""Answers that wait to be read again; while there are as many, no further one is sampled."""
+_PATIENCE, _BUSY_SHARE = 10.0, 0.1
+"""Seconds that an answer waits for an idle engine; then it takes this share of the time."""
+
+
+@dataclass(eq=False)
+class _Check:
+    """An answer that is read again, and how far that has come."""
+
+    output: Output
+    trace: Trace
+    is_sampled: bool  # False: only its client wants to know
+    since: float
+    num_compared: int = 0  # tokens of the answer that are compared; set when reading begins
+    position: int = 0
+    cache: DynamicCache | None = None
+    agreed: int = 0
+    first_difference: int | None = None
+    divergence: float = 0.0
+    note: str = ""
+
+    @property
+    def request(self) -> Request:
+        return self.output.request
+
+
+class Verifier:
+    """Samples answers, and reads them again in chunks while the engine has nothing else to do.
+
+    Args:
+        config: The engine's; its `verify` is the share of all tokens read and written that may be
+            read again.
+        runner: Runs the model.
+        chunk_tokens: Tokens of one forward, after which other work comes first.
+        max_tokens: Returns how many tokens a full cache has room for.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: ModelRunner,
+        chunk_tokens: int,
+        max_tokens: Callable[[], int],
+    ) -> None:
+        self._config, self._runner = config, runner
+        self._chunk_tokens, self._max_tokens = max(2, chunk_tokens), max_tokens
+        self.log = AgreementLog()
+        self.levels = None if config.agreement is None else BudgetLevels(config.agreement)
+        self._warned: frozenset[str] = frozenset()
+        self._random = random.Random(0)
+        self._waiting: list[_Check] = []
+        self._current: _Check | None = None
+        self._spent = 0  # tokens of sampled answers and their prompts
+        self.num_verified = self.num_tokens = self.num_failed = 0
+        self._chunk_seconds = self._last_end = 0.0
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of answers that are still to be read again."""
+        return len(self._waiting) + (self._current is not None)
+
+    def report(self) -> AgreementReport:
+        """Return how often the next token was the same; may be called from any thread."""
+        missed = () if self.levels is None else tuple(sorted(self.levels.missed))
+        verify, goal = self._config.verify, self._config.agreement
+        return AgreementReport(verify, goal, self.log.total(), self.log.rows(), missed)
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether a client waits for its figures."""
+        return any(check.request.verify for check in self._checks())
+
+    def _checks(self) -> list[_Check]:
+        return [*([self._current] if self._current else ()), *self._waiting]
+
+    def budget(self, kind: str) -> tuple[int | None, Budget | None]:
+        """Return the level of a new request, and its budget; ``None`` for the engine's."""
+        if self.levels is None:
+            return None, None
+        level = self.levels.level(kind)
+        return level, scaled(self._config.cache.budget, FACTORS[level]) if level else None
+
+    def begin(self, request: Request, num_tokens: int) -> None:
+        """Decide whether an answer will be read again; mutates its first output.
+
+        Args:
+            request: Whose outputs begin now.
+            num_tokens: All tokens that the engine has read and written so far.
+        """
+        # Twice the share while less than the share has been spent: the choice depends on what came
+        # before, and never on the request.
+        share = self._config.verify
+        may_spend = share == 1 or self._spent <= share * num_tokens
+        may_wait = self.num_waiting < MOST_WAITING and not request.inputs
+        request.is_sampled = may_spend and may_wait and self._random.random() < 2 * share
+        if request.is_sampled:
+            self._spent += len(request.prompt)
+        if request.is_sampled or request.verify:
+            request.outputs[0].trace = Trace()
+
+    def end(self, request: Request) -> bool:
+        """Take a finished answer; return whether its client waits until it was read again."""
+        num_written = sum(len(output.tokens) for output in request.outputs)
+        self.log.write(self._label(request), request.kind, num_written)
+        trace = request.outputs[0].trace if request.outputs else None
+        if trace is None:
+            return False
+        trace.end()
+        check = _Check(request.outputs[0], trace, request.is_sampled, time.monotonic())
+        if request.is_sampled:
+            self._spent += len(check.output.tokens)
+        self._waiting.append(check)
+        return request.verify
+
+    def cancel(self, request: Request) -> None:
+        """Note that a client went away: its answer is read again only if it was sampled."""
+        request.verify = False
+        self._waiting = [c for c in self._waiting if c.is_sampled or c.request is not request]
+        current = self._current
+        if current and current.request is request and not current.is_sampled:
+            self._current = None
+
+    def clear(self) -> list[Request]:
+        """Forget all answers; return the requests whose clients wait."""
+        checks, self._waiting, self._current = self._checks(), [], None
+        return [check.request for check in checks if check.request.verify]
+
+    def step(self) -> bool:
+        """Read one chunk of an answer again; return whether there was one."""
+        check = self._current or self._next()
+        if check is None:
+            return False
+        begin, self._current = time.monotonic(), check
+        try:
+            is_over = self._read_chunk(check)
+        except Exception as error:  # such as no memory; the answer itself is complete
+            check.note, is_over = f"it was not compared: {type(error).__name__}: {error}", True
+            check.num_compared = 0
+        except BaseException:  # Ctrl-C in the middle of a forward
+            self._current = None
+            raise
+        if is_over:
+            self._report(check)
+            self._current = None
+        self._last_end = time.monotonic()
+        self._chunk_seconds = self._last_end - begin
+        return True
+
+    def step_late(self) -> None:
+        """Read a chunk although requests run, if an answer has waited for long."""
+        checks = self._checks()
+        if not checks or time.monotonic() - checks[0].since < _PATIENCE:
+            return
+        pause = self._chunk_seconds * (1 / _BUSY_SHARE - 1)
+        if time.monotonic() - self._last_end >= pause:
+            self.step()
+
+    def _next(self) -> _Check | None:
+        """Begin to read the next answer: of a client that waits, else the oldest."""
+        if not self._waiting:
+            return None
+        check = min(self._waiting, key=lambda check: not check.request.verify)
+        self._waiting.remove(check)
+        num_tokens, length = len(check.trace.best), len(check.request.prompt)
+        room = self._max_tokens()
+        check.num_compared = max(0, min(num_tokens, room - length + 1))
+        if check.num_compared < num_tokens:
+            check.note = (
+                f"compared {check.num_compared} of {num_tokens} tokens: there is room for a full"
+                f" cache of {room:,} tokens, and prompt and answer have {length + num_tokens:,}"
+            )
+        return check
+
+    def _read_chunk(self, check: _Check) -> bool:
+        """Read the next tokens of a text and compare; return whether the answer is done."""
+        if not check.num_compared:
+            return True
+        if check.cache is None:
+            check.cache = self._runner.full_cache()
+        request, answer = check.request, check.output.tokens
+        text = [*request.prompt, *answer[: check.num_compared - 1]]
+        start, before = check.position, len(request.prompt) - 1
+        end = start + self._chunk_tokens
+        # A forward of one token is a decode step, of which the attention warns with a full cache.
+        end = check.position = len(text) if len(text) <= end + 1 else end
+        self.num_tokens += end - start
+        first = max(start, before)
+        logits = self._runner.read(text[start:end], start, check.cache, max(1, end - first))[0]
+        for number in range(first - before, end - before):
+            row = number - (first - before)
+            processed = check.output.sampler.processed(logits[row : row + 1], answer[:number])
+            agrees, divergence = check.trace.compare(number, processed)
+            check.agreed += agrees
+            check.divergence += divergence
+            if not agrees and check.first_difference is None:
+                check.first_difference = number
+        return end == len(text)
+
+    def _report(self, check: _Check) -> None:
+        """Note the figures of an answer, and send them to its client."""
+        request, count = check.request, check.num_compared
+        self.num_verified += count > 0
+        self.num_failed += count == 0
+        check.cache = None
+        request.verified = VerifiedAnswer(
+            tokens=count,
+            agreed=check.agreed if count else 0,
+            first_difference=check.first_difference if count else None,
+            kl_divergence=check.divergence / count if count else 0.0,
+            note=check.note,
+        )
+        if check.is_sampled and count:
+            self.log.add(self._label(request), request.kind, count, check.agreed)
+            if self.levels is not None and request.level is not None:
+                self.levels.add(request.kind, request.level, count, check.agreed)
+                self._warn(request.kind)
+        if request.verify:
+            request.verify = False
+            request.notify(OutputDelta(0, "", verified=request.verified))
+            request.notify(None)
+
+    def _warn(self, kind: str) -> None:
+        assert self.levels is not None
+        missed = self.levels.missed
+        if kind in missed and kind not in self._warned:
+            warn(
+                f"agreement={self.levels.goal:g} does not hold for requests of kind {kind!r} with"
+                f" the largest budget, {self._config.cache.budget_label}; give a larger budget."
+            )
+        self._warned = missed
+
+    def _label(self, request: Request) -> str:
+        cache, budget = self._config.cache, request.start.budget
+        if budget is not None:
+            fields = ("heavy", "recent", "sink", "min_tokens")
+            cache = replace(cache, **{name: getattr(budget, name) for name in fields})
+        return cache.budget_label
+
+
+def scaled(budget: Budget, factor: float) -> Budget:
+    """Return a budget with a multiple of its heavy hitters and recent tokens."""
+
+    def times(amount: int | float) -> int | float:
+        if isinstance(amount, float):
+            return amount * factor
+        return max(1, round(amount * factor)) if amount else 0
+
+    return replace(budget, heavy=times(budget.heavy), recent=times(budget.recent))
