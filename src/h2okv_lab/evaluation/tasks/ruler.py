@@ -89,7 +89,7 @@ def needles(
 
     hidden = {draw(key): [draw(value) for _ in range(values)] for _ in range(max(keys, queries))}
     sentences = [sentence(name, answer) for name, drawn in hidden.items() for answer in drawn]
-    asked = rng.sample(sorted(hidden), queries)
+    queried = rng.sample(sorted(hidden), queries)
     rng.shuffle(sentences)
     depths = sorted(rng.sample(range(_DEPTHS), len(sentences)))
     if haystack == "essay":
@@ -103,19 +103,21 @@ def needles(
         lines.insert(round(len(lines) * depth / (_DEPTHS - 1)), line)
     text = (" " if haystack == "essay" else "\n").join(lines)
     is_one = queries * values == 1
-    what, verb = (value[:-1], "is") if is_one else (value, "are")
+    noun, verb = (value[:-1], "is") if is_one else (value, "are")
     some, be = ("A", "is") if is_one else ("Some", "are")
-    names = ", ".join(asked[:-1]) + (", and " if len(asked) > 1 else "") + asked[-1]
+    names = ", ".join(queried[:-1]) + (", and " if len(queried) > 1 else "") + queried[-1]
     context = (
-        f"{some} special magic {what} {be} hidden within the following text. Make sure to memorize"
-        f" it. I will quiz you about the {what} afterwards.\n{text}\n"
+        f"{some} special magic {noun} {be} hidden within the following text. Make sure to memorize"
+        f" it. I will quiz you about the {noun} afterwards.\n{text}\n"
     )
     all_of = "" if is_one else "all "
     question = (
-        f"What {verb} {all_of}the special magic {what} for {names} mentioned in the provided text?"
+        f"What {verb} {all_of}the special magic {noun} for {names} mentioned in the provided text?"
     )
-    prefix = f"The special magic {what} for {names} mentioned in the provided text {verb}"
-    return Sample(context, question, prefix, [answer for name in asked for answer in hidden[name]])
+    prefix = f"The special magic {noun} for {names} mentioned in the provided text {verb}"
+    return Sample(
+        context, question, prefix, [answer for name in queried for answer in hidden[name]]
+    )
 
 
 def variables(n: int, rng: random.Random, sources: Sources, hops: int = 4) -> Sample:
@@ -130,15 +132,15 @@ def variables(n: int, rng: random.Random, sources: Sources, hops: int = 4) -> Sa
         steps = [f"VAR {ordered[0]} = {value}"]
         steps += [f"VAR {b} = VAR {a}" for a, b in zip(ordered, ordered[1:], strict=False)]
         text = [_NOISE] * max(lines, hops + 1)
-        places = sorted(rng.sample(range(len(text)), len(steps)))
-        for place, step in zip(reversed(places), reversed(steps), strict=True):
-            text.insert(place, step)
+        depths = sorted(rng.sample(range(len(text)), len(steps)))
+        for depth, step in zip(reversed(depths), reversed(steps), strict=True):
+            text.insert(depth, step)
         task = (
             "Memorize and track the chain(s) of variable assignment hidden in the following text."
         )
         return f"{task}\n\n" + "\n".join(text) + "\n", value, ordered
 
-    def asked(value: str) -> tuple[str, str]:
+    def question_of(value: str) -> tuple[str, str]:
         return (
             f"Question: Find all variables that are assigned the value {value} in the text above.",
             "Answer: According to the chain(s) of variable assignment in the text above,"
@@ -146,9 +148,9 @@ def variables(n: int, rng: random.Random, sources: Sources, hops: int = 4) -> Sa
         )
 
     example, value, names = chain(5, 3)
-    solved = f"{example}{' '.join(asked(value))} {' '.join(names)}\n\n"
+    solved = f"{example}{' '.join(question_of(value))} {' '.join(names)}\n\n"
     context, value, names = chain(n, 5)
-    return Sample(solved + context, *asked(value), names)
+    return Sample(solved + context, *question_of(value), names)
 
 
 def common_words(n: int, rng: random.Random, sources: Sources) -> Sample:
@@ -167,7 +169,7 @@ def common_words(n: int, rng: random.Random, sources: Sources) -> Sample:
         task = "Below is a numbered list of words. In these words, some appear more often than"
         return f"{task} others. Memorize the ones that appear most often.\n{text}\n", drawn[:10]
 
-    example, answers = listed(5, 10, 1)
+    example, answers = listed(min(5, 1 + sources.length // 1024), 10, 1)
     numbered = " ".join(f"{number}. {word}" for number, word in enumerate(answers, start=1))
     context, expected = listed(
         min(30, 30 * sources.length // 4096), min(n, len(sources.vocabulary) - 10), 3
@@ -216,7 +218,7 @@ def documents(n: int, rng: random.Random, sources: Sources, file: str) -> Sample
 def _read_questions(path: Path) -> tuple[list[str], list[tuple[str, list[str], list[str]]]]:
     """Read the JSON of SQuAD or of HotpotQA: all documents; questions, answers, documents."""
     content = json.loads(read_text_file(path))
-    found: list[tuple[str, list[str], list[str]]] = []
+    questions: list[tuple[str, list[str], list[str]]] = []
     texts: dict[str, None] = {}
     if isinstance(content, dict):
         for paragraph in (p for article in content["data"] for p in article["paragraphs"]):
@@ -224,13 +226,13 @@ def _read_questions(path: Path) -> tuple[list[str], list[tuple[str, list[str], l
             for entry in paragraph["qas"]:
                 answers = [answer["text"] for answer in entry["answers"]]
                 if answers:
-                    found.append((entry["question"], answers, [paragraph["context"]]))
-        return list(texts), found
+                    questions.append((entry["question"], answers, [paragraph["context"]]))
+        return list(texts), questions
     for entry in content:
         shown = [f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]]
         texts |= dict.fromkeys(shown)
-        found.append((entry["question"], [entry["answer"]], shown))
-    return list(texts), found
+        questions.append((entry["question"], [entry["answer"]], shown))
+    return list(texts), questions
 
 
 class _Kind(NamedTuple):
@@ -257,12 +259,14 @@ KINDS = {
 }
 
 
-def largest(build: Callable[[int], Sample], fits: Callable[[Sample], bool], most: int) -> Sample:
-    """Return the sample of the largest size that fits, up to `most`."""
+def largest(
+    build: Callable[[int], Sample], fits: Callable[[Sample], bool], largest_size: int
+) -> Sample:
+    """Return the sample of the largest size that fits, up to `largest_size`."""
     low = 1
-    while 2 * low <= most and fits(build(2 * low)):
+    while 2 * low <= largest_size and fits(build(2 * low)):
         low *= 2
-    high = min(most, 2 * low - 1)
+    high = min(largest_size, 2 * low - 1)
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(build(middle)) else (low, middle - 1)
@@ -332,9 +336,9 @@ class Ruler(QuestionTask):
 
     def judge(self, text: str, answers: Sequence[str]) -> dict[str, float]:
         """Score by string match: all answers, or for questions about documents any of them."""
-        found = [answer.lower() in text.lower() for answer in answers]
+        matches = [answer.lower() in text.lower() for answer in answers]
         any_counts = KINDS[self.name].build is documents
-        return {"string_match": float(any(found)) if any_counts else sum(found) / len(found)}
+        return {"string_match": float(any(matches)) if any_counts else sum(matches) / len(matches)}
 
 
 def _encode(model: ModelUnderTest, sample: Sample) -> tuple[list[int], list[int]]:

@@ -60,8 +60,7 @@ def test_contexts_are_as_long_as_the_length_allows(subject, folder, name):
         assert 0.85 * 1024 <= total <= 1024
         text = subject.decode(context)
         assert all(answer in text for answer in answers)
-        asked = subject.decode(question)
-        assert asked.rstrip().endswith((":", "is", "are"))
+        assert subject.decode(question).rstrip().endswith((":", "is", "are"))
     first = [entry[:3] for entry in task._questions]
     assert first == [entry[:3] for entry in prepared(subject, name, folder)._questions]
     assert first[0] != first[1]
@@ -89,13 +88,13 @@ def test_needles_are_hidden_as_in_the_paper(subject, folder, name, needles, answ
     forms = {"numbers": r"\d{7}", "words": r"[a-z]+-[a-z]+", "uuids": r"[0-9a-f-]{36}"}
     context, question, prefix, expected = sample(subject, name, folder)
     pattern = r"special magic (\w+) for ([\w-]+) is: ([\w-]+)\."
-    found = re.findall(pattern, context)
-    assert len(found) == needles if needles else len(found) > 5
-    assert {what for what, *_ in found} == {kinds[1]}
-    for _, key, value in found:
+    pairs = re.findall(pattern, context)
+    assert len(pairs) == needles if needles else len(pairs) > 5
+    assert {noun for noun, *_ in pairs} == {kinds[1]}
+    for _, key, value in pairs:
         assert re.fullmatch(forms[kinds[0]], key) and re.fullmatch(forms[kinds[1]], value)
     assert len(expected) == answers
-    assert {v for _, key, v in found if key in question and key in prefix} == set(expected)
+    assert {v for _, key, v in pairs if key in question and key in prefix} == set(expected)
     assert context.startswith("Some" if answers > 1 else "A special magic")
 
 
