@@ -90,7 +90,7 @@ def generate(
 
 @torch.no_grad()
 def most_likely(model: PreTrainedModel, ids: torch.Tensor, answer: list[int]) -> list[int]:
-    """The most likely token before each of an answer's, by eager attention without a cache."""
+    """Return the most likely token before each of an answer's, by eager attention."""
     model = _fresh(model)
     model.set_attn_implementation("eager")
     text = torch.cat([ids, torch.tensor([answer[:-1]], dtype=ids.dtype)], dim=1)

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 WINDOW = 200
-"""Answers that a bound is computed from: the newest of each budget and kind."""
+"""Answers that a bound is computed from, the newest: of each budget and kind, and of all."""
 _Z = 1.6448536269514722  # of 95 % on one side
 
 
@@ -114,18 +114,13 @@ def _student(degrees: float) -> float:
 
 @dataclass
 class _Window:
-    """The newest answers of one budget and kind: ``(tokens, agreed, tokens that each stands for)``.
+    """The newest answers of one budget and kind: ``(number, tokens, agreed, weight)``.
 
-    An answer stands for all tokens written since the one before it, whether read again or not.
+    The weight of an answer is all tokens written since the one before it, read again or not.
     """
 
-    answers: deque[tuple[int, int, int]]
+    answers: deque[tuple[int, int, int, int]]
     unseen: int = 0
-
-    def agreement(self, budget: str, kind: str) -> Agreement:
-        tokens, agreed, _ = zip(*self.answers, strict=True)
-        share = sum(agreed) / sum(tokens)
-        return Agreement(len(tokens), sum(tokens), share, lower_bound(tokens, agreed), budget, kind)
 
 
 class AgreementLog:
@@ -135,7 +130,7 @@ class AgreementLog:
         self._windows: dict[tuple[str, str], _Window] = defaultdict(
             lambda: _Window(deque(maxlen=window))
         )
-        self._lock = threading.Lock()
+        self._size, self._count, self._lock = window, 0, threading.Lock()
 
     def write(self, budget: str, kind: str, tokens: int) -> None:
         """Count the tokens of an answer, whether it is read again or not."""
@@ -146,24 +141,30 @@ class AgreementLog:
         """Note an answer that was read again."""
         with self._lock:
             window = self._windows[budget, kind]
-            window.answers.append((tokens, agreed, max(window.unseen, tokens)))
+            window.answers.append((self._count, tokens, agreed, max(window.unseen, tokens)))
             window.unseen = 0
+            self._count += 1
 
     def rows(self) -> list[Agreement]:
         """Return the agreement of each budget and kind that has answers."""
-        return [row for row, _ in self._rows()]
+        return [row for row, _ in self._rows(since=0)]
 
-    def _rows(self) -> list[tuple[Agreement, int]]:
+    def _rows(self, since: int) -> list[tuple[Agreement, int]]:
+        """Return the agreement of the answers from a number on, with their weights."""
         with self._lock:
-            return [
-                (window.agreement(*key), sum(answer[2] for answer in window.answers))
-                for key, window in sorted(self._windows.items())
-                if window.answers
-            ]
+            windows = {key: [*window.answers] for key, window in sorted(self._windows.items())}
+        rows = []
+        for key, answers in windows.items():
+            if newest := [answer for answer in answers if answer[0] >= since]:
+                _, tokens, agreed, weights = zip(*newest, strict=True)
+                share, bound = sum(agreed) / sum(tokens), lower_bound(tokens, agreed)
+                row = Agreement(len(tokens), sum(tokens), share, bound, *key)
+                rows.append((row, sum(weights)))
+        return rows
 
     def total(self) -> Agreement | None:
-        """Return the agreement of all traffic; ``None`` before the first answer."""
-        rows = self._rows()
+        """Return the agreement of the newest answers of all traffic; ``None`` before the first."""
+        rows = self._rows(self._count - self._size)
         return joined(rows) if rows else None
 
 
