@@ -31,7 +31,7 @@ TEXTS = {
     "my.rules:Mine:10%": CacheConfig("my.rules:Mine", budget=0.1),
     "every=8": CacheConfig(evict_every=8),
     "every=prompt+8": CacheConfig(evict_every="prompt+8"),
-    "best:20%,every=prompt+64": CacheConfig("best", budget=0.2),
+    "best:20%,every=prompt+32": CacheConfig("best", budget=0.2),
     "best:20%,every=0": CacheConfig("best", budget=0.2, evict_every=None),
     "best:20%,positions=rolling": CacheConfig("best", 0.17, 0.03, positions="rolling"),
 }
@@ -50,7 +50,7 @@ def test_a_text_is_a_cache(text):
         ("h2o:5l2", "got '5l2'"),
         (
             "best:20%,every=prompt",
-            r"every must be tokens, such as 64, or prompt\+64 .*got 'prompt'",
+            r"every must be tokens, such as 256, or prompt\+32 .*got 'prompt'",
         ),
         ("best20%", "such as h2o, 20%, h2o:512 or best:20%,bits=8; got 'best20%'"),
         ("h2o:512,bit=8", r"option 'bit' is unknown; did you mean bits\?"),

@@ -22,7 +22,7 @@ OPTIONS = {
 """The options of a text, in the order in which they are printed, and the fields they set."""
 
 _ZERO_IS_NONE = ("every", "bits", "max")
-_PROMPT = "prompt"  # every=prompt+64: after a prompt, then every 64 tokens
+_PROMPT = "prompt"  # every=prompt+32: after a prompt, then every 32 tokens
 _TEXTS = ("scoring", "positions", "layers")
 _ELSEWHERE = {
     "policy": "the text begins with it, as in h2o:512",
@@ -68,7 +68,7 @@ def amount_text(amount: int | float) -> str:
 
 
 def parse_cuts(text: str, where: str) -> dict[str, Any]:
-    """Parse where entries are evicted, such as ``prompt+64``, into fields.
+    """Parse where entries are evicted, such as ``prompt+32``, into fields.
 
     Args:
         text: the text.
@@ -81,8 +81,8 @@ def parse_cuts(text: str, where: str) -> dict[str, Any]:
     if before.lower() == _PROMPT and plus and every.isdecimal():
         return {"evict_every": int(every), "whole_prompts": True}
     raise ValueError(
-        f"{where} must be tokens, such as 64, or prompt+64 for an eviction after each prompt and"
-        f" then every 64 tokens, got {short_repr(text)}."
+        f"{where} must be tokens, such as 256, or prompt+32 for an eviction after each prompt and"
+        f" then every 32 tokens, got {short_repr(text)}."
     )
 
 

@@ -37,7 +37,7 @@ BEST = "best"
 BEST_VERSION = 5  # of these options and of what they do
 FACTORS_VERSION = 4  # of how factors are measured
 _VERSIONED = re.compile(rf"{BEST}-v(\d+)")  # as results name it
-_BEST_SINK, _BEST_SCORING, _SPAN_OF_BEST = 4, "expected", 64
+_BEST_SINK, _BEST_SCORING, _SPAN_OF_BEST = 4, "expected", 32
 BEST_HEAVY_FRACTION = 0.85
 _BUDGET = 0.2  # without a budget, heavy and recent
 
@@ -394,8 +394,8 @@ class CacheConfig:
             ``K + evict_every`` entries are cached, and which ones depends on the text alone, not on
             the forwards that brought it. A longer input is read in blocks that end there, so that
             a prompt takes no more memory than these. 1 is Algorithm 1 of the paper. ``None``: evict
-            once after each block (a prompt is one), then after each token. ``"prompt+64"`` sets
-            ``whole_prompts`` too. Default ``None``, or ``"prompt+64"`` with
+            once after each block (a prompt is one), then after each token. ``"prompt+32"`` sets
+            ``whole_prompts`` too. Default ``None``, or ``"prompt+32"`` with
             ``scoring="expected"``, which judges a single token badly.
         kv_bits: 8 or 4 bits for each number of keys and values, by groups of up to 64 with a scale
             and a low each; 6: keys in 8 bits and values in 4; ``None``: the model's dtype. What a
@@ -619,7 +619,7 @@ class CacheConfig:
 
     @property
     def cuts(self) -> str:
-        """The text of `evict_every`: ``0``, ``64`` or ``prompt+64``."""
+        """The text of `evict_every`: ``0``, ``256`` or ``prompt+32``."""
         return cache_spec.cuts_text(self.evict_every, self.whole_prompts)
 
     @property

@@ -13,10 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import zip_longest
 from types import FrameType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import nn
+from typing import Any
 
 BAD_INPUT = 2
 INTERRUPTED = 130
@@ -216,20 +213,12 @@ class Interrupt:
     process that was started with Ctrl-C ignored.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self) -> None:
         self.requested = False
-        self.in_forward = False
         self._may_force = True
-        self._module = module
         self._exit = ExitStack()
 
     def __enter__(self) -> Interrupt:
-        for register, begins in (
-            (self._module.register_forward_pre_hook, True),
-            (self._module.register_forward_hook, False),
-        ):
-            hook: Any = register(lambda *_, begins=begins: setattr(self, "in_forward", begins))
-            self._exit.callback(hook.remove)
         before: Any = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
         # None: the handler was not set from Python and could not be restored.

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.chat.kept_view import Level, kept_shares, render_runs, runs_of
+from h2okv.chat.session import Level, kept_shares, render_runs, runs_of
 
 READ = 60
 

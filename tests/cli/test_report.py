@@ -10,7 +10,6 @@ from h2okv.cli.generate import (
 
 def make_generation(**values):
     defaults = {
-        "shown": "a text",
         "text": "a text",
         "token_ids": [1, 2, 3],
         "finish_reason": "length",

@@ -24,7 +24,7 @@ GIB = 1 << 30
         # Without states the cache is as before, unless the user says where it evicts.
         ({}, 0, None), ({"prefix_cache": 0}, None, None), ({"prefix_cache": 0}, 64, 64),
         ({"policy": "snapkv"}, None, None), ({"scoring": "expected", "sink": 4}, None, 256),
-        ({"scoring": "expected", "prefix_cache": 0}, None, "prompt+64"),
+        ({"scoring": "expected", "prefix_cache": 0}, None, "prompt+32"),
         ({"scoring": "expected"}, "prompt+16", "prompt+16"),
     ],
 )  # fmt: skip

@@ -15,7 +15,10 @@ from h2okv.cache.argument import CACHE
 from h2okv.cache.linear_states import continues_blocks, has_states
 from h2okv.cli.chat import plan_cache
 from h2okv.config import CacheConfig
+from h2okv.engine.cache_engine import CacheEngine
 from h2okv.engine.config import EngineConfig
+from h2okv.engine.request import PromptStart, Request
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.serving import config_for, in_tokens, plan_serving
 from h2okv.integration.enable import read_blocks
 from h2okv.offload.batch_runner import BatchSequence, ForwardScheduler, Limits, Runner
@@ -244,6 +247,23 @@ def test_a_type_that_forgets_refuses_a_block_after_a_state_and_reads_chunks_at_o
     config = CacheConfig(heavy=20, recent=20)
     with pytest.raises(ValueError, match="'jamba' cannot chat"):
         plan_cache(model.config, config, "original")
+
+
+@hybrid()
+@pytest.mark.parametrize("is_full", [False, True])
+def test_one_request_on_a_cache(model_type, tokenizer, is_full):
+    model, (prompt,) = model_of(model_type), prompts_of([33])
+    caches = [
+        DynamicCache(config=model.config) if is_full else cache_of(model.config, **BUDGET)
+        for _ in range(2)
+    ]
+    params, start = SamplingParams(max_tokens=8, temperature=0.0), PromptStart(len(prompt))
+    request = Request(tuple(prompt), params, 8, start, lambda event: None)
+    ids = torch.tensor([prompt])
+    with h2okv.enable(model):
+        CacheEngine(model, tokenizer, caches[0]).run(request)
+        text = model.generate(ids, max_new_tokens=8, do_sample=False, **{CACHE: caches[1]})
+    assert request.outputs[0].tokens == text[0, len(prompt) :].tolist()
 
 
 @hybrid()

@@ -84,6 +84,8 @@ class BaseLayer(CacheLayerMixin):
         self.layer_idx, self.budget, self.rule = layer_idx, budget, rule
         self.head_budgets = head_budgets  # of each KV head, where they differ
         self.position_rule, self.spans = position_rule, spans
+        # Whether entries are scored at the end of a span, by all its queries together.
+        self.scores_spans = spans is not None and rule.observes is Sees.QUERIES
         self.storage = KVStorage(kv_bits)
         self.rotations = Rotations(position_rule.rolls, rule.observes is Sees.QUERIES)
         self.share_forward(Forward())

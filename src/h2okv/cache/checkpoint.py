@@ -71,17 +71,15 @@ def save_cache(cache: Any, path: str | Path, notes: Mapping[str, str] | None = N
 def _layer_state(layer: CacheLayerMixin) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return what a file stores of a layer: tensors, and values for the header."""
     if isinstance(layer, BaseLayer):
-        scaling = layer.state.scaling
-        if scaling is not None and not any(layer.spans.phases(layer.state)):
-            scaling = None  # the queries of a span that has ended are not needed again
+        # The queries of a span that has ended are not needed again.
+        has_queries = layer.state.queries is not None and any(layer.spans.phases(layer.state))
         tensors = {"cumulative_length": layer.cumulative_length}
         for name, tensor in layer.state.tensors().items():
             kind = layer.state.kind_of(name)
-            if kind.per != "span" or scaling is not None:
+            if kind.per != "span" or has_queries:
                 tensors[kind.file_name or name] = tensor
         return tensors, {
             "budgets": [astuple(budget) for budget in layer.state.budgets],
-            **({} if scaling is None else {"scaling": scaling}),
             **({"span_starts": starts} if (starts := layer.state.span_starts) else {}),
             "counts_padding": layer.counts_padding,
             "weights": layer.weights(),
@@ -289,7 +287,7 @@ def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str,
             if getattr(expected, name) is None and kind.per != "span":
                 like = {"sequence": expected.sink, "head": key}.get(kind.per, expected.positions)
                 setattr(expected, name, torch.empty_like(like, dtype=kind.dtype))
-    _expect_queries(layer, expected, key, tensors, values)
+    _expect_queries(layer, expected, key, tensors)
     shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in expected.tensors().items()}
     if shapes != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:
         raise ValueError(f"the tensors of layer {layer.layer_idx} do not fit each other")
@@ -310,21 +308,16 @@ def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str,
     layer.counts_padding = counts_padding if isinstance(counts_padding, bool) else None
 
 
-def _expect_queries(
-    layer: CacheLayer, expected: SlotState, key: Tensor, tensors: _Tensors, values: dict[str, Any]
-) -> None:
+def _expect_queries(layer: CacheLayer, expected: SlotState, key: Tensor, tensors: _Tensors) -> None:
     """Expect the queries of a span that has not ended; mutates the expected state."""
     if "queries" not in tensors:
         return
-    scale, softcap = values["scaling"]
-    numbers = [scale] if softcap is None else [scale, softcap]
-    if not layer.scores_spans or not all(type(number) is float for number in numbers):
+    if not layer.scores_spans:
         raise ValueError(f"layer {layer.layer_idx} has queries against its options")
     batch, heads, _, size = key.shape
     groups, length = max(1, tensors["queries"].shape[1] // heads), layer.spans.length
     expected.queries = key.new_empty(batch, groups * heads, length, size)
     expected.query_positions = key.new_empty(batch, length, dtype=torch.int64)
-    expected.scaling = scale, softcap
 
 
 def _json_of(path: str | Path, key: str) -> dict[str, Any]:

@@ -123,11 +123,16 @@ class CacheLayer(BaseLayer):
         dtype = value.dtype
         if dtype != self.dtype or query.dtype != dtype:
             query, key, value = (states.to(self.dtype) for states in (query, key, value))
-        self._begin(query.shape[2], real)
+        is_plain = real is None and query.shape[2] == 1 and self._takes_plain_step()
+        if not is_plain:
+            self._begin(query.shape[2], real)
         block = self._block(query, key, value, real, spec, position_ids)
         self.awaits_attention = True  # an error or Ctrl-C from here on leaves half a forward
-        blocks = self._split(block)
-        if blocks is None:
+        blocks = None if is_plain else self._split(block)
+        if is_plain:
+            self.is_late = None
+            output = self._read_token(block)
+        elif blocks is None:
             output = self._read(block)
         else:
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
@@ -147,6 +152,10 @@ class CacheLayer(BaseLayer):
         if not torch.compiler.is_compiling():
             self.num_forwards += 1
         return output.to(dtype)
+
+    def _takes_plain_step(self) -> bool:
+        """Tell whether a token of each sequence is a step around which there is nothing to do."""
+        return False
 
     def _split(self, block: Block) -> Iterable[Block] | None:
         """Return the blocks of the contract that a forward brings; ``None`` for one."""
@@ -370,11 +379,6 @@ class CacheLayer(BaseLayer):
         """Count a block's tokens; mutates the layer."""
         self.state.count(block.counts(), self._lengths(block))
         self.count_columns(block.length)
-
-    @property
-    def scores_spans(self) -> bool:
-        """Whether entries are scored at the end of a span, by all its queries together."""
-        return self.spans is not None and self.rule.observes is Sees.QUERIES
 
     def _decayed(self, scores: Tensor, count: Tensor | int) -> Tensor:
         """Return scores ``[B, H, N]`` after `count` further tokens of each sequence."""

@@ -173,6 +173,13 @@ class SlotLayer(CacheLayer):
         is_plain = not (prompt.was_partial or prompt.is_partial or prompt.pins)
         return block.length == 1 and self.holds_entries and is_plain
 
+    def _takes_plain_step(self) -> bool:
+        if self.log is not None or self.departures is not None or not self.holds_budgets:
+            return False
+        prompt, changes = self.prompt, self.rotations.rolling is not None
+        changes = changes or self.rule.sees is Sees.WINDOW or torch.compiler.is_compiling()
+        return not (changes or prompt.was_partial or prompt.is_partial or prompt.pins)
+
     def _read_token(self, block: Block) -> Tensor:
         state, slots = self.state, self.slots
         is_compiling = torch.compiler.is_compiling()
@@ -183,8 +190,12 @@ class SlotLayer(CacheLayer):
         if self.scores_spans:
             assert self.spans is not None
             self.spans.add_queries(state, block)
-        if not slots.is_plain_sum:
-            self._prepare_step(block)
+        if slots.changes_scores:
+            state.scores.copy_(self._decayed(state.scores, block.counts()))
+        if slots.weighs_values:
+            assert state.value_weights is not None
+            weights = self.rule.value_weights(self.storage.values.round(block.value))
+            state.value_weights.scatter_(-1, state.free_slot, weights.view_as(state.free_slot))
         run = self._step_operation(block.query)
         is_plain = run is decode_step and self.log is None and block.real is None
         tail = slots.take_tail(state) if is_plain and not is_compiling else None
@@ -231,11 +242,13 @@ class SlotLayer(CacheLayer):
         # A compiled step would be compiled again for each number.
         if block.real is not None or torch.compiler.is_compiling() or self.device.type != "cpu":
             return None
-        lengths, protected = set(self.state.known_lengths or ()), set(self.slots.protected)
-        if len(lengths) != 1 or len(protected) != 1 or self.rule.sees is Sees.WINDOW:
+        lengths, protected = self.state.known_lengths, self.slots.protected
+        if not lengths or protected is None or self.rule.sees is Sees.WINDOW:
             return None
-        sink, recent = protected.pop()
-        return StepNumbers(lengths.pop(), sink or None, recent)
+        length, (sink, recent) = lengths[0], protected
+        if len(lengths) > 1 and lengths.count(length) < len(lengths):
+            return None
+        return StepNumbers(length, sink or None, recent)
 
     def plan(self) -> dict[str, int | None]:
         return self.slots.counters()
@@ -250,15 +263,6 @@ class SlotLayer(CacheLayer):
         if self.slots.steps_to_cut <= 0:  # padding can only delay the end
             self.spans.evict(self)
             self.slots.refresh(self.state, self.dtype)
-
-    def _prepare_step(self, block: Block) -> None:
-        """Do what a scoring other than the sum needs before a step; mutates the state."""
-        state = self.state
-        if self.rule.scoring.factor is not None:
-            state.scores.copy_(self._decayed(state.scores, block.counts()))
-        if state.value_weights is not None and self.slots.adds:  # else a cut weighs what came since
-            weights = self.rule.value_weights(self.storage.values.round(block.value))
-            state.value_weights.scatter_(-1, state.free_slot, weights.view_as(state.free_slot))
 
     @property
     def is_ready(self) -> bool:

@@ -201,7 +201,6 @@ class SlotState(Slots):
     # put them, ``[B, c]``, of rules that score a span at its end (`h2okv.cache.spans.Spans`).
     queries: Annotated[Tensor | None, Kind(per="span")] = None
     query_positions: Annotated[Tensor | None, Kind(torch.int64, "span")] = None
-    scaling: tuple[float, float | None] | None = None  # of them
     budgets: list[TokenBudget] = field(default_factory=list)
     # What the host knows of the tensors of these names, so that it need not wait for a device;
     # None where it must ask once.
@@ -429,7 +428,7 @@ class SlotState(Slots):
 
     def drop_queries(self) -> None:
         """Forget the queries of a span that has ended; mutates the state."""
-        self.queries = self.query_positions = self.scaling = self.scored_lengths = None
+        self.queries = self.query_positions = self.scored_lengths = None
 
     def cat(self, other: SlotState) -> None:
         """Put another's sequences behind these, tensor by tensor; uses up the other."""

@@ -45,6 +45,8 @@ class SlotPlan:
         self.is_plain_sum, self.ranks_by_sums = rule.is_plain_sum, rule.ranks_by_sums
         self.ranks_by_scores = rule.ranks_by_scores
         self.adds = span == 1 or rule.observes not in (Sees.KEYS, Sees.QUERIES)
+        self.changes_scores = rule.scoring.factor is not None  # of all entries, in each step
+        self.weighs_values = rule.weighs_values and self.adds  # else a cut weighs what came since
         self.forget()
 
     def forget(self) -> None:
@@ -62,8 +64,8 @@ class SlotPlan:
         # first step after a change looks for them.
         self.tail: Tail | None = None
         self.looks_for_tail = True
-        # Sinks and recent tokens that each sequence's budget protects.
-        self.protected: tuple[tuple[int, int], ...] = ()
+        # Sinks and recent tokens that the budget of every sequence protects.
+        self.protected: tuple[int, int] | None = None  # None: they differ
         self.has_sinks = True
         # Whether each of the heads that share a row has all the slots that it may need.
         self.has_all_slots = False
@@ -290,8 +292,9 @@ class SlotPlan:
 
     def protect(self, budgets: Sequence[TokenBudget]) -> None:
         """Note what no step may evict; mutates the plan."""
-        self.protected = tuple((budget.sink, budget.recent) for budget in budgets)
-        self.has_sinks = any(sink for sink, _ in self.protected)
+        protected = {(budget.sink, budget.recent) for budget in budgets}
+        self.protected = protected.pop() if len(protected) == 1 else None
+        self.has_sinks = any(budget.sink for budget in budgets)
 
     def take_tail(self, state: SlotState) -> Tail | None:
         """Return the slots that a step fills, evicting nothing; `None` where it must look.

@@ -96,17 +96,23 @@ class Spans:
         """Note a block's queries, of a span the newest, before its tokens are counted; mutates."""
         query = mean_queries(block.query, block.key.shape[1])
         batch, heads, length, size = query.shape
-        self.make_room(state, block)
+        if state.queries is None:
+            self.make_room(state, block)
         assert state.queries is not None
-        state.scaling = block.spec.scale, block.spec.softcap
         assert state.query_positions is not None
         if block.real is None and batch == length == 1:  # a step, in few operations
+            placed: Any = 0 if block.position_ids is None else block.position_ids.view(1)
+            if state.known_lengths is not None and state.queries.is_cpu:
+                at = state.known_lengths[0] % self.length
+                state.queries.select(2, at).copy_(query.select(2, 0))
+                state.query_positions[0, at] = placed
+                return
             column = state.num_real_tokens % self.length
             state.queries.index_copy_(2, column, query)
             if block.position_ids is None:
                 state.query_positions.index_fill_(1, column, 0)
             else:
-                placed = block.position_ids[:, 0, :, 0].to(state.query_positions.dtype)
+                placed = placed.to(state.query_positions.dtype).unsqueeze(0)
                 state.query_positions.index_copy_(1, column, placed)
             return
         order, real = torch.arange(length, device=state.device).expand(batch, length), block.real
@@ -159,14 +165,8 @@ class Spans:
         assert state.queries is not None
         assert state.query_positions is not None
         lengths, scored = state.lengths(), state.scored_lengths
-        is_new: list[bool] = []
-        if is_short and not is_late:
-            is_new = [True] * len(ended)
-        elif scored is not None:
-            is_new = [length != other for length, other in zip(lengths, scored, strict=True)]
-        elif any(ended):  # of a file, for example; what drafts have left is not a whole span
-            is_new = self._last_queries(state).tolist()
-        rows = [row for row, is_over in enumerate(ended) if is_over and is_new[row]]
+        is_begun = is_short and not is_late
+        rows = self._unscored(state, ended, is_begun)
         if not rows:
             return None, None
         are_all = len(rows) == len(ended)
@@ -174,29 +174,46 @@ class Spans:
         index: Any = slice(None) if sequences is None else sequences
         query, position_ids = state.queries[index], state.query_positions[index].clone()
         state.query_positions[index] = -1
-        is_begun = is_short and not is_late
-        if is_begun:  # the newest; others are of drafts that were taken back
-            phases = self.phases(state)
-            count = max(phases[row] for row in rows)
-            ages = torch.arange(count, device=state.device)
-            columns = (state.num_real_tokens[index].unsqueeze(1) - 1 - ages) % self.length
-            where = columns[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
-            query, position_ids = query.gather(2, where), position_ids.gather(1, columns)
-            if len({phases[row] for row in rows}) > 1:
-                counts = to_device([phases[row] for row in rows], state)
-                position_ids = position_ids.masked_fill(ages >= counts.unsqueeze(1), -1)
-                is_begun = False
-        placed, real = position_ids[:, None, :, None], None
-        if not is_begun and (scored is None or is_short):
-            real = position_ids >= 0
-            real = None if bool(real.all()) else real
+        may_lack = scored is None or is_short
+        if is_begun:
+            may_lack = len({self.phases(state)[row] for row in rows}) > 1
+            query, position_ids = self._newest(
+                state, rows, state.num_real_tokens[index], query, position_ids
+            )
+        real = position_ids >= 0 if may_lack else None
+        if real is not None and bool(real.all()):
+            real = None
         state.scored_lengths = None
         if not is_late and (are_all or scored is not None):
             before = scored or lengths
             state.scored_lengths = tuple(
                 length if row in rows else before[row] for row, length in enumerate(lengths)
             )
+        placed = position_ids[:, None, :, None]
         return sequences, Block(query, query, query, real, None, placed, spec)
+
+    def _unscored(self, state: SlotState, ended: list[bool], is_begun: bool) -> list[int]:
+        """Return the sequences whose span has ended and has queries that were not scored."""
+        scored, is_new = state.scored_lengths, [True] * len(ended)
+        if not is_begun and scored is not None:
+            is_new = [a != b for a, b in zip(state.lengths(), scored, strict=True)]
+        elif not is_begun and any(ended):  # of a file; what drafts have left is not a whole span
+            is_new = self._last_queries(state).tolist()
+        return [row for row, is_over in enumerate(ended) if is_over and is_new[row]]
+
+    def _newest(
+        self, state: SlotState, rows: list[int], seen: Tensor, query: Tensor, position_ids: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the queries of begun spans, newest first; others are of drafts taken back."""
+        counts = [phase for row, phase in enumerate(self.phases(state)) if row in rows]
+        ages = torch.arange(max(counts), device=state.device)
+        columns = (seen.unsqueeze(1) - 1 - ages) % self.length
+        where = columns[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+        query, position_ids = query.gather(2, where), position_ids.gather(1, columns)
+        if len(set(counts)) > 1:
+            is_older = ages >= to_device(counts, state).unsqueeze(1)
+            position_ids = position_ids.masked_fill(is_older, -1)
+        return query, position_ids
 
     def _last_queries(self, state: SlotState) -> Tensor:
         """Tell of each sequence whether there is a query of the last token of its span."""

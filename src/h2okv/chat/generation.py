@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
@@ -13,28 +13,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    DynamicCache,
-    LogitsProcessor,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-)
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from h2okv.cache import H2OCache
-from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
-from h2okv.cache.linear_states import continues_prompts
+from h2okv.cache.linear_states import held_bytes
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.console import Progress, discard, format_bytes, write_text
-from h2okv.engine.detokenizer import Detokenizer, StopText
-from h2okv.engine.sampler import RefuseNaN, eos_token_ids, generation_kwargs
+from h2okv.engine.cache_engine import CacheEngine
+from h2okv.engine.outputs import Completion, OutputDelta
+from h2okv.engine.request import Event, PromptStart, Request
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.enable import enable, input_device, read_blocks
+from h2okv.integration.enable import enable
 from h2okv.models.loading import Described
-from h2okv.prompts.images import images_for
 
 LONG_PROMPT = 512  # tokens from which reading a prompt shows a progress bar
 FULL = "full cache"
@@ -42,15 +35,11 @@ _WARM_UP_PROMPT = 2048
 _WARM_UP_TOKENS = 4
 
 
-_CHUNK = 512  # tokens of a full cache's prompt in one forward
-
-
 @dataclass(frozen=True)
 class Generation:
     """Text and cost of one run."""
 
-    shown: str  # the text that the user saw, up to a stop string
-    text: str  # of all tokens, without special tokens
+    text: str  # up to a stop string, without special tokens
     token_ids: list[int]  # the cache has not read the last one
     finish_reason: str  # eos, stop (a stop string), length, context (it is full) or interrupted
     time_to_first_token: float | None  # in seconds
@@ -97,120 +86,69 @@ class Generation:
         return f"{percent:.1f} %" if percent < 10 else f"{percent:.0f} %"
 
 
-class GenerationRun(StoppingCriteria):
-    """One generation, whose result is available even if it is interrupted.
-
-    It receives the tokens as a stopping criterion, not as a streamer: in every version of
-    transformers only a criterion sees a token before the next forward begins.
-    """
+class GenerationRun:
+    """One generation, whose result is available even if it is interrupted."""
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
-        token_ids: Sequence[int],  # tokens that the cache has not seen; at least one
+        engine: CacheEngine,
+        prompt: Sequence[int],  # of which the cache has seen the first tokens, but not all
         params: SamplingParams,
         room: int,  # maximum number of tokens; below that of `params` if the context ends earlier
         write: Callable[[str], None],
-        ends: Iterable[int],  # tokens that end the text
-        should_stop: Callable[[], bool] = lambda: False,  # called after every forward
-        strips_start: bool = False,  # whether to strip leading white space of the text shown
+        strips_start: bool = False,  # whether to strip leading white space of the text
         inputs: Mapping[str, torch.Tensor] | None = None,  # of images, which are read in one block
     ) -> None:
-        self._inputs = inputs or {}
-        self._ids = torch.tensor([list(token_ids)])
-        self._params, self._room = params, room
-        self._ends = sorted(ends)
-        self._should_stop = should_stop
-        self._detokenizer = Detokenizer(tokenizer, token_ids)
-        self._shown, self._write = StopText(params.stop, strips_start), write
-        self._text = ""
+        seen = engine.cache.num_seen_tokens if isinstance(engine.cache, H2OCache) else 0
+        start = PromptStart(len(prompt), num_reused=seen)
+        self._request = Request(tuple(prompt), params, room, start, self._take, inputs=inputs or {})
+        self._engine, self._write = engine, write
+        self._text, self._strips_start = "", strips_start
         self._bar = ExitStack()
         self._times = [time.perf_counter()]  # of the start and of each token
 
-    def __call__(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **options: Any
-    ) -> torch.BoolTensor:
-        """Process the last of `input_ids`, int `[1, T]`; return whether it ends the text."""
-        self._times.append(time.perf_counter())
-        self._bar.close()
-        token = int(input_ids[0, -1])
-        if token in self._ends:  # some tokenizers decode it to text, which is not shown
-            self._detokenizer.token_ids.append(token)
-        else:
-            self._show(self._detokenizer.add([token]))
-        done = self._shown.stopped is not None or self._should_stop()
-        return torch.full((1,), done, dtype=torch.bool, device=input_ids.device)  # type: ignore[return-value]
+    def run(
+        self, show_progress: bool = False, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Read what is new of the prompt and generate; see `result`."""
+        engine, request = self._engine, self._request
+        new, chunk = len(request.prompt) - request.start.num_reused, engine.chunk
+        chunk = None if request.inputs else chunk
+        with prefill_progress(engine.model, new, show_progress, chunk) as self._bar:
+            engine.run(request, should_stop)
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, OutputDelta):
+            self._times.append(time.perf_counter())
+            self._bar.close()
+            self._show(event.text)
 
     def _show(self, piece: str) -> None:
+        if self._strips_start and not self._text:
+            piece = piece.lstrip()
         self._text += piece
-        if shown := self._shown.add(piece):
-            self._write(shown)
+        if piece:
+            self._write(piece)
 
-    def run(
-        self,
-        model: PreTrainedModel,
-        cache: Cache,
-        show_progress: bool = False,
-        processors: Sequence[LogitsProcessor] = (),
-    ) -> None:
-        """Read the tokens in blocks of `read_chunk` and generate; see `result`."""
-        length = self._ids.shape[1]
-        generate: Any = model.generate  # torch's Module hides its type
-        with ExitStack() as stack:
-            blocks: Iterable[Any] = ()
-            chunk, before = None, 0
-            if isinstance(cache, H2OCache):
-                cache.expect(length)  # fractions refer to the whole prompt, not to its blocks
-                stack.callback(cache.expect, None)
-                # A full cache takes any blocks; short ones let Ctrl-C stop soon.
-                usual = _CHUNK if cache.cache_config.is_full and continues_prompts(cache) else None
-                chunk = None if self._inputs else cache.read_chunk or usual
-                before = 0 if chunk is None else (length - 1) // chunk * chunk
-                blocks = read_blocks(model, self._ids[:, :before], cache, chunk) if before else ()
-            self._bar = stack.enter_context(prefill_progress(model, length, show_progress, chunk))
-            if any(self._should_stop() for _ in blocks):
-                return
-            unread = self._ids[:, before:].to(input_device(model))
-            read = int(cache.get_seq_length()) + unread.shape[1]
-            inputs = images_for(model, self._inputs)
-            # `params` has the stop strings; those of the model's authors must not apply as well.
-            config: Any = model.generation_config
-            stack.callback(setattr, config, "stop_strings", config.stop_strings)
-            config.stop_strings = None
-            generate(
-                input_ids=unread,
-                attention_mask=unread.new_ones(1, read),
-                **inputs,
-                **{CACHE: cache},
-                max_new_tokens=self._room,
-                use_cache=True,
-                num_beams=1,
-                eos_token_id=self._ends or None,
-                logits_processor=[RefuseNaN(), *processors],
-                stopping_criteria=[self],
-                **generation_kwargs(self._params),
-            )
-
-    def result(self, cache: Cache) -> Generation:
+    def result(self) -> Generation:
         """Finish the text and return what was generated so far."""
-        self._bar.close()
-        self._show(self._detokenizer.end())
-        if text := self._shown.end():
-            self._write(text)
+        cache, completion = self._engine.cache, Completion(0)
+        for output in self._request.outputs:
+            completion = output.completion
+            self._show(output.flush())
         start, *times = self._times
         if isinstance(cache, H2OCache):
             nbytes, full = cache.nbytes, cache.full_nbytes
             seen, cached = cache.num_seen_tokens, cache.num_cached_tokens
             mean, smaller_from = mean_cached_tokens(cache), break_even_tokens(cache)
         else:
-            nbytes = full = _nbytes(cache)
+            nbytes = full = sum(map(held_bytes, cache.layers))
             seen = cached = mean = int(cache.get_seq_length())
             smaller_from = None
         return Generation(
-            shown=self._shown.text,
             text=self._text,
-            token_ids=self._detokenizer.token_ids,
-            finish_reason=self._finish_reason(),
+            token_ids=completion.token_ids,
+            finish_reason=self._finish_reason(completion),
             time_to_first_token=times[0] - start if times else None,
             tokens_per_second=(len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 else None,
             kv_bytes=int(nbytes),
@@ -221,15 +159,11 @@ class GenerationRun(StoppingCriteria):
             smaller_from=smaller_from,
         )
 
-    def _finish_reason(self) -> str:
-        tokens = self._detokenizer.token_ids
-        if tokens and tokens[-1] in self._ends:
-            return "eos"
-        if self._shown.stopped is not None:
-            return "stop"
-        if len(tokens) < self._room:
-            return "interrupted"
-        return "length" if self._room == self._params.max_tokens else "context"
+    def _finish_reason(self, completion: Completion) -> str:
+        request, reason = self._request, completion.finish_reason or "interrupted"
+        if reason == "length" and request.max_new_tokens != request.params.max_tokens:
+            return "context"
+        return "eos" if reason == "stop" and completion.stop_reason is None else reason
 
 
 def mean_cached_tokens(cache: H2OCache) -> float:
@@ -256,11 +190,6 @@ def break_even_tokens(cache: H2OCache) -> int | None:
         limit += queries + (state.nbytes - queries) / slots * (layer.slots.capacity or slots)
     each = sum(layer.full_nbytes for layer in layers) / cache.num_seen_tokens
     return math.floor(limit / each) + 1
-
-
-def _nbytes(cache: Cache) -> int:
-    tensors = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def prefill_progress(
@@ -292,31 +221,28 @@ class Job:
     pins: Sequence[tuple[int, int]] = ()  # spans of the prompt that an H2O cache does not evict
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of images
 
+    def attend(self, cache: Cache) -> AbstractContextManager[Any]:
+        """Give the model the attention of an empty cache, and the cache its pins."""
+        if not isinstance(cache, H2OCache):
+            return nullcontext()
+        cache.pin(self.pins)
+        return enable(self.model, compile=self.compiled)
+
 
 def generate_once(
-    job: Job,
-    cache: Cache,
-    write: Callable[[str], None],
-    show_progress: bool = False,
-    processors: Sequence[LogitsProcessor] = (),
+    job: Job, cache: Cache, write: Callable[[str], None], show_progress: bool = False
 ) -> Generation:
     """Generate from a prompt and measure it; Ctrl-C ends it with the text so far."""
-    attention: Any = nullcontext()
-    if isinstance(cache, H2OCache):
-        attention = enable(job.model, compile=job.compiled)
-        cache.pin(job.pins)
-    tokenizer, ids = job.described.tokenizer, job.prompt_ids
-    room = job.described.limits.room(len(ids), int(job.params.max_tokens or 0))
-    torch.manual_seed(int(job.params.seed or 0))
-    with attention:
-        generation = GenerationRun(
-            tokenizer, ids, job.params, room, write, eos_token_ids(job.model), inputs=job.inputs
-        )
+    ids, params = job.prompt_ids, job.params
+    room = job.described.limits.room(len(ids), int(params.max_tokens or 0))
+    with job.attend(cache):
+        engine = CacheEngine(job.model, job.described.tokenizer, cache)
+        generation = GenerationRun(engine, ids, params, room, write, inputs=job.inputs)
         try:
-            generation.run(job.model, cache, show_progress, processors)
-            return generation.result(cache)
+            generation.run(show_progress)
+            return generation.result()
         except KeyboardInterrupt:
-            return replace(generation.result(cache), finish_reason="interrupted")
+            return replace(generation.result(), finish_reason="interrupted")
 
 
 @dataclass(frozen=True)
@@ -335,21 +261,6 @@ class Agreement:
         return cls(len(same), sum(same), same.index(False) if False in same else None)
 
 
-class _Follow(LogitsProcessor):
-    """Records the most likely token of each step, and forces the one of a given text."""
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self._token_ids = token_ids
-        self.choices: list[int] = []
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        token = self._token_ids[len(self.choices)]
-        self.choices.append(int(scores.argmax()))
-        scores.fill_(-torch.inf)
-        scores[:, token] = 0.0
-        return scores
-
-
 def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int | None:
     """Count the tokens of a text that a cache also ranks first, given the text before them.
 
@@ -358,13 +269,11 @@ def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int 
     """
     if not token_ids:
         return None
-    follow = _Follow(token_ids)
-    # Penalties apply before the processors, so the choices are those of the same decoding.
-    params = replace(job.params, max_tokens=len(token_ids), stop=())
-    run = generate_once(replace(job, params=params), cache, discard, processors=[follow])
-    if run.interrupted:
-        raise KeyboardInterrupt
-    return sum(a == b for a, b in zip(follow.choices, token_ids, strict=True))
+    params, count = replace(job.params, stop=()), len(token_ids)
+    with job.attend(cache):
+        engine = CacheEngine(job.model, job.described.tokenizer, cache, forced=token_ids)
+        GenerationRun(engine, job.prompt_ids, params, count, discard, inputs=job.inputs).run()
+    return sum(a == b for a, b in zip(engine.choices, token_ids, strict=True))
 
 
 @dataclass

@@ -1,26 +1,35 @@
-"""A conversation on one cache."""
+"""A conversation on one cache, and the text that the cache still holds."""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
+from h2okv.cache.layer import CacheLayer
 from h2okv.chat.generation import Generation, GenerationRun
 from h2okv.console import Interrupt
-from h2okv.engine.sampler import eos_token_ids
+from h2okv.engine.cache_engine import CacheEngine
+from h2okv.engine.detokenizer import Detokenizer
+from h2okv.engine.model_runner import count_kept
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.models.loading import Described
 from h2okv.prompts.chat_template import ChatTemplateError, chat_text, encode, message_spans
 from h2okv.records import parse_json, refusing
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 Message = dict[str, str]
 
@@ -33,6 +42,12 @@ _LOOK_BACK = 16
 _TURNS_BYTES = 1 << 30  # of the caches before earlier turns
 _NOTE = "chat"
 _VERSION = 1
+# Number of earlier tokens decoded with a span: tokenizers drop a leading space.
+_LEAD = 4
+_UNFINISHED = "\ufffd"
+# A character has at most four bytes, and so at most as many tokens.
+_LONGEST_CHARACTER = 4
+_CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 
 
 @dataclass(frozen=True)
@@ -204,8 +219,10 @@ class Chat:
         pin: Sequence[str] = (),  # messages of the first turn that are never evicted
     ) -> None:
         self.model, self.described, self.params, self.pin = model, described, params, pin
+        # One for the whole chat: /retry draws another answer.
+        seed = int(params.seed or 0)
+        self._generator = None if params.is_greedy else torch.Generator().manual_seed(seed)
         self._begin(cache, system, Transcript())
-        torch.manual_seed(int(params.seed or 0))
 
     def _begin(self, cache: H2OCache, system: str, transcript: Transcript) -> None:
         self.cache = cache
@@ -228,19 +245,18 @@ class Chat:
             self.cache.pin(message_spans(form.tokenizer, transcript.messages, self.pin))
         room = self._room(seen, new)
         params = replace(self.params, stop=(*form.stop_strings, *self.params.stop))
-        with Interrupt(self.model.base_model) as interrupt:
-            generation = GenerationRun(
-                form.tokenizer, new, params, room, write, eos_token_ids(self.model),
-                should_stop=lambda: interrupt.requested, strips_start=True,
-            )  # fmt: skip
+        with Interrupt() as interrupt:
+            engine = CacheEngine(self.model, form.tokenizer, self.cache, generator=self._generator)
+            tokens = transcript.token_ids
+            generation = GenerationRun(engine, tokens, params, room, write, strips_start=True)
             self._turns.append((self.transcript, self.cache.fork(1)))
             try:
                 with suppress(KeyboardInterrupt):
-                    generation.run(self.model, self.cache, show_progress)
+                    generation.run(show_progress, lambda: interrupt.requested)
             finally:
                 interrupt.settle()
-                answer = generation.result(self.cache)
-                self._commit(transcript, answer, interrupt.in_forward)
+                answer = generation.result()
+                self._commit(transcript, answer, engine.is_broken)
         return answer
 
     def undo(self) -> str:
@@ -254,10 +270,6 @@ class Chat:
     def _commit(self, transcript: Transcript, answer: Generation, is_broken: bool) -> None:
         """Add a turn and its answer, unless the cache read none of it or is of no use."""
         before = self._turns[-1][1]
-        try:
-            self.cache.check_integrity()
-        except ValueError:
-            is_broken = True
         if is_broken:
             self.cache = before
         if self.cache.num_seen_tokens == before.num_seen_tokens:
@@ -265,14 +277,16 @@ class Chat:
             return
         while sum(cache.nbytes for _, cache in self._turns) > _TURNS_BYTES:
             del self._turns[0]
-        token_ids, text = answer.token_ids, answer.text
-        is_eos = answer.finish_reason == "eos"
+        token_ids, is_eos = answer.token_ids, answer.finish_reason == "eos"
+        # What the cache reads, so behind a stop string too.
+        read = Detokenizer(self.form.tokenizer, transcript.token_ids)
+        content = text = read.add(token_ids[:-1] if is_eos else token_ids) + read.end()
         if answer.finish_reason == "stop" or (is_eos and self.form.is_plain):
             # The cache has not read the token that ended the answer, so the chat can omit it.
             token_ids = token_ids[:-1]
         elif is_eos:
             text += str(self.form.tokenizer.convert_ids_to_tokens(token_ids[-1]))
-        self.transcript = transcript.then("assistant", answer.text, token_ids, text)
+        self.transcript = transcript.then("assistant", content, token_ids, text)
 
     def _room(self, seen: int, new: Sequence[int]) -> int:
         """Return the maximum number of tokens of an answer to new tokens after those seen."""
@@ -307,3 +321,115 @@ class Chat:
         cache, saved = read_chat(path, self.model)
         self._begin(cache, saved.system, saved.transcript)
         return saved
+
+
+class Level(Enum):
+    """The share of heads that keep a token, with its colour and, for plain text, marks."""
+
+    ALL = "kept by all", "bold green"
+    MOST = "by most (two thirds or more)", "green", "{most:", "}"
+    SOME = "by some", "yellow", "{some:", "}"
+    FEW = "by few (less than a third)", "dim yellow", "{few:", "}"
+    NONE = "evicted", "dim strike", "[-", "-]"
+    WAITING = "not read yet", "italic cyan", "{next:", "}"
+
+    def __init__(self, meaning: str, style: str, before: str = "", after: str = "") -> None:
+        self.meaning, self.style, self.before, self.after = meaning, style, before, after
+
+    @classmethod
+    def of(cls, share: float | None) -> Level:
+        """Return the level of a share from 0 to 1; ``None`` is the share of an unread token."""
+        if share is None:
+            return cls.WAITING
+        if share in (0.0, 1.0):
+            return cls.ALL if share else cls.NONE
+        if share >= 2 / 3:
+            return cls.MOST
+        return cls.FEW if share < 1 / 3 else cls.SOME
+
+
+class Run(NamedTuple):
+    """Consecutive tokens of one level; their text includes special tokens."""
+
+    level: Level
+    text: str
+    num_tokens: int
+
+
+def kept_shares(cache: H2OCache, layer: int | None = None, head: int | None = None) -> list[float]:
+    """Return for each token that was read the share of heads, 0 to 1, that keep it."""
+    scored = [index for index, module in enumerate(cache.layers) if isinstance(module, CacheLayer)]
+    positions = [cache.kept_positions(index)[0] for index in (scored if layer is None else [layer])]
+    if head is not None:
+        if not 0 <= head < len(positions[0]):
+            last = len(positions[0]) - 1
+            raise ValueError(f"head {head} is out of range; layer {layer} has KV heads 0 to {last}")
+        positions = [layer_positions[head : head + 1] for layer_positions in positions]
+    counts = count_kept(positions, cache.num_seen_tokens)
+    num_heads = sum(map(len, positions))
+    return [count / num_heads for count in counts]
+
+
+def runs_of(
+    tokenizer: PreTrainedTokenizerBase,
+    token_ids: Sequence[int],
+    shares: Sequence[float],
+    shorten_above: int | None = None,
+) -> Iterator[Run]:
+    """Group consecutive tokens of one level."""
+
+    def text_of(start: int, end: int) -> str:
+        lead = max(0, start - _LEAD)
+        before = str(tokenizer.decode(list(token_ids[lead:start])))
+        text = str(tokenizer.decode(list(token_ids[lead:end])))[len(before) :]
+        # Show control characters; a terminal would obey them.
+        return text.translate(_CONTROL)
+
+    spans = _characters(tokenizer, token_ids, shares)
+    for level, group in groupby(spans, key=lambda span: Level.of(span[2])):
+        starts, ends, _ = zip(*group, strict=True)
+        start, end = starts[0], ends[-1]
+        count = end - start
+        if level is Level.NONE and shorten_above is not None and count > shorten_above:
+            side = shorten_above // 3
+            left_out = f" ... {count - 2 * side:,} more evicted tokens ..."
+            text = text_of(start, start + side) + left_out + text_of(end - side, end)
+        else:
+            text = text_of(start, end)
+        yield Run(level, text, count)
+
+
+def _characters(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], shares: Sequence[float]
+) -> Iterator[tuple[int, int, float | None]]:
+    """Yield the spans of tokens that form whole characters: first, end, mean share."""
+
+    @functools.cache  # long chats repeat the tokens of their vocabulary
+    def is_text(*ids: int) -> bool:
+        return _UNFINISHED not in str(tokenizer.decode(list(ids)))
+
+    first = 0
+    while first < len(token_ids):
+        longest = range(first + 1, min(first + _LONGEST_CHARACTER, len(token_ids)) + 1)
+        end = next((end for end in longest if is_text(*token_ids[first:end])), first + 1)
+        span_shares = shares[first:end]
+        yield first, end, sum(span_shares) / len(span_shares) if span_shares else None
+        first = end
+
+
+def render_runs(runs: Sequence[Run], with_marks: bool = False) -> Text:
+    """Return the runs in colours, or with marks for plain text, below a legend."""
+    from rich.text import Text
+
+    def marked(level: Level, content: str) -> str:
+        return f"{level.before}{content}{level.after}" if with_marks else content
+
+    text = Text()
+    for level in Level:
+        if tokens := sum(run.num_tokens for run in runs if run.level is level):
+            text.append(f"{marked(level, level.meaning)}: {tokens:,}", style=level.style)
+            text.append("  ")
+    text.append("\n\n")
+    for run in runs:
+        text.append(marked(run.level, run.text), style=run.level.style)
+    return text

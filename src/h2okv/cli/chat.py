@@ -219,7 +219,7 @@ def load_and_report(session: Chat, path: Path) -> None:
 def show_cache(session: Chat, argument: str) -> None:
     from rich.console import Console
 
-    from h2okv.chat.kept_view import kept_shares, render_runs, runs_of
+    from h2okv.chat.session import kept_shares, render_runs, runs_of
 
     words = argument.split()
     if len(words) > 2:

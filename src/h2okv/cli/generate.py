@@ -266,7 +266,7 @@ def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[s
     runs = []
     for values in map(asdict, comparison.runs.values()):
         values["time_to_first_token_s"] = values.pop("time_to_first_token")
-        runs.append(values | {"text": values.pop("shown")})
+        runs.append(values)
     fields = {
         "model": job.described.name,
         "cache": cache.label,

@@ -283,7 +283,7 @@ class Engine:
                 except Exception as error:
                     self._end(request, error)
         elif len(requests) == 1:
-            self._end(requests[0], RequestFailedError(output.error))
+            self._end(requests[0], output.error)
         else:  # one of them is at fault; the others are retried one by one
             self.scheduler.split_prefill_batch()
 
@@ -361,7 +361,8 @@ class Engine:
         else:
             self._counters.failed += 1
             if not isinstance(error, RequestFailedError):
-                cause, error = error, RequestFailedError(f"{type(error).__name__}: {error}")
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                cause, error = error, RequestFailedError(f"{kind}{error}")
                 error.__cause__ = cause
             request.error = error
         self.scheduler.drop(request)

@@ -38,7 +38,7 @@ class StepOutput:
     decode_logits: Tensor | None = None  # [B, T, V], behind each token and its drafts
     prefill_logits: Sequence[Tensor] = ()  # [1, V] or [T, V] for each chunk
     position_offset: int = 0  # of positions on three axes, behind a prompt with images
-    error: str | None = None  # why prefill failed; its prompts were dropped
+    error: Exception | None = None  # why prefill failed; its prompts were dropped
     evictions: int = 0  # entries of all layers and KV heads
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -175,11 +175,11 @@ class ModelRunner:
             try:
                 self._prefill(step.prefill, output)
             except Exception as error:  # such as no memory for a long prompt; slots are unchanged
-                is_refusal = isinstance(error, ValueError)
-                if self.group is not None and not is_refusal:
+                if self.group is not None and not isinstance(error, ValueError):
                     raise  # the other ranks have not failed
-                self._prefilled = None
-                output.error = str(error) if is_refusal else f"{type(error).__name__}: {error}"
+                self._prefilled, output.error = None, error
+                if isinstance(error, torch.OutOfMemoryError):
+                    error.with_traceback(None)  # whose frames have the forward's tensors
             output.prefill_seconds = self._now() - decode_time
         return output
 
@@ -190,19 +190,8 @@ class ModelRunner:
 
     def _prefill(self, chunks: tuple[PrefillChunk, ...], output: StepOutput) -> None:
         """Prefill chunks; mutates the output."""
-        chunk, start = chunks[0], chunks[0].start
-        if start is not None and start.state is not None:
-            self._prefilled = self.states[start.state].fork(1)
-        elif start is not None:
-            self._prefilled = self._make_cache(start.budget)
-            self._prefilled.pin(start.pins)
-            if len(chunks) == 1:
-                self._prefilled.expect(start.length)
-        cache = self._prefilled
-        assert cache is not None
+        chunk, cache = chunks[0], self._cache_for(chunks)
         before = slot_pool.num_entries(cache)
-        if cache.position_rule.chunk is None and slot_pool.can_split_blocks(cache):
-            slot_pool.expect_partial_block(cache, not chunk.is_last)
         lengths = [len(each.tokens) for each in chunks]
         ids, mask = left_padded([each.tokens for each in chunks])
         positions = chunk.position + (mask.cumsum(1) - 1).clamp(min=0)
@@ -223,6 +212,22 @@ class ModelRunner:
             self.states[chunk.save] = slot_pool.copy_at_cut(cache)
         evicted = before + sum(lengths) * self.pool.num_heads - slot_pool.num_entries(cache)
         output.evictions += evicted
+
+    def _cache_for(self, chunks: tuple[PrefillChunk, ...]) -> H2OCache:
+        """Return the cache to read chunks with; a new one where prompts begin."""
+        start = chunks[0].start
+        if start is not None and start.state is not None:
+            self._prefilled = self.states[start.state].fork(1)
+        elif start is not None:
+            self._prefilled = self._make_cache(start.budget)
+            self._prefilled.pin(start.pins)
+            if len(chunks) == 1:
+                self._prefilled.expect(start.length)
+        cache = self._prefilled
+        assert cache is not None
+        if cache.position_rule.chunk is None and slot_pool.can_split_blocks(cache):
+            slot_pool.expect_partial_block(cache, not chunks[0].is_last)
+        return cache
 
     def _axes(self, ids: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, int]:
         """Return the positions of M-RoPE ``[3, 1, T]``, and what they add to a later token's."""

@@ -152,12 +152,16 @@ class Output:
         else:
             piece = text.add(self._detokenizer.add([token]))
         if reason is not None:
-            piece += text.add(self._detokenizer.end()) + text.end()
+            piece += self.flush()
         if text.stopped is not None:
             reason, ended_by = "stop", text.stopped
         delta = OutputDelta(self.completion.index, piece, (token,), logprobs, reason, ended_by)
         self.completion.add(delta)
         return delta
+
+    def flush(self) -> str:
+        """Return the text that may still have changed; mutates the output."""
+        return self._text.add(self._detokenizer.end()) + self._text.end()
 
 
 @dataclass(eq=False)

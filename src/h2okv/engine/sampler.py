@@ -51,18 +51,6 @@ def model_sampling(config: GenerationConfig | None) -> dict[str, Any]:
     return standard | {name: value for name, value in values.items() if value is not None}
 
 
-def generation_kwargs(params: SamplingParams) -> dict[str, Any]:
-    """Return the arguments of transformers' ``generate`` for these parameters."""
-    options: dict[str, Any] = {
-        "do_sample": not params.is_greedy,
-        "repetition_penalty": params.repetition_penalty,  # 1 too: the model may have another
-    }
-    if not params.is_greedy:  # else transformers warns that they have no effect
-        options |= {name: getattr(params, name) for name in _WARPERS}
-        options["min_p"] = params.min_p or None
-    return options
-
-
 def _warpers(params: SamplingParams) -> LogitsProcessorList:
     """Return the warpers whose parameters differ from the neutral ones."""
     values = {} if params.is_greedy else {name: getattr(params, name) for name in _WARPERS}
@@ -75,9 +63,9 @@ def _text_processors(
 ) -> LogitsProcessorList:
     """Return the processors that read the text: of the parameters and of the model's config."""
     config: Any = copy.deepcopy(model.generation_config)
-    for name, value in generation_kwargs(params).items():
-        setattr(config, name, value)
-    config.num_beams = 1
+    config.do_sample, config.num_beams = not params.is_greedy, 1
+    for name in ("repetition_penalty", *_WARPERS):  # 1 too: the model may have another
+        setattr(config, name, getattr(params, name))
     ends = sorted(eos_token_ids(model))
     config._eos_token_tensor = torch.tensor(ends) if ends else None
     make: Any = model._get_logits_processor

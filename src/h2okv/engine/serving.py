@@ -60,7 +60,7 @@ def with_states(
     Args:
         config: Without `CacheConfig.evict_every`.
         evict_every: Tokens between two evictions; ``None`` for `SPAN`, where the policy allows it;
-            0 for an eviction after each block, and such as ``"prompt+64"``, leave no states.
+            0 for an eviction after each block, and such as ``"prompt+32"``, leave no states.
 
     Raises:
         ValueError: If the user asked for states that there cannot be.

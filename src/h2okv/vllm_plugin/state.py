@@ -174,7 +174,6 @@ class StateLayer(SlotLayer):
         if "queries" in tensors:
             assert self.spans is not None
             state.query_positions = self.spans.positions(seen)
-            state.scaling = self.attention_spec[:2]
         return state
 
     def _store(self, index: Tensor) -> None:

@@ -128,7 +128,7 @@ def _run(running: Stream, described: Described, label: str, files: Files, as_jso
     rows = None
     if files.csv is not None:
         rows = StreamFile(files.csv, state.rows if files.resume else None)
-    with Interrupt(running.model) as interrupt, Progress("streaming", total, "tokens") as progress:
+    with Interrupt() as interrupt, Progress("streaming", total, "tokens") as progress:
 
         def on_step(step: Step) -> None:
             if progress.is_drawn:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from h2okv.console import check_least, optional
 from h2okv.engine.sampling_params import SamplingParams
@@ -38,6 +38,7 @@ class QuestionTask(Task):
 
     compression: Compression = "query-agnostic"
     max_new_tokens: int = 16
+    stops: ClassVar[tuple[str, ...]] = ("\n",)
 
     def __post_init__(self) -> None:
         check_least(max_new_tokens=self.max_new_tokens)
@@ -54,7 +55,7 @@ class QuestionTask(Task):
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> CacheResults:
-        params = SamplingParams(temperature=0, max_tokens=self.max_new_tokens, stop=("\n",))
+        params = SamplingParams(temperature=0, max_tokens=self.max_new_tokens, stop=self.stops)
         aware = self.compression == "query-aware"
         for sample in samples:
             context, question, expected, columns = self._questions[sample]

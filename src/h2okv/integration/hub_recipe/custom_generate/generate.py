@@ -14,7 +14,8 @@ def generate(model: Any, past_key_values: Any = None, cache: Any = None, **kwarg
 
     Args:
         model: the model; its attention is replaced during the call and restored afterwards.
-        past_key_values: an ``H2OCache`` to continue with (mutated); a new one if ``None``.
+        past_key_values: the text of a new cache, such as ``"best:20%"``; or an ``H2OCache`` to
+            continue with (mutated); ``None`` for a new one of the options.
         cache: the same, by its name in transformers since 5.24.
         **kwargs: arguments of ``generate``, and the options of a new ``H2OCache``: ``heavy``,
             ``recent`` and all others.
@@ -23,18 +24,18 @@ def generate(model: Any, past_key_values: Any = None, cache: Any = None, **kwarg
         The result of ``model.generate``.
 
     Raises:
-        ValueError: if the budget is invalid, the model is not supported, or options are passed
-            together with a cache.
+        ValueError: if the text or the budget is invalid, the model is not supported, or options are
+            passed together with a cache, or say what the text says.
     """
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     argument = "past_key_values" if cache is None else "cache"
     cache = past_key_values if cache is None else cache
-    if cache is None:
-        cache = h2okv.H2OCache(model, **options)
+    if cache is None or isinstance(cache, str):
+        cache = h2okv.H2OCache(model, *([cache] if cache else []), **options)
     elif not isinstance(cache, h2okv.H2OCache):
         raise ValueError(
-            f"{argument} is a {type(cache).__name__}; this recipe goes on with an "
-            f"h2okv.H2OCache, or makes one if {argument} is left out."
+            f"{argument} is a {type(cache).__name__}; this recipe makes a cache from "
+            f"a text such as {argument}='best:20%', or goes on with an h2okv.H2OCache."
         )
     elif options:
         raise ValueError(

@@ -1,0 +1,349 @@
+"""RULER's 13 tasks (Hsieh et al., arXiv 2404.06654), generated from their definitions.
+
+A context, then a question that the cache has not seen when it is compressed. Sizes are the paper's
+defaults; what it takes from the network comes from files: a book in place of essays and word lists,
+and SQuAD and HotpotQA for the two tasks that ask about documents.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import string
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from h2okv.assets import sample_prompt
+from h2okv.console import check_least
+from h2okv.prompts.chat_template import chat_text
+from h2okv.provenance import digest
+from h2okv.records import read_text_file, unknown_name
+from h2okv_lab.evaluation.lm_eval.settings import data_file
+from h2okv_lab.evaluation.model import ModelUnderTest
+from h2okv_lab.evaluation.task import Configs
+from h2okv_lab.evaluation.tasks.recall import QuestionTask
+
+_SEED = 42
+_SAMPLES = 500
+_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_DEPTHS = 40  # places where needles may lie
+_MARK = "<<<the question>>>"
+_DOCUMENTS = (
+    "Answer the question based on the given documents. Only give me the answer and do not output"
+    " any other words.\n\n"
+)
+
+
+class Sample(NamedTuple):
+    """A context, a question that follows it, how the answer begins, and what it must contain."""
+
+    context: str
+    question: str
+    prefix: str
+    answers: Sequence[str]
+
+
+Build = Callable[[int, random.Random], Sample]  # of a size, which the length decides
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What contexts are made of."""
+
+    text: str  # a book
+    data: Path | None  # the folder of the documents
+    length: int  # tokens of all
+
+    @cached_property
+    def words(self) -> list[str]:
+        """All words of the book, in order."""
+        return self.text.split()
+
+    @cached_property
+    def vocabulary(self) -> list[str]:
+        """Its distinct words in lower case."""
+        return sorted({word for word in self.words if re.fullmatch("[a-z]{4,10}", word)})
+
+
+def needles(
+    n: int, rng: random.Random, sources: Sources, haystack: str = "essay", key: str = "words",
+    value: str = "numbers", keys: int = 1, values: int = 1, queries: int = 1,
+) -> Sample:  # fmt: skip
+    """Hide values under keys, in n words of a book, lines of noise, or other needles."""
+
+    def draw(kind: str) -> str:
+        if kind == "numbers":
+            return str(rng.randint(10**6, 10**7 - 1))
+        if kind == "uuids":
+            return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        return "-".join(rng.sample(sources.vocabulary, 2))
+
+    def sentence(key: str, answer: str) -> str:
+        return f"One of the special magic {value} for {key} is: {answer}."
+
+    hidden = {draw(key): [draw(value) for _ in range(values)] for _ in range(max(keys, queries))}
+    sentences = [sentence(name, answer) for name, drawn in hidden.items() for answer in drawn]
+    asked = rng.sample(sorted(hidden), queries)
+    rng.shuffle(sentences)
+    depths = sorted(rng.sample(range(_DEPTHS), len(sentences)))
+    if haystack == "essay":
+        start = rng.randrange(max(1, len(sources.words) - n))
+        lines = re.split(r"(?<=[.!?]) ", " ".join(sources.words[start : start + n]))
+    elif haystack == "noise":
+        lines = [_NOISE] * n
+    else:
+        lines = [sentence(draw(key), draw(value)) for _ in range(n)]
+    for depth, line in zip(reversed(depths), reversed(sentences), strict=True):
+        lines.insert(round(len(lines) * depth / (_DEPTHS - 1)), line)
+    text = (" " if haystack == "essay" else "\n").join(lines)
+    is_one = queries * values == 1
+    what, verb = (value[:-1], "is") if is_one else (value, "are")
+    some, be = ("A", "is") if is_one else ("Some", "are")
+    names = ", ".join(asked[:-1]) + (", and " if len(asked) > 1 else "") + asked[-1]
+    context = (
+        f"{some} special magic {what} {be} hidden within the following text. Make sure to memorize"
+        f" it. I will quiz you about the {what} afterwards.\n{text}\n"
+    )
+    all_of = "" if is_one else "all "
+    question = (
+        f"What {verb} {all_of}the special magic {what} for {names} mentioned in the provided text?"
+    )
+    prefix = f"The special magic {what} for {names} mentioned in the provided text {verb}"
+    return Sample(context, question, prefix, [answer for name in asked for answer in hidden[name]])
+
+
+def variables(n: int, rng: random.Random, sources: Sources, hops: int = 4) -> Sample:
+    """Trace a chain of assignments in n lines of noise, after one solved example."""
+
+    def chain(lines: int, letters: int) -> tuple[str, str, list[str]]:
+        names: dict[str, None] = {}
+        while len(names) <= hops:
+            names["".join(rng.choices(string.ascii_uppercase, k=letters))] = None
+        value = str(rng.randint(10000, 99999))
+        ordered = list(names)
+        steps = [f"VAR {ordered[0]} = {value}"]
+        steps += [f"VAR {b} = VAR {a}" for a, b in zip(ordered, ordered[1:], strict=False)]
+        text = [_NOISE] * max(lines, hops + 1)
+        places = sorted(rng.sample(range(len(text)), len(steps)))
+        for place, step in zip(reversed(places), reversed(steps), strict=True):
+            text.insert(place, step)
+        task = (
+            "Memorize and track the chain(s) of variable assignment hidden in the following text."
+        )
+        return f"{task}\n\n" + "\n".join(text) + "\n", value, ordered
+
+    def asked(value: str) -> tuple[str, str]:
+        return (
+            f"Question: Find all variables that are assigned the value {value} in the text above.",
+            "Answer: According to the chain(s) of variable assignment in the text above,"
+            f" {hops + 1} variables are assigned the value {value}, they are:",
+        )
+
+    example, value, names = chain(5, 3)
+    solved = f"{example}{' '.join(asked(value))} {' '.join(names)}\n\n"
+    context, value, names = chain(n, 5)
+    return Sample(solved + context, *asked(value), names)
+
+
+def common_words(n: int, rng: random.Random, sources: Sources) -> Sample:
+    """List ten words thirty times among n others three times, after one solved example.
+
+    Below 4,096 tokens, which the paper does not have, the ten come less often.
+    """
+    question = "Question: What are the 10 most common words in the above list?"
+    prefix = "Answer: The top 10 words that appear most often in the list are:"
+
+    def listed(common: int, others: int, rare: int) -> tuple[str, list[str]]:
+        drawn = rng.sample(sources.vocabulary, 10 + others)
+        words = drawn[:10] * common + drawn[10:] * rare
+        rng.shuffle(words)
+        text = " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
+        task = "Below is a numbered list of words. In these words, some appear more often than"
+        return f"{task} others. Memorize the ones that appear most often.\n{text}\n", drawn[:10]
+
+    example, answers = listed(5, 10, 1)
+    numbered = " ".join(f"{number}. {word}" for number, word in enumerate(answers, start=1))
+    context, expected = listed(
+        min(30, 30 * sources.length // 4096), min(n, len(sources.vocabulary) - 10), 3
+    )
+    return Sample(
+        f"{example}{question} {prefix} {numbered}\n\n{context}", question, prefix, expected
+    )
+
+
+def frequent_words(n: int, rng: random.Random, sources: Sources) -> Sample:
+    """Draw n coded words, of one for 50 tokens, by Zipf's law (exponent 2); the first is noise."""
+    size = max(8, sources.length // 50)
+    coded: dict[str, None] = {"....": None}
+    while len(coded) < size:
+        coded["".join(rng.choices(string.ascii_lowercase, k=6))] = None
+    counts = [int(n * rank**-2 / (math.pi**2 / 6)) for rank in range(1, size + 1)]
+    words = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
+    rng.shuffle(words)
+    context = (
+        "Read the following coded text and track the frequency of each coded word. Find the three"
+        f" most frequently appeared coded words. {' '.join(words)}\n"
+    )
+    question = (
+        "Question: Do not provide any explanation. Please ignore the dots '....'. What are the"
+        " three most frequently appeared words in the above coded text?"
+    )
+    prefix = (
+        "Answer: According to the coded text above, the three most frequently appeared words are:"
+    )
+    return Sample(context, question, prefix, list(coded)[1:4])
+
+
+def documents(n: int, rng: random.Random, sources: Sources, file: str) -> Sample:
+    """Ask about one of n documents of a data set of questions."""
+    texts, questions = _read_questions(data_file(file, sources.data))
+    query, answers, gold = rng.choice(questions)
+    others = [text for text in texts if text not in gold]
+    shown = [*gold, *rng.sample(others, min(max(0, n - len(gold)), len(others)))]
+    rng.shuffle(shown)
+    listed = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(shown, start=1))
+    context = f"{_DOCUMENTS}The following are given documents.\n\n{listed}\n\n"
+    return Sample(context, f"{_DOCUMENTS}Question: {query}", "Answer:", answers)
+
+
+@lru_cache
+def _read_questions(path: Path) -> tuple[list[str], list[tuple[str, list[str], list[str]]]]:
+    """Read the JSON of SQuAD or of HotpotQA: all documents; questions, answers, documents."""
+    content = json.loads(read_text_file(path))
+    found: list[tuple[str, list[str], list[str]]] = []
+    texts: dict[str, None] = {}
+    if isinstance(content, dict):
+        for paragraph in (p for article in content["data"] for p in article["paragraphs"]):
+            texts[paragraph["context"]] = None
+            for entry in paragraph["qas"]:
+                answers = [answer["text"] for answer in entry["answers"]]
+                if answers:
+                    found.append((entry["question"], answers, [paragraph["context"]]))
+        return list(texts), found
+    for entry in content:
+        shown = [f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]]
+        texts |= dict.fromkeys(shown)
+        found.append((entry["question"], [entry["answer"]], shown))
+    return list(texts), found
+
+
+class _Kind(NamedTuple):
+    build: Callable[..., Sample]
+    max_new_tokens: int
+    options: Mapping[str, Any] = {}
+
+
+_IN_NEEDLES = {"haystack": "needles"}
+KINDS = {
+    "niah_single_1": _Kind(needles, 128, {"haystack": "noise"}),
+    "niah_single_2": _Kind(needles, 128),
+    "niah_single_3": _Kind(needles, 128, {"value": "uuids"}),
+    "niah_multikey_1": _Kind(needles, 128, {"keys": 4}),
+    "niah_multikey_2": _Kind(needles, 128, _IN_NEEDLES),
+    "niah_multikey_3": _Kind(needles, 128, _IN_NEEDLES | {"key": "uuids", "value": "uuids"}),
+    "niah_multivalue": _Kind(needles, 128, {"values": 4}),
+    "niah_multiquery": _Kind(needles, 128, {"queries": 4}),
+    "vt": _Kind(variables, 30),
+    "cwe": _Kind(common_words, 120),
+    "fwe": _Kind(frequent_words, 50),
+    "qa_1": _Kind(documents, 32, {"file": "dev-v2.0.json"}),
+    "qa_2": _Kind(documents, 32, {"file": "hotpot_dev_distractor_v1.json"}),
+}
+
+
+def largest(build: Callable[[int], Sample], fits: Callable[[Sample], bool], most: int) -> Sample:
+    """Return the sample of the largest size that fits, up to `most`."""
+    low = 1
+    while 2 * low <= most and fits(build(2 * low)):
+        low *= 2
+    high = min(most, 2 * low - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(build(middle)) else (low, middle - 1)
+    return build(low)
+
+
+@dataclass(eq=False)
+class Ruler(QuestionTask):
+    """One of RULER's tasks, which its name says."""
+
+    data: Path | None = None  # the folder of the files below
+    book: str | None = None  # a file there; by default the sample text, for short lengths
+    length: int = 4096  # tokens with the answer's
+    max_new_tokens: int | None = field(default=None, kw_only=True)  # type: ignore[assignment]
+    limit: int | None = None
+    stops = ()
+    metrics = ("string_match",)
+
+    def __post_init__(self) -> None:
+        if self.name not in KINDS:
+            raise unknown_name("task of RULER", self.name, KINDS)
+        self.max_new_tokens = self.max_new_tokens or KINDS[self.name].max_new_tokens
+        super().__post_init__()
+        check_least(limit=self.limit, length=self.length)
+
+    @cached_property
+    def sources(self) -> Sources:
+        """What its contexts are of; read with the first sample."""
+        book = None if self.book is None else read_text_file(data_file(self.book, self.data))
+        return Sources(book or sample_prompt(), self.data, self.length)
+
+    def identity(self) -> Mapping[str, Any]:
+        new = self.max_new_tokens
+        return {"data": digest(self.sources.text), "length": self.length, "max_new_tokens": new}
+
+    def sample(self, number: int, count: Callable[[Sample], int]) -> Sample:
+        """Generate a sample as long as the length allows.
+
+        Raises:
+            ValueError: if not even the smallest one fits, or the book is too short.
+        """
+        kind = KINDS[self.name]
+        room = self.length - (self.max_new_tokens or 0)
+
+        def build(size: int) -> Sample:
+            rng = random.Random(f"{_SEED} {self.name} {number}")
+            return kind.build(size, rng, self.sources, **kind.options)
+
+        sample = largest(build, lambda sample: count(sample) <= room, self.length)
+        if not room // 2 <= count(sample) <= room:
+            raise ValueError(
+                f"{self.name} makes {count(sample)} tokens for a length of {self.length}; give"
+                " another length, or a longer book"
+            )
+        return sample
+
+    def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
+        self._questions = []
+        lengths = []
+        for number in range(self.limit or _SAMPLES):
+            sample = self.sample(number, lambda sample: sum(map(len, _encode(model, sample))))
+            ids, question = _encode(model, sample)
+            answers = list(sample.answers)
+            self._questions.append((ids, question, answers, {"expected": answers}))
+            lengths.append((len(ids) + len(question) + (self.max_new_tokens or 0), self.name))
+        self.samples = self.within_window(model, configs, lengths)
+
+    def judge(self, text: str, answers: Sequence[str]) -> dict[str, float]:
+        """Score by string match: all answers, or for questions about documents any of them."""
+        found = [answer.lower() in text.lower() for answer in answers]
+        any_counts = KINDS[self.name].build is documents
+        return {"string_match": float(any(found)) if any_counts else sum(found) / len(found)}
+
+
+def _encode(model: ModelUnderTest, sample: Sample) -> tuple[list[int], list[int]]:
+    """Return the context and the question as tokens, in a chat if the model has a template."""
+    if not model.tokenizer.chat_template:
+        question = f"{sample.question} {sample.prefix}"
+        return model.encode(sample.context), model.encode(question, special=False)
+    content = sample.context + _MARK
+    text = chat_text(model.tokenizer, [{"role": "user", "content": content}], to_answer=True)
+    context, _, suffix = text.partition(_MARK)
+    question = sample.question + suffix + sample.prefix
+    return model.encode(context, special=False), model.encode(question, special=False)
