@@ -15,13 +15,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 WINDOW = 200
 """Answers that a bound is computed from, the newest: of each budget and kind, and of all."""
-_Z = 1.6448536269514722  # of 95 % on one side
 
 
 @dataclass(frozen=True)
@@ -103,13 +102,9 @@ def lower_bound(tokens: Sequence[int], agreed: Sequence[int]) -> float:
 
 def _student(degrees: float) -> float:
     """Return Student's 95 % quantile, by the expansion of Abramowitz and Stegun 26.7.5."""
-    z, d = _Z, degrees
-    return (
-        z
-        + (z**3 + z) / (4 * d)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * d**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * d**3)
-    )
+    z, d = 1.6448536269514722, degrees  # z: of the normal distribution
+    first, second = (z**3 + z) / (4 * d), (5 * z**5 + 16 * z**3 + 3 * z) / (96 * d**2)
+    return z + first + second + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * d**3)
 
 
 @dataclass
@@ -168,16 +163,12 @@ class AgreementLog:
         return joined(rows) if rows else None
 
 
-def joined(rows: Iterable[tuple[Agreement, float]]) -> Agreement:
+def joined(rows: Sequence[tuple[Agreement, float]]) -> Agreement:
     """Return the agreement of all rows together, each with its weight in the traffic."""
-    weighted = [(row, weight) for row, weight in rows]
-    if len(weighted) == 1:
-        row = weighted[0][0]
-        return Agreement(row.answers, row.tokens, row.agreement, row.bound)
-    total = sum(weight for _, weight in weighted)
-    share = sum(row.agreement * weight for row, weight in weighted) / total
-    below = math.hypot(*((row.agreement - row.bound) * weight / total for row, weight in weighted))
-    answers, tokens = (sum(getattr(row, n) for row, _ in weighted) for n in ("answers", "tokens"))
+    total = sum(weight for _, weight in rows)
+    share = sum(row.agreement * weight for row, weight in rows) / total
+    below = math.hypot(*((row.agreement - row.bound) * weight / total for row, weight in rows))
+    answers, tokens = (sum(getattr(row, n) for row, _ in rows) for n in ("answers", "tokens"))
     return Agreement(answers, tokens, share, max(0.0, share - below))
 
 

@@ -19,6 +19,7 @@ from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.engine.scheduler import Scheduler
+from h2okv.engine.verify import Verifier
 
 _CHUNK = 512  # tokens of a full cache's prompt in one forward: short ones let Ctrl-C stop soon
 
@@ -51,8 +52,10 @@ class CacheEngine(Engine):
             is_free = cache.cache_config.is_full and continues_prompts(cache)
             self.chunk = cache.read_chunk or (_CHUNK if is_free else None)
         self.runner = _CacheRunner(model, lambda budget: cache, 1, ())
-        self.scheduler = Scheduler(EngineConfig(), 1, self.chunk or UNLIMITED)
+        chunk = self.chunk or UNLIMITED
+        self.scheduler = Scheduler(EngineConfig(), 1, chunk)
         self.prefix_cache = self._folder = None
+        self.verifier = Verifier(EngineConfig(), self.runner, chunk, lambda: UNLIMITED)
         self._execute, self._eos = self._run_step, eos_token_ids(model)
         self._counters = EngineStats()
         self.is_broken = False  # whether a forward did not come to its end
