@@ -15,7 +15,7 @@ from pathlib import Path
 
 import h2okv
 
-GROUP, NEW = 8, 32
+GROUP, NEW = 8, 24
 SHORT, LONG = 96, 288  # tokens of a prompt
 LINES = {"all": "all answers", "sample": "sampled answers", "bound": "95 % bound"}
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--cache", default="best:64,every=64")
     parser.add_argument("--verify", default="50%")
-    parser.add_argument("--requests", type=int, default=80)
+    parser.add_argument("--requests", type=int, default=160)
     options = parser.parse_args()
     sizes = [SHORT] * (options.requests // 2) + [LONG] * (options.requests // 2)
     settings = {"cache": options.cache, "verify": options.verify, "max_num_seqs": GROUP}

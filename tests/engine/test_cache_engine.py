@@ -37,7 +37,7 @@ def run(model, tokenizer, cache, prompt, seen=0, **options):
         PromptStart(len(prompt), num_reused=seen), lambda event: None,
     )  # fmt: skip
     with h2okv.enable(model):
-        CacheEngine(model, tokenizer, cache).run(request)
+        CacheEngine(model, tokenizer, cache).run([request])
     return request.outputs[0].tokens
 
 

@@ -89,6 +89,16 @@ def generate(
 
 
 @torch.no_grad()
+def most_likely(model: PreTrainedModel, ids: torch.Tensor, answer: list[int]) -> list[int]:
+    """Return the most likely token before each of an answer's, by eager attention."""
+    model = _fresh(model)
+    model.set_attn_implementation("eager")
+    text = torch.cat([ids, torch.tensor([answer[:-1]], dtype=ids.dtype)], dim=1)
+    logits = model(text, use_cache=False).logits
+    return logits[0, ids.shape[1] - 1 :].argmax(-1).tolist()
+
+
+@torch.no_grad()
 def factors_by_head(model: PreTrainedModel) -> list[list[float]]:
     """Return factors on heavy, of mean 1, for each KV head of each layer with H2O entries."""
     cache = h2okv.H2OCache(model.config)

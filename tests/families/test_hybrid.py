@@ -261,7 +261,7 @@ def test_one_request_on_a_cache(model_type, tokenizer, is_full):
     request = Request(tuple(prompt), params, 8, start, lambda event: None)
     ids = torch.tensor([prompt])
     with h2okv.enable(model):
-        CacheEngine(model, tokenizer, caches[0]).run(request)
+        CacheEngine(model, tokenizer, caches[0]).run([request])
         text = model.generate(ids, max_new_tokens=8, do_sample=False, **{CACHE: caches[1]})
     assert request.outputs[0].tokens == text[0, len(prompt) :].tolist()
 

@@ -1,7 +1,10 @@
-"""Every family of the support table behind the serving engine: each request as by itself."""
+"""Every family of the support table behind the serving engine: each request as by itself.
+
+An answer that is read again is compared with eager attention over the whole text.
+"""
 
 import pytest
-from family_harness import generate, tiny_model, tokens
+from family_harness import generate, most_likely, tiny_model, tokens
 from family_table import variant_id, variants
 from transformers import AutoTokenizer
 
@@ -42,7 +45,10 @@ def test_requests_share_rows_and_give_what_generate_gives(variant, tokenizer):
         if limit is not None:
             with pytest.raises(ValueError, match=f"context of {limit} tokens, got {limit} and 1"):
                 llm.generate([[5] * limit], params)
-        outputs = llm.generate([ids[0].tolist() for ids in prompts], params)
+        outputs = llm.generate([ids[0].tolist() for ids in prompts], params, verify=True)
     for prompt, output in zip(prompts, outputs, strict=True):
         expected, _ = generate(model, prompt, h2okv.H2OCache(model.config, **budget), "h2o")
-        assert output.completions[0].token_ids == expected[0].tolist()
+        answer = output.completions[0].token_ids
+        assert answer == expected[0].tolist()
+        full = most_likely(model, prompt, answer)
+        assert output.verified.agreed == sum(map(int.__eq__, answer, full)), output.verified

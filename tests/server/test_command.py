@@ -217,6 +217,21 @@ def test_the_next_turn_continues_from_the_answer(server):
     assert "states of prompts and answers: up to" in err, err
 
 
+def test_a_missed_agreement_is_a_line_in_the_log(server):
+    process, address = server(
+        "--port", 0, "--cache", "every=16", "--verify", "100%", "--agreement", "100%"
+    )  # fmt: skip
+    client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
+    for number in range(8):
+        text = f"The sea, and number {number} of the ships that sailed on it. " * 20
+        client.completions.create(
+            model="bundled", prompt=text, max_tokens=24, extra_body={"h2o": {"verify": True}}
+        )
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert "warning: agreement=1 does not hold for requests of kind 'text' with the largest" in err
+
+
 def test_states_outlive_the_server(server, tmp_path):
     options = ("--port", 0, "--cache", "every=32", "--prefix-cache-folder", tmp_path)
     answers = []

@@ -97,14 +97,12 @@ class GenerationRun:
         room: int,  # maximum number of tokens; below that of `params` if the context ends earlier
         write: Callable[[str], None],
         strips_start: bool = False,  # whether to strip leading white space of the text
-        inputs: Mapping[str, torch.Tensor] | None = None,  # of images, which are read in one block
+        **options: Any,  # further fields of the `Request`
     ) -> None:
         seen = engine.cache.num_seen_tokens if isinstance(engine.cache, H2OCache) else 0
         start = PromptStart(len(prompt), num_reused=seen)
-        self._request = Request(tuple(prompt), params, room, start, self._take, inputs=inputs or {})
-        self._engine, self._write = engine, write
-        self._text, self._strips_start = "", strips_start
-        self._bar = ExitStack()
+        self._request = Request(tuple(prompt), params, room, start, self._take, **options)
+        self._engine, self._write, self._strips_start, self._text = engine, write, strips_start, ""
         self._times = [time.perf_counter()]  # of the start and of each token
 
     def run(
@@ -115,7 +113,7 @@ class GenerationRun:
         new, chunk = len(request.prompt) - request.start.num_reused, engine.chunk
         chunk = None if request.inputs else chunk
         with prefill_progress(engine.model, new, show_progress, chunk) as self._bar:
-            engine.run(request, should_stop)
+            engine.run([request], should_stop)
 
     def _take(self, event: Event) -> None:
         if isinstance(event, OutputDelta):

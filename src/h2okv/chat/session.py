@@ -246,9 +246,9 @@ class Chat:
         room = self._room(seen, new)
         params = replace(self.params, stop=(*form.stop_strings, *self.params.stop))
         with Interrupt() as interrupt:
-            engine = CacheEngine(self.model, form.tokenizer, self.cache, generator=self._generator)
-            tokens = transcript.token_ids
-            generation = GenerationRun(engine, tokens, params, room, write, strips_start=True)
+            engine, draws = CacheEngine(self.model, form.tokenizer, self.cache), self._generator
+            arguments = engine, transcript.token_ids, params, room, write
+            generation = GenerationRun(*arguments, strips_start=True, generator=draws)
             self._turns.append((self.transcript, self.cache.fork(1)))
             try:
                 with suppress(KeyboardInterrupt):

@@ -15,13 +15,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 WINDOW = 200
-"""Answers that a bound is computed from: the newest of each budget and kind."""
-_Z = 1.6448536269514722  # of 95 % on one side
+"""Answers that a bound is computed from, the newest: of each budget and kind, and of all."""
 
 
 @dataclass(frozen=True)
@@ -103,29 +102,20 @@ def lower_bound(tokens: Sequence[int], agreed: Sequence[int]) -> float:
 
 def _student(degrees: float) -> float:
     """Return Student's 95 % quantile, by the expansion of Abramowitz and Stegun 26.7.5."""
-    z, d = _Z, degrees
-    return (
-        z
-        + (z**3 + z) / (4 * d)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * d**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * d**3)
-    )
+    z, d = 1.6448536269514722, degrees  # z: of the normal distribution
+    first, second = (z**3 + z) / (4 * d), (5 * z**5 + 16 * z**3 + 3 * z) / (96 * d**2)
+    return z + first + second + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * d**3)
 
 
 @dataclass
 class _Window:
-    """The newest answers of one budget and kind: ``(tokens, agreed, tokens that each stands for)``.
+    """The newest answers of one budget and kind: ``(number, tokens, agreed, weight)``.
 
-    An answer stands for all tokens written since the one before it, whether read again or not.
+    The weight of an answer is all tokens written since the one before it, read again or not.
     """
 
-    answers: deque[tuple[int, int, int]]
+    answers: deque[tuple[int, int, int, int]]
     unseen: int = 0
-
-    def agreement(self, budget: str, kind: str) -> Agreement:
-        tokens, agreed, _ = zip(*self.answers, strict=True)
-        share = sum(agreed) / sum(tokens)
-        return Agreement(len(tokens), sum(tokens), share, lower_bound(tokens, agreed), budget, kind)
 
 
 class AgreementLog:
@@ -135,7 +125,7 @@ class AgreementLog:
         self._windows: dict[tuple[str, str], _Window] = defaultdict(
             lambda: _Window(deque(maxlen=window))
         )
-        self._lock = threading.Lock()
+        self._size, self._count, self._lock = window, 0, threading.Lock()
 
     def write(self, budget: str, kind: str, tokens: int) -> None:
         """Count the tokens of an answer, whether it is read again or not."""
@@ -146,37 +136,39 @@ class AgreementLog:
         """Note an answer that was read again."""
         with self._lock:
             window = self._windows[budget, kind]
-            window.answers.append((tokens, agreed, max(window.unseen, tokens)))
+            window.answers.append((self._count, tokens, agreed, max(window.unseen, tokens)))
             window.unseen = 0
+            self._count += 1
 
     def rows(self) -> list[Agreement]:
         """Return the agreement of each budget and kind that has answers."""
-        return [row for row, _ in self._rows()]
+        return [row for row, _ in self._rows(since=0)]
 
-    def _rows(self) -> list[tuple[Agreement, int]]:
+    def _rows(self, since: int) -> list[tuple[Agreement, int]]:
+        """Return the agreement of the answers from a number on, with their weights."""
         with self._lock:
-            return [
-                (window.agreement(*key), sum(answer[2] for answer in window.answers))
-                for key, window in sorted(self._windows.items())
-                if window.answers
-            ]
+            windows = {key: [*window.answers] for key, window in sorted(self._windows.items())}
+        rows = []
+        for key, answers in windows.items():
+            if newest := [answer for answer in answers if answer[0] >= since]:
+                _, tokens, agreed, weights = zip(*newest, strict=True)
+                share, bound = sum(agreed) / sum(tokens), lower_bound(tokens, agreed)
+                row = Agreement(len(tokens), sum(tokens), share, bound, *key)
+                rows.append((row, sum(weights)))
+        return rows
 
     def total(self) -> Agreement | None:
-        """Return the agreement of all traffic; ``None`` before the first answer."""
-        rows = self._rows()
+        """Return the agreement of the newest answers of all traffic; ``None`` before the first."""
+        rows = self._rows(self._count - self._size)
         return joined(rows) if rows else None
 
 
-def joined(rows: Iterable[tuple[Agreement, float]]) -> Agreement:
+def joined(rows: Sequence[tuple[Agreement, float]]) -> Agreement:
     """Return the agreement of all rows together, each with its weight in the traffic."""
-    weighted = [(row, weight) for row, weight in rows]
-    if len(weighted) == 1:
-        row = weighted[0][0]
-        return Agreement(row.answers, row.tokens, row.agreement, row.bound)
-    total = sum(weight for _, weight in weighted)
-    share = sum(row.agreement * weight for row, weight in weighted) / total
-    below = math.hypot(*((row.agreement - row.bound) * weight / total for row, weight in weighted))
-    answers, tokens = (sum(getattr(row, n) for row, _ in weighted) for n in ("answers", "tokens"))
+    total = sum(weight for _, weight in rows)
+    share = sum(row.agreement * weight for row, weight in rows) / total
+    below = math.hypot(*((row.agreement - row.bound) * weight / total for row, weight in rows))
+    answers, tokens = (sum(getattr(row, n) for row, _ in rows) for n in ("answers", "tokens"))
     return Agreement(answers, tokens, share, max(0.0, share - below))
 
 

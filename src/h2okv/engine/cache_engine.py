@@ -1,4 +1,4 @@
-"""The engine on a cache that is given, of any kind, for one text."""
+"""The engine on a cache that is given, of any kind, for one text or one batch."""
 
 from __future__ import annotations
 
@@ -7,84 +7,97 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.cache import H2OCache
 from h2okv.cache.linear_states import continues_prompts
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
-from h2okv.engine.model_runner import ModelRunner, StepOutput
+from h2okv.engine.model_runner import ModelRunner, StepOutput, left_padded
 from h2okv.engine.outputs import EngineStats
 from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
-from h2okv.engine.sampler import eos_token_ids
+from h2okv.engine.sampler import Sampler, eos_token_ids
 from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.engine.scheduler import Scheduler
+from h2okv.engine.verify import Verifier
 
 _CHUNK = 512  # tokens of a full cache's prompt in one forward: short ones let Ctrl-C stop soon
 
 
 class CacheEngine(Engine):
-    """The engine's loop for one request, on a cache that stays and that no pool need hold.
+    """The engine's loop for one request, or one batch, on a cache that stays and is in no pool.
 
     Args:
         model: with the cache's attention (`enable`).
         tokenizer: the model's.
-        cache: an `H2OCache`, or a cache of transformers; mutated.
+        cache: an `H2OCache`, or for one request a cache of transformers; mutated.
+        size: requests of the batch.
         forced: tokens that become the text, whatever is chosen; `choices` has what was.
-        generator: draws instead of one with the request's seed.
     """
+
+    runner: _CacheRunner
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         cache: Any,
+        size: int = 1,
         forced: Sequence[int] = (),
-        generator: torch.Generator | None = None,
     ) -> None:
         # Not that of `Engine`, which loads a model, divides memory and makes a pool.
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
-        self.choices: list[int] = []
-        self._forced, self._generator = forced, generator
+        self._forced, self.choices = forced, list[int]()
         self.chunk: int | None = None  # tokens of a prompt in one forward; None for all
-        if isinstance(cache, H2OCache):
-            is_free = cache.cache_config.is_full and continues_prompts(cache)
-            self.chunk = cache.read_chunk or (_CHUNK if is_free else None)
-        self.runner = _CacheRunner(model, lambda budget: cache, 1, ())
-        self.scheduler = Scheduler(EngineConfig(), 1, self.chunk or UNLIMITED)
+        if isinstance(cache, H2OCache) and size == 1:
+            self.chunk = cache.read_chunk
+            if type(cache) is H2OCache and cache.cache_config.is_full and continues_prompts(cache):
+                self.chunk = _CHUNK
+        self.runner = _CacheRunner(model, lambda budget: cache, size, ())
+        self.scheduler = Scheduler(EngineConfig(), size, self.chunk or UNLIMITED)
         self.prefix_cache = self._folder = None
         self._execute, self._eos = self._run_step, eos_token_ids(model)
-        self._counters = EngineStats()
-        self.is_broken = False  # whether a forward did not come to its end
+        self._counters, self.is_broken = EngineStats(), False  # by a forward that has not ended
+        self.verifier = Verifier(EngineConfig(), self.runner, UNLIMITED, lambda: 0)
 
-    def run(self, request: Request, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Generate for a prompt that begins with what the cache has seen, unless that is nothing.
+    def run(
+        self, requests: Sequence[Request], should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Generate for prompts; a single one begins with what the cache has seen, if anything.
 
         Args:
-            request: its ``start.num_reused`` are the tokens seen; mutated, as the cache is.
-            should_stop: whether to end the text here; called before every forward.
+            requests: ``start.num_reused`` are the tokens seen; mutated, as the cache is.
+            should_stop: whether to end the texts here; called before every forward.
 
         Raises:
-            ValueError: if the cache refuses the prompt, or no token can be chosen.
+            ValueError: if the cache refuses the prompts, or no token can be chosen.
         """
-        self.scheduler.submit(request)
-        while not request.is_over and not should_stop():
+        if not self.scheduler.running:
+            self.scheduler.waiting.extend(requests)
+        while not all(request.is_over for request in requests) and not should_stop():
             self.step()
-        if request.error is not None:
-            raise request.error.__cause__ or ValueError(str(request.error))
+        for request in requests:
+            if (error := request.error) is not None:
+                raise error.__cause__ or ValueError(str(error))
+
+    def resume(self, requests: Sequence[Request], tokens: Sequence[int]) -> None:
+        """Let `run` go on after the first token of each request, as the cache has the prompts."""
+        mask = left_padded([request.prompt for request in requests])[1]
+        self.runner.num_rows, self.runner.mask = len(requests), None if mask.all() else mask
+        for request, token in zip(requests, tokens, strict=True):
+            sampler = Sampler(self.model, request.params, request.prompt)
+            request.outputs.append(Output(request, 0, sampler, self.tokenizer))
+            self._report(request.outputs[0], token, torch.empty(0), None)
+            self.scheduler.running.append(request.outputs[0])
 
     def _run_step(self, step: ScheduledStep) -> StepOutput:
         self.is_broken = True
         output = self.runner.execute(step)
-        self.is_broken = output.error is not None
+        if output.error is not None:  # not to read a batch's prompts one by one
+            raise output.error
+        self.is_broken = False
         return output
-
-    def _sample(
-        self, outputs: list[Output], logits: torch.Tensor, rows: Sequence[int] = ()
-    ) -> None:
-        for output in outputs:
-            output.sampler.generator = self._generator or output.sampler.generator
-        super()._sample(outputs, logits, rows)
 
     def _report(self, output: Output, token: int, logits: torch.Tensor, row: int | None) -> None:
         if self._forced:
@@ -94,16 +107,40 @@ class CacheEngine(Engine):
 
 
 class _CacheRunner(ModelRunner):
-    """Runs steps on the cache that `make_cache` returns."""
+    """Runs steps on the cache that `make_cache` returns, whose rows are those of the batch."""
+
+    num_rows = 1
+    mask: Tensor | None = None  # of prompts with padding, [B, tokens seen]
 
     def _make_pool(self) -> Any:
-        cache = self._make_cache(None)
-        return SimpleNamespace(
-            cache=cache, num_heads=0, admit=lambda *_: None, count_step=lambda: 0
-        )
+        pool = {"num_heads": 0, "cache": self._make_cache(None), "count_step": lambda: 0}
+        return SimpleNamespace(admit=lambda *_: None, release=lambda row: None, **pool)
 
     def _cache_for(self, chunks: tuple[PrefillChunk, ...]) -> H2OCache:
-        self._prefilled = cache = self._make_cache(None)
-        if isinstance(cache, H2OCache) and chunks[0].start is not None:
-            cache.expect(chunks[0].start.length)  # fractions refer to the whole prompt
-        return cache
+        self._prefilled, self.num_rows = self._make_cache(None), len(chunks)
+        if isinstance(self._prefilled, H2OCache) and self.num_rows == 1 and chunks[0].start:
+            self._prefilled.expect(chunks[0].start.length)  # of which fractions are
+        return self._prefilled
+
+    def _run(self, step: ScheduledStep) -> StepOutput:
+        for row in step.release:  # the last one takes its place
+            last = self.num_rows - 1
+            self._select([last if number == row else number for number in range(last)])
+        if step.admit is not None and len(step.admit) < self.num_rows:
+            self._select(step.admit)
+        return super()._run(step)
+
+    def _select(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the cache, in this order."""
+        indices: Any = torch.tensor(rows, dtype=torch.int64)
+        self.num_rows = len(rows)
+        self.mask = None if self.mask is None else self.mask[indices]
+        self._make_cache(None).reorder_cache(indices.to(self._device))
+
+    def _forward(  # type: ignore[override]
+        self, tokens: Tensor, positions: Tensor, cache: Any, mask: Any = None, **options: Any
+    ) -> Tensor:
+        if self.mask is not None:
+            mask = torch.cat([self.mask, torch.ones_like(tokens)], dim=1)
+        self.mask = mask
+        return super()._forward(tokens, positions, cache, mask, **options)

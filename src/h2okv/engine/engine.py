@@ -311,6 +311,7 @@ class Engine:
         for index in range(request.params.n):
             token_mask = request.grammar_mask and request.grammar_mask.copy()
             sampler = Sampler(self.model, request.params, request.prompt, index, token_mask)
+            sampler.generator = request.generator or sampler.generator
             request.outputs.append(Output(request, index, sampler, self.tokenizer))
         self.verifier.begin(request, self._counters.prompt_tokens + self._counters.new_tokens)
         logits = logits[-1:].expand(request.params.n, -1)

@@ -60,6 +60,12 @@ class VerifiedAnswer:
         """Share of the tokens that agreed; ``None`` of none."""
         return self.agreed / self.tokens if self.tokens else None
 
+    def __str__(self) -> str:
+        text = f"{self.agreed:,} of {self.tokens:,} next tokens are the full cache's"
+        if self.first_difference is not None:
+            text += f", the first that differs is number {self.first_difference}"
+        return f"{text} ({self.note})" if self.note else text
+
     def to_dict(self) -> dict[str, Any]:
         """Return the figures, ready for JSON."""
         figures = {**vars(self), "agreement": self.agreement}

@@ -175,6 +175,7 @@ class Request:
     notify: Callable[[Event], None]  # called in the engine's thread
     kept_every: int | None = None  # new tokens between two reports of what the cache holds
     grammar_mask: GrammarMask | None = None  # before the first token, copied for each output
+    generator: torch.Generator | None = None  # instead of one with the seed of `params`
     num_prefilled: int = 0
     saves: dict[int, str] = field(default_factory=dict)  # keys of states to save, by their lengths
     outputs: list[Output] = field(default_factory=list)  # once the prompt is prefilled

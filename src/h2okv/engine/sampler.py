@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -181,42 +180,3 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> l
     values, indices = (tensor.tolist() for tensor in logprobs.topk(min(count, logits.shape[1])))
     rows = zip(tokens, chosen.tolist(), indices, values, strict=True)
     return [TokenLogprob(token, n, tuple(zip(*top, strict=True))) for token, n, *top in rows]
-
-
-class SeededSampling(LogitsProcessor):
-    """Makes greedy ``generate`` sample, each sequence with its own random generator.
-
-    The argmax of log-probabilities with independent Gumbel noise is a sample of their distribution
-    (Gumbel 1954; Maddison et al., arXiv 1411.0030, section 2). The samples of a sequence depend
-    neither on the others of the batch nor on what an interrupted run finished before.
-    Temperature, top-p, top-k and min-p are those of the first sequence.
-    """
-
-    def __init__(self, params: Sequence[SamplingParams]) -> None:
-        self._generators = [torch.Generator().manual_seed(p.seed or 0) for p in params]
-        self._warpers = _warpers(params[0])
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Add noise to logits ``[B, V]``; return fp32."""
-        warped: Any = self._warpers(input_ids, scores.float())
-        noise = [
-            -torch.empty(warped.shape[1]).exponential_(generator=generator).log()
-            for generator in self._generators
-        ]
-        return warped + torch.stack(noise).to(warped.device)
-
-
-class RefuseNaN(LogitsProcessor):
-    """Ends a ``generate`` whose logits are NaN, which would continue with arbitrary text."""
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Return the scores unchanged; raise ValueError if one is NaN."""
-        if bool(torch.isnan(scores).any()):
-            raise ValueError(f"{NOT_A_NUMBER} (after {input_ids.shape[1]} tokens)")
-        return scores
-
-
-def sample_seed(seed: int, sample: int) -> int:
-    """Derive the seed of one sample of a run."""
-    digest = hashlib.sha256(f"{seed} {sample}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1

@@ -75,6 +75,7 @@ class Verifier:
         self._chunk_tokens, self._max_tokens = max(2, chunk_tokens), max_tokens
         self.log = AgreementLog()
         self.levels = None if config.agreement is None else BudgetLevels(config.agreement)
+        self.warn = warn  # a command writes a line instead
         self._warned: frozenset[str] = frozenset()
         self._random = random.Random(0)
         self._waiting: list[_Check] = []
@@ -252,7 +253,7 @@ class Verifier:
         assert self.levels is not None
         missed = self.levels.missed
         if kind in missed and kind not in self._warned:
-            warn(
+            self.warn(
                 f"agreement={self.levels.goal:g} does not hold for requests of kind {kind!r} with"
                 f" the largest budget, {self._config.cache.budget_label}; give a larger budget."
             )

@@ -35,6 +35,7 @@ def run_server(request: ServeRequest) -> int:
         request = request.for_model()
         settings = request.server
         engine = AsyncLLM(request.model, config=request.engine_config(), **request.loading)
+        engine.engine.verifier.warn = lambda message: write_remark(f"warning: {message}")
         listener = Listener(make_app(engine, settings), engine, settings)
         with listener.capture_signals():  # clients may stop it once the address is printed
             # Clients that connect before it listens wait.

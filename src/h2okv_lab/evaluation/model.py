@@ -4,30 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-)
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import h2okv
-from h2okv.cache import CACHE, H2OCache
+from h2okv.cache import H2OCache
 from h2okv.cache.shared import SharedPrefill, shares_prompt
 from h2okv.cache.support import config_of, context_window
 from h2okv.calibration.layer_budgets import with_measured_budgets
 from h2okv.config import MEASURED, CacheConfig
+from h2okv.engine.cache_engine import CacheEngine
 from h2okv.engine.detokenizer import SequenceText
-from h2okv.engine.model_runner import left_padded
-from h2okv.engine.sampler import RefuseNaN, SeededSampling, eos_token_ids
+from h2okv.engine.request import PromptStart, Request
+from h2okv.engine.sampler import eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.integration.enable import input_device
 from h2okv.policy import Sees
 from h2okv.prompts.chat_template import encode
 from h2okv.provenance import fingerprint
@@ -146,18 +140,18 @@ def answer_batch(
     sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
     if len(sharing) == 1 or not prompts[0].params.is_greedy:
         sharing = []
-    first, results = _Answers(model, prompts), []
+    begin, results = partial(CacheEngine, model.model, model.tokenizer, size=len(prompts)), []
     with h2okv.enable(model.model):
         if sharing:  # the first token does not depend on the cache
             shared = SharedPrefill(sharing)
-            _generate(model, shared, prompts, first, 1)
+            begin(shared).run(first := _requests(prompts, limit=1))
             shared.split()
         for cache in caches:
-            answers = _Answers(model, prompts)
+            engine, requests = begin(cache), _requests(prompts)
             if cache in sharing:
-                answers.add([tokens[0] for tokens in first.tokens])
-            _generate(model, cache, prompts, answers)
-            results.append(answers.finish())
+                engine.resume(requests, [request.outputs[0].tokens[0] for request in first])
+            engine.run(requests)
+            results.append(_answers(model, requests))
     return results
 
 
@@ -185,77 +179,37 @@ def answer_question(
             if last > first:
                 mask = torch.ones_like(ids[:, :last])  # also of tokens that may be padding
                 h2okv.prefill(model.model, ids[:, first:last], cache, mask)
-            answers = _Answers(model, [prompt])
-            _generate(model, cache, [prompt], answers)
-            results += answers.finish()
+            requests = _requests([prompt], seen=last)
+            CacheEngine(model.model, model.tokenizer, cache).run(requests)
+            results += _answers(model, requests)
     return results
 
 
-class _Answers(StoppingCriteria):
-    """The answers to a batch of prompts; as a criterion of ``generate`` it ends each of them."""
-
-    def __init__(self, subject: ModelUnderTest, prompts: Sequence[Prompt]) -> None:
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.ended = [False] * len(prompts)
-        self.limits = [prompt.params.max_tokens or 1 for prompt in prompts]
-        self._end_ids = eos_token_ids(subject.model)
-        tokenizer = subject.tokenizer
-        self._texts = [SequenceText(tokenizer, (), prompt.params.stop) for prompt in prompts]
-
-    def __call__(self, input_ids: Any, scores: Any, **options: Any) -> Any:
-        """Add the last of ``input_ids [B, T]``; return which answers have ended."""
-        self.add(input_ids[:, -1].tolist())
-        return torch.tensor(self.ended, device=input_ids.device)
-
-    def add(self, tokens: Sequence[int]) -> None:
-        """Add a token to each answer that has not ended."""
-        for number, token in enumerate(tokens):
-            if self.ended[number]:
-                continue
-            answer = self.tokens[number]
-            answer.append(token)
-            is_end = token in self._end_ids or self._texts[number].add(token)
-            self.ended[number] = is_end or len(answer) >= self.limits[number]
-
-    def finish(self) -> list[Answer]:
-        """Return the texts, up to their first stop strings."""
-        pairs = zip(self._texts, self.tokens, strict=True)
-        return [Answer(text.end(), len(tokens)) for text, tokens in pairs]
+def _requests(prompts: Sequence[Prompt], limit: int | None = None, seen: int = 0) -> list[Request]:
+    """Make requests of at most `limit` tokens, of whose prompts a cache has seen some."""
+    return [
+        Request(
+            tuple(ids),
+            params,
+            limit or params.max_tokens or 1,
+            PromptStart(len(ids), num_reused=seen),
+            lambda event: None,
+        )
+        for ids, params in prompts
+    ]
 
 
-def _generate(
-    subject: ModelUnderTest,
-    cache: H2OCache,
-    prompts: Sequence[Prompt],
-    answers: _Answers,
-    limit: int | None = None,
-) -> None:
-    """Continue answers, by at most ``limit`` tokens; the cache may hold a prompt's beginning."""
-    if all(answers.ended):
-        return
-    model, params = subject.model, prompts[0].params
-    pairs = list(zip(prompts, answers.tokens, strict=True))
-    ids, mask = left_padded([[*p.ids, *tokens] for p, tokens in pairs], input_device(model))
-    chunk = cache.read_chunk if bool(mask.all()) and not cache.num_seen_tokens else None
-    if chunk is not None:  # without padding the model reads the prompt in blocks too
-        cache.expect(ids.shape[1])
-    processors: list[LogitsProcessor] = [RefuseNaN()]
-    if not params.is_greedy:
-        processors.append(SeededSampling([prompt.params for prompt in prompts]))
-    generate: Any = model.generate  # torch's Module loses its type
-    generate(
-        input_ids=ids,
-        attention_mask=mask,
-        **{CACHE: cache},
-        max_new_tokens=limit or max(answers.limits) - len(answers.tokens[0]),
-        do_sample=False,
-        num_beams=1,
-        repetition_penalty=params.repetition_penalty,
-        logits_processor=processors,
-        pad_token_id=subject.pad_token_id,
-        stopping_criteria=[answers],
-        prefill_chunk_size=chunk,
-    )
+def _answers(subject: ModelUnderTest, requests: Sequence[Request]) -> list[Answer]:
+    """Return the texts of finished requests, decoded without their prompts."""
+    answers, ends = [], eos_token_ids(subject.model)
+    for request in requests:
+        text = SequenceText(subject.tokenizer, (), request.params.stop)
+        tokens = request.outputs[0].tokens
+        for token in tokens:
+            if token not in ends:
+                text.add(token)
+        answers.append(Answer(text.end(), len(tokens)))
+    return answers
 
 
 def read_together(model: PreTrainedModel, input_ids: Tensor, caches: Sequence[H2OCache]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,6 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from h2okv.config import CacheConfig
 from h2okv.console import check_least
-from h2okv.engine.sampler import sample_seed
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv_lab.evaluation.model import Answer, ModelUnderTest, Prompt, answer_batch
 
@@ -186,3 +186,9 @@ class GenerationTask(Task):
             for number, answers in enumerate(answer_batch(model, configs, prompts, seed)):
                 scored = zip(batch, answers, strict=True)
                 yield number, {n: self.result(n, answer) for n, answer in scored}
+
+
+def sample_seed(seed: int, sample: int) -> int:
+    """Derive the seed of one sample of a run."""
+    digest = hashlib.sha256(f"{seed} {sample}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -15,6 +15,7 @@ from h2okv_lab.evaluation.model import (
     make_cache,
     resolve_config,
 )
+from h2okv_lab.evaluation.task import sample_seed
 from h2okv_lab.masking import MaskedCache
 
 
@@ -247,3 +248,7 @@ def test_every_policy_answers_padded_batches_and_questions(subject, ids, policy)
         subject, [config], ids[:60], make_prompt(ids[60:70], 4), query_aware=False
     )
     assert 0 < answer.tokens <= 4
+
+
+def test_seeds_of_samples_and_runs_differ():
+    assert len({sample_seed(seed, n) for seed in range(10) for n in range(100)}) == 1000
