@@ -257,11 +257,11 @@ def check_cache(config: PreTrainedConfig, cache: CacheConfig) -> None:
 
 
 def check_verifiable(cache: CacheConfig) -> None:
-    """Raise ValueError for --verify with a cache whose text may pass the model's window."""
+    """Refuse --verify with rolling positions: a full cache ends at the model's window."""
     if cache.positions == "rolling":
         raise ValueError(
             "--verify compares with the full cache, which ends at the model's context window, and"
-            " positions=rolling goes on past it; leave out one of the two"
+            " positions=rolling continues behind it; leave out one of the two"
         )
 
 
