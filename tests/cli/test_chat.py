@@ -21,10 +21,10 @@ EMPTY = "there is nothing in the cache yet; send a message first.\n"
 
 @pytest.fixture
 def chat(h2okv_command, monkeypatch, chat_folder):
-    def call(text, *args, model=chat_folder):
+    def call(text, *args, model=chat_folder, budget=BUDGET):
         data = text if isinstance(text, bytes) else text.encode()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-        return h2okv_command("chat", "--model", model, *BUDGET, *args)
+        return h2okv_command("chat", "--model", model, *budget, *args)
 
     return call
 
@@ -55,6 +55,13 @@ def test_status_line_shows_tokens_memory_and_speed(chat):
     assert re.search(r"tokens seen, 3\d kept \| KV cache ", last) and ", a full one " in last
     assert " tokens/s | first after " in last
     assert last.endswith("cut at --max-new-tokens 12")
+
+
+def test_answers_are_read_again_with_the_full_cache(chat):
+    original = "--cache", "h2o:16+16,positions=original", "--max-new-tokens", 12
+    outcome = chat("the cat\nthe dog\n", "--verify", *original, budget=())
+    lines = re.findall(r"^(\d+) of (\d+) next tokens are", outcome.err, re.MULTILINE)
+    assert len(lines) == 2 and all(0 < int(agreed) <= int(count) for agreed, count in lines)
 
 
 def test_a_chat_continues_beyond_the_context_window(chat):

@@ -208,6 +208,19 @@ def test_compare_full_with_sampling_counts_no_choices(generate):
     assert result["agreement"]["same_next_token"] is None
 
 
+def test_an_answer_is_read_again_with_the_full_cache(generate):
+    outcome = generate(*BUDGET, "--max-new-tokens", 12, "--verify")
+    line = re.search(r"^(\d+) of 12 next tokens are the full cache's", outcome.err, re.MULTILINE)
+    verified = json.loads(generate(*BUDGET, "--json", "--max-new-tokens", 12, "--verify").out)
+    figures = verified["verified"]
+    assert (figures["tokens"], figures["agreed"]) == (12, int(line[1]))
+    assert 0 < figures["agreed"] < 12 and figures["kl_divergence"] > 0
+    wide = json.loads(generate("--policy", "full", "--json", "--verify").out)["verified"]
+    assert wide["agreed"] == wide["tokens"] > 0 and wide["first_difference"] is None
+    refused = generate("--cache", "h2o:64,positions=rolling", "--verify")
+    assert refused.code == 2 and "--verify compares with the full cache" in refused.err
+
+
 def test_sampling_repeats_with_its_seed(generate):
     hot = (*BUDGET, "--json", "--temperature", "1.5", "--top-p", "0.95")
     first, again, other = (

@@ -23,7 +23,7 @@ from h2okv.cache.slot_layer import SlotLayer
 from h2okv.config import CacheConfig
 from h2okv.console import Progress, discard, format_bytes, write_text
 from h2okv.engine.cache_engine import CacheEngine
-from h2okv.engine.outputs import Completion, OutputDelta
+from h2okv.engine.outputs import Completion, OutputDelta, VerifiedAnswer
 from h2okv.engine.request import Event, PromptStart, Request
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.enable import enable
@@ -50,6 +50,7 @@ class Generation:
     num_cached_tokens: int  # maximum over the heads
     mean_cached_tokens: float  # mean over the heads
     smaller_from: int | None  # tokens from which on the cache is smaller than a full one
+    verified: VerifiedAnswer | None = None  # if it was read again with the full cache
 
     @property
     def interrupted(self) -> bool:
@@ -114,9 +115,11 @@ class GenerationRun:
         chunk = None if request.inputs else chunk
         with prefill_progress(engine.model, new, show_progress, chunk) as self._bar:
             engine.run([request], should_stop)
+        while engine.verifier.step():
+            pass
 
     def _take(self, event: Event) -> None:
-        if isinstance(event, OutputDelta):
+        if isinstance(event, OutputDelta) and event.verified is None:
             self._times.append(time.perf_counter())
             self._bar.close()
             self._show(event.text)
@@ -155,6 +158,7 @@ class GenerationRun:
             num_cached_tokens=int(cached),
             mean_cached_tokens=float(mean),
             smaller_from=smaller_from,
+            verified=self._request.verified,
         )
 
     def _finish_reason(self, completion: Completion) -> str:
@@ -218,6 +222,7 @@ class Job:
     compiled: bool = False  # whether an H2O cache's steps run through torch.compile
     pins: Sequence[tuple[int, int]] = ()  # spans of the prompt that an H2O cache does not evict
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of images
+    verify: bool = False  # whether the answer is read again with the full cache
 
     def attend(self, cache: Cache) -> AbstractContextManager[Any]:
         """Give the model the attention of an empty cache, and the cache its pins."""
@@ -235,7 +240,8 @@ def generate_once(
     room = job.described.limits.room(len(ids), int(params.max_tokens or 0))
     with job.attend(cache):
         engine = CacheEngine(job.model, job.described.tokenizer, cache)
-        generation = GenerationRun(engine, ids, params, room, write, inputs=job.inputs)
+        options: dict[str, Any] = {"inputs": job.inputs, "verify": job.verify}
+        generation = GenerationRun(engine, ids, params, room, write, **options)
         try:
             generation.run(show_progress)
             return generation.result()
@@ -323,7 +329,7 @@ def _warm_up(job: Job, caches: Iterable[Cache]) -> None:
     """Run a few tokens with each cache, to keep one-off costs out of the measurements."""
     params = SamplingParams(max_tokens=_WARM_UP_TOKENS, temperature=0.0)
     prompt_ids = job.prompt_ids if job.inputs else job.prompt_ids[:_WARM_UP_PROMPT]
-    short = replace(job, prompt_ids=prompt_ids, params=params, pins=())
+    short = replace(job, prompt_ids=prompt_ids, params=params, pins=(), verify=False)
     for cache in caches:
         if generate_once(short, cache, lambda _: None).interrupted:
             raise KeyboardInterrupt

@@ -217,8 +217,10 @@ class Chat:
         cache: H2OCache,
         system: str = "",
         pin: Sequence[str] = (),  # messages of the first turn that are never evicted
+        verify: bool = False,  # whether answers are read again with the full cache
     ) -> None:
         self.model, self.described, self.params, self.pin = model, described, params, pin
+        self.verify = verify
         # One for the whole chat: /retry draws another answer.
         seed = int(params.seed or 0)
         self._generator = None if params.is_greedy else torch.Generator().manual_seed(seed)
@@ -248,7 +250,8 @@ class Chat:
         with Interrupt() as interrupt:
             engine, draws = CacheEngine(self.model, form.tokenizer, self.cache), self._generator
             arguments = engine, transcript.token_ids, params, room, write
-            generation = GenerationRun(*arguments, strips_start=True, generator=draws)
+            options: dict[str, Any] = {"generator": draws, "verify": self.verify}
+            generation = GenerationRun(*arguments, strips_start=True, **options)
             self._turns.append((self.transcript, self.cache.fork(1)))
             try:
                 with suppress(KeyboardInterrupt):

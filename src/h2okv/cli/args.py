@@ -98,6 +98,7 @@ PIN = option("", _PIN_HELP, read=readers.names)
 ROWS = option(None, "Append the rows to this file.", read=readers.writable)
 MEMORY_HELP = "Limit, such as 4GiB (what is free)."
 COMPILE = option(False, "Compile decode steps: slow to start, then faster.", "--compile")
+VERIFY = option(False, "Read answers again with the full cache.", "--verify")
 WEIGHT_BITS = option(
     None, "4: decode reads 4-bit weights (x86).", "--weight-bits", read=readers.bits, allowed=(4,)
 )
@@ -253,6 +254,15 @@ def check_names(policy: str, scoring: str | None, per_query: bool) -> None:
 def check_cache(config: PreTrainedConfig, cache: CacheConfig) -> None:
     """Raise ValueError for a cache that the model cannot use; `layer_budgets` may be ``auto``."""
     h2okv.H2OCache.from_config(config, cache.before_measuring)
+
+
+def check_verifiable(cache: CacheConfig) -> None:
+    """Refuse --verify with rolling positions: a full cache ends at the model's window."""
+    if cache.positions == "rolling":
+        raise ValueError(
+            "--verify compares with the full cache, which ends at the model's context window, and"
+            " positions=rolling continues behind it; leave out one of the two"
+        )
 
 
 def growth_note(caches: Sequence[CacheConfig]) -> str | None:

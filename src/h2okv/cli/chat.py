@@ -18,6 +18,7 @@ from h2okv.cli.args import (
     BUNDLED,
     COMPILE,
     PIN,
+    VERIFY,
     WEIGHT_BITS,
     ModelOptions,
     SamplingOptions,
@@ -61,6 +62,7 @@ def chat(
     compile: bool = COMPILE,
     weight_bits: int | None = WEIGHT_BITS,
     load: Path | None = option(None, "Continue a saved chat.", read=saved_chat),
+    verify: bool = VERIFY,
 ) -> int:
     check_pinnable(pin)
     cache, evict_every = choice.apart_from_cuts()
@@ -92,9 +94,11 @@ def chat(
     with h2okv.enable(loaded, compile=compile):
         if positions == "auto" and remark is None:
             cache, remark = probe_positions(loaded, cache)
+        if verify:
+            args.check_verifiable(cache)
         cache = with_measured_budgets(cache, loaded, described)
         h2o_cache = h2okv.H2OCache.from_config(loaded, cache.seeded(int(params.seed or 0)))
-        session = Chat(loaded, described, params, h2o_cache, system, pin)
+        session = Chat(loaded, described, params, h2o_cache, system, pin, verify)
         if load is not None:
             load_and_report(session, load)
         elif remark:
@@ -368,6 +372,8 @@ def _answer(session: Chat, message: str) -> None:
             write_text("\n")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(status_line(session, answer), style="dim", markup=False)
+    if answer.verified is not None:
+        console.print(str(answer.verified), style="dim", markup=False)
     if session.transcript is before:
         problem = "the model was interrupted in the middle of a token"
         write_remark(f"{problem}, so the turn is taken back.")

@@ -21,6 +21,7 @@ from h2okv.cli.args import (
     JSON,
     PIN,
     RAW,
+    VERIFY,
     WEIGHT_BITS,
     ModelOptions,
     SamplingOptions,
@@ -66,6 +67,7 @@ def generate(
     compile: bool = COMPILE,
     weight_bits: int | None = WEIGHT_BITS,
     compare: str | None = option(None, "Run the full cache too, and compare."),
+    verify: bool = VERIFY,
     as_json: bool = JSON,
 ) -> int:
     if compare not in (None, "full"):
@@ -76,6 +78,8 @@ def generate(
     from h2okv.chat.generation import Job, generate_and_compare
     from h2okv.prompts.images import EncodedPrompt, read_image_file
 
+    if verify and image:
+        raise ValueError("--verify reads no prompt with images again; leave out one of the two")
     images = [read_image_file("--image", path) for path in image or ()]
     described = model.describe()
     if images:
@@ -85,6 +89,8 @@ def generate(
     if cache.positions == "rolling" and described.context:
         cache = cache.with_cuts(max(1, min(_SPAN, described.context // 4)))
     args.check_cache(described.config, cache)  # mistakes show before the weights load
+    if verify:
+        args.check_verifiable(cache)
     is_chat = not raw and described.tokenizer.chat_template is not None
     if system and not is_chat:
         raise ValueError("--system needs a chat template; put the text into the prompt itself")
@@ -104,7 +110,7 @@ def generate(
     load = model.load if compare is None else partial(_load, model)
     loaded = load(described, compile, weight_bits)
     cache = with_measured_budgets(cache, loaded, described)
-    job = Job(loaded, described, prompt_ids, params, is_chat, compile, pins, encoded.inputs)
+    job = Job(loaded, described, prompt_ids, params, is_chat, compile, pins, encoded.inputs, verify)
     comparison = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
     if as_json:
         write_json(_json_fields(job, cache, comparison))
@@ -196,6 +202,8 @@ def report(comparison: Comparison, note: str | None = None) -> None:
         write_text(comparison_table(comparison))
     else:
         write_remark(f"{summary_line(run)} | {label}")
+    if run.verified is not None:
+        write_remark(str(run.verified))
     if note or (note := few_entries_note(run)):
         write_remark(note)
     if run.finish_reason == "context":
@@ -266,6 +274,8 @@ def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[s
     runs = []
     for values in map(asdict, comparison.runs.values()):
         values["time_to_first_token_s"] = values.pop("time_to_first_token")
+        if not job.verify:
+            del values["verified"]
         runs.append(values)
     fields = {
         "model": job.described.name,

@@ -59,7 +59,7 @@ class CacheEngine(Engine):
         self.prefix_cache = self._folder = None
         self._execute, self._eos = self._run_step, eos_token_ids(model)
         self._counters, self.is_broken = EngineStats(), False  # by a forward that has not ended
-        self.verifier = Verifier(EngineConfig(), self.runner, UNLIMITED, lambda: 0)
+        self.verifier = Verifier(EngineConfig(), self.runner, _CHUNK, lambda: UNLIMITED)
 
     def run(
         self, requests: Sequence[Request], should_stop: Callable[[], bool] = lambda: False
