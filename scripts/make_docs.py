@@ -281,6 +281,7 @@ def digest(spec: Spec) -> str:
 def draw(name: str, path: Path) -> None:
     """Draw one picture."""
     import matplotlib
+    from matplotlib.ticker import MultipleLocator
 
     from h2okv.plots import COLOURS, MARKERS, new_figure
 
@@ -339,6 +340,8 @@ def draw(name: str, path: Path) -> None:
                 axes.yaxis.set_major_formatter("{x:.0%}")
             if "ylim" in spec:
                 axes.set_ylim(*spec["ylim"])
+            if "ystep" in spec:
+                axes.yaxis.set_major_locator(MultipleLocator(spec["ystep"]))
             if "xlim" in spec:
                 axes.set_xlim(*spec["xlim"])
             if kind == "bars":
