@@ -137,11 +137,12 @@ def test_steps_and_turns(monkeypatch, name):
             before = reader.tensors()
             is_first = False
             # Beyond the end of a span, so that a cut is among them.
-            state = reader.cache.layers[0].state
-            for _ in range(SPAN - state.phases(SPAN)[0] + 2):
+            layer = reader.cache.layers[0]
+            span = layer.spans.length if layer.spans else SPAN
+            for _ in range(span - layer.state.phases(span)[0] + 2):
                 allowed = FIRST_STEP_HAZARDS.get(name, {}) if is_first else {}
                 check_hazards(reader.read(1), allowed)
-                is_first = reader.cache.layers[0].state.phases(SPAN) == [0]
+                is_first = layer.state.phases(span) == [0]
             assert not reader.moved(before), f"turn {turn}: a step must move no tensor"
             before = reader.tensors()
             check_hazards(reader.read(TURN), TURN_HAZARDS)

@@ -717,7 +717,11 @@ class H2OCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes held by all layers: keys, values, states, and H2O's scores and positions."""
-        return sum(layer.nbytes for layer in self._scored) + self._other_nbytes()
+        total = sum(layer.nbytes for layer in self._scored) + self._other_nbytes()
+        for layer in self._scored:
+            if layer.is_initialized and layer.state.positions.is_meta:  # where no query comes
+                total += layer.batch_size * self._query_bytes(layer.key_size, layer.dtype)
+        return total
 
     @property
     def full_nbytes(self) -> int:

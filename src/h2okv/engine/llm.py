@@ -267,10 +267,9 @@ class LLM(_Front):
                 f"pins must be a list of spans for each of {len(texts)} prompts, got {pins!r}; give"
                 " [[(0, 4)]] to pin four tokens of a single one, and [] for a prompt without."
             )
+        options: dict[str, Any] = {"budget": budget, "verify": verify, "kind": kind}
         requests = [
-            self.engine.request(
-                text, request_params, lambda event: None, budget, None, spans, verify, kind
-            )
+            self.engine.request(text, request_params, lambda event: None, pins=spans, **options)
             for text, request_params, spans in zip(texts, params, pins, strict=True)
         ]
         scheduler, shown = self.engine.scheduler, show_progress
