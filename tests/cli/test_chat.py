@@ -58,10 +58,11 @@ def test_status_line_shows_tokens_memory_and_speed(chat):
 
 
 def test_answers_are_read_again_with_the_full_cache(chat):
-    original = "--cache", "h2o:16+16,positions=original", "--max-new-tokens", 12
-    outcome = chat("the cat\nthe dog\n", "--verify", *original, budget=())
-    lines = re.findall(r"^(\d+) of (\d+) next tokens are", outcome.err, re.MULTILINE)
-    assert len(lines) == 2 and all(0 < int(agreed) <= int(count) for agreed, count in lines)
+    outcome = chat("the cat\n" * 20, "--verify")  # beyond the context window
+    lines = re.findall(r"^(\d+) of (\d+) next tokens are.*", outcome.err, re.MULTILINE)
+    assert 2 < len(lines) < 20 and lines[0][1] == "12" and 0 < int(lines[0][0]) <= 12
+    note = "compared 0 of 12 tokens: there is room for a full cache of 256 tokens"
+    assert sum(line.startswith(note) for line in outcome.err.splitlines()) > 2
 
 
 def test_a_chat_continues_beyond_the_context_window(chat):

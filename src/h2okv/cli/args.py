@@ -256,15 +256,6 @@ def check_cache(config: PreTrainedConfig, cache: CacheConfig) -> None:
     h2okv.H2OCache.from_config(config, cache.before_measuring)
 
 
-def check_verifiable(cache: CacheConfig) -> None:
-    """Refuse --verify with rolling positions: a full cache ends at the model's window."""
-    if cache.positions == "rolling":
-        raise ValueError(
-            "--verify compares with the full cache, which ends at the model's context window, and"
-            " positions=rolling continues behind it; leave out one of the two"
-        )
-
-
 def growth_note(caches: Sequence[CacheConfig]) -> str | None:
     """Return the note on caches that exceed their budget, or ``None``."""
     if not any(config.policy == "snapkv" for config in caches):

@@ -94,8 +94,6 @@ def chat(
     with h2okv.enable(loaded, compile=compile):
         if positions == "auto" and remark is None:
             cache, remark = probe_positions(loaded, cache)
-        if verify:
-            args.check_verifiable(cache)
         cache = with_measured_budgets(cache, loaded, described)
         h2o_cache = h2okv.H2OCache.from_config(loaded, cache.seeded(int(params.seed or 0)))
         session = Chat(loaded, described, params, h2o_cache, system, pin, verify)

@@ -89,8 +89,6 @@ def generate(
     if cache.positions == "rolling" and described.context:
         cache = cache.with_cuts(max(1, min(_SPAN, described.context // 4)))
     args.check_cache(described.config, cache)  # mistakes show before the weights load
-    if verify:
-        args.check_verifiable(cache)
     is_chat = not raw and described.tokenizer.chat_template is not None
     if system and not is_chat:
         raise ValueError("--system needs a chat template; put the text into the prompt itself")

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.cache import H2OCache
 from h2okv.cache.linear_states import continues_prompts
+from h2okv.cache.support import context_window
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.model_runner import ModelRunner, StepOutput, left_padded
@@ -59,7 +60,8 @@ class CacheEngine(Engine):
         self.prefix_cache = self._folder = None
         self._execute, self._eos = self._run_step, eos_token_ids(model)
         self._counters, self.is_broken = EngineStats(), False  # by a forward that has not ended
-        self.verifier = Verifier(EngineConfig(), self.runner, _CHUNK, lambda: UNLIMITED)
+        room = context_window(model.config) or UNLIMITED  # a full cache ends there
+        self.verifier = Verifier(EngineConfig(), self.runner, _CHUNK, lambda: room)
 
     def run(
         self, requests: Sequence[Request], should_stop: Callable[[], bool] = lambda: False

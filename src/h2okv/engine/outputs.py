@@ -61,6 +61,8 @@ class VerifiedAnswer:
         return self.agreed / self.tokens if self.tokens else None
 
     def __str__(self) -> str:
+        if not self.tokens:
+            return self.note
         text = f"{self.agreed:,} of {self.tokens:,} next tokens are the full cache's"
         if self.first_difference is not None:
             text += f", the first that differs is number {self.first_difference}"
