@@ -158,8 +158,8 @@ def command(capsys, monkeypatch):
         (("--view-page", "nowhere.html"), "--view-page 'nowhere.html' cannot be read"),
         (("--model", "nowhere/at/all"), "nowhere/at/all"),
         (("--verify", "much"), "--verify must be a share such as 0.02 or '2%', got 'much'"),
-        (("--agreement", 0.95), "agreement=0.95 is judged by answers that are read again; give"),
-        (("--verify", "2%", "--tensor-parallel"), "verify=0.02 is for one process"),
+        (("--agreement", 0.95), "--agreement needs answers that are read again; give --verify"),
+        (("--verify", "2%", "--tensor-parallel"), "--verify and --tensor-parallel exclude"),
         (("--dtype", "int3"), "--dtype 'int3' is not known"),
     ],
 )

@@ -39,6 +39,11 @@ class Prompt:
     is_partial: bool = False  # whether the next forward brings a part of a block
     was_partial: bool = False  # whether the last one did
 
+    @property
+    def is_read(self) -> bool:
+        """Whether no part of it, and no pin, is still to come."""
+        return not (self.was_partial or self.is_partial or self.pins)
+
 
 @dataclass
 class Writer:

@@ -124,16 +124,15 @@ class CacheLayer(BaseLayer):
         if dtype != self.dtype or query.dtype != dtype:
             query, key, value = (states.to(self.dtype) for states in (query, key, value))
         is_plain = real is None and query.shape[2] == 1 and self._takes_plain_step()
-        if not is_plain:
+        if is_plain:
+            self.is_late = None
+        else:
             self._begin(query.shape[2], real)
         block = self._block(query, key, value, real, spec, position_ids)
         self.awaits_attention = True  # an error or Ctrl-C from here on leaves half a forward
         blocks = None if is_plain else self._split(block)
-        if is_plain:
-            self.is_late = None
-            output = self._read_token(block)
-        elif blocks is None:
-            output = self._read(block)
+        if blocks is None:
+            output = self._read_token(block) if is_plain else self._read(block)
         else:
             output = query.new_zeros(*query.shape[:3], value.shape[-1])
             end, device_end = self.num_columns, self.cumulative_length + block.length

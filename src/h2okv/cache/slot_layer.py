@@ -169,16 +169,13 @@ class SlotLayer(CacheLayer):
     # --- a single token ---------------------------------------------------------------------------
 
     def _takes_step(self, block: Block) -> bool:
-        prompt = self.prompt
-        is_plain = not (prompt.was_partial or prompt.is_partial or prompt.pins)
-        return block.length == 1 and self.holds_entries and is_plain
+        return block.length == 1 and self.holds_entries and self.prompt.is_read
 
     def _takes_plain_step(self) -> bool:
         if self.log is not None or self.departures is not None or not self.holds_budgets:
             return False
-        prompt, changes = self.prompt, self.rotations.rolling is not None
-        changes = changes or self.rule.sees is Sees.WINDOW or torch.compiler.is_compiling()
-        return not (changes or prompt.was_partial or prompt.is_partial or prompt.pins)
+        needs_more = self.rotations.rolling is not None or self.rule.sees is Sees.WINDOW
+        return not needs_more and self.prompt.is_read and not torch.compiler.is_compiling()
 
     def _read_token(self, block: Block) -> Tensor:
         state, slots = self.state, self.slots

@@ -187,7 +187,7 @@ class SlotState(Slots):
     # [B, 1, 1], protected first and newest positions.
     sink: Annotated[Tensor, Kind(torch.int64, "sequence")]
     recent: Annotated[Tensor, Kind(torch.int64, "sequence", changes=True)]
-    # K, likewise; [B, H, 1] if heads have budgets of different sizes.
+    # K, likewise; [B, H, 1] by head.
     total: Annotated[Tensor, Kind(torch.int64, "sequence", changes=True)]
     # Entries that a policy keeps by a rule of its own, likewise.
     num_static: Annotated[Tensor | None, Kind(torch.int64, "sequence", iff="rule.has_pattern")] = (

@@ -211,7 +211,7 @@ class Verifier:
         text = [*request.prompt, *answer[: check.num_compared - 1]]
         start, before = check.position, len(request.prompt) - 1
         end = start + self._chunk_tokens
-        # A forward of one token is a decode step, of which the attention warns with a full cache.
+        # Never a single token, which the attention takes for a step on a wrong cache.
         end = check.position = len(text) if len(text) <= end + 1 else end
         self.num_tokens += end - start
         first = max(start, before)

@@ -35,7 +35,7 @@ def data_file(name: str, folder: Path | None = None) -> Path:
     root = folder or os.environ.get(DATA_VARIABLE, "")
     if not root:
         raise ValueError(
-            f"this task reads {name!r} from a data folder, and none is set; give h2okv lm-eval "
+            f"this task reads {name!r} from a data folder, and none is set; give "
             f"--data DIR, or set the environment variable {DATA_VARIABLE}."
         )
     path = Path(root) / name
