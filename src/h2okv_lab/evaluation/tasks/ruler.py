@@ -1,8 +1,9 @@
 """RULER's 13 tasks (Hsieh et al., arXiv 2404.06654), generated from their definitions.
 
 A context, then a question that the cache has not seen when it is compressed. Sizes are the paper's
-defaults; what it takes from the network comes from files: a book in place of essays and word lists,
-and SQuAD and HotpotQA for the two tasks that ask about documents.
+defaults, the words of the prompts are ours. What the paper takes from the network comes from files:
+a book in place of essays and word lists, and SQuAD and HotpotQA for the two tasks that ask about
+documents.
 """
 
 from __future__ import annotations
@@ -31,13 +32,10 @@ from h2okv_lab.evaluation.tasks.recall import QuestionTask
 
 _SEED = 42
 _SAMPLES = 500
-_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_NOISE = "Rain falls on the hills. The road is long and dry. A dog sleeps. Nobody passes by today."
 _DEPTHS = 40  # places where needles may lie
 _MARK = "<<<the question>>>"
-_DOCUMENTS = (
-    "Answer the question based on the given documents. Only give me the answer and do not output"
-    " any other words.\n\n"
-)
+_DOCUMENTS = "The documents below answer a question. Reply with the answer alone.\n\n"
 
 
 class Sample(NamedTuple):
@@ -85,7 +83,7 @@ def needles(
         return "-".join(rng.sample(sources.vocabulary, 2))
 
     def sentence(key: str, answer: str) -> str:
-        return f"One of the special magic {value} for {key} is: {answer}."
+        return f"Note: the secret {value[:-1]} of {key} is {answer}."
 
     hidden = {draw(key): [draw(value) for _ in range(values)] for _ in range(max(keys, queries))}
     sentences = [sentence(name, answer) for name, drawn in hidden.items() for answer in drawn]
@@ -102,19 +100,11 @@ def needles(
     for depth, line in zip(reversed(depths), reversed(sentences), strict=True):
         lines.insert(round(len(lines) * depth / (_DEPTHS - 1)), line)
     text = (" " if haystack == "essay" else "\n").join(lines)
-    is_one = queries * values == 1
-    noun, verb = (value[:-1], "is") if is_one else (value, "are")
-    some, be = ("A", "is") if is_one else ("Some", "are")
-    names = ", ".join(queried[:-1]) + (", and " if len(queried) > 1 else "") + queried[-1]
-    context = (
-        f"{some} special magic {noun} {be} hidden within the following text. Make sure to memorize"
-        f" it. I will quiz you about the {noun} afterwards.\n{text}\n"
-    )
-    all_of = "" if is_one else "all "
-    question = (
-        f"What {verb} {all_of}the special magic {noun} for {names} mentioned in the provided text?"
-    )
-    prefix = f"The special magic {noun} for {names} mentioned in the provided text {verb}"
+    noun, verb = (value[:-1], "is") if queries * values == 1 else (value, "are")
+    names = ", ".join(queried[:-1]) + (" and " if len(queried) > 1 else "") + queried[-1]
+    context = f"The text below contains notes with secret {value}. Remember them.\n{text}\n"
+    question = f"According to the notes in the text, which {verb} the secret {noun} of {names}?"
+    prefix = f"According to the notes, the secret {noun} of {names} {verb}"
     return Sample(
         context, question, prefix, [answer for name in queried for answer in hidden[name]]
     )
@@ -135,16 +125,13 @@ def variables(n: int, rng: random.Random, sources: Sources, hops: int = 4) -> Sa
         depths = sorted(rng.sample(range(len(text)), len(steps)))
         for depth, step in zip(reversed(depths), reversed(steps), strict=True):
             text.insert(depth, step)
-        task = (
-            "Memorize and track the chain(s) of variable assignment hidden in the following text."
-        )
+        task = "The text below contains assignments of variables. Remember which has which value."
         return f"{task}\n\n" + "\n".join(text) + "\n", value, ordered
 
     def question_of(value: str) -> tuple[str, str]:
         return (
-            f"Question: Find all variables that are assigned the value {value} in the text above.",
-            "Answer: According to the chain(s) of variable assignment in the text above,"
-            f" {hops + 1} variables are assigned the value {value}, they are:",
+            f"Question: Which variables have the value {value}, directly or by other variables?",
+            f"Answer: The {hops + 1} variables with the value {value} are:",
         )
 
     example, value, names = chain(5, 3)
@@ -158,16 +145,16 @@ def common_words(n: int, rng: random.Random, sources: Sources) -> Sample:
 
     Below 4,096 tokens, which the paper does not have, the ten come less often.
     """
-    question = "Question: What are the 10 most common words in the above list?"
-    prefix = "Answer: The top 10 words that appear most often in the list are:"
+    question = "Question: Which 10 words are the most frequent ones of the list?"
+    prefix = "Answer: The 10 most frequent words of the list are:"
 
     def listed(common: int, others: int, rare: int) -> tuple[str, list[str]]:
         drawn = rng.sample(sources.vocabulary, 10 + others)
         words = drawn[:10] * common + drawn[10:] * rare
         rng.shuffle(words)
         text = " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))
-        task = "Below is a numbered list of words. In these words, some appear more often than"
-        return f"{task} others. Memorize the ones that appear most often.\n{text}\n", drawn[:10]
+        task = "Remember which words of this numbered list occur most often:"
+        return f"{task}\n{text}\n", drawn[:10]
 
     example, answers = listed(min(5, 1 + sources.length // 1024), 10, 1)
     numbered = " ".join(f"{number}. {word}" for number, word in enumerate(answers, start=1))
@@ -188,17 +175,12 @@ def frequent_words(n: int, rng: random.Random, sources: Sources) -> Sample:
     counts = [int(n * rank**-2 / (math.pi**2 / 6)) for rank in range(1, size + 1)]
     words = [word for word, count in zip(coded, counts, strict=True) for _ in range(count)]
     rng.shuffle(words)
-    context = (
-        "Read the following coded text and track the frequency of each coded word. Find the three"
-        f" most frequently appeared coded words. {' '.join(words)}\n"
-    )
+    context = f"Count how often each word of this coded text occurs: {' '.join(words)}\n"
     question = (
-        "Question: Do not provide any explanation. Please ignore the dots '....'. What are the"
-        " three most frequently appeared words in the above coded text?"
+        "Question: Which three words of the coded text are the most frequent ones, apart from"
+        " '....'? Name the words alone."
     )
-    prefix = (
-        "Answer: According to the coded text above, the three most frequently appeared words are:"
-    )
+    prefix = "Answer: The three most frequent words of the coded text are:"
     return Sample(context, question, prefix, list(coded)[1:4])
 
 
@@ -210,7 +192,7 @@ def documents(n: int, rng: random.Random, sources: Sources, file: str) -> Sample
     shown = [*gold, *rng.sample(others, min(max(0, n - len(gold)), len(others)))]
     rng.shuffle(shown)
     listed = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(shown, start=1))
-    context = f"{_DOCUMENTS}The following are given documents.\n\n{listed}\n\n"
+    context = f"{_DOCUMENTS}{listed}\n\n"
     return Sample(context, f"{_DOCUMENTS}Question: {query}", "Answer:", answers)
 
 

@@ -87,22 +87,22 @@ def sample(subject, name, folder, number=0, length=1024):
 def test_needles_are_hidden_as_in_the_paper(subject, folder, name, needles, answers, kinds):
     forms = {"numbers": r"\d{7}", "words": r"[a-z]+-[a-z]+", "uuids": r"[0-9a-f-]{36}"}
     context, question, prefix, expected = sample(subject, name, folder)
-    pattern = r"special magic (\w+) for ([\w-]+) is: ([\w-]+)\."
+    pattern = r"secret (\w+) of ([\w-]+) is ([\w-]+)\."
     pairs = re.findall(pattern, context)
     assert len(pairs) == needles if needles else len(pairs) > 5
-    assert {noun for noun, *_ in pairs} == {kinds[1]}
+    assert {f"{noun}s" for noun, *_ in pairs} == {kinds[1]}
     for _, key, value in pairs:
         assert re.fullmatch(forms[kinds[0]], key) and re.fullmatch(forms[kinds[1]], value)
     assert len(expected) == answers
     assert {v for _, key, v in pairs if key in question and key in prefix} == set(expected)
-    assert context.startswith("Some" if answers > 1 else "A special magic")
+    assert prefix.endswith(" are" if answers > 1 else " is")
 
 
 def test_variables_form_a_chain(subject, folder):
     context, question, prefix, names = sample(subject, "vt", folder)
     value = re.search(r"value (\d{5})", question)[1]
     assert value in prefix and len(set(names)) == 5
-    text = context.partition("\n\nMemorize")[2]  # after the solved example
+    text = context.partition("\n\nThe text below")[2]  # after the solved example
     steps = dict(re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", text))
     assert list(steps) == names and steps[names[0]] == value
     assert [steps[name] for name in names[1:]] == names[:-1]
@@ -110,7 +110,7 @@ def test_variables_form_a_chain(subject, folder):
 
 def test_common_words_are_ten_times_as_frequent(subject, folder):
     context, *_, answers = sample(subject, "cwe", folder, length=4096)
-    text = context.rpartition("Below is a numbered list")[2]
+    text = context.rpartition("Remember which words")[2]
     counts = Counter(re.findall(r"\d+\. (\S+)", text))
     assert {word for word, _ in counts.most_common(10)} == set(answers)
     assert set(counts.values()) == {30, 3}
@@ -118,7 +118,7 @@ def test_common_words_are_ten_times_as_frequent(subject, folder):
 
 def test_coded_words_follow_zipfs_law(subject, folder):
     context, *_, answers = sample(subject, "fwe", folder, length=4096)
-    counts = Counter(context.partition("coded words. ")[2].split()).most_common(4)
+    counts = Counter(context.partition("text occurs: ")[2].split()).most_common(4)
     assert [word for word, _ in counts] == ["....", *answers]
     for rank, (_, count) in enumerate(counts, start=1):
         assert count == pytest.approx(counts[0][1] / rank**2, abs=1)
@@ -138,7 +138,7 @@ def test_a_question_comes_after_the_cache_is_compressed(subject, chat_tokenizer,
     chat = ModelUnderTest(subject.load, subject.config, chat_tokenizer, "bundled", 2048)
     ((context, question, *_),) = prepared(chat, "vt", folder, limit=1)._questions
     assert "user" in chat.decode(context) and "assistant" not in chat.decode(context)
-    assert re.search(r"text above\.\s.*assistant.*they are:$", chat.decode(question), re.S)
+    assert re.search(r"other variables\?\s.*assistant.*are:$", chat.decode(question), re.S)
 
 
 def test_what_is_missing_is_said(subject, folder, tmp_path):
