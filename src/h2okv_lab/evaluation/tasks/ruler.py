@@ -32,7 +32,7 @@ from h2okv_lab.evaluation.tasks.recall import QuestionTask
 
 _SEED = 42
 _SAMPLES = 500
-_NOISE = "Rain falls on the hills. The road is long and dry. A dog sleeps. Nobody passes by today."
+_NOISE = "Rain falls on the hills. The road is long and dry. A dog sleeps. No one passes by today."
 _DEPTHS = 40  # places where needles may lie
 _MARK = "<<<the question>>>"
 _DOCUMENTS = "The documents below answer a question. Reply with the answer alone.\n\n"
