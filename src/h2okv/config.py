@@ -57,8 +57,8 @@ LEAST_ENTRIES = 64
 
 
 def resolve_policy(
-    policy: str, sink: int | None = None, scoring: str | None = None
-) -> tuple[str, int, str]:
+    policy: str, sink: int | float | None = None, scoring: str | None = None
+) -> tuple[str, int | float, str]:
     """Return policy, sinks and scoring of a name; `None` stands for the policy's default."""
     is_best = policy == BEST
     return (
@@ -94,7 +94,8 @@ class Budget:
         heavy: heavy hitters to keep; an ``int`` counts tokens, a ``float`` in (0, 1] is a fraction
             of the prompt length (``heavy_ratio`` in the H2O paper, arXiv 2306.14048).
         recent: newest tokens to keep, given like ``heavy``.
-        sink: first tokens to keep regardless of their score, in tokens.
+        sink: first tokens to keep regardless of their score, given like ``heavy``; 1.0 keeps the
+            whole prompt, and the rest of the budget is for what follows it.
         max_tokens: upper limit for ``sink + heavy + recent`` in tokens, or ``None``.
         min_tokens: lower limit, in tokens, for each of ``heavy`` and ``recent`` that is a fraction,
             as far as ``max_tokens`` allows; default 64, as a few entries are too few for any text.
@@ -106,16 +107,15 @@ class Budget:
 
     heavy: int | float = 0.1
     recent: int | float = 0.1
-    sink: int = 0
+    sink: int | float = 0
     max_tokens: int | None = None
     min_tokens: int = None  # type: ignore[assignment]  # readers never see `None`
 
     def __post_init__(self) -> None:
-        for name in ("heavy", "recent"):
+        for name in ("heavy", "recent", "sink"):
             _check_share(name, getattr(self, name))
         if self.min_tokens is None:
             object.__setattr__(self, "min_tokens", _usual_least(self.heavy, self.recent))
-        check_tokens("sink", self.sink, 0)
         check_tokens("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None:
             check_tokens("max_tokens", self.max_tokens, 1)
@@ -135,8 +135,8 @@ class Budget:
 
     @property
     def is_relative(self) -> bool:
-        """Whether heavy or recent is a fraction of the prompt."""
-        return isinstance(self.heavy, float) or isinstance(self.recent, float)
+        """Whether heavy, recent or sink is a fraction of the prompt."""
+        return any(isinstance(share, float) for share in (self.heavy, self.recent, self.sink))
 
     def resolve(self, prompt_length: int) -> TokenBudget:
         """Turn fractions into tokens for a prompt.
@@ -151,19 +151,19 @@ class Budget:
         Raises:
             ValueError: if the sum is above ``max_tokens``.
         """
-        least = self.min_tokens
-        if self.max_tokens is not None and least:
-            shares = (self.heavy, self.recent)
-            fixed = self.sink + sum(share for share in shares if isinstance(share, int))
-            fractions = sum(isinstance(share, float) and share > 0 for share in shares)
-            least = min(least, (self.max_tokens - fixed) // max(1, fractions))
 
-        def to_tokens(share: int | float) -> int:
+        def to_tokens(share: int | float, least: int) -> int:
             if not isinstance(share, float) or share == 0:
                 return int(share)
-            return max(1, least, int(share * prompt_length + _ROUNDING_SLACK))
+            return max(least, int(share * prompt_length + _ROUNDING_SLACK))
 
-        tokens = TokenBudget(self.sink, to_tokens(self.heavy), to_tokens(self.recent))
+        sink, least = to_tokens(self.sink, 0), self.min_tokens
+        shares = (self.heavy, self.recent)
+        if self.max_tokens is not None and least:
+            fixed = sink + sum(share for share in shares if isinstance(share, int))
+            fractions = sum(isinstance(share, float) and share > 0 for share in shares)
+            least = min(least, (self.max_tokens - fixed) // max(1, fractions))
+        tokens = TokenBudget(sink, *(to_tokens(share, max(1, least)) for share in shares))
         if self.max_tokens is not None and tokens.total > self.max_tokens:
             raise ValueError(
                 f"sink + heavy + recent = {tokens.sink} + {tokens.heavy} + {tokens.recent} = "
@@ -375,8 +375,9 @@ class CacheConfig:
             or 0.17 with ``policy="best"``.
         recent: newest tokens to keep, given like ``heavy``; default 0.1, or 0.03 with
             ``policy="best"``.
-        sink: first tokens to keep regardless of their score, in tokens; default 0, or 4 with
-            ``policy="best"``.
+        sink: first tokens to keep regardless of their score, given like ``heavy``; default 0, or 4
+            with ``policy="best"``. 1.0 keeps the whole prompt, and heavy and recent are for what
+            follows it.
         scoring: how received attention counts: ``"sum"`` (H2O), ``"mean"`` (divided by the number
             of queries that could attend to the entry), ``"decay"`` (A2SF, arXiv 2407.20485),
             ``"last"`` (the newest query alone), ``"value_norm"`` (VATP, arXiv 2406.12335) or
@@ -426,7 +427,7 @@ class CacheConfig:
     # `__post_init__` replaces the defaults: readers never see `None`.
     heavy: int | float = None  # type: ignore[assignment]
     recent: int | float = None  # type: ignore[assignment]
-    sink: int = None  # type: ignore[assignment]
+    sink: int | float = None  # type: ignore[assignment]
     scoring: str = None  # type: ignore[assignment]
     decay: float | None = None
     positions: Positions = "original"
@@ -737,8 +738,9 @@ class CacheConfig:
     def is_best(self) -> bool:
         """Whether these are the options of `BEST`, with layer budgets of a measurement."""
         is_measured = self.measured is not None or self.layer_budgets == MEASURED
-        options = (self.policy, self.sink, self.scoring)
-        return is_measured and options == resolve_policy(BEST)
+        policy, sink, scoring = resolve_policy(BEST)
+        is_usual = isinstance(self.sink, float) or self.sink == sink
+        return is_measured and is_usual and (self.policy, self.scoring) == (policy, scoring)
 
     @property
     def policy_name(self) -> str:
@@ -777,7 +779,7 @@ class CacheConfig:
     def _base(self) -> str:
         """The policy whose defaults `spec` leaves out."""
         is_best = (self.policy, self.sink, self.scoring) == resolve_policy(BEST)
-        return BEST if is_best else self.policy
+        return BEST if is_best or self.is_best else self.policy
 
     def _options(self, exact: bool) -> dict[str, str]:
         """Return the texts of options that differ from the policy's defaults."""
@@ -789,6 +791,8 @@ class CacheConfig:
             options["every"] = self.cuts
         if self.decay is not None:
             options["scoring"] = f"{self.scoring}:{self.decay!r}"
+        if "sink" in options:
+            options["sink"] = amount_text(self.sink)
         if self.policy != "random":
             options.pop("seed", None)
         if not exact and self.min_tokens == 0:
