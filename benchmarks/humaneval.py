@@ -64,8 +64,8 @@ def cut(text: str, stops: Sequence[str] = STOPS) -> str:
 class AllCut(StoppingCriteria):
     """Stops a batch when every sequence has reached one of the texts that end it."""
 
-    def __init__(self, tested: ModelUnderTest, num_prompt_tokens: int, stops: Sequence[str]) -> None:
-        self.tested, self.start, self.stops = tested, num_prompt_tokens, stops
+    def __init__(self, tested: ModelUnderTest, start: int, stops: Sequence[str]) -> None:
+        self.tested, self.start, self.stops = tested, start, stops
         self.ended: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> Any:
