@@ -1,4 +1,4 @@
-"""What a state must satisfy: prompts, pins, blocks, files."""
+"""Checks of prompts, pins, blocks and files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from h2okv.policy import Sees
 
 
 def check_prompt(layer: BaseLayer, lengths: Sequence[int], block: int) -> None:
-    """Refuse a first block that cannot be read, for prompts of these real tokens."""
+    """Refuse a first block that cannot be read, given the real tokens of each prompt."""
     if 0 in lengths:
         raise ValueError(
             f"sequence {lengths.index(0)} of the batch is all padding; give every sequence a "
@@ -57,7 +57,7 @@ def parse_pins(spans: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
 
 
 def check_pins(layer: BaseLayer, lengths: Sequence[int]) -> None:
-    """Refuse pins outside prompts of these lengths, or more than heavy has room for."""
+    """Refuse pins outside the prompts, or more of them than the heavy part."""
     if not layer.prompt.pins or not layer.rule.evicts:
         return
     for length in lengths:
@@ -78,7 +78,7 @@ def check_pins(layer: BaseLayer, lengths: Sequence[int]) -> None:
 def check_follows(
     layer: BaseLayer, position_ids: Tensor | None, real: Tensor | None, length: int
 ) -> None:
-    """Refuses a later block that does not go on where the last one ended.
+    """Refuse a block that does not start where the last one ended.
 
     ``generate(use_cache=False)`` reads the whole text again at every step, which would count
     every token again. Reads the device; of steps, which must not wait for it, only a CPU's are
@@ -123,7 +123,7 @@ def check_follows(
 
 
 def going_on(seen: int, count: int, is_from_start: bool) -> str:
-    """Return what to do where a block of tokens does not go on from those seen."""
+    """Return the remedy for a block that does not continue the tokens seen."""
     if is_from_start and count == seen + 1:
         return "leave out use_cache=False, which reads the whole text again at every step"
     remedy = f"for a further turn call generate(**cache.next_turn(input_ids), {CACHE}=cache), for"
@@ -168,7 +168,7 @@ def check_mask(layer: BaseLayer, attention_mask: Tensor) -> None:
 
 
 def check_window(layer: BaseLayer, length: int) -> None:
-    """Refuses a block whose ranks would go past the positions that the model was trained on."""
+    """Refuse a block with ranks beyond the model's context window."""
     window, chunk = layer.position_rule.window, layer.position_rule.chunk
     if window is None:
         return
@@ -196,7 +196,7 @@ def check_window(layer: BaseLayer, length: int) -> None:
 
 
 def check_integrity(layer: BaseLayer) -> None:
-    """Check a layer that holds entries against the contract."""
+    """Check a layer's entries against the contract."""
     layer.require_attention()
     state, newest = layer.state, layer.newest()
     positions, scores = state.by_head("positions", "scores")
@@ -228,7 +228,7 @@ def check_integrity(layer: BaseLayer) -> None:
 
 
 def check_loaded(layer: BaseLayer, state: SlotState, seen: Tensor) -> None:
-    """Refuses numbers from a file with which a step would read or write what is not there."""
+    """Refuse a file's numbers that would make a step read or write out of bounds."""
     name = f"layer {layer.layer_idx}"
     if seen.shape != () or seen.dtype != torch.int64:
         raise ValueError(f"{name} does not tell how many tokens it has seen")
