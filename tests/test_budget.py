@@ -1,7 +1,7 @@
 import pytest
 
 from h2okv import Budget, CacheConfig
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 
 
 def test_fractions_are_of_the_prompt():

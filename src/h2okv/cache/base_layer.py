@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from h2okv.budget import Budget
 from h2okv.cache.argument import CACHE
 from h2okv.cache.explanation import Departures
 from h2okv.cache.forward import Forward
@@ -20,7 +21,6 @@ from h2okv.cache.rope import PositionRule, Rotation, Rotations
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
 from h2okv.cache.spans import Spans
 from h2okv.cache.step_log import StepLog
-from h2okv.config import Budget
 from h2okv.ops.quant import KeyTransform
 from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import Rule, Sees

@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from h2okv.budget import TokenBudget
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.support import config_of, unwrap
 from h2okv.cache.validation import check_loaded
-from h2okv.config import CacheConfig, TokenBudget
+from h2okv.config import CacheConfig
 from h2okv.policy import Rule, get_rule
 from h2okv.records import atomic_write, refusing
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from h2okv.config import Budget, TokenBudget
+from h2okv.budget import Budget, TokenBudget
 from h2okv.policy import Rule
 
 _Totals = tuple[tuple[int, ...], ...]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from h2okv.budget import check_tokens
 from h2okv.cache.argument import CACHE
 from h2okv.cache.forward import is_same
-from h2okv.config import Positions, check_tokens
+from h2okv.config import Positions
 from h2okv.ops.decode import RotaryTables
 from h2okv.ops.rope import Layout, inverse, multiply, relative, rotate
 from h2okv.policy import Rule

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from h2okv.budget import Budget, TokenBudget
 from h2okv.cache.h2o_cache import H2OCache
 from h2okv.cache.linear_states import LinearStates, continues_prompts, has_fixed_state
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
-from h2okv.config import Budget, TokenBudget
 from h2okv.policy import get_rule
 
 

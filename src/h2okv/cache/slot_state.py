@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from h2okv.budget import TokenBudget
 from h2okv.cache.forward import LayerBudgets
-from h2okv.config import KV_BITS, TokenBudget, check_bits
+from h2okv.config import KV_BITS, check_bits
 from h2okv.ops.compaction import compact, pick
 from h2okv.ops.decode import Kind, Slots
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_bytes, unpack

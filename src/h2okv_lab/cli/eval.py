@@ -18,10 +18,11 @@ import typer
 
 import h2okv
 from h2okv import cache_spec
+from h2okv.budget import flat_factors
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import choice
-from h2okv.config import BEST, BEST_HEAVY_FRACTION, KV_BITS, CacheConfig, flat_factors
+from h2okv.config import BEST, BEST_HEAVY_FRACTION, KV_BITS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
 from h2okv.models.names import check_name
 from h2okv.records import (
