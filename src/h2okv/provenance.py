@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _SAMPLE = 4096  # elements of each parameter; training changes all of them, so a sample will do
 _CHUNKS = 8  # of a sample that files are read for
@@ -81,13 +83,21 @@ def fingerprint(module: torch.nn.Module) -> str | None:
     for name, parameter in sorted(module.named_parameters()):
         if parameter.device.type == "meta":
             return None
-        # Packed linear layers have the same weights in another layout.
-        dense = parameter.to_dense() if parameter.is_mkldnn else parameter
-        flat = dense.detach().reshape(-1)
+        flat = _flat(parameter)
         sample = flat[:: max(1, len(flat) // _SAMPLE)].contiguous().cpu()
         digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         digest.update(sample.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _flat(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a weight's numbers in one row, whatever packed them into another layout."""
+    weight = parameter.detach()
+    if weight.is_mkldnn:  # packed linear layers
+        return weight.to_dense().reshape(-1)
+    if is_traceable_wrapper_subclass(weight):  # torchao's tensors have no views
+        return cast(Any, weight).dequantize().reshape(-1)
+    return weight.reshape(-1)
 
 
 def weight_prints(module: torch.nn.Module) -> dict[str, WeightPrint]:
@@ -95,9 +105,7 @@ def weight_prints(module: torch.nn.Module) -> dict[str, WeightPrint]:
     prints = {}
     for name, parameter in module.named_parameters():
         if parameter.device.type != "meta":
-            # Packed linear layers have the same weights in another layout.
-            dense = parameter.to_dense() if parameter.is_mkldnn else parameter
-            flat = dense.detach().reshape(-1)
+            flat = _flat(parameter)
             sample = torch.cat([flat[chunk].cpu() for chunk in chunks_of(len(flat))])
             prints[name] = weight_print(parameter.shape, sample)
     return prints

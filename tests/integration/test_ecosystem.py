@@ -10,6 +10,7 @@ import h2okv
 from h2okv.assets import bundled_model_path
 from h2okv.cache.argument import CACHE
 from h2okv.config import CacheConfig
+from h2okv.provenance import fingerprint, weight_prints
 
 OPTIONS = {"max_new_tokens": 8, "do_sample": False}
 
@@ -130,8 +131,45 @@ def test_prompt_learning_is_refused_however_the_cache_was_made(prompted, tmp_pat
 
 def test_weights_of_eight_bits(model):
     quantization = pytest.importorskip("torchao.quantization")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    quantization.quantize_(model.float(), quantization.Int8WeightOnlyConfig())
     check(model, model.config, tokens())
+    ids = tokens(40)
+    with h2okv.enable(model):
+        model.generate(ids, **{CACHE: h2okv.H2OCache(model, "best")}, **OPTIONS)
+
+
+class PackedWeight(torch.Tensor):
+    """A weight as quantization libraries have them: without views, but for `dequantize`."""
+
+    @staticmethod
+    def __new__(cls, numbers):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype)
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __tensor_flatten__(self):
+        return ["numbers"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, context, size, stride):
+        return cls(tensors["numbers"])
+
+    def dequantize(self):
+        return self.numbers
+
+    @classmethod
+    def __torch_dispatch__(cls, operation, types, args=(), kwargs=None):
+        if operation is torch.ops.aten.detach.default:
+            return cls(args[0].numbers)
+        raise NotImplementedError(f"{operation} of a packed weight")
+
+
+def test_weights_of_a_tensor_subclass_have_the_prints_of_their_numbers():
+    linear = torch.nn.Linear(6, 4)
+    expected = fingerprint(linear), weight_prints(linear)
+    linear.weight = torch.nn.Parameter(PackedWeight(linear.weight.detach()), requires_grad=False)
+    assert (fingerprint(linear), weight_prints(linear)) == expected
 
 
 def test_offloaded_weights_and_a_cache_from_a_file(model, tmp_path):
