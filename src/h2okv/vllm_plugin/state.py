@@ -133,6 +133,8 @@ class StateLayer(SlotLayer):
         super()._forget()
         span = 1 if self.spans is None else self.spans.length
         self.slots = _BlockPlan(self.rule, self.storage, self.head_budgets is not None, span)
+        if self.head_budgets is not None and vars(self).get("totals"):
+            self.slots.most_slots = max(self.totals) + span
 
     # --- a prompt, or a later chunk, of each of B requests ----------------------------------------
 
@@ -288,16 +290,6 @@ class _BlockSpans(Spans):
         phase = (seen % self.length + self.length * is_over).unsqueeze(1)
         columns = torch.arange(self.length, device=seen.device)
         return torch.where(columns < phase, seen.unsqueeze(1) - phase + columns, -1)
-
-    def add_queries(self, state: SlotState, block: Block) -> None:
-        """Note a block's queries; those of a step in place. Mutates the state, or its blocks."""
-        if not isinstance(state.keys, Indexed):
-            super().add_queries(state, block)
-            return
-        query = mean_queries(block.query, block.key.shape[1]).squeeze(2)
-        columns = state.num_real_tokens % self.length
-        assert state.queries is not None
-        state.queries[state.keys.block_index, :, columns] = query
 
 
 class StatePool:
