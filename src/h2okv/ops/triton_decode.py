@@ -77,8 +77,8 @@ def _attend(
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     HAS_BLOCKS: tl.constexpr, HAS_REAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SHARED: tl.constexpr, WEIGHS: tl.constexpr, KEEPS_LOGITS: tl.constexpr,
+    CHOOSES: tl.constexpr, PRECISION: tl.constexpr,
     MEANS: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_PLACED: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr, STRIDE: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
@@ -139,16 +139,36 @@ def _attend(
         odd_added = tl.load(key_row + 2 * pair + 1, mask=is_pair, other=0.0)
         tl.store(keys + slot * D + 2 * pair, even_added, mask=is_pair & owns)
         tl.store(keys + slot * D + 2 * pair + 1, odd_added, mask=is_pair & owns)
-        rotation = factors + tl.load(ranks + base + slot) * R + 2 * pair
-        real_part = tl.load(rotation, mask=is_pair, other=0.0)
-        imaginary = tl.load(rotation + 1, mask=is_pair, other=0.0)
+        new_rotation = factors + tl.load(ranks + base + slot) * R + 2 * pair
+        new_real = tl.load(new_rotation, mask=is_pair, other=0.0)
+        new_imaginary = tl.load(new_rotation + 1, mask=is_pair, other=0.0)
         even_added, odd_added = even_added.to(tl.float32), odd_added.to(tl.float32)
-        turned = even_query * (even_added * real_part - odd_added * imaginary)[None, :]
-        turned += odd_query * (even_added * imaginary + odd_added * real_part)[None, :]
+        turned = even_query * (even_added * new_real - odd_added * new_imaginary)[None, :]
+        turned += odd_query * (even_added * new_imaginary + odd_added * new_real)[None, :]
         logit += tl.sum(turned, axis=1)
     # The first program starts with the new entry, by its arguments: its slot, which all pass over,
     # may not have been written yet.
     has_new = (split == 0) & (position >= 0)
+    if MEANS > 0:  # noqa: SIM102 - decided when the kernel is compiled
+        if has_new:
+            column = num_seen % span
+            for index in tl.static_range(MEANS):
+                # As many query heads as `tensor_split` gives to each mean.
+                larger: tl.constexpr = GROUPS % MEANS
+                size: tl.constexpr = GROUPS // MEANS + (1 if index < larger else 0)
+                before: tl.constexpr = index * (GROUPS // MEANS) + min(index, larger)
+                is_of = (group >= before) & (group < before + size)
+                sums = tl.sum(tl.where(is_of[:, None], plain_query.to(tl.float32), 0.0), axis=0)
+                place = (head * MEANS + index) * span + column
+                tl.store(
+                    queries + block * queries_b + place * D + plain,
+                    (sums / size).to(queries.dtype.element_ty), mask=plain < D,
+                )  # fmt: skip
+            if HAS_PLACES:
+                at_place = 0
+                if HAS_PLACED:
+                    at_place = tl.load(placed + batch * placed_b)
+                tl.store(query_positions + batch * span + column, at_place, mask=head == 0)
     logit = _capped(logit * number(scale), softcap, HAS_SOFTCAP)
     logit = tl.where(has_new, logit, -float("inf"))
     rows_of_logits = logits + (slot_row * GROUPS + group) * num_slots
@@ -202,6 +222,8 @@ def _attend(
         mix = mix * fade[:, None]
         mix += tl.dot(shares.to(value.dtype), value, input_precision=PRECISION)
         top = higher
+    if CHOOSES:
+        tl.store(newest + row, last_position, mask=split == 0)
     num_splits = tl.num_programs(1)
     at = (row * GROUPS + group) * num_splits + split
     tl.store(tops + at, top, mask=group < GROUPS)
@@ -210,27 +232,6 @@ def _attend(
         mixed + at[:, None] * DV + output[None, :], mix,
         mask=some_queries & (output < DV)[None, :],
     )  # fmt: skip
-    tl.store(newest + row, last_position, mask=split == 0)
-    if MEANS > 0:  # noqa: SIM102 - decided when the kernel is compiled
-        if has_new:
-            column = num_seen % span
-            for index in tl.static_range(MEANS):
-                # As many query heads as `tensor_split` gives to each mean.
-                larger: tl.constexpr = GROUPS % MEANS
-                size: tl.constexpr = GROUPS // MEANS + (1 if index < larger else 0)
-                before: tl.constexpr = index * (GROUPS // MEANS) + min(index, larger)
-                is_of = (group >= before) & (group < before + size)
-                sums = tl.sum(tl.where(is_of[:, None], plain_query.to(tl.float32), 0.0), axis=0)
-                place = (head * MEANS + index) * span + column
-                tl.store(
-                    queries + block * queries_b + place * D + plain,
-                    (sums / size).to(queries.dtype.element_ty), mask=plain < D,
-                )  # fmt: skip
-            if HAS_PLACES:
-                at_place = 0
-                if HAS_PLACED:
-                    at_place = tl.load(placed + batch * placed_b)
-                tl.store(query_positions + batch * span + column, at_place, mask=head == 0)
 
 
 @triton.jit
@@ -457,8 +458,9 @@ def launch(
     ring = free_slot if queries is None else queries
     same = {
         "HEADS": num_kv_heads, "GROUPS": groups, "DV": value_size, "HAS_REAL": real is not None,
-        "SHARED": is_shared, "WEIGHS": weights is not None, "BLOCK_DV": side(value_size),
-        "STRIDE": triton.next_power_of_2(math.ceil(num_slots / _MARKS)), "MARKS": _MARKS,
+        "SHARED": is_shared, "CHOOSES": chooses, "WEIGHS": weights is not None,
+        "BLOCK_DV": side(value_size), "MARKS": _MARKS,
+        "STRIDE": triton.next_power_of_2(math.ceil(num_slots / _MARKS)),
     }  # fmt: skip
     _attend[(rows, num_splits)](
         query, key, value, keys, values, pointer(blocks), scores, positions, pointer(weights),
@@ -481,7 +483,7 @@ def launch(
         pointer(slot_mask, torch.uint8), pointer(ranks), pointer(sink), recent,
         logits, tops[0], tops[1], mixed, newest, pointer(sink_logits), num_slots, num_splits,
         HAS_SINK_LOGITS=sink_logits is not None, HAS_SINKS=sink is not None,
-        HAS_MASK=slot_mask is not None, ROLLS=width > 0, ADDS=adds, CHOOSES=chooses,
+        HAS_MASK=slot_mask is not None, ROLLS=width > 0, ADDS=adds,
         APPENDS=not evicts,
         BLOCK_G=triton.next_power_of_2(groups), BLOCK_P=triton.next_power_of_2(num_splits),
         BLOCK_S=_FINISH_SLOTS, **same,
