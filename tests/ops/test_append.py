@@ -89,7 +89,7 @@ def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
     sinks, scale = torch.randn(HEADS * GROUPS) if sinks else None, 0.4
     spec, span = AttentionSpec(scale, softcap, sinks), 4
     ring = QueryRing(torch.randn(2, HEADS, span, SIZE).to(dtype), torch.full((2, span), -1), None)
-    kept, places = ring.queries.clone(), ring.positions.clone()
+    expected_queries, expected_positions = ring.queries.clone(), ring.positions.clone()
     rules = StepRules(spec, torch.zeros(2, 1, 1), evicts=False, adds=adds)
     tail, totals = Tail.of(slots), {}
     assert tail.steps == 6
@@ -106,8 +106,9 @@ def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
         rules = rules._replace(ring=ring._replace(placed=placed))
         for sequence, heads in enumerate(COUNTS[counts]):
             column = (max(heads) + number) % span
-            kept[sequence, :, column] = query[sequence, :, 0].unflatten(0, (HEADS, -1)).mean(1)
-            places[sequence, column] = placed[sequence % len(placed)]
+            means = query[sequence, :, 0].unflatten(0, (HEADS, -1)).mean(1)
+            expected_queries[sequence, :, column] = means
+            expected_positions[sequence, column] = placed[sequence % len(placed)]
         last = (tail,) if step is append_step else ()
         output = step(query, key, value, slots, rules, *last)
         expected, sums = expected_output(query, entries, scale, softcap, sinks)
@@ -117,8 +118,8 @@ def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
             before = totals.get(name, added.new_zeros(0))
             totals[name] = added + torch.nn.functional.pad(before, (0, len(added) - len(before)))
     assert tail.steps == (0 if step is append_step else 6)
-    torch.testing.assert_close(ring.queries, kept, atol=tolerance, rtol=tolerance)
-    assert torch.equal(ring.positions, places)
+    torch.testing.assert_close(ring.queries, expected_queries, atol=tolerance, rtol=tolerance)
+    assert torch.equal(ring.positions, expected_positions)
     for (sequence, head), total in totals.items():
         row = 0 if slots.head_of_slot is not None else head
         of_head = slots.positions[sequence, row] >= 0

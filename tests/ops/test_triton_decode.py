@@ -273,9 +273,9 @@ def test_a_policy_that_ranks_by_its_own_code(device):
 def test_the_slots_are_shared_out_without_gaps():
     for rows in (1, 16, 4000):
         for slots in (1, 2, 64, 65, 411, 8193):
-            for most in (slots, 5 * slots):
-                splits, size = triton_decode.share_out(rows, slots, most, 64, 132)
-                assert (splits - 1) * size < most <= splits * size
+            for largest in (slots, 5 * slots):
+                splits, size = triton_decode.share_out(rows, slots, largest, 64, 132)
+                assert (splits - 1) * size < largest <= splits * size
 
 
 OPTIONS = {

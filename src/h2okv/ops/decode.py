@@ -405,7 +405,7 @@ class QueryRing(NamedTuple):
     # n means of the query heads of a KV head, [B, H * n, c, D]; in the blocks of `Indexed` keys,
     # [N, H * n, c, D].
     queries: Tensor
-    positions: Tensor | None  # int64 [B, c], where the model has put them; None: nobody asks
+    positions: Tensor | None  # int64 [B, c], where the model has put them, if that is needed
     placed: Tensor | None  # the same of the new tokens, int [B or 1]; None: 0
 
 

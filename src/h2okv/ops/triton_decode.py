@@ -159,16 +159,16 @@ def _attend(
                 before: tl.constexpr = index * (GROUPS // MEANS) + min(index, larger)
                 is_of = (group >= before) & (group < before + size)
                 sums = tl.sum(tl.where(is_of[:, None], plain_query.to(tl.float32), 0.0), axis=0)
-                place = (head * MEANS + index) * span + column
+                entry = (head * MEANS + index) * span + column
                 tl.store(
-                    queries + block * queries_b + place * D + plain,
+                    queries + block * queries_b + entry * D + plain,
                     (sums / size).to(queries.dtype.element_ty), mask=plain < D,
                 )  # fmt: skip
             if HAS_PLACES:
-                at_place = 0
+                placed_at = 0
                 if HAS_PLACED:
-                    at_place = tl.load(placed + batch * placed_b)
-                tl.store(query_positions + batch * span + column, at_place, mask=head == 0)
+                    placed_at = tl.load(placed + batch * placed_b)
+                tl.store(query_positions + batch * span + column, placed_at, mask=head == 0)
     logit = _capped(logit * number(scale), softcap, HAS_SOFTCAP)
     logit = tl.where(has_new, logit, -float("inf"))
     rows_of_logits = logits + (slot_row * GROUPS + group) * num_slots
@@ -377,12 +377,12 @@ def decode_step(
     if isinstance(keys, Indexed):
         blocks, keys, values = keys.block_index, keys.blocks, values.blocks
     chooses = rules.priority is None and rules.evicts
-    queries, places, placed = rules.ring or (None, None, None)
+    queries, query_positions, placed = rules.ring or (None, None, None)
     # A compiled model calls what was compared with PyTorch here, and looks no further into it.
     run = torch.ops.h2okv.decode_step if torch.compiler.is_compiling() else launch
     output: Tensor = run(
         query, key, value, keys, values, slots.scores, slots.positions, slots.free_slot,
-        slots.num_real_tokens, ranks, rules.weights, queries, places,
+        slots.num_real_tokens, ranks, rules.weights, queries, query_positions,
         blocks, slots.head_of_slot, slots.slot_mask, factors, placed, real,
         rules.recent, rules.sink, rules.spec.sinks, rules.spec.scale, rules.spec.softcap,
         chooses, rules.evicts, rules.adds, rules.most_slots, num_cores,
