@@ -205,33 +205,33 @@ def _example_block(case: Case) -> tuple[Tensor, ...]:
 def _example_step(
     query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, is_by_head: bool, evicts: bool
 ) -> tuple[Slots, StepRules]:
-    """Return slots that all but one hold entries of ``[1, 2, N, ...]``, and rules with a ring."""
+    """Return slots that hold entries of ``[1, H, N, ...]`` but one of each head, and rules."""
     heads, num_slots, device = *key.shape[1:3], key.device
+
+    def rows(tensor: Tensor) -> Tensor:
+        # In a row that heads share the first one has fewer slots.
+        return (tensor.flatten(1, 2)[:, None, 20:] if is_by_head else tensor).clone()
+
+    head = torch.arange(heads, device=device).view(1, -1, 1)
     positions = torch.arange(num_slots, dtype=torch.int32, device=device).repeat(1, heads, 1)
     positions[..., -1] = -1
-    free = torch.full((1, heads, 1), num_slots - 1, device=device)
-    seen, head_of_slot = free[:, 0, 0].clone(), None
     scores, weights = (positions % 13).float(), (positions % 7 + 1).float()
-    if is_by_head:  # the second head has less than the first
-        head_of_slot = torch.arange(heads, dtype=torch.uint8, device=device)
-        head_of_slot = head_of_slot.repeat_interleave(num_slots).view(1, 1, -1)[..., 20:].clone()
-        key, value = (states.flatten(1, 2)[:, None, 20:] for states in (key, value))
-        positions, scores, weights = (
-            tensor.view(1, 1, -1)[..., 20:].clone() for tensor in (positions, scores, weights)
-        )
-        free = (free.view(1, 1, -1) - 20) + torch.arange(heads, device=device) * num_slots
-    slots = Slots(key.clone(), value.clone(), scores, positions, free, seen)
-    slots.head_of_slot = head_of_slot
-    queries = mean_queries(query, heads)[:, :, :5].clone()
-    placed = torch.arange(5, device=device)
-    ring = QueryRing(queries, placed.repeat(1, 1), placed[:1] + 7)
+    free, seen = torch.full_like(head, num_slots - 1), torch.full_like(head[0, 0], num_slots - 1)
+    if is_by_head:
+        free = (free + head * num_slots - 20).view(1, 1, -1)
+    slots = Slots(rows(key), rows(value), rows(scores), rows(positions), free, seen)
+    if is_by_head:
+        slots.head_of_slot = rows(head.expand_as(positions).to(torch.uint8))
     recent = torch.full((1, 1, 1), 30, device=device)
     rules = StepRules(spec, recent, full=evicts, evicts=evicts, adds=evicts)
-    return slots, rules._replace(weights=weights) if evicts else rules._replace(ring=ring)
+    if evicts:
+        return slots, rules._replace(weights=rows(weights))
+    queries = mean_queries(query, heads)[:, :, :5].clone()
+    placed = torch.arange(5, device=device)
+    return slots, rules._replace(ring=QueryRing(queries, placed.repeat(1, 1), placed[:1] + 7))
 
 
 def _changed(slots: Slots, rules: StepRules) -> list[Tensor]:
     """Return the tensors that a step changes."""
-    ring = () if rules.ring is None else rules.ring[:2]
-    tensors = (*list(vars(slots).values())[:6], rules.weights, *ring)
+    tensors = (*list(vars(slots).values())[:6], rules.weights, *(rules.ring or ())[:2])
     return [tensor for tensor in tensors if tensor is not None]
