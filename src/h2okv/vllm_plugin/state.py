@@ -133,8 +133,6 @@ class StateLayer(SlotLayer):
         super()._forget()
         span = 1 if self.spans is None else self.spans.length
         self.slots = _BlockPlan(self.rule, self.storage, self.head_budgets is not None, span)
-        if self.head_budgets is not None and vars(self).get("totals"):
-            self.slots.most_slots = max(self.totals) + span
 
     # --- a prompt, or a later chunk, of each of B requests ----------------------------------------
 
@@ -222,6 +220,7 @@ class StateLayer(SlotLayer):
         slots.is_full, slots.steps_left = is_full and self.spans is None, -1
         slots.drop_tail()
         slots.has_sinks = self.largest.sink > 0
+        slots.most_slots = max(self.totals) + slots.span
         token = Block(query, key, value, None, None, None, self.attention_spec)
         output = self._read_token(token)
         for name in small:
