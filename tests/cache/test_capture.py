@@ -35,16 +35,11 @@ MOVED_BY_A_TURN = {
     "best by head, spans": STORED_AGAIN | WEIGHED_AND_SHARED,
 }
 # What a forward does that no graph can record, by the function that does it. A step does nothing of
-# the kind, whether it ends a span or not, but for the first one after a block or a cut. These may
-# only fall: who lowers one, lowers it here.
+# the kind, whether it ends a span or not. These may only fall: who lowers one, lowers it here.
 TURN_HAZARDS = {
     ("item", "check_follows"): 1,  # whether what is read continues the last turn
     ("copy to the host", "end"): 1,  # whether attention is finite
 }
-# Whether all heads take their slots in order.
-FIRST_STEP_HAZARDS = dict.fromkeys(
-    ("best by head, spans", "best by default"), {("copy to the host", "of"): LAYERS}
-)
 
 
 def test_every_hazard_of_a_recording_is_counted(monkeypatch):
@@ -133,16 +128,13 @@ def test_steps_and_turns(monkeypatch, name):
         reader = Reader(device, name)
         reader.read(PROMPT)
         for turn in range(2):
-            check_hazards(reader.read(1), FIRST_STEP_HAZARDS.get(name, {}))
+            check_hazards(reader.read(1), {})
             before = reader.tensors()
-            is_first = False
             # Beyond the end of a span, so that a cut is among them.
             layer = reader.cache.layers[0]
             span = layer.spans.length if layer.spans else SPAN
             for _ in range(span - layer.state.phases(span)[0] + 2):
-                allowed = FIRST_STEP_HAZARDS.get(name, {}) if is_first else {}
-                check_hazards(reader.read(1), allowed)
-                is_first = layer.state.phases(span) == [0]
+                check_hazards(reader.read(1), {})
             assert not reader.moved(before), f"turn {turn}: a step must move no tensor"
             before = reader.tensors()
             check_hazards(reader.read(TURN), TURN_HAZARDS)

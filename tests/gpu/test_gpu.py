@@ -46,6 +46,12 @@ OPTIONS = {
     "by layer": {"layer_budgets": [0.8, 1.2]},
     "by head": {"layer_budgets": [[0.6, 1.2], [1.5, 0.7]]},
 }
+BEST_BY_HEAD = {"scoring": "expected", "sink": 4} | OPTIONS["by head"]
+OPTIONS |= {
+    "best by head": BEST_BY_HEAD | {"evict_every": 1},
+    "best by head, spans": BEST_BY_HEAD | {"evict_every": 16},
+    "best by head, whole prompts": BEST_BY_HEAD | {"evict_every": "prompt+8"},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -97,8 +103,10 @@ def test_generate_equals_the_cpu(make_llama, name, ops):
 def test_the_kernels_are_used(make_llama):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for size in (64, 96, 128, 256):
-            chosen = dispatch.operations(torch.device("cuda", 0), dtype, size, size, 4)
-            assert chosen.name == "triton", chosen.why
+            for is_by_head in (False, True):
+                device = torch.device("cuda", 0)
+                chosen = dispatch.operations(device, dtype, size, size, 4, is_by_head=is_by_head)
+                assert chosen.name == "triton", chosen.why
 
 
 @pytest.mark.parametrize("generation", [{"num_beams": 3}, {"do_sample": False}], ids=["beams", "1"])
@@ -129,7 +137,9 @@ def test_sliding_layers_and_learned_sinks():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["h2o", "best", "by head", "rolling", "8 bits", "4 bits"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "best", "by head", "best by head, spans", "rolling", "8 bits", "4 bits"]
+)
 def test_half_precision(make_llama, dtype, name):
     """Logits of forced tokens are near those of the CPU in fp32, with a budget above the text."""
     model = make_llama(sharpness=2.0)
@@ -158,7 +168,9 @@ def test_compiled_steps_equal_eager_ones(make_llama, options):
         same(continued(model, "cuda", **options), eager)
 
 
-@pytest.mark.parametrize("name", ["h2o", "best", "by head", "in chunks"])
+@pytest.mark.parametrize(
+    "name", ["h2o", "by head", "in chunks", "best by head", "best by head, spans"]
+)
 def test_steps_replayed_in_a_graph_equal_eager_ones(make_llama, name):
     """As `tests/cache/test_capture.py` on the pretended device."""
     model = make_llama().float().to("cuda")

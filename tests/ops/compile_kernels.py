@@ -4,7 +4,11 @@ Run as a script, without TRITON_INTERPRET: ``python tests/ops/compile_kernels.py
 """
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import torch
 import triton
@@ -12,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from h2okv.ops import triton_decode, triton_prefill
-from h2okv.ops.decode import RotaryTables, Slots, StepRules
+from h2okv.ops.decode import QueryRing, RotaryTables, Slots, StepRules
 from h2okv.ops.indexed import Indexed
 from h2okv.ops.reference import AttentionSpec, Visibility
 from h2okv.ops.rope import relative
@@ -45,10 +49,26 @@ class Compiler:
         options = {"num_warps": num_warps, "num_stages": num_stages}
         compiled = triton.compile(source, target=self.target, options=options)
         name = self.kernel.__name__
-        print(json.dumps({"kernel": name, "shared": compiled.metadata.shared, "sizes": constants}))
+        row = {"kernel": name, "shared": compiled.metadata.shared, **usage(compiled.asm["cubin"])}
+        print(json.dumps({**row, "sizes": constants}))
 
 
-def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2, indexed=False, sinks=None):
+def usage(cubin):
+    """Return the registers of a thread, and the bytes of memory that stand in for more."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    names = {"registers": "REG", "spilled": "STACK"}
+    return {name: int(re.search(rf"{key}:(\d+)", text)[1]) for name, key in names.items()}
+
+
+def step(
+    dtype, size, groups, width, num_slots=70, batch=2, heads=2, indexed=False, sinks=None,
+    by_head=False, span=0,
+):  # fmt: skip
     def column(*shape):
         return torch.zeros(*shape, dtype=torch.int64)
 
@@ -69,10 +89,25 @@ def step(dtype, size, groups, width, num_slots=70, batch=2, heads=2, indexed=Fal
             Indexed(slots.keys, block_index),
             Indexed(slots.values, block_index),
         )
+    if by_head:
+        for name in ("keys", "values", "scores", "positions"):
+            setattr(slots, name, getattr(slots, name)[:, :1])
+        slots.free_slot = slots.free_slot.view(batch, 1, heads)
+        slots.head_of_slot = torch.zeros(batch, 1, num_slots, dtype=torch.uint8)
+    ring = weights = None
+    if span:
+        ring = QueryRing(
+            torch.zeros(batch, heads, span, size, dtype=dtype), column(batch, span), column(1)
+        )
+    elif by_head:
+        weights = slots.scores
     token = [torch.zeros(batch, heads * groups, 1, size, dtype=dtype)]
     token += [torch.zeros(batch, heads, 1, size, dtype=dtype) for _ in range(2)]
     spec = AttentionSpec(0.1, sinks=sinks)
-    rules = StepRules(spec, column(batch, 1, 1), rotary=rotations, full=True)
+    rules = StepRules(
+        spec, column(batch, 1, 1), rotary=rotations, full=True, evicts=span == 0, adds=span == 0,
+        weights=weights, ring=ring,
+    )  # fmt: skip
     triton_decode.decode_step(*token, slots, rules, num_cores=132)
 
 
@@ -97,6 +132,9 @@ def main():
             step(dtype, size, 4, width)
         step(dtype, 64, 3, 0, indexed=True)
         step(dtype, 64, 3, 0, sinks=torch.zeros(6, dtype=dtype))
+        for size in (64, 128):
+            step(dtype, size, 4, 0, by_head=True, span=32)
+        step(dtype, 128, 4, 0, by_head=True)
         for size in (64, 128, 256):
             block(dtype, size)
     block(torch.float16, 96, 1, queries=torch.ones(1, 64, dtype=torch.bool))

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from h2okv.ops import triton_decode
 from h2okv.ops.append import Tail, append_step
-from h2okv.ops.decode import Slots, StepRules
+from h2okv.ops.decode import QueryRing, Slots, StepRules
 from h2okv.ops.reference import AttentionSpec
 
 HEADS, SIZE, GROUPS = 3, 8, 2
@@ -71,14 +72,29 @@ def expected_output(query, entries, scale, softcap, sink_logits):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": True}, {"adds": True}])
 def test_steps_equal_the_formula(counts, dtype, options):
+    check(append_step, counts, dtype, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("garbage")
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"sinks": True}, {"adds": True}])
+def test_steps_of_kernels_equal_the_formula(counts, dtype, options):
+    check(triton_decode.decode_step, counts, dtype, **options)
+
+
+def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
     slots, entries = draw(COUNTS[counts], dtype)
-    sinks = torch.randn(HEADS * GROUPS) if options.get("sinks") else None
-    adds, softcap, scale = options.get("adds", False), options.get("softcap"), 0.4
-    rules = StepRules(AttentionSpec(scale, softcap, sinks), torch.zeros(()), adds=adds)
+    sinks, scale = torch.randn(HEADS * GROUPS) if sinks else None, 0.4
+    spec, span = AttentionSpec(scale, softcap, sinks), 4
+    ring = QueryRing(torch.randn(2, HEADS, span, SIZE).to(dtype), torch.full((2, span), -1), None)
+    expected_queries, expected_positions = ring.queries.clone(), ring.positions.clone()
+    rules = StepRules(spec, torch.zeros(2, 1, 1), evicts=False, adds=adds)
     tail, totals = Tail.of(slots), {}
     assert tail.steps == 6
     assert (tail.end is not None) == (counts == "heads and sequences alike")
-    for _ in range(6):
+    for number in range(6):
         query = torch.randn(2, HEADS * GROUPS, 1, SIZE).to(dtype)
         key, value = (torch.randn(2, HEADS, 1, SIZE).to(dtype) for _ in "kv")
         for sequence in range(2):
@@ -86,14 +102,24 @@ def test_steps_equal_the_formula(counts, dtype, options):
                 new = key[sequence, head], value[sequence, head]
                 pair = zip(entries[sequence][head], new, strict=True)
                 entries[sequence][head] = [torch.cat(states) for states in pair]
-        output = append_step(query, key, value, slots, rules, tail)
+        placed = torch.tensor([number + 50, 9][: 1 + number % 2])
+        rules = rules._replace(ring=ring._replace(placed=placed))
+        for sequence, heads in enumerate(COUNTS[counts]):
+            column = (max(heads) + number) % span
+            means = query[sequence, :, 0].unflatten(0, (HEADS, -1)).mean(1)
+            expected_queries[sequence, :, column] = means
+            expected_positions[sequence, column] = placed[sequence % len(placed)]
+        last = (tail,) if step is append_step else ()
+        output = step(query, key, value, slots, rules, *last)
         expected, sums = expected_output(query, entries, scale, softcap, sinks)
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
         for name, added in sums.items():
             before = totals.get(name, added.new_zeros(0))
             totals[name] = added + torch.nn.functional.pad(before, (0, len(added) - len(before)))
-    assert tail.steps == 0
+    assert tail.steps == (0 if step is append_step else 6)
+    torch.testing.assert_close(ring.queries, expected_queries, atol=tolerance, rtol=tolerance)
+    assert torch.equal(ring.positions, expected_positions)
     for (sequence, head), total in totals.items():
         row = 0 if slots.head_of_slot is not None else head
         of_head = slots.positions[sequence, row] >= 0

@@ -110,7 +110,7 @@ def test_kernels_that_disagree_are_not_used(monkeypatch, device, fault, where):
         return (result[0], 2 * result[1]) if where == "attend" else result + 1
 
     monkeypatch.setattr(module, name, wrong)
-    arguments = device, torch.float32, 16, 16, 2
+    arguments = device, torch.float32, 16, 16, 2, False, where == "step"
     text = "differ from plain PyTorch" if fault == "number" else "unsupported toolchain"
     with dispatch.use("triton"), pytest.raises(ValueError, match=text):
         dispatch.operations(*arguments)

@@ -8,6 +8,7 @@ import torch
 from h2okv.cache.rope import ranks_of
 from h2okv.ops import decode as step
 from h2okv.ops import triton_decode
+from h2okv.ops.compaction import NO_HEAD
 from h2okv.ops.decode import RotaryTables, Slots, StepRules
 from h2okv.ops.indexed import Indexed
 from h2okv.ops.reference import AttentionSpec
@@ -32,6 +33,28 @@ def state(device, num_slots, num_entries, size, value_size, dtype, rolls):
         keys.to(dtype), values.to(dtype), scores, positions, free,
         torch.full((BATCH,), num_entries + 3, device=device), None,
         ranks_of(positions) if rolls else None,
+    )  # fmt: skip
+
+
+def share(slots, sizes):
+    """Put the first slots of heads, as many as `sizes` say, into one row for each sequence."""
+
+    def joined(tensor, fill=0):
+        row = torch.cat([tensor[:, [head], :size] for head, size in enumerate(sizes)], dim=2)
+        room = (0, 0) * (row.dim() - 3) + (0, 3)
+        return torch.nn.functional.pad(row, room, value=fill)
+
+    device = slots.positions.device
+    counts = torch.tensor(sizes, device=device)
+    free = torch.rand(BATCH, HEADS, device=device).mul(counts).long()
+    slots.positions.scatter_(-1, free.unsqueeze(-1), -1)
+    heads = torch.arange(HEADS, device=device).repeat_interleave(counts)
+    heads = torch.nn.functional.pad(heads, (0, 3), value=NO_HEAD).to(torch.uint8)
+    return replace(
+        slots, keys=joined(slots.keys), values=joined(slots.values, 1e4),
+        scores=joined(slots.scores), positions=joined(slots.positions, -1),
+        free_slot=(free + counts.cumsum(0) - counts).unsqueeze(1),
+        head_of_slot=heads.view(1, 1, -1).repeat(BATCH, 1, 1),
     )  # fmt: skip
 
 
@@ -60,12 +83,18 @@ def in_blocks(entries):
 
 def run(device, dtype=torch.float32, groups=2, num_slots=63, num_entries=None, size=32,
         value_size=None, width=0, sink=None, recent=7, cores=1, real=None, slot_mask=None,
-        indexed=False, decode_step=triton_decode.decode_step, softcap=None, sinks=None,
-        **rules):  # fmt: skip
+        indexed=False, sizes=None, weighs=False, decode_step=triton_decode.decode_step,
+        softcap=None, sinks=None, **rules):  # fmt: skip
     num_entries = num_slots - 1 if num_entries is None else num_entries
     value_size = value_size or size
-    slots = state(device, num_slots, num_entries, size, value_size, dtype, width > 0)
+    is_full = num_entries == num_slots - 1 and slot_mask is None
+    drawn = num_entries + (is_full and sizes is not None)  # `share` empties a slot of each head
+    slots = state(device, num_slots, drawn, size, value_size, dtype, width > 0)
     slots = replace(slots, slot_mask=slot_mask)
+    if sizes is not None:
+        slots = share(slots, sizes)
+    if weighs:
+        rules["weights"] = torch.rand_like(slots.scores).mul(3).round().add(1)
 
     def column(count):
         return torch.full((BATCH, 1, 1), count, device=device)
@@ -74,9 +103,12 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, num_entries=None, s
         AttentionSpec(size**-0.5, softcap, sinks), column(recent),
         None if sink is None else column(sink),
         rotary=tables_of(device, num_slots, width) if width else None,
-        full=num_entries == num_slots - 1 and slot_mask is None, **rules,
+        full=is_full, **rules,
     )  # fmt: skip
     reference = copy(slots)
+    reference_rules = step_rules
+    if weighs:
+        reference_rules = step_rules._replace(weights=step_rules.weights.clone())
     if indexed:
         slots = replace(slots, keys=in_blocks(slots.keys), values=in_blocks(slots.values))
     for _ in range(4):
@@ -86,7 +118,7 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, num_entries=None, s
             torch.randn(BATCH, HEADS, 1, value_size).to(device, dtype),
         )
         output = decode_step(*token, slots, step_rules, real, num_cores=cores)
-        expected = step.decode_step(*token, reference, step_rules, real)
+        expected = step.decode_step(*token, reference, reference_rules, real)
         rows = slice(None) if real is None else real[:, 0]
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(output[rows], expected[rows], atol=tolerance, rtol=tolerance)
@@ -104,6 +136,10 @@ def run(device, dtype=torch.float32, groups=2, num_slots=63, num_entries=None, s
         torch.testing.assert_close(
             slots.scores[is_entry], reference.scores[is_entry], atol=1e-4, rtol=1e-4
         )
+        if weighs:
+            weights, others = step_rules.weights[is_entry], reference_rules.weights[is_entry]
+            torch.testing.assert_close(weights, others, atol=0.0, rtol=1e-6)
+            step_rules.weights.copy_(reference_rules.weights)
         # Only entries count: a difference in the last bits must not become another choice later.
         slots.scores.copy_(reference.scores)
 
@@ -162,6 +198,53 @@ def test_a_token_that_is_padding(device, width):
     run(device, num_entries=30, real=real, width=width)
 
 
+SIZES = [(63, 20), (40, 1), (1, 1), (2, 62)]
+"""Slots of two heads that share a row; with one slot a head sees its new entry alone."""
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("num_entries", [40, 62])
+def test_heads_that_share_a_row(device, dtype, sizes, num_entries):
+    run(device, dtype, 3, num_entries=num_entries, sizes=sizes, cores=9, sink=4, weighs=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 5.0}, {"sinks": [-2.0, 3.0, 1.0, 9.0]}, {"recent": 500}, {"recent": 0},
+     {"padded": True}, {"num_slots": 900, "sizes": (900, 70)}, {"most_slots": 64},
+     {"indexed": True}, {"priority": lambda scores, positions, newest: positions.float()}],
+    ids=lambda options: "-".join(options),
+)  # fmt: skip
+def test_options_of_heads_that_share_a_row(device, options):
+    options = {"sizes": (63, 20), "num_entries": 40, "cores": 9} | options
+    if options.pop("padded", False):
+        options["real"] = torch.tensor([[True], [False]], device=device)
+    if "sinks" in options:
+        options["sinks"] = torch.tensor(options["sinks"], device=device)
+    run(device, **options)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("num_entries", [40, 62])
+def test_scores_by_the_values_norms(device, padded, num_entries):
+    real = torch.tensor([[True], [False]], device=device) if padded else None
+    run(device, num_entries=num_entries, real=real, weighs=True)
+
+
+def test_pinned_and_protected_entries_of_a_shared_row(device, monkeypatch):
+    plain = state
+
+    def pinned(*args):
+        slots = plain(*args)
+        slots.scores[slots.positions % 3 == 0] = torch.inf
+        return slots
+
+    monkeypatch.setattr(f"{__name__}.state", pinned)
+    for recent in (7, 500):
+        run(device, sizes=(30, 63), recent=recent, weighs=True)
+
+
 def test_soft_caps(device):
     run(device, softcap=5.0, cores=4)
 
@@ -190,14 +273,15 @@ def test_a_policy_that_ranks_by_its_own_code(device):
 def test_the_slots_are_shared_out_without_gaps():
     for rows in (1, 16, 4000):
         for slots in (1, 2, 64, 65, 411, 8193):
-            splits = triton_decode.share_out(rows, slots, 64, 132)
-            size = triton_decode._split_size(slots, splits, 64)
-            assert (splits - 1) * size < slots <= splits * size
+            for largest in (slots, 5 * slots):
+                splits, size = triton_decode.share_out(rows, slots, largest, 64, 132)
+                assert (splits - 1) * size < largest <= splits * size
 
 
 OPTIONS = {
     "the last slot": {"sink": 4}, "filling up": {"num_entries": 30}, "rolling": {"width": 32},
     "by position": {"priority": lambda scores, positions, newest: positions.float()},
+    "by head": {"sizes": (63, 20), "weighs": True},
 }  # fmt: skip
 
 

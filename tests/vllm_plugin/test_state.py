@@ -215,8 +215,16 @@ def test_chunks_of_the_same_length_are_read_together(options):
     assert sizes == [2, 3, 1, 2, 4, 4]
 
 
-def test_triton_on_indexed_blocks():
-    config = config_of()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if "layer_budgets" in case),
+    ],
+    ids=str,
+)
+def test_triton_on_indexed_blocks(options):
+    config = config_of(**options)
     with h2okv.use_ops("triton"):
         run_requests(config, torch.float32, steps=4)
 

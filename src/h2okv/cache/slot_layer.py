@@ -14,7 +14,7 @@ from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
 from h2okv.ops.append import append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
-from h2okv.ops.decode import StepNumbers, StepRules, decode_step
+from h2okv.ops.decode import QueryRing, StepNumbers, StepRules, decode_step
 from h2okv.ops.dispatch import operations
 from h2okv.ops.reference import Visibility
 from h2okv.policy import Sees
@@ -132,8 +132,9 @@ class SlotLayer(CacheLayer):
         groups = query.shape[1] // self.num_kv_heads
         is_packed = self.storage.is_packed or not self.state.has_values
         self.slots.operations = operations(
-            query.device, self.dtype, self.key_size, self.value_size, groups, is_packed
-        )
+            query.device, self.dtype, self.key_size, self.value_size, groups, is_packed,
+            self.head_budgets is not None,
+        )  # fmt: skip
 
     def _evict(self, entries: BlockEntries) -> None:
         state, slots = self.state, self.slots
@@ -184,25 +185,30 @@ class SlotLayer(CacheLayer):
             slots.make_static(state, self.dtype)
         else:
             slots.count_down(state, self.dtype)
-        if self.scores_spans:
-            assert self.spans is not None
-            self.spans.add_queries(state, block)
         if slots.changes_scores:
             state.scores.copy_(self._decayed(state.scores, block.counts()))
-        if slots.weighs_values:
+        if slots.weighs_values and not slots.weighs_norms:
             assert state.value_weights is not None
             weights = self.rule.value_weights(self.storage.values.round(block.value))
             state.value_weights.scatter_(-1, state.free_slot, weights.view_as(state.free_slot))
         run = self._step_operation(block.query)
+        ring = None
+        if self.scores_spans:
+            assert self.spans is not None
+            ring = self.spans.ring(state, block)
         is_plain = run is decode_step and self.log is None and block.real is None
         tail = slots.take_tail(state) if is_plain and not is_compiling else None
         if tail is not None:
             numbers = self._numbers(block)
-            rules = StepRules(block.spec, state.recent, adds=slots.adds, numbers=numbers)
+            weights = state.value_weights if slots.weighs_norms else None
+            rules = StepRules(
+                block.spec, state.recent, adds=slots.adds, numbers=numbers, weights=weights,
+                ring=ring,
+            )  # fmt: skip
             output = append_step(block.query, block.key, block.value, state, rules, tail)
         else:
             slots.drop_tail()
-            output = self._evicting_step(run, block)
+            output = self._evicting_step(run, block, ring)
         state.note_count(self._lengths(block))
         self.count_columns(1)
         if self.spans is not None and not is_compiling:
@@ -212,25 +218,30 @@ class SlotLayer(CacheLayer):
     def _step_operation(self, query: Tensor) -> Callable[..., Tensor]:
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
         is_seen = torch.compiler.is_compiling() and not query.is_cuda
-        if is_seen or self.state.head_of_slot is not None:
+        # Kernels rank the entries of a row, not of the heads that share it.
+        if is_seen or (self.state.head_of_slot is not None and self.state.ranks is not None):
             return decode_step
         if self.slots.operations is None:
             self._choose_operations(query)
         assert self.slots.operations is not None
         return self.slots.operations.step
 
-    def _evicting_step(self, run: Callable[..., Tensor], block: Block) -> Tensor:
+    def _evicting_step(
+        self, run: Callable[..., Tensor], block: Block, ring: QueryRing | None
+    ) -> Tensor:
         """Run a token through slots in any order, evicting where spans are of one token."""
         query, key, value, real, *_ = block
         state, slots, rotations = self.state, self.slots, self.rotations
         if rotations.rolling is not None and rotations.tables is None:
             rotations.make_tables(self._rank_limit(1))
-        # A ranking by the scores alone is what a kernel can do.
+        # A ranking by the scores and the values' norms is what a kernel can do.
         rank = None if slots.ranks_by_sums or self.rule.sees is Sees.WINDOW else self._rank
         sink = state.sink if slots.has_sinks else None
         rules = StepRules(
             block.spec, state.recent, sink, rotations.tables, rank, slots.is_full,
             evicts=self.spans is None, adds=slots.adds, numbers=self._numbers(block),
+            weights=state.value_weights if slots.weighs_norms else None, ring=ring,
+            most_slots=slots.most_slots,
         )  # fmt: skip
         return run(query, key, value, state, rules, real)
 

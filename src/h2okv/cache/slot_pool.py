@@ -134,6 +134,7 @@ class SlotBookkeeping:
         is_even = is_even and self.span == 1
         slots.is_full, slots.looks_for_tail = is_even and left == 0, True
         slots.steps_left = left if is_even and left else -1
+        slots.most_slots = max(map(max, self._totals)) + self.span
         slots.protect(self.budgets)
 
 

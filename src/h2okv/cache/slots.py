@@ -42,11 +42,14 @@ class SlotPlan:
     def __init__(self, rule: Rule, storage: KVStorage, is_by_head: bool, span: int = 1) -> None:
         self.rule, self.storage, self.is_by_head, self.span = rule, storage, is_by_head, span
         # Every step reads these; the rule would derive them again each time.
-        self.is_plain_sum, self.ranks_by_sums = rule.is_plain_sum, rule.ranks_by_sums
+        self.is_plain_sum = rule.is_plain_sum
         self.ranks_by_scores = rule.ranks_by_scores
         self.adds = span == 1 or rule.observes not in (Sees.KEYS, Sees.QUERIES)
         self.changes_scores = rule.scoring.factor is not None  # of all entries, in each step
-        self.weighs_values = rule.weighs_values and self.adds  # else a cut weighs what came since
+        # Else a cut weighs what came since. Steps themselves know the norms of exact values.
+        self.weighs_values = rule.weighs_values and self.adds
+        self.weighs_norms = self.weighs_values and rule.weighs_norms and not storage.is_packed
+        self.ranks_by_sums = rule.ranks_by_sums and self.weighs_norms == self.weighs_values
         self.forget()
 
     def forget(self) -> None:
@@ -69,6 +72,7 @@ class SlotPlan:
         self.has_sinks = True
         # Whether each of the heads that share a row has all the slots that it may need.
         self.has_all_slots = False
+        self.most_slots: int | None = None  # of the head that has most, if the host knows it
         # Whether a cut has waited for an image: only the device knows how many entries stay then.
         self.cut_late = False
         self.num_evicted = 0  # on the meta device
@@ -213,6 +217,7 @@ class SlotPlan:
         """Note what steps may leave out, and make slots for them."""
         counts = self.count_entries(state)
         self.protect(state.budgets)
+        self.most_slots = self.head_slots(state)
         # Sequences with different budgets are never full all together.
         is_even = self.rule.is_bounded and state.slot_mask is None and self.span == 1
         steps = []

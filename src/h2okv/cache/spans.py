@@ -15,6 +15,7 @@ from h2okv.cache.rope import Rotations, ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
 from h2okv.ops.attention import mean_queries, num_means
+from h2okv.ops.decode import QueryRing
 from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import BlockView, Rule
 
@@ -93,28 +94,16 @@ class Spans:
     # --- queries, for rules that score a span at its end ------------------------------------------
 
     def add_queries(self, state: SlotState, block: Block) -> None:
-        """Note a block's queries, of a span the newest, before its tokens are counted; mutates."""
+        """Note a block's queries, of a span the newest, before its tokens are counted; mutates.
+
+        A step notes its query itself (`ring`).
+        """
         query = mean_queries(block.query, block.key.shape[1])
         batch, heads, length, size = query.shape
         if state.queries is None:
             self.make_room(state, block)
         assert state.queries is not None
         assert state.query_positions is not None
-        if block.real is None and batch == length == 1:  # a step, in few operations
-            placed: Any = 0 if block.position_ids is None else block.position_ids.view(1)
-            if state.known_lengths is not None and state.queries.is_cpu:
-                at = state.known_lengths[0] % self.length
-                state.queries.select(2, at).copy_(query.select(2, 0))
-                state.query_positions[0, at] = placed
-                return
-            column = state.num_real_tokens % self.length
-            state.queries.index_copy_(2, column, query)
-            if block.position_ids is None:
-                state.query_positions.index_fill_(1, column, 0)
-            else:
-                placed = placed.to(state.query_positions.dtype).unsqueeze(0)
-                state.query_positions.index_copy_(1, column, placed)
-            return
         order, real = torch.arange(length, device=state.device).expand(batch, length), block.real
         if real is not None:
             order = real.cumsum(dim=1) - 1
@@ -135,6 +124,12 @@ class Spans:
             position_ids = position_ids[sequences, tokens]
         state.queries[index] = query
         state.query_positions[index[0], index[2]] = position_ids
+
+    def ring(self, state: SlotState, block: Block) -> QueryRing:
+        """Return where a step notes its query, as `add_queries` does; mutates the state."""
+        self.make_room(state, block)
+        placed = None if block.position_ids is None else block.position_ids[:, 0, 0, 0]
+        return QueryRing(state.queries, state.query_positions, placed)
 
     def make_room(self, state: SlotState, block: Block) -> None:
         """Allocate the queries of a span, if there are none yet; mutates the state."""

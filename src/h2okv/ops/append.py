@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2okv.ops.decode import Slots, StepRules, decode_with_scores
+from h2okv.ops.decode import Slots, StepRules, decode_with_scores, keep_query, write_weight
 
 # Slots by which the products of a step grow, in dtypes of fewer bits than fp32: each new shape
 # costs their library more than the product itself.
@@ -112,6 +112,8 @@ def append_step(
     assert isinstance(slots.keys, Tensor)
     assert isinstance(slots.values, Tensor)
     spec = rules.spec
+    keep_query(query, key, slots, rules)
+    write_weight(slots, rules, value)
     slots.keys.view(-1, key.shape[-1]).index_copy_(0, tail.free, key.reshape(-1, key.shape[-1]))
     if slots.has_values:
         value_size = value.shape[-1]

@@ -11,11 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_origin, ge
 import torch
 from torch import Tensor
 
+from h2okv.ops.attention import mean_queries
 from h2okv.ops.choice import protected_entries
 from h2okv.ops.compaction import NO_HEAD
 from h2okv.ops.indexed import Indexed, mix_values
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_logits, packed_output
-from h2okv.ops.reference import AttentionSpec, compute_dtype, softmax
+from h2okv.ops.reference import AttentionSpec, compute_dtype, softmax, value_norms
 from h2okv.ops.rope import rotate
 
 # Numbers of keys rotated at a time on a CPU: 2.5 MiB in fp32, which its cache holds.
@@ -398,6 +399,16 @@ class StepNumbers(NamedTuple):
     recent: int  # protected newest positions
 
 
+class QueryRing(NamedTuple):
+    """Where steps keep their queries: that of a sequence's token t is at ``t % c``."""
+
+    # n means of the query heads of a KV head, [B, H * n, c, D]; in the blocks of `Indexed` keys,
+    # [N, H * n, c, D].
+    queries: Tensor
+    positions: Tensor | None  # int64 [B, c], where the model has put them, if that is needed
+    placed: Tensor | None  # the same of the new tokens, int [B or 1]; None: 0
+
+
 class StepRules(NamedTuple):
     """What stays the same from step to step."""
 
@@ -415,6 +426,11 @@ class StepRules(NamedTuple):
     adds: bool = True  # whether the step adds its probabilities to the scores
     # Saves a CPU operations; None where sequences differ or get padding.
     numbers: StepNumbers | None = None
+    # L1 norms of the values, fp32 [B, H, S], by which scores are multiplied; the step adds that of
+    # the new one. None: scores stand as they are, or the priority knows.
+    weights: Tensor | None = None
+    ring: QueryRing | None = None  # where the step keeps its query; None: nowhere
+    most_slots: int | None = None  # of a head that shares a row; None if the host does not know
 
 
 def decode_step(
@@ -441,8 +457,10 @@ def decode_step(
         ``[B, HQ, 1, Dv]`` in the values' dtype; in the query's if they are packed.
     """
     full = rules.full and real is None
+    keep_query(query, key, slots, rules, real)
     query, ranks = rank_new(query, slots, rules, full, real)
     _write_both(slots, key, value)
+    write_weight(slots, rules, value)
     write_position(slots, rules.numbers, real)
     slots.scores.scatter_(-1, slots.free_slot, 0.0)
     hidden = None if full else slots.positions < 0
@@ -471,6 +489,41 @@ def end_step(
     slots.num_real_tokens.add_(count)
     if rules.evicts and real is not None:
         evict_one(slots, rules, full, slots.num_real_tokens.view(-1, 1, 1) - 1, others)
+
+
+def keep_query(
+    query: Tensor, key: Tensor, slots: Slots, rules: StepRules, real: Tensor | None = None
+) -> None:
+    """Write the new tokens' queries into their ring, if there is one; mutates it."""
+    if rules.ring is None:
+        return
+    queries, positions, placed = rules.ring
+    means, span = mean_queries(query, key.shape[1]).squeeze(2), queries.shape[2]
+    if rules.numbers is not None:
+        column = rules.numbers.newest % span
+        queries.select(2, column).copy_(means)
+        if positions is not None:
+            positions[:, column] = 0 if placed is None else placed
+        return
+    columns = slots.num_real_tokens % span
+    rows = blocks = torch.arange(len(query), device=query.device)
+    if isinstance(slots.keys, Indexed):
+        blocks = slots.keys.block_index
+    if real is not None:
+        means = torch.where(real.unsqueeze(1), means, queries[blocks, :, columns])
+    queries[blocks, :, columns] = means
+    if positions is not None:
+        new = torch.zeros_like(columns) if placed is None else placed.to(positions.dtype)
+        if real is not None:
+            new = torch.where(real[:, 0], new, positions[rows, columns])
+        positions[rows, columns] = new
+
+
+def write_weight(slots: Slots, rules: StepRules, value: Tensor) -> None:
+    """Write the new values' norms where the rules say so; mutates the weights."""
+    if rules.weights is not None:
+        norms = value_norms(value).view_as(slots.free_slot)
+        rules.weights.scatter_(-1, slots.free_slot, norms)
 
 
 def write_position(slots: Slots, numbers: StepNumbers | None, real: Tensor | None) -> None:
@@ -519,6 +572,8 @@ def evict_one(
         others: `Slots.of_others`, if it is at hand.
     """
     rank, limits = slots.scores, rules.numbers or (newest, rules.sink, rules.recent)
+    if rules.weights is not None:
+        rank = rank * rules.weights
     if rules.priority is not None:
         rank = rules.priority(slots.scores, slots.positions, newest)
     # Slots of other heads stand behind all: the newest token is not pinned, so that every head has

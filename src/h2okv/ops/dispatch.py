@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from h2okv.ops import flash_varlen
-from h2okv.ops.attention import blockwise_attention_with_scores
-from h2okv.ops.decode import Slots, StepRules, decode_step
+from h2okv.ops.attention import blockwise_attention_with_scores, mean_queries
+from h2okv.ops.decode import QueryRing, Slots, StepRules, decode_step
 from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores, causal
 
 VARIABLE = "H2OKV_OPS"  # of the environment: the implementation for a whole process
 IMPLEMENTATIONS = ("auto", "plain", "triton")
 _override: ContextVar[str | None] = ContextVar("h2okv_ops", default=None)
-# Device, dtype, D, Dv and G: what decides whether the kernels can run.
-Case = tuple[torch.device, torch.dtype, int, int, int]
+# Device, dtype, D, Dv, G, and whether heads share rows: what decides whether the kernels can run.
+Case = tuple[torch.device, torch.dtype, int, int, int, bool]
 
 
 class Operations(NamedTuple):
@@ -74,10 +74,11 @@ def operations(
     value_size: int,
     groups: int,
     is_packed: bool = False,
+    is_by_head: bool = False,
 ) -> Operations:
     """Chooses what the tokens of a layer run through, until its next block."""
     name, why, remedy = implementation_in_use(), None, "leave the choice to ops='auto'"
-    case = device, dtype, size, value_size, groups
+    case = device, dtype, size, value_size, groups, is_by_head
     if name == "plain":
         why = "asked for: plain"
     elif name == "triton" and is_packed:
@@ -165,25 +166,20 @@ def _disagreement(case: Case) -> str | None:
     device, dtype, size = case[:3]
     query, key, value, entries = _example_block(case)
     past, spec = key.shape[2] - query.shape[2], AttentionSpec(size**-0.5)
-    slots = _example_slots(key, value)
-    copies = [tensor.clone() for tensor in slots]
-    rules = StepRules(spec, torch.full((1, 1, 1), 30, device=device), full=True)
     token = query[:, :, :1], key[:, :, :1], value[:, :, :1]
+    steps = [_example_step(query, key, value, spec, case[5], evicts) for evicts in (True, False)]
     try:
         kernels = _load_kernels(device)
-        result = (
-            *kernels.attend(query, key, value, Visibility(past, entries), spec),
-            kernels.step(*token, Slots(*slots), rules),
-            *slots,
-        )
+        result = [*kernels.attend(query, key, value, Visibility(past, entries), spec)]
+        for slots, rules in steps:
+            result += [kernels.step(*token, slots, rules), *_changed(slots, rules)]
     except Exception as error:  # a compiler's failures have as many types as there are drivers
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     visible = causal(query, key) & entries.unsqueeze(2)
-    expected = (
-        *attention_with_scores(query, key, value, visible, spec),
-        decode_step(*token, Slots(*copies), rules),
-        *copies,
-    )
+    expected = [*attention_with_scores(query, key, value, visible, spec)]
+    for evicts in (True, False):
+        slots, rules = _example_step(query, key, value, spec, case[5], evicts)
+        expected += [decode_step(*token, slots, rules), *_changed(slots, rules)]
     if _same(result, expected):
         return None
     return f"they differ from plain PyTorch for {dtype} and heads of {size}"
@@ -198,7 +194,7 @@ def _same(result: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
 
 def _example_block(case: Case) -> tuple[Tensor, ...]:
     """Query, key and value of 70 tokens after 20, and which keys are entries, ``[1, H, N]``."""
-    device, dtype, size, value_size, groups = case
+    device, dtype, size, value_size, groups, _ = case
     generator = torch.Generator().manual_seed(0)
     shapes = ((2 * groups, 70, size), (2, 90, size), (2, 90, value_size))
     drawn = [torch.randn(1, *shape, generator=generator).to(device, dtype) for shape in shapes]
@@ -206,12 +202,36 @@ def _example_block(case: Case) -> tuple[Tensor, ...]:
     return (*drawn, entries.expand(1, 2, -1))
 
 
-def _example_slots(key: Tensor, value: Tensor) -> list[Tensor]:
-    """Return the first fields of `Slots` with one free slot."""
-    batch, heads, num_slots = key.shape[:3]
-    positions = torch.arange(num_slots, dtype=torch.int32, device=key.device)
-    positions = positions.repeat(batch, heads, 1)
+def _example_step(
+    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec, is_by_head: bool, evicts: bool
+) -> tuple[Slots, StepRules]:
+    """Return slots that hold entries of ``[1, H, N, ...]`` but one of each head, and rules."""
+    heads, num_slots, device = *key.shape[1:3], key.device
+
+    def rows(tensor: Tensor) -> Tensor:
+        # In a row that heads share the first one has fewer slots.
+        return (tensor.flatten(1, 2)[:, None, 20:] if is_by_head else tensor).clone()
+
+    head = torch.arange(heads, device=device).view(1, -1, 1)
+    positions = torch.arange(num_slots, dtype=torch.int32, device=device).repeat(1, heads, 1)
     positions[..., -1] = -1
-    free_slot = torch.full((batch, heads, 1), num_slots - 1, device=key.device)
-    scores = (positions % 13).float()
-    return [key.clone(), value.clone(), scores, positions, free_slot, free_slot[:, 0, 0].clone()]
+    scores, weights = (positions % 13).float(), (positions % 7 + 1).float()
+    free, seen = torch.full_like(head, num_slots - 1), torch.full_like(head[0, 0], num_slots - 1)
+    if is_by_head:
+        free = (free + head * num_slots - 20).view(1, 1, -1)
+    slots = Slots(rows(key), rows(value), rows(scores), rows(positions), free, seen)
+    if is_by_head:
+        slots.head_of_slot = rows(head.expand_as(positions).to(torch.uint8))
+    recent = torch.full((1, 1, 1), 30, device=device)
+    rules = StepRules(spec, recent, full=evicts, evicts=evicts, adds=evicts)
+    if evicts:
+        return slots, rules._replace(weights=rows(weights))
+    queries = mean_queries(query, heads)[:, :, :5].clone()
+    placed = torch.arange(5, device=device)
+    return slots, rules._replace(ring=QueryRing(queries, placed.repeat(1, 1), placed[:1] + 7))
+
+
+def _changed(slots: Slots, rules: StepRules) -> list[Tensor]:
+    """Return the tensors that a step changes."""
+    tensors = (*list(vars(slots).values())[:6], rules.weights, *(rules.ring or ())[:2])
+    return [tensor for tensor in tensors if tensor is not None]

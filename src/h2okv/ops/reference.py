@@ -80,6 +80,14 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
+def value_norms(values: Tensor) -> Tensor:
+    """Return the L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``, never 0."""
+    # Not `torch.promote_types`, an operation more in every step; float64 is not narrowed before.
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    norms = values.abs().sum(dim=-1, dtype=wide).to(torch.float32)  # vector_norm: 6 times slower
+    return norms.clamp_(min=torch.finfo(torch.float32).tiny)  # inf (a pin) times 0 would be NaN
+
+
 def softmax(logits: Tensor, sink_logits: Tensor | None) -> Tensor:
     """Normalise logits ``[..., N]``, with one more if sinks ``[..., 1]`` are given."""
     if sink_logits is None:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from h2okv.ops.decode import Slots, StepRules, end_step, rank_new
+from h2okv.ops.decode import Slots, StepRules, evict_one, keep_query, rank_new
 from h2okv.ops.indexed import Indexed
 
 # What a program of the first kernel reads at a time, in the dtype that it computes with.
@@ -20,6 +20,10 @@ _FINISH_SLOTS = 256
 _PROGRAMS_PER_CORE = 4  # fewer leave the memory idle between two loads
 # Replaces -inf as the maximum of a row that sees nothing: inf - inf would be NaN.
 _NOTHING = tl.constexpr(-1e30)
+_TINY, _LARGEST = (
+    tl.constexpr(getattr(torch.finfo(torch.float32), name)) for name in ("tiny", "max")
+)
+_MARKS = 256  # slots of a shared row of which programs look up the heads first
 
 
 @triton.jit
@@ -29,26 +33,69 @@ def number(value):
 
 
 @triton.jit
+def _capped(scores, softcap, HAS_SOFTCAP: tl.constexpr):
+    if HAS_SOFTCAP:
+        cap = number(softcap)
+        scores = (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0) * cap
+    return scores
+
+
+@triton.jit
+def _first_slot(heads, head, num_slots, STRIDE: tl.constexpr, MARKS: tl.constexpr):
+    """Count the slots of a shared row that come before those of a head; their heads ascend."""
+    marks = tl.arange(0, MARKS) * STRIDE
+    is_before = tl.load(heads + marks, mask=marks < num_slots, other=255).to(tl.int32) < head
+    start = tl.maximum(tl.sum(is_before.to(tl.int32), axis=0) - 1, 0) * STRIDE
+    slots = start + tl.arange(0, STRIDE)
+    is_before = tl.load(heads + slots, mask=slots < num_slots, other=255).to(tl.int32) < head
+    return start + tl.sum(is_before.to(tl.int32), axis=0)
+
+
+@triton.jit
+def _slots_of(
+    heads, row, num_slots,
+    HEADS: tl.constexpr, SHARED: tl.constexpr, STRIDE: tl.constexpr, MARKS: tl.constexpr,
+):  # fmt: skip
+    """Return the row of slots that a KV head has or shares, and its first and last slot there."""
+    first, end = 0, num_slots
+    if SHARED:
+        batch, head = row // HEADS, (row % HEADS).to(tl.int32)
+        heads += batch * num_slots
+        first = _first_slot(heads, head, num_slots, STRIDE, MARKS)
+        end = _first_slot(heads, head + 1, num_slots, STRIDE, MARKS)
+        row = batch
+    return row, first, end
+
+
+@triton.jit
 def _attend(
-    query, new_key, new_value, keys, values, blocks, positions, free, seen, real, factors, ranks,
-    logits, tops, totals, mixed,
-    query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b,
-    num_slots, split_size, scale, softcap,
+    query, new_key, new_value, keys, values, blocks, scores, positions, weights, heads,
+    free, seen, real, factors, ranks, queries, query_positions, placed,
+    logits, tops, totals, mixed, newest,
+    query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b, queries_b, placed_b,
+    num_slots, split_size, span, scale, softcap,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
     HAS_BLOCKS: tl.constexpr, HAS_REAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, WEIGHS: tl.constexpr, KEEPS_LOGITS: tl.constexpr,
+    CHOOSES: tl.constexpr, PRECISION: tl.constexpr,
+    MEANS: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_PLACED: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    BLOCK_S: tl.constexpr, STRIDE: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     row, split = tl.program_id(0), tl.program_id(1)
     row = row.to(tl.int64)
     batch, head = row // HEADS, row % HEADS
     slot = tl.load(free + row)
-    position = tl.load(seen + batch).to(tl.int32)
+    num_seen = tl.load(seen + batch)
+    position, last_position = num_seen.to(tl.int32), num_seen.to(tl.int32)
     if HAS_REAL:
-        position = tl.where(tl.load(real + batch) != 0, position, -1)
-    first = split * split_size
-    last = tl.minimum(first + split_size, num_slots)
+        is_real = tl.load(real + batch) != 0
+        last_position = tl.where(is_real, position, position - 1)
+        position = tl.where(is_real, position, -1)
+    slot_row, begin, end = _slots_of(heads, row, num_slots, HEADS, SHARED, STRIDE, MARKS)
+    first = begin + split * split_size
+    last = tl.minimum(first + split_size, end)
+    base = slot_row * num_slots
     group = tl.arange(0, BLOCK_G)
     # The numbers of a head that do not rotate; all of them when positions stay (R = 0).
     plain = R + tl.arange(0, BLOCK_D)
@@ -62,15 +109,26 @@ def _attend(
     block = batch
     if HAS_BLOCKS:
         block = tl.load(blocks + batch)
-    keys += block * keys_b + head * num_slots * D
-    values += block * values_b + head * num_slots * DV
+    keys += block * keys_b
+    values += block * values_b
+    if not SHARED:
+        keys += head * num_slots * D
+        values += head * num_slots * DV
+    tl.store(positions + base + slot, position, mask=owns)
+    tl.store(scores + base + slot, 0.0, mask=owns)
+    if WEIGHS:
+        norm = tl.sum(tl.abs(added_value.to(tl.float32)), axis=0)
+        tl.store(weights + base + slot, tl.maximum(norm, _TINY), mask=owns)
     tl.store(values + slot * DV + output, added_value, mask=(output < DV) & owns)
+    logit = tl.zeros([BLOCK_G], tl.float32)
     if R < D:
         plain_query = tl.load(
             query_row + plain[None, :], mask=some_queries & (plain < D)[None, :], other=0.0
         )
         plain_added = tl.load(key_row + plain, mask=plain < D, other=0.0)
         tl.store(keys + slot * D + plain, plain_added, mask=(plain < D) & owns)
+        products = plain_query.to(tl.float32) * plain_added.to(tl.float32)[None, :]
+        logit += tl.sum(products, axis=1)
     if R > 0:
         pair = tl.arange(0, BLOCK_R)
         is_pair = pair < R // 2
@@ -81,70 +139,91 @@ def _attend(
         odd_added = tl.load(key_row + 2 * pair + 1, mask=is_pair, other=0.0)
         tl.store(keys + slot * D + 2 * pair, even_added, mask=is_pair & owns)
         tl.store(keys + slot * D + 2 * pair + 1, odd_added, mask=is_pair & owns)
-    top = tl.full([BLOCK_G], _NOTHING, tl.float32)
-    total = tl.zeros([BLOCK_G], tl.float32)
-    mix = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
+        new_rotation = factors + tl.load(ranks + base + slot) * R + 2 * pair
+        new_real = tl.load(new_rotation, mask=is_pair, other=0.0)
+        new_imaginary = tl.load(new_rotation + 1, mask=is_pair, other=0.0)
+        even_added, odd_added = even_added.to(tl.float32), odd_added.to(tl.float32)
+        turned = even_query * (even_added * new_real - odd_added * new_imaginary)[None, :]
+        turned += odd_query * (even_added * new_imaginary + odd_added * new_real)[None, :]
+        logit += tl.sum(turned, axis=1)
+    # The first program starts with the new entry, by its arguments: its slot, which all pass over,
+    # may not have been written yet.
+    has_new = (split == 0) & (position >= 0)
+    if MEANS > 0:  # noqa: SIM102 - decided when the kernel is compiled
+        if has_new:
+            column = num_seen % span
+            for index in tl.static_range(MEANS):
+                # As many query heads as `tensor_split` gives to each mean.
+                larger: tl.constexpr = GROUPS % MEANS
+                size: tl.constexpr = GROUPS // MEANS + (1 if index < larger else 0)
+                before: tl.constexpr = index * (GROUPS // MEANS) + min(index, larger)
+                is_of = (group >= before) & (group < before + size)
+                sums = tl.sum(tl.where(is_of[:, None], plain_query.to(tl.float32), 0.0), axis=0)
+                entry = (head * MEANS + index) * span + column
+                tl.store(
+                    queries + block * queries_b + entry * D + plain,
+                    (sums / size).to(queries.dtype.element_ty), mask=plain < D,
+                )  # fmt: skip
+            if HAS_PLACES:
+                placed_at = 0
+                if HAS_PLACED:
+                    placed_at = tl.load(placed + batch * placed_b)
+                tl.store(query_positions + batch * span + column, placed_at, mask=head == 0)
+    logit = _capped(logit * number(scale), softcap, HAS_SOFTCAP)
+    logit = tl.where(has_new, logit, -float("inf"))
+    rows_of_logits = logits + (slot_row * GROUPS + group) * num_slots
+    if KEEPS_LOGITS:
+        tl.store(rows_of_logits + slot, logit, mask=(group < GROUPS) & (split == 0))
+    top = tl.maximum(logit, _NOTHING)
+    total = tl.exp(logit - top)
+    mix = total[:, None] * tl.where(has_new, added_value.to(tl.float32), 0.0)[None, :]
     for start in range(first, last, BLOCK_S):
         slots = start + tl.arange(0, BLOCK_S)
-        inside = slots < last
-        is_new = slots == slot
-        slot_positions = tl.load(positions + row * num_slots + slots, mask=inside, other=-1)
-        slot_positions = tl.where(is_new, position, slot_positions)
-        is_entry = inside & (slot_positions >= 0)
-        # The new entry comes from its argument: its slot may not have been written yet.
-        cached = (is_entry & (slots != slot))[:, None]
+        inside = (slots < last) & (slots != slot)
+        is_entry = tl.load(positions + base + slots, mask=inside, other=-1) >= 0
         entries = slots[:, None]
-        scores = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
+        scaled = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
         if R < D:
-            key = tl.load(
-                keys + entries * D + plain[None, :],
-                mask=cached & (plain < D)[None, :],
-                other=0.0,
-            )
-            key = tl.where(is_new[:, None], plain_added[None, :], key)
-            scores += tl.dot(
+            seen_key = is_entry[:, None] & (plain < D)[None, :]
+            key = tl.load(keys + entries * D + plain[None, :], mask=seen_key, other=0.0)
+            scaled += tl.dot(
                 plain_query, tl.trans(key.to(plain_query.dtype)), input_precision=PRECISION
             )
         if R > 0:
-            rank = tl.load(ranks + row * num_slots + slots, mask=is_entry, other=0)[:, None]
-            seen_pairs = cached & is_pair[None, :]
-            even = tl.load(keys + entries * D + 2 * pair[None, :], mask=seen_pairs, other=0.0)
-            odd = tl.load(keys + entries * D + 2 * pair[None, :] + 1, mask=seen_pairs, other=0.0)
-            even = tl.where(is_new[:, None], even_added[None, :], even).to(tl.float32)
-            odd = tl.where(is_new[:, None], odd_added[None, :], odd).to(tl.float32)
-            rotated = is_entry[:, None] & is_pair[None, :]
-            real_part = tl.load(factors + rank * R + 2 * pair[None, :], mask=rotated, other=0.0)
-            imaginary = tl.load(factors + rank * R + 2 * pair[None, :] + 1, mask=rotated, other=0.0)
-            scores += tl.dot(
+            rank = tl.load(ranks + base + slots, mask=is_entry, other=0)[:, None]
+            seen_pairs = is_entry[:, None] & is_pair[None, :]
+            key_pair = keys + entries * D + 2 * pair[None, :]
+            even = tl.load(key_pair, mask=seen_pairs, other=0.0).to(tl.float32)
+            odd = tl.load(key_pair + 1, mask=seen_pairs, other=0.0).to(tl.float32)
+            rotation = factors + rank * R + 2 * pair[None, :]
+            real_part = tl.load(rotation, mask=seen_pairs, other=0.0)
+            imaginary = tl.load(rotation + 1, mask=seen_pairs, other=0.0)
+            scaled += tl.dot(
                 even_query, tl.trans(even * real_part - odd * imaginary), input_precision=PRECISION
             )
-            scores += tl.dot(
+            scaled += tl.dot(
                 odd_query, tl.trans(even * imaginary + odd * real_part), input_precision=PRECISION
             )
-        scores = scores * number(scale)
-        if HAS_SOFTCAP:
-            cap = number(softcap)
-            scores = (2.0 * tl.sigmoid(2.0 * scores / cap) - 1.0) * cap
-        scores = tl.where(is_entry[None, :], scores, -float("inf"))
-        tl.store(
-            logits + (row * GROUPS + group)[:, None] * num_slots + slots[None, :],
-            scores, mask=some_queries & inside[None, :],
-        )  # fmt: skip
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp(scores - higher[:, None])
+        scaled = _capped(scaled * number(scale), softcap, HAS_SOFTCAP)
+        scaled = tl.where(is_entry[None, :], scaled, -float("inf"))
+        if KEEPS_LOGITS:
+            tl.store(
+                rows_of_logits[:, None] + slots[None, :], scaled,
+                mask=some_queries & inside[None, :],
+            )  # fmt: skip
+        higher = tl.maximum(top, tl.max(scaled, axis=1))
+        shares = tl.exp(scaled - higher[:, None])
         fade = tl.exp(top - higher)
-        total = total * fade + tl.sum(weights, axis=1)
-        value = tl.load(
-            values + entries * DV + output[None, :],
-            mask=cached & (output < DV)[None, :],
-            other=0.0,
-        )
-        value = tl.where(is_new[:, None], added_value[None, :], value)
+        total = total * fade + tl.sum(shares, axis=1)
         # What is no entry has weight zero, but zero times NaN would still be NaN.
-        value = tl.where(is_entry[:, None], value, 0.0).to(added_value.dtype)
+        seen_value = is_entry[:, None] & (output < DV)[None, :]
+        value = tl.load(values + entries * DV + output[None, :], mask=seen_value, other=0.0)
+        value = value.to(added_value.dtype)
         mix = mix * fade[:, None]
-        mix += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        mix += tl.dot(shares.to(value.dtype), value, input_precision=PRECISION)
         top = higher
+    if CHOOSES:
+        tl.store(newest + row, last_position, mask=split == 0)
     num_splits = tl.num_programs(1)
     at = (row * GROUPS + group) * num_splits + split
     tl.store(tops + at, top, mask=group < GROUPS)
@@ -157,22 +236,26 @@ def _attend(
 
 @triton.jit
 def _finish(
-    output, scores, positions, free, seen, real, slot_mask, ranks, sinks, recents,
-    logits, tops, totals, mixed, sink_logits, num_slots, num_splits,
+    output, scores, positions, weights, heads, free, seen, real, slot_mask, ranks, sinks, recents,
+    logits, tops, totals, mixed, newest, sink_logits, num_slots, num_splits,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DV: tl.constexpr, HAS_REAL: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr,
-    ROLLS: tl.constexpr, CHOOSES: tl.constexpr,
+    ROLLS: tl.constexpr, SHARED: tl.constexpr, WEIGHS: tl.constexpr,
+    ADDS: tl.constexpr, CHOOSES: tl.constexpr, APPENDS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    STRIDE: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch = row // HEADS
-    slot = tl.load(free + row)
-    position = tl.load(seen + batch).to(tl.int32)
-    newest = position
+    count = 1
     if HAS_REAL:
         is_real = tl.load(real + batch) != 0
-        newest = tl.where(is_real, position, position - 1)
-        position = tl.where(is_real, position, -1)
+        count = is_real.to(tl.int32)
+    # No program of this kernel reads what another one counts.
+    if row % HEADS == 0:
+        tl.store(seen + batch, tl.load(seen + batch) + count)
+    if APPENDS:
+        tl.store(free + row, tl.load(free + row) + count)
     group, split, wide = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_DV)
     some_queries = group < GROUPS
     at = (row * GROUPS + group)[:, None] * num_splits + split[None, :]
@@ -202,70 +285,74 @@ def _finish(
         output + (row * GROUPS + group)[:, None] * DV + wide[None, :],
         (mix * factor[:, None]).to(output.dtype.element_ty), mask=has_number,
     )  # fmt: skip
-    if CHOOSES:
-        recent = tl.load(recents + batch).to(tl.int32)
-        sink = 0
-        if HAS_SINKS:
-            sink = tl.load(sinks + batch).to(tl.int32)
-    best_rank = tl.full([], float("inf"), tl.float32)
-    best_position, best = tl.full([], 2147483647, tl.int32), tl.full([], 0, tl.int32)
-    for start in range(0, num_slots, BLOCK_S):
-        slots = start + tl.arange(0, BLOCK_S)
-        inside = slots < num_slots
-        seen_by = some_queries[:, None] & inside[None, :]
-        some_logits = tl.load(
-            logits + (row * GROUPS + group)[:, None] * num_slots + slots[None, :],
-            mask=seen_by, other=-float("inf"),
-        )  # fmt: skip
-        added = tl.sum(tl.exp(some_logits - top[:, None]) * factor[:, None], axis=0)
-        if HAS_REAL:
-            added = tl.where(is_real, added, 0.0)
-        where = row * num_slots + slots
-        score = tl.load(scores + where, mask=inside, other=0.0)
-        score = tl.where(slots == slot, 0.0, score) + added
-        tl.store(scores + where, score, mask=inside)
+    if ADDS or CHOOSES:
+        slot_row, first, end = _slots_of(heads, row, num_slots, HEADS, SHARED, STRIDE, MARKS)
+        base = slot_row * num_slots
+        stays_by = float("inf")
+        if SHARED:
+            stays_by = _LARGEST  # there a pinned entry stands behind a protected one
         if CHOOSES:
-            slot_positions = tl.load(positions + where, mask=inside, other=-1)
-            slot_positions = tl.where(slots == slot, position, slot_positions)
-            stays = slot_positions > newest - recent
+            last_position = tl.load(newest + row)
+            recent = tl.load(recents + batch).to(tl.int32)
+            sink = 0
             if HAS_SINKS:
-                stays = stays | (slot_positions < sink)
-            rank = tl.where(stays, float("inf"), score)
-            rank = tl.where(slot_positions < 0, -float("inf"), rank)
-            if HAS_MASK:
-                is_within = tl.load(slot_mask + where, mask=inside, other=0) != 0
-                rank = tl.where(is_within, rank, float("inf"))
-            # Slots beyond the last one never win.
-            rank = tl.where(inside, rank, float("inf"))
-            slot_positions = tl.where(inside, slot_positions, 2147483647)
-            lowest = tl.min(rank, axis=0)
-            oldest = tl.min(tl.where(rank == lowest, slot_positions, 2147483647), axis=0)
-            leftmost = tl.min(
-                tl.where((rank == lowest) & (slot_positions == oldest), slots, 2147483647), axis=0
-            )
-            is_older = (lowest == best_rank) & (oldest < best_position)
-            is_better = is_older | (lowest < best_rank)
-            best = tl.where(is_better, leftmost, best)
-            best_position = tl.where(is_better, oldest, best_position)
-            best_rank = tl.where(is_better, lowest, best_rank)
-    base = row * num_slots
-    if CHOOSES:
-        # Both stores say the same where the new entry itself is evicted.
-        tl.store(positions + base + slot, tl.where(slot == best, -1, position))
-        tl.store(positions + base + best, -1)
-        tl.store(free + row, best.to(tl.int64))
-        if ROLLS:
-            freed = tl.load(ranks + base + best)
-            tl.debug_barrier()  # or a fast warp moves the rank that a slow one still reads
-            for start in range(0, num_slots, BLOCK_S):
-                slots = start + tl.arange(0, BLOCK_S)
-                inside = slots < num_slots
-                rank = tl.load(ranks + base + slots, mask=inside, other=0)
-                rank = tl.where(rank > freed, rank - 1, rank)
-                rank = tl.where(slots == best, num_slots - 1, rank)
-                tl.store(ranks + base + slots, rank, mask=inside)
-    else:
-        tl.store(positions + base + slot, position)
+                sink = tl.load(sinks + batch).to(tl.int32)
+        best_rank = tl.full([], float("inf"), tl.float32)
+        best_position, best = tl.full([], 2147483647, tl.int32), tl.full([], 0, tl.int32)
+        for start in range(first, end, BLOCK_S):
+            slots = start + tl.arange(0, BLOCK_S)
+            inside = slots < end
+            where = base + slots
+            score = tl.load(scores + where, mask=inside, other=0.0)
+            if ADDS:
+                seen_by = some_queries[:, None] & inside[None, :]
+                some_logits = tl.load(
+                    logits + (slot_row * GROUPS + group)[:, None] * num_slots + slots[None, :],
+                    mask=seen_by, other=-float("inf"),
+                )  # fmt: skip
+                added = tl.sum(tl.exp(some_logits - top[:, None]) * factor[:, None], axis=0)
+                if HAS_REAL:
+                    added = tl.where(is_real, added, 0.0)
+                score += added
+                tl.store(scores + where, score, mask=inside)
+            if CHOOSES:
+                slot_positions = tl.load(positions + where, mask=inside, other=-1)
+                stays = slot_positions > last_position - recent
+                if HAS_SINKS:
+                    stays = stays | (slot_positions < sink)
+                rank = score
+                if WEIGHS:
+                    rank *= tl.load(weights + where, mask=inside, other=1.0)
+                rank = tl.where(stays, stays_by, rank)
+                rank = tl.where(slot_positions < 0, -float("inf"), rank)
+                if HAS_MASK:
+                    is_within = tl.load(slot_mask + where, mask=inside, other=0) != 0
+                    rank = tl.where(is_within, rank, float("inf"))
+                # Slots beyond the last one never win.
+                rank = tl.where(inside, rank, float("inf"))
+                slot_positions = tl.where(inside, slot_positions, 2147483647)
+                lowest = tl.min(rank, axis=0)
+                oldest = tl.min(tl.where(rank == lowest, slot_positions, 2147483647), axis=0)
+                is_oldest = (rank == lowest) & (slot_positions == oldest)
+                leftmost = tl.min(tl.where(is_oldest, slots, 2147483647), axis=0)
+                is_older = (lowest == best_rank) & (oldest < best_position)
+                is_better = is_older | (lowest < best_rank)
+                best = tl.where(is_better, leftmost, best)
+                best_position = tl.where(is_better, oldest, best_position)
+                best_rank = tl.where(is_better, lowest, best_rank)
+        if CHOOSES:
+            tl.store(positions + base + best, -1)
+            tl.store(free + row, best.to(tl.int64))
+            if ROLLS:
+                freed = tl.load(ranks + base + best)
+                tl.debug_barrier()  # or a fast warp moves the rank that a slow one still reads
+                for start in range(0, num_slots, BLOCK_S):
+                    slots = start + tl.arange(0, BLOCK_S)
+                    inside = slots < num_slots
+                    rank = tl.load(ranks + base + slots, mask=inside, other=0)
+                    rank = tl.where(rank > freed, rank - 1, rank)
+                    rank = tl.where(slots == best, num_slots - 1, rank)
+                    tl.store(ranks + base + slots, rank, mask=inside)
 
 
 def decode_step(
@@ -280,6 +367,9 @@ def decode_step(
 ) -> Tensor:
     """Run one token of each sequence through the slots, as `h2okv.ops.decode.decode_step`."""
     full = rules.full and real is None
+    if rules.rotary is not None:  # the kernel sees queries at their ranks
+        keep_query(query, key, slots, rules, real)
+        rules = rules._replace(ring=None)
     query, rolled = rank_new(query, slots, rules, full, real)
     factors, ranks = (None, None) if rolled is None else rolled
     source: Any = slots
@@ -287,17 +377,18 @@ def decode_step(
     if isinstance(keys, Indexed):
         blocks, keys, values = keys.block_index, keys.blocks, values.blocks
     chooses = rules.priority is None and rules.evicts
+    queries, query_positions, placed = rules.ring or (None, None, None)
     # A compiled model calls what was compared with PyTorch here, and looks no further into it.
     run = torch.ops.h2okv.decode_step if torch.compiler.is_compiling() else launch
     output: Tensor = run(
-        query, key, value, keys, values, slots.scores, slots.positions, slots.free_slot, ranks,
-        blocks, slots.num_real_tokens, slots.slot_mask, factors, real, rules.recent, rules.sink,
-        rules.spec.sinks, rules.spec.scale, rules.spec.softcap, chooses, rules.adds, num_cores,
+        query, key, value, keys, values, slots.scores, slots.positions, slots.free_slot,
+        slots.num_real_tokens, ranks, rules.weights, queries, query_positions,
+        blocks, slots.head_of_slot, slots.slot_mask, factors, placed, real,
+        rules.recent, rules.sink, rules.spec.sinks, rules.spec.scale, rules.spec.softcap,
+        chooses, rules.evicts, rules.adds, rules.most_slots, num_cores,
     )  # fmt: skip
-    if chooses:
-        slots.num_real_tokens.add_(1 if real is None else real[:, 0])
-    else:
-        end_step(slots, rules, full, real)
+    if rules.evicts and not chooses:
+        evict_one(slots, rules, full, slots.num_real_tokens.view(-1, 1, 1) - 1)
     return output
 
 
@@ -310,11 +401,16 @@ def launch(
     scores: Tensor,
     positions: Tensor,
     free_slot: Tensor,
-    ranks: Tensor | None,
-    blocks: Tensor | None,
     num_real_tokens: Tensor,
+    ranks: Tensor | None,
+    weights: Tensor | None,
+    queries: Tensor | None,
+    query_positions: Tensor | None,
+    blocks: Tensor | None,
+    head_of_slot: Tensor | None,
     slot_mask: Tensor | None,
     factors: Tensor | None,
+    placed: Tensor | None,
     real: Tensor | None,
     recent: Tensor,
     sink: Tensor | None,
@@ -322,70 +418,92 @@ def launch(
     scale: float,
     softcap: float | None,
     chooses: bool,
+    evicts: bool,
     adds: bool,
+    most_slots: int | None,
     num_cores: int,
 ) -> Tensor:
-    """Launch both kernels; mutates the six tensors from ``keys`` on.
+    """Launch both kernels; mutates the ten tensors from ``keys`` on.
 
-    The tensors are those of `decode_step` and of `Slots`; ``keys`` and ``values`` may be the blocks
-    of a pool ``[N, H, S, D]``, of which ``blocks`` names each sequence's, int64 ``[B]``. Without
-    ``factors`` positions stay. ``chooses`` tells whether the kernel picks the next free slot.
+    The tensors are those of `decode_step`, of `Slots` and of `QueryRing`; ``keys`` and ``values``
+    may be the blocks of a pool ``[N, H, S, D]``, of which ``blocks`` names each sequence's, int64
+    ``[B]``. Without ``factors`` positions stay. ``chooses`` tells whether the kernel picks the next
+    free slot.
     """
     width = 0 if factors is None else 2 * factors.shape[-2]
     batch, num_heads, _, size = query.shape
-    num_kv_heads, num_slots, value_size = keys.shape[1], keys.shape[2], values.shape[3]
+    num_kv_heads, num_slots, value_size = key.shape[1], keys.shape[2], values.shape[3]
     groups, rows = num_heads // num_kv_heads, batch * num_kv_heads
     query, key, value = (states.contiguous() for states in (query, key, value))
     exact = key.dtype == torch.float32 or width > 0
     # Shared memory of small cards, 96 KiB, holds this number of blocks.
     stages = 3 if not exact else 1 if width and key.dtype == torch.float32 else 2
     block = block_slots(size, value_size, 4 if exact else key.element_size())
-    num_splits = share_out(rows, num_slots, block, num_cores)
-    logits = query.new_empty((rows, groups, num_slots), dtype=torch.float32)
+    is_shared = head_of_slot is not None
+    # Of the mean head, where heads share a row: the others' programs end early or are more.
+    mean_slots = math.ceil(num_slots / num_kv_heads) if is_shared else num_slots
+    most_slots = most_slots if is_shared and most_slots else num_slots
+    num_splits, split_size = share_out(rows, mean_slots, most_slots, block, num_cores)
+    logits = query.new_empty((*positions.shape[:2], groups, num_slots), dtype=torch.float32)
     tops = query.new_empty((2, rows, groups, num_splits), dtype=torch.float32)
     mixed = query.new_empty((rows, groups, num_splits, value_size), dtype=torch.float32)
+    newest = query.new_empty(rows, dtype=torch.int32)
     output = value.new_empty((batch, num_heads, 1, value_size))
 
     def pointer(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         # The free slot stands for pointers that are not read.
         return free_slot if tensor is None else tensor.to(dtype or tensor.dtype).contiguous()
 
-    mask = pointer(real, torch.uint8)
+    mask, heads = pointer(real, torch.uint8), pointer(head_of_slot)
+    ring = free_slot if queries is None else queries
+    same = {
+        "HEADS": num_kv_heads, "GROUPS": groups, "DV": value_size, "HAS_REAL": real is not None,
+        "SHARED": is_shared, "CHOOSES": chooses, "WEIGHS": weights is not None,
+        "BLOCK_DV": side(value_size), "MARKS": _MARKS,
+        "STRIDE": triton.next_power_of_2(math.ceil(num_slots / _MARKS)),
+    }  # fmt: skip
     _attend[(rows, num_splits)](
-        query, key, value, keys, values, pointer(blocks), positions, free_slot,
-        num_real_tokens, mask, pointer(factors), pointer(ranks), logits, tops[0], tops[1], mixed,
+        query, key, value, keys, values, pointer(blocks), scores, positions, pointer(weights),
+        heads, free_slot, num_real_tokens, mask, pointer(factors), pointer(ranks), ring,
+        pointer(query_positions), pointer(placed), logits, tops[0], tops[1], mixed, newest,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-        value.stride(0), value.stride(1), keys.stride(0), values.stride(0),
-        num_slots, _split_size(num_slots, num_splits, block),
+        value.stride(0), value.stride(1), keys.stride(0), values.stride(0), ring.stride(0),
+        0 if placed is None or len(placed) == 1 else 1,
+        num_slots, split_size, 1 if queries is None else queries.shape[2],
         scale, 1.0 if softcap is None else softcap,
-        HEADS=num_kv_heads, GROUPS=groups, D=size, DV=value_size, R=width,
-        HAS_BLOCKS=blocks is not None, HAS_REAL=real is not None, HAS_SOFTCAP=softcap is not None,
+        D=size, R=width, HAS_BLOCKS=blocks is not None, HAS_SOFTCAP=softcap is not None,
+        KEEPS_LOGITS=adds, MEANS=0 if queries is None else queries.shape[1] // num_kv_heads,
+        HAS_PLACES=query_positions is not None, HAS_PLACED=placed is not None,
         PRECISION="tf32x3" if exact else "tf32",
         BLOCK_G=side(groups), BLOCK_D=side(size - width), BLOCK_R=side(width // 2),
-        BLOCK_DV=side(value_size), BLOCK_S=block, num_stages=stages,
+        BLOCK_S=block, num_stages=stages, **same,
     )  # fmt: skip
     _finish[(rows,)](
-        output, scores if adds else torch.empty_like(scores), positions, free_slot,
-        num_real_tokens, mask, pointer(slot_mask, torch.uint8), pointer(ranks), pointer(sink),
-        recent, logits, tops[0], tops[1], mixed, pointer(sink_logits), num_slots, num_splits,
-        HEADS=num_kv_heads, GROUPS=groups, DV=value_size, HAS_REAL=real is not None,
+        output, scores, positions, pointer(weights), heads, free_slot, num_real_tokens, mask,
+        pointer(slot_mask, torch.uint8), pointer(ranks), pointer(sink), recent,
+        logits, tops[0], tops[1], mixed, newest, pointer(sink_logits), num_slots, num_splits,
         HAS_SINK_LOGITS=sink_logits is not None, HAS_SINKS=sink is not None,
-        HAS_MASK=slot_mask is not None, ROLLS=width > 0, CHOOSES=chooses,
+        HAS_MASK=slot_mask is not None, ROLLS=width > 0, ADDS=adds,
+        APPENDS=not evicts,
         BLOCK_G=triton.next_power_of_2(groups), BLOCK_P=triton.next_power_of_2(num_splits),
-        BLOCK_DV=side(value_size), BLOCK_S=_FINISH_SLOTS,
+        BLOCK_S=_FINISH_SLOTS, **same,
     )  # fmt: skip
     return output
 
 
 @torch.library.custom_op(
     "h2okv::decode_step",
-    mutates_args=("keys", "values", "scores", "positions", "free_slot", "ranks"),
+    mutates_args=(
+        "keys", "values", "scores", "positions", "free_slot", "num_real_tokens", "ranks",
+        "weights", "queries", "query_positions",
+    ),
     schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values,"
-    " Tensor(c!) scores, Tensor(d!) positions, Tensor(e!) free_slot, Tensor(f!)? ranks,"
-    " Tensor? blocks, Tensor num_real_tokens, Tensor? slot_mask, Tensor? factors, Tensor? real,"
-    " Tensor recent, Tensor? sink, Tensor? sink_logits, float scale, float? softcap,"
-    " bool chooses, bool adds, int num_cores) -> Tensor",
-)
+    " Tensor(c!) scores, Tensor(d!) positions, Tensor(e!) free_slot, Tensor(f!) num_real_tokens,"
+    " Tensor(g!)? ranks, Tensor(h!)? weights, Tensor(i!)? queries, Tensor(j!)? query_positions,"
+    " Tensor? blocks, Tensor? head_of_slot, Tensor? slot_mask, Tensor? factors, Tensor? placed,"
+    " Tensor? real, Tensor recent, Tensor? sink, Tensor? sink_logits, float scale, float? softcap,"
+    " bool chooses, bool evicts, bool adds, int? most_slots, int num_cores) -> Tensor",
+)  # fmt: skip
 def _compiled_step(query: Tensor, *args: Any) -> Tensor:
     if not query.is_cuda:
         return launch(query, *args)
@@ -404,15 +522,14 @@ def block_slots(size: int, value_size: int, itemsize: int) -> int:
     return max(16, min(64, 1 << (fitting.bit_length() - 1)))
 
 
-def share_out(rows: int, num_slots: int, block: int, num_cores: int) -> int:
-    """Says into how many parts the slots of each KV head are cut."""
+def share_out(
+    rows: int, mean_slots: int, most_slots: int, block: int, num_cores: int
+) -> tuple[int, int]:
+    """Say into how many parts the slots of each KV head are cut, and of how many slots each is."""
     desired = math.ceil(_PROGRAMS_PER_CORE * num_cores / rows)
-    num_splits = max(1, min(desired, math.ceil(num_slots / block)))
-    return math.ceil(num_slots / _split_size(num_slots, num_splits, block))
-
-
-def _split_size(num_slots: int, num_splits: int, block: int) -> int:
-    return block * math.ceil(math.ceil(num_slots / num_splits) / block)
+    num_splits = max(1, min(desired, math.ceil(mean_slots / block)))
+    split_size = block * math.ceil(mean_slots / num_splits / block)
+    return math.ceil(most_slots / split_size), split_size
 
 
 def side(size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2okv.policy.scoring import BlockView, Scoring, Sees, value_norms
+from h2okv.policy.scoring import BlockView, Scoring, Sees
 
 
 class Expected(Scoring):
@@ -20,9 +20,7 @@ class Expected(Scoring):
 
     name = "expected"
     sees = Sees.QUERIES
+    weighs_norms = True
 
     def score_block(self, block: BlockView) -> Tensor:
         return block.attend_from_behind()
-
-    def value_weights(self, values: Tensor) -> Tensor:
-        return value_norms(values)

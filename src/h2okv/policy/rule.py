@@ -145,13 +145,20 @@ class Rule:
     @property
     def weighs_values(self) -> bool:
         """Whether entries carry weights of their values (`Scoring.value_weights`)."""
-        return type(self.scoring).value_weights is not Scoring.value_weights
+        is_plain = type(self.scoring).value_weights is Scoring.value_weights
+        return self.scoring.weighs_norms or not is_plain
+
+    @property
+    def weighs_norms(self) -> bool:
+        """Whether these weights are L1 norms, which kernels compute."""
+        is_plain = type(self.scoring).value_weights is Scoring.value_weights
+        return self.scoring.weighs_norms and is_plain
 
     @property
     def ranks_by_sums(self) -> bool:
-        """Whether ranks are the accumulated numbers as they stand, as kernels take them."""
+        """Whether ranks are the accumulated numbers, by their weights, as kernels take them."""
         is_plain = type(self.scoring).eviction_scores is Scoring.eviction_scores
-        return self.ranks_by_scores and is_plain and not self.weighs_values
+        return self.ranks_by_scores and is_plain and self.weighs_norms == self.weighs_values
 
     def query_weights(self, later: Tensor, recent: Tensor) -> Tensor | None:
         """Return what each query counts for, fp32 ``[B, T]``; ``None`` for one.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from h2okv.ops.reference import AttentionSpec, softmax
+from h2okv.ops.reference import AttentionSpec, softmax, value_norms
 
 
 class Sees(Enum):
@@ -89,6 +89,8 @@ class Scoring:
     """The decay where a user gives none."""
     takes_decay: ClassVar[bool] = False
     """Whether a user may give a decay."""
+    weighs_norms: ClassVar[bool] = False
+    """Whether the weights of values are their L1 norms, which steps of kernels know."""
 
     def __init__(self, decay: float | None = None) -> None:
         """Make a scoring.
@@ -120,7 +122,7 @@ class Scoring:
 
         It is kept with the entry, fp32 ``[B, H, N]``, and multiplies its score.
         """
-        return None
+        return value_norms(values) if self.weighs_norms else None
 
     def eviction_scores(
         self, scores: Tensor, positions: Tensor, newest: Tensor, weights: Tensor | None
@@ -157,11 +159,3 @@ def power(decay: float, exponent: Tensor) -> Tensor:
     """Return ``decay ** exponent`` in fp32, never 0, which would turn infinite scores into NaN."""
     power = torch.exp(exponent.to(torch.float32) * math.log(decay))
     return power.clamp_(min=torch.finfo(torch.float32).tiny)
-
-
-def value_norms(values: Tensor) -> Tensor:
-    """Return the L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``, never 0."""
-    # Not `torch.promote_types`, an operation more in every step; float64 is not narrowed before.
-    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    norms = values.abs().sum(dim=-1, dtype=wide).to(torch.float32)  # vector_norm: 6 times slower
-    return norms.clamp_(min=torch.finfo(torch.float32).tiny)  # inf (a pin) times 0 would be NaN

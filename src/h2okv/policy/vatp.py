@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from h2okv.policy.scoring import Scoring, value_norms
+from h2okv.policy.scoring import Scoring
 
 
 class ValueNorm(Scoring):
@@ -15,7 +13,4 @@ class ValueNorm(Scoring):
     """
 
     name = "value_norm"
-    takes_decay = True
-
-    def value_weights(self, values: Tensor) -> Tensor:
-        return value_norms(values)
+    takes_decay = weighs_norms = True

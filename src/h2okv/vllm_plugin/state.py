@@ -221,6 +221,7 @@ class StateLayer(SlotLayer):
         slots.is_full, slots.steps_left = is_full and self.spans is None, -1
         slots.drop_tail()
         slots.has_sinks = self.largest.sink > 0
+        slots.most_slots = max(self.totals) + slots.span
         token = Block(query, key, value, None, None, None, self.attention_spec)
         output = self._read_token(token)
         for name in small:
@@ -289,16 +290,6 @@ class _BlockSpans(Spans):
         phase = (seen % self.length + self.length * is_over).unsqueeze(1)
         columns = torch.arange(self.length, device=seen.device)
         return torch.where(columns < phase, seen.unsqueeze(1) - phase + columns, -1)
-
-    def add_queries(self, state: SlotState, block: Block) -> None:
-        """Note a block's queries; those of a step in place. Mutates the state, or its blocks."""
-        if not isinstance(state.keys, Indexed):
-            super().add_queries(state, block)
-            return
-        query = mean_queries(block.query, block.key.shape[1]).squeeze(2)
-        columns = state.num_real_tokens % self.length
-        assert state.queries is not None
-        state.queries[state.keys.block_index, :, columns] = query
 
 
 class StatePool:
