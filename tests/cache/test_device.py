@@ -28,23 +28,23 @@ OPTIONS = {
 # Launches and waits of a layer, and those of a forward beside its layers', as measured. They may
 # only fall: who lowers one, lowers it here.
 BOUNDS = {
-    "h2o": {"prompt": (67, 0, 3, 1), "step": (3, 0, 0, 0)},
-    "expected": {"prompt": (110, 0, 32, 1), "step": (3, 0, 0, 0)},
-    "best by head": {"prompt": (137, 0, 32, 1), "step": (3, 0, 0, 0)},
+    "h2o": {"prompt": (67, 0, 3, 1), "step": (2, 0, 0, 0)},
+    "expected": {"prompt": (110, 0, 32, 1), "step": (2, 0, 0, 0)},
+    "best by head": {"prompt": (137, 0, 32, 1), "step": (2, 0, 0, 0)},
     "best by head, whole prompts, spans": {
-        "prompt": (144, 0, 32, 1), "step": (3, 0, 0, 0), "cut": (174, 0, 0, 0),
+        "prompt": (144, 0, 32, 1), "step": (2, 0, 0, 0), "cut": (173, 0, 0, 0),
         "chunk": (0, 0, 0, 0),
     },
     "h2o, spans": {
-        "prompt": (202, 0, 3, 1), "step": (3, 0, 0, 0), "cut": (64, 0, 0, 0),
+        "prompt": (202, 0, 3, 1), "step": (2, 0, 0, 0), "cut": (63, 0, 0, 0),
         "chunk": (65, 0, 0, 0),
     },
     "expected, spans": {
-        "prompt": (459, 0, 3, 1), "step": (3, 0, 0, 0), "cut": (148, 0, 0, 0),
+        "prompt": (459, 0, 3, 1), "step": (2, 0, 0, 0), "cut": (147, 0, 0, 0),
         "chunk": (152, 0, 0, 0),
     },
     "best by head, spans": {
-        "prompt": (582, 0, 3, 1), "step": (3, 0, 0, 0), "cut": (170, 0, 0, 0),
+        "prompt": (582, 0, 3, 1), "step": (2, 0, 0, 0), "cut": (169, 0, 0, 0),
         "chunk": (200, 0, 0, 0),
     },
 }  # fmt: skip

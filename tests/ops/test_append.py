@@ -13,6 +13,7 @@ COUNTS = {
     "heads and sequences alike": [[5, 5, 5], [5, 5, 5]],
     "sequences differ": [[5, 5, 5], [2, 2, 2]],
     "heads differ": [[5, 2, 7], [1, 8, 4]],
+    "heads without an entry": [[5, 0, 3], [0, 0, 2]],
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -90,7 +91,7 @@ def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
     spec, span = AttentionSpec(scale, softcap, sinks), 4
     ring = QueryRing(torch.randn(2, HEADS, span, SIZE).to(dtype), torch.full((2, span), -1), None)
     expected_queries, expected_positions = ring.queries.clone(), ring.positions.clone()
-    rules = StepRules(spec, torch.zeros(2, 1, 1), evicts=False, adds=adds)
+    rules = StepRules(spec, torch.zeros(2, 1, 1), evicts=False, adds=adds, columns=torch.tensor(3))
     tail, totals = Tail.of(slots), {}
     assert tail.steps == 6
     assert (tail.end is not None) == (counts == "heads and sequences alike")
@@ -118,6 +119,7 @@ def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
             before = totals.get(name, added.new_zeros(0))
             totals[name] = added + torch.nn.functional.pad(before, (0, len(added) - len(before)))
     assert tail.steps == (0 if step is append_step else 6)
+    assert rules.columns == (3 if step is append_step else 9)
     torch.testing.assert_close(ring.queries, expected_queries, atol=tolerance, rtol=tolerance)
     assert torch.equal(ring.positions, expected_positions)
     for (sequence, head), total in totals.items():
@@ -138,7 +140,7 @@ def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
 @pytest.mark.parametrize("counts", COUNTS)
 def test_slots_that_are_not_in_order_have_no_tail(counts):
     slots, _ = draw(COUNTS[counts], torch.float32)
-    slots.positions[1, 0, 0] = -1
+    slots.positions[0, 0, 0] = -1
     assert Tail.of(slots) is None
 
 

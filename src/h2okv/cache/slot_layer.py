@@ -210,7 +210,7 @@ class SlotLayer(CacheLayer):
             slots.drop_tail()
             output = self._evicting_step(run, block, ring)
         state.note_count(self._lengths(block))
-        self.count_columns(1)
+        self.count_columns(1, is_counted=run is not decode_step)
         if self.spans is not None and not is_compiling:
             self.end_step()
         return output
@@ -242,6 +242,7 @@ class SlotLayer(CacheLayer):
             evicts=self.spans is None, adds=slots.adds, numbers=self._numbers(block),
             weights=state.value_weights if slots.weighs_norms else None, ring=ring,
             most_slots=slots.most_slots,
+            columns=None if run is decode_step else self.cumulative_length,
         )  # fmt: skip
         return run(query, key, value, state, rules, real)
 

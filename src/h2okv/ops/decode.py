@@ -431,6 +431,7 @@ class StepRules(NamedTuple):
     weights: Tensor | None = None
     ring: QueryRing | None = None  # where the step keeps its query; None: nowhere
     most_slots: int | None = None  # of a head that shares a row; None if the host does not know
+    columns: Tensor | None = None  # int64 [], to which kernels add one; it is their callers' count
 
 
 def decode_step(

@@ -223,7 +223,9 @@ def _example_step(
     if is_by_head:
         slots.head_of_slot = rows(head.expand_as(positions).to(torch.uint8))
     recent = torch.full((1, 1, 1), 30, device=device)
-    rules = StepRules(spec, recent, full=evicts, evicts=evicts, adds=evicts)
+    rules = StepRules(
+        spec, recent, full=evicts, evicts=evicts, adds=evicts, columns=torch.zeros_like(seen[0])
+    )
     if evicts:
         return slots, rules._replace(weights=rows(weights))
     queries = mean_queries(query, heads)[:, :, :5].clone()

@@ -236,11 +236,12 @@ def _attend(
 
 @triton.jit
 def _finish(
-    output, scores, positions, weights, heads, free, seen, real, slot_mask, ranks, sinks, recents,
-    logits, tops, totals, mixed, newest, sink_logits, num_slots, num_splits,
+    output, scores, positions, weights, heads, free, seen, columns,
+    real, slot_mask, ranks, sinks, recents, logits, tops, totals, mixed, newest, sink_logits,
+    num_slots, num_splits,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DV: tl.constexpr, HAS_REAL: tl.constexpr,
     HAS_SINK_LOGITS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr,
-    ROLLS: tl.constexpr, SHARED: tl.constexpr, WEIGHS: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr, ROLLS: tl.constexpr, SHARED: tl.constexpr, WEIGHS: tl.constexpr,
     ADDS: tl.constexpr, CHOOSES: tl.constexpr, APPENDS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
     STRIDE: tl.constexpr, MARKS: tl.constexpr,
@@ -254,6 +255,8 @@ def _finish(
     # No program of this kernel reads what another one counts.
     if row % HEADS == 0:
         tl.store(seen + batch, tl.load(seen + batch) + count)
+    if HAS_COLUMNS:
+        tl.store(columns, tl.load(columns) + 1, mask=row == 0)
     if APPENDS:
         tl.store(free + row, tl.load(free + row) + count)
     group, split, wide = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_DV)
@@ -382,7 +385,7 @@ def decode_step(
     run = torch.ops.h2okv.decode_step if torch.compiler.is_compiling() else launch
     output: Tensor = run(
         query, key, value, keys, values, slots.scores, slots.positions, slots.free_slot,
-        slots.num_real_tokens, ranks, rules.weights, queries, query_positions,
+        slots.num_real_tokens, rules.columns, ranks, rules.weights, queries, query_positions,
         blocks, slots.head_of_slot, slots.slot_mask, factors, placed, real,
         rules.recent, rules.sink, rules.spec.sinks, rules.spec.scale, rules.spec.softcap,
         chooses, rules.evicts, rules.adds, rules.most_slots, num_cores,
@@ -402,6 +405,7 @@ def launch(
     positions: Tensor,
     free_slot: Tensor,
     num_real_tokens: Tensor,
+    columns: Tensor | None,
     ranks: Tensor | None,
     weights: Tensor | None,
     queries: Tensor | None,
@@ -423,7 +427,7 @@ def launch(
     most_slots: int | None,
     num_cores: int,
 ) -> Tensor:
-    """Launch both kernels; mutates the ten tensors from ``keys`` on.
+    """Launch both kernels; mutates the eleven tensors from ``keys`` on.
 
     The tensors are those of `decode_step`, of `Slots` and of `QueryRing`; ``keys`` and ``values``
     may be the blocks of a pool ``[N, H, S, D]``, of which ``blocks`` names each sequence's, int64
@@ -479,11 +483,12 @@ def launch(
         BLOCK_S=block, num_stages=stages, **same,
     )  # fmt: skip
     _finish[(rows,)](
-        output, scores, positions, pointer(weights), heads, free_slot, num_real_tokens, mask,
-        pointer(slot_mask, torch.uint8), pointer(ranks), pointer(sink), recent,
-        logits, tops[0], tops[1], mixed, newest, pointer(sink_logits), num_slots, num_splits,
+        output, scores, positions, pointer(weights), heads, free_slot, num_real_tokens,
+        pointer(columns), mask, pointer(slot_mask, torch.uint8), pointer(ranks), pointer(sink),
+        recent, logits, tops[0], tops[1], mixed, newest, pointer(sink_logits),
+        num_slots, num_splits,
         HAS_SINK_LOGITS=sink_logits is not None, HAS_SINKS=sink is not None,
-        HAS_MASK=slot_mask is not None, ROLLS=width > 0, ADDS=adds,
+        HAS_MASK=slot_mask is not None, HAS_COLUMNS=columns is not None, ROLLS=width > 0, ADDS=adds,
         APPENDS=not evicts,
         BLOCK_G=triton.next_power_of_2(groups), BLOCK_P=triton.next_power_of_2(num_splits),
         BLOCK_S=_FINISH_SLOTS, **same,
@@ -494,12 +499,13 @@ def launch(
 @torch.library.custom_op(
     "h2okv::decode_step",
     mutates_args=(
-        "keys", "values", "scores", "positions", "free_slot", "num_real_tokens", "ranks",
-        "weights", "queries", "query_positions",
+        "keys", "values", "scores", "positions", "free_slot", "num_real_tokens", "columns",
+        "ranks", "weights", "queries", "query_positions",
     ),
     schema="(Tensor query, Tensor key, Tensor value, Tensor(a!) keys, Tensor(b!) values,"
     " Tensor(c!) scores, Tensor(d!) positions, Tensor(e!) free_slot, Tensor(f!) num_real_tokens,"
-    " Tensor(g!)? ranks, Tensor(h!)? weights, Tensor(i!)? queries, Tensor(j!)? query_positions,"
+    " Tensor(k!)? columns, Tensor(g!)? ranks, Tensor(h!)? weights, Tensor(i!)? queries,"
+    " Tensor(j!)? query_positions,"
     " Tensor? blocks, Tensor? head_of_slot, Tensor? slot_mask, Tensor? factors, Tensor? placed,"
     " Tensor? real, Tensor recent, Tensor? sink, Tensor? sink_logits, float scale, float? softcap,"
     " bool chooses, bool evicts, bool adds, int? most_slots, int num_cores) -> Tensor",
