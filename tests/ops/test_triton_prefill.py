@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from h2okv.ops import triton_prefill
+from h2okv.ops.attention import expected_attention
 from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("garbage")]
@@ -129,4 +130,26 @@ def test_sums_that_nobody_looks_at_are_not_made(device):
         query, key, value, *options, needs_sums=False
     )
     assert torch.equal(output, triton_prefill.attention_with_scores(query, key, value, *options)[0])
-    assert sums.shape == key.shape[:3] and not sums.any()
+    assert sums is None
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("softcap", [None, 7.0])
+@pytest.mark.parametrize(("length", "past"), [(1, 70), (63, 0), (111, 20)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_expected_attention(device, dtype, softcap, length, past, has_sinks):
+    query, key, _ = draw(device, 2, 2, 3, past, length, 32, dtype=dtype)
+    entries = torch.rand(2, 2, past + length, device=device) < 0.7
+    real = torch.rand(2, length, device=device) < 0.8
+    sinks = torch.randn(6, device=device) if has_sinks else None
+    spec = AttentionSpec(32**-0.5, softcap, sinks)
+    wide = spec._replace(sinks=None if sinks is None else sinks.double())
+    for hidden, padding in ((None, None), (entries, None), (entries, real)):
+        expected = expected_attention(query.double(), key.double(), hidden, padding, wide)
+        dirty = key if hidden is None else key.masked_fill(~hidden.unsqueeze(-1), torch.nan)
+        queries = query.float()  # as rotations return them
+        if padding is not None:
+            queries = queries.masked_fill(~padding[:, None, :, None], torch.nan)
+        norms = triton_prefill.expected_attention(queries, dirty, hidden, padding, spec)
+        assert norms.dtype == torch.float32
+        torch.testing.assert_close(norms, expected.float(), atol=SUMS[dtype], rtol=SUMS[dtype])

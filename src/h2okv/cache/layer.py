@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -347,7 +349,9 @@ class CacheLayer(BaseLayer):
         scores = entries.scores
         if not self.prompt.is_partial:
             scores = self._decayed(scores, count)
-        entries.scores = scores + sums.to(torch.float32)
+        sums = sums.to(torch.float32)
+        is_new = entries.past == 0 and not self.prompt.pins  # whose scores are 0
+        entries.scores = sums if is_new else scores + sums
         if self.scores_spans and not all(is_whole):
             return self.spans.score(self, entries, is_whole)
         return entries.scores
@@ -410,7 +414,11 @@ class CacheLayer(BaseLayer):
             assert block.position_ids is not None
             position_ids = block.position_ids[:, 0, :, 0]
             query = rotations.moved_behind(query, real, position_ids, AHEAD)
-        return expected_attention(query, keys, is_entry, real, spec)
+        return self._expect(query, keys, is_entry, real, spec)
+
+    def _expect(self, query: Tensor, *arguments: Any) -> Tensor:
+        """Run `h2okv.ops.attention.expected_attention`, or a kernel."""
+        return expected_attention(query, *arguments)
 
     @abstractmethod
     def _rank_limit(self, length: int) -> int:
@@ -418,7 +426,7 @@ class CacheLayer(BaseLayer):
 
     def _query_weights(self, block: Block) -> Tensor | None:
         """Return what each query counts for in the sums, fp32 ``[B, T]``; ``None`` for one."""
-        if self.rule.is_plain_sum:
+        if not self.rule.weighs_queries:
             return None
         if block.real is None:
             later = torch.arange(block.length - 1, -1, -1, device=self.device)
@@ -430,18 +438,30 @@ class CacheLayer(BaseLayer):
     def _block_entries(self, block: Block) -> tuple[Tensor, Tensor]:
         """Return scores so far and positions of a block's tokens, ``[B, H, T]``."""
         seen, length = self.state.num_real_tokens.unsqueeze(1), block.length
-        if block.real is None:
+        known = set() if torch.compiler.is_compiling() else set(self.state.known_lengths or ())
+        if block.real is None and len(known) == 1:
+            start = known.pop()
+            positions = self.forward.numbers(start, start + length, self.device)
+        elif block.real is None:
             positions = seen + torch.arange(length, device=self.device)
         else:
             positions = torch.where(block.real, seen + block.real.cumsum(dim=1) - 1, -1)
-        positions = positions.to(torch.int32).unsqueeze(1)
+        positions = positions.to(torch.int32).view(-1, 1, length)
         positions = positions.expand(self.batch_size, self.num_kv_heads, length)
-        scores = torch.zeros(positions.shape, dtype=torch.float32, device=self.device)
+        scores = self.forward.zeros(positions.shape, self.device)
         # An infinite score stays infinite whatever is added, and none is lower: no step needs to
         # know of pins, and the score moves with its entry.
         for start, stop in self.prompt.pins:
-            scores.masked_fill_((positions >= start) & (positions < stop), torch.inf)
+            is_pinned = (positions >= start) & (positions < stop)
+            scores = scores.masked_fill(is_pinned, torch.inf)
         return scores, positions
+
+    def _written(self) -> list[int]:
+        """Return the tokens of each sequence since its last whole prompt; none: it has none."""
+        state = self.state
+        if self.spans is None or not self.spans.whole_prompts or not state.span_starts:
+            return []
+        return list(map(operator.sub, state.lengths(), state.span_starts))
 
     def protected(self, positions: Tensor, scores: Tensor) -> Tensor:
         """Mark the entries ``[B, H, N]`` that a cut must not touch, by positions and scores.
@@ -450,9 +470,8 @@ class CacheLayer(BaseLayer):
         tokens are, up to `WRITTEN_SHARE` of the budget, and pins come first.
         """
         state, recent = self.state, self.state.recent
-        if self.spans is not None and self.spans.whole_prompts and state.span_starts:
-            pairs = zip(state.lengths(), state.span_starts, strict=True)
-            written = [length - start for length, start in pairs]
+        written = self._written()
+        if any(written):
             is_even = len(set(written)) == 1  # which needs no copy
             limit: int | Tensor = (
                 written[0] if is_even else to_device(written, state).view(-1, 1, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from h2okv.cache.slots import SlotPlan
 from h2okv.ops.append import append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
 from h2okv.ops.decode import StepNumbers, StepRules, decode_step
-from h2okv.ops.dispatch import operations
+from h2okv.ops.dispatch import Operations, operations
 from h2okv.ops.reference import Visibility
 from h2okv.policy import Sees
 
@@ -99,16 +100,19 @@ class SlotLayer(CacheLayer):
     def _attend(self, block: Block, entries: BlockEntries) -> tuple[Tensor, Tensor]:
         self._choose_operations(block.query)
         assert self.slots.operations is not None
-        attend: Callable[..., tuple[Tensor, Tensor]] = self.slots.operations.attend
+        attend: Callable[..., tuple[Tensor, Any]] = self.slots.operations.attend
         if block.spec.reach is not None:  # the kernels are causal
             attend = blockwise_attention_with_scores
         visibility = Visibility(entries.past, entries.is_entry, block.real)
-        states = entries.query, entries.attended_key, entries.attended_value
+        states = query, *_ = entries.query, entries.attended_key, entries.attended_value
         arguments = *states, visibility, block.spec, self._query_weights(block)
         if self._shared_attention is not None:
             return self._shared_attention(attend, *arguments)
         options = {} if self._needs_sums(block) else {"needs_sums": False}
-        return attend(*arguments, **options)
+        output, sums = attend(*arguments, **options)
+        if sums is None:
+            sums = self.forward.zeros(entries.positions.shape, query.device)
+        return output, sums
 
     def _needs_sums(self, block: Block) -> bool:
         if self.scores_spans and not any(self.whole_blocks(block)):
@@ -127,11 +131,18 @@ class SlotLayer(CacheLayer):
             lambda: super(SlotLayer, self)._attend_from_behind(block, entries)
         )
 
+    def _expect(self, query: Tensor, *arguments: Any) -> Tensor:
+        # None of a state from a file. Queries of a span are of fewer heads than a step's.
+        return (self.slots.operations or self._operations(query)).expect(query, *arguments)
+
     def _choose_operations(self, query: Tensor) -> None:
         """Choose the operations of all tokens until the next block; mutates the plan."""
+        self.slots.operations = self._operations(query)
+
+    def _operations(self, query: Tensor) -> Operations:
         groups = query.shape[1] // self.num_kv_heads
         is_packed = self.storage.is_packed or not self.state.has_values
-        self.slots.operations = operations(
+        return operations(
             query.device, self.dtype, self.key_size, self.value_size, groups, is_packed
         )
 

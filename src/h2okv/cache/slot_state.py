@@ -217,16 +217,19 @@ class SlotState(Slots):
         batch, heads = key.shape[:2]
         with ordinary_tensors():
             keys, values = (
-                kind.store(states.new_zeros(batch, heads, 0, states.shape[-1]))
+                kind.store(states.new_empty(batch, heads, 0, states.shape[-1]))
                 for kind, states in ((storage.keys, key), (storage.values, value))
             )
-            scores = torch.zeros(batch, heads, 0, dtype=torch.float32, device=key.device)
+            scores, positions = (
+                torch.empty(batch, heads, 0, dtype=dtype, device=key.device)
+                for dtype in (torch.float32, torch.int32)
+            )
             seen = torch.zeros(batch, dtype=torch.int64, device=key.device)
-            free, positions = seen.view(-1, 1, 1).repeat(1, heads, 1), scores.to(torch.int32)
-            sink, recent, total = (seen.view(-1, 1, 1).clone() for _ in range(3))
+            # The first block replaces these before anything writes to them.
+            none = seen.view(-1, 1, 1)
             return cls(
-                keys, values, scores, positions, free, seen, sink=sink, recent=recent, total=total,
-                known_lengths=(0,) * batch,
+                keys, values, scores, positions, none.expand(-1, heads, 1), seen, sink=none,
+                recent=none, total=none, known_lengths=(0,) * batch,
             )  # fmt: skip
 
     def set_budgets(self, layer: LayerBudgets, has_pattern: bool) -> None:

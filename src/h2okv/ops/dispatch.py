@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from h2okv.ops import flash_varlen
-from h2okv.ops.attention import blockwise_attention_with_scores
+from h2okv.ops.attention import blockwise_attention_with_scores, expected_attention
 from h2okv.ops.decode import Slots, StepRules, decode_step
 from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores, causal
 
@@ -31,8 +31,10 @@ class Operations(NamedTuple):
 
     name: str  # of the implementation
     why: str  # in a few words
-    attend: Callable[..., tuple[Tensor, Tensor]]  # as `blockwise_attention_with_scores`
-    step: Callable[..., Tensor]  # a single token, as `h2okv.ops.decode.decode_step`
+    # As `blockwise_attention_with_scores`; None for sums that are not needed.
+    attend: Callable[..., tuple[Tensor, Any]] = blockwise_attention_with_scores
+    expect: Callable[..., Tensor] = expected_attention  # likewise
+    step: Callable[..., Tensor] = decode_step  # a single token
 
 
 @contextmanager
@@ -87,7 +89,7 @@ def operations(
     if name == "triton" and why is not None:
         raise ValueError(f"ops='triton': {why}; {remedy}.")
     if why is not None:
-        return Operations("plain", why, blockwise_attention_with_scores, decode_step)
+        return Operations("plain", why, blockwise_attention_with_scores)
     kernels = _load_kernels(device)
     if _flash_agrees(case):
         attend = functools.partial(kernels.attend, uses_flash=True)
@@ -126,6 +128,7 @@ def _load_kernels(device: torch.device) -> Operations:
         "triton",
         "the kernels agreed with plain PyTorch here",
         _there(triton_prefill.attention_with_scores),
+        _there(triton_prefill.expected_attention),
         _there(functools.partial(triton_decode.decode_step, num_cores=cores)),
     )
 
@@ -173,6 +176,7 @@ def _disagreement(case: Case) -> str | None:
         kernels = _load_kernels(device)
         result = (
             *kernels.attend(query, key, value, Visibility(past, entries), spec),
+            kernels.expect(query, key, entries, None, spec),
             kernels.step(*token, Slots(*slots), rules),
             *slots,
         )
@@ -181,6 +185,7 @@ def _disagreement(case: Case) -> str | None:
     visible = causal(query, key) & entries.unsqueeze(2)
     expected = (
         *attention_with_scores(query, key, value, visible, spec),
+        expected_attention(query, key, entries, None, spec),
         decode_step(*token, Slots(*copies), rules),
         *copies,
     )

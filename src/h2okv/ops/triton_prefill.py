@@ -1,6 +1,6 @@
 """A block's attention and score sums as Triton kernels.
 
-Twin: `h2okv.ops.attention.blockwise_attention_with_scores`.
+Twins: `blockwise_attention_with_scores` and `expected_attention` of `h2okv.ops.attention`.
 A fused forward pass keeps the log-sum-exp of every row; a second kernel without values makes the
 probabilities again, for one tile of keys after the other, and adds up their columns. No sum is
 shared between programs, so the results are the same in every run.
@@ -78,9 +78,10 @@ def _forward(
     highest = tl.full([BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    last = past + tl.minimum(top + BLOCK_M, length)
+    # Queries behind all keys (`past` is their number) see no other.
+    last = tl.minimum(past + tl.minimum(top + BLOCK_M, length), num_keys)
     # Tiles whose keys all queries see come first, and need no comparison.
-    edge = (past + top + 1) // BLOCK_N * BLOCK_N
+    edge = tl.minimum(past + top + 1, last) // BLOCK_N * BLOCK_N
     for COMPARES in tl.static_range(2):
         for start in range(edge if COMPARES else 0, last if COMPARES else edge, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
@@ -101,21 +102,25 @@ def _forward(
             weights = tl.exp2(logits - higher[:, None])
             fade = tl.exp2(highest - higher)
             total = total * fade + tl.sum(weights, axis=1)
-            some_values = tl.load(
-                value_base + columns.to(tl.int64)[:, None] * value_n + wide[None, :],
-                mask=inside[:, None] & (wide < DV)[None, :], other=0.0,
-            )  # fmt: skip
-            mixed = mixed * fade[:, None]
-            mixed += tl.dot(weights.to(some_values.dtype), some_values, input_precision=PRECISION)
+            if DV > 0:
+                some_values = tl.load(
+                    value_base + columns.to(tl.int64)[:, None] * value_n + wide[None, :],
+                    mask=inside[:, None] & (wide < DV)[None, :], other=0.0,
+                )  # fmt: skip
+                mixed = mixed * fade[:, None]
+                mixed += tl.dot(
+                    weights.to(some_values.dtype), some_values, input_precision=PRECISION
+                )
             highest = higher
     sees = (total > 0.0) & is_row
     safe = tl.where(sees, total, 1.0)
-    mixed = tl.where(sees[:, None], mixed / safe[:, None], 0.0)
-    tl.store(
-        output + batch * output_b + query_head * output_h + rows.to(tl.int64)[:, None] * output_t
-        + wide[None, :],
-        mixed.to(output.dtype.element_ty), mask=(rows < length)[:, None] & (wide < DV)[None, :],
-    )  # fmt: skip
+    if DV > 0:
+        mixed = tl.where(sees[:, None], mixed / safe[:, None], 0.0)
+        tl.store(
+            output + batch * output_b + query_head * output_h
+            + rows.to(tl.int64)[:, None] * output_t + wide[None, :],
+            mixed.to(output.dtype.element_ty), mask=(rows < length)[:, None] & (wide < DV)[None, :],
+        )  # fmt: skip
     # A row that sees nothing adds nothing to the scores.
     limit = tl.where(sees, (highest + tl.log2(safe)) * _LN_2, float("inf"))
     row = tl.program_id(1).to(tl.int64)
@@ -128,8 +133,8 @@ def _sums(
     query_b, query_h, query_t, key_b, key_h, key_n,
     length, num_keys, past, scale, softcap, log2_e,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_ENTRIES: tl.constexpr,
-    HAS_SHARES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_SHARES: tl.constexpr, SQUARES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add up the probabilities that a tile of keys receives from the queries that see it."""
     begin = tl.program_id(0) * BLOCK_N
@@ -167,6 +172,8 @@ def _sums(
             )  # fmt: skip
             logits = _logits(some_keys, some_queries, scale, softcap, HAS_SOFTCAP, PRECISION)
             weights = tl.exp2(logits - (limit * number(log2_e))[None, :])
+            if SQUARES:
+                weights = weights * weights
             if HAS_SHARES:
                 share = tl.load(share_base + rows, mask=rows < length, other=0.0)
                 weights = weights * share[None, :]
@@ -191,8 +198,8 @@ def attention_with_scores(
     needs_sums: bool = True,
     *,
     uses_flash: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Attends over kept entries and the block itself, and sums the columns."""
+) -> tuple[Tensor, Tensor | None]:
+    """Attends over kept entries and the block itself, and sums the columns if they are needed."""
     assert spec.window is spec.reach is None, "no layer with entries asks for it"
     if uses_flash and flash_varlen.applies(query, value, visibility, spec):
         output, log_sum_exp = flash_varlen.forward(query, key, value, spec.scale)
@@ -201,32 +208,50 @@ def attention_with_scores(
     if spec.sinks is not None:
         output, log_sum_exp = add_sink(output, log_sum_exp, spec.sinks)
     if not needs_sums:
-        return output, log_sum_exp.new_zeros(key.shape[:3])
+        return output, None
     return output, score_sums(query, key, log_sum_exp, visibility, spec, weights)
 
 
+def expected_attention(
+    query: Tensor,
+    key: Tensor,
+    entries: Tensor | None,
+    queries: Tensor | None,
+    spec: AttentionSpec,
+) -> Tensor:
+    """Lets every query attend to all entries; twin of `h2okv.ops.attention.expected_attention`."""
+    query = query.to(key.dtype)
+    visibility = Visibility(key.shape[2], entries, queries)
+    _, log_sum_exp = forward(query, key, None, visibility, spec)
+    if spec.sinks is not None:
+        log_sum_exp = torch.logaddexp(log_sum_exp, spec.sinks.float().view(1, -1, 1))
+    return score_sums(query, key, log_sum_exp, visibility, spec, squares=True).sqrt_()
+
+
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, spec: AttentionSpec
+    query: Tensor, key: Tensor, value: Tensor | None, visibility: Visibility, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """Fused attention that keeps the log-sum-exp of each row.
 
     Arguments as in `h2okv.ops.attention.blockwise_attention_with_scores`, but that keys and values
-    which are no entries may be anything.
+    which are no entries may be anything, and that without values the output means nothing.
 
     Returns:
         ``(output, log_sum_exp)``: ``[B, HQ, T, Dv]`` in the query's dtype, laid out as
         ``[B, T, HQ, Dv]``, and fp32 ``[B, HQ, T]``, natural, inf where a query sees nothing.
     """
-    query, key, value = (_rows_whole(states) for states in (query, key, value))
+    query, key = _rows_whole(query), _rows_whole(key)
+    value_size = 0 if value is None else value.shape[3]
+    value = key if value is None else _rows_whole(value)
     batch, num_heads, length, size = query.shape
-    value_size, real = value.shape[3], visibility.queries
+    real = visibility.queries
     tile = _forward_tile(max(size, value_size), query.dtype)
     output = query.new_empty(batch, length, num_heads, value_size).transpose(1, 2)
     limits = query.new_empty((batch, num_heads, length), dtype=torch.float32)
     entries, numbers, constants = _shared_arguments(query, key, visibility, spec)
     _forward[(triton.cdiv(length, tile.queries), batch * num_heads)](
         query, key, value, limits if entries is None else entries,
-        limits if real is None else real.to(torch.uint8).contiguous(), output, limits,
+        limits if real is None else _as_bytes(real), output, limits,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3],
         *numbers, DV=value_size, HAS_REAL=real is not None, BLOCK_DV=side(value_size),
         **constants, **_launch(tile),
@@ -242,8 +267,12 @@ def score_sums(
     spec: AttentionSpec,
     weights: Tensor | None = None,
     tile: Tile | None = None,
+    squares: bool = False,
 ) -> Tensor:
-    """Sum the probability that each key received, fp32 ``[B, H, N]``; `tile` is for tuning."""
+    """Sum the probability that each key received, or its square; fp32 ``[B, H, N]``.
+
+    `tile` is for tuning.
+    """
     query, key = _rows_whole(query), _rows_whole(key)
     batch, num_heads, num_keys = *query.shape[:2], key.shape[2]
     tile = tile or _sums_tile(query.shape[3], query.dtype)
@@ -253,8 +282,10 @@ def score_sums(
         query, key, sums if entries is None else entries, log_sum_exp.contiguous(),
         sums if weights is None else weights.contiguous(), sums,
         *query.stride()[:3], *key.stride()[:3], *numbers, _LOG2_E,
-        HAS_SHARES=weights is not None, **constants, **_launch(tile),
+        HAS_SHARES=weights is not None, SQUARES=squares, **constants, **_launch(tile),
     )  # fmt: skip
+    if num_heads == key.shape[1]:
+        return sums
     # Each query head has its own row, no two programs add to one number.
     return sums.unflatten(1, (key.shape[1], -1)).sum(dim=2)
 
@@ -290,11 +321,11 @@ def _shared_arguments(
     """Return what both kernels take: keys that are entries, as bytes, numbers, constants."""
     (_, num_heads, length, size), (batch, heads, num_keys) = query.shape, key.shape[:3]
     entries, queries, (scale, softcap, *_) = visibility.entries, visibility.queries, spec
-    if entries is None and queries is not None:
+    if entries is None and queries is not None and visibility.past < num_keys:
         before = queries.new_ones(batch, visibility.past)
         entries = torch.cat([before, queries], dim=1).unsqueeze(1)
     if entries is not None:
-        entries = entries.expand(batch, heads, num_keys).to(torch.uint8).contiguous()
+        entries = _as_bytes(entries.expand(batch, heads, num_keys))
     # The factor of `_logits`, which yields powers of two.
     factors = (scale * _LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
     constants = {
@@ -304,6 +335,10 @@ def _shared_arguments(
         "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     return entries, (length, num_keys, visibility.past, *factors), constants
+
+
+def _as_bytes(mask: Tensor) -> Tensor:
+    return mask.contiguous().view(torch.uint8)
 
 
 def _rows_whole(states: Tensor) -> Tensor:

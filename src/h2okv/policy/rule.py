@@ -153,6 +153,13 @@ class Rule:
         is_plain = type(self.scoring).eviction_scores is Scoring.eviction_scores
         return self.ranks_by_scores and is_plain and not self.weighs_values
 
+    @property
+    def weighs_queries(self) -> bool:
+        """Whether some queries of a block may count for more in the sums than others."""
+        by_factor = type(self).query_weights is Rule.query_weights
+        by_factor &= type(self.scoring).query_weights is Scoring.query_weights
+        return self.sees is Sees.WINDOW or not by_factor or self.scoring.factor is not None
+
     def query_weights(self, later: Tensor, recent: Tensor) -> Tensor | None:
         """Return what each query counts for, fp32 ``[B, T]``; ``None`` for one.
 
