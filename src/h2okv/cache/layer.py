@@ -21,15 +21,13 @@ from h2okv.cache.spans import to_device
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
 from h2okv.ops.attention import expected_attention, mean_queries
-from h2okv.ops.choice import choose, protected_entries
+from h2okv.ops.choice import choose, protected_entries, recent_with_written
 from h2okv.ops.reference import AttentionSpec, Visibility
 from h2okv.ops.rope import interleave_pairs, rotate
 from h2okv.policy import BlockView, Sees
 
 # Tokens behind a block's last one at which its queries are re-evaluated (`Sees.QUERIES`).
 AHEAD = 16
-# Of a budget without its sinks, as a fraction: what new tokens may have while they are written.
-WRITTEN_SHARE = 2, 5
 Attended = tuple[Tensor, Tensor]
 
 
@@ -466,20 +464,15 @@ class CacheLayer(BaseLayer):
     def protected(self, positions: Tensor, scores: Tensor) -> Tensor:
         """Mark the entries ``[B, H, N]`` that a cut must not touch, by positions and scores.
 
-        Where spans follow a whole prompt, what the model has written since is protected as recent
-        tokens are, up to `WRITTEN_SHARE` of the budget, and pins come first.
+        Where spans follow a whole prompt, what the model has written since counts as recent too.
         """
         state, recent = self.state, self.state.recent
         written = self._written()
         if any(written):
-            is_even = len(set(written)) == 1  # which needs no copy
-            limit: int | Tensor = (
-                written[0] if is_even else to_device(written, state).view(-1, 1, 1)
-            )
-            room = state.total - state.sink
-            share = room * WRITTEN_SHARE[0] // WRITTEN_SHARE[1]
-            room = room - scores.isinf().sum(dim=-1, keepdim=True)
-            recent = recent.maximum(share.minimum(room).clamp(max=limit))
+            limit: int | Tensor = written[0]
+            if len(set(written)) > 1:  # else it needs no copy
+                limit = to_device(written, state).view(-1, 1, 1)
+            recent = recent_with_written(recent, state.sink, state.total, limit, scores)
         return protected_entries(positions, self.newest(), state.sink, recent)
 
     # --- ranks ------------------------------------------------------------------------------------
