@@ -189,7 +189,7 @@ def test_a_cut_in_place_moves_few_and_loses_none(shares, seen, monkeypatch):
     by_head.positions[:] = torch.where(index < (totals + span).clamp(max=seen), index, -1)
     new_scores = torch.rand_like(by_head.scores)
     rules = rules_of(by_head, totals, seen)
-    slots, rooms, of_head = by_head, None, index.expand(batch, heads, -1)
+    slots, rooms = by_head, None
     if shares:
         rooms = Rooms(totals, span, longest)
         num_slots = int((totals + span).sum(dim=1).max())
@@ -199,7 +199,6 @@ def test_a_cut_in_place_moves_few_and_loses_none(shares, seen, monkeypatch):
         free, owners = torch.zeros(batch, 1, heads), torch.zeros(batch, 1, num_slots)
         free, owners = free.long(), owners.to(torch.uint8)
         move(by_head, slots, heads, chosen, rooms._replace(largest=num_slots), free, owners)
-        of_head = None
     else:
         slots = Rows(*(tensor.contiguous() for tensor in by_head))
         free = torch.zeros(batch, heads, 1, dtype=torch.int64)

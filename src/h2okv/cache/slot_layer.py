@@ -13,10 +13,12 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
+from h2okv.cache.spans import to_device
 from h2okv.ops.append import append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
+from h2okv.ops.choice import CutRules, recent_with_written
 from h2okv.ops.decode import StepNumbers, StepRules, decode_step
-from h2okv.ops.dispatch import Operations, operations
+from h2okv.ops.dispatch import Cut, Operations, operations
 from h2okv.ops.reference import Visibility
 from h2okv.policy import Sees
 
@@ -55,7 +57,14 @@ class SlotLayer(CacheLayer):
     def _place(self, block: Block) -> BlockEntries:
         state, past = self.state, self.state.num_slots
         if state.head_of_slot is not None:
-            state.unshare(self.slots.head_slots(state))
+            kernels = self.cut_kernels(state.positions)
+            if kernels is None:
+                state.unshare(self.slots.head_slots(state))
+            else:
+                with ordinary_tensors():
+                    rows = self.slots.by_head(kernels, state)
+                state.keys, state.values, state.scores, state.positions, _ = rows
+                state.head_of_slot = None
             past = state.num_slots
         key, value = block.key, block.value
         scores, positions = self._block_entries(block)
@@ -133,18 +142,53 @@ class SlotLayer(CacheLayer):
 
     def _expect(self, query: Tensor, *arguments: Any) -> Tensor:
         # None of a state from a file. Queries of a span are of fewer heads than a step's.
-        return (self.slots.operations or self._operations(query)).expect(query, *arguments)
+        return self._operations(query).expect(query, *arguments)
 
     def _choose_operations(self, query: Tensor) -> None:
         """Choose the operations of all tokens until the next block; mutates the plan."""
-        self.slots.operations = self._operations(query)
+        self.slots.operations = None
+        self.slots.operations = self._operations(query, query.shape[1] // self.num_kv_heads)
 
-    def _operations(self, query: Tensor) -> Operations:
-        groups = query.shape[1] // self.num_kv_heads
+    def _operations(self, states: Tensor, groups: int = 1) -> Operations:
+        """Return the operations chosen, or those of a state from a file."""
+        if self.slots.operations is not None:
+            return self.slots.operations
         is_packed = self.storage.is_packed or not self.state.has_values
         return operations(
-            query.device, self.dtype, self.key_size, self.value_size, groups, is_packed
+            states.device, self.dtype, self.key_size, self.value_size, groups, is_packed
         )
+
+    def cut_kernels(self, positions: Tensor) -> Cut | None:
+        """Return the kernels of a cut of entries ``[B, H, N]``, where they know all of a slot."""
+        is_known = self.rotations.rolling is None and not torch.compiler.is_compiling()
+        if self.head_budgets is not None:
+            is_known &= self.slots.has_rooms(self.state)
+        return self._operations(positions).cut if is_known else None
+
+    def select(
+        self,
+        kernels: Cut,
+        entries: BlockEntries,
+        weights: Tensor | None,
+        total: Tensor,
+        limit: int,
+        in_place: bool = False,
+    ) -> Any:
+        """Choose the entries that stay by a kernel, as `choose`, with the weights of the values.
+
+        Arguments as of `choose` and `h2okv.ops.triton_cut.select`, which says what it returns.
+        """
+        rule, state, scores, positions = self.rule, self.state, entries.scores, entries.positions
+        written, recent, priority, factors = self._written(), state.recent, scores, weights
+        if len(set(written)) > 1:
+            limits = to_device(written, state).view(-1, 1, 1)
+            recent = recent_with_written(recent, state.sink, state.total, limits, scores)
+            written = []
+        if not rule.ranks_by_products:
+            priority = self._rank(scores, positions, self.newest(), weights, entries.key)
+            factors = None
+        rules = CutRules(state.num_real_tokens, state.sink, recent, total, *written[:1])
+        return kernels.select(priority, factors, scores, positions, rules, limit, in_place)
 
     def _evict(self, entries: BlockEntries) -> None:
         state, slots = self.state, self.slots
@@ -165,7 +209,13 @@ class SlotLayer(CacheLayer):
             total = self.spans.totals(state, positions, self.is_late)
             slots.cut_late |= self.is_late is not None
             limit = int(total.max()) if slots.cut_late else slots.most_entries(state)
-        slots.store(state, entries, *self.choose(entries, total, limit))
+        kernels = self.cut_kernels(positions)
+        if kernels is None:
+            slots.store(state, entries, *self.choose(entries, total, limit))
+        else:
+            weights = self.rule.value_weights(entries.value) if self.rule.weighs_values else None
+            chosen = self.select(kernels, entries, weights, total, limit)
+            slots.store_by(kernels, state, entries, weights, chosen, limit)
         if self.rotations.rolling is not None:
             with ordinary_tensors():
                 state.ranks = ranks_of(state.positions)

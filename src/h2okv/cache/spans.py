@@ -15,6 +15,7 @@ from h2okv.cache.rope import Rotations, ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
 from h2okv.ops.attention import mean_queries, num_means
+from h2okv.ops.dispatch import Cut
 from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import BlockView, Rule
 
@@ -40,6 +41,17 @@ class _Layer(Protocol):
 
 class _LayerOfSlots(_Layer, Protocol):
     slots: SlotPlan
+
+    def cut_kernels(self, positions: Tensor) -> Cut | None: ...
+    def select(
+        self,
+        kernels: Cut,
+        entries: BlockEntries,
+        weights: Tensor | None,
+        total: Tensor,
+        limit: int,
+        in_place: bool = False,
+    ) -> Any: ...
 
 
 def to_device(numbers: Sequence[bool] | Sequence[int], state: SlotState) -> Tensor:
@@ -268,7 +280,8 @@ class Spans:
             return entries.scores
         ended = replace(entries) if sequences is None else entries.of_sequences(sequences)
         ended.query = span.query
-        added = layer.rule.score_block(layer.view(span, ended, torch.zeros_like(ended.scores)))
+        none = layer.forward.zeros(ended.scores.shape, layer.state.device)
+        added = layer.rule.score_block(layer.view(span, ended, none))
         added = added.to(torch.float32)
         if sequences is None:
             return entries.scores + added
@@ -278,6 +291,10 @@ class Spans:
         """Evict after steps that ended a span, in place: slots may be views of a pool's."""
         state, slots = layer.state, layer.slots
         if not any(self.ended(state)):
+            return
+        kernels = layer.cut_kernels(state.positions)
+        if kernels is not None:
+            self._evict_by(kernels, layer)
             return
         fields = "keys", "values", "scores", "positions"
         key, value, scores, positions = state.by_head(*fields, num_slots=slots.head_slots(state))
@@ -298,3 +315,18 @@ class Spans:
             state.value_weights.copy_(layer.rule.value_weights(values))
         if state.ranks is not None:
             state.ranks.copy_(ranks_of(state.positions))
+
+    def _evict_by(self, kernels: Cut, layer: _LayerOfSlots) -> None:
+        state, slots = layer.state, layer.slots
+        if state.value_weights is not None:
+            values = layer.storage.values.read(state.values, layer.dtype)
+            state.value_weights.copy_(layer.rule.value_weights(values))
+        rows = slots.by_head(kernels, state)
+        key, value, scores, positions, weights = rows
+        past, is_entry = positions.shape[2], positions >= 0
+        entries = BlockEntries(past, key, value, scores, positions, key, key, value, is_entry)
+        if layer.scores_spans:
+            entries.scores = self.score(layer, entries)
+        total, limit = self.totals(state, positions), slots.most_entries(state)
+        chosen = layer.select(kernels, entries, weights, total, limit, in_place=True)
+        slots.compact_by(kernels, state, rows._replace(scores=entries.scores), chosen)

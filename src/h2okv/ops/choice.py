@@ -20,7 +20,7 @@ class CutRules(NamedTuple):
 
     num_real_tokens: Tensor  # int64 [B], those that went through
     sink: Tensor  # protected first positions, int64 [B, 1, 1]
-    recent: Tensor  # protected newest positions, likewise
+    recent: Tensor  # protected newest positions, likewise or [B, H, 1]
     total: Tensor  # budget K, int64 [B, 1, 1] or, by head, [B, H, 1]
     # Tokens that were written since the prompt was read whole: up to a share of the budget they
     # are protected as recent ones are, and pins come first.

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from h2okv.ops import flash_varlen
 from h2okv.ops.attention import blockwise_attention_with_scores, expected_attention
+from h2okv.ops.choice import CutRules, choose, protected_entries
+from h2okv.ops.compaction import compact
 from h2okv.ops.decode import Slots, StepRules, decode_step
 from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores, causal
 
@@ -24,6 +26,13 @@ IMPLEMENTATIONS = ("auto", "plain", "triton")
 _override: ContextVar[str | None] = ContextVar("h2okv_ops", default=None)
 # Device, dtype, D, Dv and G: what decides whether the kernels can run.
 Case = tuple[torch.device, torch.dtype, int, int, int]
+
+
+class Cut(NamedTuple):
+    """The kernels of `h2okv.ops.triton_cut`."""
+
+    select: Callable[..., Any]
+    move: Callable[..., None]
 
 
 class Operations(NamedTuple):
@@ -35,6 +44,7 @@ class Operations(NamedTuple):
     attend: Callable[..., tuple[Tensor, Any]] = blockwise_attention_with_scores
     expect: Callable[..., Tensor] = expected_attention  # likewise
     step: Callable[..., Tensor] = decode_step  # a single token
+    cut: Cut | None = None  # of unpacked entries; None: `h2okv.ops.choice` and `compaction`
 
 
 @contextmanager
@@ -95,7 +105,7 @@ def operations(
         attend = functools.partial(kernels.attend, uses_flash=True)
         why = "the kernels, and flash, agreed with PyTorch"
         kernels = kernels._replace(attend=attend, why=why)
-    return kernels._replace(step=decode_step) if is_packed else kernels
+    return kernels._replace(step=decode_step, cut=None) if is_packed else kernels
 
 
 def _trouble(case: Case) -> str | None:
@@ -120,7 +130,7 @@ def _interprets() -> bool:
 
 @functools.cache
 def _load_kernels(device: torch.device) -> Operations:
-    from h2okv.ops import triton_decode, triton_prefill
+    from h2okv.ops import triton_cut, triton_decode, triton_prefill
 
     is_gpu = device.type == "cuda"
     cores = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
@@ -130,13 +140,14 @@ def _load_kernels(device: torch.device) -> Operations:
         _there(triton_prefill.attention_with_scores),
         _there(triton_prefill.expected_attention),
         _there(functools.partial(triton_decode.decode_step, num_cores=cores)),
+        Cut(_there(triton_cut.select), _there(triton_cut.move)),
     )
 
 
 def _there(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Launch on the first tensor's device: Triton itself takes the current one."""
 
-    def run(first: Tensor, *args: Any, **options: Any) -> Any:
+    def run(first: Any, *args: Any, **options: Any) -> Any:
         # A compiler sees to that itself.
         if not first.is_cuda or torch.compiler.is_compiling():
             return launch(first, *args, **options)
@@ -179,19 +190,51 @@ def _disagreement(case: Case) -> str | None:
             kernels.expect(query, key, entries, None, spec),
             kernels.step(*token, Slots(*slots), rules),
             *slots,
+            *_cut_by(kernels.cut, copies),
         )
     except Exception as error:  # a compiler's failures have as many types as there are drivers
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
-    visible = causal(query, key) & entries.unsqueeze(2)
+    visible, cut = causal(query, key) & entries.unsqueeze(2), _cut_by(None, copies)
     expected = (
         *attention_with_scores(query, key, value, visible, spec),
         expected_attention(query, key, entries, None, spec),
         decode_step(*token, Slots(*copies), rules),
         *copies,
+        *cut,
     )
     if _same(result, expected):
         return None
     return f"they differ from plain PyTorch for {dtype} and heads of {size}"
+
+
+def _cut_by(kernels: Cut | None, slots: list[Tensor]) -> list[Tensor]:
+    """Cut an example's slots to ten, by PyTorch or by kernels: into new slots, and in place."""
+    keys, values, scores, positions, *_ = slots
+    columns = [torch.full((1, 1, 1), number, device=keys.device) for number in (1, 3, 10)]
+    sink, recent, total = columns
+    rules = CutRules(torch.full((1,), 89, device=keys.device), sink, recent, total)
+    if kernels is None:
+        newest = rules.num_real_tokens.view(-1, 1, 1) - 1
+        protected = protected_entries(positions, newest, rules.sink, rules.recent)
+        indices, _ = choose(scores, positions, protected, rules.total, 10)
+        kept = [compact(states, indices, 12) for states in (keys, values)]
+        kept.append(scores.gather(-1, indices))
+        kept.append(positions.gather(-1, indices))
+        return [*kept, kept[-1]]
+    from h2okv.ops.triton_cut import Rows
+
+    results = []
+    for in_place in (False, True):
+        source = Rows(keys, values, scores, positions)
+        chosen = kernels.select(scores, None, scores, positions, rules, 10, in_place)
+        target = Rows(*(tensor[:, :, : 90 if in_place else 12].clone() for tensor in source[:4]))
+        if in_place:
+            source = target
+        kernels.move(source, target, keys.shape[1], chosen, free=columns[0].repeat(1, 2, 1))
+        results.append(target)
+    new, same = results
+    kept = [*new[:2], new.scores[..., :10], new.positions[..., :10]]
+    return [*kept, same.positions[..., :10].sort(dim=-1).values]
 
 
 def _same(result: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:

@@ -52,7 +52,8 @@ def _keys(
 @triton.jit
 def _select(
     priority, weights, scores, positions, seen, sinks, recents, totals, order, moves, counts,
-    num_entries, order_size, position_b, position_h, sink_b, recent_b, total_b, total_h, written,
+    num_entries, order_size, position_b, position_h, sink_b, recent_b, recent_h, total_b, total_h,
+    written,
     HEADS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_WRITTEN: tl.constexpr,
     SHARE: tl.constexpr, PARTS: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -61,7 +62,8 @@ def _select(
     batch, head = row // HEADS, row % HEADS
     position_row = batch * position_b + head * position_h
     total = tl.load(totals + batch * total_b + head * total_h)
-    sink, recent = tl.load(sinks + batch * sink_b), tl.load(recents + batch * recent_b)
+    sink = tl.load(sinks + batch * sink_b)
+    recent = tl.load(recents + batch * recent_b + head * recent_h)
     if HAS_WRITTEN:
         num_pins = tl.zeros([], tl.int32)
         for start in range(0, num_entries, BLOCK):
@@ -254,16 +256,16 @@ def _move(
         owner = tl.where(slots < room_new, head.to(tl.int32), NOBODY)
         tl.store(head_of_slot + new_row + slots, owner.to(tl.uint8), mask=inside)
     if CHOOSES:
-        if tl.program_id(1) == 0:
-            tl.store(free + row, (first_new + count).to(tl.int64))
+        next_slot = (first_new + count).to(tl.int64)
+        tl.store(free + row, next_slot, mask=tl.program_id(1) == 0)
 
 
 class Chosen(NamedTuple):
     """Where the slots of each head get their entries from."""
 
-    # int32 [B * H, K]: the entries that stay, in their order. In place [B * H, N]: the number of an
-    # entry that stays where it is, or N + i, the i-th of `moves`; beyond the count _EVICTED for what
-    # goes or is empty, _MOVED for what moves.
+    # int32 [B * H, K]: the entries that stay, in their order. In place [B * H, N]: the number of
+    # an entry that stays where it is, or N + i, the i-th of `moves`; beyond the count _EVICTED for
+    # what goes or is empty, _MOVED for what moves.
     order: Tensor
     moves: Tensor  # int32 [B * H, N], in place; else anything
     counts: Tensor  # int32 [B * H], entries that stay
@@ -286,7 +288,15 @@ class Rows(NamedTuple):
     values: Tensor  # [B, H or 1, N, Dv]
     scores: Tensor  # fp32 [B, H or 1, N]
     positions: Tensor  # int32, likewise
-    weights: Tensor | None  # fp32, likewise
+    weights: Tensor | None = None  # fp32, likewise
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.keys.is_cuda
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys.device
 
 
 def select(
@@ -318,12 +328,12 @@ def select(
     counts = positions.new_empty((rows,))
     if positions.stride(-1) != 1:
         positions = positions.contiguous()
-    total = rules.total.expand(batch, heads, 1)
+    recent, total = (tensor.expand(batch, heads, 1) for tensor in (rules.recent, rules.total))
     _select[(rows,)](
         priority.contiguous(), priority if weights is None else weights.contiguous(),
-        scores.contiguous(), positions, rules.num_real_tokens, rules.sink, rules.recent, total,
+        scores.contiguous(), positions, rules.num_real_tokens, rules.sink, recent, total,
         order, moves, counts, num_entries, order_size, *positions.stride()[:2],
-        rules.sink.stride(0), rules.recent.stride(0), *total.stride()[:2], rules.written,
+        rules.sink.stride(0), *recent.stride()[:2], *total.stride()[:2], rules.written,
         HEADS=heads, HAS_WEIGHTS=weights is not None, HAS_WRITTEN=rules.written > 0,
         SHARE=WRITTEN_SHARE[0], PARTS=WRITTEN_SHARE[1], IN_PLACE=in_place, BLOCK=_BLOCK_ENTRIES,
     )  # fmt: skip

@@ -148,10 +148,15 @@ class Rule:
         return type(self.scoring).value_weights is not Scoring.value_weights
 
     @property
+    def ranks_by_products(self) -> bool:
+        """Whether ranks are the accumulated numbers times the weights of the values, if any."""
+        is_plain = type(self.scoring).eviction_scores is Scoring.eviction_scores
+        return self.ranks_by_scores and is_plain
+
+    @property
     def ranks_by_sums(self) -> bool:
         """Whether ranks are the accumulated numbers as they stand, as kernels take them."""
-        is_plain = type(self.scoring).eviction_scores is Scoring.eviction_scores
-        return self.ranks_by_scores and is_plain and not self.weighs_values
+        return self.ranks_by_products and not self.weighs_values
 
     @property
     def weighs_queries(self) -> bool:
