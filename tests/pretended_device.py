@@ -370,7 +370,7 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
     patch.setattr(dispatch, "_there", lambda launch: launch)
     patch.setenv(dispatch.VARIABLE, "auto")
     for module, *names in (
-        (triton_decode, "_attend", "_finish"), (triton_prefill, "_forward", "_sums"),
+        (triton_decode, "_attend", "_finish"), (triton_prefill, "_forward", "_sums", "_rotate"),
         (triton_cut, "_select", "_move"),
     ):  # fmt: skip
         for name in names:

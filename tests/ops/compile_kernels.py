@@ -83,7 +83,9 @@ def block(dtype, size, groups=2, **visibility):
     key = torch.zeros(1, 2, 64, size, dtype=dtype)
     spec = AttentionSpec(0.1)
     triton_prefill.attention_with_scores(query, key, key, Visibility(**visibility), spec)
-    triton_prefill.expected_attention(query, key, None, visibility.get("queries"), spec)
+    rotation = torch.zeros(1, 1, 64, size // 2 - 4, 2), "half"
+    real = visibility.get("queries")
+    triton_prefill.expected_attention(query, key, None, real, spec, rotation)
 
 
 def cut(dtype, size, batch=2, heads=2, count=70):
@@ -108,7 +110,7 @@ def cut(dtype, size, batch=2, heads=2, count=70):
 def main():
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     for module in (triton_decode, triton_prefill, triton_cut):
-        for name in ("_attend", "_finish", "_forward", "_sums", "_select", "_move"):
+        for name in ("_attend", "_finish", "_forward", "_sums", "_rotate", "_select", "_move"):
             if hasattr(module, name):
                 setattr(module, name, Compiler(getattr(module, name), target))
     # What differs between GPUs is the product of half precision; fp32 is slow to compile.

@@ -6,6 +6,7 @@ import torch
 from h2okv.ops import triton_prefill
 from h2okv.ops.attention import expected_attention
 from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores
+from h2okv.ops.rope import rotate
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("garbage")]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -153,3 +154,18 @@ def test_expected_attention(device, dtype, softcap, length, past, has_sinks):
         norms = triton_prefill.expected_attention(queries, dirty, hidden, padding, spec)
         assert norms.dtype == torch.float32
         torch.testing.assert_close(norms, expected.float(), atol=SUMS[dtype], rtol=SUMS[dtype])
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("width", [32, 24])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_queries_are_rotated_as_by_pytorch(device, layout, width, dtype):
+    query, _, _ = draw(device, 2, 2, 1, 0, 45, 32, dtype=dtype)
+    for shape in ((2, 1, 45, width // 2, 2), (1, 1, 45, 2, width // 2)):
+        factors = torch.randn(shape, device=device)
+        factors = factors if shape[-1] == 2 else factors.transpose(-1, -2)
+        actual = triton_prefill.rotated(query, factors, layout, dtype)
+        expected = rotate(query, factors, layout).to(dtype)
+        assert actual.is_contiguous() and actual.dtype == dtype
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)

@@ -15,7 +15,8 @@ from torch import Tensor
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.explanation import Explanation, standing
-from h2okv.cache.rope import options_of_rotation
+from h2okv.cache.forward import place_of
+from h2okv.cache.rope import Rotations, options_of_rotation
 from h2okv.cache.slot_state import is_cast, ordinary_tensors
 from h2okv.cache.spans import to_device
 from h2okv.cache.step_log import StepLog
@@ -23,7 +24,7 @@ from h2okv.cache.validation import check_prompt, check_window
 from h2okv.ops.attention import expected_attention, mean_queries
 from h2okv.ops.choice import choose, protected_entries, recent_with_written
 from h2okv.ops.reference import AttentionSpec, Visibility
-from h2okv.ops.rope import interleave_pairs, rotate
+from h2okv.ops.rope import Layout, interleave_pairs, rotate
 from h2okv.policy import BlockView, Sees
 
 # Tokens behind a block's last one at which its queries are re-evaluated (`Sees.QUERIES`).
@@ -378,8 +379,14 @@ class CacheLayer(BaseLayer):
 
     def count(self, block: Block) -> None:
         """Count a block's tokens; mutates the layer."""
-        self.state.count(block.counts(), self._lengths(block))
-        self.count_columns(block.length)
+        tokens, state = block.counts(), self.state
+        if isinstance(tokens, int) and not torch.compiler.is_compiling():  # in one launch
+            torch._foreach_add_([state.num_real_tokens, self.cumulative_length], tokens)
+        else:
+            state.num_real_tokens += tokens
+            self.cumulative_length += block.length
+        state.note_count(self._lengths(block))
+        self.note_columns(block.length)
 
     def _decayed(self, scores: Tensor, count: Tensor | int) -> Tensor:
         """Return scores ``[B, H, N]`` after `count` further tokens of each sequence."""
@@ -401,6 +408,7 @@ class CacheLayer(BaseLayer):
         """Re-evaluate a block's queries behind its end; fp32 ``[B, H, N]`` (`BlockView`)."""
         query, keys, real = block.query, entries.attended_key, block.real
         is_entry, rotations, spec = entries.is_entry, self.rotations, block.spec
+        rotation = None
         if spec.sinks is not None and block.is_span:  # of which means of heads are stored
             sinks = mean_queries(spec.sinks.unsqueeze(0), keys.shape[1]).squeeze(0)
             spec = spec._replace(sinks=sinks)
@@ -411,8 +419,20 @@ class CacheLayer(BaseLayer):
         elif rotations.text is not None:
             assert block.position_ids is not None
             position_ids = block.position_ids[:, 0, :, 0]
-            query = rotations.moved_behind(query, real, position_ids, AHEAD)
-        return self._expect(query, keys, is_entry, real, spec)
+            rotation = self._rotation_behind(rotations, position_ids, real)
+        return self._expect(query, keys, is_entry, real, spec, rotation)
+
+    def _rotation_behind(
+        self, rotations: Rotations, position_ids: Tensor, real: Tensor | None
+    ) -> tuple[Tensor, Layout]:
+        if torch.compiler.is_compiling():
+            return rotations.behind(real, position_ids, AHEAD)
+        # Layers get views of one tensor, which is kept lest another takes its place.
+        key = id(rotations.text), place_of(position_ids), place_of(real)
+        rotation, _ = self.forward.shared(
+            key, lambda: (rotations.behind(real, position_ids, AHEAD), (position_ids, real))
+        )
+        return rotation
 
     def _expect(self, query: Tensor, *arguments: Any) -> Tensor:
         """Run `h2okv.ops.attention.expected_attention`, or a kernel."""

@@ -261,11 +261,6 @@ class SlotState(Slots):
         """Let the host ask the device again, whose tensors were changed; mutates the state."""
         self.known_lengths = self.known_totals = self.scored_lengths = None
 
-    def count(self, tokens: Tensor | int, counts: Sequence[int] | None) -> None:
-        """Count new tokens of each sequence, int64 ``[B]``; for the host too, if it has them."""
-        self.num_real_tokens += tokens
-        self.note_count(counts)
-
     def note_count(self, counts: Sequence[int] | None) -> None:
         """Note on the host what the device counts by itself."""
         if torch.compiler.is_compiling() or counts is None or self.known_lengths is None:

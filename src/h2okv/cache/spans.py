@@ -127,6 +127,13 @@ class Spans:
                 placed = placed.to(state.query_positions.dtype).unsqueeze(0)
                 state.query_positions.index_copy_(1, column, placed)
             return
+        known = () if torch.compiler.is_compiling() else set(state.known_lengths or ())
+        first = min(known, default=0) % self.length
+        if block.real is None and len(known) == 1 and first + length <= self.length:
+            state.queries.narrow(2, first, length).copy_(query)
+            ids = 0 if block.position_ids is None else block.position_ids[:, 0, :, 0]
+            state.query_positions[:, first : first + length] = ids
+            return
         order, real = torch.arange(length, device=state.device).expand(batch, length), block.real
         if real is not None:
             order = real.cumsum(dim=1) - 1
@@ -167,6 +174,7 @@ class Spans:
         ended: list[bool],
         is_short: bool,
         is_late: bool,
+        forward: Forward,
     ) -> tuple[Tensor | None, Block | None]:
         """Return the sequences, int64 ``[B']``, whose span has ended, and its queries as a block.
 
@@ -184,8 +192,11 @@ class Spans:
         are_all = len(rows) == len(ended)
         sequences = None if are_all else to_device(rows, state)
         index: Any = slice(None) if sequences is None else sequences
-        query, position_ids = state.queries[index], state.query_positions[index].clone()
-        state.query_positions[index] = -1
+        query, positions = state.queries[index], state.query_positions
+        # All layers of a cache got them at the same places.
+        key = lengths, scored, state.span_starts, tuple(rows)
+        position_ids = forward.shared(key, lambda: positions[index].clone())
+        positions[index] = -1
         may_lack = scored is None or is_short
         if is_begun:
             may_lack = len({self.phases(state)[row] for row in rows}) > 1
@@ -274,8 +285,9 @@ class Spans:
     ) -> Tensor:
         is_late = layer.is_late is not None  # the span after it is shorter
         sequences, span = self.take_queries(
-            layer.state, layer.attention_spec, has_ended, is_short or is_late, is_late
-        )
+            layer.state, layer.attention_spec, has_ended, is_short or is_late, is_late,
+            layer.forward,
+        )  # fmt: skip
         if span is None:
             return entries.scores
         ended = replace(entries) if sequences is None else entries.of_sequences(sequences)

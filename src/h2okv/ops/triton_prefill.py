@@ -19,10 +19,12 @@ from torch import Tensor
 from h2okv.ops import flash_varlen
 from h2okv.ops.flash import add_sink
 from h2okv.ops.reference import AttentionSpec, Visibility
+from h2okv.ops.rope import Layout
 from h2okv.ops.triton_decode import number, side
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = tl.constexpr(math.log(2.0))
+_ROTATED_QUERIES = 32  # of a program that rotates them
 # Replaces -inf as the maximum of a row that sees nothing: inf - inf would be NaN.
 _LOWEST = tl.constexpr(-1e30)
 
@@ -188,6 +190,35 @@ def _sums(
     )
 
 
+@triton.jit
+def _rotate(
+    query, factors, output, query_b, query_h, query_t, factors_b, factors_t, factors_p, factors_c,
+    length, HEADS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Rotate the pairs of a tile of queries; the other numbers pass."""
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    row = tl.program_id(1).to(tl.int64)
+    batch, head, pair = row // HEADS, row % HEADS, tl.arange(0, BLOCK_P)[None, :]
+    inside = (rows < length) & (pair < PAIRS)
+    first = pair if HALVES else 2 * pair
+    second = first + (PAIRS if HALVES else 1)
+    source = query + batch * query_b + head * query_h + rows * query_t
+    target = output + (row * length + rows) * D
+    at = factors + batch * factors_b + rows * factors_t + pair * factors_p
+    cosine = tl.load(at, mask=inside, other=0.0)
+    sine = tl.load(at + factors_c, mask=inside, other=0.0)
+    a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + first, (a * cosine - b * sine).to(output.dtype.element_ty), mask=inside)
+    tl.store(target + second, (b * cosine + a * sine).to(output.dtype.element_ty), mask=inside)
+    if BLOCK_R > 0:
+        rest = 2 * PAIRS + tl.arange(0, BLOCK_R)[None, :]
+        inside = (rows < length) & (rest < D)
+        passing = tl.load(source + rest, mask=inside, other=0.0)
+        tl.store(target + rest, passing.to(output.dtype.element_ty), mask=inside)
+
+
 def attention_with_scores(
     query: Tensor,
     key: Tensor,
@@ -218,14 +249,31 @@ def expected_attention(
     entries: Tensor | None,
     queries: Tensor | None,
     spec: AttentionSpec,
+    rotation: tuple[Tensor, Layout] | None = None,
 ) -> Tensor:
     """Lets every query attend to all entries; twin of `h2okv.ops.attention.expected_attention`."""
-    query = query.to(key.dtype)
+    query = query.to(key.dtype) if rotation is None else rotated(query, *rotation, key.dtype)
     visibility = Visibility(key.shape[2], entries, queries)
     _, log_sum_exp = forward(query, key, None, visibility, spec)
     if spec.sinks is not None:
         log_sum_exp = torch.logaddexp(log_sum_exp, spec.sinks.float().view(1, -1, 1))
     return score_sums(query, key, log_sum_exp, visibility, spec, squares=True).sqrt_()
+
+
+def rotated(query: Tensor, factors: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Return `h2okv.ops.rope.rotate` in a dtype, contiguous."""
+    query = _rows_whole(query)
+    batch, num_heads, length, size = query.shape
+    output = query.new_empty(query.shape, dtype=dtype)
+    factors = factors.expand(batch, 1, length, -1, 2)
+    pairs = factors.shape[3]
+    _rotate[(triton.cdiv(length, _ROTATED_QUERIES), batch * num_heads)](
+        query, factors, output, *query.stride()[:3], factors.stride(0), *factors.stride()[2:],
+        length, HEADS=num_heads, D=size, PAIRS=pairs, HALVES=layout == "half",
+        BLOCK_P=triton.next_power_of_2(pairs), BLOCK_R=triton.next_power_of_2(size - 2 * pairs),
+        BLOCK_M=_ROTATED_QUERIES,
+    )  # fmt: skip
+    return output
 
 
 def forward(
