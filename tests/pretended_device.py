@@ -371,7 +371,7 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
     patch.setenv(dispatch.VARIABLE, "auto")
     for module, *names in (
         (triton_decode, "_attend", "_finish"), (triton_prefill, "_forward", "_sums", "_rotate"),
-        (triton_cut, "_select", "_move"),
+        (triton_cut, "_select", "_move", "_join"),
     ):  # fmt: skip
         for name in names:
             # Where entries are decides what is launched later.

@@ -32,19 +32,19 @@ BOUNDS = {
     "expected": {"prompt": (14, 0, 34, 1), "step": (20, 0, 0, 0)},
     "best by head": {"prompt": (14, 0, 34, 1), "step": (38, 0, 0, 0)},
     "best by head, whole prompts, spans": {
-        "prompt": (16, 0, 34, 1), "step": (23, 0, 0, 0), "cut": (36, 0, 31, 0),
+        "prompt": (16, 0, 34, 1), "step": (22, 0, 0, 0), "cut": (34, 0, 31, 0),
         "chunk": (0, 0, 0, 0),
     },
     "h2o, spans": {
-        "prompt": (42, 0, 7, 1), "step": (5, 0, 0, 0), "cut": (8, 0, 0, 0), "chunk": (14, 0, 1, 0),
+        "prompt": (34, 0, 7, 1), "step": (5, 0, 0, 0), "cut": (8, 0, 0, 0), "chunk": (10, 0, 1, 0),
     },
     "expected, spans": {
-        "prompt": (72, 0, 97, 1), "step": (10, 0, 0, 0), "cut": (22, 0, 31, 0),
-        "chunk": (23, 0, 31, 0),
+        "prompt": (55, 0, 97, 1), "step": (9, 0, 0, 0), "cut": (20, 0, 31, 0),
+        "chunk": (16, 0, 31, 0),
     },
     "best by head, spans": {
-        "prompt": (74, 0, 97, 1), "step": (23, 0, 0, 0), "cut": (36, 0, 31, 0),
-        "chunk": (24, 0, 31, 0),
+        "prompt": (55, 0, 97, 1), "step": (22, 0, 0, 0), "cut": (34, 0, 31, 0),
+        "chunk": (16, 0, 31, 0),
     },
 }  # fmt: skip
 

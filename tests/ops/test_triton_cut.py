@@ -9,7 +9,7 @@ from hypothesis_examples import examples
 from h2okv.ops import triton_cut
 from h2okv.ops.choice import CutRules, choose, protected_entries, recent_with_written
 from h2okv.ops.compaction import NO_HEAD, compact, pick, share_slots
-from h2okv.ops.triton_cut import Rooms, Rows, move, select
+from h2okv.ops.triton_cut import Rooms, Rows, join, move, select
 
 pytestmark = pytest.mark.usefixtures("garbage")
 TINY = 1e-42  # no normal number
@@ -223,3 +223,39 @@ def test_a_cut_in_place_moves_few_and_loses_none(shares, seen, monkeypatch):
                 assert torch.equal(actual[at][:count], kept[entries]), name
             assert (slots.positions[at][count:] == -1).all()
             assert not slots.scores[at][count:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_block_is_put_behind_slots(dtype, shares):
+    heads, span = 3, 5
+    block = draw_rows(2, heads, 11, 20, dtype)
+    scores = torch.zeros(()).expand(2, heads, 11)
+    positions = torch.arange(50, 61, dtype=torch.int32).view(1, 1, -1).expand(2, heads, -1)
+    block = block._replace(scores=scores, positions=positions, weights=None)
+    totals = torch.tensor([[7, 13, 9], [8, 8, 8]]).unsqueeze(-1)
+    longest = int(totals.max()) + span
+    cached = draw_rows(2, heads, longest, 20, dtype)
+    of_head = torch.arange(longest) < totals + span
+    cached.positions[~of_head] = -1
+    cached.positions[:, :, 4] = -1
+    slots, rooms = Rows(*(tensor.contiguous() for tensor in cached)), None
+    if shares:
+        rooms = Rooms(totals, span, longest)
+        num_slots = int((totals + span).sum(dim=1).max())
+        rows = [[tensor[row][of_head[row]] for row in range(2)] for tensor in cached]
+        room = [num_slots - len(tensor) for tensor in rows[0]]
+        slots = Rows(*(
+            torch.stack([
+                torch.cat([row, torch.zeros(count, *row.shape[1:], dtype=row.dtype)])
+                for row, count in zip(pair, room, strict=True)
+            ]).unsqueeze(1) for pair in rows
+        ))  # fmt: skip
+    joined, is_entry = join(slots, block, rooms)
+    for name, before, new, actual in zip(Rows._fields[:4], cached, block, joined, strict=False):
+        if shares:
+            empty = -1 if name == "positions" else 0
+            before = before.clone()
+            before[~of_head] = empty
+        assert torch.equal(actual, torch.cat([before, new], dim=2)), name
+    assert torch.equal(is_entry, joined.positions >= 0)

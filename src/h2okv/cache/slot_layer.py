@@ -55,19 +55,17 @@ class SlotLayer(CacheLayer):
     # --- a block ----------------------------------------------------------------------------------
 
     def _place(self, block: Block) -> BlockEntries:
-        state, past = self.state, self.state.num_slots
-        if state.head_of_slot is not None:
-            kernels = self.cut_kernels(state.positions)
-            if kernels is None:
-                state.unshare(self.slots.head_slots(state))
-            else:
-                with ordinary_tensors():
-                    rows = self.slots.by_head(kernels, state)
-                state.keys, state.values, state.scores, state.positions, _ = rows
-                state.head_of_slot = None
-            past = state.num_slots
+        state = self.state
         key, value = block.key, block.value
         scores, positions = self._block_entries(block)
+        if state.num_slots and (kernels := self.cut_kernels(positions)) is not None:
+            rows, is_entry = self.slots.join(kernels, state, block, scores, positions)
+            past = rows.positions.shape[2] - block.length
+            states = block.query, rows.keys, rows.values
+            return BlockEntries(past, *rows[:4], *states, is_entry)
+        if state.head_of_slot is not None:
+            state.unshare(self.slots.head_slots(state))
+        past = state.num_slots
         if past:
             cached_key = self.storage.keys.read(state.keys, self.dtype, state.key_transform)
             key = torch.cat([cached_key, key], dim=2)
@@ -196,6 +194,7 @@ class SlotLayer(CacheLayer):
         if self.prompt.is_partial:  # more of the block is to come: nothing is evicted yet
             with ordinary_tensors():
                 state.keys, state.values = entries.key.clone(), entries.value.clone()
+                state.head_of_slot = None
                 for name, tensor in entries.metadata(state).items():
                     setattr(state, name, tensor.clone())
             return

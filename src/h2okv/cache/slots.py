@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from h2okv.cache.block import BlockEntries
+from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.slot_state import (
     MIN_GROWN_SLOTS,
     KVStorage,
@@ -179,6 +179,18 @@ class SlotPlan:
         rows = _empty_rows(slots, state.free_slot.shape[2], rooms.largest)
         kernels.move(slots, rows, state.free_slot.shape[2], rooms=rooms)
         return rows
+
+    def join(
+        self, kernels: Cut, state: SlotState, block: Block, scores: Tensor, positions: Tensor
+    ) -> tuple[triton_cut.Rows, Tensor]:
+        """Return all entries of a block, and which of them are some, bool ``[B, H, N]``."""
+        slots = self.rows(state)
+        tokens = slots._replace(
+            keys=block.key, values=block.value, scores=scores, positions=positions
+        )
+        with ordinary_tensors():
+            joined: tuple[triton_cut.Rows, Tensor] = kernels.join(slots, tokens, self._rooms(state))
+        return joined
 
     def store_by(
         self,

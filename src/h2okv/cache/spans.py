@@ -106,33 +106,32 @@ class Spans:
 
     def add_queries(self, state: SlotState, block: Block) -> None:
         """Note a block's queries, of a span the newest, before its tokens are counted; mutates."""
-        query = mean_queries(block.query, block.key.shape[1])
-        batch, heads, length, size = query.shape
+        length, num_kv_heads = block.length, block.key.shape[1]
         if state.queries is None:
             self.make_room(state, block)
         assert state.queries is not None
         assert state.query_positions is not None
+        known = set() if torch.compiler.is_compiling() else set(state.known_lengths or ())
+        first = min(known, default=0) % self.length
+        # A step on a GPU may be recorded, so that no number of the host may enter it.
+        is_placed = len(known) == 1 and (length > 1 or state.queries.is_cpu)
+        if is_placed and block.real is None and first + length <= self.length:
+            room = state.queries.narrow(2, first, length)
+            if (query := mean_queries(block.query, num_kv_heads, out=room)) is not room:
+                room.copy_(query)
+            ids = 0 if block.position_ids is None else block.position_ids[:, 0, :, 0]
+            state.query_positions[:, first : first + length] = ids
+            return
+        query = mean_queries(block.query, num_kv_heads)
+        batch, heads, _, size = query.shape
         if block.real is None and batch == length == 1:  # a step, in few operations
-            placed: Any = 0 if block.position_ids is None else block.position_ids.view(1)
-            if state.known_lengths is not None and state.queries.is_cpu:
-                at = state.known_lengths[0] % self.length
-                state.queries.select(2, at).copy_(query.select(2, 0))
-                state.query_positions[0, at] = placed
-                return
             column = state.num_real_tokens % self.length
             state.queries.index_copy_(2, column, query)
             if block.position_ids is None:
                 state.query_positions.index_fill_(1, column, 0)
             else:
-                placed = placed.to(state.query_positions.dtype).unsqueeze(0)
+                placed = block.position_ids.view(1, 1).to(state.query_positions.dtype)
                 state.query_positions.index_copy_(1, column, placed)
-            return
-        known = () if torch.compiler.is_compiling() else set(state.known_lengths or ())
-        first = min(known, default=0) % self.length
-        if block.real is None and len(known) == 1 and first + length <= self.length:
-            state.queries.narrow(2, first, length).copy_(query)
-            ids = 0 if block.position_ids is None else block.position_ids[:, 0, :, 0]
-            state.query_positions[:, first : first + length] = ids
             return
         order, real = torch.arange(length, device=state.device).expand(batch, length), block.real
         if real is not None:

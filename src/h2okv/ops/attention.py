@@ -384,12 +384,13 @@ def num_means(groups: int) -> int:
     return -(-groups // _HEADS_OF_MEAN)
 
 
-def mean_queries(states: Tensor, num_kv_heads: int) -> Tensor:
+def mean_queries(states: Tensor, num_kv_heads: int, out: Tensor | None = None) -> Tensor:
     """Average the query heads of each KV head, a few at a time.
 
     Args:
         states: queries ``[B, HQ, T, D]``, or anything else of each query head, ``[B, HQ, ...]``.
         num_kv_heads: number H of KV heads.
+        out: where to put the means, if one operation does that; else it stays as it is.
 
     Returns:
         ``[B, H * num_means(HQ / H), ...]`` in the same dtype; computed in fp32 or wider.
@@ -399,8 +400,9 @@ def mean_queries(states: Tensor, num_kv_heads: int) -> Tensor:
         return states
     count = num_means(groups)
     wide = torch.promote_types(states.dtype, torch.float32)
-    # A GPU, and a single token, are quicker with one operation.
-    if groups % count == 0 and (states.is_cuda or states.shape[2:-1] == (1,)):
+    if groups % count == 0 and states.is_cuda:  # where it adds in fp32 by itself
+        return torch.mean(states.unflatten(1, (-1, groups // count)), dim=2, out=out)
+    if groups % count == 0 and states.shape[2:-1] == (1,):  # a single token: one operation
         means = states.unflatten(1, (-1, groups // count)).mean(dim=2, dtype=wide)
         return means.to(states.dtype)
     sets = states.unflatten(1, (num_kv_heads, groups)).tensor_split(count, dim=2)

@@ -33,6 +33,7 @@ class Cut(NamedTuple):
 
     select: Callable[..., Any]
     move: Callable[..., None]
+    join: Callable[..., Any]
 
 
 class Operations(NamedTuple):
@@ -140,7 +141,7 @@ def _load_kernels(device: torch.device) -> Operations:
         _there(triton_prefill.attention_with_scores),
         _there(triton_prefill.expected_attention),
         _there(functools.partial(triton_decode.decode_step, num_cores=cores)),
-        Cut(_there(triton_cut.select), _there(triton_cut.move)),
+        Cut(_there(triton_cut.select), _there(triton_cut.move), _there(triton_cut.join)),
     )
 
 

@@ -260,6 +260,64 @@ def _move(
         tl.store(free + row, next_slot, mask=tl.program_id(1) == 0)
 
 
+@triton.jit
+def _join(
+    totals, keys, values, scores, positions, block_keys, block_values, block_scores,
+    block_positions, all_keys, all_values, all_scores, all_positions, is_entry,
+    key_b, key_h, key_n, value_b, value_h, value_n, score_b, score_h, score_n,
+    position_b, position_h, position_n, num_slots, past, length, span,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, FROM_SHARED: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Put the tokens of a block behind the slots of one head, in new tensors."""
+    row = tl.program_id(0).to(tl.int64)
+    batch, head = row // HEADS, row % HEADS
+    entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, room = row * num_slots, num_slots
+    if FROM_SHARED:
+        first, room = _first_slot(totals, batch, head, span, HEADS, BLOCK_H)
+        first += batch * num_slots
+    is_slot, tokens = entries < room, entries - past
+    is_new, inside = tokens >= 0, tokens < length
+    is_new = is_new & inside
+    slots = (first + entries).to(tl.int64)
+    target = row * (past + length) + entries
+    wide, wide_value = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_DV)[None, :]
+    is_number, is_value_number = wide < D, wide_value < DV
+    key_at = block_keys + batch * key_b + head * key_h + tokens.to(tl.int64)[:, None] * key_n
+    value_at = block_values + batch * value_b + head * value_h
+    value_at += tokens.to(tl.int64)[:, None] * value_n
+    # One of the two is loaded, the other is zero.
+    slot_keys = tl.load(
+        keys + slots[:, None] * D + wide, mask=is_slot[:, None] & is_number, other=0.0
+    )
+    slot_values = tl.load(
+        values + slots[:, None] * DV + wide_value,
+        mask=is_slot[:, None] & is_value_number, other=0.0,
+    )  # fmt: skip
+    new_keys = tl.load(key_at + wide, mask=is_new[:, None] & is_number, other=0.0)
+    new_values = tl.load(value_at + wide_value, mask=is_new[:, None] & is_value_number, other=0.0)
+    tl.store(
+        all_keys + target[:, None] * D + wide, tl.where(is_new[:, None], new_keys, slot_keys),
+        mask=inside[:, None] & is_number,
+    )  # fmt: skip
+    tl.store(
+        all_values + target[:, None] * DV + wide_value,
+        tl.where(is_new[:, None], new_values, slot_values),
+        mask=inside[:, None] & is_value_number,
+    )  # fmt: skip
+    score_at = batch * score_b + head * score_h + tokens * score_n
+    position_at = batch * position_b + head * position_h + tokens * position_n
+    score = tl.load(scores + slots, mask=is_slot, other=0.0)
+    position = tl.load(positions + slots, mask=is_slot, other=-1)
+    new_score = tl.load(block_scores + score_at, mask=is_new, other=0.0)
+    new_position = tl.load(block_positions + position_at, mask=is_new, other=-1)
+    position = tl.where(is_new, new_position, position)
+    tl.store(all_scores + target, tl.where(is_new, new_score, score), mask=inside)
+    tl.store(all_positions + target, position, mask=inside)
+    tl.store(is_entry + target, (position >= 0).to(tl.uint8), mask=inside)
+
+
 class Chosen(NamedTuple):
     """Where the slots of each head get their entries from."""
 
@@ -393,3 +451,36 @@ def move(
         BLOCK_D=triton.next_power_of_2(size), BLOCK_DV=triton.next_power_of_2(value_size),
         BLOCK_H=triton.next_power_of_2(heads), BLOCK=_BLOCK_SLOTS,
     )  # fmt: skip
+
+
+def join(slots: Rows, block: Rows, rooms: Rooms | None) -> tuple[Rows, Tensor]:
+    """Put the T tokens of a block behind P slots of each head.
+
+    Args:
+        slots: contiguous; shared if there are `rooms`.
+        block: ``[B, H, T, ...]``, of any strides but of whole keys and values.
+        rooms: of shared slots; P is that of the largest head.
+
+    Returns:
+        The entries ``[B, H, P + T, ...]`` and, bool ``[B, H, P + T]``, which of them are some.
+    """
+    batch, heads, length = block.positions.shape
+    past = slots.positions.shape[2] if rooms is None else rooms.largest
+    keys, values = (
+        states if states.stride(-1) == 1 else states.contiguous() for states in block[:2]
+    )
+    entries = Rows(*(
+        tensor.new_empty(batch, heads, past + length, *tensor.shape[3:]) for tensor in slots[:4]
+    ))  # fmt: skip
+    is_entry = torch.empty_like(entries.positions, dtype=torch.uint8)
+    size, value_size = keys.shape[-1], values.shape[-1]
+    _join[(batch * heads, triton.cdiv(past + length, _BLOCK_SLOTS))](
+        slots.positions if rooms is None else rooms.totals, *slots[:4], keys, values,
+        block.scores, block.positions, *entries[:4], is_entry,
+        *keys.stride()[:3], *values.stride()[:3], *block.scores.stride(), *block.positions.stride(),
+        slots.positions.shape[2], past, length, 0 if rooms is None else rooms.span,
+        HEADS=heads, D=size, DV=value_size, FROM_SHARED=rooms is not None,
+        BLOCK_D=triton.next_power_of_2(size), BLOCK_DV=triton.next_power_of_2(value_size),
+        BLOCK_H=triton.next_power_of_2(heads), BLOCK=_BLOCK_SLOTS,
+    )  # fmt: skip
+    return entries, is_entry.view(torch.bool)

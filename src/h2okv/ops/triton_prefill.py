@@ -184,10 +184,11 @@ def _sums(
             if not SEES_ALL:
                 visible = visible & (columns[:, None] <= past + rows[None, :])
             received += tl.sum(tl.where(visible, weights, 0.0), axis=1)
+    received = tl.where(inside, received, 0.0)
+    if SQUARES and GROUPS == 1:  # of several heads the squares are still to be added
+        received = tl.sqrt_rn(received)
     row = tl.program_id(1).to(tl.int64)
-    tl.store(
-        sums + row * num_keys + columns, tl.where(inside, received, 0.0), mask=columns < num_keys
-    )
+    tl.store(sums + row * num_keys + columns, received, mask=columns < num_keys)
 
 
 @triton.jit
@@ -257,7 +258,7 @@ def expected_attention(
     _, log_sum_exp = forward(query, key, None, visibility, spec)
     if spec.sinks is not None:
         log_sum_exp = torch.logaddexp(log_sum_exp, spec.sinks.float().view(1, -1, 1))
-    return score_sums(query, key, log_sum_exp, visibility, spec, squares=True).sqrt_()
+    return score_sums(query, key, log_sum_exp, visibility, spec, squares=True)
 
 
 def rotated(query: Tensor, factors: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
@@ -317,9 +318,9 @@ def score_sums(
     tile: Tile | None = None,
     squares: bool = False,
 ) -> Tensor:
-    """Sum the probability that each key received, or its square; fp32 ``[B, H, N]``.
+    """Sum the probability that each key received, fp32 ``[B, H, N]``; `tile` is for tuning.
 
-    `tile` is for tuning.
+    With `squares`, the root of the sum of squares.
     """
     query, key = _rows_whole(query), _rows_whole(key)
     batch, num_heads, num_keys = *query.shape[:2], key.shape[2]
@@ -335,7 +336,8 @@ def score_sums(
     if num_heads == key.shape[1]:
         return sums
     # Each query head has its own row, no two programs add to one number.
-    return sums.unflatten(1, (key.shape[1], -1)).sum(dim=2)
+    sums = sums.unflatten(1, (key.shape[1], -1)).sum(dim=2)
+    return sums.sqrt_() if squares else sums
 
 
 def _forward_tile(size: int, dtype: torch.dtype) -> Tile:
