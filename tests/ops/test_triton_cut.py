@@ -86,10 +86,10 @@ def test_the_kernel_chooses_what_a_sort_does(cut, block):
         patch.setattr(triton_cut, "_BLOCK_ENTRIES", block)
         arguments = priority, weights, priority, positions, rules, limit
         ordered, in_place = (select(*arguments, is_in_place) for is_in_place in (False, True))
-    for row, (some, kept) in enumerate(
+    for row, (some, is_kept_here) in enumerate(
         zip(indices.flatten(0, 1), is_kept.flatten(0, 1), strict=True)
     ):
-        expected = some[kept].tolist()
+        expected = some[is_kept_here].tolist()
         assert ordered.counts[row] == in_place.counts[row] == len(expected)
         assert ordered.order[row, : len(expected)].tolist() == expected
         assert sorted(slots_of(in_place, row, positions.shape[2])) == expected
@@ -219,8 +219,8 @@ def test_a_cut_in_place_moves_few_and_loses_none(shares, seen, monkeypatch):
             assert sorted(entries) == expected
             assert free.view(batch, heads)[row, head] == first + count
             for name, actual, old in zip(Rows._fields, slots, before, strict=True):
-                kept = new_scores[row, head] if name == "scores" else old[at]
-                assert torch.equal(actual[at][:count], kept[entries]), name
+                scores = new_scores[row, head] if name == "scores" else old[at]
+                assert torch.equal(actual[at][:count], scores[entries]), name
             assert (slots.positions[at][count:] == -1).all()
             assert not slots.scores[at][count:].any()
 

@@ -426,11 +426,11 @@ class CacheLayer(BaseLayer):
         self, rotations: Rotations, position_ids: Tensor, real: Tensor | None
     ) -> tuple[Tensor, Layout]:
         if torch.compiler.is_compiling():
-            return rotations.behind(real, position_ids, AHEAD)
+            return rotations.moved_behind(real, position_ids, AHEAD)
         # Layers get views of one tensor, which is kept lest another takes its place.
         key = id(rotations.text), place_of(position_ids), place_of(real)
         rotation, _ = self.forward.shared(
-            key, lambda: (rotations.behind(real, position_ids, AHEAD), (position_ids, real))
+            key, lambda: (rotations.moved_behind(real, position_ids, AHEAD), (position_ids, real))
         )
         return rotation
 
@@ -456,9 +456,9 @@ class CacheLayer(BaseLayer):
     def _block_entries(self, block: Block) -> tuple[Tensor, Tensor]:
         """Return scores so far and positions of a block's tokens, ``[B, H, T]``."""
         seen, length = self.state.num_real_tokens.unsqueeze(1), block.length
-        known = set() if torch.compiler.is_compiling() else set(self.state.known_lengths or ())
-        if block.real is None and len(known) == 1:
-            start = known.pop()
+        lengths = set() if torch.compiler.is_compiling() else set(self.state.known_lengths or ())
+        if block.real is None and len(lengths) == 1:
+            start = lengths.pop()
             positions = self.forward.numbers(start, start + length, self.device)
         elif block.real is None:
             positions = seen + torch.arange(length, device=self.device)

@@ -153,7 +153,7 @@ class Rotations:
             return rotate(query, factors[end : end + 1].view(1, 1, 1, *factors.shape[1:]))
         return rotate(query, factors[is_entry[:, :1].sum(dim=-1, keepdim=True) - 1 + ahead])
 
-    def behind(
+    def moved_behind(
         self, real: Tensor | None, position_ids: Tensor, ahead: int
     ) -> tuple[Tensor, Layout]:
         """Return what rotates queries from positions ``[B or 1, T]`` to one `ahead` of the last."""

@@ -111,10 +111,10 @@ class Spans:
             self.make_room(state, block)
         assert state.queries is not None
         assert state.query_positions is not None
-        known = set() if torch.compiler.is_compiling() else set(state.known_lengths or ())
-        first = min(known, default=0) % self.length
+        lengths = set() if torch.compiler.is_compiling() else set(state.known_lengths or ())
+        first = min(lengths, default=0) % self.length
         # A step on a GPU may be recorded, so that no number of the host may enter it.
-        is_placed = len(known) == 1 and (length > 1 or state.queries.is_cpu)
+        is_placed = len(lengths) == 1 and (length > 1 or state.queries.is_cpu)
         if is_placed and block.real is None and first + length <= self.length:
             room = state.queries.narrow(2, first, length)
             if (query := mean_queries(block.query, num_kv_heads, out=room)) is not room:

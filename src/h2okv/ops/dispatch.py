@@ -218,10 +218,10 @@ def _cut_by(kernels: Cut | None, slots: list[Tensor]) -> list[Tensor]:
         newest = rules.num_real_tokens.view(-1, 1, 1) - 1
         protected = protected_entries(positions, newest, rules.sink, rules.recent)
         indices, _ = choose(scores, positions, protected, rules.total, 10)
-        kept = [compact(states, indices, 12) for states in (keys, values)]
-        kept.append(scores.gather(-1, indices))
-        kept.append(positions.gather(-1, indices))
-        return [*kept, kept[-1]]
+        survivors = [compact(states, indices, 12) for states in (keys, values)]
+        survivors.append(scores.gather(-1, indices))
+        survivors.append(positions.gather(-1, indices))
+        return [*survivors, survivors[-1]]
     from h2okv.ops.triton_cut import Rows
 
     results = []
@@ -234,8 +234,8 @@ def _cut_by(kernels: Cut | None, slots: list[Tensor]) -> list[Tensor]:
         kernels.move(source, target, keys.shape[1], chosen, free=columns[0].repeat(1, 2, 1))
         results.append(target)
     new, same = results
-    kept = [*new[:2], new.scores[..., :10], new.positions[..., :10]]
-    return [*kept, same.positions[..., :10].sort(dim=-1).values]
+    survivors = [*new[:2], new.scores[..., :10], new.positions[..., :10]]
+    return [*survivors, same.positions[..., :10].sort(dim=-1).values]
 
 
 def _same(result: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:

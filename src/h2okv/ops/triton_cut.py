@@ -83,11 +83,11 @@ def _select(
             first_recent, HAS_WEIGHTS, BLOCK,
         )  # fmt: skip
         count += tl.sum((position >= 0).to(tl.int32), axis=0)
-    kept = tl.minimum(total, count).to(tl.int32)
-    # The largest key that `kept` entries reach, and of its entries the lowest position that stays.
+    num_kept = tl.minimum(total, count).to(tl.int32)
+    # The largest key that so many entries reach, and of its entries the lowest position that stays.
     lowest_key, lowest_position = tl.full([], _LOWEST_INT, tl.int32), tl.zeros([], tl.int32)
     digits = tl.arange(0, 16)
-    if kept < count:
+    if num_kept < count:
         shift = tl.full([], 28, tl.int32)
         while shift >= 0:
             candidates = lowest_key + (digits << shift)
@@ -99,7 +99,7 @@ def _select(
                 )  # fmt: skip
                 at_least = (key[:, None] >= candidates[None, :]) & (position >= 0)[:, None]
                 reached += tl.sum(at_least.to(tl.int32), axis=0)
-            digit = tl.max(tl.where(reached >= kept, digits, 0), axis=0)
+            digit = tl.max(tl.where(reached >= num_kept, digits, 0), axis=0)
             lowest_key += digit << shift
             shift -= 4
         above, equal = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -110,7 +110,7 @@ def _select(
             )  # fmt: skip
             above += tl.sum(((key > lowest_key) & (position >= 0)).to(tl.int32), axis=0)
             equal += tl.sum(((key == lowest_key) & (position >= 0)).to(tl.int32), axis=0)
-        if above + equal > kept:
+        if above + equal > num_kept:
             shift = tl.full([], 28, tl.int32)
             while shift >= 0:
                 candidates = lowest_position + (digits << shift)
@@ -125,7 +125,7 @@ def _select(
                         (key == lowest_key)[:, None] & (candidates >= 0)[None, :]
                     )
                     reached += tl.sum(at_least.to(tl.int32), axis=0)
-                digit = tl.max(tl.where(above + reached >= kept, digits, 0), axis=0)
+                digit = tl.max(tl.where(above + reached >= num_kept, digits, 0), axis=0)
                 lowest_position += digit << shift
                 shift -= 4
     num_moved, num_holes = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
@@ -139,23 +139,23 @@ def _select(
         stays = (key > lowest_key) | ((key == lowest_key) & (position >= lowest_position))
         stays = stays & (position >= 0)
         if IN_PLACE:
-            # The i-th hole below the count gets the i-th entry beyond it: nobody else moves.
-            is_hole = inside & (entries < kept) & (stays == 0)
-            is_far = stays & (entries >= kept)
+            # The i-th hole below the count gets the i-th entry beyond it: no other moves.
+            is_hole = inside & (entries < num_kept) & (stays == 0)
+            is_far = stays & (entries >= num_kept)
             hole = num_holes + tl.cumsum(is_hole.to(tl.int32), axis=0) - 1
             source = tl.where(stays, entries, num_entries + hole)
-            source = tl.where(entries < kept, source, tl.where(stays, _MOVED, _EVICTED))
+            source = tl.where(entries < num_kept, source, tl.where(stays, _MOVED, _EVICTED))
             tl.store(order + entries, source, mask=inside)
             num_holes += tl.sum(is_hole.to(tl.int32), axis=0)
         else:
             is_far = stays
-        place = num_moved + tl.cumsum(is_far.to(tl.int32), axis=0) - 1
+        number = num_moved + tl.cumsum(is_far.to(tl.int32), axis=0) - 1
         if IN_PLACE:
-            tl.store(moves + row * num_entries + place, entries, mask=is_far)
+            tl.store(moves + row * num_entries + number, entries, mask=is_far)
         else:
-            tl.store(order + place, entries, mask=is_far)
+            tl.store(order + number, entries, mask=is_far)
         num_moved += tl.sum(is_far.to(tl.int32), axis=0)
-    tl.store(counts + row, kept)
+    tl.store(counts + row, num_kept)
 
 
 @triton.jit
@@ -175,8 +175,8 @@ def _move(
     positions_b, positions_h, num_entries, order_size, num_slots, span,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHOOSES: tl.constexpr,
     FROM_SHARED: tl.constexpr, TO_SHARED: tl.constexpr, IN_PLACE: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr, NOBODY: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr, NO_OWNER: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fill some slots of one head, in place or of new tensors."""
     row = tl.program_id(0).to(tl.int64)
@@ -253,7 +253,7 @@ def _move(
     tl.store(new_scores + new_row + slots, score, mask=empties)
     tl.store(new_positions + new_row + slots, position, mask=empties)
     if TO_SHARED and not IN_PLACE:
-        owner = tl.where(slots < room_new, head.to(tl.int32), NOBODY)
+        owner = tl.where(slots < room_new, head.to(tl.int32), NO_OWNER)
         tl.store(head_of_slot + new_row + slots, owner.to(tl.uint8), mask=inside)
     if CHOOSES:
         next_slot = (first_new + count).to(tl.int64)
@@ -447,7 +447,7 @@ def move(
         *keys.stride()[:3], *values.stride()[:3], *scores.stride()[:2], *positions.stride()[:2],
         num_entries, order.shape[-1], num_slots, 0 if rooms is None else rooms.span,
         HEADS=heads, D=size, DV=value_size, CHOOSES=chosen is not None, FROM_SHARED=from_shared,
-        TO_SHARED=to_shared, IN_PLACE=in_place, HAS_WEIGHTS=weights is not None, NOBODY=NO_HEAD,
+        TO_SHARED=to_shared, IN_PLACE=in_place, HAS_WEIGHTS=weights is not None, NO_OWNER=NO_HEAD,
         BLOCK_D=triton.next_power_of_2(size), BLOCK_DV=triton.next_power_of_2(value_size),
         BLOCK_H=triton.next_power_of_2(heads), BLOCK=_BLOCK_SLOTS,
     )  # fmt: skip

@@ -214,10 +214,10 @@ def _rotate(
     tl.store(target + first, (a * cosine - b * sine).to(output.dtype.element_ty), mask=inside)
     tl.store(target + second, (b * cosine + a * sine).to(output.dtype.element_ty), mask=inside)
     if BLOCK_R > 0:
-        rest = 2 * PAIRS + tl.arange(0, BLOCK_R)[None, :]
-        inside = (rows < length) & (rest < D)
-        passing = tl.load(source + rest, mask=inside, other=0.0)
-        tl.store(target + rest, passing.to(output.dtype.element_ty), mask=inside)
+        others = 2 * PAIRS + tl.arange(0, BLOCK_R)[None, :]
+        inside = (rows < length) & (others < D)
+        passing = tl.load(source + others, mask=inside, other=0.0)
+        tl.store(target + others, passing.to(output.dtype.element_ty), mask=inside)
 
 
 def attention_with_scores(
