@@ -266,13 +266,13 @@ def _has_mask(indices) -> bool:
 class _Kernel:
     """A kernel of Triton whose launches count."""
 
-    def __init__(self, name, kernel, device):
-        self._name, self._kernel, self._device = name, kernel, device
+    def __init__(self, name, kernel, device, runs):
+        self._name, self._kernel, self._device, self._runs = name, kernel, device, runs
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
             self._device.count(self._name, True)
-            if not self._device.runs_kernels:
+            if not self._runs:
                 return
 
             def run():
@@ -344,13 +344,14 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
 
     Args:
         patch: pytest's `monkeypatch`.
-        runs_kernels: whether Triton's kernels run; else what they would write is left as it is.
+        runs_kernels: whether Triton's kernels run; else what they would write is left as it is,
+            but for those of cuts, which always run.
         everywhere: whether to count what is launched by others than the package too.
 
     Yields:
         `PretendedDevice`.
     """
-    from h2okv.ops import dispatch, triton_decode, triton_prefill
+    from h2okv.ops import dispatch, triton_cut, triton_decode, triton_prefill
 
     guards, device = _device_guards(), _Device(runs_kernels, everywhere)
     patch.setattr(torch.cuda, "_lazy_init", lambda: None)
@@ -368,11 +369,14 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
     patch.setattr(torch.accelerator, "synchronize", lambda device=None: None)
     patch.setattr(dispatch, "_there", lambda launch: launch)
     patch.setenv(dispatch.VARIABLE, "auto")
-    for module, name in (
-        (triton_decode, "_attend"), (triton_decode, "_finish"),
-        (triton_prefill, "_forward"), (triton_prefill, "_sums"),
+    for module, *names in (
+        (triton_decode, "_attend", "_finish"), (triton_prefill, "_forward", "_sums", "_rotate"),
+        (triton_cut, "_select", "_move", "_join"),
     ):  # fmt: skip
-        patch.setattr(module, name, _Kernel(name, getattr(module, name), device))
+        for name in names:
+            # Where entries are decides what is launched later.
+            runs = runs_kernels or module is triton_cut
+            patch.setattr(module, name, _Kernel(name, getattr(module, name), device, runs))
     caches = dispatch._load_kernels, dispatch._flash_agrees, dispatch._disagreement
     for cached in caches:
         cached.cache_clear()

@@ -21,6 +21,10 @@ from h2okv.assets import bundled_model_path
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cli.app import run
 from h2okv.ops import dispatch
+from h2okv.ops.choice import CutRules, choose, protected_entries
+from h2okv.ops.compaction import pick
+
+Rows = pytest.importorskip("h2okv.ops.triton_cut").Rows
 
 pytestmark = [
     pytest.mark.slow,
@@ -115,6 +119,53 @@ def test_ways_to_generate(make_llama, generation):
     options = {"generation": generation}
     expected = continued(model, "cpu", **options)
     same(continued(model, "cuda", **options), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entries", [300, 5000])
+def test_a_cut_by_kernels_is_that_of_pytorch(dtype, entries):
+    """The same entries stay, to the last bit, with many ties; new slots are in the same order."""
+    device, heads, budget = torch.device("cuda", 0), 4, entries // 3
+    kernels = dispatch.operations(device, dtype, 128, 128, 1).cut
+    assert kernels is not None
+    generator = torch.Generator("cuda").manual_seed(0)
+    scores = torch.randint(-3, 9, (2, heads, entries), generator=generator, device=device) / 2.0
+    scores[:, 1] = 0.0
+    scores[:, 2, ::7] = torch.inf
+    positions = torch.rand(scores.shape, generator=generator, device=device).argsort(dim=-1)
+    positions = positions.to(torch.int32).masked_fill(scores == 1.5, -1)
+    keys, values = (
+        torch.randn(*scores.shape, 128, generator=generator, device=device).to(dtype)
+        for _ in range(2)
+    )
+    seen = torch.full((2,), entries, device=device)
+    sink, recent, total = (
+        torch.full((2, 1, 1), number, device=device) for number in (2, budget // 4, budget)
+    )
+    protected = protected_entries(positions, seen.view(-1, 1, 1) - 1, sink, recent)
+    indices, is_kept = choose(scores, positions, protected, total, budget)
+    assert is_kept.all()
+    source = Rows(keys, values, scores, positions)
+    free = torch.zeros(2, heads, 1, dtype=torch.int64, device=device)
+    rules = CutRules(seen, sink, recent, total)
+    for in_place in (False, True):
+        chosen = kernels.select(scores, None, scores, positions, rules, budget, in_place)
+        target = Rows(*(tensor[:, :, : budget + 9].clone() for tensor in source[:4]))
+        if in_place:
+            target = source
+        expected = [keys.gather(2, indices.unsqueeze(-1).expand(-1, -1, -1, 128)),
+                    positions.gather(-1, indices)]  # fmt: skip
+        kernels.move(source, target, heads, chosen, free=free)
+        order = target.positions[..., :budget].argsort(dim=-1)
+        expected_order = expected[1].argsort(dim=-1)
+        if not in_place:
+            assert torch.equal(target.positions[..., :budget], expected[1])
+            assert torch.equal(target.keys[:, :, :budget], expected[0])
+        for actual, reference in ((target.positions, expected[1]), (target.keys, expected[0])):
+            picked = pick(actual[:, :, :budget], order), pick(reference, expected_order)
+            assert torch.equal(*picked)
+        assert (target.positions[..., budget:] == -1).all()
+        assert (free == budget).all()
 
 
 def test_sliding_layers_and_learned_sinks():

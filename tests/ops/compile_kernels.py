@@ -15,11 +15,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from h2okv.ops import triton_decode, triton_prefill
+from h2okv.ops import triton_cut, triton_decode, triton_prefill
+from h2okv.ops.choice import CutRules
 from h2okv.ops.decode import QueryRing, RotaryTables, Slots, StepRules
 from h2okv.ops.indexed import Indexed
 from h2okv.ops.reference import AttentionSpec, Visibility
 from h2okv.ops.rope import relative
+from h2okv.ops.triton_cut import Rows
 
 POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8",
@@ -114,15 +116,36 @@ def step(
 def block(dtype, size, groups=2, **visibility):
     query = torch.zeros(1, 2 * groups, 64, size, dtype=dtype)
     key = torch.zeros(1, 2, 64, size, dtype=dtype)
-    triton_prefill.attention_with_scores(
-        query, key, key, Visibility(**visibility), AttentionSpec(0.1)
-    )
+    spec = AttentionSpec(0.1)
+    triton_prefill.attention_with_scores(query, key, key, Visibility(**visibility), spec)
+    rotation = torch.zeros(1, 1, 64, size // 2 - 4, 2), "half"
+    real = visibility.get("queries")
+    triton_prefill.expected_attention(query, key, None, real, spec, rotation)
+
+
+def cut(dtype, size, batch=2, heads=2, count=70):
+    """Compile a cut of new slots, of shared ones, and of both in place."""
+    states = torch.zeros(batch, heads, count, size, dtype=dtype)
+    scores, seen = torch.zeros(batch, heads, count), torch.full((batch,), count)
+    budget, totals = seen.view(-1, 1, 1), torch.full((batch, heads, 1), 16)
+    rows = Rows(states, states, scores, scores.to(torch.int32), scores)
+    shared = Rows(*(tensor.flatten(1, 2).unsqueeze(1).clone() for tensor in rows))
+    rules, free = CutRules(seen, budget, budget, totals, 20), totals.clone()
+    owners = torch.zeros(batch, 1, heads * count, dtype=torch.uint8)
+    rooms = triton_cut.Rooms(totals, count - 16, count)
+    arguments = scores, scores, scores, rows.positions, rules, 16
+    new, in_place = (triton_cut.select(*arguments, is_in_place) for is_in_place in (False, True))
+    triton_cut.move(rows, rows, heads, new, free=free)
+    triton_cut.move(rows, shared, heads, new, rooms, free, owners)
+    triton_cut.move(rows, rows, heads, in_place, free=free)
+    triton_cut.move(Rows(*shared[:2], *rows[2:]), shared, heads, in_place, rooms, free)
+    triton_cut.move(shared, rows, heads, rooms=rooms)
 
 
 def main():
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
-    for module in (triton_decode, triton_prefill):
-        for name in ("_attend", "_finish", "_forward", "_sums"):
+    for module in (triton_decode, triton_prefill, triton_cut):
+        for name in ("_attend", "_finish", "_forward", "_sums", "_rotate", "_select", "_move"):
             if hasattr(module, name):
                 setattr(module, name, Compiler(getattr(module, name), target))
     # What differs between GPUs is the product of half precision; fp32 is slow to compile.
@@ -137,6 +160,7 @@ def main():
         step(dtype, 128, 4, 0, by_head=True)
         for size in (64, 128, 256):
             block(dtype, size)
+        cut(dtype, 80)
     block(torch.float16, 96, 1, queries=torch.ones(1, 64, dtype=torch.bool))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.ops import dispatch, triton_decode, triton_prefill
+from h2okv.ops import dispatch, triton_cut, triton_decode, triton_prefill
 
 STEPS = 12
 
@@ -96,17 +96,21 @@ def test_a_cpu_needs_no_kernels(make_llama):
 
 
 @pytest.mark.parametrize("fault", ["number", "error"])
-@pytest.mark.parametrize("where", ["attend", "step"])
+@pytest.mark.parametrize("where", ["attend", "step", "cut"])
 def test_kernels_that_disagree_are_not_used(monkeypatch, device, fault, where):
     module, name = triton_prefill, "attention_with_scores"
     if where == "step":
         module, name = triton_decode, "decode_step"
+    elif where == "cut":
+        module, name = triton_cut, "select"
     right = getattr(module, name)
 
     def wrong(*args, **options):
         if fault == "error":
             raise RuntimeError("PTX was compiled with an unsupported toolchain\nand more")
         result = right(*args, **options)
+        if where == "cut":
+            return result._replace(counts=result.counts - 1)
         return (result[0], 2 * result[1]) if where == "attend" else result + 1
 
     monkeypatch.setattr(module, name, wrong)

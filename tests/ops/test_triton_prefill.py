@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from h2okv.ops import triton_prefill
+from h2okv.ops.attention import expected_attention
 from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores
+from h2okv.ops.rope import rotate
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("garbage")]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -129,4 +131,41 @@ def test_sums_that_nobody_looks_at_are_not_made(device):
         query, key, value, *options, needs_sums=False
     )
     assert torch.equal(output, triton_prefill.attention_with_scores(query, key, value, *options)[0])
-    assert sums.shape == key.shape[:3] and not sums.any()
+    assert sums is None
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("softcap", [None, 7.0])
+@pytest.mark.parametrize(("length", "past"), [(1, 70), (63, 0), (111, 20)])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_expected_attention(device, dtype, softcap, length, past, has_sinks):
+    query, key, _ = draw(device, 2, 2, 3, past, length, 32, dtype=dtype)
+    entries = torch.rand(2, 2, past + length, device=device) < 0.7
+    real = torch.rand(2, length, device=device) < 0.8
+    sinks = torch.randn(6, device=device) if has_sinks else None
+    spec = AttentionSpec(32**-0.5, softcap, sinks)
+    wide = spec._replace(sinks=None if sinks is None else sinks.double())
+    for hidden, padding in ((None, None), (entries, None), (entries, real)):
+        expected = expected_attention(query.double(), key.double(), hidden, padding, wide)
+        dirty = key if hidden is None else key.masked_fill(~hidden.unsqueeze(-1), torch.nan)
+        queries = query.float()  # as rotations return them
+        if padding is not None:
+            queries = queries.masked_fill(~padding[:, None, :, None], torch.nan)
+        norms = triton_prefill.expected_attention(queries, dirty, hidden, padding, spec)
+        assert norms.dtype == torch.float32
+        torch.testing.assert_close(norms, expected.float(), atol=SUMS[dtype], rtol=SUMS[dtype])
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("width", [32, 24])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_queries_are_rotated_as_by_pytorch(device, layout, width, dtype):
+    query, _, _ = draw(device, 2, 2, 1, 0, 45, 32, dtype=dtype)
+    for shape in ((2, 1, 45, width // 2, 2), (1, 1, 45, 2, width // 2)):
+        factors = torch.randn(shape, device=device)
+        factors = factors if shape[-1] == 2 else factors.transpose(-1, -2)
+        actual = triton_prefill.rotated(query, factors, layout, dtype)
+        expected = rotate(query, factors, layout).to(dtype)
+        assert actual.is_contiguous() and actual.dtype == dtype
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)

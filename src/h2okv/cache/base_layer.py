@@ -105,10 +105,13 @@ class BaseLayer(CacheLayerMixin):
         self.forward = forward
         self.number = forward.add_layer(self.rule, self.budget, self.head_budgets)
 
-    def count_columns(self, length: int, is_counted: bool = False) -> None:
-        """Count T tokens, padding included; on the device too, unless a step did. Mutates."""
-        if not is_counted:
-            self.cumulative_length += length
+    def count_columns(self, length: int) -> None:
+        """Count T tokens, padding included; mutates the layer."""
+        self.cumulative_length += length
+        self.note_columns(length)
+
+    def note_columns(self, length: int) -> None:
+        """Note on the host what the device has counted; mutates the layer."""
         if torch.compiler.is_compiling() or self.num_columns is None:
             self.num_columns = None  # without a look, as it would be compiled again
         else:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from h2okv.budget import Budget, TokenBudget
 from h2okv.policy import Rule
 
 _Totals = tuple[tuple[int, ...], ...]
+_T = TypeVar("_T")
 
 
 class LayerBudgets(NamedTuple):
@@ -45,6 +46,29 @@ class Forward:
         self._sums: list[tuple[int, Tensor]] = []
         self._prompt: tuple[list[int], torch.device, list[LayerBudgets]] | None = None
         self._padding: tuple[Tensor, tuple[int, ...]] | None = None
+        self._shared: dict[Any, Any] = {}
+
+    def shared(self, key: Any, compute: Callable[[], _T]) -> _T:
+        """Return ``compute()``, which the first layer calls that asks for `key` in a forward."""
+        if torch.compiler.is_compiling():
+            return compute()
+        if key not in self._shared:
+            self._shared[key] = compute()
+        result: _T = self._shared[key]
+        return result
+
+    def zeros(self, shape: Sequence[int], device: torch.device) -> Tensor:
+        """Return fp32 zeros that nothing may write to."""
+        zero = self.shared(("zero", device), lambda: torch.zeros((), device=device))
+        return zero.expand(tuple(shape))
+
+    def numbers(self, start: int, stop: int, device: torch.device) -> Tensor:
+        """Return the int32 numbers ``[stop - start]``, which nothing may write to."""
+
+        def count() -> Tensor:
+            return torch.arange(start, stop, dtype=torch.int32, device=device)
+
+        return self.shared((start, stop, device), count)
 
     def add_layer(self, rule: Rule, budget: Budget, by_head: Sequence[Budget] | None) -> int:
         """Note a layer's budget, and that of each head where they differ; returns its number."""
@@ -87,7 +111,7 @@ class Forward:
         Waits for the device once in a forward, whose layers get views of one mask.
         """
         last = self._padding
-        if last is None or not is_same(last[0], real):
+        if last is None or place_of(last[0]) != place_of(real):
             last = self._padding = real, tuple(real.sum(dim=1).tolist())
         return last[1]
 
@@ -104,6 +128,7 @@ class Forward:
         """
         sums, self._sums = self._sums, []
         self._prompt = self._padding = None
+        self._shared = {}
         if not sums:
             return
         device = sums[-1][1].device
@@ -116,9 +141,6 @@ class Forward:
                 )
 
 
-def is_same(first: Tensor | None, second: Tensor | None) -> bool:
-    """Tell whether two tensors are views of the same numbers, without reading them."""
-    if first is None or second is None:
-        return first is second
-    is_shaped_alike = first.shape == second.shape and first.stride() == second.stride()
-    return is_shaped_alike and first.data_ptr() == second.data_ptr()
+def place_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """Return what is equal for views of the same numbers, without reading them."""
+    return None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,21 +15,20 @@ from torch import Tensor
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.explanation import Explanation, standing
-from h2okv.cache.rope import options_of_rotation
+from h2okv.cache.forward import place_of
+from h2okv.cache.rope import Rotations, options_of_rotation
 from h2okv.cache.slot_state import is_cast, ordinary_tensors
 from h2okv.cache.spans import to_device
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
 from h2okv.ops.attention import expected_attention, mean_queries
-from h2okv.ops.choice import choose, protected_entries
+from h2okv.ops.choice import choose, protected_entries, recent_with_written
 from h2okv.ops.reference import AttentionSpec, Visibility
-from h2okv.ops.rope import interleave_pairs, rotate
+from h2okv.ops.rope import Layout, interleave_pairs, rotate
 from h2okv.policy import BlockView, Sees
 
 # Tokens behind a block's last one at which its queries are re-evaluated (`Sees.QUERIES`).
 AHEAD = 16
-# Of a budget without its sinks, as a fraction: what new tokens may have while they are written.
-WRITTEN_SHARE = 2, 5
 Attended = tuple[Tensor, Tensor]
 
 
@@ -347,7 +348,9 @@ class CacheLayer(BaseLayer):
         scores = entries.scores
         if not self.prompt.is_partial:
             scores = self._decayed(scores, count)
-        entries.scores = scores + sums.to(torch.float32)
+        sums = sums.to(torch.float32)
+        is_new = entries.past == 0 and not self.prompt.pins  # whose scores are 0
+        entries.scores = sums if is_new else scores + sums
         if self.scores_spans and not all(is_whole):
             return self.spans.score(self, entries, is_whole)
         return entries.scores
@@ -376,8 +379,14 @@ class CacheLayer(BaseLayer):
 
     def count(self, block: Block) -> None:
         """Count a block's tokens; mutates the layer."""
-        self.state.count(block.counts(), self._lengths(block))
-        self.count_columns(block.length)
+        tokens, state = block.counts(), self.state
+        if isinstance(tokens, int) and not torch.compiler.is_compiling():  # in one launch
+            torch._foreach_add_([state.num_real_tokens, self.cumulative_length], tokens)
+        else:
+            state.num_real_tokens += tokens
+            self.cumulative_length += block.length
+        state.note_count(self._lengths(block))
+        self.note_columns(block.length)
 
     def _decayed(self, scores: Tensor, count: Tensor | int) -> Tensor:
         """Return scores ``[B, H, N]`` after `count` further tokens of each sequence."""
@@ -399,6 +408,7 @@ class CacheLayer(BaseLayer):
         """Re-evaluate a block's queries behind its end; fp32 ``[B, H, N]`` (`BlockView`)."""
         query, keys, real = block.query, entries.attended_key, block.real
         is_entry, rotations, spec = entries.is_entry, self.rotations, block.spec
+        rotation = None
         if spec.sinks is not None and block.is_span:  # of which means of heads are stored
             sinks = mean_queries(spec.sinks.unsqueeze(0), keys.shape[1]).squeeze(0)
             spec = spec._replace(sinks=sinks)
@@ -409,8 +419,24 @@ class CacheLayer(BaseLayer):
         elif rotations.text is not None:
             assert block.position_ids is not None
             position_ids = block.position_ids[:, 0, :, 0]
-            query = rotations.moved_behind(query, real, position_ids, AHEAD)
-        return expected_attention(query, keys, is_entry, real, spec)
+            rotation = self._rotation_behind(rotations, position_ids, real)
+        return self._expect(query, keys, is_entry, real, spec, rotation)
+
+    def _rotation_behind(
+        self, rotations: Rotations, position_ids: Tensor, real: Tensor | None
+    ) -> tuple[Tensor, Layout]:
+        if torch.compiler.is_compiling():
+            return rotations.moved_behind(real, position_ids, AHEAD)
+        # Layers get views of one tensor, which is kept lest another takes its place.
+        key = id(rotations.text), place_of(position_ids), place_of(real)
+        rotation, _ = self.forward.shared(
+            key, lambda: (rotations.moved_behind(real, position_ids, AHEAD), (position_ids, real))
+        )
+        return rotation
+
+    def _expect(self, query: Tensor, *arguments: Any) -> Tensor:
+        """Run `h2okv.ops.attention.expected_attention`, or a kernel."""
+        return expected_attention(query, *arguments)
 
     @abstractmethod
     def _rank_limit(self, length: int) -> int:
@@ -418,7 +444,7 @@ class CacheLayer(BaseLayer):
 
     def _query_weights(self, block: Block) -> Tensor | None:
         """Return what each query counts for in the sums, fp32 ``[B, T]``; ``None`` for one."""
-        if self.rule.is_plain_sum:
+        if not self.rule.weighs_queries:
             return None
         if block.real is None:
             later = torch.arange(block.length - 1, -1, -1, device=self.device)
@@ -430,37 +456,43 @@ class CacheLayer(BaseLayer):
     def _block_entries(self, block: Block) -> tuple[Tensor, Tensor]:
         """Return scores so far and positions of a block's tokens, ``[B, H, T]``."""
         seen, length = self.state.num_real_tokens.unsqueeze(1), block.length
-        if block.real is None:
+        lengths = set() if torch.compiler.is_compiling() else set(self.state.known_lengths or ())
+        if block.real is None and len(lengths) == 1:
+            start = lengths.pop()
+            positions = self.forward.numbers(start, start + length, self.device)
+        elif block.real is None:
             positions = seen + torch.arange(length, device=self.device)
         else:
             positions = torch.where(block.real, seen + block.real.cumsum(dim=1) - 1, -1)
-        positions = positions.to(torch.int32).unsqueeze(1)
+        positions = positions.to(torch.int32).view(-1, 1, length)
         positions = positions.expand(self.batch_size, self.num_kv_heads, length)
-        scores = torch.zeros(positions.shape, dtype=torch.float32, device=self.device)
+        scores = self.forward.zeros(positions.shape, self.device)
         # An infinite score stays infinite whatever is added, and none is lower: no step needs to
         # know of pins, and the score moves with its entry.
         for start, stop in self.prompt.pins:
-            scores.masked_fill_((positions >= start) & (positions < stop), torch.inf)
+            is_pinned = (positions >= start) & (positions < stop)
+            scores = scores.masked_fill(is_pinned, torch.inf)
         return scores, positions
+
+    def _written(self) -> list[int]:
+        """Return the tokens of each sequence since its last whole prompt; none: it has none."""
+        state = self.state
+        if self.spans is None or not self.spans.whole_prompts or not state.span_starts:
+            return []
+        return list(map(operator.sub, state.lengths(), state.span_starts))
 
     def protected(self, positions: Tensor, scores: Tensor) -> Tensor:
         """Mark the entries ``[B, H, N]`` that a cut must not touch, by positions and scores.
 
-        Where spans follow a whole prompt, what the model has written since is protected as recent
-        tokens are, up to `WRITTEN_SHARE` of the budget, and pins come first.
+        Where spans follow a whole prompt, what the model has written since counts as recent too.
         """
         state, recent = self.state, self.state.recent
-        if self.spans is not None and self.spans.whole_prompts and state.span_starts:
-            pairs = zip(state.lengths(), state.span_starts, strict=True)
-            written = [length - start for length, start in pairs]
-            is_even = len(set(written)) == 1  # which needs no copy
-            limit: int | Tensor = (
-                written[0] if is_even else to_device(written, state).view(-1, 1, 1)
-            )
-            room = state.total - state.sink
-            share = room * WRITTEN_SHARE[0] // WRITTEN_SHARE[1]
-            room = room - scores.isinf().sum(dim=-1, keepdim=True)
-            recent = recent.maximum(share.minimum(room).clamp(max=limit))
+        written = self._written()
+        if any(written):
+            limit: int | Tensor = written[0]
+            if len(set(written)) > 1:  # else it needs no copy
+                limit = to_device(written, state).view(-1, 1, 1)
+            recent = recent_with_written(recent, state.sink, state.total, limit, scores)
         return protected_entries(positions, self.newest(), state.sink, recent)
 
     # --- ranks ------------------------------------------------------------------------------------

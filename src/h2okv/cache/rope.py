@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicCache
 
 from h2okv.budget import check_tokens
 from h2okv.cache.argument import CACHE
-from h2okv.cache.forward import is_same
 from h2okv.config import Positions
 from h2okv.ops.decode import RotaryTables
 from h2okv.ops.rope import Layout, inverse, multiply, relative, rotate
@@ -39,7 +38,6 @@ class Rotation:
     def __post_init__(self) -> None:
         self._tables: dict[int, Tensor] = {}
         self._last: tuple[Tensor, Tensor] | None = None
-        self._last_moved: tuple[Tensor, Tensor | None, Tensor] | None = None
         # R, how many numbers of a head are rotated.
         self.width = 2 * self._frequencies(self.rotary)[0].shape[0]
 
@@ -62,19 +60,15 @@ class Rotation:
 
     def moved_to_end(self, position_ids: Tensor, real: Tensor | None, ahead: int) -> Tensor:
         """Return factors that move rotations to one place, `ahead` of the last real position."""
-        last = None if torch.compiler.is_compiling() else self._last_moved
-        # All layers of a forward get views of one tensor, and the same padding.
-        if last is None or not (is_same(last[0], position_ids) and is_same(last[1], real)):
-            ends = position_ids if real is None else position_ids.masked_fill(~real, 0)
-            factors = self.moved(position_ids, ends.amax(dim=1, keepdim=True) + ahead)
-            if self.layout == "half":  # `rotate` reads cosines and sines apart
-                factors = factors.movedim(-1, 0).contiguous().movedim(0, -1)
-            last = self._last_moved = position_ids, real, factors
-        return last[2]
+        ends = position_ids if real is None else position_ids.masked_fill(~real, 0)
+        factors = self.moved(position_ids, ends.amax(dim=1, keepdim=True) + ahead)
+        if self.layout == "half":  # `rotate` reads cosines and sines apart
+            factors = factors.movedim(-1, 0).contiguous().movedim(0, -1)
+        return factors
 
     def begin_forward(self) -> None:
         """Forgets the last forward's positions, which a caller may have overwritten in place."""
-        self._last = self._last_moved = None
+        self._last = None
 
     def of_ranks(self, length: int) -> Tensor:
         """Factors of the rotations to the ranks of a cache, fp32 ``[length, R / 2, 2]``."""
@@ -161,14 +155,13 @@ class Rotations:
         return rotate(query, factors[is_entry[:, :1].sum(dim=-1, keepdim=True) - 1 + ahead])
 
     def moved_behind(
-        self, query: Tensor, real: Tensor | None, position_ids: Tensor, ahead: int
-    ) -> Tensor:
-        """Rotate queries from their positions ``[B or 1, T]`` to one `ahead` of the last."""
+        self, real: Tensor | None, position_ids: Tensor, ahead: int
+    ) -> tuple[Tensor, Layout]:
+        """Return what rotates queries from positions ``[B or 1, T]`` to one `ahead` of the last."""
         assert self.text is not None
         if real is not None:
             position_ids = position_ids.expand_as(real)
-        factors = self.text.moved_to_end(position_ids, real, ahead)
-        return rotate(query, factors, self.text.layout)
+        return self.text.moved_to_end(position_ids, real, ahead), self.text.layout
 
     @property
     def needs_positions(self) -> bool:

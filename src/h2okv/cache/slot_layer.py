@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +13,12 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
+from h2okv.cache.spans import to_device
 from h2okv.ops.append import append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
+from h2okv.ops.choice import CutRules, recent_with_written
 from h2okv.ops.decode import QueryRing, StepNumbers, StepRules, decode_step
-from h2okv.ops.dispatch import operations
+from h2okv.ops.dispatch import Cut, Operations, operations
 from h2okv.ops.reference import Visibility
 from h2okv.policy import Sees
 
@@ -52,12 +55,17 @@ class SlotLayer(CacheLayer):
     # --- a block ----------------------------------------------------------------------------------
 
     def _place(self, block: Block) -> BlockEntries:
-        state, past = self.state, self.state.num_slots
-        if state.head_of_slot is not None:
-            state.unshare(self.slots.head_slots(state))
-            past = state.num_slots
+        state = self.state
         key, value = block.key, block.value
         scores, positions = self._block_entries(block)
+        if state.num_slots and (kernels := self.cut_kernels(positions)) is not None:
+            rows, is_entry = self.slots.join(kernels, state, block, scores, positions)
+            past = rows.positions.shape[2] - block.length
+            states = block.query, rows.keys, rows.values
+            return BlockEntries(past, *rows[:4], *states, is_entry)
+        if state.head_of_slot is not None:
+            state.unshare(self.slots.head_slots(state))
+        past = state.num_slots
         if past:
             cached_key = self.storage.keys.read(state.keys, self.dtype, state.key_transform)
             key = torch.cat([cached_key, key], dim=2)
@@ -99,16 +107,19 @@ class SlotLayer(CacheLayer):
     def _attend(self, block: Block, entries: BlockEntries) -> tuple[Tensor, Tensor]:
         self._choose_operations(block.query)
         assert self.slots.operations is not None
-        attend: Callable[..., tuple[Tensor, Tensor]] = self.slots.operations.attend
+        attend: Callable[..., tuple[Tensor, Any]] = self.slots.operations.attend
         if block.spec.reach is not None:  # the kernels are causal
             attend = blockwise_attention_with_scores
         visibility = Visibility(entries.past, entries.is_entry, block.real)
-        states = entries.query, entries.attended_key, entries.attended_value
+        states = query, *_ = entries.query, entries.attended_key, entries.attended_value
         arguments = *states, visibility, block.spec, self._query_weights(block)
         if self._shared_attention is not None:
             return self._shared_attention(attend, *arguments)
         options = {} if self._needs_sums(block) else {"needs_sums": False}
-        return attend(*arguments, **options)
+        output, sums = attend(*arguments, **options)
+        if sums is None:
+            sums = self.forward.zeros(entries.positions.shape, query.device)
+        return output, sums
 
     def _needs_sums(self, block: Block) -> bool:
         if self.scores_spans and not any(self.whole_blocks(block)):
@@ -127,14 +138,56 @@ class SlotLayer(CacheLayer):
             lambda: super(SlotLayer, self)._attend_from_behind(block, entries)
         )
 
+    def _expect(self, query: Tensor, *arguments: Any) -> Tensor:
+        # None of a state from a file. Queries of a span are of fewer heads than a step's.
+        return self._operations(query).expect(query, *arguments)
+
     def _choose_operations(self, query: Tensor) -> None:
         """Choose the operations of all tokens until the next block; mutates the plan."""
-        groups = query.shape[1] // self.num_kv_heads
+        self.slots.operations = None
+        self.slots.operations = self._operations(query, query.shape[1] // self.num_kv_heads)
+
+    def _operations(self, states: Tensor, groups: int = 1) -> Operations:
+        """Return the operations chosen, or those of a state from a file."""
+        if self.slots.operations is not None:
+            return self.slots.operations
         is_packed = self.storage.is_packed or not self.state.has_values
-        self.slots.operations = operations(
-            query.device, self.dtype, self.key_size, self.value_size, groups, is_packed,
+        return operations(
+            states.device, self.dtype, self.key_size, self.value_size, groups, is_packed,
             self.head_budgets is not None,
         )  # fmt: skip
+
+    def cut_kernels(self, positions: Tensor) -> Cut | None:
+        """Return the kernels of a cut of entries ``[B, H, N]``, where they know all of a slot."""
+        is_known = self.rotations.rolling is None and not torch.compiler.is_compiling()
+        if self.head_budgets is not None:
+            is_known &= self.slots.has_rooms(self.state)
+        return self._operations(positions).cut if is_known else None
+
+    def select(
+        self,
+        kernels: Cut,
+        entries: BlockEntries,
+        weights: Tensor | None,
+        total: Tensor,
+        limit: int,
+        in_place: bool = False,
+    ) -> Any:
+        """Choose the entries that stay by a kernel, as `choose`, with the weights of the values.
+
+        Arguments as of `choose` and `h2okv.ops.triton_cut.select`, which says what it returns.
+        """
+        rule, state, scores, positions = self.rule, self.state, entries.scores, entries.positions
+        written, recent, priority, factors = self._written(), state.recent, scores, weights
+        if len(set(written)) > 1:
+            limits = to_device(written, state).view(-1, 1, 1)
+            recent = recent_with_written(recent, state.sink, state.total, limits, scores)
+            written = []
+        if not rule.ranks_by_products:
+            priority = self._rank(scores, positions, self.newest(), weights, entries.key)
+            factors = None
+        rules = CutRules(state.num_real_tokens, state.sink, recent, total, *written[:1])
+        return kernels.select(priority, factors, scores, positions, rules, limit, in_place)
 
     def _evict(self, entries: BlockEntries) -> None:
         state, slots = self.state, self.slots
@@ -142,6 +195,7 @@ class SlotLayer(CacheLayer):
         if self.prompt.is_partial:  # more of the block is to come: nothing is evicted yet
             with ordinary_tensors():
                 state.keys, state.values = entries.key.clone(), entries.value.clone()
+                state.head_of_slot = None
                 for name, tensor in entries.metadata(state).items():
                     setattr(state, name, tensor.clone())
             return
@@ -155,7 +209,13 @@ class SlotLayer(CacheLayer):
             total = self.spans.totals(state, positions, self.is_late)
             slots.cut_late |= self.is_late is not None
             limit = int(total.max()) if slots.cut_late else slots.most_entries(state)
-        slots.store(state, entries, *self.choose(entries, total, limit))
+        kernels = self.cut_kernels(positions)
+        if kernels is None:
+            slots.store(state, entries, *self.choose(entries, total, limit))
+        else:
+            weights = self.rule.value_weights(entries.value) if self.rule.weighs_values else None
+            chosen = self.select(kernels, entries, weights, total, limit)
+            slots.store_by(kernels, state, entries, weights, chosen, limit)
         if self.rotations.rolling is not None:
             with ordinary_tensors():
                 state.ranks = ranks_of(state.positions)
@@ -210,7 +270,10 @@ class SlotLayer(CacheLayer):
             slots.drop_tail()
             output = self._evicting_step(run, block, ring)
         state.note_count(self._lengths(block))
-        self.count_columns(1, is_counted=run is not decode_step)
+        if run is decode_step:
+            self.count_columns(1)
+        else:
+            self.note_columns(1)
         if self.spans is not None and not is_compiling:
             self.end_step()
         return output

@@ -223,16 +223,19 @@ class SlotState(Slots):
         batch, heads = key.shape[:2]
         with ordinary_tensors():
             keys, values = (
-                kind.store(states.new_zeros(batch, heads, 0, states.shape[-1]))
+                kind.store(states.new_empty(batch, heads, 0, states.shape[-1]))
                 for kind, states in ((storage.keys, key), (storage.values, value))
             )
-            scores = torch.zeros(batch, heads, 0, dtype=torch.float32, device=key.device)
+            scores, positions = (
+                torch.empty(batch, heads, 0, dtype=dtype, device=key.device)
+                for dtype in (torch.float32, torch.int32)
+            )
             seen = torch.zeros(batch, dtype=torch.int64, device=key.device)
-            free, positions = seen.view(-1, 1, 1).repeat(1, heads, 1), scores.to(torch.int32)
-            sink, recent, total = (seen.view(-1, 1, 1).clone() for _ in range(3))
+            # The first block replaces these before anything writes to them.
+            none = seen.view(-1, 1, 1)
             return cls(
-                keys, values, scores, positions, free, seen, sink=sink, recent=recent, total=total,
-                known_lengths=(0,) * batch,
+                keys, values, scores, positions, none.expand(-1, heads, 1), seen, sink=none,
+                recent=none, total=none, known_lengths=(0,) * batch,
             )  # fmt: skip
 
     def set_budgets(self, layer: LayerBudgets, has_pattern: bool) -> None:
@@ -263,11 +266,6 @@ class SlotState(Slots):
     def forget_known(self) -> None:
         """Drop the host's copies of numbers, after the tensors were changed; mutates the state."""
         self.known_lengths = self.known_totals = self.scored_lengths = None
-
-    def count(self, tokens: Tensor | int, counts: Sequence[int] | None) -> None:
-        """Count new tokens of each sequence, int64 ``[B]``; for the host too, if it has them."""
-        self.num_real_tokens += tokens
-        self.note_count(counts)
 
     def note_count(self, counts: Sequence[int] | None) -> None:
         """Add tokens to the host's copy of a count that is kept on the device."""

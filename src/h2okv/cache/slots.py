@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from h2okv.budget import TokenBudget
-from h2okv.cache.block import BlockEntries
+from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.slot_state import (
     MIN_GROWN_SLOTS,
     KVStorage,
@@ -20,8 +20,11 @@ from h2okv.cache.slot_state import (
 )
 from h2okv.ops.append import Tail
 from h2okv.ops.compaction import pick, share_slots
-from h2okv.ops.dispatch import Operations
+from h2okv.ops.dispatch import Cut, Operations
 from h2okv.policy import Rule, Sees
+
+if TYPE_CHECKING:
+    from h2okv.ops import triton_cut
 
 pad = torch.nn.functional.pad
 
@@ -49,7 +52,7 @@ class SlotPlan:
         # Else a cut weighs what came since. Steps themselves know the norms of exact values.
         self.weighs_values = rule.weighs_values and self.adds
         self.weighs_norms = self.weighs_values and rule.weighs_norms and not storage.is_packed
-        self.ranks_by_sums = rule.ranks_by_sums and self.weighs_norms == self.weighs_values
+        self.ranks_by_sums = rule.ranks_by_sums
         self.forget()
 
     def forget(self) -> None:
@@ -142,6 +145,96 @@ class SlotPlan:
             state.free_slot = state.free_slot.view(len(head_of_slot), 1, -1)
             is_empty = (state.positions < 0) & ~state.of_others()
             state.free_slot = is_empty.to(torch.uint8).argmax(dim=-1).unsqueeze(1)
+
+    # --- the same by kernels ----------------------------------------------------------------------
+
+    def has_rooms(self, state: SlotState) -> bool:
+        """Tell whether heads that share a row have all their slots, one head behind the other."""
+        return self.has_all_slots if state.head_of_slot is not None else self._is_static(state)
+
+    def _rooms(self, state: SlotState, is_new: bool = False) -> triton_cut.Rooms | None:
+        """Return how heads share a row, now or in new slots; ``None`` if they do not."""
+        from h2okv.ops.triton_cut import Rooms
+
+        if not is_new and state.head_of_slot is None:
+            return None
+        rooms = [[total + self.span for total in totals] for totals in state.totals()]
+        largest = max(map(max, rooms))
+        if is_new:
+            num_slots = self.row_slots(state)
+            largest = max(largest, *(num_slots - sum(room[:-1]) for room in rooms))
+        return Rooms(state.total, self.span, largest)
+
+    @staticmethod
+    def rows(state: SlotState) -> triton_cut.Rows:
+        """Return the slots as kernels take them."""
+        from h2okv.ops.triton_cut import Rows
+
+        assert isinstance(state.keys, Tensor)
+        assert isinstance(state.values, Tensor)
+        return Rows(state.keys, state.values, state.scores, state.positions, state.value_weights)
+
+    def by_head(self, kernels: Cut, state: SlotState) -> triton_cut.Rows:
+        """Return a row of slots for each head; copies of shared ones."""
+        slots = self.rows(state)
+        rooms = self._rooms(state)
+        if rooms is None:
+            return slots
+        rows = _empty_rows(slots, state.free_slot.shape[2], rooms.largest)
+        kernels.move(slots, rows, state.free_slot.shape[2], rooms=rooms)
+        return rows
+
+    def join(
+        self, kernels: Cut, state: SlotState, block: Block, scores: Tensor, positions: Tensor
+    ) -> tuple[triton_cut.Rows, Tensor]:
+        """Return all entries of a block, and which of them are some, bool ``[B, H, N]``."""
+        slots = self.rows(state)
+        tokens = slots._replace(
+            keys=block.key, values=block.value, scores=scores, positions=positions
+        )
+        with ordinary_tensors():
+            joined: tuple[triton_cut.Rows, Tensor] = kernels.join(slots, tokens, self._rooms(state))
+        return joined
+
+    def store_by(
+        self,
+        kernels: Cut,
+        state: SlotState,
+        entries: BlockEntries,
+        weights: Tensor | None,
+        chosen: triton_cut.Chosen,
+        limit: int,
+    ) -> None:
+        """Fill new slots with the entries chosen, of weights ``[B, H, N]``; mutates both."""
+        from h2okv.ops.triton_cut import Rows
+
+        (batch, heads, count), rooms, owners = entries.positions.shape, None, None
+        if self.is_by_head:
+            self.capacity = num_slots = self.row_slots(state)
+            rooms, self.has_all_slots = self._rooms(state, is_new=True), True
+        elif self.capacity is not None and self._is_static(state):
+            num_slots = self.capacity
+        else:
+            num_slots = slots_for(min(limit, count), self.capacity)
+        source = Rows(entries.key, entries.value, entries.scores, entries.positions, weights)
+        with ordinary_tensors():
+            target = _empty_rows(source, 1 if self.is_by_head else heads, num_slots)
+            shape = (batch, 1, heads) if self.is_by_head else (batch, heads, 1)
+            state.free_slot = state.num_real_tokens.new_empty(shape)
+            if self.is_by_head:
+                owners = torch.empty_like(target.positions, dtype=torch.uint8)
+            kernels.move(source, target, heads, chosen, rooms, state.free_slot, owners)
+        state.keys, state.values, state.scores, state.positions, state.value_weights = target
+        state.head_of_slot = owners
+
+    def compact_by(
+        self, kernels: Cut, state: SlotState, rows: triton_cut.Rows, chosen: triton_cut.Chosen
+    ) -> None:
+        """Move the entries chosen in place; scores, positions and weights come by head; mutates."""
+        slots = self.rows(state)
+        source = rows._replace(keys=slots.keys, values=slots.values)
+        heads = state.free_slot.shape[1] * state.free_slot.shape[2]
+        kernels.move(source, slots, heads, chosen, self._rooms(state), state.free_slot)
 
     # --- what the host knows ----------------------------------------------------------------------
 
@@ -365,3 +458,11 @@ class SlotPlan:
     @staticmethod
     def _is_static(state: SlotState) -> bool:
         return state.device.type == "cuda" or torch.compiler.is_compiling()
+
+
+def _empty_rows(source: triton_cut.Rows, rows: int, num_slots: int) -> triton_cut.Rows:
+    """Allocate slots for entries."""
+    return source._replace(**{
+        name: tensor.new_empty(len(tensor), rows, num_slots, *tensor.shape[3:])
+        for name, tensor in source._asdict().items() if tensor is not None
+    })  # fmt: skip

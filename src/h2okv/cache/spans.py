@@ -16,6 +16,7 @@ from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
 from h2okv.ops.attention import mean_queries, num_means
 from h2okv.ops.decode import QueryRing
+from h2okv.ops.dispatch import Cut
 from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import BlockView, Rule
 
@@ -41,6 +42,17 @@ class _Layer(Protocol):
 
 class _LayerOfSlots(_Layer, Protocol):
     slots: SlotPlan
+
+    def cut_kernels(self, positions: Tensor) -> Cut | None: ...
+    def select(
+        self,
+        kernels: Cut,
+        entries: BlockEntries,
+        weights: Tensor | None,
+        total: Tensor,
+        limit: int,
+        in_place: bool = False,
+    ) -> Any: ...
 
 
 def to_device(numbers: Sequence[bool] | Sequence[int], state: SlotState) -> Tensor:
@@ -98,12 +110,22 @@ class Spans:
 
         A step notes its query itself (`ring`).
         """
-        query = mean_queries(block.query, block.key.shape[1])
-        batch, heads, length, size = query.shape
+        length, num_kv_heads = block.length, block.key.shape[1]
         if state.queries is None:
             self.make_room(state, block)
         assert state.queries is not None
         assert state.query_positions is not None
+        lengths = set() if torch.compiler.is_compiling() else set(state.known_lengths or ())
+        first = min(lengths, default=0) % self.length
+        if len(lengths) == 1 and block.real is None and first + length <= self.length:
+            room = state.queries.narrow(2, first, length)
+            if (query := mean_queries(block.query, num_kv_heads, out=room)) is not room:
+                room.copy_(query)
+            ids = 0 if block.position_ids is None else block.position_ids[:, 0, :, 0]
+            state.query_positions[:, first : first + length] = ids
+            return
+        query = mean_queries(block.query, num_kv_heads)
+        batch, heads, _, size = query.shape
         order, real = torch.arange(length, device=state.device).expand(batch, length), block.real
         if real is not None:
             order = real.cumsum(dim=1) - 1
@@ -150,6 +172,7 @@ class Spans:
         ended: list[bool],
         is_short: bool,
         is_late: bool,
+        forward: Forward,
     ) -> tuple[Tensor | None, Block | None]:
         """Return the sequences, int64 ``[B']``, whose span has ended, and its queries as a block.
 
@@ -167,8 +190,11 @@ class Spans:
         are_all = len(rows) == len(ended)
         sequences = None if are_all else to_device(rows, state)
         index: Any = slice(None) if sequences is None else sequences
-        query, position_ids = state.queries[index], state.query_positions[index].clone()
-        state.query_positions[index] = -1
+        query, positions = state.queries[index], state.query_positions
+        # All layers of a cache got them at the same places.
+        key = lengths, scored, state.span_starts, tuple(rows)
+        position_ids = forward.shared(key, lambda: positions[index].clone())
+        positions[index] = -1
         may_lack = scored is None or is_short
         if is_begun:
             may_lack = len({self.phases(state)[row] for row in rows}) > 1
@@ -257,13 +283,15 @@ class Spans:
     ) -> Tensor:
         is_late = layer.is_late is not None  # the span after it is shorter
         sequences, span = self.take_queries(
-            layer.state, layer.attention_spec, has_ended, is_short or is_late, is_late
-        )
+            layer.state, layer.attention_spec, has_ended, is_short or is_late, is_late,
+            layer.forward,
+        )  # fmt: skip
         if span is None:
             return entries.scores
         ended = replace(entries) if sequences is None else entries.of_sequences(sequences)
         ended.query = span.query
-        added = layer.rule.score_block(layer.view(span, ended, torch.zeros_like(ended.scores)))
+        none = layer.forward.zeros(ended.scores.shape, layer.state.device)
+        added = layer.rule.score_block(layer.view(span, ended, none))
         added = added.to(torch.float32)
         if sequences is None:
             return entries.scores + added
@@ -273,6 +301,10 @@ class Spans:
         """Evict after steps that ended a span, in place: slots may be views of a pool's."""
         state, slots = layer.state, layer.slots
         if not any(self.ended(state)):
+            return
+        kernels = layer.cut_kernels(state.positions)
+        if kernels is not None:
+            self._evict_by(kernels, layer)
             return
         fields = "keys", "values", "scores", "positions"
         key, value, scores, positions = state.by_head(*fields, num_slots=slots.head_slots(state))
@@ -293,3 +325,18 @@ class Spans:
             state.value_weights.copy_(layer.rule.value_weights(values))
         if state.ranks is not None:
             state.ranks.copy_(ranks_of(state.positions))
+
+    def _evict_by(self, kernels: Cut, layer: _LayerOfSlots) -> None:
+        state, slots = layer.state, layer.slots
+        if state.value_weights is not None:
+            values = layer.storage.values.read(state.values, layer.dtype)
+            state.value_weights.copy_(layer.rule.value_weights(values))
+        rows = slots.by_head(kernels, state)
+        key, value, scores, positions, weights = rows
+        past, is_entry = positions.shape[2], positions >= 0
+        entries = BlockEntries(past, key, value, scores, positions, key, key, value, is_entry)
+        if layer.scores_spans:
+            entries.scores = self.score(layer, entries)
+        total, limit = self.totals(state, positions), slots.most_entries(state)
+        chosen = layer.select(kernels, entries, weights, total, limit, in_place=True)
+        slots.compact_by(kernels, state, rows._replace(scores=entries.scores), chosen)

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from h2okv.ops import flash
 from h2okv.ops.reference import AttentionSpec, Visibility, compute_dtype
+from h2okv.ops.rope import Layout, rotate
 from h2okv.ops.threads import run_apart
 
 # The CPU computes 2 ** x four times as fast as e ** x.
@@ -383,12 +384,13 @@ def num_means(groups: int) -> int:
     return -(-groups // _HEADS_OF_MEAN)
 
 
-def mean_queries(states: Tensor, num_kv_heads: int) -> Tensor:
+def mean_queries(states: Tensor, num_kv_heads: int, out: Tensor | None = None) -> Tensor:
     """Average the query heads of each KV head, a few at a time.
 
     Args:
         states: queries ``[B, HQ, T, D]``, or anything else of each query head, ``[B, HQ, ...]``.
         num_kv_heads: number H of KV heads.
+        out: where to put the means, if one operation does that; else it stays as it is.
 
     Returns:
         ``[B, H * num_means(HQ / H), ...]`` in the same dtype; computed in fp32 or wider.
@@ -398,7 +400,9 @@ def mean_queries(states: Tensor, num_kv_heads: int) -> Tensor:
         return states
     count = num_means(groups)
     wide = torch.promote_types(states.dtype, torch.float32)
-    if states.shape[2:-1] == (1,) and groups % count == 0:  # a single token: one operation
+    if groups % count == 0 and states.is_cuda:  # where it adds in fp32 by itself
+        return torch.mean(states.unflatten(1, (-1, groups // count)), dim=2, out=out)
+    if groups % count == 0 and states.shape[2:-1] == (1,):  # a single token: one operation
         means = states.unflatten(1, (-1, groups // count)).mean(dim=2, dtype=wide)
         return means.to(states.dtype)
     sets = states.unflatten(1, (num_kv_heads, groups)).tensor_split(count, dim=2)
@@ -421,6 +425,7 @@ def expected_attention(
     entries: Tensor | None,
     queries: Tensor | None,
     spec: AttentionSpec,
+    rotation: tuple[Tensor, Layout] | None = None,
 ) -> Tensor:
     """Lets every query attend to all entries, whichever came first.
 
@@ -430,12 +435,16 @@ def expected_attention(
         entries: bool ``[B, H, N]``, keys that are entries; ``None`` if all are.
         queries: bool ``[B, T]``, queries that are real tokens; ``None`` if all are.
         spec: how, but for window and reach.
+        rotation: what brings queries there, as `h2okv.ops.rope.rotate` takes it; ``None`` for
+            those that are there.
 
     Returns:
         fp32 ``[B, H, N]``: for each key the L2 norm of its probabilities, over the queries and the
         heads of the KV head's group. A key that one query needs weighs more than one to which many
         give a little.
     """
+    if rotation is not None:
+        query = rotate(query, *rotation)
     batch, heads, count, _ = key.shape
     sums = torch.zeros(batch, heads, count, dtype=torch.float32, device=key.device)
     if spec.sinks is not None:

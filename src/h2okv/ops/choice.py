@@ -6,10 +6,38 @@ priority the older. Steps that evict a single entry and the kernels implement th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# Of a budget without its sinks, as a fraction: what new tokens may have while they are written.
+WRITTEN_SHARE = 2, 5
+
+
+class CutRules(NamedTuple):
+    """What a cut protects, and how much stays."""
+
+    num_real_tokens: Tensor  # int64 [B], those that went through
+    sink: Tensor  # protected first positions, int64 [B, 1, 1]
+    recent: Tensor  # protected newest positions, likewise or [B, H, 1]
+    total: Tensor  # budget K, int64 [B, 1, 1] or, by head, [B, H, 1]
+    # Tokens that were written since the prompt was read whole: up to a share of the budget they
+    # are protected as recent ones are, and pins come first.
+    written: int = 0
+
+
+def recent_with_written(
+    recent: Tensor, sink: Tensor, total: Tensor, written: Tensor | int, scores: Tensor
+) -> Tensor:
+    """Return how many newest positions are protected, int64 ``[B, H, 1]`` (`CutRules`).
+
+    Scores, fp32 ``[B, H, N]``, are infinite where an entry is pinned.
+    """
+    room = total - sink
+    share = room * WRITTEN_SHARE[0] // WRITTEN_SHARE[1]
+    room = room - scores.isinf().sum(dim=-1, keepdim=True)
+    return recent.maximum(share.minimum(room).clamp(max=written))
 
 
 def protected_entries(

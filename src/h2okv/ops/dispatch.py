@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 
 from h2okv.ops import flash_varlen
-from h2okv.ops.attention import blockwise_attention_with_scores, mean_queries
+from h2okv.ops.attention import (
+    blockwise_attention_with_scores,
+    expected_attention,
+    mean_queries,
+)
+from h2okv.ops.choice import CutRules, choose, protected_entries
+from h2okv.ops.compaction import compact
 from h2okv.ops.decode import QueryRing, Slots, StepRules, decode_step
 from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores, causal
 
@@ -26,13 +32,24 @@ _override: ContextVar[str | None] = ContextVar("h2okv_ops", default=None)
 Case = tuple[torch.device, torch.dtype, int, int, int, bool]
 
 
+class Cut(NamedTuple):
+    """The kernels of `h2okv.ops.triton_cut`."""
+
+    select: Callable[..., Any]
+    move: Callable[..., None]
+    join: Callable[..., Any]
+
+
 class Operations(NamedTuple):
     """What the tokens of a layer run through."""
 
     name: str  # of the implementation
     why: str  # in a few words
-    attend: Callable[..., tuple[Tensor, Tensor]]  # as `blockwise_attention_with_scores`
-    step: Callable[..., Tensor]  # a single token, as `h2okv.ops.decode.decode_step`
+    # As `blockwise_attention_with_scores`; None for sums that are not needed.
+    attend: Callable[..., tuple[Tensor, Any]] = blockwise_attention_with_scores
+    expect: Callable[..., Tensor] = expected_attention  # likewise
+    step: Callable[..., Tensor] = decode_step  # a single token
+    cut: Cut | None = None  # of unpacked entries; None: `h2okv.ops.choice` and `compaction`
 
 
 @contextmanager
@@ -88,13 +105,13 @@ def operations(
     if name == "triton" and why is not None:
         raise ValueError(f"ops='triton': {why}; {remedy}.")
     if why is not None:
-        return Operations("plain", why, blockwise_attention_with_scores, decode_step)
+        return Operations("plain", why, blockwise_attention_with_scores)
     kernels = _load_kernels(device)
     if _flash_agrees(case):
         attend = functools.partial(kernels.attend, uses_flash=True)
         why = "the kernels, and flash, agreed with PyTorch"
         kernels = kernels._replace(attend=attend, why=why)
-    return kernels._replace(step=decode_step) if is_packed else kernels
+    return kernels._replace(step=decode_step, cut=None) if is_packed else kernels
 
 
 def _trouble(case: Case) -> str | None:
@@ -119,7 +136,7 @@ def _interprets() -> bool:
 
 @functools.cache
 def _load_kernels(device: torch.device) -> Operations:
-    from h2okv.ops import triton_decode, triton_prefill
+    from h2okv.ops import triton_cut, triton_decode, triton_prefill
 
     is_gpu = device.type == "cuda"
     cores = torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
@@ -127,14 +144,16 @@ def _load_kernels(device: torch.device) -> Operations:
         "triton",
         "the kernels agreed with plain PyTorch here",
         _there(triton_prefill.attention_with_scores),
+        _there(triton_prefill.expected_attention),
         _there(functools.partial(triton_decode.decode_step, num_cores=cores)),
+        Cut(_there(triton_cut.select), _there(triton_cut.move), _there(triton_cut.join)),
     )
 
 
 def _there(launch: Callable[..., Any]) -> Callable[..., Any]:
     """Launch on the first tensor's device: Triton itself takes the current one."""
 
-    def run(first: Tensor, *args: Any, **options: Any) -> Any:
+    def run(first: Any, *args: Any, **options: Any) -> Any:
         # A compiler sees to that itself.
         if not first.is_cuda or torch.compiler.is_compiling():
             return launch(first, *args, **options)
@@ -168,21 +187,62 @@ def _disagreement(case: Case) -> str | None:
     past, spec = key.shape[2] - query.shape[2], AttentionSpec(size**-0.5)
     token = query[:, :, :1], key[:, :, :1], value[:, :, :1]
     steps = [_example_step(query, key, value, spec, case[5], evicts) for evicts in (True, False)]
+    cut, _ = _example_step(query, key, value, spec, False, True)
     try:
         kernels = _load_kernels(device)
-        result = [*kernels.attend(query, key, value, Visibility(past, entries), spec)]
+        result = [
+            *kernels.attend(query, key, value, Visibility(past, entries), spec),
+            kernels.expect(query, key, entries, None, spec),
+            *_cut_by(kernels.cut, cut),
+        ]
         for slots, rules in steps:
             result += [kernels.step(*token, slots, rules), *_changed(slots, rules)]
     except Exception as error:  # a compiler's failures have as many types as there are drivers
         return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
     visible = causal(query, key) & entries.unsqueeze(2)
-    expected = [*attention_with_scores(query, key, value, visible, spec)]
+    expected = [
+        *attention_with_scores(query, key, value, visible, spec),
+        expected_attention(query, key, entries, None, spec),
+        *_cut_by(None, cut),
+    ]
     for evicts in (True, False):
         slots, rules = _example_step(query, key, value, spec, case[5], evicts)
         expected += [decode_step(*token, slots, rules), *_changed(slots, rules)]
     if _same(result, expected):
         return None
     return f"they differ from plain PyTorch for {dtype} and heads of {size}"
+
+
+def _cut_by(kernels: Cut | None, slots: Slots) -> list[Tensor]:
+    """Cut an example's slots to ten, by PyTorch or by kernels: into new slots, and in place."""
+    keys, values, scores, positions = slots.keys, slots.values, slots.scores, slots.positions
+    assert isinstance(keys, Tensor)
+    assert isinstance(values, Tensor)
+    columns = [torch.full((1, 1, 1), number, device=keys.device) for number in (1, 3, 10)]
+    sink, recent, total = columns
+    rules = CutRules(torch.full((1,), 89, device=keys.device), sink, recent, total)
+    if kernels is None:
+        newest = rules.num_real_tokens.view(-1, 1, 1) - 1
+        protected = protected_entries(positions, newest, rules.sink, rules.recent)
+        indices, _ = choose(scores, positions, protected, rules.total, 10)
+        survivors = [compact(states, indices, 12) for states in (keys, values)]
+        survivors.append(scores.gather(-1, indices))
+        survivors.append(positions.gather(-1, indices))
+        return [*survivors, survivors[-1]]
+    from h2okv.ops.triton_cut import Rows
+
+    results = []
+    for in_place in (False, True):
+        source = Rows(keys, values, scores, positions)
+        chosen = kernels.select(scores, None, scores, positions, rules, 10, in_place)
+        target = Rows(*(tensor[:, :, : 90 if in_place else 12].clone() for tensor in source[:4]))
+        if in_place:
+            source = target
+        kernels.move(source, target, keys.shape[1], chosen, free=columns[0].repeat(1, 2, 1))
+        results.append(target)
+    new, same = results
+    survivors = [*new[:2], new.scores[..., :10], new.positions[..., :10]]
+    return [*survivors, same.positions[..., :10].sort(dim=-1).values]
 
 
 def _same(result: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:

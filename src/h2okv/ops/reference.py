@@ -84,7 +84,10 @@ def value_norms(values: Tensor) -> Tensor:
     """Return the L1 norms of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``, never 0."""
     # Not `torch.promote_types`, an operation more in every step; float64 is not narrowed before.
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    norms = values.abs().sum(dim=-1, dtype=wide).to(torch.float32)  # vector_norm: 6 times slower
+    if values.is_cuda:  # one launch; on a CPU it takes six times as long
+        norms = torch.linalg.vector_norm(values, 1, dim=-1, dtype=wide).to(torch.float32)
+    else:
+        norms = values.abs().sum(dim=-1, dtype=wide).to(torch.float32)
     return norms.clamp_(min=torch.finfo(torch.float32).tiny)  # inf (a pin) times 0 would be NaN
 
 

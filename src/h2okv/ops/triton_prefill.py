@@ -1,6 +1,6 @@
 """A block's attention and score sums as Triton kernels.
 
-Twin: `h2okv.ops.attention.blockwise_attention_with_scores`.
+Twins: `blockwise_attention_with_scores` and `expected_attention` of `h2okv.ops.attention`.
 A fused forward pass keeps the log-sum-exp of every row; a second kernel without values makes the
 probabilities again, for one tile of keys after the other, and adds up their columns. No sum is
 shared between programs, so the results are the same in every run.
@@ -19,10 +19,12 @@ from torch import Tensor
 from h2okv.ops import flash_varlen
 from h2okv.ops.flash import add_sink
 from h2okv.ops.reference import AttentionSpec, Visibility
+from h2okv.ops.rope import Layout
 from h2okv.ops.triton_decode import number, side
 
 _LOG2_E = math.log2(math.e)
 _LN_2 = tl.constexpr(math.log(2.0))
+_ROTATED_QUERIES = 32  # of a program that rotates them
 # Replaces -inf as the maximum of a row that sees nothing: inf - inf would be NaN.
 _LOWEST = tl.constexpr(-1e30)
 
@@ -78,9 +80,10 @@ def _forward(
     highest = tl.full([BLOCK_M], _LOWEST, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    last = past + tl.minimum(top + BLOCK_M, length)
+    # Queries behind all keys (`past` is their number) see no other.
+    last = tl.minimum(past + tl.minimum(top + BLOCK_M, length), num_keys)
     # Tiles whose keys all queries see come first, and need no comparison.
-    edge = (past + top + 1) // BLOCK_N * BLOCK_N
+    edge = tl.minimum(past + top + 1, last) // BLOCK_N * BLOCK_N
     for COMPARES in tl.static_range(2):
         for start in range(edge if COMPARES else 0, last if COMPARES else edge, BLOCK_N):
             columns = start + tl.arange(0, BLOCK_N)
@@ -101,21 +104,25 @@ def _forward(
             weights = tl.exp2(logits - higher[:, None])
             fade = tl.exp2(highest - higher)
             total = total * fade + tl.sum(weights, axis=1)
-            some_values = tl.load(
-                value_base + columns.to(tl.int64)[:, None] * value_n + wide[None, :],
-                mask=inside[:, None] & (wide < DV)[None, :], other=0.0,
-            )  # fmt: skip
-            mixed = mixed * fade[:, None]
-            mixed += tl.dot(weights.to(some_values.dtype), some_values, input_precision=PRECISION)
+            if DV > 0:
+                some_values = tl.load(
+                    value_base + columns.to(tl.int64)[:, None] * value_n + wide[None, :],
+                    mask=inside[:, None] & (wide < DV)[None, :], other=0.0,
+                )  # fmt: skip
+                mixed = mixed * fade[:, None]
+                mixed += tl.dot(
+                    weights.to(some_values.dtype), some_values, input_precision=PRECISION
+                )
             highest = higher
     sees = (total > 0.0) & is_row
     safe = tl.where(sees, total, 1.0)
-    mixed = tl.where(sees[:, None], mixed / safe[:, None], 0.0)
-    tl.store(
-        output + batch * output_b + query_head * output_h + rows.to(tl.int64)[:, None] * output_t
-        + wide[None, :],
-        mixed.to(output.dtype.element_ty), mask=(rows < length)[:, None] & (wide < DV)[None, :],
-    )  # fmt: skip
+    if DV > 0:
+        mixed = tl.where(sees[:, None], mixed / safe[:, None], 0.0)
+        tl.store(
+            output + batch * output_b + query_head * output_h
+            + rows.to(tl.int64)[:, None] * output_t + wide[None, :],
+            mixed.to(output.dtype.element_ty), mask=(rows < length)[:, None] & (wide < DV)[None, :],
+        )  # fmt: skip
     # A row that sees nothing adds nothing to the scores.
     limit = tl.where(sees, (highest + tl.log2(safe)) * _LN_2, float("inf"))
     row = tl.program_id(1).to(tl.int64)
@@ -128,8 +135,8 @@ def _sums(
     query_b, query_h, query_t, key_b, key_h, key_n,
     length, num_keys, past, scale, softcap, log2_e,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, HAS_ENTRIES: tl.constexpr,
-    HAS_SHARES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_SHARES: tl.constexpr, SQUARES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add up the probabilities that a tile of keys receives from the queries that see it."""
     begin = tl.program_id(0) * BLOCK_N
@@ -167,6 +174,8 @@ def _sums(
             )  # fmt: skip
             logits = _logits(some_keys, some_queries, scale, softcap, HAS_SOFTCAP, PRECISION)
             weights = tl.exp2(logits - (limit * number(log2_e))[None, :])
+            if SQUARES:
+                weights = weights * weights
             if HAS_SHARES:
                 share = tl.load(share_base + rows, mask=rows < length, other=0.0)
                 weights = weights * share[None, :]
@@ -175,10 +184,40 @@ def _sums(
             if not SEES_ALL:
                 visible = visible & (columns[:, None] <= past + rows[None, :])
             received += tl.sum(tl.where(visible, weights, 0.0), axis=1)
+    received = tl.where(inside, received, 0.0)
+    if SQUARES and GROUPS == 1:  # of several heads the squares are still to be added
+        received = tl.sqrt_rn(received)
     row = tl.program_id(1).to(tl.int64)
-    tl.store(
-        sums + row * num_keys + columns, tl.where(inside, received, 0.0), mask=columns < num_keys
-    )
+    tl.store(sums + row * num_keys + columns, received, mask=columns < num_keys)
+
+
+@triton.jit
+def _rotate(
+    query, factors, output, query_b, query_h, query_t, factors_b, factors_t, factors_p, factors_c,
+    length, HEADS: tl.constexpr, D: tl.constexpr, PAIRS: tl.constexpr, HALVES: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Rotate the pairs of a tile of queries; the other numbers pass."""
+    rows = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    row = tl.program_id(1).to(tl.int64)
+    batch, head, pair = row // HEADS, row % HEADS, tl.arange(0, BLOCK_P)[None, :]
+    inside = (rows < length) & (pair < PAIRS)
+    first = pair if HALVES else 2 * pair
+    second = first + (PAIRS if HALVES else 1)
+    source = query + batch * query_b + head * query_h + rows * query_t
+    target = output + (row * length + rows) * D
+    at = factors + batch * factors_b + rows * factors_t + pair * factors_p
+    cosine = tl.load(at, mask=inside, other=0.0)
+    sine = tl.load(at + factors_c, mask=inside, other=0.0)
+    a = tl.load(source + first, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + second, mask=inside, other=0.0).to(tl.float32)
+    tl.store(target + first, (a * cosine - b * sine).to(output.dtype.element_ty), mask=inside)
+    tl.store(target + second, (b * cosine + a * sine).to(output.dtype.element_ty), mask=inside)
+    if BLOCK_R > 0:
+        others = 2 * PAIRS + tl.arange(0, BLOCK_R)[None, :]
+        inside = (rows < length) & (others < D)
+        passing = tl.load(source + others, mask=inside, other=0.0)
+        tl.store(target + others, passing.to(output.dtype.element_ty), mask=inside)
 
 
 def attention_with_scores(
@@ -191,8 +230,8 @@ def attention_with_scores(
     needs_sums: bool = True,
     *,
     uses_flash: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Attends over kept entries and the block itself, and sums the columns."""
+) -> tuple[Tensor, Tensor | None]:
+    """Attends over kept entries and the block itself, and sums the columns if they are needed."""
     assert spec.window is spec.reach is None, "no layer with entries asks for it"
     if uses_flash and flash_varlen.applies(query, value, visibility, spec):
         output, log_sum_exp = flash_varlen.forward(query, key, value, spec.scale)
@@ -201,32 +240,67 @@ def attention_with_scores(
     if spec.sinks is not None:
         output, log_sum_exp = add_sink(output, log_sum_exp, spec.sinks)
     if not needs_sums:
-        return output, log_sum_exp.new_zeros(key.shape[:3])
+        return output, None
     return output, score_sums(query, key, log_sum_exp, visibility, spec, weights)
 
 
+def expected_attention(
+    query: Tensor,
+    key: Tensor,
+    entries: Tensor | None,
+    queries: Tensor | None,
+    spec: AttentionSpec,
+    rotation: tuple[Tensor, Layout] | None = None,
+) -> Tensor:
+    """Lets every query attend to all entries; twin of `h2okv.ops.attention.expected_attention`."""
+    query = query.to(key.dtype) if rotation is None else rotated(query, *rotation, key.dtype)
+    visibility = Visibility(key.shape[2], entries, queries)
+    _, log_sum_exp = forward(query, key, None, visibility, spec)
+    if spec.sinks is not None:
+        log_sum_exp = torch.logaddexp(log_sum_exp, spec.sinks.float().view(1, -1, 1))
+    return score_sums(query, key, log_sum_exp, visibility, spec, squares=True)
+
+
+def rotated(query: Tensor, factors: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """Return `h2okv.ops.rope.rotate` in a dtype, contiguous."""
+    query = _rows_whole(query)
+    batch, num_heads, length, size = query.shape
+    output = query.new_empty(query.shape, dtype=dtype)
+    factors = factors.expand(batch, 1, length, -1, 2)
+    pairs = factors.shape[3]
+    _rotate[(triton.cdiv(length, _ROTATED_QUERIES), batch * num_heads)](
+        query, factors, output, *query.stride()[:3], factors.stride(0), *factors.stride()[2:],
+        length, HEADS=num_heads, D=size, PAIRS=pairs, HALVES=layout == "half",
+        BLOCK_P=triton.next_power_of_2(pairs), BLOCK_R=triton.next_power_of_2(size - 2 * pairs),
+        BLOCK_M=_ROTATED_QUERIES,
+    )  # fmt: skip
+    return output
+
+
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, spec: AttentionSpec
+    query: Tensor, key: Tensor, value: Tensor | None, visibility: Visibility, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
     """Fused attention that keeps the log-sum-exp of each row.
 
     Arguments as in `h2okv.ops.attention.blockwise_attention_with_scores`, but that keys and values
-    which are no entries may be anything.
+    which are no entries may be anything, and that without values the output means nothing.
 
     Returns:
         ``(output, log_sum_exp)``: ``[B, HQ, T, Dv]`` in the query's dtype, laid out as
         ``[B, T, HQ, Dv]``, and fp32 ``[B, HQ, T]``, natural, inf where a query sees nothing.
     """
-    query, key, value = (_rows_whole(states) for states in (query, key, value))
+    query, key = _rows_whole(query), _rows_whole(key)
+    value_size = 0 if value is None else value.shape[3]
+    value = key if value is None else _rows_whole(value)
     batch, num_heads, length, size = query.shape
-    value_size, real = value.shape[3], visibility.queries
+    real = visibility.queries
     tile = _forward_tile(max(size, value_size), query.dtype)
     output = query.new_empty(batch, length, num_heads, value_size).transpose(1, 2)
     limits = query.new_empty((batch, num_heads, length), dtype=torch.float32)
     entries, numbers, constants = _shared_arguments(query, key, visibility, spec)
     _forward[(triton.cdiv(length, tile.queries), batch * num_heads)](
         query, key, value, limits if entries is None else entries,
-        limits if real is None else real.to(torch.uint8).contiguous(), output, limits,
+        limits if real is None else _as_bytes(real), output, limits,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3],
         *numbers, DV=value_size, HAS_REAL=real is not None, BLOCK_DV=side(value_size),
         **constants, **_launch(tile),
@@ -242,8 +316,12 @@ def score_sums(
     spec: AttentionSpec,
     weights: Tensor | None = None,
     tile: Tile | None = None,
+    squares: bool = False,
 ) -> Tensor:
-    """Sum the probability that each key received, fp32 ``[B, H, N]``; `tile` is for tuning."""
+    """Sum the probability that each key received, fp32 ``[B, H, N]``; `tile` is for tuning.
+
+    With `squares`, the root of the sum of squares.
+    """
     query, key = _rows_whole(query), _rows_whole(key)
     batch, num_heads, num_keys = *query.shape[:2], key.shape[2]
     tile = tile or _sums_tile(query.shape[3], query.dtype)
@@ -253,10 +331,13 @@ def score_sums(
         query, key, sums if entries is None else entries, log_sum_exp.contiguous(),
         sums if weights is None else weights.contiguous(), sums,
         *query.stride()[:3], *key.stride()[:3], *numbers, _LOG2_E,
-        HAS_SHARES=weights is not None, **constants, **_launch(tile),
+        HAS_SHARES=weights is not None, SQUARES=squares, **constants, **_launch(tile),
     )  # fmt: skip
+    if num_heads == key.shape[1]:
+        return sums
     # Each query head has its own row, no two programs add to one number.
-    return sums.unflatten(1, (key.shape[1], -1)).sum(dim=2)
+    sums = sums.unflatten(1, (key.shape[1], -1)).sum(dim=2)
+    return sums.sqrt_() if squares else sums
 
 
 def _forward_tile(size: int, dtype: torch.dtype) -> Tile:
@@ -290,11 +371,11 @@ def _shared_arguments(
     """Return what both kernels take: keys that are entries, as bytes, numbers, constants."""
     (_, num_heads, length, size), (batch, heads, num_keys) = query.shape, key.shape[:3]
     entries, queries, (scale, softcap, *_) = visibility.entries, visibility.queries, spec
-    if entries is None and queries is not None:
+    if entries is None and queries is not None and visibility.past < num_keys:
         before = queries.new_ones(batch, visibility.past)
         entries = torch.cat([before, queries], dim=1).unsqueeze(1)
     if entries is not None:
-        entries = entries.expand(batch, heads, num_keys).to(torch.uint8).contiguous()
+        entries = _as_bytes(entries.expand(batch, heads, num_keys))
     # The factor of `_logits`, which yields powers of two.
     factors = (scale * _LOG2_E, 1.0) if softcap is None else (scale / softcap, softcap * _LOG2_E)
     constants = {
@@ -304,6 +385,10 @@ def _shared_arguments(
         "PRECISION": "tf32x3" if query.dtype == torch.float32 else "tf32",
     }  # fmt: skip
     return entries, (length, num_keys, visibility.past, *factors), constants
+
+
+def _as_bytes(mask: Tensor) -> Tensor:
+    return mask.contiguous().view(torch.uint8)
 
 
 def _rows_whole(states: Tensor) -> Tensor:

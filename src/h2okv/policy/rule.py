@@ -155,10 +155,22 @@ class Rule:
         return self.scoring.weighs_norms and is_plain
 
     @property
+    def ranks_by_products(self) -> bool:
+        """Whether ranks are the accumulated numbers times the weights of the values, if any."""
+        is_plain = type(self.scoring).eviction_scores is Scoring.eviction_scores
+        return self.ranks_by_scores and is_plain
+
+    @property
     def ranks_by_sums(self) -> bool:
         """Whether ranks are the accumulated numbers, by their weights, as kernels take them."""
-        is_plain = type(self.scoring).eviction_scores is Scoring.eviction_scores
-        return self.ranks_by_scores and is_plain and self.weighs_norms == self.weighs_values
+        return self.ranks_by_products and self.weighs_norms == self.weighs_values
+
+    @property
+    def weighs_queries(self) -> bool:
+        """Whether some queries of a block may count for more in the sums than others."""
+        by_factor = type(self).query_weights is Rule.query_weights
+        by_factor &= type(self.scoring).query_weights is Scoring.query_weights
+        return self.sees is Sees.WINDOW or not by_factor or self.scoring.factor is not None
 
     def query_weights(self, later: Tensor, recent: Tensor) -> Tensor | None:
         """Return what each query counts for, fp32 ``[B, T]``; ``None`` for one.
