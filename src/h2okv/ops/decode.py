@@ -474,14 +474,6 @@ def decode_step(
     )  # fmt: skip
     if real is not None and rules.adds:
         slots.scores.add_(sums * real.unsqueeze(1))
-    end_step(slots, rules, full, real, others)
-    return output
-
-
-def end_step(
-    slots: Slots, rules: StepRules, full: bool, real: Tensor | None, others: Tensor | None = None
-) -> None:
-    """Count the token and choose the slot that the next one takes; mutates the slots."""
     count = 1 if real is None else real[:, 0]
     if not rules.evicts:
         slots.free_slot.add_(1 if real is None else real.unsqueeze(1))
@@ -490,6 +482,7 @@ def end_step(
     slots.num_real_tokens.add_(count)
     if rules.evicts and real is not None:
         evict_one(slots, rules, full, slots.num_real_tokens.view(-1, 1, 1) - 1, others)
+    return output
 
 
 def keep_query(

@@ -15,8 +15,9 @@ from h2okv.ops.indexed import Indexed
 
 # What a program of the first kernel reads at a time, in the dtype that it computes with.
 _BLOCK_BYTES = 32 << 10
-# Slots that a program of the second kernel reads at a time: single numbers, not entries.
-_FINISH_SLOTS = 256
+# Slots of which a program of the second kernel reads single numbers at a time, and numbers of the
+# parts that it puts together at a time.
+_FINISH_SLOTS, _FINISH_NUMBERS = 1024, 8192
 _PROGRAMS_PER_CORE = 4  # fewer leave the memory idle between two loads
 # Replaces -inf as the maximum of a row that sees nothing: inf - inf would be NaN.
 _NOTHING = tl.constexpr(-1e30)
@@ -243,8 +244,8 @@ def _finish(
     HAS_SINK_LOGITS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr,
     HAS_COLUMNS: tl.constexpr, ROLLS: tl.constexpr, SHARED: tl.constexpr, WEIGHS: tl.constexpr,
     ADDS: tl.constexpr, CHOOSES: tl.constexpr, APPENDS: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
-    STRIDE: tl.constexpr, MARKS: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_S: tl.constexpr, STRIDE: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch = row // HEADS
@@ -278,12 +279,16 @@ def _finish(
     factor = tl.where(total > 0.0, 1.0 / tl.where(total > 0.0, total, 1.0), 0.0)
     mix = tl.zeros([BLOCK_G, BLOCK_DV], tl.float32)
     has_number = some_queries[:, None] & (wide < DV)[None, :]
-    for index in range(0, num_splits):
-        source = (row * GROUPS + group) * num_splits + index
-        fade = tl.exp(tl.load(tops + source, mask=some_queries, other=_NOTHING) - top)
-        mix += fade[:, None] * tl.load(
-            mixed + source[:, None] * DV + wide[None, :], mask=has_number, other=0.0
-        )
+    for start in range(0, num_splits, BLOCK_C):  # several at a time, as each round waits for loads
+        some = start + tl.arange(0, BLOCK_C)
+        source = (row * GROUPS + group)[:, None] * num_splits + some[None, :]
+        is_part = some_queries[:, None] & (some < num_splits)[None, :]
+        fade = tl.exp(tl.load(tops + source, mask=is_part, other=_NOTHING) - top[:, None])
+        parts = tl.load(
+            mixed + source[:, :, None] * DV + wide[None, None, :],
+            mask=is_part[:, :, None] & (wide < DV)[None, None, :], other=0.0,
+        )  # fmt: skip
+        mix += tl.sum(parts * fade[:, :, None], axis=1)
     tl.store(
         output + (row * GROUPS + group)[:, None] * DV + wide[None, :],
         (mix * factor[:, None]).to(output.dtype.element_ty), mask=has_number,
@@ -482,6 +487,7 @@ def launch(
         BLOCK_G=side(groups), BLOCK_D=side(size - width), BLOCK_R=side(width // 2),
         BLOCK_S=block, num_stages=stages, **same,
     )  # fmt: skip
+    block_groups, block_splits = map(triton.next_power_of_2, (groups, num_splits))
     _finish[(rows,)](
         output, scores, positions, pointer(weights), heads, free_slot, num_real_tokens,
         pointer(columns), mask, pointer(slot_mask, torch.uint8), pointer(ranks), pointer(sink),
@@ -490,8 +496,9 @@ def launch(
         HAS_SINK_LOGITS=sink_logits is not None, HAS_SINKS=sink is not None,
         HAS_MASK=slot_mask is not None, HAS_COLUMNS=columns is not None, ROLLS=width > 0, ADDS=adds,
         APPENDS=not evicts,
-        BLOCK_G=triton.next_power_of_2(groups), BLOCK_P=triton.next_power_of_2(num_splits),
-        BLOCK_S=_FINISH_SLOTS, **same,
+        BLOCK_G=block_groups, BLOCK_P=block_splits,
+        BLOCK_C=max(1, min(block_splits, _FINISH_NUMBERS // (block_groups * side(value_size)))),
+        BLOCK_S=_FINISH_SLOTS, num_warps=8, **same,
     )  # fmt: skip
     return output
 
