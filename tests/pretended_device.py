@@ -273,9 +273,9 @@ class _Kernel:
         def launch(*args, **kwargs):
             self._device.count(self._name, True)
             if not self._runs:
-                given = dict(zip(self._kernel.arg_names, args, strict=False))
-                for name in given.keys() & {"seen", "columns"}:  # which later blocks are checked by
-                    given[name].numbers.add_(self._name == "_finish")
+                arguments = dict(zip(self._kernel.arg_names, args, strict=False))
+                for name in arguments.keys() & {"seen", "columns"}:  # as later blocks rely on them
+                    arguments[name].numbers.add_(self._name == "_finish")
                 return
 
             def run():

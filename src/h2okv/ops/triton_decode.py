@@ -284,11 +284,11 @@ def _finish(
         source = (row * GROUPS + group)[:, None] * num_splits + some[None, :]
         is_part = some_queries[:, None] & (some < num_splits)[None, :]
         fade = tl.exp(tl.load(tops + source, mask=is_part, other=_NOTHING) - top[:, None])
-        parts = tl.load(
+        mixes = tl.load(
             mixed + source[:, :, None] * DV + wide[None, None, :],
             mask=is_part[:, :, None] & (wide < DV)[None, None, :], other=0.0,
         )  # fmt: skip
-        mix += tl.sum(parts * fade[:, :, None], axis=1)
+        mix += tl.sum(mixes * fade[:, :, None], axis=1)
     tl.store(
         output + (row * GROUPS + group)[:, None] * DV + wide[None, :],
         (mix * factor[:, None]).to(output.dtype.element_ty), mask=has_number,
