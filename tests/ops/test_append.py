@@ -87,6 +87,7 @@ def test_steps_equal_the_formula(counts, dtype, options):
                 pair = zip(entries[sequence][head], new, strict=True)
                 entries[sequence][head] = [torch.cat(states) for states in pair]
         output = append_step(query, key, value, slots, rules, tail)
+        tail.note_step()
         expected, sums = expected_output(query, entries, scale, softcap, sinks)
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)

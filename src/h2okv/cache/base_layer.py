@@ -108,6 +108,10 @@ class BaseLayer(CacheLayerMixin):
     def count_columns(self, length: int) -> None:
         """Count T tokens, padding included; mutates the layer."""
         self.cumulative_length += length
+        self.note_columns(length)
+
+    def note_columns(self, length: int) -> None:
+        """Note on the host what the device counts by itself; mutates the layer."""
         if torch.compiler.is_compiling() or self.num_columns is None:
             self.num_columns = None  # without a look, as it would be compiled again
         else:

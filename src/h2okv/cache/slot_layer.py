@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,11 +180,11 @@ class SlotLayer(CacheLayer):
 
     def _read_token(self, block: Block) -> Tensor:
         state, slots = self.state, self.slots
-        is_compiling = torch.compiler.is_compiling()
+        run, is_compiling = self._step_operation(block.query), torch.compiler.is_compiling()
         if is_compiling:  # a count that changes would compile the step again
             slots.make_static(state, self.dtype)
-        else:
-            slots.count_down(state, self.dtype)
+        elif not self.forward.leaves_host:
+            self.begin_step(block.real is not None)
         if self.scores_spans:
             assert self.spans is not None
             self.spans.add_queries(state, block)
@@ -193,21 +194,35 @@ class SlotLayer(CacheLayer):
             assert state.value_weights is not None
             weights = self.rule.value_weights(self.storage.values.round(block.value))
             state.value_weights.scatter_(-1, state.free_slot, weights.view_as(state.free_slot))
-        run = self._step_operation(block.query)
-        is_plain = run is decode_step and self.log is None and block.real is None
-        tail = slots.take_tail(state) if is_plain and not is_compiling else None
-        if tail is not None:
+        if slots.tail is not None:
             numbers = self._numbers(block)
             rules = StepRules(block.spec, state.recent, adds=slots.adds, numbers=numbers)
-            output = append_step(block.query, block.key, block.value, state, rules, tail)
+            output = append_step(block.query, block.key, block.value, state, rules, slots.tail)
         else:
-            slots.drop_tail()
             output = self._evicting_step(run, block)
-        state.note_count(self._lengths(block))
-        self.count_columns(1)
-        if self.spans is not None and not is_compiling:
-            self.end_step()
+        self.cumulative_length += 1
+        if is_compiling:
+            state.note_count(None)
+            self.note_columns(1)
+        elif not self.forward.leaves_host:
+            self.end_step(self._lengths(block))
         return output
+
+    def begin_step(self, is_padded: bool) -> None:
+        """Do what the host does before a step, for sequences that may get padding; mutates."""
+        operations = self.slots.operations
+        is_plain = self.state.head_of_slot is not None or (
+            operations is not None and operations.step is decode_step
+        )
+        may_append = is_plain and self.log is None and not is_padded
+        self.slots.begin_step(self.state, self.dtype, may_append)
+
+    def step_key(self) -> tuple[Any, ...]:
+        """Return what a recorded step has of the layer besides its options: addresses, sizes."""
+        tensors = [*self.state.tensors().values(), self.cumulative_length]
+        tensors += self.rotations.tables or ()
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        return self.state.num_slots, *self.slots.step_key(), *addresses
 
     def _step_operation(self, query: Tensor) -> Callable[..., Tensor]:
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
@@ -253,9 +268,19 @@ class SlotLayer(CacheLayer):
     def restore_plan(self, plan: dict[str, int | None]) -> None:
         vars(self.slots).update(plan)
 
-    def end_step(self) -> None:
-        """Evict where a step has ended a span; mutates the layer. Compiled steps need it called."""
-        assert self.spans is not None
+    def end_step(self, counts: Sequence[int] | None = None) -> None:
+        """Do what the host does after a step, and evict where it has ended a span; mutates.
+
+        Args:
+            counts: real tokens of each sequence; ``None`` if only the device knows.
+        """
+        self.is_placed = False
+        self.state.note_count(counts)
+        self.note_columns(1)
+        if self.slots.tail is not None:
+            self.slots.tail.note_step()
+        if self.spans is None:
+            return
         self.slots.steps_to_cut -= 1
         if self.slots.steps_to_cut <= 0:  # padding can only delay the end
             self.spans.evict(self)
@@ -266,7 +291,7 @@ class SlotLayer(CacheLayer):
         """Whether a decode step needs nothing that only a block learns."""
         is_known = self.slots.operations is not None and self.module is not None
         is_known &= self.rotations.rolling is None or self.rotations.tables is not None
-        is_plain = self.log is None and self.departures is None
+        is_plain = self.log is None and self.departures is None and self.prompt.is_read
         return is_known and self.holds_entries and self.rule.is_bounded and is_plain
 
     def join(self, other: SlotLayer) -> None:

@@ -115,6 +115,9 @@ class Spans:
                 placed = placed.to(state.query_positions.dtype).unsqueeze(0)
                 state.query_positions.index_copy_(1, column, placed)
             return
+        if length == 1 and batch > 1:  # a step: without a look at which tokens are real
+            self._add_step(state, block, query)
+            return
         order, real = torch.arange(length, device=state.device).expand(batch, length), block.real
         if real is not None:
             order = real.cumsum(dim=1) - 1
@@ -135,6 +138,23 @@ class Spans:
             position_ids = position_ids[sequences, tokens]
         state.queries[index] = query
         state.query_positions[index[0], index[2]] = position_ids
+
+    def _add_step(self, state: SlotState, block: Block, query: Tensor) -> None:
+        """Note the queries ``[B, H * n, 1, D]`` of a step, but for padding; mutates the state."""
+        assert state.queries is not None
+        assert state.query_positions is not None
+        placed = torch.zeros_like(state.num_real_tokens)
+        if block.position_ids is not None:
+            placed = block.position_ids[:, 0, 0, 0].expand_as(placed)
+        columns = (state.num_real_tokens % self.length).unsqueeze(1)
+        index = columns[:, None, :, None].expand_as(query)
+        placed = placed.unsqueeze(1).to(state.query_positions.dtype)
+        if block.real is not None:  # padding leaves what is there
+            before = state.queries.gather(2, index)
+            query = torch.where(block.real[:, None, :, None], query, before)
+            placed = torch.where(block.real, placed, state.query_positions.gather(1, columns))
+        state.queries.scatter_(2, index, query)
+        state.query_positions.scatter_(1, columns, placed)
 
     def make_room(self, state: SlotState, block: Block) -> None:
         """Allocate the queries of a span, if there are none yet; mutates the state."""
