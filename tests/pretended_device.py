@@ -63,6 +63,9 @@ class PretendedTensor(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), PretendedTensor(self.numbers.clone()))
+
     def __repr__(self):
         return f"PretendedTensor({self.numbers!r})"
 
@@ -419,9 +422,11 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
         torch.cuda, "set_sync_debug_mode",
         lambda mode: setattr(device, "sync_debug_mode", mode if mode != "warn" else 1),
     )  # fmt: skip
-    patch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream())
+    stream = _Stream()
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    patch.setattr(torch.accelerator, "synchronize", lambda device=None: None)
+    for module in (torch.accelerator, torch.cuda):
+        patch.setattr(module, "synchronize", lambda device=None: None)
     patch.setattr(dispatch, "_there", lambda launch: launch)
     patch.setenv(dispatch.VARIABLE, "auto")
     for module, name in (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,6 +22,13 @@ from h2okv.ops.dispatch import operations
 from h2okv.ops.reference import Visibility
 from h2okv.policy import Sees
 
+_fields_of = attrgetter(*SlotState.kinds)
+
+
+def _is_still(former: Any, value: Any) -> bool:
+    """Tell whether a field has its former object; of tensors there is a weak reference."""
+    return (former() if type(former) is ref else former) is value
+
 
 class SlotLayer(CacheLayer):
     """Keys, values, scores and positions in slots, of which one is always free.
@@ -32,8 +41,13 @@ class SlotLayer(CacheLayer):
 
     def _forget(self) -> None:
         super()._forget()
+        self._placed: tuple[list[Any], tuple[int, ...]] | None = None  # of the last `step_key`
         span = 1 if self.spans is None else self.spans.length
         self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None, span)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled, without addresses."""
+        return super().__getstate__() | {"_placed": None}
 
     def move(self, device: torch.device) -> None:
         super().move(device)
@@ -219,10 +233,16 @@ class SlotLayer(CacheLayer):
 
     def step_key(self) -> tuple[Any, ...]:
         """Return what a recorded step has of the layer besides its options: addresses, sizes."""
-        tensors = [*self.state.tensors().values(), self.cumulative_length]
-        tensors += self.rotations.tables or ()
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        return self.state.num_slots, *self.slots.step_key(), *addresses
+        state, tables = self.state, self.rotations.tables or ()
+        now = (*_fields_of(state), self.cumulative_length, *tables)
+        # Asking for each address would take longer than all else that the host does for a step.
+        if self._placed is None or not all(map(_is_still, self._placed[0], now)):
+            tensors = [*state.tensors().values(), self.cumulative_length, *tables]
+            addresses = state.num_slots, *(tensor.data_ptr() for tensor in tensors)
+            # Weakly, as entries that move shall not stay too; packed ones are asked each time.
+            former = [ref(value) if torch.is_tensor(value) else value for value in now]
+            self._placed = former, addresses
+        return *self.slots.step_key(), *self._placed[1]
 
     def _step_operation(self, query: Tensor) -> Callable[..., Tensor]:
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
@@ -289,7 +309,8 @@ class SlotLayer(CacheLayer):
     @property
     def is_ready(self) -> bool:
         """Whether a decode step needs nothing that only a block learns."""
-        is_known = self.slots.operations is not None and self.module is not None
+        is_chosen = self.state.head_of_slot is not None or self.slots.operations is not None
+        is_known = is_chosen and self.module is not None
         is_known &= self.rotations.rolling is None or self.rotations.tables is not None
         is_plain = self.log is None and self.departures is None and self.prompt.is_read
         return is_known and self.holds_entries and self.rule.is_bounded and is_plain

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -91,35 +93,49 @@ def mask_and_positions(
 
 
 class _Modules:
-    """A model's modules as they were when a step was recorded, and what speaks against it."""
+    """A model's modules as they were when a step was recorded, and what speaks against it.
+
+    Before each step it is asked whether they seem the same, which takes microseconds, and behind
+    its back, while the device works, whether they are. So a single weight that moves between two
+    steps of one text may count a step late.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         inner = [(name, module) for name, module in model.named_modules() if name]
         self.why = next(filter(None, (_why_not(name, module) for name, module in inner)), None)
-        self._hooks = [h for _, m in inner for h in (m._forward_pre_hooks, m._forward_hooks)]
-        modules = torch.nn.modules.module
-        self._hooks += [modules._global_forward_pre_hooks, modules._global_forward_hooks]
+        self._num_hooks = RemovableHandle.next_id
         tensors = [t for _, m in model.named_modules() for t in (m._parameters, m._buffers) if t]
         self._tensors: list[dict[str, Tensor | None]] = tensors
-        self.addresses = self._addresses()
+        self.addresses = self._addresses(tensors)
         devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
         if self.why is None and [device.type for device in devices] != ["cuda"]:
             self.why = f"the model is on {', '.join(sorted(map(str, devices)))}"
 
-    def _addresses(self) -> list[int]:
-        tensors = (tensor for group in self._tensors for tensor in group.values())
+    @staticmethod
+    def _addresses(groups: Iterable[Mapping[str, Tensor | None]]) -> list[int]:
+        tensors = (tensor for group in groups for tensor in group.values())
         return [tensor.data_ptr() for tensor in tensors if tensor is not None]
 
+    def seem_same(self) -> bool:
+        """Tell whether no hook has come, and neither the first nor the last weights have moved."""
+        if self._num_hooks != RemovableHandle.next_id:
+            return False
+        first, last = (self._addresses([group]) for group in (self._tensors[0], self._tensors[-1]))
+        addresses = self.addresses
+        return first == addresses[: len(first)] and last == addresses[len(addresses) - len(last) :]
+
     def are_same(self) -> bool:
-        """Tell whether no hook has come and no weight has moved."""
-        return not any(self._hooks) and self._addresses() == self.addresses
+        """Tell whether no weight has moved."""
+        return self._addresses(self._tensors) == self.addresses
 
 
 def _why_not(name: str, module: torch.nn.Module) -> str | None:
     """Return why steps that run a module cannot be recorded, or ``None``."""
     if hasattr(module, "_hf_hook") or "forward" in vars(module):
         return f"the forward of {name} is replaced, as for weights on several devices or elsewhere"
-    if module._forward_pre_hooks or module._forward_hooks:
+    every = torch.nn.modules.module
+    hooks = module._forward_pre_hooks, module._forward_hooks
+    if any(hooks) or every._global_forward_pre_hooks or every._global_forward_hooks:
         return f"{name} has hooks, which a replay would not call"
     if module._compiled_call_impl is not None:
         return f"{name} is compiled"
@@ -152,6 +168,7 @@ class _Graphs:
         self.graphs: dict[Any, _Graph] = {}
         self.counts: Counter[Any] = Counter()  # of eager steps
         self.why: str | None = None  # it cannot be recorded
+        self.may_have_moved = False  # the cache, in a block
 
 
 class DecodeGraphs:
@@ -173,7 +190,8 @@ class DecodeGraphs:
         self._caches: WeakKeyDictionary[H2OCache, _Graphs] = WeakKeyDictionary()
         self._modules: _Modules | None = None  # to be looked at again after other forwards
         self._addresses: list[int] = []  # of the weights
-        self._stream: Any = None
+        self._stream: Any = None  # on which steps are recorded
+        self._home: Any = None  # on which they are replayed
         self._pool: Any = None
         self._warned_of: set[str] = set()
         self._lock = threading.Lock()  # all graphs share one memory
@@ -205,8 +223,8 @@ class DecodeGraphs:
         is_cached = isinstance(cache, H2OCache)
         if not is_cached or tokens is None or not tokens.is_cuda or tokens.shape[1] != 1:
             self._modules = None
-            if is_cached:  # whose slots will move
-                self._caches.pop(cache, None)
+            if is_cached and cache in self._caches:
+                self._caches[cache].may_have_moved = True
             return plain(**kwargs)
         why = self._why_not(kwargs, cache)
         if why is None:
@@ -226,6 +244,8 @@ class DecodeGraphs:
         """Return why a step runs as it is, or ``None``; an empty text if it needs no line."""
         model, tokens = self.model, kwargs["input_ids"]
         layers: list[Any] = cache.layers
+        if cache in self._caches:  # layers are alike in what may have changed
+            layers = [layers[0], layers[-1]]
         others = sum(not isinstance(layer, SlotLayer) for layer in layers)
         if others:
             return f"{others} of {len(layers)} layers have a cache of transformers"
@@ -237,6 +257,8 @@ class DecodeGraphs:
             return ""
         if torch.is_grad_enabled():
             return "gradients are recorded; use torch.no_grad()"
+        if self._home is not None and torch.cuda.current_stream(tokens.device) != self._home:
+            return "another CUDA stream is current"
         if torch.is_autocast_enabled("cuda"):
             return "autocast is on"
         for name in ("output_attentions", "output_hidden_states"):
@@ -244,7 +266,7 @@ class DecodeGraphs:
             if getattr(model.config, name, False) if setting is None else setting:
                 return f"{name} is set"
         modules = self._modules
-        if modules is None or (modules.why is None and not modules.are_same()):
+        if modules is None or (modules.why is None and not modules.seem_same()):
             modules = self._modules = _Modules(model)
             if modules.addresses != self._addresses:  # what was recorded has the former ones
                 self._caches.clear()
@@ -271,6 +293,10 @@ class DecodeGraphs:
         except TypeError:
             graphs.why = "the model gets an argument that has no hash"
             key = graph = None
+        if graph is None and graphs.may_have_moved:
+            graphs.graphs.clear()
+            graphs.counts.clear()
+        graphs.may_have_moved = False
         if graph is None and graphs.why is None:
             graphs.counts[key] += 1
             if graphs.counts[key] > EAGER_STEPS:
@@ -278,7 +304,10 @@ class DecodeGraphs:
                 if graph is not None:
                     self._keep(graphs, key, graph)
         if graph is not None:
-            return graph.replay(inputs, cache)
+            output = graph.replay(inputs, cache)
+            if self._modules is None or not self._modules.are_same():
+                self._modules = None
+            return output
         with cache.on_device_alone():
             if graphs.why is None and graphs.counts[key] == EAGER_STEPS:
                 with _noting_waits(graphs):
@@ -307,14 +336,14 @@ class DecodeGraphs:
             graphs.why = f"less than {NEEDED_BYTES >> 20} MiB of the device's memory are free"
             return None
         if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
+            self._stream, self._home = torch.cuda.Stream(device), torch.cuda.current_stream(device)
             self._pool = torch.cuda.graph_pool_handle()
         with ordinary_tensors():
             constant = {name: tensor.clone() for name, tensor in inputs.items()}
-        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.device(device), cache.on_device_alone():
-                self._stream.wait_stream(before)
+            with torch.cuda.device(device), cache.on_device_alone(), _without_collector():
+                self._stream.wait_stream(self._home)
                 with torch.cuda.stream(self._stream):
                     # Other threads may go on using the device.
                     graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -322,7 +351,7 @@ class DecodeGraphs:
                         output = plain(**{**kwargs, **constant})
                     finally:
                         graph.capture_end()
-                before.wait_stream(self._stream)
+                self._home.wait_stream(self._stream)
             outputs = _outputs(output, cache)
         except Exception as error:  # whatever a model does that no graph can record
             graphs.why = f"it could not be recorded ({first_line(error.__context__ or error)})"
@@ -338,6 +367,18 @@ def _outputs(output: Any, cache: H2OCache) -> dict[str, Tensor | None]:
         if value is not cache and not isinstance(value, Tensor):
             raise TypeError(f"the model returns {name}")
     return {name: None if value is cache else value for name, value in output.items()}
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let nothing on the device be freed meanwhile that is unreachable by now."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 def _has_memory(device: torch.device) -> bool:
