@@ -35,7 +35,8 @@ SETTINGS = ("auto", "off")
 EAGER_STEPS = 3
 MOST_GRAPHS = 64  # of a model
 NEEDED_BYTES = 256 << 20  # that must be free before a step is recorded
-_WAITS = "synchronizing CUDA operation"  # of torch's warning
+# Of torch's warnings: that of a wait, and the one of a mode that looks for them.
+_WAITS, _LOOKS = "synchronizing CUDA operation", "Synchronization debug mode"
 
 
 def are_on() -> bool:
@@ -194,6 +195,7 @@ class DecodeGraphs:
         self._home: Any = None  # on which they are replayed
         self._pool: Any = None
         self._warned_of: set[str] = set()
+        self.why = ""  # the last step that could not be replayed was run as it is
         self._lock = threading.Lock()  # all graphs share one memory
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -277,6 +279,7 @@ class DecodeGraphs:
         return self._caches.setdefault(cache, _Graphs())
 
     def _say(self, why: str) -> None:
+        self.why = why
         if why and why not in self._warned_of:
             self._warned_of.add(why)
             warn(f"decode steps run launch by launch, not from a CUDA graph: {why}.")
@@ -406,7 +409,7 @@ def _noting_waits(graphs: _Graphs) -> Iterator[None]:
     for warning in caught:
         if _WAITS in str(warning.message):
             graphs.why = "a step of this model and cache waits for the device"
-        else:
+        elif _LOOKS not in str(warning.message):
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
