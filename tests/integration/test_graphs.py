@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import h2okv
 from h2okv.cache.argument import CACHE
+from h2okv.cache.slot_layer import SlotLayer
 from h2okv.integration.graphs import EAGER_STEPS, VARIABLE, DecodeGraphs
 
 pytest.importorskip("triton")
@@ -227,6 +228,17 @@ def fail(model):
     model.patch.setattr(type(model.model.norm), "forward", forward)
 
 
+def fail_in_attention(model):
+    plain = SlotLayer._evicting_step
+
+    def step(self, run, block):
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("operation not supported")
+        return plain(self, run, block)
+
+    model.patch.setattr(SlotLayer, "_evicting_step", step)
+
+
 def train(model):
     model.model.layers[1].train()
 
@@ -241,6 +253,7 @@ OBSTACLES = {
     "output_hidden_states is set": lambda model: setattr(
         model.config, "output_hidden_states", True
     ),
+    r"could not be recorded \(operation not supported\)": fail_in_attention,
     "output_attentions is set": lambda model: setattr(
         model.generation_config, "output_attentions", True
     ),

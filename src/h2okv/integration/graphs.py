@@ -195,7 +195,7 @@ class DecodeGraphs:
         self._home: Any = None  # on which they are replayed
         self._pool: Any = None
         self._warned_of: set[str] = set()
-        self.why = ""  # the last step that could not be replayed was run as it is
+        self.why = ""  # the last step that ran as it is did so
         self._lock = threading.Lock()  # all graphs share one memory
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -303,9 +303,14 @@ class DecodeGraphs:
         if graph is None and graphs.why is None:
             graphs.counts[key] += 1
             if graphs.counts[key] > EAGER_STEPS:
-                graph = self._record(plain, kwargs, inputs, cache, graphs)
-                if graph is not None:
+                try:
+                    graph = self._record(plain, kwargs, inputs, cache)
                     self._keep(graphs, key, graph)
+                except Exception as error:  # whatever a model does that no graph can record
+                    why = first_line(error.__context__ or error)
+                    graphs.why = f"it could not be recorded ({why})"
+                    for layer in cache.layers:  # of which nothing has run
+                        layer.awaits_attention = False  # type: ignore[union-attr]
         if graph is not None:
             output = graph.replay(inputs, cache)
             if self._modules is None or not self._modules.are_same():
@@ -331,35 +336,27 @@ class DecodeGraphs:
         kwargs: Mapping[str, Any],
         inputs: Mapping[str, Tensor],
         cache: H2OCache,
-        graphs: _Graphs,
-    ) -> _Graph | None:
-        """Record a step, which runs nothing; where that fails, note why and return ``None``."""
+    ) -> _Graph:
+        """Record a step, which runs nothing."""
         device = inputs["input_ids"].device
-        if not _has_memory(device):
-            graphs.why = f"less than {NEEDED_BYTES >> 20} MiB of the device's memory are free"
-            return None
+        _check_memory(device)
         if self._stream is None:
             self._stream, self._home = torch.cuda.Stream(device), torch.cuda.current_stream(device)
             self._pool = torch.cuda.graph_pool_handle()
         with ordinary_tensors():
             constant = {name: tensor.clone() for name, tensor in inputs.items()}
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.device(device), cache.on_device_alone(), _without_collector():
-                self._stream.wait_stream(self._home)
-                with torch.cuda.stream(self._stream):
-                    # Other threads may go on using the device.
-                    graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                    try:
-                        output = plain(**{**kwargs, **constant})
-                    finally:
-                        graph.capture_end()
-                self._home.wait_stream(self._stream)
-            outputs = _outputs(output, cache)
-        except Exception as error:  # whatever a model does that no graph can record
-            graphs.why = f"it could not be recorded ({first_line(error.__context__ or error)})"
-            return None
-        return _Graph(graph, constant, type(output), outputs)
+        with torch.cuda.device(device), cache.on_device_alone(), _without_collector():
+            self._stream.wait_stream(self._home)
+            with torch.cuda.stream(self._stream):
+                # Other threads may go on using the device.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    output = plain(**{**kwargs, **constant})
+                finally:
+                    graph.capture_end()
+            self._home.wait_stream(self._stream)
+        return _Graph(graph, constant, type(output), _outputs(output, cache))
 
 
 def _outputs(output: Any, cache: H2OCache) -> dict[str, Tensor | None]:
@@ -384,12 +381,12 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _has_memory(device: torch.device) -> bool:
-    """Tell whether a graph may get memory, of which a recording can free none."""
-    if torch.cuda.mem_get_info(device)[0] >= NEEDED_BYTES:
-        return True
-    torch.cuda.empty_cache()
-    return bool(torch.cuda.mem_get_info(device)[0] >= NEEDED_BYTES)
+def _check_memory(device: torch.device) -> None:
+    """Refuse to record where memory may be short, of which a recording can free none."""
+    if torch.cuda.mem_get_info(device)[0] < NEEDED_BYTES:
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info(device)[0] < NEEDED_BYTES:
+            raise MemoryError(f"less than {NEEDED_BYTES >> 20} MiB of the device's memory are free")
 
 
 @contextmanager
