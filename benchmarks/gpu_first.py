@@ -6,9 +6,10 @@ Parts in order of value, each within its seconds; every row is written as soon a
 
 Models have random weights of Llama 3 8B's shape; nothing is downloaded. The full cache is the
 fastest one: each of SDPA's kernels is tried on keys of constant length, in a CUDA graph recorded by
-hand. A row names SDPA's kernel and has the GB a step reads (weights, keys and values), the GB/s,
-and the ratio to that baseline. What cannot run gets a row that says why. Not timed, since they do
-not exist yet: a fused step, cuts of all layers at once, radix select, score sums in Gluon.
+hand. Steps of H2O are replayed as `generate` replays them, and eager ones timed beside them. A row
+names SDPA's kernel and has the GB a step reads (weights, keys and values), the GB/s, and the ratio
+to that baseline. What cannot run gets a row that says why. Not timed, since they do not exist yet:
+a fused step, cuts of all layers at once, radix select, score sums in Gluon.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import sys
+import warnings
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -61,6 +62,9 @@ class PretendedTensor(torch.Tensor):
 
     def tolist(self):
         return self.cpu().tolist()
+
+    def __deepcopy__(self, memo):
+        return memo.setdefault(id(self), PretendedTensor(self.numbers.clone()))
 
     def __repr__(self):
         return f"PretendedTensor({self.numbers!r})"
@@ -116,11 +120,29 @@ class _Device(TorchDispatchMode):
         super().__init__()
         self.runs_kernels, self.everywhere, self.counts = runs_kernels, everywhere, None
         self.recording = None  # of a graph: calls that do again what was done
+        self.before = {}  # by address, memory that they have changed, as it was
+        self.sync_debug_mode = 0
+
+    def keep(self, tensors):
+        """Note memory that a recording will write, which runs nothing on a GPU."""
+        with torch.utils._python_dispatch._disable_current_modes():
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self.before:
+                    self.before[storage.data_ptr()] = storage, storage.clone()
+
+    def put_back(self):
+        with torch.utils._python_dispatch._disable_current_modes():
+            for storage, numbers in self.before.values():
+                storage.copy_(numbers)
+        self.before = {}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         return _run(operation, args, kwargs or {}, self)
 
     def count(self, name, launches, waits=False, hazard=None):
+        if waits and self.sync_debug_mode:
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
         if self.counts is None:
             return
         line = _line_of_package()
@@ -168,6 +190,8 @@ def _run(operation, args, kwargs, mode):
     if target == "cuda":
         kwargs = kwargs | {"device": torch.device("cpu")}
     operation = _ON_CPU.get(name, operation)
+    if mode is not None and mode.recording is not None:
+        mode.keep(_written(operation, args, kwargs))
     result = operation(*_numbers(args), **_numbers(kwargs))
     if name in _ALLOCATIONS and result.is_floating_point():
         # Nothing may rely on memory that was not written, except by kernels that do not run.
@@ -189,6 +213,15 @@ def _run(operation, args, kwargs, mode):
     return result
 
 
+def _written(operation, args, kwargs):
+    """Return the numbers of the arguments that an operation writes."""
+    schema = getattr(operation, "_schema", None)
+    for index, argument in enumerate(() if schema is None else schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[index] if index < len(args) else None)
+            yield from (x for x in tree_leaves(_numbers(value)) if isinstance(x, torch.Tensor))
+
+
 def _repeat(operation, args, kwargs, result):
     """Run an operation of a graph again, into the tensors that it gave when it was recorded."""
     again = operation(*_numbers(args), **_numbers(kwargs))
@@ -198,19 +231,28 @@ def _repeat(operation, args, kwargs, result):
 
 
 class _Graph:
-    """A CUDA graph. Unlike a real one it also runs what it records."""
+    """A CUDA graph. It runs what it records, and puts back what that has changed."""
 
     device: _Device
+    num_replays = 0
+
+    def capture_begin(self, **options):
+        self.calls = self.device.recording = []
+
+    def capture_end(self):
+        self.device.recording = None
+        self.device.put_back()
 
     @contextmanager
     def record(self, **options):
-        self.calls = self.device.recording = []
+        self.capture_begin()
         try:
             yield
         finally:
-            self.device.recording = None
+            self.capture_end()
 
     def replay(self):
+        _Graph.num_replays += 1
         with torch.utils._python_dispatch._disable_current_modes():
             for call in self.calls:
                 call()
@@ -282,9 +324,11 @@ class _Kernel:
                 with torch.utils._python_dispatch._disable_current_modes():
                     self._kernel[grid](*_numbers(args), **_numbers(kwargs))
 
-            run()
             if self._device.recording is not None:
+                tensors = tree_leaves(_numbers((args, kwargs)))
+                self._device.keep(t for t in tensors if isinstance(t, torch.Tensor))
                 self._device.recording.append(run)
+            run()
 
         return launch
 
@@ -294,6 +338,11 @@ class PretendedDevice:
 
     def __init__(self, mode):
         self._mode = mode
+
+    @property
+    def num_replays(self):
+        """Graphs that were replayed."""
+        return _Graph.num_replays
 
     def to(self, module):
         """Move a module's parameters and buffers; mutates it."""
@@ -363,13 +412,25 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     patch.setattr(torch._dynamo, "mark_static_address", lambda tensor: None)
     patch.setattr(_Graph, "device", device, raising=False)
+    patch.setattr(_Graph, "num_replays", 0)
     patch.setattr(torch.cuda, "CUDAGraph", _Graph)
     patch.setattr(torch.cuda, "graph", lambda graph, **options: graph.record())
     patch.setattr(torch.cuda, "make_graphed_callables", _record_callable)
-    patch.setattr(torch.cuda, "Stream", _Stream)
-    patch.setattr(torch.cuda, "current_stream", lambda device=None: _Stream())
+    patch.setattr(torch.cuda, "Stream", lambda device=None: _Stream())
+    patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 36, 1 << 36))
+    patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.recording is not None)
+    patch.setattr(torch.cuda, "get_sync_debug_mode", lambda: device.sync_debug_mode)
+    patch.setattr(
+        torch.cuda, "set_sync_debug_mode",
+        lambda mode: setattr(device, "sync_debug_mode", mode if mode != "warn" else 1),
+    )  # fmt: skip
+    stream = _Stream()
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    patch.setattr(torch.accelerator, "synchronize", lambda device=None: None)
+    for module in (torch.accelerator, torch.cuda):
+        patch.setattr(module, "synchronize", lambda device=None: None)
     patch.setattr(dispatch, "_there", lambda launch: launch)
     patch.setenv(dispatch.VARIABLE, "auto")
     for module, *names in (

@@ -159,10 +159,10 @@ def continued(model, name, is_recorded):
             position_ids.fill_(number)
             if not is_recorded or number < 26:
                 output = step()
-            elif number == 26:
-                with torch.cuda.graph(graph):
-                    output = step()
             else:
+                if number == 26:
+                    with torch.cuda.graph(graph):
+                        output = step()
                 graph.replay()
             logits.append(output.numbers.clone())
     return torch.cat(logits), [layer.state.positions.numbers.tolist() for layer in cache.layers]

@@ -12,14 +12,17 @@ def test_env_names_the_implementation_and_the_reason(h2okv_command):
     outcome = h2okv_command("env")
     assert outcome.code == 0
     assert "H2OKV_OPS:      auto" in outcome.out and "for cpu" in outcome.out
+    assert "Decode steps: launch by launch." in outcome.out  # on a CPU
     assert "Triton" in outcome.out and "machine code" not in outcome.out
 
 
 def test_env_as_json(h2okv_command, monkeypatch):
     monkeypatch.setenv("H2OKV_OPS", "plain")
+    monkeypatch.setenv("H2OKV_GRAPHS", "off")
     outcome = h2okv_command("env", "--json")
     record = json.loads(outcome.out)
     assert record["H2OKV_OPS"] == "plain"
+    assert (record["H2OKV_GRAPHS"], record["graphs"]) == ("off", False)
     assert (record["head_size"], record["groups"]) == (64, 2)
     assert record["used"] == [
         {"device": "cpu", "dtype": dtype, "used": "plain", "why": "asked for: plain"}

@@ -20,6 +20,7 @@ import h2okv
 from h2okv.assets import bundled_model_path
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cli.app import run
+from h2okv.integration.graphs import VARIABLE
 from h2okv.ops import dispatch
 from h2okv.ops.choice import CutRules, choose, protected_entries
 from h2okv.ops.compaction import pick
@@ -219,36 +220,65 @@ def test_compiled_steps_equal_eager_ones(make_llama, options):
         same(continued(model, "cuda", **options), eager)
 
 
-@pytest.mark.parametrize(
-    "name", ["h2o", "by head", "in chunks", "best by head", "best by head, spans"]
-)
-def test_steps_replayed_in_a_graph_equal_eager_ones(make_llama, name):
-    """As `tests/cache/test_capture.py` on the pretended device."""
+@pytest.fixture
+def replays(monkeypatch):
+    """Graphs that are replayed, as a list that grows."""
+    graphs, plain = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(
+        torch.cuda.CUDAGraph, "replay", lambda graph: (graphs.append(graph), plain(graph))
+    )
+    return graphs
+
+
+REPLAYED = {"h2o", "best", "in chunks", "rolling", "decay", "8 bits", "by layer", "by head"}
+REPLAYED |= {"best by head", "best by head, whole prompts"}
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", sorted(REPLAYED))
+def test_replayed_steps_equal_eager_ones(make_llama, monkeypatch, replays, name, batch):
+    """As `tests/integration/test_graphs.py` on the pretended device."""
+    model = make_llama().float()
+    monkeypatch.setenv(VARIABLE, "off")
+    expected = continued(model, "cuda", batch, **OPTIONS[name])
+    assert not replays
+    monkeypatch.setenv(VARIABLE, "auto")
+    for _ in range(2):  # the second cache may get the addresses of the first
+        same(continued(model, "cuda", batch, **OPTIONS[name]), expected)
+    assert len(replays) > NEW
+
+
+def test_sampling_goes_on_behind_graphs_and_where_there_is_none(make_llama, monkeypatch, replays):
+    """A recording changes no random number, and a step that waits is noticed before one fails."""
+    model, texts = make_llama().float(), []
+    norm = type(model.model.norm)
+    plain, sampled = norm.forward, {"do_sample": True}
+    for setting, waits in (("off", False), ("auto", False), ("auto", True)):
+        monkeypatch.setenv(VARIABLE, setting)
+        if waits:
+            monkeypatch.setattr(norm, "forward", lambda s, x: plain(s, x + 0 * x.max().item()))
+        replays.clear()
+        torch.manual_seed(7)
+        if waits:
+            with pytest.warns(UserWarning, match="waits for the device"):
+                texts.append(continued(model, "cuda", 1, generation=sampled)[0])
+        else:
+            texts.append(continued(model, "cuda", 1, generation=sampled)[0])
+        assert bool(replays) == (setting == "auto" and not waits)
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+
+
+def test_turns_and_requests_are_replayed(make_llama, replays):
     model = make_llama().float().to("cuda")
-    ids = prompts(1, 90)[0].to("cuda")
-    token, position_ids, logits = ids[:, :1].clone(), ids[:, :1].clone(), {}
-    for is_recorded in (False, True):
-        cache = h2okv.H2OCache(model.config, heavy=12, recent=12, **OPTIONS[name])
-        graph, steps = torch.cuda.CUDAGraph(), []
-
-        def step(cache=cache):
-            return model(token, position_ids=position_ids, past_key_values=cache).logits
-
-        with h2okv.enable(model), torch.no_grad():
-            model(ids[:, :64], past_key_values=cache)
-            for number in range(64, 76):
-                token.copy_(ids[:, number : number + 1])
-                position_ids.fill_(number)
-                if not is_recorded or number < 67:
-                    output = step()
-                else:
-                    if number == 67:
-                        with torch.cuda.graph(graph):
-                            output = step()
-                    graph.replay()
-                steps.append(output.clone())
-        logits[is_recorded] = torch.cat(steps)
-    torch.testing.assert_close(logits[True], logits[False], atol=1e-5, rtol=1e-5)
+    cache, (ids, _) = h2okv.H2OCache(model.config, heavy=12, recent=12), prompts(1)
+    inputs = {"input_ids": ids.to("cuda")}
+    with h2okv.enable(model):
+        for turn in range(1, 3):
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False)
+            assert len(replays) >= turn * (NEW - 6)
+            inputs = cache.next_turn(ids[:, :9].to("cuda"))
+    cache.check_integrity()
 
 
 def test_steps_compile_without_a_break(capsys):

@@ -112,6 +112,8 @@ def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
             expected_positions[sequence, column] = placed[sequence % len(placed)]
         last = (tail,) if step is append_step else ()
         output = step(query, key, value, slots, rules, *last)
+        if last:
+            tail.note_step()
         expected, sums = expected_output(query, entries, scale, softcap, sinks)
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)

@@ -37,6 +37,9 @@ class Forward:
     One object for all layers of a cache; a layer without a cache has one for itself.
     """
 
+    # Whether steps leave out what the host counts, as `H2OCache.begin_step` and `end_step` do it.
+    leaves_host = False
+
     def __init__(self) -> None:
         self._budgets: list[tuple[Rule, Budget, Sequence[Budget] | None]] = []
         self.begin()

@@ -6,7 +6,8 @@ import copy
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -235,19 +236,16 @@ class H2OCache(Cache):
         if self._last_updated is not None:
             self._last_updated.require_attention()
         layer = self.layers[layer_idx]
+        is_device_only = torch.compiler.is_compiling() or self._scored[0].forward.leaves_host
         if layer is self._scored[0]:
             layer.forward.begin()
-            if not torch.compiler.is_compiling():
-                self._end_drafting()
-                support.check_callers()
-                self._check_goes_on(key_states.shape[2])
-                if self._window is not None and not key_states.is_meta:
-                    self._count(key_states.shape[2])
+            if not is_device_only:
+                self._begin_forward(key_states.shape[2], key_states.is_meta)
                 if self._lacks_model and not layer.is_initialized:
                     support.warn_of_untransformed_keys()
             for rotation in layer.rotations.shared_rotations:
                 rotation.begin_forward()
-        elif not torch.compiler.is_compiling() and layer in self._scored[1:2]:
+        elif not is_device_only and layer in self._scored[1:2]:
             self._warn_past_window()  # now the first layer knows what is padding
         self._last_updated = layer if isinstance(layer, BaseLayer) else None
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -295,6 +293,14 @@ class H2OCache(Cache):
             real = attention_mask[:, end - length : end].to(torch.bool)
         if first.counts_padding is not None and not self.needs_enabling:
             validation.check_follows(first, position_ids, real, length)
+
+    def _begin_forward(self, length: int, is_meta: bool = False) -> None:
+        """Refuse a forward that cannot follow, and count its T tokens; mutates the cache."""
+        self._end_drafting()
+        support.check_callers()
+        self._check_goes_on(length)
+        if self._window is not None and not is_meta:
+            self._count(length)
 
     def _count(self, length: int) -> None:
         """Count the tokens that a forward brings; reading their number waits for the device."""
@@ -491,7 +497,8 @@ class H2OCache(Cache):
 
     @property
     def _slot_layers(self) -> list[SlotLayer]:
-        return [layer for layer in self._scored if isinstance(layer, SlotLayer)]
+        # Of all layers: a pool has slots for those that slide too.
+        return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
     def entries_for(self, length: int) -> int:
         """Return the entries of each layer and KV head after a prompt of this length."""
@@ -682,11 +689,47 @@ class H2OCache(Cache):
             layer.slots.make_static(layer.state, layer.dtype)
         return True
 
-    def end_step(self) -> None:
-        """Evict where a compiled step has ended a span; mutates the layers."""
+    def begin_step(self, is_padded: bool) -> None:
+        """Do what the host does before a step of layers that are `on_device_alone`; mutates.
+
+        Args:
+            is_padded: whether the step has a mask.
+        """
+        self._begin_forward(1)
+        first = self._scored[0]
+        for rotation in first.rotations.shared_rotations:
+            rotation.begin_forward()
+        first.num_forwards += 1  # the others' follow, unless the step is interrupted
         for layer in self._slot_layers:
-            if layer.spans is not None:
-                layer.end_step()
+            layer.begin_step(is_padded)
+
+    @contextmanager
+    def on_device_alone(self) -> Iterator[None]:
+        """Let steps run without what the host counts: a recorded step replays nothing of it."""
+        layers = self._slot_layers
+        for layer in layers:
+            layer.forward.leaves_host = True
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.forward.leaves_host = False
+
+    def end_step(self, counts: Sequence[int] | None = None) -> None:
+        """Do what the host does after a step that was compiled or replayed; mutates the layers.
+
+        Args:
+            counts: real tokens of each sequence; ``None`` if only the device knows.
+        """
+        for layer in self._slot_layers:
+            layer.end_step(counts)
+        for scored in self._scored[1:]:
+            scored.num_forwards = self._scored[0].num_forwards
+        self._warn_past_window()
+
+    def step_key(self) -> tuple[Any, ...]:
+        """Return what a recorded step has of the cache; `begin_step` has been called."""
+        return tuple(layer.step_key() for layer in self._slot_layers)
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """Return `get_max_length`, for code that knows the name of before transformers 5.16."""

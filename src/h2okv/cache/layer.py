@@ -149,7 +149,7 @@ class CacheLayer(BaseLayer):
             self.forward.end(self.dtype)
         self.awaits_attention = False
         # In a compiled step a number that changes would compile it again each time.
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() or self.forward.leaves_host):
             self.num_forwards += 1
         return output.to(dtype)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -22,6 +24,13 @@ from h2okv.ops.dispatch import Cut, Operations, operations
 from h2okv.ops.reference import Visibility
 from h2okv.policy import Sees
 
+_fields_of = attrgetter(*SlotState.kinds)
+
+
+def _is_still(former: Any, value: Any) -> bool:
+    """Tell whether a field has its former object; of tensors there is a weak reference."""
+    return (former() if type(former) is ref else former) is value
+
 
 class SlotLayer(CacheLayer):
     """Keys, values, scores and positions in slots, of which one is always free.
@@ -34,8 +43,13 @@ class SlotLayer(CacheLayer):
 
     def _forget(self) -> None:
         super()._forget()
+        self._placed: tuple[list[Any], tuple[int, ...]] | None = None  # of the last `step_key`
         span = 1 if self.spans is None else self.spans.length
         self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None, span)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is pickled, without addresses."""
+        return super().__getstate__() | {"_placed": None}
 
     def move(self, device: torch.device) -> None:
         super().move(device)
@@ -240,43 +254,60 @@ class SlotLayer(CacheLayer):
 
     def _read_token(self, block: Block) -> Tensor:
         state, slots = self.state, self.slots
-        is_compiling = torch.compiler.is_compiling()
+        run, is_compiling = self._step_operation(block.query), torch.compiler.is_compiling()
         if is_compiling:  # a count that changes would compile the step again
             slots.make_static(state, self.dtype)
-        else:
-            slots.count_down(state, self.dtype)
+        elif not self.forward.leaves_host:
+            self.begin_step(block.real is not None)
         if slots.changes_scores:
             state.scores.copy_(self._decayed(state.scores, block.counts()))
         if slots.weighs_values and not slots.weighs_norms:
             assert state.value_weights is not None
             weights = self.rule.value_weights(self.storage.values.round(block.value))
             state.value_weights.scatter_(-1, state.free_slot, weights.view_as(state.free_slot))
-        run = self._step_operation(block.query)
         ring = None
         if self.scores_spans:
             assert self.spans is not None
             ring = self.spans.ring(state, block)
-        is_plain = run is decode_step and self.log is None and block.real is None
-        tail = slots.take_tail(state) if is_plain and not is_compiling else None
-        if tail is not None:
+        if slots.tail is not None:
             numbers = self._numbers(block)
             weights = state.value_weights if slots.weighs_norms else None
             rules = StepRules(
                 block.spec, state.recent, adds=slots.adds, numbers=numbers, weights=weights,
                 ring=ring,
             )  # fmt: skip
-            output = append_step(block.query, block.key, block.value, state, rules, tail)
+            output = append_step(block.query, block.key, block.value, state, rules, slots.tail)
         else:
-            slots.drop_tail()
             output = self._evicting_step(run, block, ring)
-        state.note_count(self._lengths(block))
-        if run is decode_step:
-            self.count_columns(1)
-        else:
+        if run is decode_step:  # kernels count by themselves
+            self.cumulative_length += 1
+        if is_compiling:
+            state.note_count(None)
             self.note_columns(1)
-        if self.spans is not None and not is_compiling:
-            self.end_step()
+        elif not self.forward.leaves_host:
+            self.end_step(self._lengths(block))
         return output
+
+    def begin_step(self, is_padded: bool) -> None:
+        """Do what the host does before a step, for sequences that may get padding; mutates."""
+        operations = self.slots.operations
+        rolls_by_head = self.state.head_of_slot is not None and self.state.ranks is not None
+        is_plain = rolls_by_head or (operations is not None and operations.step is decode_step)
+        may_append = is_plain and self.log is None and not is_padded
+        self.slots.begin_step(self.state, self.dtype, may_append)
+
+    def step_key(self) -> tuple[Any, ...]:
+        """Return what a recorded step has of the layer besides its options: addresses, sizes."""
+        state, tables = self.state, self.rotations.tables or ()
+        now = (*_fields_of(state), self.cumulative_length, *tables)
+        # Asking for each address would take longer than all else that the host does for a step.
+        if self._placed is None or not all(map(_is_still, self._placed[0], now)):
+            tensors = [*state.tensors().values(), self.cumulative_length, *tables]
+            addresses = state.num_slots, *(tensor.data_ptr() for tensor in tensors)
+            # Weakly, as entries that move shall not stay too; packed ones are asked each time.
+            former = [ref(value) if torch.is_tensor(value) else value for value in now]
+            self._placed = former, addresses
+        return *self.slots.step_key(), *self._placed[1]
 
     def _step_operation(self, query: Tensor) -> Callable[..., Tensor]:
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
@@ -328,9 +359,19 @@ class SlotLayer(CacheLayer):
     def restore_plan(self, plan: dict[str, int | None]) -> None:
         vars(self.slots).update(plan)
 
-    def end_step(self) -> None:
-        """Evict where a step has ended a span; mutates the layer. Compiled steps need it called."""
-        assert self.spans is not None
+    def end_step(self, counts: Sequence[int] | None = None) -> None:
+        """Do what the host does after a step, and evict where it has ended a span; mutates.
+
+        Args:
+            counts: real tokens of each sequence; ``None`` if only the device knows.
+        """
+        self.is_placed = False
+        self.state.note_count(counts)
+        self.note_columns(1)
+        if self.slots.tail is not None:
+            self.slots.tail.note_step()
+        if self.spans is None:
+            return
         self.slots.steps_to_cut -= 1
         if self.slots.steps_to_cut <= 0:  # padding can only delay the end
             self.spans.evict(self)
@@ -341,7 +382,7 @@ class SlotLayer(CacheLayer):
         """Whether decode steps can run, as a block has set up what they need."""
         is_known = self.slots.operations is not None and self.module is not None
         is_known &= self.rotations.rolling is None or self.rotations.tables is not None
-        is_plain = self.log is None and self.departures is None
+        is_plain = self.log is None and self.departures is None and self.prompt.is_read
         return is_known and self.holds_entries and self.rule.is_bounded and is_plain
 
     def join(self, other: SlotLayer) -> None:

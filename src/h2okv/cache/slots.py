@@ -299,6 +299,20 @@ class SlotPlan:
                 self.refresh(state, dtype)
         self.drop_tail()  # compiled steps do not count
 
+    def begin_step(self, state: SlotState, dtype: torch.dtype, may_append: bool) -> None:
+        """Count a step, and say whether it takes the tail's slots; mutates both."""
+        self.count_down(state, dtype)
+        if not may_append or self.take_tail(state) is None:
+            self.drop_tail()
+
+    def step_key(self) -> tuple[Any, ...]:
+        """Return what a recorded step has of the plan; `begin_step` has been called."""
+        tail = self.tail
+        if tail is None:
+            return self.is_full, self.has_sinks
+        addresses = [tensor.data_ptr() for tensor in (tail.free, tail.bias) if tensor is not None]
+        return self.is_full, self.has_sinks, tail.end, *addresses
+
     def count_down(self, state: SlotState, dtype: torch.dtype) -> None:
         """Count a step, and look after the slots where it is due; mutates both."""
         if self.steps_left == 0:
@@ -329,7 +343,7 @@ class SlotPlan:
         self.steps_left = -1 if self.is_full else min(steps, default=-1)
         if self.span > 1:
             self.count_to_cut(state)
-        self.tail, self.looks_for_tail = None, True
+        self.looks_for_tail = True
 
     def count_to_cut(self, state: SlotState) -> None:
         """Count the steps until a sequence's span ends; mutates the plan."""
@@ -401,20 +415,21 @@ class SlotPlan:
         """
         is_replaced = self.tail is not None and not self.tail.is_of(state)  # by beam search, say
         if self.looks_for_tail or is_replaced:
-            self.tail, self.looks_for_tail = self._find_tail(state), False
+            former = None if is_replaced else self.tail
+            self.tail, self.looks_for_tail = self._find_tail(state, former), False
         return self.tail if self.tail is not None and self.tail.steps > 0 else None
 
     def drop_tail(self) -> None:
         """Forget the tail, as a step takes other slots; mutates the plan."""
         self.tail, self.looks_for_tail = None, False
 
-    def _find_tail(self, state: SlotState) -> Tail | None:
+    def _find_tail(self, state: SlotState, former: Tail | None) -> Tail | None:
         """Look for the tail; the scores of slots without an entry become 0; mutates the state."""
         has_mask = self.rule.is_bounded and state.slot_mask is not None
         if self.is_full or state.ranks is not None or self.storage.is_packed or has_mask:
             return None
         with ordinary_tensors():
-            tail = Tail.of(state)
+            tail = Tail.of(state, former)
             if tail is None:
                 return None
             if self.span == 1:

@@ -25,6 +25,7 @@ from h2okv.models.names import BUNDLED, PACKAGED, check_pullable, find_model
 def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = JSON) -> None:
     import torch
 
+    from h2okv.integration import graphs
     from h2okv.ops import dispatch
     from h2okv.provenance import environment
 
@@ -47,13 +48,16 @@ def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = 
         "threads": torch.get_num_threads(),
         "gpu": machine["device"] if device.type == "cuda" else None,
         dispatch.VARIABLE: dispatch.implementation_in_use(),
+        graphs.VARIABLE: graphs.SETTINGS[not graphs.are_on()],
     }
+    are_replayed = device.type == "cuda" and graphs.are_on()
     if as_json:
         shown = [
             {"device": str(device), "dtype": dtype, "used": kernel.name, "why": kernel.why}
             for dtype, kernel in chosen.items()
         ]
-        write_json({**facts, "head_size": size, "groups": groups, "used": shown})
+        facts |= {"head_size": size, "groups": groups, "graphs": are_replayed}
+        write_json({**facts, "used": shown})
         return
     for name, value in facts.items():
         write_text(f"{name + ':':<15} {'none' if value is None else value}\n")
@@ -61,6 +65,8 @@ def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = 
     headings = ("dtype", "used", "why")
     rows = [(dtype, kernel.name, kernel.why) for dtype, kernel in chosen.items()]
     write_text(format_table(headings, rows, left=headings))
+    steps = f"CUDA graphs after {graphs.EAGER_STEPS} steps" if are_replayed else "launch by launch"
+    write_text(f"\nDecode steps: {steps}.\n")
 
 
 models_app = group("models")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -19,7 +18,8 @@ from h2okv.budget import check_tokens
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE, cache_in
 from h2okv.cache.support import check_model, unwrap
-from h2okv.integration.attention import ATTENTION_NAME, h2o_mask
+from h2okv.integration.attention import ATTENTION_NAME
+from h2okv.integration.graphs import DecodeGraphs, are_on, by_name, mask_and_positions
 from h2okv.records import refusing
 
 
@@ -38,27 +38,17 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
     """
     plain = model.forward
     compiled = torch.compile(plain, fullgraph=True)
-    config = model.config.get_text_config(decoder=True)
-    is_rotary = getattr(config, "rope_parameters", None) is not None
 
     @functools.wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the caller compiles the whole
             return plain(*args, **kwargs)
-        kwargs = _by_name(plain, args, kwargs)
+        kwargs = by_name(plain, args, kwargs)
         cache, tokens = cache_in(kwargs), kwargs.get("input_ids")
         if tokens is None or tokens.shape[1] != 1 or not isinstance(cache, H2OCache):
             return plain(**kwargs)
-        mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        # Without position_ids some models derive positions from the full mask.
-        if position_ids is None and mask is None and is_rotary:
-            position_ids = tokens.new_full((1, 1), cache.num_seen_tokens, dtype=torch.int64)
-        cache.check_block(1, mask, position_ids)
-        if mask is not None and mask.dim() == 2:
-            # The cache has the earlier columns; a mask that grows would be recompiled each step.
-            length, seen = cache.get_mask_sizes(1, 0)
-            options = {"q_length": 1, "kv_length": length, "q_offset": seen, "kv_offset": seen}
-            mask = h2o_mask(attention_mask=mask.to(tokens.device), **options)
+        # A mask that grows would be recompiled each step.
+        mask, position_ids = mask_and_positions(model, kwargs, cache)
         if position_ids is None or not cache.prepare_step():
             return plain(**kwargs)
         output = compiled(**{**kwargs, "attention_mask": mask})
@@ -68,15 +58,6 @@ def with_compiled_steps(model: PreTrainedModel) -> Callable[..., Any]:
     return forward
 
 
-def _by_name(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a forward's arguments as keywords; all of them may be positional."""
-    if not args:
-        return kwargs
-    return dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
-
-
 class _Changes:
     """The changes that `enable` made to a model, shared by all calls on it."""
 
@@ -84,6 +65,7 @@ class _Changes:
         self.blocks = 0  # open with blocks
         self.stays = False  # until `disable`
         self._compiles = False
+        self._may_record = are_on()
         # A strong reference would keep the model that a `WeakKeyDictionary` maps to this.
         self._hooked: WeakSet[torch.nn.Module] = WeakSet()
         self.undo = ExitStack()
@@ -95,7 +77,7 @@ class _Changes:
         if compile and not self._compiles:
             self.undo.callback(_restore_forward, ref(model), vars(model).get("forward"))
             vars(model)["forward"] = with_compiled_steps(model)
-            self._compiles = True
+            self._compiles, self._may_record = True, False
         # A wrapper may call the model's forward without its hooks; ``generate`` bypasses the
         # wrapper's.
         for module in {model, outer} - set(self._hooked):
@@ -103,6 +85,13 @@ class _Changes:
                 handle = module.register_forward_pre_hook(hook, with_kwargs=True)
                 self.undo.callback(handle.remove)
             self._hooked.add(module)
+
+    def record(self, model: PreTrainedModel) -> None:
+        """Let the steps that follow one on a GPU be replayed, unless they are compiled."""
+        if self._may_record and "forward" not in vars(model):
+            self.undo.callback(_restore_forward, ref(model), None)
+            vars(model)["forward"] = DecodeGraphs(model)
+        self._may_record = False
 
 
 def _restore_forward(model: ref[PreTrainedModel], forward: Any) -> None:
@@ -240,7 +229,7 @@ def _configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def _check_padding(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a batch that looks padded and has no mask; an explicit mask is trusted."""
-    arguments = _by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
+    arguments = by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
     input_ids, mask = arguments.get("input_ids"), arguments.get("attention_mask")
     pad = getattr(module.config, "pad_token_id", None)
     if input_ids is None or pad is None or 1 in input_ids.shape or input_ids.is_meta:
@@ -262,9 +251,12 @@ def _replace_positions(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Replace the model's positions by those of a cache that rewrites them."""
-    arguments = _by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
+    arguments = by_name(getattr(module, "_orig_mod", module).forward, args, kwargs)
     cache, position_ids = cache_in(arguments), arguments.get("position_ids")
-    if not isinstance(cache, H2OCache) or not cache.needs_enabling:
+    if not isinstance(cache, H2OCache):
+        return None
+    _begin_recording(module, arguments)
+    if not cache.needs_enabling:
         return None
     if position_ids is None:
         tokens, mask = arguments.get("input_ids"), arguments.get("attention_mask")
@@ -275,6 +267,18 @@ def _replace_positions(
         else:
             position_ids = torch.arange(seen, seen + length, device=tokens.device).unsqueeze(0)
     return (), {**arguments, "position_ids": cache.place(position_ids)}
+
+
+def _begin_recording(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+    """Replace the forward of a model that takes a step on a GPU, from the next one on."""
+    tokens = arguments.get("input_ids")
+    if tokens is None or not tokens.is_cuda or tokens.shape[1] != 1:
+        return
+    if not torch.compiler.is_compiling():
+        model = unwrap(module)
+        with _LOCK:
+            if (changes := _CHANGES.get(model)) is not None:
+                changes.record(model)
 
 
 def positions_of(attention_mask: Tensor) -> Tensor:

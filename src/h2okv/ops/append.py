@@ -31,8 +31,13 @@ class Tail:
     free_bias: Tensor | None = None  # int64, where it becomes 0 next
 
     @classmethod
-    def of(cls, slots: Slots) -> Tail | None:
+    def of(cls, slots: Slots, former: Tail | None = None) -> Tail | None:
         """Look for the tail of unpacked slots; waits for the device.
+
+        Args:
+            slots: whose.
+            former: a tail of the same slots, whose tensors are filled again and keep their
+                addresses; mutated.
 
         Returns:
             ``None`` where a head does not have its entries in its first slots. Steps that add
@@ -53,7 +58,13 @@ class Tail:
         starts = torch.arange(0, batch * rows * num_slots, num_slots, device=index.device)
         flat = (starts.view(batch, rows, 1) + slots.free_slot).flatten()
         end = first if first == last and rows == free.shape[1] else None
-        return cls(slots.positions, steps, flat, end)
+        tail = cls(slots.positions, steps, flat, end)
+        if former is not None and former.is_of(slots) and former.free.shape == flat.shape:
+            former.steps, former.end = steps, end
+            former.free.copy_(flat)
+            former._fill_again(slots)
+            return former
+        return tail
 
     def is_of(self, slots: Slots) -> bool:
         """Tell whether the slots still have the tensors of which this is the tail."""
@@ -62,19 +73,30 @@ class Tail:
     def bias_of(self, slots: Slots, query: Tensor) -> Tensor:
         """Return the bias for queries ``[B, HQ, 1, D]``; mutates the tail."""
         if self.bias is None or self.bias.dtype != query.dtype:
-            groups = query.shape[1] // slots.free_slot.view(len(query), -1).shape[1]
-            hidden = slots.positions < 0
-            if slots.head_of_slot is not None:
-                hidden = (hidden | slots.of_others()).repeat_interleave(groups, dim=1).unsqueeze(1)
-            else:
-                hidden = hidden.unsqueeze(2)
             with torch.inference_mode(False):
+                hidden, free_bias = self._hidden(slots, query.shape[1])
                 self.bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
                 self.bias.masked_fill_(hidden, -torch.inf)
-                self.free_bias = self.free
-                if slots.head_of_slot is not None:
-                    self.free_bias = self._of_queries(slots, groups)
+                self.free_bias = free_bias
         return self.bias
+
+    def _fill_again(self, slots: Slots) -> None:
+        if self.bias is None or self.free_bias is None:
+            return
+        num_heads = self.bias.shape[2] if slots.head_of_slot is not None else self.bias.shape[1]
+        hidden, free_bias = self._hidden(slots, num_heads)
+        self.bias.zero_().masked_fill_(hidden, -torch.inf)
+        if self.free_bias is not self.free:
+            self.free_bias.copy_(free_bias)
+
+    def _hidden(self, slots: Slots, num_heads: int) -> tuple[Tensor, Tensor]:
+        """Return which places of the bias hide a slot, and `free_bias`."""
+        hidden = slots.positions < 0
+        if slots.head_of_slot is None:
+            return hidden.unsqueeze(2), self.free
+        groups = num_heads // slots.free_slot.shape[-1]
+        hidden = (hidden | slots.of_others()).repeat_interleave(groups, dim=1).unsqueeze(1)
+        return hidden, self._of_queries(slots, groups)
 
     def _of_queries(self, slots: Slots, groups: int) -> Tensor:
         num_slots = slots.positions.shape[2]
@@ -83,12 +105,15 @@ class Tail:
         return rows + free.flatten()
 
     def advance(self, slots: Slots) -> None:
-        """Count a step; mutates the tail and the slots."""
-        self.steps -= 1
+        """Count a step on the device; mutates the tail and the slots."""
         counters = [self.free, slots.free_slot, slots.num_real_tokens]
         if self.free_bias is not None and self.free_bias is not self.free:
             counters.append(self.free_bias)
         torch._foreach_add_(counters, 1)
+
+    def note_step(self) -> None:
+        """Note on the host what the device has counted; mutates the tail."""
+        self.steps -= 1
         if self.end is not None:
             self.end += 1
 
@@ -104,7 +129,7 @@ def append_step(
         value: ``[B, H, 1, Dv]``.
         slots: the cached entries; mutated.
         rules: of which the step reads `spec`, `adds` and `numbers`.
-        tail: that of the slots; mutated.
+        tail: that of the slots; mutated, but for `Tail.note_step`.
 
     Returns:
         ``[B, HQ, 1, Dv]`` in the values' dtype.

@@ -1,0 +1,412 @@
+"""`DecodeGraphs`: a model's decode steps on a GPU, recorded once and replayed as one launch."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from h2okv.cache import H2OCache
+from h2okv.cache.argument import cache_in
+from h2okv.cache.slot_layer import SlotLayer
+from h2okv.cache.slot_state import ordinary_tensors
+from h2okv.console import warn
+from h2okv.integration.attention import h2o_mask
+from h2okv.records import first_line
+
+VARIABLE = "H2OKV_GRAPHS"  # of the environment, for a whole process
+SETTINGS = ("auto", "off")
+# Steps at the same addresses that run launch by launch before one is recorded, which takes as long
+# as some of them: short answers shall not pay for it.
+EAGER_STEPS = 3
+MOST_GRAPHS = 64  # of a model
+NEEDED_BYTES = 256 << 20  # that must be free before a step is recorded
+# Of torch's warnings: that of a wait, and the one of a mode that looks for them.
+_WAITS, _LOOKS = "synchronizing CUDA operation", "Synchronization debug mode"
+
+
+def are_on() -> bool:
+    """Tell whether the environment leaves CUDA graphs on.
+
+    Raises:
+        ValueError: if it has another word than ``auto`` or ``off``.
+    """
+    setting = os.environ.get(VARIABLE, "auto")
+    if setting not in SETTINGS:
+        raise ValueError(f"{VARIABLE} must be {' or '.join(SETTINGS)}, got {setting!r}.")
+    return setting == "auto"
+
+
+def by_name(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a forward's arguments as keywords; all of them may be positional."""
+    if not args:
+        return kwargs
+    return dict(zip(inspect.signature(forward).parameters, args, strict=False)) | kwargs
+
+
+def mask_and_positions(
+    model: PreTrainedModel, kwargs: Mapping[str, Any], cache: H2OCache
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return a step's mask, of constant shape, and its positions.
+
+    Args:
+        model: whose step.
+        kwargs: its arguments.
+        cache: that has read the tokens before.
+
+    Returns:
+        ``(mask, position_ids)``: a 2D mask as bool ``[B, 1, 1, 1]``; the positions are ``None`` if
+        the model may derive them from something else.
+
+    Raises:
+        ValueError: if the mask or the positions contradict the tokens seen.
+    """
+    tokens = kwargs["input_ids"]
+    mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    config = model.config.get_text_config(decoder=True)
+    # Without position_ids some models derive positions from the full mask.
+    is_rotary = getattr(config, "rope_parameters", None) is not None
+    if position_ids is None and mask is None and is_rotary:
+        position_ids = tokens.new_full((1, 1), cache.num_seen_tokens, dtype=torch.int64)
+    cache.check_block(1, mask, position_ids)
+    if mask is not None and mask.dim() == 2:
+        # The cache has the earlier columns.
+        length, seen = cache.get_mask_sizes(1, 0)
+        options = {"q_length": 1, "kv_length": length, "q_offset": seen, "kv_offset": seen}
+        mask = h2o_mask(attention_mask=mask.to(tokens.device), **options)
+    return mask, position_ids
+
+
+class _Modules:
+    """A model's modules as they were when a step was recorded, and what speaks against it.
+
+    Before each step it is asked whether they seem the same, which takes microseconds, and behind
+    its back, while the device works, whether they are. So a single weight that moves between two
+    steps of one text may count a step late.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        inner = [(name, module) for name, module in model.named_modules() if name]
+        self.why = next(filter(None, (_why_not(name, module) for name, module in inner)), None)
+        self._num_hooks = RemovableHandle.next_id
+        tensors = [t for _, m in model.named_modules() for t in (m._parameters, m._buffers) if t]
+        self._tensors: list[dict[str, Tensor | None]] = tensors
+        self.addresses = self._addresses(tensors)
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        if self.why is None and [device.type for device in devices] != ["cuda"]:
+            self.why = f"the model is on {', '.join(sorted(map(str, devices)))}"
+
+    @staticmethod
+    def _addresses(groups: Iterable[Mapping[str, Tensor | None]]) -> list[int]:
+        tensors = (tensor for group in groups for tensor in group.values())
+        return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+
+    def seem_same(self) -> bool:
+        """Tell whether no hook has come, and neither the first nor the last weights have moved."""
+        if self._num_hooks != RemovableHandle.next_id:
+            return False
+        first, last = (self._addresses([group]) for group in (self._tensors[0], self._tensors[-1]))
+        addresses = self.addresses
+        return first == addresses[: len(first)] and last == addresses[len(addresses) - len(last) :]
+
+    def are_same(self) -> bool:
+        """Tell whether no weight has moved."""
+        return self._addresses(self._tensors) == self.addresses
+
+
+def _why_not(name: str, module: torch.nn.Module) -> str | None:
+    """Return why steps that run a module cannot be recorded, or ``None``."""
+    if hasattr(module, "_hf_hook") or "forward" in vars(module):
+        return f"the forward of {name} is replaced, as for weights on several devices or elsewhere"
+    every = torch.nn.modules.module
+    hooks = module._forward_pre_hooks, module._forward_hooks
+    if any(hooks) or every._global_forward_pre_hooks or every._global_forward_hooks:
+        return f"{name} has hooks, which a replay would not call"
+    if module._compiled_call_impl is not None:
+        return f"{name} is compiled"
+    if hasattr(module, "_active_adapter"):
+        return f"{name} has adapters; model.merge_and_unload() makes them part of the weights"
+    return f"{name} is in training mode; call model.eval()" if module.training else None
+
+
+class _Graph(NamedTuple):
+    """A recorded step."""
+
+    graph: Any  # torch.cuda.CUDAGraph
+    inputs: dict[str, Tensor]  # what a replay reads
+    kind: type[ModelOutput]
+    outputs: dict[str, Tensor | None]  # what it writes; None for the cache
+
+    def replay(self, inputs: Mapping[str, Tensor], cache: H2OCache) -> ModelOutput:
+        """Run the step; the next replay overwrites no tensor of the output."""
+        for name, tensor in inputs.items():
+            self.inputs[name].copy_(tensor)
+        self.graph.replay()
+        outputs = self.outputs.items()
+        return self.kind(**{n: cache if t is None else t.clone() for n, t in outputs})
+
+
+class _Graphs:
+    """The recorded steps of one cache."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[Any, _Graph] = {}
+        self.counts: Counter[Any] = Counter()  # of eager steps
+        self.why: str | None = None  # it cannot be recorded
+        self.may_have_moved = False  # the cache, in a block
+
+
+class DecodeGraphs:
+    """The forward of a model on a GPU, whose decode steps are replayed from CUDA graphs.
+
+    A step of an `H2OCache` whose layers are all H2O's is a function of the device: its token,
+    position and mask are copied to constant addresses, and the cache's tensors stay where they
+    are. After some steps at the same addresses it is recorded by hand, and then replayed; what the
+    host counts of a step, and cuts, `H2OCache.begin_step` and `end_step` do around it. Everything
+    else, and what speaks against it, runs launch by launch; a line says why.
+
+    It takes the place of a model's ``forward``; `h2okv.enable` sees to that.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = ref(model)
+        functools.update_wrapper(self, type(model).forward, updated=())
+        self.__signature__ = inspect.signature(self._plain())
+        self._caches: WeakKeyDictionary[H2OCache, _Graphs] = WeakKeyDictionary()
+        self._modules: _Modules | None = None  # to be looked at again after other forwards
+        self._addresses: list[int] = []  # of the weights
+        self._stream: Any = None  # on which steps are recorded
+        self._home: Any = None  # on which they are replayed
+        self._pool: Any = None
+        self._warned_of: set[str] = set()
+        self.why = ""  # the last step that ran as it is did so
+        self._lock = threading.Lock()  # all graphs share one memory
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy with the model, without what was recorded."""
+        return type(self), (self.model,)
+
+    @property
+    def model(self) -> Any:
+        """The model, which a strong reference would keep alive."""
+        return self._model()
+
+    def _plain(self) -> Callable[..., Any]:
+        return type(self.model).forward.__get__(self.model)
+
+    @property
+    def num_graphs(self) -> int:
+        """Steps that are recorded now, of all caches that exist."""
+        return sum(len(graphs.graphs) for graphs in self._caches.values())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's forward."""
+        plain = self._plain()
+        if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return plain(*args, **kwargs)
+        kwargs = by_name(plain, args, kwargs)
+        cache, tokens = cache_in(kwargs), kwargs.get("input_ids")
+        is_cached = isinstance(cache, H2OCache)
+        if not is_cached or tokens is None or not tokens.is_cuda or tokens.shape[1] != 1:
+            self._modules = None
+            if is_cached and cache in self._caches:
+                self._caches[cache].may_have_moved = True
+            return plain(**kwargs)
+        why = self._why_not(kwargs, cache)
+        if why is None:
+            mask, position_ids = mask_and_positions(self.model, kwargs, cache)
+            why = "the model is given no position_ids" if position_ids is None else None
+        if why is not None:
+            self._say(why)
+            return plain(**kwargs)
+        kwargs = {**kwargs, "attention_mask": mask, "position_ids": position_ids}
+        cache.begin_step(mask is not None)
+        with self._lock:
+            output = self._run(plain, kwargs, cache)
+        cache.end_step(None if mask is not None else (1,) * len(tokens))
+        return output
+
+    def _why_not(self, kwargs: Mapping[str, Any], cache: H2OCache) -> str | None:
+        """Return why a step runs as it is, or ``None``; an empty text if it needs no line."""
+        model, tokens = self.model, kwargs["input_ids"]
+        layers: list[Any] = cache.layers
+        if cache in self._caches:  # layers are alike in what may have changed
+            layers = [layers[0], layers[-1]]
+        others = sum(not isinstance(layer, SlotLayer) for layer in layers)
+        if others:
+            return f"{others} of {len(layers)} layers have a cache of transformers"
+        is_first = not all(layer.is_ready for layer in layers)  # or drafts may be taken back
+        if is_first or layers[0].batch_size != len(tokens) or kwargs.get("labels") is not None:
+            return ""
+        tensors = (value for value in kwargs.values() if isinstance(value, Tensor))
+        if any(tensor.device != tokens.device for tensor in tensors):
+            return ""
+        if torch.is_grad_enabled():
+            return "gradients are recorded; use torch.no_grad()"
+        if self._home is not None and torch.cuda.current_stream(tokens.device) != self._home:
+            return "another CUDA stream is current"
+        if torch.is_autocast_enabled("cuda"):
+            return "autocast is on"
+        for name in ("output_attentions", "output_hidden_states"):
+            setting = kwargs.get(name)
+            if getattr(model.config, name, False) if setting is None else setting:
+                return f"{name} is set"
+        modules = self._modules
+        if modules is None or (modules.why is None and not modules.seem_same()):
+            modules = self._modules = _Modules(model)
+            if modules.addresses != self._addresses:  # what was recorded has the former ones
+                self._caches.clear()
+            self._addresses = modules.addresses
+        return modules.why or self._graphs_of(cache).why
+
+    def _graphs_of(self, cache: H2OCache) -> _Graphs:
+        return self._caches.setdefault(cache, _Graphs())
+
+    def _say(self, why: str) -> None:
+        self.why = why
+        if why and why not in self._warned_of:
+            self._warned_of.add(why)
+            warn(f"decode steps run launch by launch, not from a CUDA graph: {why}.")
+
+    def _run(self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache) -> Any:
+        """Run what a step does on the device: replay it, or record it before, or neither."""
+        graphs = self._graphs_of(cache)
+        inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        others = [(n, v) for n, v in kwargs.items() if n not in inputs and v is not cache]
+        shapes = [(name, t.shape, t.dtype, t.device) for name, t in inputs.items()]
+        key: Any = (*shapes, *others, cache.step_key())
+        try:
+            graph = graphs.graphs.get(key)
+        except TypeError:
+            graphs.why = "the model gets an argument that has no hash"
+            key = graph = None
+        if graph is None and graphs.may_have_moved:
+            graphs.graphs.clear()
+            graphs.counts.clear()
+        graphs.may_have_moved = False
+        if graph is None and graphs.why is None:
+            graphs.counts[key] += 1
+            if graphs.counts[key] > EAGER_STEPS:
+                try:
+                    graph = self._record(plain, kwargs, inputs, cache)
+                    self._keep(graphs, key, graph)
+                except Exception as error:  # whatever a model does that no graph can record
+                    why = first_line(error.__context__ or error)
+                    graphs.why = f"it could not be recorded ({why})"
+                    for layer in cache.layers:  # of which nothing has run
+                        layer.awaits_attention = False  # type: ignore[union-attr]
+        if graph is not None:
+            output = graph.replay(inputs, cache)
+            if self._modules is None or not self._modules.are_same():
+                self._modules = None
+            return output
+        with cache.on_device_alone():
+            if graphs.why is None and graphs.counts[key] == EAGER_STEPS:
+                with _noting_waits(graphs):
+                    return plain(**kwargs)
+            return plain(**kwargs)
+
+    def _keep(self, graphs: _Graphs, key: Any, graph: _Graph) -> None:
+        """Keep a graph, and drop the oldest of all caches beyond `MOST_GRAPHS`."""
+        graphs.counts.clear()
+        graphs.graphs[key] = graph
+        while self.num_graphs > MOST_GRAPHS:
+            oldest = next(each for each in self._caches.values() if each.graphs)
+            del oldest.graphs[next(iter(oldest.graphs))]
+
+    def _record(
+        self,
+        plain: Callable[..., Any],
+        kwargs: Mapping[str, Any],
+        inputs: Mapping[str, Tensor],
+        cache: H2OCache,
+    ) -> _Graph:
+        """Record a step, which runs nothing."""
+        device = inputs["input_ids"].device
+        _check_memory(device)
+        if self._stream is None:
+            self._stream, self._home = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+            self._pool = torch.cuda.graph_pool_handle()
+        with ordinary_tensors():
+            constant = {name: tensor.clone() for name, tensor in inputs.items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), cache.on_device_alone(), _without_collector():
+            self._stream.wait_stream(self._home)
+            with torch.cuda.stream(self._stream):
+                # Other threads may go on using the device.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    output = plain(**{**kwargs, **constant})
+                finally:
+                    graph.capture_end()
+            self._home.wait_stream(self._stream)
+        return _Graph(graph, constant, type(output), _outputs(output, cache))
+
+
+def _outputs(output: Any, cache: H2OCache) -> dict[str, Tensor | None]:
+    """Return a model's output, with ``None`` for the cache, which graphs must not keep alive."""
+    if not isinstance(output, ModelOutput):
+        raise TypeError(f"the model returns a {type(output).__name__}")
+    for name, value in output.items():
+        if value is not cache and not isinstance(value, Tensor):
+            raise TypeError(f"the model returns {name}")
+    return {name: None if value is cache else value for name, value in output.items()}
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Let nothing on the device be freed meanwhile that is unreachable by now."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
+
+
+def _check_memory(device: torch.device) -> None:
+    """Refuse to record where memory may be short, of which a recording can free none."""
+    if torch.cuda.mem_get_info(device)[0] < NEEDED_BYTES:
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info(device)[0] < NEEDED_BYTES:
+            raise MemoryError(f"less than {NEEDED_BYTES >> 20} MiB of the device's memory are free")
+
+
+@contextmanager
+def _noting_waits(graphs: _Graphs) -> Iterator[None]:
+    """Note a step that waits for the device, before a recording fails of it.
+
+    A recording that fails leaves torch's random numbers unusable.
+    """
+    mode = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+    for warning in caught:
+        if _WAITS in str(warning.message):
+            graphs.why = "a step of this model and cache waits for the device"
+        elif _LOOKS not in str(warning.message):
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )

@@ -1,0 +1,52 @@
+"""The engine's steps replayed from CUDA graphs, on the pretended device."""
+
+import pytest
+import torch
+from pretended_device import pretended_device
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import h2okv
+from h2okv.assets import bundled_model_path
+from h2okv.integration.graphs import VARIABLE
+
+pytest.importorskip("triton")
+
+LAYERS = 2
+BUDGET = {"heavy": 8, "recent": 6}
+BY_HEAD = BUDGET | {"sink": 2, "scoring": "expected", "layer_budgets": [[1.2, 0.8]] * LAYERS}
+OPTIONS = {
+    "best by head": BY_HEAD | {"evict_every": None},
+    "best by head, spans": BY_HEAD | {"evict_every": 7},
+    "drafts": BY_HEAD | {"evict_every": None, "speculate": 2},
+    "h2o": BUDGET,
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "best by head")) for name in OPTIONS],
+)
+def test_requests_that_come_and_go(monkeypatch, name):
+    """Batches of each size have graphs, and give the same tokens as without."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    requests = [[(7 * i + length) % 90 + 3 for i in range(length)] for length in (40, 9, 33, 51)]
+    params = h2okv.SamplingParams(max_tokens=14, ignore_eos=True, temperature=0)
+    texts, num_replays = {}, {}
+    for setting in ("off", "auto"):
+        monkeypatch.setenv(VARIABLE, setting)
+        with pretended_device(monkeypatch, runs_kernels=True) as device:
+            config = LlamaConfig(
+                hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS,
+                num_attention_heads=4, num_key_value_heads=2, vocab_size=97, eos_token_id=None,
+            )  # fmt: skip
+            torch.manual_seed(0)
+            model = device.to(LlamaForCausalLM(config).eval())
+            with h2okv.LLM(
+                model, tokenizer, max_num_seqs=3, prefix_cache=0, **OPTIONS[name]
+            ) as llm:
+                results = llm.generate(requests, params, show_progress=False)
+            texts[setting] = [result.completions[0].token_ids for result in results]
+            num_replays[setting] = device.num_replays
+    assert texts["auto"] == texts["off"]
+    assert num_replays["off"] == 0
+    assert num_replays["auto"] >= (10 if name != "drafts" else 1)
