@@ -176,8 +176,8 @@ class LLM(_Front):
                 " [{'role': 'user', 'content': 'Hello'}]."
             )
         listed: list[Any] = [messages] if isinstance(messages, str | Mapping) else list(messages)
-        if any(isinstance(message, Mapping) for message in listed):
-            listed = [listed]
+        is_single = any(isinstance(message, Mapping) for message in listed)
+        listed = [listed] if is_single else listed
         talks = [
             [{"role": "user", "content": talk}] if isinstance(talk, str) else talk
             for talk in listed
@@ -188,7 +188,10 @@ class LLM(_Front):
             "chat_template_kwargs": chat_template_kwargs,
         }
         chats = [
-            read_conversation({"messages": conversation, **switches}) for conversation in talks
+            read_conversation(
+                {"messages": talk, **switches}, ("messages",) if is_single else ("messages", at)
+            )
+            for at, talk in enumerate(talks)
         ]
         prompts = [self.engine.encode(chat) for chat in chats]
         pins = [message_spans(self.tokenizer, chat, pin) for chat in chats]

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from h2okv.engine import outputs
 from h2okv.prompts.limits import PromptTooLongError
-from h2okv.prompts.messages import FieldError
+from h2okv.prompts.readers import FieldError
 
 LOG = logging.getLogger("h2okv.server")
 
@@ -104,7 +104,7 @@ def as_api_error(error: Exception, field: str | None = None) -> ApiError:
         case outputs.RequestFailedError():
             return ApiError(500, message, code="request_failed")
         case FieldError():
-            return invalid(f"{message}.", error.name or None, error.code)
+            return invalid(message, error.name or None, error.code)
         case PromptTooLongError():
             return invalid(message, field, code="context_length_exceeded")
         case ValueError():

@@ -87,13 +87,13 @@ class Handlers:
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text or a chat, even if it is too long to be continued."""
         body, size = await self.read(request, TokenizeRequest)
-        prompt = body.prompt if body.messages is None else body.conversation
         return await off_the_loop(
-            work_size(size, [prompt]), lambda: JSONResponse(self._tokens_of(prompt, body))
+            work_size(size, [body.prompt]), lambda: JSONResponse(self._tokens_of(body))
         )
 
-    def _tokens_of(self, prompt: Any, body: TokenizeRequest) -> dict[str, Any]:
-        token_ids = self._any_length.read(prompt, special=body.add_special_tokens).token_ids
+    def _tokens_of(self, body: TokenizeRequest) -> dict[str, Any]:
+        read = self._any_length.read(body.prompt, special=body.add_special_tokens is not False)
+        token_ids = read.token_ids
         strings = list(map(self.tokens.text, token_ids)) if body.return_token_strs else None
         fields = {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids}
         return {**fields, "token_strs": strings}

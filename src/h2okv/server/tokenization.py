@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.prompts.chat_template import (
     PLAIN_STOPS,
     ChatTemplateError,
@@ -22,7 +21,8 @@ from h2okv.prompts.chat_template import (
 )
 from h2okv.prompts.images import EncodedPrompt, ImageEncoder
 from h2okv.prompts.limits import PromptLimits
-from h2okv.prompts.messages import Conversation, FieldError
+from h2okv.prompts.messages import Conversation
+from h2okv.prompts.readers import UNLIMITED, FieldError
 from h2okv.server.errors import as_api_error, invalid
 
 Result = TypeVar("Result")
