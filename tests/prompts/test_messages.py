@@ -189,7 +189,7 @@ def test_no_message_is_continued_within_its_calls(templated):
     [
         ([], "", " is empty; give at least one"),
         ([{"type": "reasoning", "summary": []}], "", " is empty; give at least one"),
-        ("Hi", "", "must be a list of {"),
+        (5, "", "must be a list of {"),
         (["Hi"], "[0]", "must be a message such as {"),
         ([USER, {"content": "Hi"}], "[1].role", " is missing"),
         ([{"role": "user"}], "[0].content", " is missing"),

@@ -177,11 +177,7 @@ class LLM(_Front):
             )
         listed: list[Any] = [messages] if isinstance(messages, str | Mapping) else list(messages)
         is_single = any(isinstance(message, Mapping) for message in listed)
-        listed = [listed] if is_single else listed
-        talks = [
-            [{"role": "user", "content": talk}] if isinstance(talk, str) else talk
-            for talk in listed
-        ]
+        talks = [listed] if is_single else listed
         switches = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,

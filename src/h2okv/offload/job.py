@@ -208,13 +208,11 @@ class TextCodec:
         return self.described.encode(self._rendered(prompt, fields or {}))
 
     def _rendered(self, prompt: Any, fields: Mapping[str, Any]) -> str | Conversation:
-        if isinstance(prompt, list):
-            if self.is_raw:
-                need = "messages need the chat template; leave out --raw, or give a prompt"
-                raise ValueError(need)
+        is_chat = isinstance(prompt, list)
+        if is_chat and self.is_raw:
+            raise ValueError("messages need the chat template; leave out --raw, or give a prompt")
+        if is_chat or (check_text(prompt, "the prompt") and self.uses_template):
             return read_conversation({**fields, "messages": prompt})
-        if check_text(prompt, "the prompt") and self.uses_template:
-            return read_conversation({**fields, "messages": [{"role": "user", "content": prompt}]})
         return str(prompt)
 
     def sequence(self, prompt: Prompt, longest: int | None) -> BatchSequence:

@@ -210,6 +210,12 @@ def read_messages(messages: Any, path: Path = ()) -> list[Message]:
     return turns
 
 
+def read_input(value: Any, path: Path) -> list[Message]:
+    """Parse messages, or a user's text."""
+    is_text = isinstance(value, str)
+    return read_messages([{"role": "user", "content": value}] if is_text else value, path)
+
+
 _find_item = readers.one_of("message", "function_call", "function_call_output", "reasoning")
 
 
@@ -468,11 +474,11 @@ def read_conversation(fields: Mapping[str, Any], path: Path = ("messages",)) -> 
     """Parse a request's messages with the fields that control their rendering.
 
     Args:
-        fields: A request, of which ``messages`` and `TEMPLATED` are read.
+        fields: A request, of which `TEMPLATED` and ``messages``, perhaps a user's text, are read.
         path: Where its messages are, for errors.
 
     Raises:
         FieldError: If a field is invalid.
     """
-    messages = read_messages(fields["messages"], path)
+    messages = read_input(fields["messages"], path)
     return make_conversation(messages, Fields(TEMPLATED, is_open=True)(fields))

@@ -143,7 +143,7 @@ def number(minimum: float, maximum: float, kind: type = float) -> Reader:
     """Return the reader of a finite number."""
     expected = "a whole number" if kind is int else "a number"
     if maximum < UNLIMITED:
-        expected += f" from {minimum:g} to {maximum:g}"
+        expected += f" from {minimum:.12g} to {maximum:.12g}"
     elif maximum == UNLIMITED:
         expected += f" of {minimum:g} or more"
 

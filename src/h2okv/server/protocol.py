@@ -17,7 +17,13 @@ from h2okv.config import Budget, CacheConfig
 from h2okv.engine.sampling_params import SAMPLING, SamplingParams, sampling_values
 from h2okv.engine.structured import json_grammar
 from h2okv.prompts import readers
-from h2okv.prompts.messages import TEMPLATED, Conversation, make_conversation, read_messages
+from h2okv.prompts.messages import (
+    TEMPLATED,
+    Conversation,
+    make_conversation,
+    read_input,
+    read_messages,
+)
 from h2okv.prompts.readers import FieldError, Fields, Path, Reader, request_fields
 from h2okv.records import short_repr
 from h2okv.server import responses, structured
@@ -325,11 +331,6 @@ class CompletionRequest(SampledRequest):
         return {"prompt_logprobs": self.logprobs if self.echo else None}
 
 
-def _read_input(value: Any, path: Path) -> list[dict[str, Any]]:
-    is_text = isinstance(value, str)
-    return read_messages([{"role": "user", "content": value}] if is_text else value, path)
-
-
 def _read_include(value: Any, path: Path) -> None:
     """Raise an error for log-probabilities; searches and reasoning would be empty anyway."""
     if "message.output_text.logprobs" in readers.list_of(readers.any_value)(value, path):
@@ -345,7 +346,7 @@ class ResponsesRequest(CallingRequest):
         {
             **_SAMPLED,
             **TEMPLATED,
-            "input": _read_input,
+            "input": read_input,
             "instructions": readers.text,
             "max_output_tokens": SAMPLING["max_tokens"],
             "metadata": readers.any_value,
