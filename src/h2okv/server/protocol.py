@@ -174,7 +174,8 @@ class CallingRequest(SampledRequest):
 
     def _check(self) -> None:
         super()._check()
-        names = [tool["function"]["name"] for tool in self._conversation.tools]
+        self._functions = [tool["function"] for tool in self._conversation.tools]
+        names = [function["name"] for function in self._functions]
         self._choice = choice = self.tool_choice or "auto"
         if choice == "required" and not names:
             problem = "='required' needs tools; give some, or leave it out"
@@ -188,12 +189,11 @@ class CallingRequest(SampledRequest):
     @property
     def call_options(self) -> dict[str, Any]:
         """What `ToolCallParser` must know of the request."""
-        functions = [tool["function"] for tool in self._conversation.tools]
         return {
-            "names": {function["name"] for function in functions},
+            "names": {function["name"] for function in self._functions},
             "no_arguments": {
                 function["name"]
-                for function in functions
+                for function in self._functions
                 if not (function.get("parameters") or {}).get("required")
             },
             "has_schema": self._schema is not None,
@@ -207,7 +207,7 @@ class CallingRequest(SampledRequest):
 
     @property
     def may_call(self) -> bool:
-        return bool(self._conversation.tools)
+        return bool(self._functions)
 
     @property
     def max_calls(self) -> int | None:
@@ -222,9 +222,7 @@ class CallingRequest(SampledRequest):
     @staticmethod
     def _located(error: FieldError, stated: Mapping[str, Any]) -> FieldError:
         """Return an error within a function as it is stated, flat or not."""
-        steps = (
-            error.path if "function" in stated else [at for at in error.path if at != "function"]
-        )
+        steps = [at for at in error.path if "function" in stated or at != "function"]
         return FieldError(steps, error.problem, error.code)
 
     @property
@@ -232,10 +230,9 @@ class CallingRequest(SampledRequest):
         """Schemas of the functions whose arguments must fit in every call."""
         stated = [tool.get("function", tool) for tool in self.stated.get("tools") or ()]
         names = {function["name"] for function in stated if function.get("strict")}
-        functions = [tool["function"] for tool in self._conversation.tools]
         return {  # the first function of a name counts
             function["name"]: structured.parameters(function, number)
-            for number, function in reversed([*enumerate(functions)])
+            for number, function in reversed([*enumerate(self._functions)])
             if function["name"] in names
         }
 
@@ -393,7 +390,7 @@ class ResponsesRequest(CallingRequest):
 class TokenizeRequest(BodyFields):
     """A request for the tokens of a text or a chat, as in vLLM's server."""
 
-    fields: ClassVar[Fields] = Fields(
+    fields: ClassVar[Fields] = request_fields(
         {
             **TEMPLATED,
             "model": readers.text,
@@ -401,7 +398,8 @@ class TokenizeRequest(BodyFields):
             "messages": read_messages,
             "add_special_tokens": readers.boolean,
             "return_token_strs": readers.boolean,
-        }
+        },
+        {},
     )
 
     model: str | None
@@ -420,7 +418,7 @@ class TokenizeRequest(BodyFields):
 class DetokenizeRequest(BodyFields):
     """A request for the text of tokens."""
 
-    fields: ClassVar[Fields] = Fields(
+    fields: ClassVar[Fields] = request_fields(
         {"model": readers.text, "tokens": readers.list_of(readers.any_value)},
         {"tokens": "a list of tokens"},
     )
