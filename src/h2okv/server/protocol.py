@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 from fastapi import Request
 from pydantic_core import from_json
 
-from h2okv.config import Budget, CacheConfig
+from h2okv.budget import Budget
+from h2okv.config import CacheConfig
 from h2okv.engine.sampling_params import SAMPLING, SamplingParams, sampling_values
 from h2okv.engine.structured import json_grammar
 from h2okv.prompts import readers
