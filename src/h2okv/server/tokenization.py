@@ -22,7 +22,7 @@ from h2okv.prompts.chat_template import (
 from h2okv.prompts.images import EncodedPrompt, ImageEncoder
 from h2okv.prompts.limits import PromptLimits
 from h2okv.prompts.messages import Conversation
-from h2okv.prompts.readers import UNLIMITED, FieldError
+from h2okv.prompts.readers import UNLIMITED
 from h2okv.server.errors import as_api_error, invalid
 
 Result = TypeVar("Result")
@@ -81,8 +81,6 @@ class PromptReader:
                 text = chat_text(self.tokenizer, prompt)
             except ChatTemplateError as error:
                 raise invalid(str(error), field) from error
-            except FieldError as error:
-                raise as_api_error(error) from error
             special = adds_special(self.tokenizer, text)
         else:
             return self._read_tokens(tuple(prompt))
