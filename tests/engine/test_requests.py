@@ -198,7 +198,7 @@ def test_text_ends_at_the_context_limit(make_llama, make_llm, make_prompts):
             {"logit_bias": {97: 1}},
             None,
             ValueError,
-            "logit_bias: the token must be 0 to 96",
+            "logit_bias: token must be 0 to 96",
         ),
         ([5], {"n": 4}, None, ValueError, "n=4 is more than max_num_seqs=3"),
         ([5], {}, h2okv.Budget(300, 1), ValueError, "budget of 301 entries is larger than the 204"),

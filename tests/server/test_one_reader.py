@@ -1,11 +1,14 @@
 """The fields of a request are read alike by the server, batch files and `LLM.chat`."""
 
 import json
+import pickle
 
 import pytest
 
 import h2okv
+from h2okv.engine.json_schemas import SchemaError
 from h2okv.offload.job import PromptFile
+from h2okv.prompts.limits import PromptTooLongError
 from h2okv.prompts.messages import read_conversation
 from h2okv.prompts.readers import FieldError
 from h2okv.server.protocol import ChatRequest, ResponsesRequest
@@ -67,6 +70,15 @@ def test_a_wrong_message_gets_the_same_sentence_everywhere(message):
     assert response == sentence.replace("messages[1]", "input[1]")
     several = refusal(read_conversation, {"messages": [USER, message]}, ("messages", 2))
     assert several == sentence.replace("messages[1]", "messages[2][1]")
+
+
+def test_an_error_crosses_processes():
+    error = PromptTooLongError.about("prompt", " must have at most 8 tokens, got 9; shorten it")
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+    assert again.name == "prompt" and again.code == "context_length_exceeded"
+    reason = "the grammar is odd"
+    assert pickle.loads(pickle.dumps(SchemaError(reason))).reason.startswith(reason)
 
 
 def test_tools_and_calls_may_have_either_form():

@@ -43,7 +43,7 @@ from h2okv.models.loading import Described, context_of, describe, load_weights
 from h2okv.prompts.chat_template import encode
 from h2okv.prompts.images import EncodedPrompt
 from h2okv.prompts.messages import Conversation
-from h2okv.prompts.readers import UNLIMITED, integer
+from h2okv.prompts.readers import UNLIMITED, FieldError, integer
 from h2okv.provenance import fingerprint
 from h2okv.records import refusing
 
@@ -485,9 +485,9 @@ class Engine:
         tokens, inputs = read.token_ids, read.inputs
         max_tokens = UNLIMITED if params.max_tokens is None else params.max_tokens
         self.limits.check_length(len(tokens), min(1, max_tokens))
-        self.limits.check_tokens(params.logit_bias, "logit_bias: the token")
+        self.limits.check_tokens(params.logit_bias, "logit_bias")
         if params.n > (seqs := self.max_num_seqs):
-            raise ValueError(f"n={params.n} is more than max_num_seqs={seqs}; ask for less.")
+            raise FieldError(("n",), f"={params.n} is more than max_num_seqs={seqs}; ask for less")
         grammar, level = params.grammar, None
         if grammar is not None and kind != "tools":
             kind = "schema"

@@ -225,7 +225,7 @@ class TextCodec:
             tokens = described.encode(rendered)
         limits = replace(described.limits, max_prompt_tokens=longest or sys.maxsize)
         limits.check_length(len(tokens), remedy="shorten it, or give more --memory")
-        limits.check_tokens(params.logit_bias, "logit_bias: the token")
+        limits.check_tokens(params.logit_bias, "logit_bias")
         # As in the server: in the plain form an answer ends before the user's next line.
         is_plain = isinstance(rendered, Conversation) and not described.tokenizer.chat_template
         stop = (*params.stop, *(PLAIN_STOPS if is_plain else ()))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copyreg
 import difflib
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Self
 
 from h2okv.records import short_repr
 
@@ -24,9 +25,19 @@ UNLIMITED = 2**63 - 1
 class FieldError(ValueError):
     """An invalid field: its path, and the problem, which follows the path in the message."""
 
-    def __init__(self, path: Sequence[str | int], problem: str, code: str = "invalid_value"):
-        self.path, self.problem, self.code = tuple(path), problem, code
+    usual_code = "invalid_value"
+
+    def __init__(self, path: Sequence[str | int], problem: str, code: str | None = None) -> None:
+        self.path, self.problem, self.code = tuple(path), problem, code or self.usual_code
         super().__init__(f"{self.name}{problem}.")
+
+    def __reduce__(self) -> Any:  # it crosses processes, without `__init__`
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
+
+    @classmethod
+    def about(cls, name: str, problem: str) -> Self:
+        """Return the error of a field, or of what some words describe, such as the prompt."""
+        return cls((name,), problem) if name.isidentifier() else cls((), f"{name}{problem}")
 
     @property
     def name(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import codecs
 import dataclasses
-import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -34,7 +33,6 @@ from h2okv.server.tokenization import off_the_loop
 
 BODY_PAUSE = 30.0
 """Seconds in which a client must send the next piece of a body."""
-_PARAMETER = re.compile(r"(\w+)[\[=:]")
 _MAX_DEPTH = 200
 """Levels of JSON that the parser takes."""
 _IN_TEXT = 'it is part of cache, a text such as "64+64,sink=4"', False
@@ -159,11 +157,11 @@ class SampledRequest(BodyFields):
 
     def refusal(self, error: ValueError) -> ApiError:
         """Translate the engine's error of a parameter into that of the field it came from."""
-        text, match = str(error), _PARAMETER.match(str(error))
-        name = self.field_of(match[1]) if match else None
-        if isinstance(error, FieldError) or match is None or name not in self.fields.readers:
-            return as_api_error(error)
-        return invalid(f"{name}{text[match.end(1) :]}", name)
+        if isinstance(error, FieldError) and error.path:
+            parameter, *steps = error.path
+            path = (self.field_of(str(parameter)), *steps)
+            return as_api_error(FieldError(path, error.problem, error.code))
+        return as_api_error(error)
 
 
 class CallingRequest(SampledRequest):
@@ -244,6 +242,8 @@ class CallingRequest(SampledRequest):
                 self._schema, tools, self._choice, is_parallel, syntax, self._strict
             )
         except FieldError as error:
+            if error.path[0] != "tools":
+                raise
             raise self._located(error, self.stated["tools"][error.path[1]]) from error
 
 
