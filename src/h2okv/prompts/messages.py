@@ -157,9 +157,7 @@ _CALL = Fields(
     is_open=True,
 )
 _CALL_ITEM = Fields({**_CALLED, "call_id": readers.text_or_nothing}, _NAMED, is_open=True)
-_RESULT_ITEM = Fields(
-    {"output": _read_content, "call_id": readers.text}, {"output": "a text"}, is_open=True
-)
+_RESULT_ITEM = Fields({"output": _read_content, "call_id": readers.text}, is_open=True)
 _MESSAGE = Fields(
     {
         "role": readers.one_of(*_ROLES),
@@ -234,9 +232,11 @@ def _read_item(item: Any, path: Path) -> Message | None:
             listed = [_make_call(call.get("call_id"), call)]
             return {"role": "assistant", "content": "", "tool_calls": listed}
         case "function_call_output":
+            if "output" not in item:
+                raise FieldError((*path, "output"), " is missing; give it", "missing_field")
             result = _RESULT_ITEM(item, path)
             identifier = {"tool_call_id": result["call_id"]} if result.get("call_id") else {}
-            turn = {"role": "tool", "content": result["output"], **identifier}
+            turn = {"role": "tool", "content": result.get("output", ""), **identifier}
         case _:
             turn = _read_message(item, path)
     if turn["role"] != "user" and isinstance(turn["content"], list):
