@@ -25,9 +25,9 @@ def test_options_reach_the_config_that_declares_them():
         ({"max_num_seq": 3}, "'max_num_seq' is unknown; did you mean max_num_seqs"),
         ({"polcy": "h2o"}, "'polcy' is unknown; did you mean policy"),
         ({"zzz": 1}, "'zzz' is unknown; choose from cache, max_num_seqs"),
-        ({"max_num_seqs": 0}, "max_num_seqs=0 is out of range"),
-        ({"max_prefill_tokens": 0}, "max_prefill_tokens=0 is out of range"),
-        ({"max_waiting": -1}, "max_waiting=-1 is out of range"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be a whole number of 1 or more, got 0"),
+        ({"max_prefill_tokens": 0}, "max_prefill_tokens must be a whole number of 1"),
+        ({"max_waiting": -1}, "max_waiting must be a whole number of 0 or more, got -1"),
         ({"max_prefill_time_fraction": 1.0}, "max_prefill_time_fraction must be .* got 1.0"),
         ({"cache": {"heavy": 3}}, "cache must be a CacheConfig or a text .*, got {.heavy.: 3}"),
         ({"heavy": -1}, "heavy=-1 is negative"),
@@ -67,7 +67,7 @@ def test_final_assistant_message_is_continued(make_llm, tokenizer, greedy):
     system = {"role": "system", "content": "Be kind."}
     assert llm.chat(with_parts, greedy(4)) == llm.chat([system, question], greedy(4))
     for messages, words in (
-        ([[]], "messages is empty"),
+        ([[]], r"messages\[0\] is empty"),
         ([{"role": "tool"}], "content is missing"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -9,7 +9,8 @@ from vision_table import IMAGE, VISION_FAMILIES, tiny_vision_model
 import h2okv
 from h2okv.cache.argument import CACHE
 from h2okv.prompts.images import IMAGE_TYPES, EncodedPrompt
-from h2okv.prompts.messages import FieldError, read_conversation
+from h2okv.prompts.messages import read_conversation
+from h2okv.prompts.readers import FieldError
 
 every_family = pytest.mark.parametrize("family", VISION_FAMILIES, ids=lambda family: family.name)
 BUDGET = {"heavy": 6, "recent": 4, "sink": 1}
@@ -126,8 +127,10 @@ def test_pixels_matter_and_texts_with_placeholders_are_prompts_too(family, folde
         assert output.completions[0].logprobs != other.completions[0].logprobs
         with pytest.raises(FieldError, match=r"images\[0\]: .* give one <.*> for each"):
             llm.generate({"prompt": "no place", "images": [picture()]}, GREEDY)
-        with pytest.raises(ValueError, match="must have a text as prompt and a list of images"):
+        with pytest.raises(ValueError, match="image is not known; did you mean images"):
             llm.generate({"prompt": "no images", "image": picture()}, GREEDY)
+        with pytest.raises(ValueError, match="images is empty; give at least one image"):
+            llm.generate({"prompt": "no images", "images": []}, GREEDY)
         with pytest.raises(ValueError, match="pin=user finds no messages beside images"):
             llm.chat(chat, GREEDY, pin=["user"])
     ids = expected.prompt.token_ids

@@ -54,7 +54,7 @@ def test_messages_come_back(tmp_path):
         ('{"id": 2, "prompt": "a"}\n{"prompt": "b"}\n', "line 2 of .*: id 2 is that of line 1"),
         ('{"id": true, "prompt": "a"}\n', "id true is not a name"),
         ('{"id": 1.5, "prompt": "a"}\n', "id 1.5 is not a name"),
-        ('{"id": 1, "messages": "a"}\n', "line 1 of .*: messages are not a list"),
+        ('{"id": 1, "messages": "a"}\n', "line 1 of .*: messages must be a list, got 'a'"),
         ('{"id": 1, "messages": [], "prompt": "a"}\n', "both prompt and messages"),
         (
             '{"id": 1, "prompt": "a"}\n\n{"id": 1, "prompt": "b"}\n',
@@ -94,7 +94,7 @@ def test_lines_in_openais_batch_format(tmp_path):
     assert list(file.lines) == ['"a"', '"b"', "3"]
     first, second, third = map(file.read, file.lines)
     assert (first.id, first.content, first.url) == ("a", MESSAGES, "/v1/chat/completions")
-    assert first.sampling == {"max_tokens": 8, "stop": "x"}
+    assert first.sampling == {"max_tokens": 8, "stop": ["x"]}
     assert (second.content, second.url, third.url) == ("the cat", "/v1/completions", None)
 
 
@@ -104,9 +104,12 @@ def test_lines_in_openais_batch_format(tmp_path):
         ({"prompt": "a", "extra": 1}, "line 2 of .*: extra is not known; leave it out"),
         ({"prompt": "a", "max_token": 1}, "max_token is not known; did you mean max_tokens"),
         ({"id": 5}, "neither prompt nor messages"),
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens=0 is out of range; give 1 or more"),
-        ({"prompt": "a", "max_tokens": "3"}, "max_tokens='3' is not a whole number"),
-        ({"prompt": "a", "temperature": -1}, "temperature=-1 is out of range"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens must be a whole number of 1 or more, got 0"),
+        (
+            {"prompt": "a", "max_tokens": "3"},
+            "max_tokens must be a whole number of 1 or more, got '3'",
+        ),
+        ({"prompt": "a", "temperature": -1}, "temperature must be a number from 0 to 100, got -1"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias has the key 'x'"),
         ({"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}, "contradict each other"),
         ({"prompt": "a", "stream": True}, "stream=True: the answers of a batch are whole"),
@@ -114,16 +117,19 @@ def test_lines_in_openais_batch_format(tmp_path):
         ({"prompt": "a", "logprobs": 1}, "logprobs=1: a batch has no log-probabilities"),
         ({"messages": MESSAGES, "tools": [{}]}, "tools=.*: a batch calls no tools"),
         ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "plain text"),
-        ({"custom_id": "a"}, "url is missing; give it"),
-        ({"body": {}}, "custom_id is missing; give it"),
-        (openai_line(5), "custom_id=5 is not a text"),
-        (openai_line(url="/v1/embeddings"), "url='/v1/embeddings' is not supported; give /v1/chat"),
-        (openai_line(method="GET"), "method='GET' is not supported; give POST"),
+        ({"custom_id": "a"}, "url is missing; give /v1/chat"),
+        ({"body": {}}, "custom_id is missing; give a text"),
+        (openai_line(5), "custom_id must be a text, got 5"),
+        (
+            openai_line(url="/v1/embeddings"),
+            "url must be /v1/chat/completions or /v1/completions, got '/v1/emb",
+        ),
+        (openai_line(method="GET"), "method must be POST, got 'GET'"),
         ({**openai_line(), "id": 5}, "id is not known"),
         (openai_line(prompt="a"), "body.messages is missing|body.prompt is not known"),
         (openai_line(messages=MESSAGES, extra=1), "line 2 of .*: body.extra is not known"),
         (openai_line(messages=MESSAGES, n=2), "body.n=2: a line of a batch has one answer"),
-        (openai_line(messages="a"), "messages are not a list"),
+        (openai_line(messages="a"), "body.messages must be a list, got 'a'"),
     ],
     ids=str,
 )
@@ -280,9 +286,9 @@ def test_messages_for_a_model_without_a_template_are_a_plain_dialogue(codec, tok
         ),
         ([], "messages is empty"),
         ([{"role": "user"}], r"messages\[0\].content is missing"),
-        (["a"], r"messages\[0\]='a' is not a message"),
-        ([{"role": "robot", "content": "a"}], r"messages\[0\].role='robot' does not fit; give"),
-        ([{"role": "function", "content": "a"}], r"messages\[0\].role='function': tools are"),
+        (["a"], r"messages\[0\] must be a message such as"),
+        ([{"role": "robot", "content": "a"}], r"messages\[0\].role must be system, developer"),
+        ([{"role": "function", "content": "a"}], r"messages\[0\].role must be .* got 'function'"),
         ([{"role": "user", "content": "\ud800"}], r"messages\[0\].content has half of a surrog"),
     ],
 )

@@ -9,11 +9,11 @@ from h2okv.assets import bundled_model_path
 from h2okv.prompts.chat_template import ChatTemplateError, chat_text, encode, message_spans
 from h2okv.prompts.messages import (
     Conversation,
-    FieldError,
     read_conversation,
     read_messages,
-    read_tools,
+    read_tool,
 )
+from h2okv.prompts.readers import FieldError
 
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
@@ -21,6 +21,7 @@ CHATML = (
 )
 USER = {"role": "user", "content": "Hi"}
 BEGUN = {"role": "assistant", "content": "The capital is"}
+_DATA = "data:image/png;base64,iVBORw=="
 _URL = "[0].content[0].image_url.url"
 IMAGES = [
     (_URL, {"url": "http://example.org/a.png"}, "='http://example.org/a.png' is not a data URL"),
@@ -31,7 +32,7 @@ IMAGES = [
     (_URL, {"url": "data:image/svg+xml;base64,AAAA"}, "is not an image in base64"),
     (_URL, {"url": "data:image/png,AAAA"}, "is not an image in base64"),
     (_URL, {"url": "data:image/png;base64,A*A"}, "is not base64"),
-    (_URL, {"url": "data:image/png;base64," + "A" * (30 << 20)}, "and 20,971,520 are allowed"),
+    (_URL, {"url": "data:image/png;base64," + "A" * (30 << 20)}, "at most 20,971,520 bytes"),
     ("[0].content[0].image_url", None, "is missing; give data:"),
     ("[0].content[0].image_url", ["a"], "=['a'] is not a data URL"),
 ]
@@ -80,7 +81,7 @@ def test_messages_that_are_read(message, expected):
     assert read_messages([message]) == [expected]
 
 
-TOOLS = "tools are supported in the form of OpenAI's chats"
+TOOLS = "calls are given as tool_calls, and results as messages of role tool"
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 5}'}}
@@ -121,15 +122,19 @@ def test_tools_are_read_without_hints():
 @pytest.mark.parametrize(
     ("tools", "path", "words"),
     [
-        ({"a": 5}, "", "give a list of functions"),
-        ([5], "[0]", "=5 does not fit"),
-        ([{"type": "web_search"}], "[0].type", "='web_search' is not supported"),
+        ({"a": 5}, "", "must be a list of functions, got {"),
+        ([5], "[0]", " must be an object, got 5"),
+        ([{"type": "web_search"}], "[0].type", "must be function, got 'web_search'"),
         ([{"type": "function"}], "[0].function", " is missing"),
-        ([{"function": {"description": "a"}}], "[0].function.name", "=None does not fit"),
-        ([TOOL, {"function": {"name": ""}}], "[1].function.name", "='' does not fit"),
+        ([{"function": {"description": "a"}}], "[0].function.name", " is missing"),
+        ([TOOL, {"function": {"name": ""}}], "[1].function.name", "not empty, got ''"),
         ([{"function": {**FUNCTION, "parameters": []}}], "[0].function.parameters", "JSON schema"),
         ([{"function": {**FUNCTION, "strict": 5}}], "[0].function.strict", "true or false"),
-        ([{"function": {**FUNCTION, "description": "\ud800"}}], "[0]", "half of a surrogate"),
+        (
+            [{"function": {**FUNCTION, "description": "\ud800"}}],
+            "[0].function.description",
+            "half of a surrogate",
+        ),
     ],
 )
 def test_tools_that_are_refused_by_their_place(tools, path, words):
@@ -184,49 +189,47 @@ def test_no_message_is_continued_within_its_calls(templated):
     [
         ([], "", " is empty; give at least one"),
         ([{"type": "reasoning", "summary": []}], "", " is empty; give at least one"),
-        ("Hi", "", "='Hi' does not fit; give a list"),
-        (["Hi"], "[0]", "='Hi' is not a message"),
+        (5, "", "must be a list of {"),
+        (["Hi"], "[0]", "must be a message such as {"),
         ([USER, {"content": "Hi"}], "[1].role", " is missing"),
         ([{"role": "user"}], "[0].content", " is missing"),
-        ([{"role": "robot", "content": "Hi"}], "[0].role", "='robot' does not fit; give one of"),
-        ([{"role": ["user"], "content": "Hi"}], "[0].role", "does not fit"),
-        ([USER, {"role": "tool", "tool_call_id": 4, "content": "4"}], "[1].tool_call_id", "=4"),
+        ([{"role": "robot", "content": "Hi"}], "[0].role", "assistant or tool, got 'robot'"),
+        ([{"role": ["user"], "content": "Hi"}], "[0].role", "got ['user']"),
+        ([USER, {"role": "tool", "tool_call_id": 4, "content": "4"}], "[1].tool_call_id", "got 4"),
         ([USER, {"role": "tool", "tool_call_id": "c"}], "[1].content", " is missing"),
         ([{**USER, "tool_call_id": "c"}], "[0].tool_call_id", "is for messages of role tool"),
         ([{**USER, "tool_calls": [CALL]}], "[0].tool_calls", "is for messages of role assistant"),
-        ([{"role": "function", "name": "f", "content": "4"}], "[0].role", TOOLS),
+        ([{"role": "function", "name": "f", "content": "4"}], "[0].role", "got 'function'"),
         ([{**BEGUN, "tool_calls": [{"id": "c"}]}], "[0].tool_calls[0].function", " is missing"),
-        ([{**BEGUN, "tool_calls": "f()"}], "[0].tool_calls", "give a list of tool calls"),
+        ([{**BEGUN, "tool_calls": "f()"}], "[0].tool_calls", "must be a list of tool calls"),
         ([{**BEGUN, "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
-         "[0].tool_calls[0].function.arguments", "=5 does not fit; give JSON in a string"),
+         "[0].tool_calls[0].function.arguments", "must be JSON in a string, got 5"),
         ([{**BEGUN, "tool_calls": [{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}]}],
          "[0].tool_calls[0].function.arguments", "half of a surrogate pair"),
         ([{**BEGUN, "function_call": {"name": "f"}}], "[0].function_call", TOOLS),
-        ([{"type": "function_call", "call_id": "c", "name": "f"}], "[0]", TOOLS),
-        ([{"type": "function_call_output", "output": "4"}], "[0]", TOOLS),
-        ([{"type": "image_generation"}], "[0]", "only messages, calls of functions and their"),
-        ([{"type": "item_reference", "id": "m"}], "[0]", "nothing is stored"),
+        ([{"type": "image_generation"}], "[0].type", "must be message, function_call, "),
+        ([{"type": "item_reference", "id": "m"}], "[0].type", "got 'item_reference'"),
         ([{"role": "user", "content": [{"type": "tool_result", "content": "4"}]}],
-         "[0].content", TOOLS),
-        ([{"role": "user", "content": 4}], "[0].content", "=4 does not fit; give a text"),
+         "[0].content[0].type", "or image, got 'tool_result'"),
+        ([{"role": "user", "content": 4}], "[0].content", "must be a text, or a list of parts"),
         ([{"role": "user", "content": [{"type": "input_audio"}]}],
-         "[0].content", "part of type 'input_audio'; only text and images are supported"),
-        ([{"role": "user", "content": [{"type": ["image_url"]}]}], "[0].content", "only text and"),
+         "[0].content[0].type", "or image, got 'input_audio'"),
+        ([{"role": "user", "content": [{"type": ["a"]}]}], "[0].content[0].type", "got ['a']"),
         *(
             ([{"role": "user", "content": [{"type": "image_url", "image_url": url}]}], path, words)
             for path, url, words in IMAGES
         ),
         ([{"role": "user", "content": [{"type": "image", "image": "/etc/passwd"}]}],
-         "[0].content[0].image", "='/etc/passwd' does not fit; give an image of Pillow"),
+         "[0].content[0].image", "must be an image of Pillow"),
         ([{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}],
-         "[0].content[0].file_id", "='f' is not supported"),
-        ([{**BEGUN, "content": [{"type": "image_url", "image_url": {"url": "data:a"}}]}],
-         "[0].content[0]", "is for messages of role user, got role='assistant'"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "[0].content[0].text", "=None does"),
+         "[0].content[0].file_id", "is not known; leave it out"),
+        ([{**BEGUN, "content": [{"type": "image_url", "image_url": {"url": _DATA}}]}],
+         "[0].content[0].image_url.url", "is for messages of role user, got role='assistant'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "[0].content[0].text", " is missing"),
         ([{"role": "user", "content": [{"type": "text", "text": "a", "mood": "good"}]}],
          "[0].content[0].mood", "is not known"),
         ([{**USER, "mood": "good"}], "[0].mood", "is not known; leave it out"),
-        ([{**USER, "name": 4}], "[0].name", "=4 does not fit"),
+        ([{**USER, "name": 4}], "[0].name", "must be a text, got 4"),
         ([{**BEGUN, "audio": {"id": "a"}}], "[0].audio", "only text is supported"),
         ([{"role": "user", "content": "\ud800"}], "[0].content", "half of a surrogate pair"),
     ],
@@ -285,7 +288,7 @@ def test_switches_that_contradict_each_other():
         read_conversation(
             {"messages": [USER], "add_generation_prompt": True, "continue_final_message": True}
         )
-    with pytest.raises(FieldError, match="add_generation_prompt='yes' does not fit"):
+    with pytest.raises(FieldError, match="add_generation_prompt must be true or false, got 'yes'"):
         read_conversation({"messages": [USER], "add_generation_prompt": "yes"})
 
 
@@ -299,7 +302,7 @@ def test_variables_of_a_template(plain):
         with pytest.raises(FieldError, match=words) as caught:
             read_conversation({"messages": [USER], "chat_template_kwargs": {name: [{}]}})
         assert caught.value.name == f"chat_template_kwargs.{name}"
-    with pytest.raises(FieldError, match="chat_template_kwargs=5 does not fit"):
+    with pytest.raises(FieldError, match="chat_template_kwargs must be an object, got 5"):
         read_conversation({"messages": [USER], "chat_template_kwargs": 5})
     with pytest.raises(ChatTemplateError):
         chat_text(tokenizer, Conversation([USER], template_kwargs={"messages": []}))
@@ -335,6 +338,6 @@ def test_a_message_may_have_the_type_of_its_text():
     ],
 )  # fmt: skip
 def test_fields_of_tools_that_would_be_dropped_are_refused(tool, path):
-    with pytest.raises(FieldError, match="is not known; give") as caught:
-        read_tools({"tools": [tool]})
+    with pytest.raises(FieldError, match="is not known; leave it out") as caught:
+        read_tool(tool, ("tools", 0))
     assert caught.value.name == path

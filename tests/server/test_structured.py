@@ -238,18 +238,18 @@ def test_a_grammar_that_grows_too_large_is_the_clients_error(compiler, bundled_t
 @pytest.mark.parametrize(
     ("stated", "param", "words"),
     [
-        ({"type": "xml"}, "response_format", "give a type of text, json_object, json_schema"),
-        ("json", "response_format", "does not fit"),
-        ({"type": "json_schema"}, "response_format.json_schema", "=None does not fit"),
+        ({"type": "xml"}, "response_format.type", "must be text, json_object or json_schema"),
+        ("json", "response_format", "must be an object"),
+        ({"type": "json_schema"}, "response_format.json_schema", "is missing"),
         ({"type": "json_schema", "json_schema": {"name": "a"}},
-         "response_format.json_schema.schema", "give a JSON schema"),
+         "response_format.json_schema.schema", "is missing; give a JSON schema"),
         ({"type": "json_schema", "schema": SCHEMA}, "response_format.schema", "is not known"),
-        ({"type": "json_object", "schema": "a"}, "response_format.schema", "give a JSON schema"),
+        ({"type": "json_object", "schema": "a"}, "response_format.schema", "must be a JSON schema"),
         ({"type": "text", "schema": SCHEMA}, "response_format.schema", "is not known"),
         ({"type": "json_schema", "json_schema": {"schema": SCHEMA, "regex": "a"}},
          "response_format.json_schema.regex", "is not known"),
         ({"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": 1}},
-         "response_format.json_schema.strict", "give true or false"),
+         "response_format.json_schema.strict", "must be true or false"),
     ],
 )  # fmt: skip
 def test_bad_formats_are_refused(client, stated, param, words):
@@ -377,7 +377,7 @@ def marked(request, bundled_tokenizer):
 
 def check_request(marked, text, **fields):
     tokenizer, compiler = marked
-    request = ChatRequest(model="fake", messages=[USER], **fields)
+    request = ChatRequest({"model": "fake", "messages": [USER], **fields})
     grammar = request.grammar(CallSyntax.of(tokenizer))
     return grammar is None or fits(compiler, tokenizer, grammar, text)
 
@@ -441,8 +441,8 @@ UNBOUND = (
 def test_what_strict_does_not_bind_is_no_call(marked, form):
     wrong = form % F.replace("22", "23")
     fields = {"messages": [USER], "model": "fake"}
-    strict = ChatRequest(**fields, tools=strict_tools())
-    free = ChatRequest(**fields, tools=strict_tools(strict=False))
+    strict = ChatRequest({**fields, "tools": strict_tools()})
+    free = ChatRequest({**fields, "tools": strict_tools(strict=False)})
     assert "f" in names_called(free, wrong)
     assert not check_request(marked, wrong, tools=strict_tools()) or (
         "f" not in names_called(strict, wrong)
@@ -450,7 +450,7 @@ def test_what_strict_does_not_bind_is_no_call(marked, form):
     # Beside a free format the grammar takes any object.
     for tools in (strict_tools(), strict_tools(strict=False)):
         fields |= {"response_format": {"type": "json_object"}, "tools": tools}
-        called = names_called(ChatRequest(**fields), wrong)
+        called = names_called(ChatRequest(fields), wrong)
         assert "f" not in called or not tools[0]["function"]["strict"]
     if form.find("name") > form.find("%s"):  # the model has to write the name first
         assert not check_request(marked, wrong, tools=strict_tools())
@@ -498,7 +498,7 @@ def test_calls_beside_a_schema_need_no_marker(marked):
 def test_strict_beside_a_format_that_takes_every_object(marked, form):
     """What the format takes but the function's schema does not is an answer, not a call."""
     stated = {"tools": strict_tools(), "response_format": {"type": "json_object"}}
-    request = ChatRequest(model="fake", messages=[USER], **stated)
+    request = ChatRequest({"model": "fake", "messages": [USER], **stated})
     wrong = F.replace("22", "23")
     for arguments, names in ((F, ["f"]), (wrong, []), ("{}", []), ('{"size": 22}', [])):
         assert check_request(marked, form % arguments, **stated)

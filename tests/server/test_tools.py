@@ -448,16 +448,16 @@ def test_example_of_an_agent_calls_its_tools(scripted, capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
-        ({"tool_choice": "any"}, "tool_choice", "='any' does not fit; give one of auto, none"),
+        ({"tool_choice": "any"}, "tool_choice", "must be auto, none, required or a function's"),
         ({"tool_choice": {"type": "function", "function": {"name": "h"}}},
-         "tool_choice.function.name", "='h' is not one of the tools (f, g)"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "does not fit"),
+         "tool_choice.function.name", "must be one of the tools (f, g), got 'h'"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "must be function"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"tools": [{"type": "custom"}]}, "tools[0].type", "='custom' is not supported"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].type", "must be function, got 'custom'"),
         ({"tool_choice": "required", "tools": [
             {"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
          "tools[0].function.parameters.type", "arguments are an object"),
-        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "does not fit"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "must be true or false"),
     ],
 )  # fmt: skip
 def test_bad_tools_are_refused(scripted, change, param, words):

@@ -296,7 +296,7 @@ class Chat:
         limits = self.described.limits
         if self.cache.position_rule.positions != "original":
             limits = replace(limits, max_context=None)
-        limits.check_tokens(new, "this turn: token")
+        limits.check_tokens(new, "this turn")
         name = f"a chat of {seen} tokens and this turn"
         option = "--cache positions=rolling (clamped for learned positions)"
         remedy = f"write less, /reset, or start with {option}"

@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NoReturn
 
 import typer
@@ -116,8 +116,7 @@ def run(args: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
     except ValueError as error:
-        has_option = any(arg.partition("=")[0] == "--model" for arg in args)
-        return _fail(_MODEL.sub("--model ", str(error)) if has_option else str(error))
+        return _fail(_with_option(error, {arg.partition("=")[0] for arg in args}))
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":  # torch's; torch may not be imported
             raise
@@ -130,6 +129,23 @@ def run(args: Sequence[str]) -> int:
 
 # An argument of functions and of `plan`, an option of the other commands.
 _MODEL = re.compile(r"(?:^|(?<=of )|(?<=and )|(?<=which ))model (?=['\"]|is empty)")
+
+
+def _with_option(error: ValueError, options: Container[str]) -> str:
+    """Return an error's message, which names an argument, with the option that the user gave."""
+    from h2okv.prompts.readers import FieldError
+
+    message = str(error)
+    if isinstance(error, FieldError) and error.path:
+        argument = str(error.path[0])
+        option = f"--{_OTHER_NAMES.get(argument, argument).replace('_', '-')}"
+        if option in options:
+            problem = f" {error.problem[1:]}" if error.problem.startswith("=") else error.problem
+            message = f"{FieldError((option, *error.path[1:]), '').name}{problem}"
+    return _MODEL.sub("--model ", message) if "--model" in options else message
+
+
+_OTHER_NAMES = {"max_tokens": "max_new_tokens"}
 _UNITS = {
     "--budget": r"%[\d.,%+]*",
     **dict.fromkeys(("--memory", "--max-body"), r"(?i:[KMGT]i?B)"),

@@ -412,12 +412,8 @@ class SamplingOptions:
     def _make(self, defaults: dict[str, Any]) -> SamplingParams:
         values = {name: value for name, value in vars(self).items() if value is not None}
         max_tokens = values.pop("max_new_tokens", None)
-        try:
-            arguments: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens}
-            return h2okv.SamplingParams(**(arguments | defaults | values))
-        except ValueError as error:  # names the argument, not the option
-            message = re.sub(r"^(\w+)=", lambda match: f"{flag(match[1])} ", str(error))
-            raise ValueError(message.replace("--max-tokens", "--max-new-tokens")) from error
+        arguments: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens}
+        return h2okv.SamplingParams(**(arguments | defaults | values))
 
 
 _SELDOM = ("top_p", "top_k", "repetition_penalty", "stop")

@@ -19,9 +19,9 @@ from h2okv.engine.model_runner import ModelRunner, StepOutput, left_padded
 from h2okv.engine.outputs import EngineStats
 from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
 from h2okv.engine.sampler import Sampler, eos_token_ids
-from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.engine.scheduler import Scheduler
 from h2okv.engine.verify import Verifier
+from h2okv.prompts.readers import UNLIMITED
 
 _CHUNK = 512  # tokens of a full cache's prompt in one forward: short ones let Ctrl-C stop soon
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from h2okv.config import CacheConfig
-from h2okv.engine.sampling_params import UNLIMITED, check_numbers
+from h2okv.prompts.readers import check_settings, integer
 from h2okv.records import check_arguments, checked_arguments
 
 MOST_DRAFTS = 16
@@ -103,9 +103,9 @@ class EngineConfig:
                 f"cache must be a CacheConfig or a text such as 'best:20%', got {self.cache!r}."
             )
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
-        check_numbers(self, {name: (int, 1, UNLIMITED) for name in counts})
-        check_numbers(self, {name: (int, 0, UNLIMITED) for name in ("max_waiting", "prefix_cache")})
-        check_numbers(self, {"speculate": (int, 0, MOST_DRAFTS)})
+        check_settings(self, dict.fromkeys(counts, integer(1)))
+        check_settings(self, dict.fromkeys(("max_waiting", "prefix_cache"), integer(0)))
+        check_settings(self, {"speculate": integer(0, MOST_DRAFTS)})
         object.__setattr__(self, "verify", read_share("verify", self.verify) or 0.0)
         object.__setattr__(self, "agreement", read_share("agreement", self.agreement))
         if self.agreement is not None and not self.verify:

@@ -33,7 +33,7 @@ from h2okv.engine.request import (
     ScheduledStep,
 )
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
-from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
+from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.scheduler import Scheduler
 from h2okv.engine.serving import config_for, prompt_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
@@ -43,6 +43,7 @@ from h2okv.models.loading import Described, context_of, describe, load_weights
 from h2okv.prompts.chat_template import encode
 from h2okv.prompts.images import EncodedPrompt
 from h2okv.prompts.messages import Conversation
+from h2okv.prompts.readers import UNLIMITED, FieldError, integer
 from h2okv.provenance import fingerprint
 from h2okv.records import refusing
 
@@ -479,14 +480,14 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params must be SamplingParams, got {params!r}.")
         if kept_every is not None:
-            check_number("kept_every", kept_every, int, 1, UNLIMITED)
+            integer(1)(kept_every, ("kept_every",))
         read = self._read(prompt)
         tokens, inputs = read.token_ids, read.inputs
         max_tokens = UNLIMITED if params.max_tokens is None else params.max_tokens
         self.limits.check_length(len(tokens), min(1, max_tokens))
-        self.limits.check_tokens(params.logit_bias, "logit_bias: the token")
+        self.limits.check_tokens(params.logit_bias, "logit_bias")
         if params.n > (seqs := self.max_num_seqs):
-            raise ValueError(f"n={params.n} is more than max_num_seqs={seqs}; ask for less.")
+            raise FieldError(("n",), f"={params.n} is more than max_num_seqs={seqs}; ask for less")
         grammar, level = params.grammar, None
         if grammar is not None and kind != "tools":
             kind = "schema"

@@ -11,6 +11,7 @@ from itertools import permutations
 from typing import Any
 from urllib.parse import unquote
 
+from h2okv.prompts.readers import FieldError
 from h2okv.records import short_repr
 
 _TYPES = {
@@ -60,14 +61,14 @@ _FREE_FORMATS = ("directory-path", "file-path", "password", "path")
 """Formats of pydantic's that every string has."""
 
 
-class SchemaError(ValueError):
+class SchemaError(FieldError):
     """A schema that has no value, or that cannot be enforced as written."""
 
     def __init__(self, problem: str, path: Sequence[str | int] = ()) -> None:
         where = "".join(f"[{json.dumps(step, ensure_ascii=False)}]" for step in path)
         location = f" (at schema{where})" if path else ""
         self.reason = f"{problem}{location}; change the schema"
-        super().__init__(f"grammar: {self.reason}.")
+        super().__init__(("grammar",), f": {self.reason}")
 
 
 def enforceable(schema: Mapping[str, Any]) -> dict[str, Any]:

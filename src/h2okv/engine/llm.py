@@ -176,19 +176,18 @@ class LLM(_Front):
                 " [{'role': 'user', 'content': 'Hello'}]."
             )
         listed: list[Any] = [messages] if isinstance(messages, str | Mapping) else list(messages)
-        if any(isinstance(message, Mapping) for message in listed):
-            listed = [listed]
-        talks = [
-            [{"role": "user", "content": talk}] if isinstance(talk, str) else talk
-            for talk in listed
-        ]
+        is_single = any(isinstance(message, Mapping) for message in listed)
+        talks = [listed] if is_single else listed
         switches = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "chat_template_kwargs": chat_template_kwargs,
         }
         chats = [
-            read_conversation({"messages": conversation, **switches}) for conversation in talks
+            read_conversation(
+                {"messages": talk, **switches}, ("messages",) if is_single else ("messages", at)
+            )
+            for at, talk in enumerate(talks)
         ]
         prompts = [self.engine.encode(chat) for chat in chats]
         pins = [message_spans(self.tokenizer, chat, pin) for chat in chats]

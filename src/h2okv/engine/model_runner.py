@@ -23,9 +23,9 @@ from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.support import latent_sizes
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
 from h2okv.engine.request import PrefillChunk, PromptStart, ScheduledStep
-from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.integration.enable import input_device
 from h2okv.prompts.images import images_for
+from h2okv.prompts.readers import UNLIMITED
 
 _NO_IMAGES: Mapping[str, Tensor] = {}
 _PATIENCE = timedelta(days=3650)  # for a step: a server may have no request for any time

@@ -5,32 +5,88 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
+from h2okv.prompts import readers
+from h2okv.prompts.readers import UNLIMITED, FieldError, Path, Reader
 from h2okv.records import checked_arguments, short_repr
 
 MAX_LOGPROBS = 20
 """Maximum number of alternatives with each token."""
 
-UNLIMITED = 2**63 - 1
 _GREEDY_BELOW = 1e-5
 """Below this, logits divided by the temperature overflow, and sampling is greedy anyway."""
 
-_LIMITS: Mapping[str, tuple[type, float, float]] = {
-    "max_tokens": (int, 0, UNLIMITED),
-    "top_k": (int, 0, UNLIMITED),
-    "n": (int, 1, UNLIMITED),
-    "seed": (int, -math.inf, math.inf),
-    "logprobs": (int, 0, MAX_LOGPROBS),
-    "prompt_logprobs": (int, 0, MAX_LOGPROBS),
-    "temperature": (float, 0.0, 100.0),
-    "top_p": (float, 0.0, 1.0),
-    "min_p": (float, 0.0, 1.0),
-    "repetition_penalty": (float, 1e-3, 1e6),
-    "presence_penalty": (float, -2.0, 2.0),
-    "frequency_penalty": (float, -2.0, 2.0),
+
+def _read_temperature(value: Any, path: Path) -> float:
+    temperature: float = readers.number(0, 100)(value, path)
+    return 0.0 if temperature < _GREEDY_BELOW else temperature
+
+
+def _read_top_p(value: Any, path: Path) -> float:
+    top_p: float = readers.number(0, 1)(value, path)
+    if not top_p:
+        raise FieldError(path, "=0 leaves no token to draw; give more than 0, at most 1")
+    return top_p
+
+
+def _read_biases(value: Any, path: Path) -> dict[int, float]:
+    """Read biases by token; in JSON a key is a string."""
+    if not isinstance(value, Mapping):
+        raise readers.unlike("an object of biases by token", value, path)
+    biases = {}
+    for key, bias in value.items():
+        is_text = isinstance(key, str) and key.isdecimal() and len(key) <= 18
+        token = int(key) if is_text else key
+        is_token = isinstance(token, Integral) and not isinstance(token, bool)
+        if not is_token or not 0 <= token <= UNLIMITED:
+            problem = f" has the key {short_repr(key)}, which is not a token; give its number"
+            raise FieldError(path, problem)
+        biases[int(token)] = readers.number(-100, 100)(bias, (*path, int(token)))
+    return biases
+
+
+SAMPLING: Mapping[str, Reader] = {
+    "max_tokens": readers.integer(0),
+    "temperature": _read_temperature,
+    "top_p": _read_top_p,
+    "top_k": lambda value, path: max(
+        0, readers.integer(-1)(value, path)
+    ),  # -1: all tokens, as in vLLM
+    "min_p": readers.number(0, 1),
+    "repetition_penalty": readers.number(1e-3, 1e6),
+    "presence_penalty": readers.number(-2, 2),
+    "frequency_penalty": readers.number(-2, 2),
+    "logit_bias": _read_biases,
+    "stop": readers.one_or_more(readers.name, limit=64),
+    "stop_token_ids": readers.list_of(readers.integer(0), "a list of tokens", limit=1024),
+    "ignore_eos": readers.boolean,
+    "n": readers.integer(1),
+    "seed": readers.integer(-math.inf, math.inf),
+    "logprobs": readers.integer(0, MAX_LOGPROBS),
 }
+"""Readers of the fields of `SamplingParams` that requests have."""
+_READERS = {
+    **SAMPLING,
+    "prompt_logprobs": SAMPLING["logprobs"],
+    "skip_special_tokens": readers.boolean,
+    "grammar": readers.text,
+}
+
+
+def sampling_values(read: Mapping[str, Any], path: Path = ()) -> dict[str, Any]:
+    """Return a request's fields of `SamplingParams`, as their readers returned them.
+
+    Raises:
+        FieldError: If ``max_tokens`` and ``max_completion_tokens`` differ.
+    """
+    values = {name: read[name] for name in SAMPLING if read.get(name) is not None}
+    limit = read.get("max_completion_tokens")
+    if limit is not None and values.setdefault("max_tokens", limit) != limit:
+        problem = f"={values['max_tokens']} and max_completion_tokens={limit} contradict each other"
+        raise FieldError((*path, "max_tokens"), f"{problem}; give one of them")
+    return values
 
 
 @checked_arguments()
@@ -43,7 +99,7 @@ class SamplingParams:
             context. 0 only prefills the prompt.
         temperature: Sampling temperature; 0, or anything below 1e-5, is greedy and becomes 0.
         top_p: Nucleus sampling: most likely tokens of this total probability.
-        top_k: Number of the most likely tokens to sample from; 0 for all.
+        top_k: Number of the most likely tokens to sample from; 0 or -1 for all.
         min_p: Minimum probability of a token, relative to the most likely one.
         repetition_penalty: Above 1 makes tokens of the prompt and the text less likely; from 0.001
             to 1e6. 1 adds no penalty, whatever the model's ``generation_config`` has.
@@ -64,8 +120,8 @@ class SamplingParams:
             token, such as ``h2okv.engine.structured.json_grammar(schema)``; ``None`` for any text.
 
     Raises:
-        ValueError: If a value has the wrong type or is out of range; integers are converted to
-            floats, and nothing else is converted.
+        FieldError: If a value has the wrong type or is out of range; it is a `ValueError`. Integers
+            are converted to floats, and 8.0 to 8, as requests in JSON have them.
     """
 
     max_tokens: int | None = None
@@ -88,74 +144,11 @@ class SamplingParams:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self, _LIMITS)
-        if self.top_p == 0:
-            raise ValueError("top_p=0 leaves no token to draw; give more than 0, at most 1.")
-        for name in ("ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                value = short_repr(getattr(self, name))
-                raise ValueError(f"{name} must be True or False, got {value}.")
-        if self.grammar is not None and not isinstance(self.grammar, str):
-            raise ValueError(f"grammar must be a text, got {short_repr(self.grammar)}.")
-        fields = vars(self)  # the dataclass is frozen
-        fields["temperature"] = 0.0 if self.temperature < _GREEDY_BELOW else self.temperature
-        fields["stop"] = _listed("stop", self.stop, "a text, or a list of them")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(
-                    f"stop: {short_repr(text)} is not a text to stop at, and an empty text would"
-                    " end every output; leave it out."
-                )
-        ends = _listed("stop_token_ids", self.stop_token_ids, "tokens")
-        checked = (check_number("stop_token_ids", end, int, 0, UNLIMITED) for end in ends)
-        fields["stop_token_ids"] = tuple(checked)
-        fields["logit_bias"] = _biases(self.logit_bias)
+        readers.check_settings(self, _READERS)
+        for name in ("stop", "stop_token_ids"):
+            vars(self)[name] = tuple(getattr(self, name))
 
     @property
     def is_greedy(self) -> bool:
         """Whether no random number is drawn."""
         return self.temperature == 0
-
-
-def check_number(name: str, value: Any, kind: type, minimum: float, maximum: float) -> Any:
-    """Return an int or float in ``[minimum, maximum]`` as ``kind``; raise ValueError otherwise.
-
-    A bool is not a number here.
-    """
-    is_number = isinstance(value, Integral if kind is int else Real)
-    if not is_number or isinstance(value, bool):
-        expected = "a whole number; give an int" if kind is int else "a number; give a float"
-        raise ValueError(f"{name}={short_repr(value)} is not {expected}.")
-    if not minimum <= value <= maximum:  # false for NaN too
-        limits = f"a number from {minimum:g} to {maximum:g}"
-        if maximum == UNLIMITED:
-            limits = f"{minimum:g} or more, and less than 2**63"
-        raise ValueError(f"{name}={short_repr(value)} is out of range; give {limits}.")
-    return kind(value)
-
-
-def check_numbers(settings: Any, limits: Mapping[str, tuple[type, float, float]]) -> None:
-    """Check and convert fields of a frozen dataclass; a default of ``None`` may stay."""
-    for name, bounds in limits.items():
-        value = getattr(settings, name)
-        if value is not None or getattr(type(settings), name) is not None:
-            vars(settings)[name] = check_number(name, value, *bounds)
-
-
-def _listed(name: str, values: Any, expected: str) -> tuple[Any, ...]:
-    """Return a list's elements, or a single text, as a tuple; raise ValueError otherwise."""
-    listed = (values,) if isinstance(values, str) else values
-    if not isinstance(listed, (list, tuple)):
-        raise ValueError(f"{name}={short_repr(values)} is not a list; give {expected}.")
-    return tuple(listed)
-
-
-def _biases(biases: Any) -> dict[int, float]:
-    """Return checked biases by token; raise ValueError if one is invalid."""
-    if not isinstance(biases, Mapping):
-        raise ValueError(f"logit_bias={short_repr(biases)} is not a mapping; give {{token: bias}}.")
-    checked = {}
-    for token, bias in biases.items():
-        index = check_number("logit_bias: the token", token, int, 0, UNLIMITED)
-        checked[index] = check_number(f"logit_bias[{index}]", bias, float, -100.0, 100.0)
-    return checked

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from h2okv.console import optional
 from h2okv.engine.json_schemas import AS_ANY_OF, OVERLAP, SchemaError, enforceable
 from h2okv.engine.outputs import GrammarTooLargeError, RequestFailedError
+from h2okv.prompts.readers import FieldError
 
 _LOCATION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _BITS = torch.arange(8, dtype=torch.uint8)
@@ -74,7 +75,8 @@ class GrammarCompiler:
         """
         guidance = optional("llguidance", "structured output", "serve")
         if not self._eos:
-            raise ValueError("grammar: the model has no end token, so that no output could end.")
+            problem = ": the model has no end token, so that no output could end"
+            raise FieldError(("grammar",), problem)
         with self._lock:
             if self._vocabulary is None:  # takes a second or more
                 size = max(self._vocab_size, len(self._tokenizer))

@@ -13,18 +13,13 @@ from typing import Any, NamedTuple
 
 from h2okv.console import format_bytes
 from h2okv.engine.detokenizer import SequenceText
-from h2okv.engine.request_fields import (
-    SAMPLING,
-    UNSUPPORTED,
-    Unsupported,
-    known_fields,
-    sampling_values,
-)
-from h2okv.engine.sampling_params import SamplingParams
+from h2okv.engine.sampling_params import SAMPLING, SamplingParams, sampling_values
 from h2okv.models.loading import Described
 from h2okv.offload.batch_runner import BatchSequence, PromptId, Runner, sequence_seed
+from h2okv.prompts import readers
 from h2okv.prompts.chat_template import PLAIN_STOPS
-from h2okv.prompts.messages import Conversation, FieldError, read_conversation
+from h2okv.prompts.messages import TEMPLATED, Conversation, read_conversation
+from h2okv.prompts.readers import FieldError, Fields, Reader, Unsupported, request_fields
 from h2okv.provenance import digest
 from h2okv.records import (
     Record,
@@ -40,14 +35,7 @@ from h2okv.records import (
 _LINE = '{"prompt": "..."}'
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 _REQUEST_ID = "batch_req_"
-_TEMPLATE_FIELDS = {
-    "add_generation_prompt", "chat_template_kwargs", "continue_final_message", "reasoning_effort",
-}  # fmt: skip
-_COMMON_FIELDS = SAMPLING | {"model"}
-_CHAT_FIELDS = _COMMON_FIELDS | _TEMPLATE_FIELDS | {"messages", "max_completion_tokens"}
-_BODY_FIELDS = {CHAT: _CHAT_FIELDS, COMPLETION: _COMMON_FIELDS | {"prompt"}}
 _UNSUPPORTED: Unsupported = {
-    **UNSUPPORTED,
     "tools": ("a batch calls no tools; leave it out",),
     "tool_choice": ("a batch calls no tools; leave it out", "none", "auto"),
     "stream": ("the answers of a batch are whole; leave it out", False),
@@ -59,6 +47,32 @@ _UNSUPPORTED: Unsupported = {
     "echo": ("a batch does not repeat prompts; leave it out", False),
     "h2o": ("the cache is the command's; leave it out",),
 }
+_TEXT: Mapping[str, Reader] = {
+    **SAMPLING,
+    "max_tokens": readers.integer(1),
+    "model": readers.text,
+    "prompt": readers.any_value,  # which is read as it is needed
+}
+_CHAT = {
+    **{name: reader for name, reader in _TEXT.items() if name != "prompt"},
+    **TEMPLATED,
+    "messages": readers.list_of(readers.any_value),
+    "max_completion_tokens": readers.integer(1),
+}
+_LINE_FIELDS = request_fields({**_TEXT, **_CHAT, "id": readers.any_value}, {}, _UNSUPPORTED)
+_BODIES = {
+    CHAT: request_fields(_CHAT, {"messages": "a list of them"}, _UNSUPPORTED),
+    COMPLETION: request_fields(_TEXT, {"prompt": "a text"}, _UNSUPPORTED),
+}
+_OPENAI_LINE = Fields(
+    {
+        "custom_id": readers.text,
+        "method": readers.one_of("POST"),
+        "url": readers.one_of(*_BODIES),
+        "body": readers.mapping,
+    },
+    {"custom_id": "a text", "url": " or ".join(_BODIES), "body": "a request"},
+)
 
 
 class Prompt(NamedTuple):
@@ -149,54 +163,31 @@ def _read_line(fields: dict[str, Any], number: int) -> Prompt:
     if not fields.keys() & {"prompt", "messages"}:
         names = ", ".join(map(short_repr, [*fields][:5])) or "no fields"
         raise ValueError(f"it has neither prompt nor messages, only {names}; give one of them")
-    fields = known_fields(fields, _CHAT_FIELDS | {"id", "prompt"}, _UNSUPPORTED)
-    prompt_id = fields.pop("id", number)
+    prompt_id = fields.get("id", number)
     if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
         problem = f"id {json.dumps(prompt_id)} is not a name; give a text or a whole number"
         raise ValueError(problem)
-    if "prompt" in fields and "messages" in fields:
+    read = _LINE_FIELDS(fields)
+    if "prompt" in read and "messages" in read:
         raise ValueError("it has both prompt and messages; leave one of them out")
-    return _make_prompt(prompt_id, fields, None)
+    return _make_prompt(prompt_id, read, None)
 
 
 def _read_openai_line(fields: dict[str, Any]) -> Prompt:
     """Read a line of OpenAI's batch format, which has the request as its body."""
-    fields = known_fields(fields, ("custom_id", "method", "url", "body"), {})
-    for name, kind in (("custom_id", str), ("url", str), ("body", dict)):
-        if name not in fields:
-            raise FieldError((name,), " is missing; give it")
-        if not isinstance(fields[name], kind):
-            form = "an object" if kind is dict else "a text"
-            raise FieldError((name,), f"={short_repr(fields[name])} is not {form}; give one")
-    for name, choices in (("method", ["POST"]), ("url", list(_BODY_FIELDS))):
-        if fields.get(name, "POST") not in choices:
-            remedy = f"give {' or '.join(choices)}"
-            raise FieldError((name,), f"={short_repr(fields[name])} is not supported; {remedy}")
-    url, body = fields["url"], fields["body"]
-    try:
-        body = known_fields(body, _BODY_FIELDS[url], _UNSUPPORTED)
-        if (name := "messages" if url == CHAT else "prompt") not in body:
-            raise FieldError((name,), " is missing; give it")
-        return _make_prompt(fields["custom_id"], body, url)
-    except FieldError as error:
-        raise error.within("body") from error
+    line = _OPENAI_LINE(fields)
+    url, path = line["url"], ("body",)
+    return _make_prompt(line["custom_id"], _BODIES[url](line["body"], path), url, path)
 
 
-def _make_prompt(prompt_id: PromptId, fields: dict[str, Any], url: str | None) -> Prompt:
-    content = fields.get("prompt", fields.get("messages"))
-    if "messages" in fields and not isinstance(content, list):
-        problem = 'messages are not a list; write [{"role": "user", "content": "..."}]'
-        raise ValueError(problem)
-    sampling = sampling_values(fields)
-    if (limit := SamplingParams(**sampling).max_tokens) is not None and limit < 1:
-        raise FieldError(("max_tokens",), f"={limit} is out of range; give 1 or more")
-    rendering = {name: fields[name] for name in _TEMPLATE_FIELDS if fields.get(name) is not None}
+def _make_prompt(
+    prompt_id: PromptId, read: dict[str, Any], url: str | None, path: readers.Path = ()
+) -> Prompt:
+    content, sampling = read.get("prompt", read.get("messages")), sampling_values(read, path)
+    rendering = {name: read[name] for name in TEMPLATED if name in read}
     line = [content, rendering, sampling] if rendering or sampling else content
     name = digest(json.dumps(line if url is None else [prompt_id, url, line], sort_keys=True))
-    model = fields.get("model")
-    if model is not None and not isinstance(model, str):
-        raise FieldError(("model",), f"={short_repr(model)} does not fit; give a text")
-    return Prompt(prompt_id, content, name, rendering, sampling, url, model)
+    return Prompt(prompt_id, content, name, rendering, sampling, url, read.get("model"))
 
 
 @dataclass(frozen=True)
@@ -217,13 +208,11 @@ class TextCodec:
         return self.described.encode(self._rendered(prompt, fields or {}))
 
     def _rendered(self, prompt: Any, fields: Mapping[str, Any]) -> str | Conversation:
-        if isinstance(prompt, list):
-            if self.is_raw:
-                need = "messages need the chat template; leave out --raw, or give a prompt"
-                raise ValueError(need)
+        is_chat = isinstance(prompt, list)
+        if is_chat and self.is_raw:
+            raise ValueError("messages need the chat template; leave out --raw, or give a prompt")
+        if is_chat or (check_text(prompt, "the prompt") and self.uses_template):
             return read_conversation({**fields, "messages": prompt})
-        if check_text(prompt, "the prompt") and self.uses_template:
-            return read_conversation({**fields, "messages": [{"role": "user", "content": prompt}]})
         return str(prompt)
 
     def sequence(self, prompt: Prompt, longest: int | None) -> BatchSequence:
@@ -236,7 +225,7 @@ class TextCodec:
             tokens = described.encode(rendered)
         limits = replace(described.limits, max_prompt_tokens=longest or sys.maxsize)
         limits.check_length(len(tokens), remedy="shorten it, or give more --memory")
-        limits.check_tokens(params.logit_bias, "logit_bias: the token")
+        limits.check_tokens(params.logit_bias, "logit_bias")
         # As in the server: in the plain form an answer ends before the user's next line.
         is_plain = isinstance(rendered, Conversation) and not described.tokenizer.chat_template
         stop = (*params.stop, *(PLAIN_STOPS if is_plain else ()))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from h2okv.prompts.limits import PromptLimits
-from h2okv.prompts.messages import Conversation, FieldError
+from h2okv.prompts.messages import Conversation
+from h2okv.prompts.readers import FieldError
 from h2okv.prompts.tool_messages import as_plain_messages, takes_tools
 from h2okv.records import unknown_name
 

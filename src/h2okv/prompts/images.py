@@ -18,9 +18,11 @@ from transformers import PreTrainedConfig
 from h2okv.cache.argument import CACHE
 from h2okv.console import install_hint
 from h2okv.integration.enable import input_device
+from h2okv.prompts import readers
 from h2okv.prompts.chat_template import adds_special, chat_text
-from h2okv.prompts.messages import MAX_IMAGE_BYTES, Conversation, FieldError, ImagePart
-from h2okv.records import first_line, naming, short_repr
+from h2okv.prompts.messages import MAX_IMAGE_BYTES, Conversation, ImagePart, read_pillow
+from h2okv.prompts.readers import FieldError, Fields
+from h2okv.records import first_line, naming
 
 IMAGE_TYPES = ("gemma3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")
 """Model types whose images the tests compare with `generate`'s."""
@@ -126,18 +128,16 @@ class ImageEncoder:
 
     def encode_fields(self, fields: Mapping[str, Any]) -> EncodedPrompt:
         """Encode ``{"prompt": text, "images": [...]}``, the images being Pillow's."""
-        text, images = fields.get("prompt"), fields.get("images")
-        is_listed = isinstance(images, (list, tuple)) and bool(images)
-        if set(fields) != {"prompt", "images"} or not isinstance(text, str) or not is_listed:
-            raise ValueError(
-                f"the prompt {short_repr(dict(fields))} must have a text as prompt and a list of"
-                " images of Pillow, and no other fields"
-            )
-        listed = [
-            ImagePart(image, ("images", number), short_repr(image))
-            for number, image in enumerate(images or ())
-        ]
-        return self.encode(text, listed)
+        read = _PROMPT_WITH_IMAGES(fields)
+        if not read["images"]:
+            raise FieldError(("images",), " is empty; give at least one image")
+        return self.encode(read["prompt"], read["images"])
+
+
+_PROMPT_WITH_IMAGES = Fields(
+    {"prompt": readers.text, "images": readers.list_of(read_pillow)},
+    {"prompt": "a text with a placeholder for each image", "images": "a list of Pillow's"},
+)
 
 
 def images_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

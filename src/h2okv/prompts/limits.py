@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+from h2okv.prompts.readers import FieldError
 from h2okv.records import short_repr
 
 
-class PromptTooLongError(ValueError):
+class PromptTooLongError(FieldError):
     """A prompt is longer than can be read, or leaves no room for its output."""
+
+    usual_code = "context_length_exceeded"
 
 
 @dataclass(frozen=True)
@@ -28,14 +31,15 @@ class PromptLimits:
         context = self.max_context
         return max_tokens if context is None else min(max_tokens, context - length)
 
-    def check_tokens(self, tokens: Iterable[Any], name: str = "the prompt: token") -> None:
-        """Raise ValueError for anything but a token of the model's vocabulary."""
+    def check_tokens(self, tokens: Iterable[Any], name: str = "the prompt") -> None:
+        """Raise FieldError for anything but a token of the model's vocabulary."""
         for token in tokens:
             is_int = isinstance(token, Integral) and not isinstance(token, bool)
             if not is_int or not 0 <= token < self.vocab_size:
-                raise ValueError(
-                    f"{name} must be 0 to {self.vocab_size - 1} for this model, got"
-                    f" {short_repr(token)}; use the model's own tokenizer."
+                raise FieldError.about(
+                    name,
+                    f": token must be 0 to {self.vocab_size - 1} for this model, got"
+                    f" {short_repr(token)}; use the model's own tokenizer",
                 )
 
     def check_length(
@@ -46,18 +50,19 @@ class PromptLimits:
         remedy: str = "shorten it",
         got: str | None = None,
     ) -> None:
-        """Raise ValueError for a prompt without tokens, or too long for ``num_new`` more.
+        """Raise FieldError for a prompt without tokens, or too long for ``num_new`` more.
 
         ``got`` says in the message what has this length, if not a number of tokens.
         """
         if not length:
-            raise ValueError(f"{name} has no tokens; give at least one.")
+            raise FieldError.about(name, " has no tokens; give at least one")
         if length > (limit := self.max_prompt_tokens):
-            raise PromptTooLongError(
-                f"{name} must have at most {limit} tokens, got {got or length}; {remedy}."
+            raise PromptTooLongError.about(
+                name, f" must have at most {limit} tokens, got {got or length}; {remedy}"
             )
         if self.room(length, num_new) < num_new:
-            raise PromptTooLongError(
-                f"{name} and its output must fit the model's context of {self.max_context} tokens,"
-                f" got {got or length} and {num_new}; {remedy}."
+            raise PromptTooLongError.about(
+                name,
+                f" and its output must fit the model's context of {self.max_context} tokens,"
+                f" got {got or length} and {num_new}; {remedy}",
             )

@@ -74,7 +74,7 @@ def as_plain_messages(
 
     Args:
         messages: As `read_messages` returns them.
-        tools: As `read_tools` returns them.
+        tools: As `read_tool` returns them.
 
     Returns:
         Messages of system, user and assistant, in the Hermes form; results are a user's message,

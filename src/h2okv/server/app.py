@@ -20,8 +20,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from h2okv.console import write_remark
 from h2okv.engine.llm import AsyncLLM
+from h2okv.prompts.readers import FieldError
 from h2okv.server.config import LOOPBACK, ServerSettings
-from h2okv.server.errors import ApiError
+from h2okv.server.errors import ApiError, as_api_error
 from h2okv.server.handlers import Handlers, TextRoute
 from h2okv.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 
@@ -42,7 +43,7 @@ _OPEN_PATHS = frozenset({"/health", "/", "/view"})
 def make_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Create the application, which checks no keys: see `guarded`."""
     # Without FastAPI's documentation pages, which load scripts from other sites.
-    handling: Any = {ApiError: _refused, HTTPException: _no_route}
+    handling: Any = {ApiError: _refused, FieldError: _refused, HTTPException: _no_route}
     app = FastAPI(openapi_url=None, exception_handlers=handling)
     app.state.handlers = handlers = Handlers(engine, settings)
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest):
@@ -134,7 +135,7 @@ def _add_pages(app: FastAPI, view_page: str | None) -> None:
 
 
 async def _refused(request: Request, error: Any) -> Response:
-    return error.response()
+    return as_api_error(error).response()
 
 
 async def _no_route(request: Request, error: Any) -> Response:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from h2okv.config import CacheConfig
 from h2okv.engine.config import EngineConfig
+from h2okv.prompts.readers import check_settings, integer, number
 
 _ORIGIN = re.compile(r"https?://[^/\s?#*]+")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -33,12 +33,9 @@ class ServerSettings:
     log_requests: bool = False  # one line on stderr for each request
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "max_body", "max_new_tokens", "max_choices"):
-            if not 0 < getattr(self, name) < math.inf:
-                problem = "too little" if getattr(self, name) <= 0 else "not a number"
-                raise ValueError(f"{name}={getattr(self, name)!r} is {problem}; give more than 0.")
-        if not 0 <= self.drain < math.inf:
-            raise ValueError(f"--drain {self.drain:g} is out of range; give seconds, 0 or more.")
+        counts = ("max_body", "max_new_tokens", "max_choices")
+        check_settings(self, dict.fromkeys(counts, integer(1)))
+        check_settings(self, {"timeout": number(1e-3, 1e9), "drain": number(0, 1e9)})
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(

@@ -13,8 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from h2okv.engine import outputs
-from h2okv.prompts.limits import PromptTooLongError
-from h2okv.prompts.messages import FieldError
+from h2okv.prompts.readers import FieldError
 
 LOG = logging.getLogger("h2okv.server")
 
@@ -89,8 +88,8 @@ def timed_out(seconds: float) -> ApiError:
     return ApiError(504, message, code="timeout")
 
 
-def as_api_error(error: Exception, field: str | None = None) -> ApiError:
-    """Translate an exception, of a field of the request or of all of it, for the client."""
+def as_api_error(error: Exception) -> ApiError:
+    """Translate an exception for the client."""
     message = str(error)
     match error:
         case ApiError():
@@ -100,15 +99,13 @@ def as_api_error(error: Exception, field: str | None = None) -> ApiError:
         case outputs.EngineStoppedError():
             return ApiError(503, message, code="engine_stopped", retry_after=5)
         case outputs.GrammarTooLargeError():
-            return invalid(message, field)
+            return invalid(message)
         case outputs.RequestFailedError():
             return ApiError(500, message, code="request_failed")
         case FieldError():
-            return invalid(f"{message}.", error.name or None, error.code)
-        case PromptTooLongError():
-            return invalid(message, field, code="context_length_exceeded")
+            return invalid(message, error.name or None, error.code)
         case ValueError():
-            return invalid(message, field)
+            return invalid(message)
     LOG.error("a request failed", exc_info=error)
     message = "the request failed with an internal error; the server's log has the details."
     return ApiError(500, message, code="internal_error")

@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from h2okv.budget import Budget
-from h2okv.engine.json_schemas import SchemaError
 from h2okv.engine.llm import AsyncLLM
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.prompts.readers import FieldError
 from h2okv.server.config import ServerSettings
 from h2okv.server.errors import ApiError, as_api_error, invalid, timed_out
 from h2okv.server.metrics import Metrics, RequestMetrics
@@ -87,13 +87,13 @@ class Handlers:
     async def tokenize(self, request: Request) -> Response:
         """Return the tokens of a text or a chat, even if it is too long to be continued."""
         body, size = await self.read(request, TokenizeRequest)
-        prompt = body.prompt if body.messages is None else body.conversation
         return await off_the_loop(
-            work_size(size, [prompt]), lambda: JSONResponse(self._tokens_of(prompt, body))
+            work_size(size, [body.prompt]), lambda: JSONResponse(self._tokens_of(body))
         )
 
-    def _tokens_of(self, prompt: Any, body: TokenizeRequest) -> dict[str, Any]:
-        token_ids = self._any_length.read(prompt, special=body.add_special_tokens).token_ids
+    def _tokens_of(self, body: TokenizeRequest) -> dict[str, Any]:
+        read = self._any_length.read(body.prompt, special=body.add_special_tokens is not False)
+        token_ids = read.token_ids
         strings = list(map(self.tokens.text, token_ids)) if body.return_token_strs else None
         fields = {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids}
         return {**fields, "token_strs": strings}
@@ -189,9 +189,9 @@ class TextRoute:
             num_new = 1 if max_tokens is None else max_tokens
             remedy = f"shorten it or lower {name}"
             limits.check_length(length, num_new, "prompt", remedy)
-        except ValueError as error:
+        except FieldError as error:
             field = "prompt" if not length else name if room > 0 else None
-            raise as_api_error(error, field) from error
+            raise invalid(str(error), field, error.code) from error
         if max_tokens is None:
             max_tokens = min(body.default_max_tokens or limit, room)
         stops = (*params.stop, *prompt.stops)
@@ -231,8 +231,7 @@ class TextRoute:
                     group.create_task(generate_one(number, prompt_params))
         except ExceptionGroup as errors:
             first = errors.exceptions[0]
-            is_value = type(first) in (ValueError, SchemaError)
-            raise body.refusal(first) if is_value else first from None
+            raise body.refusal(first) if isinstance(first, ValueError) else first from None
         if not body.stream:
             return Response(_json(builder.response()), media_type="application/json")
         done = b"data: [DONE]\n\n" if builder.says_done else b""

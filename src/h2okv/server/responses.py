@@ -311,6 +311,7 @@ class ResponsesBuilder(ResponseBuilder):
 
     def response(self) -> dict[str, Any]:
         body, output, is_over = self.body, self.outputs[0], self._status != "in_progress"
+        stated = body.stated
         is_cut = self._status == "incomplete"
         if is_over and not body.stream:
             for _ in self._events_of(output.text, is_end=True):
@@ -325,9 +326,9 @@ class ResponsesBuilder(ResponseBuilder):
             "output": self._items if is_over else [],
             "usage": self._usage() if is_over else None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
-            "tools": body.tools or [],
-            "tool_choice": (body.tool_choice or "auto") if body.may_call else "none",
+            "text": {"format": (stated.get("text") or {}).get("format") or {"type": "text"}},
+            "tools": stated.get("tools") or [],
+            "tool_choice": (stated.get("tool_choice") or "auto") if body.may_call else "none",
             "parallel_tool_calls": body.may_call and body.max_calls is None,
             "previous_response_id": None,
             "metadata": body.metadata or {},

@@ -11,13 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from h2okv.engine.json_schemas import SchemaError, enforceable
 from h2okv.engine.structured import json_grammar, raw_rule
-from h2okv.prompts.messages import EMPTY, FieldError
+from h2okv.prompts import readers
+from h2okv.prompts.messages import read_schema
+from h2okv.prompts.readers import EMPTY, FieldError, Fields, Reader
 from h2okv.prompts.tool_messages import CallForm, call_form
-from h2okv.records import short_repr
 from h2okv.server.tools import CLOSE, MARKERS, OPEN, PYTHON_TAG
 
-_FORMATS = ("text", "json_object", "json_schema")
-_CHOICES = ("auto", "none", "required")
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _ANY_ARGUMENTS = {"type": "object"}
 _BLANKS = r"[ \t\r\n]*"
@@ -49,85 +48,38 @@ class CallSyntax:
         return json.dumps(text) if token is None else f"<[{token}]>"
 
 
-_FIELDS = {
-    "text": (), "json_object": ("schema",), "json_schema": ("json_schema",),
-}  # fmt: skip
-_SCHEMA_FIELDS = ("name", "description", "schema", "strict")
+_SCHEMA = Fields(
+    {
+        "name": readers.any_value,
+        "description": readers.any_value,
+        "schema": read_schema,
+        "strict": readers.boolean,
+    },
+    {"schema": "a JSON schema"},
+)
+_NESTED = Fields({"json_schema": _SCHEMA}, {"json_schema": '{"name": "answer", "schema": {...}}'})
+_ANY_OBJECT = Fields({"schema": read_schema})
+_NO_SCHEMA = Fields({})
 
 
-def read_response_format(value: Any) -> Mapping[str, Any] | None:
-    """Return the JSON schema that answers must fit; ``None`` for answers of plain text.
-
-    Raises:
-        FieldError: If the format is not one of OpenAI's, or has fields of none.
-    """
-    if value in EMPTY:
-        return None
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind not in _FORMATS:
-        kinds = ", ".join(_FORMATS)
-        raise FieldError((), f"={short_repr(value)} does not fit; give a type of {kinds}")
-    check_fields(value, ("type", *_FIELDS[kind]))
-    if kind == "json_object":
-        schema = value.get("schema")
-        if schema is not None and not isinstance(schema, Mapping):
-            raise FieldError(("schema",), f"={short_repr(schema)} does not fit; give a JSON schema")
-        return {"type": "object", **(schema or {})}
-    if kind == "text":
-        return None
-    stated = value.get("json_schema")
-    if not isinstance(stated, Mapping):
-        example = '{"name": "answer", "schema": {...}}'
-        raise FieldError(("json_schema",), f"={short_repr(stated)} does not fit; give {example}")
-    try:
-        check_fields(stated, _SCHEMA_FIELDS)
-    except FieldError as error:
-        raise error.within("json_schema") from error
-    strict = stated.get("strict")
-    if strict is not None and not isinstance(strict, bool):
-        problem = f"={short_repr(strict)} does not fit; give true or false"
-        raise FieldError(("json_schema", "strict"), problem)
-    schema = stated.get("schema")
-    if not isinstance(schema, Mapping):
-        problem = f"={short_repr(schema)} does not fit; give a JSON schema"
-        raise FieldError(("json_schema", "schema"), problem)
-    return schema
+def _format(json_schema: Reader) -> Reader:
+    """Return the reader of a format, as the JSON schema that answers must fit, if any."""
+    read = readers.by_type(
+        {
+            "text": lambda value, path: _NO_SCHEMA(value, path).get("schema"),
+            "json_object": lambda value, path: {
+                "type": "object", **_ANY_OBJECT(value, path).get("schema", {}),
+            },
+            "json_schema": json_schema,
+        }
+    )  # fmt: skip
+    return lambda value, path: None if value in EMPTY else read(value, path)
 
 
-def check_fields(value: Mapping[str, Any], names: Collection[str]) -> None:
-    """Refuse unknown fields, which might change the answer."""
-    for name, stated in value.items():
-        if name not in names and stated not in EMPTY:
-            problem = f" is not known here; give {', '.join(names)}, or leave it out"
-            raise FieldError((name,), problem, "unknown_field")
-
-
-def read_tool_choice(value: Any, names: Sequence[str]) -> str | Mapping[str, str]:
-    """Return ``"auto"``, ``"none"``, ``"required"``, or the function's ``{"name": ...}``.
-
-    Raises:
-        FieldError: If the choice is not one of OpenAI's, or needs a tool that is missing.
-    """
-    if value in EMPTY:
-        return "auto"
-    if isinstance(value, str) and value in _CHOICES:
-        if value == "required" and not names:
-            raise FieldError((), "='required' needs tools; give some, or leave it out")
-        return value
-    function = value.get("function") if isinstance(value, Mapping) else None
-    if isinstance(function, Mapping):
-        check_fields(value, ("type", "function"))
-        check_fields(function, ("name",))
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or value.get("type", "function") != "function":
-        example = '{"type": "function", "function": {"name": "..."}}'
-        choices = ", ".join((*_CHOICES, example))
-        raise FieldError((), f"={short_repr(value)} does not fit; give one of {choices}")
-    if name not in names:
-        choices = ", ".join(names) or "there are none"
-        problem = f"={short_repr(name)} is not one of the tools ({choices}); give one of them"
-        raise FieldError(("function", "name"), problem)
-    return {"name": name}
+read_response_format = _format(lambda value, path: _NESTED(value, path)["json_schema"]["schema"])
+"""Reads the format of a chat or completion as the schema that answers must fit."""
+read_text_format = _format(lambda value, path: _SCHEMA(value, path)["schema"])
+"""Reads the same field of a request in the format of OpenAI's Responses API."""
 
 
 def answer_grammar(
@@ -145,7 +97,7 @@ def answer_grammar(
 
     Args:
         schema: As `read_response_format` returns it.
-        tools: As `read_tools` returns them.
+        tools: As `read_tool` returns them.
         choice: As `read_tool_choice` returns it.
         is_parallel: Whether one answer may have several calls.
         syntax: How the model writes calls.
@@ -317,6 +269,5 @@ def parameters(function: Mapping[str, Any], number: int) -> Mapping[str, Any]:
         return _NO_PARAMETERS
     if schema.get("type", "object") != "object":
         path = ("tools", number, "function", "parameters", "type")
-        problem = f"={short_repr(schema['type'])} does not fit; arguments are an object"
-        raise FieldError(path, problem)
+        raise readers.unlike("'object', as arguments are an object", schema["type"], path)
     return {"type": "object", **schema}

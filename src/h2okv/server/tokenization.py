@@ -12,7 +12,6 @@ from typing import Any, NamedTuple, TypeVar
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.prompts.chat_template import (
     PLAIN_STOPS,
     ChatTemplateError,
@@ -22,8 +21,9 @@ from h2okv.prompts.chat_template import (
 )
 from h2okv.prompts.images import EncodedPrompt, ImageEncoder
 from h2okv.prompts.limits import PromptLimits
-from h2okv.prompts.messages import Conversation, FieldError
-from h2okv.server.errors import as_api_error, invalid
+from h2okv.prompts.messages import Conversation
+from h2okv.prompts.readers import UNLIMITED
+from h2okv.server.errors import invalid
 
 Result = TypeVar("Result")
 
@@ -81,8 +81,6 @@ class PromptReader:
                 text = chat_text(self.tokenizer, prompt)
             except ChatTemplateError as error:
                 raise invalid(str(error), field) from error
-            except FieldError as error:
-                raise as_api_error(error) from error
             special = adds_special(self.tokenizer, text)
         else:
             return self._read_tokens(tuple(prompt))
@@ -102,18 +100,13 @@ class PromptReader:
 
     def _read_tokens(self, token_ids: tuple[int, ...]) -> Prompt:
         self._check_length(len(token_ids), "prompt")
-        try:
-            self._limits.check_tokens(token_ids, "prompt: token")
-        except ValueError as error:
-            raise as_api_error(error, "prompt") from error
+        self._limits.check_tokens(token_ids, "prompt")
         text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return Prompt(token_ids, str(text), False)
 
     def _check_length(self, length: int, field: str, got: str | None = None) -> None:
-        try:  # no tokens are an error only where something is generated
-            self._limits.check_length(max(1, length), name=field, got=got)
-        except ValueError as error:
-            raise as_api_error(error, field) from error
+        # No tokens are an error only where something is generated.
+        self._limits.check_length(max(1, length), name=field, got=got)
 
 
 class TokenText:

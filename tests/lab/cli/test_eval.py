@@ -290,7 +290,7 @@ def test_sweep_writes_its_folder(h2okv_command, model_folder, articles, tmp_path
         (("--budget", ","), "--budget is empty"),
         (("--batch", "0"), "--batch-size 0 is too few"),
         (("--too-long", "cut"), "--too-long 'cut' is not known"),
-        (("--temperature", "-1"), "--temperature -1.0 is out of range"),
+        (("--temperature", "-1"), "--temperature must be a number from 0 to 100"),
         (("--csv", "none/x.csv"), "its folder does not exist"),
         (("--input", "none.jsonl"), "'none.jsonl' cannot be read"),
         (("--max-new-tokens", "250"), "more than the model's context window of 256"),
