@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from h2okv.cache import H2OCache
 from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.support import context_window
+from h2okv.config import Budget
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.model_runner import ModelRunner, StepOutput, left_padded
@@ -21,7 +22,7 @@ from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
 from h2okv.engine.sampler import Sampler, eos_token_ids
 from h2okv.engine.sampling_params import UNLIMITED
 from h2okv.engine.scheduler import Scheduler
-from h2okv.engine.verify import Verifier
+from h2okv.engine.verify import Verifier, with_budget
 
 _CHUNK = 512  # tokens of a full cache's prompt in one forward: short ones let Ctrl-C stop soon
 
@@ -61,7 +62,7 @@ class CacheEngine(Engine):
         self._execute, self._eos = self._run_step, eos_token_ids(model)
         self._counters, self.is_broken = EngineStats(), False  # by a forward that has not ended
         room = context_window(model.config) or UNLIMITED  # a full cache ends there
-        self.verifier = Verifier(EngineConfig(), self.runner, _CHUNK, lambda: room)
+        self.verifier = Verifier(EngineConfig(), self.runner, _CHUNK, lambda: room, self._again)
 
     def run(
         self, requests: Sequence[Request], should_stop: Callable[[], bool] = lambda: False
@@ -92,6 +93,15 @@ class CacheEngine(Engine):
             request.outputs.append(Output(request, 0, sampler, self.tokenizer))
             self._report(request.outputs[0], token, torch.empty(0), None)
             self.scheduler.running.append(request.outputs[0])
+
+    def _make_cache(self, budget: Budget | None) -> H2OCache:
+        return H2OCache.from_config(self.model, with_budget(self.cache.cache_config, budget))
+
+    def _again(self, request: Request) -> tuple[Engine, Request] | None:
+        again = super()._again(request) if isinstance(self.cache, H2OCache) else None
+        if again is not None:
+            self.cache = again[0].runner.pool.cache
+        return again
 
     def _run_step(self, step: ScheduledStep) -> StepOutput:
         self.is_broken = True

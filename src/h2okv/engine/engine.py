@@ -36,7 +36,7 @@ from h2okv.engine.sampling_params import UNLIMITED, SamplingParams, check_number
 from h2okv.engine.scheduler import Scheduler
 from h2okv.engine.serving import config_for, prompt_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
-from h2okv.engine.verify import Verifier
+from h2okv.engine.verify import REPAIR, Verifier, with_budget
 from h2okv.integration.enable import enable, input_device
 from h2okv.models.loading import Described, context_of, describe, load_weights
 from h2okv.prompts.chat_template import encode
@@ -156,6 +156,7 @@ class Engine:
             self.runner,
             config.max_prefill_tokens if continues_prompts(probe) else UNLIMITED,
             self._full_tokens,
+            self._again,
         )
         self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)
@@ -351,7 +352,8 @@ class Engine:
                 kept_tokens = self.runner.kept_tokens(row, len(request.prompt) + num_new)
                 delta = replace(delta, kept=kept_tokens)
         self._counters.new_tokens += 1
-        request.notify(delta)
+        if not request.repairs:  # else the answer may be replaced
+            request.notify(delta)
         if all(sibling.is_finished for sibling in request.outputs):
             self._end(request)
 
@@ -402,6 +404,8 @@ class Engine:
             verified_tokens=self.verifier.num_tokens,
             verify_failed=self.verifier.num_failed,
             verify_waiting=self.verifier.num_waiting,
+            repaired=self.verifier.num_repaired,
+            repair_tokens=self.verifier.num_repair_tokens,
         )
 
     def describe(self) -> str:
@@ -468,7 +472,7 @@ class Engine:
         budget: Budget | int | float | str | None = None,
         kept_every: int | None = None,
         pins: Pins = (),
-        verify: bool = False,
+        verify: bool | str = False,
         kind: str = "text",
     ) -> Request:
         """Validate and create a request without submitting it; may be called from any thread.
@@ -490,7 +494,7 @@ class Engine:
         if grammar is not None and kind != "tools":
             kind = "schema"
         if verify:
-            self._check_verify(inputs)
+            self._check_verify(verify, inputs, params.n, kept_every)
         if budget is not None:
             budget = self.config.cache.request_budget(budget)
         cache = self._make_cache(budget)
@@ -523,13 +527,20 @@ class Engine:
             inputs=inputs,
             kind=kind,
             level=level,
-            verify=verify,
+            verify=bool(verify),
+            repairs=verify == REPAIR,
         )
 
-    def _check_verify(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError if an answer cannot be read again."""
+    def _check_verify(
+        self, verify: bool | str, inputs: Mapping[str, Any], n: int, kept_every: int | None
+    ) -> None:
+        """Raise ValueError if an answer cannot be read again, or repaired."""
+        if verify not in (True, REPAIR):
+            raise ValueError(f"verify must be true, false or {REPAIR!r}, got {verify!r}.")
         problem = ""
-        if inputs:
+        if verify == REPAIR and (n > 1 or kept_every is not None):
+            problem = f"one answer is repaired, without reports; got {n=}, {kept_every=}"
+        elif inputs:
             problem = "a prompt with images is not read again"
         elif self.group is not None:
             problem = "answers are read again in one process, and here are several"
@@ -539,7 +550,32 @@ class Engine:
                 " (--verify 2%)"
             )
         if problem:
-            raise ValueError(f"verify=True: {problem}; or leave it out.")
+            raise ValueError(f"verify={verify!r}: {problem}; or leave it out.")
+
+    def _again(self, request: Request) -> tuple[Engine, Request] | None:
+        """Prepare to make an answer again on a cache outside the pool, with twice the budget.
+
+        Returns:
+            What runs it, and the request; ``None`` if the budget had room for the whole answer.
+        """
+        from h2okv.engine.cache_engine import CacheEngine
+
+        config, length = self._make_cache(request.start.budget).cache_config, len(request.prompt)
+        tokens = config.budget.resolve(length)
+        if config.is_full or tokens.total >= length + len(request.outputs[0].tokens):
+            return None
+        cache = self._make_cache(
+            Budget(heavy=2 * tokens.heavy, recent=2 * tokens.recent, sink=tokens.sink, min_tokens=0)
+        )
+        cache.pin(request.start.pins)
+        again = replace(
+            request, start=PromptStart(length), notify=lambda event: None, num_prefilled=0,
+            saves={}, outputs=[], logprobs=[], is_over=False, repairs=False, verify=True,
+            is_sampled=False, verified=None,
+        )  # fmt: skip
+        engine = CacheEngine(self.model, self.tokenizer, cache)
+        engine.scheduler.submit(again)
+        return engine, again
 
     def encode(self, chat: Conversation) -> EncodedPrompt:
         """Encode a conversation up to its answer, with its images."""
@@ -584,10 +620,7 @@ class Engine:
         }
 
     def _make_cache(self, budget: Budget | None) -> H2OCache:
-        config = self.config.cache
-        if budget is not None:
-            fields = ("heavy", "recent", "sink", "min_tokens")
-            config = replace(config, **{name: getattr(budget, name) for name in fields})
+        config = with_budget(self.config.cache, budget)
         cache = H2OCache.from_config(self._cache_source, config)
         if self.config.tensor_parallel:
             cache.allow_non_finite()

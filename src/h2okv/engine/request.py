@@ -110,6 +110,10 @@ class Trace:
         divergence = float((full * (full / evicting).log()).sum())
         return int(logits.argmax()) == self.best[number], max(0.0, divergence)
 
+    def gap(self, number: int, logits: Tensor) -> float:
+        """Return by how much fp32 logits ``[1, V]`` prefer another token, as a log-ratio."""
+        return float(logits.max() - logits[0, self.best[number]])
+
 
 def _with_rest(weights: Tensor) -> Tensor:
     """Return the probabilities ``[k]`` and that of all other tokens, fp64 ``[k + 1]``."""
@@ -188,6 +192,7 @@ class Request:
     kind: str = "text"  # or chat, tools, schema
     level: int | None = None  # of its budget, if the engine chose it
     verify: bool = False  # whether the client waits for its answer to be read again
+    repairs: bool = False  # and gets it after that, from twice the budget if the first one differs
     is_sampled: bool = False  # whether it is one of those that all are judged by
     verified: VerifiedAnswer | None = None
 
@@ -218,6 +223,17 @@ class Request:
         is_requested = self.params.prompt_logprobs is not None
         logprobs = tuple(self.logprobs) if is_requested else None
         return PromptRead(self.prompt, self.start.num_reused, logprobs)
+
+    def finish(self) -> None:
+        """Send a client what comes after its answer was read again, and the end."""
+        for output in self.outputs if self.repairs else ():
+            done = output.completion
+            prompt = self.prompt_read() if done.index == 0 else None
+            fields = {**vars(done), "token_ids": (*done.token_ids,), "logprobs": (*done.logprobs,)}
+            self.notify(OutputDelta(**fields, prompt=prompt))
+        if self.verified is not None:
+            self.notify(OutputDelta(0, "", verified=self.verified))
+        self.notify(None)
 
     def output(self) -> RequestOutput | None:
         """Return its outputs once it is over; ``None`` if it has failed."""

@@ -8,7 +8,7 @@ import dataclasses
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import Request
 from pydantic import (
@@ -104,7 +104,8 @@ class CacheChoice(Strict):
     unsupported: ClassVar[Unsupported] = dict.fromkeys(("heavy", "recent", "sink"), _IN_TEXT)
     cache: str | None = None  # such as 256, 10% or 64+64,sink=4
     kept_every: Annotated[int, Field(ge=1)] | None = None  # new tokens between two reports
-    verify: bool | None = None  # whether to read the answer again with the full cache
+    # Whether to read the answer again with the full cache, and to make it again if it differs.
+    verify: Literal[True, False, "repair"] | None = None
 
     def budget(self, server: CacheConfig) -> Budget | None:
         """Return the request's budget, divided as the server's; ``None`` without one."""
