@@ -209,6 +209,7 @@ def test_a_failure_leaves_the_answer(make_llama, make_llm, make_prompts, greedy,
 def eager(monkeypatch):
     """Repair whatever differs: a random model prefers no token by much."""
     monkeypatch.setattr(core, "_GAP", 0.0)
+    monkeypatch.setattr(core, "_FIRST", 16)
 
 
 @pytest.mark.parametrize("amounts", [{"heavy": 6, "recent": 6}, {"heavy": 0.1, "recent": 0.1}])
@@ -279,7 +280,7 @@ def test_a_repair_that_fails_or_has_no_room_leaves_the_answer(
     assert output.verified.note.startswith("it was not repaired: there is room for 150 tokens")
     monkeypatch.undo()
     monkeypatch.setattr(core, "_GAP", 0.0)
-    monkeypatch.setattr(llm.engine.verifier, "_again", lambda _: 1 / 0)
+    monkeypatch.setattr(llm.engine.verifier, "again", lambda _: 1 / 0)
     output = llm.generate(prompts, greedy(20), verify="repair")[0]
     assert output.text == plain.text and output.verified.tokens == 20
     assert output.verified.note.startswith("it was not repaired: ZeroDivisionError")

@@ -93,7 +93,7 @@ class Engine:
         if config.tensor_parallel:
             cache_config = even_budgets(cache_config, "each process holds a part of the model")
         self.config = config = replace(config, cache=cache_config.before_measuring)
-        probe = self._make_cache(None)
+        probe = self.make_cache(None)
         self.config = config = config_for(self.config, probe)
         self._folder = PrefixFolder.of(config)
         if config.tensor_parallel and probe.cache_config.is_by_head:
@@ -116,7 +116,7 @@ class Engine:
         if cache_config.layer_budgets == MEASURED:
             measured_config = with_measured_budgets(cache_config, self.model, described)
             self.config = config = replace(config, cache=measured_config)
-            probe = self._make_cache(None)
+            probe = self.make_cache(None)
             self._set_limits(probe, described)
         self.group = TensorParallelGroup() if config.tensor_parallel else None
         ranks = 1 if self.group is None else self.group.world_size
@@ -133,7 +133,7 @@ class Engine:
             # On a GPU, late allocations fragment memory; a given limit must hold from the start.
             grows = config.memory is None and input_device(self.model).type == "cpu"
             self.runner = ModelRunner(
-                self.model, self._make_cache, self.max_num_seqs, self.max_budgets, self.group, grows
+                self.model, self.make_cache, self.max_num_seqs, self.max_budgets, self.group, grows
             )
             self._prefixes: dict[tuple[int, ...], str] = {}  # keys of saved texts
             for text in config.prefixes:
@@ -156,7 +156,6 @@ class Engine:
             self.runner,
             config.max_prefill_tokens if continues_prompts(probe) else UNLIMITED,
             self._full_tokens,
-            self._again,
         )
         self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)
@@ -266,7 +265,7 @@ class Engine:
         """Bring a state back from its file; return whether there was one."""
         if self._folder is None:
             return False
-        state = self._folder.read(key, length, self.model, self._make_cache(None))
+        state = self._folder.read(key, length, self.model, self.make_cache(None))
         if state is None:
             return False
         self.runner.pool.adopt(state)
@@ -425,7 +424,7 @@ class Engine:
         device = input_device(self.model)
         lines = [
             f"{self.name} in {dtype} on {device}{shards}, {self.config.cache.policy_label}:"
-            f" {self._make_cache(None)!r}",
+            f" {self.make_cache(None)!r}",
             f"{num_seqs} sequences of {self.max_budget:,} entries (prompts up to "
             f"{self.limits.max_prompt_tokens:,} tokens): {sequence / _MIB:.2f} MiB "
             f"each, {num_seqs * sequence / _MIB:.1f} MiB {allocated}",
@@ -497,7 +496,7 @@ class Engine:
             self._check_verify(verify, inputs, params.n, kept_every)
         if budget is not None:
             budget = self.config.cache.request_budget(budget)
-        cache = self._make_cache(budget)
+        cache = self.make_cache(budget)
         if budget is not None:
             cache.warn_of_few_entries()
         cache.pin(pins, len(tokens))
@@ -552,31 +551,6 @@ class Engine:
         if problem:
             raise ValueError(f"verify={verify!r}: {problem}; or leave it out.")
 
-    def _again(self, request: Request) -> tuple[Engine, Request] | None:
-        """Prepare to make an answer again on a cache outside the pool, with twice the budget.
-
-        Returns:
-            What runs it, and the request; ``None`` if the budget had room for the whole answer.
-        """
-        from h2okv.engine.cache_engine import CacheEngine
-
-        config, length = self._make_cache(request.start.budget).cache_config, len(request.prompt)
-        tokens = config.budget.resolve(length)
-        if config.is_full or tokens.total >= length + len(request.outputs[0].tokens):
-            return None
-        cache = self._make_cache(
-            Budget(heavy=2 * tokens.heavy, recent=2 * tokens.recent, sink=tokens.sink, min_tokens=0)
-        )
-        cache.pin(request.start.pins)
-        again = replace(
-            request, start=PromptStart(length), notify=lambda event: None, num_prefilled=0,
-            saves={}, outputs=[], logprobs=[], is_over=False, repairs=False, verify=True,
-            is_sampled=False, verified=None,
-        )  # fmt: skip
-        engine = CacheEngine(self.model, self.tokenizer, cache)
-        engine.scheduler.submit(again)
-        return engine, again
-
     def encode(self, chat: Conversation) -> EncodedPrompt:
         """Encode a conversation up to its answer, with its images."""
         if chat.images:
@@ -619,7 +593,8 @@ class Engine:
             "weight_bits": self.config.weight_bits,
         }
 
-    def _make_cache(self, budget: Budget | None) -> H2OCache:
+    def make_cache(self, budget: Budget | None) -> H2OCache:
+        """Return an empty cache, with the budget of a request if that has one."""
         config = with_budget(self.config.cache, budget)
         cache = H2OCache.from_config(self._cache_source, config)
         if self.config.tensor_parallel:

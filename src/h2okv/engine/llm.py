@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from h2okv.cache.support import unwrap
 from h2okv.config import Budget
 from h2okv.console import Progress
 from h2okv.engine.agreement import AgreementReport
+from h2okv.engine.cache_engine import answer_again
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.memory import release_workers
@@ -59,6 +61,7 @@ class _Front:
         elif not isinstance(model, str):
             unwrap(model)  # raises for anything else
         self.engine = engine = Engine(model, tokenizer, engine_config, dtype=dtype, device=device)
+        engine.verifier.again = partial(answer_again, engine)
         self.name, self.tokenizer = engine.name, engine.tokenizer
         self.image_encoder = engine.image_encoder
         self.max_budget, self.limits = engine.max_budget, engine.limits
@@ -236,7 +239,7 @@ class LLM(_Front):
             verify: Whether to read all answers again with the full cache, for
                 `RequestOutput.verified`; otherwise those that the config's `verify` samples.
                 ``"repair"``: and to make an answer again with twice the budget, once, if one of its
-                first 16 tokens is clearly not the full cache's.
+                first 8 tokens is clearly not the full cache's.
             kind: Kind of the requests, by which `agreement` reports.
             show_progress: Whether to draw a bar, on a terminal.
             **sampling: Fields of `SamplingParams` that replace those of `params`, such as

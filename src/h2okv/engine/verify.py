@@ -15,7 +15,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from transformers import DynamicCache
 
@@ -27,17 +27,20 @@ from h2okv.engine.model_runner import ModelRunner
 from h2okv.engine.outputs import VerifiedAnswer
 from h2okv.engine.request import Output, Request, Trace
 
-if TYPE_CHECKING:
-    from h2okv.engine.engine import Engine
-
 MOST_WAITING = 64
 """Answers that wait to be read again; while there are as many, no further one is sampled."""
 _PATIENCE, _BUSY_SHARE = 10.0, 0.1
 """Seconds that an answer waits for an idle engine; then it takes this share of the time."""
 REPAIR = "repair"
 """Value of ``verify`` by which an answer that differs is made again with twice the budget."""
-_FIRST, _GAP = 16, 2.0
+_FIRST, _GAP = 8, 1.0
 """Tokens of an answer that decide on a repair, and the log-ratio by which one must differ."""
+
+
+class _Engine(Protocol):
+    verifier: Verifier
+
+    def step(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -57,7 +60,7 @@ class _Check:
     note: str = ""
     is_read: bool = False
     differs: bool = False  # whether one of the first tokens is clearly not the full cache's
-    again: tuple[Engine, Request] | None = None  # what makes the answer again
+    again: tuple[_Engine, Request] | None = None  # what makes the answer again
 
     @property
     def request(self) -> Request:
@@ -73,7 +76,6 @@ class Verifier:
         runner: Runs the model.
         chunk_tokens: Tokens of one forward, after which other work comes first.
         max_tokens: Returns how many tokens a full cache has room for.
-        again: Returns an engine that makes a request's answer again, if that may help.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class Verifier:
         runner: ModelRunner,
         chunk_tokens: int,
         max_tokens: Callable[[], int],
-        again: Callable[[Request], tuple[Engine, Request] | None],
     ) -> None:
         self._config, self._runner = config, runner
         self._chunk_tokens, self._max_tokens = max(2, chunk_tokens), max_tokens
-        self._again = again
+        # Prepares an engine that makes a request's answer again; None where that is of no use.
+        self.again: Callable[[Request], tuple[_Engine, Request] | None] = lambda request: None
         self.log = AgreementLog()
         self.levels = None if config.agreement is None else BudgetLevels(config.agreement)
         self.warn = warn  # a command writes a line instead
@@ -260,10 +262,10 @@ class Verifier:
                     f" it for {2 * num_tokens:,}"
                 )
             else:
-                check.again = self._again(check.request)
+                check.again = self.again(check.request)
         return check.again is None
 
-    def _repair(self, check: _Check, engine: Engine, again: Request) -> bool:
+    def _repair(self, check: _Check, engine: _Engine, again: Request) -> bool:
         """Take a step of making an answer again; return whether it was read again too."""
         if not check.request.verify:  # its client went away
             check.again = None
