@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from h2okv.budget import TokenBudget
 from h2okv.cache.block import BlockEntries
 from h2okv.cache.slot_state import (
     MIN_GROWN_SLOTS,
@@ -18,7 +19,6 @@ from h2okv.cache.slot_state import (
     ordinary_tensors,
     slots_for,
 )
-from h2okv.config import TokenBudget
 from h2okv.ops.append import Tail
 from h2okv.ops.compaction import pick, share_slots
 from h2okv.ops.dispatch import Operations

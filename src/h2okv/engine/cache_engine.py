@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.support import context_window
-from h2okv.config import Budget
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.model_runner import ModelRunner, StepOutput, left_padded

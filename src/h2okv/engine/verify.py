@@ -19,7 +19,8 @@ from typing import Protocol
 
 from transformers import DynamicCache
 
-from h2okv.config import Budget, CacheConfig
+from h2okv.budget import Budget
+from h2okv.config import CacheConfig
 from h2okv.console import warn
 from h2okv.engine.agreement import FACTORS, AgreementLog, AgreementReport, BudgetLevels
 from h2okv.engine.config import EngineConfig
