@@ -18,6 +18,7 @@ from h2okv.cache.linear_states import continues_prompts
 from h2okv.calibration.layer_budgets import even_budgets, with_measured_budgets
 from h2okv.config import MEASURED
 from h2okv.engine.config import EngineConfig
+from h2okv.engine.detokenizer import THOUGHTS, THOUGHTS_END
 from h2okv.engine.memory import MemoryModel, available_bytes, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
 from h2okv.engine.outputs import EngineStats, OutputDelta, RequestFailedError
@@ -47,6 +48,7 @@ from h2okv.provenance import fingerprint
 from h2okv.records import refusing
 
 _MIB = 1 << 20
+_MOST_OPENING = 12  # tokens of "<think>" and the blanks behind it
 
 
 class Engine:
@@ -160,6 +162,8 @@ class Engine:
         )
         self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        self._thinks = THOUGHTS_END in template
         self._grammars = GrammarCompiler(self.tokenizer, described.vocab_size, self._eos)
         self._counters = EngineStats()
 
@@ -493,6 +497,9 @@ class Engine:
         grammar, level = params.grammar, None
         if grammar is not None and kind != "tools":
             kind = "schema"
+        thinks = self._thinks and kind != "text"
+        if thinks and THOUGHTS_END in getattr(self.tokenizer, "all_special_tokens", ()):
+            params = replace(params, skip_special_tokens=False)  # their text would be missing
         if verify:
             self._check_verify(verify, inputs, params.n, kept_every)
         if budget is not None:
@@ -526,6 +533,7 @@ class Engine:
             grammar_mask=None if grammar is None else self._grammars.compile(grammar),
             inputs=inputs,
             kind=kind,
+            opening=self._opening(tokens, grammar is None) if thinks else None,
             level=level,
             verify=bool(verify),
             repairs=verify == REPAIR,
@@ -551,6 +559,13 @@ class Engine:
             )
         if problem:
             raise ValueError(f"verify={verify!r}: {problem}; or leave it out.")
+
+    def _opening(self, tokens: Sequence[int], may_think: bool) -> int:
+        """Return how many tokens at the end of a prompt begin thoughts; 0 if none do."""
+        for count in range(1, _MOST_OPENING + 1) if may_think else ():
+            if str(self.tokenizer.decode(list(tokens[-count:]))).strip() == THOUGHTS:
+                return count
+        return 0
 
     def encode(self, chat: Conversation) -> EncodedPrompt:
         """Encode a conversation up to its answer, with its images."""

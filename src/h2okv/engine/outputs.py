@@ -98,6 +98,8 @@ class OutputDelta:
     kept: KeptTokens | None = None  # word-ok: goes with the public parameter kept_every
     # If requested, in one more delta at the end, without text.
     verified: VerifiedAnswer | None = None
+    reasoning: str = ""  # thoughts, of chats whose template has them; not in the text
+    reasoning_tokens: int = 0
 
 
 @dataclass
@@ -111,10 +113,14 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     kept: KeptTokens | None = None  # word-ok: the newest
+    reasoning: str = ""
+    reasoning_tokens: int = 0
 
     def add(self, delta: OutputDelta) -> None:
         """Add the next delta of this output; mutates the completion."""
         self.text += delta.text
+        self.reasoning += delta.reasoning
+        self.reasoning_tokens += delta.reasoning_tokens
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
