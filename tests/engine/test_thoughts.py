@@ -39,12 +39,12 @@ OPENS, PLAIN = BODY + "<think>\n{% endif %}", BODY + "{% endif %}"
 @given(data=st.data())
 def test_thoughts_are_found_however_a_text_is_cut(text, is_open, thoughts, answer, data):
     at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    splitter, found = Thoughts(is_open), ["", ""]
+    splitter, divided = Thoughts(is_open), ["", ""]
     for start, stop in zip([0, *at], [*at, len(text)], strict=True):
         is_end = stop == len(text) and start == ([0, *at])[-1]
         for index, piece in enumerate(splitter.split(text[start:stop], is_end)):
-            found[index] += piece
-    assert found == [thoughts, answer]
+            divided[index] += piece
+    assert divided == [thoughts, answer]
 
 
 @pytest.fixture
@@ -121,3 +121,24 @@ def test_models_and_prompts_without_thoughts_are_as_before(make_talk):
     assert llm.stats().prefix_states == states
     text = llm.generate(["Why?"], max_tokens=4, ignore_eos=True)[0].completions[0]
     assert text.reasoning == "" and text.text  # a text is not a chat
+
+
+@pytest.mark.slow
+def test_twenty_turns_of_two_thousand_tokens(make_talk):
+    """Bytes of states with and without, and the cached tokens of the next turns; prints both."""
+    thought, sizes, shares = THOUGHT * 28, [], []
+    for is_apart in (False, True):
+        llm, say = make_talk(OPENS, budget="512+512", evict_every=256, max_num_seqs=1)
+        llm.engine._thinks, talk, cached = is_apart, [], []
+        for turn in range(20):
+            talk.append({"role": "user", "content": f"Question {turn}: " + "why is it so? " * 8})
+            output = say(talk, f"{thought}</think>Answer {turn}: {'it is so since it is. ' * 20}")
+            text = output.text.split("</think>")[-1]
+            talk.append({"role": "assistant", "content": text})
+            cached.append((output.prompt.num_reused, len(output.prompt.token_ids)))
+        sizes.append(llm.stats().prefix_bytes)
+        reused, total = map(sum, zip(*cached[1:], strict=True))
+        shares += [(reused / total, cached[-1][0] / cached[-1][1])]
+        print(len(llm.tokenizer(thought)["input_ids"]), llm.stats().prefix_states, sizes, shares)
+    assert sizes[1] <= sizes[0] / 5
+    assert shares[1][1] >= 0.9 and shares[1][0] >= shares[0][0]

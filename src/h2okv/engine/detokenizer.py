@@ -75,7 +75,7 @@ class StopText:
         return self._emit(offset)
 
     @property
-    def rest(self) -> str:
+    def behind_stop(self) -> str:
         """The text behind the stop string, of the piece that had it."""
         return self._pending[len(self.stopped or self._pending) :]
 
@@ -130,7 +130,7 @@ class Thoughts:
         thoughts = ""
         if self.is_open:
             thoughts = self._inside.add(piece) + (self._inside.end() if is_end else "")
-            self.is_open, piece = self._inside.stopped is None, self._inside.rest
+            self.is_open, piece = self._inside.stopped is None, self._inside.behind_stop
         if not self._is_over:  # blanks behind the thoughts
             piece = piece.lstrip()
             self._is_over = bool(piece)
