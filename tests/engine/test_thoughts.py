@@ -1,6 +1,7 @@
 """Thoughts: apart from the text, in no prefix state, and gone from the next turn's prompt."""
 
 import copy
+import dataclasses
 
 import pytest
 from hypothesis import given, settings
@@ -9,8 +10,10 @@ from hypothesis_examples import examples
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import h2okv
+from h2okv.chat.session import Chat
 from h2okv.engine import engine as core
 from h2okv.engine.detokenizer import Thoughts
+from h2okv.models.loading import Described
 
 BODY = (
     "{% for m in messages %}[{{ m['role'] }}]"
@@ -70,6 +73,7 @@ def make_talk(tokenizer, monkeypatch):
             settings = {"max_tokens": len(script), "ignore_eos": True} | sampling
             return llm.chat(messages, show_progress=False, **settings)[0]
 
+        say.script = script
         return llm, say
 
     return make
@@ -128,7 +132,7 @@ def test_twenty_turns_of_two_thousand_tokens(make_talk):
     """Bytes of states with and without, and the cached tokens of the next turns; prints both."""
     thought, sizes, shares = THOUGHT * 28, [], []
     for is_apart in (False, True):
-        llm, say = make_talk(OPENS, budget="512+512", evict_every=256, max_num_seqs=1)
+        llm, say = make_talk(OPENS, heavy=512, recent=512, evict_every=256, max_num_seqs=1)
         llm.engine._thinks, talk, cached = is_apart, [], []
         for turn in range(20):
             talk.append({"role": "user", "content": f"Question {turn}: " + "why is it so? " * 8})
@@ -142,3 +146,28 @@ def test_twenty_turns_of_two_thousand_tokens(make_talk):
         print(len(llm.tokenizer(thought)["input_ids"]), llm.stats().prefix_states, sizes, shares)
     assert sizes[1] <= sizes[0] / 5
     assert shares[1][1] >= 0.9 and shares[1][0] >= shares[0][0]
+
+
+def test_a_chat_on_one_cache_reads_the_answer_again_without_thoughts(make_talk):
+    llm, say = make_talk(OPENS)
+    model, tokenizer, script = llm.engine.model, llm.tokenizer, say.script
+    described = Described("tiny", "tiny", model.config, tokenizer, 1 << 15)
+    cache = h2okv.H2OCache(model, heavy=32, recent=32, evict_every=32)
+    params = h2okv.SamplingParams(max_tokens=400, temperature=0, seed=0, stop=("\x01",))
+    chat = Chat(model, described, params, cache)
+    answers = ["Because it is so.", "It may be.", "No."]
+    for number, answer in enumerate(answers):
+        text = f"{THOUGHT}</think>\n\n{answer}"
+        script[:] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        chat.params = dataclasses.replace(params, max_tokens=len(script))
+        assert chat.say(f"Why {number}?", lambda piece: None).text.endswith(answer)
+        expected = "".join(
+            f"[user]Why {turn}?\n[assistant]{answers[turn]}\n" for turn in range(number + 1)
+        )
+        assert chat.transcript.text == expected.removesuffix("\n")
+        assert tokenizer.decode(chat.transcript.token_ids) == chat.transcript.text
+        assert chat.cache.num_seen_tokens < len(chat.transcript.token_ids)
+    script[:] = tokenizer(THOUGHT, add_special_tokens=False)["input_ids"]  # cut inside
+    chat.params = dataclasses.replace(params, max_tokens=len(script))
+    chat.say("And now?", lambda piece: None)
+    assert chat.transcript.text.endswith(f"[assistant]<think>\n{THOUGHT}")
