@@ -86,6 +86,12 @@ class NaiveH2O:
         sequence.num_seen += len(tokens)
         return self._norm(hidden, "model.norm.weight") @ weights["lm_head.weight"].T
 
+    def forget(self, sequence, start, stop):
+        """Take the entries of a span out; scores and queries stay."""
+        for heads in sequence.entries:
+            for head, entries in enumerate(heads):
+                heads[head] = [e for e in entries if not start <= e.position < stop]
+
     def _norm(self, hidden, name):
         scale = np.sqrt((hidden**2).mean(axis=-1, keepdims=True) + self.sizes["eps"])
         return hidden / scale * self.weights[name]
@@ -140,7 +146,7 @@ class NaiveH2O:
             )
             added.append(entry)
         # A text's first token comes as a block; a single one behind it is an entry at once.
-        is_step = length == 1 and bool(cached)
+        is_step = length == 1 and sequence.num_seen > 0
         every = self.options["evict_every"] or 1
         is_whole = self.options["whole_prompts"] and not is_step
         rounds_first = is_step or (every > 1 and not is_whole)

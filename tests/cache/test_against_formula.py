@@ -91,7 +91,7 @@ def _flat(factors):
 
 
 READS = [("read", size) for size in (1, 1, 1, 2, 5, 9)]
-OTHERS = [("fork", 2), ("reverse", 0), ("keep first", 0), ("save", 0)]
+OTHERS = [("fork", 2), ("reverse", 0), ("keep first", 0), ("save", 0), ("forget", 3)]
 
 
 @settings(max_examples=examples(300), deadline=None, derandomize=True)
@@ -199,6 +199,13 @@ def agrees(make_llama, tmp_path_factory, values, kv_heads, *, pads, prompt, even
         elif kind == "keep first":
             cache.batch_select_indices(torch.tensor([0]))
             sequences, mask = sequences[:1], mask[:1]
+        elif kind == "forget" and not (options["positions"] == "rolling" or options["masks"]):
+            stop = int(mask.sum(dim=1).min()) - seed % 4
+            start = max(stop - size - seed % 5, 5)  # behind the sinks of every option
+            if start < stop:
+                cache.forget([(start, stop)])
+                for sequence in sequences:
+                    naive.forget(sequence, start, stop)
         elif kind == "save" and not options["masks"]:
             path = tmp_path_factory.mktemp("saved") / "cache"
             cache.save(path)

@@ -109,3 +109,29 @@ def test_steps_make_no_spec_of_their_own():
     # The sinks are the model's: copies share them, and pickles have none.
     assert copy.deepcopy(cache).layers[0].attention_spec is spec
     assert pickle.loads(pickle.dumps(cache)).layers[0].attention_spec is None
+
+
+def test_forget_refuses_what_it_cannot_take_out(make_llama):
+    model = make_llama()
+    cache = h2okv.H2OCache(model, heavy=4, recent=4, sink=2)
+    with pytest.raises(ValueError, match=r"forget: the cache is empty; run the model"):
+        cache.forget([(2, 4)])
+    with torch.no_grad():
+        model(torch.arange(3, 23).unsqueeze(0), past_key_values=cache)
+    before = cache.num_cached_tokens
+    for spans, message in [
+        ([(4, 21)], r"span \(4, 21\) ends after the 20 tokens seen; shorten it"),
+        ([(1, 4)], r"span \(1, 4\) begins in the sink, the first 2 tokens, which stay; begin at 2"),
+        ([(4, 2)], r"span \(4, 2\) must be \(start, stop\)"),
+        ([(3, 6), (5, 9)], r"spans \(3, 6\) and \(5, 9\) overlap"),
+        (7, r"spans must be a list of \(start, stop\), got 7"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            cache.forget(spans)
+    cache.forget([])
+    assert cache.num_cached_tokens == before == 10
+    cache.forget([(16, 20)])
+    assert cache.num_cached_tokens == 6 and cache.num_seen_tokens == 20
+    rolling = h2okv.H2OCache(model, heavy=4, recent=4, positions="rolling")
+    with pytest.raises(ValueError, match="forget: positions='rolling' places entries by"):
+        rolling.forget([(2, 4)])

@@ -65,6 +65,11 @@ def test_answers_are_read_again_with_the_full_cache(chat):
     assert sum(line.startswith(note) for line in outcome.err.splitlines()) > 2
 
 
+def test_a_chat_cannot_repair(chat):
+    outcome = chat("the cat\n", "--verify", "repair")
+    assert outcome.code == 2 and "--verify repair makes one answer again" in outcome.err
+
+
 def test_a_chat_continues_beyond_the_context_window(chat):
     outcome = chat("the dog sat on the log? " + "a heron, a fox; 7 owls? " * 3 + "\n" + "9\n" * 12)
     assert outcome.code == 0

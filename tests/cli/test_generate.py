@@ -219,6 +219,22 @@ def test_an_answer_is_read_again_with_the_full_cache(generate):
     assert wide["agreed"] == wide["tokens"] > 0 and wide["first_difference"] is None
 
 
+def test_an_answer_that_differs_is_repaired(generate, monkeypatch):
+    monkeypatch.setattr("h2okv.engine.verify._GAP", 0.0)
+    outcome = generate(*BUDGET, "--json", "--max-new-tokens", 12, "--verify", "repair")
+    repaired, double = (
+        json.loads(outcome.out),
+        json.loads(
+            generate("--cache", "h2o:32+32", "--json", "--max-new-tokens", 12, "--verify").out
+        ),
+    )
+    figures = repaired["verified"]
+    assert figures["repaired"] and figures["repair_tokens"] == repaired["prompt_tokens"]
+    for field in ("token_ids", "text", "num_cached_tokens", "kv_bytes"):
+        assert repaired[field] == double[field]
+    assert figures["agreed"] == double["verified"]["agreed"]
+
+
 def test_sampling_repeats_with_its_seed(generate):
     hot = (*BUDGET, "--json", "--temperature", "1.5", "--top-p", "0.95")
     first, again, other = (

@@ -205,6 +205,97 @@ def test_a_failure_leaves_the_answer(make_llama, make_llm, make_prompts, greedy,
     assert llm.generate(make_prompts([40]), greedy(4), verify=True)[0].verified.tokens == 4
 
 
+@pytest.fixture
+def eager(monkeypatch):
+    """Repair whatever differs: a random model prefers no token by much."""
+    monkeypatch.setattr(core, "_GAP", 0.0)
+    monkeypatch.setattr(core, "_FIRST", 16)
+
+
+@pytest.mark.parametrize("amounts", [{"heavy": 6, "recent": 6}, {"heavy": 0.1, "recent": 0.1}])
+def test_an_answer_that_differs_is_replaced_by_one_of_twice_the_budget(
+    make_llama, make_llm, make_prompts, greedy, eager, amounts
+):
+    model, prompts = make_llama(), make_prompts([60, 60, 60])
+    first = make_llm(model, **amounts).generate(prompts, greedy(20), verify=True)
+    double = make_llm(model, heavy=12, recent=12).generate(prompts, greedy(20), verify=True)
+    llm = make_llm(model, **amounts)
+    repaired = 0
+    for once, twice, output in zip(
+        first, double, llm.generate(prompts, greedy(20), verify="repair"), strict=True
+    ):
+        at = once.verified.first_difference
+        is_repaired = at is not None and at < 16
+        repaired += is_repaired
+        good = twice if is_repaired else once
+        assert output.completions == good.completions and output.text == good.text
+        assert output.verified.repaired == is_repaired
+        assert output.verified.agreed == good.verified.agreed
+        assert output.verified.repair_tokens == 60 * is_repaired
+    stats = llm.stats()
+    assert stats.repair_tokens == 60 * repaired > 0
+    assert stats.repaired == repaired and stats.finished == 3
+    assert "repaired with twice the budget, 60 tokens read again" in str(
+        llm.generate(prompts[:1], greedy(20), verify="repair")[0].verified
+    )
+
+
+def test_a_difference_that_is_late_or_small_is_not_repaired(
+    make_llama, make_llm, make_prompts, greedy, eager, monkeypatch
+):
+    llm, prompts = make_llm(make_llama(), heavy=6, recent=6), make_prompts([60])
+    first = llm.generate(prompts, greedy(20), verify=True)[0].verified.first_difference
+    monkeypatch.setattr(core, "_FIRST", first)
+    assert not llm.generate(prompts, greedy(20), verify="repair")[0].verified.repaired
+    monkeypatch.setattr(core, "_FIRST", first + 1)
+    assert llm.generate(prompts, greedy(20), verify="repair")[0].verified.repaired
+    monkeypatch.setattr(core, "_GAP", 50.0)
+    assert not llm.generate(prompts, greedy(20), verify="repair")[0].verified.repaired
+
+
+def test_schemas_samples_and_log_probabilities_of_a_repair(eager):
+    """The second answer is drawn as the first: by its seed, in its schema."""
+    schema = {"properties": {"a": {"type": "string"}}, "required": ["a"]}
+    grammar = json_grammar({"type": "object", "additionalProperties": False, **schema})
+    options = {"max_tokens": 40, "seed": 5, "logprobs": 1, "verify": True}
+    prompt = "Once upon a time there was a little girl. " * 3 + "Write an object: "
+    with h2okv.LLM("bundled", heavy=6, recent=6, verify=1.0) as llm:
+        output = llm.generate([prompt], grammar=grammar, **(options | {"verify": "repair"}))[0]
+        rows = llm.agreement().rows
+    with h2okv.LLM("bundled", heavy=12, recent=12) as llm:
+        larger = llm.generate([prompt], grammar=grammar, **options)[0]
+    assert output.completions == larger.completions
+    assert output.verified.repaired and output.text.startswith("{")
+    assert [(row.budget, row.answers) for row in rows] == [("12", 1)]  # the first one counts
+
+
+def test_a_repair_that_fails_or_has_no_room_leaves_the_answer(
+    make_llama, make_llm, make_prompts, greedy, eager, monkeypatch
+):
+    llm, prompts = make_llm(make_llama(), heavy=6, recent=6), make_prompts([60])
+    plain = llm.generate(prompts, greedy(20))[0]
+    monkeypatch.setattr(llm.engine.verifier, "_max_tokens", lambda: 150)
+    output = llm.generate(prompts, greedy(20), verify="repair")[0]
+    assert output.text == plain.text and output.verified.tokens == 20
+    assert output.verified.note.startswith("it was not repaired: there is room for 150 tokens")
+    monkeypatch.undo()
+    monkeypatch.setattr(core, "_GAP", 0.0)
+    monkeypatch.setattr(llm.engine.verifier, "again", lambda _: 1 / 0)
+    output = llm.generate(prompts, greedy(20), verify="repair")[0]
+    assert output.text == plain.text and output.verified.tokens == 20
+    assert output.verified.note.startswith("it was not repaired: ZeroDivisionError")
+
+
+def test_what_cannot_be_repaired_is_refused(make_llama, make_llm, make_prompts, greedy):
+    llm = make_llm(make_llama())
+    with pytest.raises(ValueError, match="verify must be true, false or 'repair', got 'always'"):
+        llm.generate(make_prompts([9]), greedy(2), verify="always")
+    with pytest.raises(ValueError, match="verify='repair': one answer is repaired.*got n=2"):
+        llm.generate(make_prompts([9]), greedy(2, n=2), verify="repair")
+    output = llm.generate(make_prompts([9]), greedy(0), verify="repair")[0]
+    assert output.text == "" and output.verified is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -333,3 +424,33 @@ def test_shutdown_waits_for_figures_but_not_for_samples(make_async, make_prompts
         return [piece async for piece in pieces]
 
     assert asyncio.run(main())[-1].verified.tokens == 2
+
+
+def test_a_repaired_answer_comes_at_once_and_a_client_may_leave(
+    make_async, make_prompts, greedy, eager
+):
+    llm = make_async(heavy=6, recent=6, max_prefill_tokens=16)
+    prompt, repair = make_prompts([100])[0], {"verify": "repair"}
+
+    async def main():
+        pieces = [piece async for piece in llm.generate(prompt, greedy(20), **repair)]
+        leaver = asyncio.create_task(anext(llm.generate(prompt, greedy(400), **repair)))
+        while not any(check.again for check in llm.engine.verifier._checks()):
+            await asyncio.sleep(0.001)
+        leaver.cancel()
+        while llm.stats().verify_waiting:
+            await asyncio.sleep(0.001)
+        stats = llm.stats()
+        late = asyncio.create_task(collect())
+        while not any(check.again for check in llm.engine.verifier._checks()):
+            await asyncio.sleep(0.001)
+        await llm.aclose(drain=0.0)
+        return pieces, stats, await late
+
+    async def collect():
+        return [piece async for piece in llm.generate(prompt, greedy(400), **repair)]
+
+    (answer, figures), stats, (unchecked,) = asyncio.run(main())
+    assert len(answer.token_ids) == 20 and answer.prompt.token_ids == (*prompt,)
+    assert figures.verified.repaired and stats.repaired == 1
+    assert len(unchecked.token_ids) == 400 and unchecked.verified is None

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 
+from h2okv.engine.outputs import OutputDelta
 from h2okv.prompts.chat_template import chat_text
 from h2okv.server.tokenization import shared_prefix
 
@@ -171,3 +172,35 @@ def test_stream_with_kept_tokens(served, fake, bundled_tokenizer):
     )
     # The characters that are spread over several tokens are whole.
     assert "".join(text.choices[0].h2o["tokens"]).count("🙂") == 2
+
+
+def test_thoughts_come_as_reasoning_content(calm, monkeypatch):
+    deltas = [
+        OutputDelta(0, "", (5, 6), reasoning="Let me ", reasoning_tokens=2),
+        OutputDelta(0, "", (7,), reasoning="see.", reasoning_tokens=1),
+        OutputDelta(0, "Yes", (8,)),
+        OutputDelta(0, ".", (9,), finish_reason="stop"),
+    ]
+
+    async def generate(*_, **__):
+        for delta in deltas:
+            yield delta
+
+    monkeypatch.setattr(calm.engine, "generate", generate)
+    client = calm.client()
+    request = {"model": "fake", "messages": CHAT, "stream_options": {"include_usage": True}}
+    reply = client.chat.completions.create(**(request | {"stream_options": None}))
+    message = reply.choices[0].message
+    assert (message.content, message.reasoning_content) == ("Yes.", "Let me see.")
+    assert reply.usage.completion_tokens_details.reasoning_tokens == 3
+    *chunks, last = client.chat.completions.create(**request, stream=True)
+    pieces = [chunk.choices[0].delta.model_dump(exclude_unset=True) for chunk in chunks]
+    thoughts = [piece["reasoning_content"] for piece in pieces if "reasoning_content" in piece]
+    assert thoughts == ["Let me ", "see."] and last.usage.completion_tokens == 5
+    assert "".join(piece.get("content") or "" for piece in pieces) == "Yes."
+    response = client.responses.create(model="fake", input="Why?")
+    assert response.output_text == "Yes."
+    assert response.usage.output_tokens_details.reasoning_tokens == 3
+    deltas[2:] = [OutputDelta(0, "", (8,), finish_reason="length", reasoning="M")]
+    cut = client.chat.completions.create(**(request | {"stream_options": None})).choices[0]
+    assert (cut.message.content, cut.message.reasoning_content) == ("", "Let me see.M")

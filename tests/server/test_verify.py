@@ -51,6 +51,24 @@ def test_usage_has_the_figures_whole_and_streamed(served):
     assert [entry["tokens"] for entry in several.usage.h2o["verified"]] == [40, 40]
 
 
+def test_a_repair_is_in_usage_and_counted(served, fetch, monkeypatch):
+    monkeypatch.setattr("h2okv.engine.verify._GAP", 0.0)
+    client, repair = served.client(), {"h2o": {"verify": "repair"}}
+    text = {"prompt": "Once upon a time there was " * 4, "max_tokens": 40, "temperature": 0}
+    text |= {"model": "bundled", "extra_body": repair}
+    reply = client.completions.create(**text)
+    figures = figures_of(reply.usage, 40)
+    assert figures["repaired"] is True
+    assert figures["repair_tokens"] == reply.usage.prompt_tokens
+    first, *_, last = client.completions.create(**text, **STREAM)
+    assert first.choices[0].text == reply.choices[0].text  # in one piece, after the check
+    assert figures_of(last.usage, 40) == figures
+    assert json.loads(fetch("/stats"))["repaired"] == 2
+    assert "h2okv_repaired_total 2.0" in fetch("/metrics")
+    with pytest.raises(openai.BadRequestError, match=r"verify='repair': one answer is repaired"):
+        client.completions.create(**text, n=2)
+
+
 def test_without_the_field_usage_is_openais(served):
     reply = served.client().completions.create(model="bundled", prompt="A cat", max_tokens=2)
     assert "h2o" not in reply.usage.model_dump()

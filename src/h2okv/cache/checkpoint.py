@@ -82,6 +82,7 @@ def _layer_state(layer: CacheLayerMixin) -> tuple[dict[str, Tensor], dict[str, A
         return tensors, {
             "budgets": [astuple(budget) for budget in layer.state.budgets],
             **({"span_starts": starts} if (starts := layer.state.span_starts) else {}),
+            **({"has_gaps": True} if layer.state.has_gaps else {}),
             "counts_padding": layer.counts_padding,
             "weights": layer.weights(),
             # What packed entries do not tell.
@@ -296,6 +297,7 @@ def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str,
     expected.budgets = [TokenBudget(*amounts) for amounts in values["budgets"]]
     if starts := values.get("span_starts"):
         expected.span_starts = tuple(starts)
+    expected.has_gaps = bool(values.get("has_gaps"))
     check_loaded(layer, expected, seen)
     needs_queries = layer.scores_spans and any(layer.spans.phases(expected))
     if needs_queries and expected.queries is None:

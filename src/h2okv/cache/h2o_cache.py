@@ -669,6 +669,31 @@ class H2OCache(Cache):
         if length is not None:
             validation.check_pins(self._scored[0], [length])
 
+    def forget(self, spans: Iterable[Sequence[int]]) -> None:
+        """Take tokens out of the cache, such as a model's thoughts when its turn ends.
+
+        Exactly the entries at these positions leave, from every head of every layer with H2O
+        entries, pinned or not; their room is free for later tokens. All else stays as it is: the
+        positions of other entries, `num_seen_tokens`, and scores, with the attention that the
+        tokens have paid; the queries of an unfinished span still count at its end. Keys and values
+        behind them were computed while they were there, so this is not the cache of a text without
+        them. Sliding and linear layers keep what they hold.
+
+        Args:
+            spans: ``(start, stop)`` for each, positions of the text, padding not counted; the same
+                for all sequences of a batch.
+
+        Raises:
+            ValueError: if the cache is empty or its positions roll, drafts are recorded, or a span
+                is invalid, overlaps another, is out of range or begins in the sink.
+        """
+        self._end_drafting()
+        parsed, layers = validation.parse_pins(spans, "span"), self._slot_layers
+        for layer in self._scored:
+            validation.check_forget(layer, parsed)
+        for layer in layers if parsed else ():
+            layer.drop(parsed)
+
     def allow_non_finite(self) -> None:
         """Read blocks whatever comes of them; one rank alone must not stop in the middle."""
         for layer in self._slot_layers:

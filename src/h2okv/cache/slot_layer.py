@@ -218,11 +218,12 @@ class SlotLayer(CacheLayer):
         slots.capacity = limit + slots.span if self.rule.is_bounded else None
         if not self.rule.evicts:
             total = (positions >= 0).sum(dim=-1, keepdim=True)
-            limit = slots.most_entries(state)
+            limit = int(total.max()) if state.has_gaps else slots.most_entries(state)
         elif self.spans is not None:
             total = self.spans.totals(state, positions, self.is_late)
             slots.cut_late |= self.is_late is not None
-            limit = int(total.max()) if slots.cut_late else slots.most_entries(state)
+            is_known = not (slots.cut_late or state.has_gaps)
+            limit = slots.most_entries(state) if is_known else int(total.max())
         kernels = self.cut_kernels(positions)
         if kernels is None:
             slots.store(state, entries, *self.choose(entries, total, limit))
@@ -376,6 +377,23 @@ class SlotLayer(CacheLayer):
         if self.slots.steps_to_cut <= 0:  # padding can only delay the end
             self.spans.evict(self)
             self.slots.refresh(self.state, self.dtype)
+
+    def drop(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Take the entries at spans of positions out; mutates the layer."""
+        state, slots = self.state, self.slots
+        scores, positions = state.by_head("scores", "positions")
+        is_kept = positions >= 0
+        for start, stop in spans:
+            is_kept = is_kept & ((positions < start) | (positions >= stop))
+        with ordinary_tensors():
+            order = (~is_kept).to(torch.uint8).argsort(dim=-1, stable=True)
+            slots.compact(state, scores, order, is_kept.gather(-1, order))
+            if state.value_weights is not None:
+                values = self.storage.values.read(state.values, self.dtype)
+                state.value_weights.copy_(self.rule.value_weights(values))
+            state.has_gaps = True
+            state.slot_mask = slots.slots_within_budget(state)
+            slots.refresh(state, self.dtype)
 
     @property
     def is_ready(self) -> bool:

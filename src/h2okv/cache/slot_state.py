@@ -216,6 +216,7 @@ class SlotState(Slots):
     scored_lengths: tuple[int, ...] | None = None
     # Tokens of each sequence before its first span; None: spans begin with the text.
     span_starts: tuple[int, ...] | None = None
+    has_gaps: bool = False  # whether tokens may have left that no cut has evicted
 
     @classmethod
     def empty(cls, key: Tensor, value: Tensor, storage: KVStorage) -> SlotState:
@@ -415,7 +416,7 @@ class SlotState(Slots):
         """Empty slots of the same kind, for other numbers of sequences and slots; no slot mask."""
         empty = copy.copy(self)
         empty.slot_mask = empty.span_starts = None
-        empty.budgets = []
+        empty.budgets, empty.has_gaps = [], False
 
         def emptied(kind: Kind, tensor: Tensor) -> Tensor:
             tensor = kind.resized(tensor[:0], num_slots)
@@ -451,6 +452,7 @@ class SlotState(Slots):
             self.set_tensors({name: joined})
             other.set_tensors({name: joined[:0]})
         self.budgets = self.budgets + other.budgets
+        self.has_gaps |= other.has_gaps
         vars(self).update(counts)
 
     def copy_sequence(self, row: int, source: SlotState, sequence: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -252,7 +253,7 @@ class SlotPlan:
         They follow from the tokens seen, as entries leave at cuts and nowhere else.
         """
         # A rule that decides once has counted a token that is not read yet.
-        if self.cut_late or self.rule.sees is Sees.WINDOW:
+        if self.cut_late or state.has_gaps or self.rule.sees is Sees.WINDOW:
             return [heads[:, 0].tolist() for heads in state.counts()]
         counts = []
         sequences = zip(state.lengths(), state.phases(self.span), state.totals(), strict=True)
@@ -260,6 +261,13 @@ class SlotPlan:
             bounds = totals if self.rule.evicts else [length]
             counts.append([min(length - after_cut, bound) + after_cut for bound in bounds])
         return counts
+
+    @staticmethod
+    def _room(state: SlotState, counts: list[list[int]]) -> list[list[int]]:
+        """Return how many entries below their budgets the heads of each sequence hold."""
+        pairs = zip(state.totals(), counts, strict=True)
+        # One total may be that of several heads.
+        return [[*map(operator.sub, cycle(totals), heads)] for totals, heads in pairs]
 
     def most_entries(self, state: SlotState) -> int:
         """Return the entries of the head that holds most."""
@@ -329,8 +337,7 @@ class SlotPlan:
         is_even = self.rule.is_bounded and state.slot_mask is None and self.span == 1
         steps = []
         if is_even:
-            pairs = zip(state.totals(), counts, strict=True)
-            steps.append(max(max(map(operator.sub, *pair)) for pair in pairs))
+            steps.append(max(map(max, self._room(state, counts))))
         self.is_full = steps == [0]
         if state.head_of_slot is not None:
             steps += [] if self.has_all_slots else self._steps_by_head(state, dtype)
@@ -435,9 +442,8 @@ class SlotPlan:
             if self.span == 1:
                 tail.steps -= 1  # one slot is free after each step
                 if self.rule.is_bounded:
-                    pairs = zip(state.totals(), self.count_entries(state), strict=True)
-                    room = min(min(map(operator.sub, *pair)) for pair in pairs)
-                    tail.steps = min(tail.steps, room)
+                    rooms = self._room(state, self.count_entries(state))
+                    tail.steps = min(tail.steps, min(map(min, rooms)))
             state.scores.masked_fill_(state.positions < 0, 0.0)
         return tail
 

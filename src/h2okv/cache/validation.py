@@ -34,26 +34,50 @@ def check_prompt(layer: BaseLayer, lengths: Sequence[int], block: int) -> None:
     check_pins(layer, lengths)
 
 
-def parse_pins(spans: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+def parse_pins(spans: Iterable[Sequence[int]], name: str = "pin") -> tuple[tuple[int, int], ...]:
     """Spans of tokens in their order, without those that are empty."""
     pins = []
     if isinstance(spans, str) or not isinstance(spans, Iterable):
-        raise ValueError(f"pins must be a list of (start, stop), got {spans!r}; give [(0, 4)].")
+        raise ValueError(f"{name}s must be a list of (start, stop), got {spans!r}; give [(0, 4)].")
     for span in spans:
         ends = tuple(span) if isinstance(span, Sequence) else ()
         numbers = [end for end in ends if isinstance(end, int) and not isinstance(end, bool)]
         if len(ends) != 2 or len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
             shown = ends or span
             raise ValueError(
-                f"pin {shown!r} must be (start, stop) of tokens with 0 <= start <= stop,"
+                f"{name} {shown!r} must be (start, stop) of tokens with 0 <= start <= stop,"
                 " as in [(0, 4)]."
             )
         pins += [(ends[0], ends[1])] if ends[0] < ends[1] else []
     pins.sort()
     for before, after in pairwise(pins):
         if after[0] < before[1]:
-            raise ValueError(f"pins {before} and {after} overlap; give spans that do not.")
+            raise ValueError(f"{name}s {before} and {after} overlap; give spans that do not.")
     return tuple(pins)
+
+
+def check_forget(layer: BaseLayer, spans: Sequence[tuple[int, int]]) -> None:
+    """Refuse spans that a layer cannot forget."""
+    problem = ""
+    if layer.position_rule.rolls:
+        problem = "positions='rolling' places entries by their number; give positions='original'"
+    elif not hasattr(layer, "slots"):
+        problem = "entries are masked here, and stay; use an H2OCache of slots"
+    elif layer.log is not None:
+        problem = "drafts are recorded; call end_past_recording() first"
+    elif not layer.holds_entries:
+        problem = "the cache is empty; run the model with it first"
+    elif spans:
+        seen, sink = min(layer.state.lengths()), max(b.sink for b in layer.state.budgets)
+        if spans[-1][1] > seen:
+            problem = f"span {spans[-1]} ends after the {seen} tokens seen; shorten it"
+        elif spans[0][0] < sink:
+            problem = (
+                f"span {spans[0]} begins in the sink, the first {sink} tokens, which stay; begin"
+                f" at {sink} or later"
+            )
+    if problem:
+        raise ValueError(f"H2OCache.forget: {problem}.")
 
 
 def check_pins(layer: BaseLayer, lengths: Sequence[int]) -> None:
@@ -212,8 +236,11 @@ def check_integrity(layer: BaseLayer) -> None:
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     protected = protected_entries(positions, newest, state.sink, state.recent) & is_entry
     due = torch.minimum(newest + 1, state.sink + state.recent)
+    is_wrong = counts != expected
+    if state.has_gaps:  # of tokens that were forgotten
+        is_wrong, due = counts > expected, torch.zeros_like(due)
     problems = {
-        "holds another number of entries than the budget": counts != expected,
+        "holds another number of entries than the budget": is_wrong,
         "holds a token twice": twice,
         "holds a token that it has not seen": positions > newest,
         "lost a sink or a recent token": protected.sum(dim=-1, keepdim=True) < due,

@@ -26,6 +26,7 @@ from h2okv.engine.cache_engine import CacheEngine
 from h2okv.engine.outputs import Completion, OutputDelta, VerifiedAnswer
 from h2okv.engine.request import Event, PromptStart, Request
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.engine.verify import REPAIR
 from h2okv.integration.enable import enable
 from h2okv.models.loading import Described
 
@@ -222,7 +223,7 @@ class Job:
     compiled: bool = False  # whether an H2O cache's steps run through torch.compile
     pins: Sequence[tuple[int, int]] = ()  # spans of the prompt that an H2O cache does not evict
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of images
-    verify: bool = False  # whether the answer is read again with the full cache
+    verify: bool | str = False  # whether the answer is read again, or "repair"
 
     def attend(self, cache: Cache) -> AbstractContextManager[Any]:
         """Give the model the attention of an empty cache, and the cache its pins."""
@@ -240,7 +241,8 @@ def generate_once(
     room = job.described.limits.room(len(ids), int(params.max_tokens or 0))
     with job.attend(cache):
         engine = CacheEngine(job.model, job.described.tokenizer, cache)
-        options: dict[str, Any] = {"inputs": job.inputs, "verify": job.verify}
+        options: dict[str, Any] = {"inputs": job.inputs, "verify": bool(job.verify)}
+        options["repairs"] = job.verify == REPAIR
         generation = GenerationRun(engine, ids, params, room, write, **options)
         try:
             generation.run(show_progress)

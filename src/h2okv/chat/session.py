@@ -21,7 +21,7 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.chat.generation import Generation, GenerationRun
 from h2okv.console import Interrupt
 from h2okv.engine.cache_engine import CacheEngine
-from h2okv.engine.detokenizer import Detokenizer
+from h2okv.engine.detokenizer import THOUGHTS, THOUGHTS_END, Detokenizer, Thoughts
 from h2okv.engine.model_runner import count_kept
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.models.loading import Described
@@ -115,6 +115,31 @@ class TurnForm:
         # The answer may have ended with the end-of-turn token already.
         end = str(self.tokenizer.convert_ids_to_tokens(transcript.token_ids[-1]))
         return after.removeprefix(end) if transcript.text.endswith(end) else after
+
+    def without_thoughts(
+        self, before: Transcript, question: Transcript, answer: str
+    ) -> Transcript | None:
+        """Return a turn as the template shows it later; ``None`` if it has no thoughts, or no text.
+
+        Args:
+            before: The chat before the turn.
+            question: The chat up to where the answer begins.
+            answer: What the model wrote.
+        """
+        if self.is_plain or THOUGHTS_END not in str(self.tokenizer.chat_template):
+            return None
+        is_open = question.text.rstrip().endswith(THOUGHTS)
+        thoughts, content = Thoughts(is_open).split(answer, is_end=True)
+        messages = [*question.messages, {"role": "assistant", "content": content.strip()}]
+        rendered = self._render([*messages, {"role": "user", "content": _PLACEHOLDER}])
+        head, content, _ = rendered.partition(_PLACEHOLDER)[0].rpartition(content.strip() or "\0")
+        if not (thoughts and content and head.startswith(before.text)):
+            return None
+        text = head[len(before.text) :] + content
+        token_ids = self._encode_after(text) if before.text else encode(
+            self.tokenizer, text, special=False
+        )  # fmt: skip
+        return Transcript(messages, before.token_ids + token_ids, before.text + text)
 
     def _follow_plain(self, transcript: Transcript, user: Message) -> str:
         """Return the same for a plain dialogue, less what the model has begun of it."""
@@ -272,7 +297,7 @@ class Chat:
 
     def _commit(self, transcript: Transcript, answer: Generation, is_broken: bool) -> None:
         """Add a turn and its answer, unless the cache read none of it or is of no use."""
-        before = self._turns[-1][1]
+        earlier, before = self._turns[-1]
         if is_broken:
             self.cache = before
         if self.cache.num_seen_tokens == before.num_seen_tokens:
@@ -289,6 +314,10 @@ class Chat:
             token_ids = token_ids[:-1]
         elif is_eos:
             text += str(self.form.tokenizer.convert_ids_to_tokens(token_ids[-1]))
+        turn = self.form.without_thoughts(earlier, transcript, content)
+        if turn is not None:  # the next turn reads this one again, without them
+            self.transcript, self.cache = turn, before.fork(1)
+            return
         self.transcript = transcript.then("assistant", content, token_ids, text)
 
     def _room(self, seen: int, new: Sequence[int]) -> int:

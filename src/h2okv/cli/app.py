@@ -33,6 +33,12 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, remaining = super().resolve_command(ctx, args)
+        if name in ("chat", "generate"):  # where --verify alone is a flag
+            pairs = zip(remaining, [*remaining[1:], ""], strict=True)
+            remaining = [
+                f"{word}=answer" if word == "--verify" and after != "repair" else word
+                for word, after in pairs
+            ]
         return name, command and load_command(str(name)), remaining
 
     def invoke(self, ctx: Any) -> Any:

@@ -62,9 +62,14 @@ def chat(
     compile: bool = COMPILE,
     weight_bits: int | None = WEIGHT_BITS,
     load: Path | None = option(None, "Continue a saved chat.", read=saved_chat),
-    verify: bool = VERIFY,
+    verify: Typed = VERIFY,
 ) -> int:
     check_pinnable(pin)
+    if verify == "repair":
+        raise ValueError(
+            "--verify repair makes one answer again, and a chat reads its answers on; give"
+            " --verify alone, or use generate or serve"
+        )
     cache, evict_every = choice.apart_from_cuts()
     positions = cache.positions if "positions" in choice.named else "auto"
     cache = replace(cache, positions="original")

@@ -67,7 +67,7 @@ def generate(
     compile: bool = COMPILE,
     weight_bits: int | None = WEIGHT_BITS,
     compare: str | None = option(None, "Run the full cache too, and compare."),
-    verify: bool = VERIFY,
+    verify: Typed = VERIFY,
     as_json: bool = JSON,
 ) -> int:
     if compare not in (None, "full"):

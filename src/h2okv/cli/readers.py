@@ -38,6 +38,12 @@ def bits(option: str, number: int, allowed: Sequence[int] = (8, 4)) -> int:
     return number
 
 
+def verify(option: str, text: str) -> bool | str:
+    """Read whether answers are read again, and repaired."""
+    values: dict[str, bool | str] = {"": False, "answer": True, "repair": "repair"}
+    return values[choice(option, text, [*values])]
+
+
 def least(option: str, number: int, least: int = 1) -> int:
     check_least(least, **{option[2:]: number})
     return number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.support import context_window
@@ -17,10 +19,10 @@ from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.model_runner import ModelRunner, StepOutput, left_padded
 from h2okv.engine.outputs import EngineStats
-from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
+from h2okv.engine.request import Output, PrefillChunk, PromptStart, Request, ScheduledStep
 from h2okv.engine.sampler import Sampler, eos_token_ids
 from h2okv.engine.scheduler import Scheduler
-from h2okv.engine.verify import Verifier
+from h2okv.engine.verify import Verifier, with_budget
 from h2okv.prompts.readers import UNLIMITED
 
 _CHUNK = 512  # tokens of a full cache's prompt in one forward: short ones let Ctrl-C stop soon
@@ -62,6 +64,7 @@ class CacheEngine(Engine):
         self._counters, self.is_broken = EngineStats(), False  # by a forward that has not ended
         room = context_window(model.config) or UNLIMITED  # a full cache ends there
         self.verifier = Verifier(EngineConfig(), self.runner, _CHUNK, lambda: room)
+        self.verifier.again = self._again
 
     def run(
         self, requests: Sequence[Request], should_stop: Callable[[], bool] = lambda: False
@@ -93,6 +96,16 @@ class CacheEngine(Engine):
             self._report(request.outputs[0], token, torch.empty(0), None)
             self.scheduler.running.append(request.outputs[0])
 
+    def make_cache(self, budget: Budget | None) -> H2OCache:
+        """Return an empty cache like this one's, with the budget of a request if that has one."""
+        return H2OCache.from_config(self.model, with_budget(self.cache.cache_config, budget))
+
+    def _again(self, request: Request) -> tuple[Engine, Request] | None:
+        again = answer_again(self, request) if isinstance(self.cache, H2OCache) else None
+        if again is not None:
+            self.cache = again[0].cache
+        return again
+
     def _run_step(self, step: ScheduledStep) -> StepOutput:
         self.is_broken = True
         output = self.runner.execute(step)
@@ -106,6 +119,30 @@ class CacheEngine(Engine):
             self.choices.append(token)
             token = self._forced[len(output.tokens)]
         super()._report(output, token, logits, row)
+
+
+def answer_again(engine: Engine, request: Request) -> tuple[CacheEngine, Request] | None:
+    """Prepare to make an answer again on a cache outside the pool, with twice the budget.
+
+    Returns:
+        What runs it, and the request; ``None`` if the budget had room for the whole answer.
+    """
+    cache, length = engine.make_cache(request.start.budget), len(request.prompt)
+    tokens = cache.budget.resolve(length)
+    num_new = len(request.outputs[0].tokens)
+    if cache.cache_config.is_full or tokens.total >= length + num_new:
+        return None
+    double = Budget(heavy=2 * tokens.heavy, recent=2 * tokens.recent, sink=tokens.sink)
+    cache = engine.make_cache(double)
+    cache.pin(request.start.pins)
+    again = replace(
+        request, start=PromptStart(length), notify=lambda event: None, num_prefilled=0, saves={},
+        outputs=[], logprobs=[], is_over=False, repairs=False, verify=True, is_sampled=False,
+        verified=None,
+    )  # fmt: skip
+    larger = CacheEngine(engine.model, engine.tokenizer, cache)
+    larger.scheduler.submit(again)
+    return larger, again
 
 
 class _CacheRunner(ModelRunner):

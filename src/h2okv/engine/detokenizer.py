@@ -10,6 +10,8 @@ from transformers import PreTrainedTokenizerBase
 # new token follows a word and keeps the space before it.
 _LEAD = 4
 _UNFINISHED = "\ufffd"
+THOUGHTS, THOUGHTS_END = "<think>", "</think>"
+"""Tags of the templates whose answers begin with thoughts."""
 
 
 class Detokenizer:
@@ -72,6 +74,11 @@ class StopText:
         offset, _, self.stopped = min(matches)
         return self._emit(offset)
 
+    @property
+    def behind_stop(self) -> str:
+        """The text behind the stop string, of the piece that had it."""
+        return self._pending[len(self.stopped or self._pending) :]
+
     def end(self) -> str:
         """Return the text that was held back and did not become a stop string."""
         return "" if self.stopped is not None else self._emit(len(self._pending))
@@ -90,6 +97,44 @@ class StopText:
             piece = piece.lstrip()
         self.text += piece
         return piece
+
+
+class Thoughts:
+    """Divides an answer into the thoughts that it begins with, if any, and its text.
+
+    Thoughts that do not end take all of the answer; later tags are text.
+
+    Args:
+        is_open: Whether the prompt has begun them.
+    """
+
+    def __init__(self, is_open: bool) -> None:
+        self.is_open = self.has_begun = is_open
+        self._inside, self._text, self._is_over = StopText([THOUGHTS_END]), "", False
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether there are thoughts, or may still be."""
+        return self.has_begun or not self._is_over
+
+    def split(self, piece: str, is_end: bool) -> tuple[str, str]:
+        """Return the thoughts and the text of the next piece; mutates."""
+        if not (self.has_begun or self._is_over):
+            self._text += piece
+            begin = self._text.lstrip()
+            if THOUGHTS.startswith(begin) and begin != THOUGHTS and not is_end:
+                return "", ""
+            self.is_open = self.has_begun = begin.startswith(THOUGHTS)
+            self._is_over = not self.has_begun
+            piece = begin.removeprefix(THOUGHTS) if self.has_begun else self._text
+        thoughts = ""
+        if self.is_open:
+            thoughts = self._inside.add(piece) + (self._inside.end() if is_end else "")
+            self.is_open, piece = self._inside.stopped is None, self._inside.behind_stop
+        if not self._is_over:  # blanks behind the thoughts
+            piece = piece.lstrip()
+            self._is_over = bool(piece)
+        return thoughts, piece
 
 
 class SequenceText:

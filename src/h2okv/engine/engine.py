@@ -18,6 +18,7 @@ from h2okv.cache.linear_states import continues_prompts
 from h2okv.calibration.layer_budgets import even_budgets, with_measured_budgets
 from h2okv.config import MEASURED
 from h2okv.engine.config import EngineConfig
+from h2okv.engine.detokenizer import THOUGHTS, THOUGHTS_END
 from h2okv.engine.memory import MemoryModel, available_bytes, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
 from h2okv.engine.outputs import EngineStats, OutputDelta, RequestFailedError
@@ -37,7 +38,7 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.scheduler import Scheduler
 from h2okv.engine.serving import config_for, prompt_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
-from h2okv.engine.verify import Verifier
+from h2okv.engine.verify import REPAIR, Verifier, with_budget
 from h2okv.integration.enable import enable, input_device
 from h2okv.models.loading import Described, context_of, describe, load_weights
 from h2okv.prompts.chat_template import encode
@@ -48,6 +49,7 @@ from h2okv.provenance import fingerprint
 from h2okv.records import refusing
 
 _MIB = 1 << 20
+_MOST_OPENING = 12  # tokens of "<think>" and the blanks behind it
 
 
 class Engine:
@@ -95,7 +97,7 @@ class Engine:
         if config.tensor_parallel:
             cache_config = even_budgets(cache_config, "each process holds a part of the model")
         self.config = config = replace(config, cache=cache_config.before_measuring)
-        probe = self._make_cache(None)
+        probe = self.make_cache(None)
         self.config = config = config_for(self.config, probe)
         self._folder = PrefixFolder.of(config)
         if config.tensor_parallel and probe.cache_config.is_by_head:
@@ -118,7 +120,7 @@ class Engine:
         if cache_config.layer_budgets == MEASURED:
             measured_config = with_measured_budgets(cache_config, self.model, described)
             self.config = config = replace(config, cache=measured_config)
-            probe = self._make_cache(None)
+            probe = self.make_cache(None)
             self._set_limits(probe, described)
         self.group = TensorParallelGroup() if config.tensor_parallel else None
         ranks = 1 if self.group is None else self.group.world_size
@@ -135,7 +137,7 @@ class Engine:
             # On a GPU, late allocations fragment memory; a given limit must hold from the start.
             grows = config.memory is None and input_device(self.model).type == "cpu"
             self.runner = ModelRunner(
-                self.model, self._make_cache, self.max_num_seqs, self.max_budgets, self.group, grows
+                self.model, self.make_cache, self.max_num_seqs, self.max_budgets, self.group, grows
             )
             self._prefixes: dict[tuple[int, ...], str] = {}  # keys of saved texts
             for text in config.prefixes:
@@ -161,6 +163,8 @@ class Engine:
         )
         self._execute = self.runner.execute
         self._eos = eos_token_ids(self.model)
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        self._thinks = THOUGHTS_END in template
         self._grammars = GrammarCompiler(self.tokenizer, described.vocab_size, self._eos)
         self._counters = EngineStats()
 
@@ -267,7 +271,7 @@ class Engine:
         """Bring a state back from its file; return whether there was one."""
         if self._folder is None:
             return False
-        state = self._folder.read(key, length, self.model, self._make_cache(None))
+        state = self._folder.read(key, length, self.model, self.make_cache(None))
         if state is None:
             return False
         self.runner.pool.adopt(state)
@@ -353,7 +357,8 @@ class Engine:
                 kept_tokens = self.runner.kept_tokens(row, len(request.prompt) + num_new)
                 delta = replace(delta, kept=kept_tokens)
         self._counters.new_tokens += 1
-        request.notify(delta)
+        if not request.repairs:  # else the answer may be replaced
+            request.notify(delta)
         if all(sibling.is_finished for sibling in request.outputs):
             self._end(request)
 
@@ -404,6 +409,8 @@ class Engine:
             verified_tokens=self.verifier.num_tokens,
             verify_failed=self.verifier.num_failed,
             verify_waiting=self.verifier.num_waiting,
+            repaired=self.verifier.num_repaired,
+            repair_tokens=self.verifier.num_repair_tokens,
         )
 
     def describe(self) -> str:
@@ -423,7 +430,7 @@ class Engine:
         device = input_device(self.model)
         lines = [
             f"{self.name} in {dtype} on {device}{shards}, {self.config.cache.policy_label}:"
-            f" {self._make_cache(None)!r}",
+            f" {self.make_cache(None)!r}",
             f"{num_seqs} sequences of {self.max_budget:,} entries (prompts up to "
             f"{self.limits.max_prompt_tokens:,} tokens): {sequence / _MIB:.2f} MiB "
             f"each, {num_seqs * sequence / _MIB:.1f} MiB {allocated}",
@@ -470,7 +477,7 @@ class Engine:
         budget: Budget | int | float | str | None = None,
         kept_every: int | None = None,
         pins: Pins = (),
-        verify: bool = False,
+        verify: bool | str = False,
         kind: str = "text",
     ) -> Request:
         """Validate and create a request without submitting it; may be called from any thread.
@@ -491,11 +498,14 @@ class Engine:
         grammar, level = params.grammar, None
         if grammar is not None and kind != "tools":
             kind = "schema"
+        thinks = self._thinks and kind != "text"
+        if thinks and THOUGHTS_END in getattr(self.tokenizer, "all_special_tokens", ()):
+            params = replace(params, skip_special_tokens=False)  # their text would be missing
         if verify:
-            self._check_verify(inputs)
+            self._check_verify(verify, inputs, params.n, kept_every)
         if budget is not None:
             budget = self.config.cache.request_budget(budget)
-        cache = self._make_cache(budget)
+        cache = self.make_cache(budget)
         if budget is not None:
             cache.warn_of_few_entries()
         cache.pin(pins, len(tokens))
@@ -524,14 +534,22 @@ class Engine:
             grammar_mask=None if grammar is None else self._grammars.compile(grammar),
             inputs=inputs,
             kind=kind,
+            opening=self._opening(tokens, grammar is None) if thinks else None,
             level=level,
-            verify=verify,
+            verify=bool(verify),
+            repairs=verify == REPAIR,
         )
 
-    def _check_verify(self, inputs: Mapping[str, Any]) -> None:
-        """Raise ValueError if an answer cannot be read again."""
+    def _check_verify(
+        self, verify: bool | str, inputs: Mapping[str, Any], n: int, kept_every: int | None
+    ) -> None:
+        """Raise ValueError if an answer cannot be read again, or repaired."""
+        if verify not in (True, REPAIR):
+            raise ValueError(f"verify must be true, false or {REPAIR!r}, got {verify!r}.")
         problem = ""
-        if inputs:
+        if verify == REPAIR and (n > 1 or kept_every is not None):
+            problem = f"one answer is repaired, without reports; got {n=}, {kept_every=}"
+        elif inputs:
             problem = "a prompt with images is not read again"
         elif self.group is not None:
             problem = "answers are read again in one process, and here are several"
@@ -541,7 +559,14 @@ class Engine:
                 " (--verify 2%)"
             )
         if problem:
-            raise ValueError(f"verify=True: {problem}; or leave it out.")
+            raise ValueError(f"verify={verify!r}: {problem}; or leave it out.")
+
+    def _opening(self, tokens: Sequence[int], may_think: bool) -> int:
+        """Return how many tokens at the end of a prompt begin thoughts; 0 if none do."""
+        for count in range(1, _MOST_OPENING + 1) if may_think else ():
+            if str(self.tokenizer.decode(list(tokens[-count:]))).strip() == THOUGHTS:
+                return count
+        return 0
 
     def encode(self, chat: Conversation) -> EncodedPrompt:
         """Encode a conversation up to its answer, with its images."""
@@ -585,11 +610,9 @@ class Engine:
             "weight_bits": self.config.weight_bits,
         }
 
-    def _make_cache(self, budget: Budget | None) -> H2OCache:
-        config = self.config.cache
-        if budget is not None:
-            fields = ("heavy", "recent", "sink", "min_tokens")
-            config = replace(config, **{name: getattr(budget, name) for name in fields})
+    def make_cache(self, budget: Budget | None) -> H2OCache:
+        """Return an empty cache, with the budget of a request if that has one."""
+        config = with_budget(self.config.cache, budget)
         cache = H2OCache.from_config(self._cache_source, config)
         if self.config.tensor_parallel:
             cache.allow_non_finite()

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from h2okv.budget import Budget
 from h2okv.cache.support import unwrap
 from h2okv.console import Progress
 from h2okv.engine.agreement import AgreementReport
+from h2okv.engine.cache_engine import answer_again
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.memory import release_workers
@@ -59,6 +61,7 @@ class _Front:
         elif not isinstance(model, str):
             unwrap(model)  # raises for anything else
         self.engine = engine = Engine(model, tokenizer, engine_config, dtype=dtype, device=device)
+        engine.verifier.again = partial(answer_again, engine)
         self.name, self.tokenizer = engine.name, engine.tokenizer
         self.image_encoder = engine.image_encoder
         self.max_budget, self.limits = engine.max_budget, engine.limits
@@ -136,7 +139,7 @@ class LLM(_Front):
         *,
         budget: Budget | int | float | str | None = None,
         pin: Sequence[str] = (),
-        verify: bool = False,
+        verify: bool | str = False,
         show_progress: bool = True,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool | None = None,
@@ -217,7 +220,7 @@ class LLM(_Front):
         *,
         budget: Budget | int | float | str | None = None,
         pins: Sequence[Pins] | None = None,
-        verify: bool = False,
+        verify: bool | str = False,
         kind: str = "text",
         show_progress: bool = True,
         **sampling: Any,
@@ -234,6 +237,8 @@ class LLM(_Front):
             pins: For each, spans ``(start, stop)`` of its tokens that are never evicted.
             verify: Whether to read all answers again with the full cache, for
                 `RequestOutput.verified`; otherwise those that the config's `verify` samples.
+                ``"repair"``: and to make an answer again with twice the budget, once, if one of its
+                first 8 tokens is clearly not the full cache's.
             kind: Kind of the requests, by which `agreement` reports.
             show_progress: Whether to draw a bar, on a terminal.
             **sampling: Fields of `SamplingParams` that replace those of `params`, such as
@@ -344,7 +349,7 @@ class AsyncLLM(_Front):
         *,
         budget: Budget | int | float | str | None = None,
         kept_every: int | None = None,
-        verify: bool = False,
+        verify: bool | str = False,
         kind: str = "text",
         **sampling: Any,
     ) -> AsyncGenerator[OutputDelta, None]:
@@ -360,7 +365,8 @@ class AsyncLLM(_Front):
             kept_every: New tokens between two reports of which tokens the cache still holds
                 (`OutputDelta.kept`), with one more report at the end; ``None`` for no reports.
             verify: Whether to read the answer again with the full cache once there is nothing else
-                to do; the iterator ends after that, with `OutputDelta.verified`.
+                to do; the iterator ends after that, with `OutputDelta.verified`. With ``"repair"``
+                the whole answer comes then, as one part.
             kind: Kind of the request, by which agreement is reported.
             **sampling: As for `LLM.generate`.
 
@@ -446,7 +452,7 @@ class AsyncLLM(_Front):
                 self.engine.abort(request)
                 request.notify(self._stopped())
         for request in self.engine.verifier.clear():  # their answers are complete
-            request.notify(None)
+            request.finish()
         self._send_events()
 
     def _send_events(self) -> None:

@@ -46,7 +46,9 @@ class VerifiedAnswer:
         first_difference: Number of the first that was not, from 0; ``None`` if all agreed.
         kl_divergence: Of the evicting cache's next tokens from the full cache's, in nats, the mean
             over the tokens; of the 16 most likely next tokens and all others as one.
-        note: Why less than the whole answer was compared.
+        note: Why less than the whole answer was compared, or it was not repaired.
+        repaired: Whether an earlier answer differed, and this one has twice the budget.
+        repair_tokens: Tokens of the prompt that were read for it.
     """
 
     tokens: int
@@ -54,6 +56,8 @@ class VerifiedAnswer:
     first_difference: int | None = None
     kl_divergence: float = 0.0
     note: str = ""
+    repaired: bool = False
+    repair_tokens: int = 0
 
     @property
     def agreement(self) -> float | None:
@@ -66,12 +70,15 @@ class VerifiedAnswer:
         text = f"{self.agreed:,} of {self.tokens:,} next tokens are the full cache's"
         if self.first_difference is not None:
             text += f", the first that differs is number {self.first_difference}"
+        if self.repaired:
+            text += f"; repaired with twice the budget, {self.repair_tokens:,} tokens read again"
         return f"{text} ({self.note})" if self.note else text
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures, ready for JSON."""
         figures = {**vars(self), "agreement": self.agreement}
-        return {name: value for name, value in figures.items() if value != ""}
+        unset = {"note": "", "repaired": False, "repair_tokens": 0}
+        return {n: value for n, value in figures.items() if n not in unset or value != unset[n]}
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,8 @@ class OutputDelta:
     kept: KeptTokens | None = None  # word-ok: goes with the public parameter kept_every
     # If requested, in one more delta at the end, without text.
     verified: VerifiedAnswer | None = None
+    reasoning: str = ""  # thoughts, of chats whose template has them; not in the text
+    reasoning_tokens: int = 0
 
 
 @dataclass
@@ -104,10 +113,14 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     kept: KeptTokens | None = None  # word-ok: the newest
+    reasoning: str = ""
+    reasoning_tokens: int = 0
 
     def add(self, delta: OutputDelta) -> None:
         """Add the next delta of this output; mutates the completion."""
         self.text += delta.text
+        self.reasoning += delta.reasoning
+        self.reasoning_tokens += delta.reasoning_tokens
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
         self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
@@ -187,5 +200,7 @@ class EngineStats:
     verified_tokens: int = _number("Tokens of prompts and answers read again.", True)
     verify_failed: int = _number("Answers that could not be read again.", True)
     verify_waiting: int = _number("Answers that are still to be read again.")
+    repaired: int = _number("Answers that were replaced, with twice the budget.", True)
+    repair_tokens: int = _number("Tokens of prompts that were read for these.", True)
     steps: int = _number("Decode steps.", True)
     evictions: int = _number("Entries evicted, of one layer and one KV head.", True)

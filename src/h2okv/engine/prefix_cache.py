@@ -23,6 +23,8 @@ class PrefixCache:
     Every state has the size of a budget, so few places of a text get one: the last multiple in a
     prompt; the last in an answer; and where a prompt leaves a text that was read before, for then
     other prompts begin so too (arXiv 2411.19379 admits states of recurrent layers in this way).
+    Where answers have thoughts, the states of a conversation's turns follow each other, and of
+    those that no other prompt has continued the newest two stay.
 
     Args:
         span: tokens between two evictions.
@@ -43,6 +45,10 @@ class PrefixCache:
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._beginnings: OrderedDict[str, None] = OrderedDict()
         self.num_bytes = self.num_evicted = 0
+        # Of a state: the one that its prompt continued from, and the one that followed it; empty
+        # where several prompts have continued from it.
+        self._before: dict[str, str] = {}
+        self._after: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -59,15 +65,22 @@ class PrefixCache:
             keys.append(digest.hex())
         return keys
 
-    def match(self, tokens: Sequence[int]) -> tuple[int, str | None, dict[int, str]]:
+    def match(
+        self, tokens: Sequence[int], opening: int | None = None
+    ) -> tuple[int, str | None, dict[int, str]]:
         """Find the longest state that leaves a token to read; mutates the order of use.
+
+        Args:
+            tokens: Of a prompt.
+            opening: How many at its end later prompts do not have, as they begin thoughts;
+                ``None`` where answers have no thoughts.
 
         Returns:
             ``(length, key, saves)``: the tokens that the state has read, its key, and the lengths
             at which this prompt's states are to be saved, with their keys.
         """
         keys = self.keys_of(tokens)
-        usable = keys[: (len(tokens) - 1) // self.span]
+        usable = keys[: (len(tokens) - max(1, opening or 0)) // self.span]
         count = len(usable)
         while count and (key := usable[count - 1]) not in self:
             if self._load(key, count * self.span):
@@ -81,8 +94,15 @@ class PrefixCache:
             self._beginnings.popitem(last=False)
         counts = {shared, len(usable)}  # the same prompt may come again
         saves = {n * self.span: keys[n - 1] for n in counts if n > count}
+        if count < shared < len(usable):
+            self._after[keys[shared - 1]] = ""
         if count == 0:
             return 0, None, saves
+        if opening is not None and count < len(usable):
+            key, newest = keys[count - 1], keys[len(usable) - 1]
+            self._before[newest] = key
+            if self._after.setdefault(key, newest) != newest:
+                self._after[key] = ""
         self._sizes.move_to_end(keys[count - 1])
         return count * self.span, keys[count - 1], saves
 
@@ -92,7 +112,11 @@ class PrefixCache:
         self.remove(key)
         self._sizes[key] = num_bytes
         self.num_bytes += num_bytes
+        before = self._before.get(key, "")
+        earlier = self._before.get(before, "")
         dropped = []
+        if self._after.get(earlier) == before and self.remove(earlier):
+            dropped.append(earlier)
         while self.num_bytes > self.max_bytes:
             oldest = next(iter(self._sizes))
             self.remove(oldest)
@@ -103,6 +127,9 @@ class PrefixCache:
     def remove(self, key: str) -> bool:
         """Forget a state; return whether there was one."""
         size = self._sizes.pop(key, None)
+        if size is not None:
+            self._before.pop(key, None)
+            self._after.pop(key, None)
         self.num_bytes -= size or 0
         return size is not None
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from h2okv.budget import Budget
-from h2okv.engine.detokenizer import Detokenizer, StopText
+from h2okv.engine.detokenizer import Detokenizer, StopText, Thoughts
 from h2okv.engine.drafts import PromptLookup
 from h2okv.engine.outputs import (
     Completion,
@@ -110,6 +110,10 @@ class Trace:
         divergence = float((full * (full / evicting).log()).sum())
         return int(logits.argmax()) == self.best[number], max(0.0, divergence)
 
+    def gap(self, number: int, logits: Tensor) -> float:
+        """Return by how much fp32 logits ``[1, V]`` prefer another token, as a log-ratio."""
+        return float(logits.max() - logits[0, self.best[number]])
+
 
 def _with_rest(weights: Tensor) -> Tensor:
     """Return the probabilities ``[k]`` and that of all other tokens, fp64 ``[k + 1]``."""
@@ -129,9 +133,16 @@ class Output:
         skips_special = request.params.skip_special_tokens
         self._detokenizer = Detokenizer(tokenizer, request.prompt, skips_special)
         self._text = StopText(request.params.stop, strips_start=False)
+        opening = request.opening
+        self._thoughts = None if opening is None else Thoughts(opening > 0)
         self.lookup = PromptLookup()
         self.saved: str | None = None  # key of the newest state that decoding has saved
         self.trace: Trace | None = None  # if it will be read again
+
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether it begins with thoughts, which the next turn's prompt leaves out."""
+        return self._thoughts is not None and self._thoughts.may_begin
 
     @property
     def is_finished(self) -> bool:
@@ -156,6 +167,11 @@ class Output:
         if text.stopped is not None:
             reason, ended_by = "stop", text.stopped
         delta = OutputDelta(self.completion.index, piece, (token,), logprobs, reason, ended_by)
+        if self._thoughts is not None:
+            was_open = self._thoughts.is_open
+            reasoning, piece = self._thoughts.split(piece, reason is not None)
+            count = int(was_open or self._thoughts.is_open)
+            delta = replace(delta, text=piece, reasoning=reasoning, reasoning_tokens=count)
         self.completion.add(delta)
         return delta
 
@@ -186,8 +202,12 @@ class Request:
     inputs: Mapping[str, Tensor] = field(default_factory=dict)  # of images
     position_offset: int = 0  # of positions on three axes, after images that take fewer
     kind: str = "text"  # or chat, tools, schema
+    # Tokens at the prompt's end that begin thoughts, which are not the answer's text; None where
+    # answers have no thoughts.
+    opening: int | None = None
     level: int | None = None  # of its budget, if the engine chose it
     verify: bool = False  # whether the client waits for its answer to be read again
+    repairs: bool = False  # and gets it after that, from twice the budget if the first one differs
     is_sampled: bool = False  # whether it is one of those that all are judged by
     verified: VerifiedAnswer | None = None
 
@@ -218,6 +238,17 @@ class Request:
         is_requested = self.params.prompt_logprobs is not None
         logprobs = tuple(self.logprobs) if is_requested else None
         return PromptRead(self.prompt, self.start.num_reused, logprobs)
+
+    def finish(self) -> None:
+        """Send a client what comes after its answer was read again, and the end."""
+        for output in self.outputs if self.repairs else ():
+            done = output.completion
+            prompt = self.prompt_read() if done.index == 0 else None
+            fields = {**vars(done), "token_ids": (*done.token_ids,), "logprobs": (*done.logprobs,)}
+            self.notify(OutputDelta(**fields, prompt=prompt))
+        if self.verified is not None:
+            self.notify(OutputDelta(0, "", verified=self.verified))
+        self.notify(None)
 
     def output(self) -> RequestOutput | None:
         """Return its outputs once it is over; ``None`` if it has failed."""

@@ -15,21 +15,33 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from transformers import DynamicCache
 
 from h2okv.budget import Budget
+from h2okv.config import CacheConfig
 from h2okv.console import warn
 from h2okv.engine.agreement import FACTORS, AgreementLog, AgreementReport, BudgetLevels
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.model_runner import ModelRunner
-from h2okv.engine.outputs import OutputDelta, VerifiedAnswer
+from h2okv.engine.outputs import VerifiedAnswer
 from h2okv.engine.request import Output, Request, Trace
 
 MOST_WAITING = 64
 """Answers that wait to be read again; while there are as many, no further one is sampled."""
 _PATIENCE, _BUSY_SHARE = 10.0, 0.1
 """Seconds that an answer waits for an idle engine; then it takes this share of the time."""
+REPAIR = "repair"
+"""Value of ``verify`` by which an answer that differs is made again with twice the budget."""
+_FIRST, _GAP = 8, 1.0
+"""Tokens of an answer that decide on a repair, and the log-ratio by which one must differ."""
+
+
+class _Engine(Protocol):
+    verifier: Verifier
+
+    def step(self) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -47,6 +59,9 @@ class _Check:
     first_difference: int | None = None
     divergence: float = 0.0
     note: str = ""
+    is_read: bool = False
+    differs: bool = False  # whether one of the first tokens is clearly not the full cache's
+    again: tuple[_Engine, Request] | None = None  # what makes the answer again
 
     @property
     def request(self) -> Request:
@@ -73,6 +88,8 @@ class Verifier:
     ) -> None:
         self._config, self._runner = config, runner
         self._chunk_tokens, self._max_tokens = max(2, chunk_tokens), max_tokens
+        # Prepares an engine that makes a request's answer again; None where that is of no use.
+        self.again: Callable[[Request], tuple[_Engine, Request] | None] = lambda request: None
         self.log = AgreementLog()
         self.levels = None if config.agreement is None else BudgetLevels(config.agreement)
         self.warn = warn  # a command writes a line instead
@@ -82,6 +99,7 @@ class Verifier:
         self._current: _Check | None = None
         self._spent = 0  # tokens of sampled answers and their prompts
         self.num_verified = self.num_tokens = self.num_failed = 0
+        self.num_repaired = self.num_repair_tokens = 0
         self._chunk_seconds = self._last_end = 0.0
 
     @property
@@ -162,10 +180,11 @@ class Verifier:
             return False
         begin, self._current = time.monotonic(), check
         try:
-            is_over = self._read_chunk(check)
+            is_over = self._advance(check)
         except Exception as error:  # such as no memory; the answer itself is complete
-            check.note, is_over = f"it was not compared: {type(error).__name__}: {error}", True
-            check.num_compared = 0
+            done = "repaired" if check.is_read else "compared"
+            check.note, is_over = f"it was not {done}: {type(error).__name__}: {error}", True
+            check.num_compared, check.again = check.num_compared * check.is_read, None
         except BaseException:  # Ctrl-C in the middle of a forward
             self._current = None
             raise
@@ -224,7 +243,43 @@ class Verifier:
             check.divergence += divergence
             if not agrees and check.first_difference is None:
                 check.first_difference = number
+            if request.repairs and number < _FIRST and check.trace.gap(number, processed) > _GAP:
+                check.differs = True
         return end == len(text)
+
+    def _advance(self, check: _Check) -> bool:
+        """Read a chunk, or take a step of a repair; return whether the check is over."""
+        if check.again is not None:
+            return self._repair(check, *check.again)
+        check.is_read = self._read_chunk(check)
+        if not check.is_read:
+            return False
+        if check.differs and check.request.verify:
+            check.cache, room = None, self._max_tokens()
+            num_tokens = len(check.request.prompt) + len(check.output.tokens)
+            if room < 2 * num_tokens:  # the larger cache, and a full one to read it again with
+                check.note = (
+                    f"it was not repaired: there is room for {room:,} tokens, and a repair needs"
+                    f" it for {2 * num_tokens:,}"
+                )
+            else:
+                check.again = self.again(check.request)
+        return check.again is None
+
+    def _repair(self, check: _Check, engine: _Engine, again: Request) -> bool:
+        """Take a step of making an answer again; return whether it was read again too."""
+        if not check.request.verify:  # its client went away
+            check.again = None
+        elif not again.is_over:
+            engine.step()
+            return False
+        elif again.error is not None:
+            raise again.error
+        elif engine.verifier.step():
+            return False
+        else:
+            self.num_tokens += engine.verifier.num_tokens
+        return True
 
     def _report(self, check: _Check) -> None:
         """Note the figures of an answer, and send them to its client."""
@@ -244,10 +299,18 @@ class Verifier:
             if self.levels is not None and request.level is not None:
                 self.levels.add(request.kind, request.level, count, check.agreed)
                 self._warn(request.kind)
+        if check.again is not None:
+            _, again = check.again
+            assert again.verified is not None
+            length = len(request.prompt)
+            request.outputs = again.outputs
+            request.verified = replace(again.verified, repaired=True, repair_tokens=length)
+            self.num_repaired += 1
+            self.num_repair_tokens += length
+        check.again = None
         if request.verify:
             request.verify = False
-            request.notify(OutputDelta(0, "", verified=request.verified))
-            request.notify(None)
+            request.finish()
 
     def _warn(self, kind: str) -> None:
         assert self.levels is not None
@@ -260,11 +323,15 @@ class Verifier:
         self._warned = missed
 
     def _label(self, request: Request) -> str:
-        cache, budget = self._config.cache, request.start.budget
-        if budget is not None:
-            fields = ("heavy", "recent", "sink", "min_tokens")
-            cache = replace(cache, **{name: getattr(budget, name) for name in fields})
-        return cache.budget_label
+        return with_budget(self._config.cache, request.start.budget).budget_label
+
+
+def with_budget(cache: CacheConfig, budget: Budget | None) -> CacheConfig:
+    """Return an engine's cache with the budget of a request, if that has one."""
+    if budget is None:
+        return cache
+    fields = ("heavy", "recent", "sink", "min_tokens")
+    return replace(cache, **{name: getattr(budget, name) for name in fields})
 
 
 def scaled(budget: Budget, factor: float) -> Budget:

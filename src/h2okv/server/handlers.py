@@ -209,7 +209,7 @@ class TextRoute:
             prompt, every = builder.prompts[number].source, body.h2o.kept_every
             generate = self.engine.generate(
                 prompt, prompt_params, budget=budget, kept_every=every,
-                verify=bool(body.h2o.verify), kind="tools" if body.may_call else body.kind,
+                verify=body.h2o.verify or False, kind="tools" if body.may_call else body.kind,
             )  # fmt: skip
             async with aclosing(generate) as deltas:
                 async for delta in deltas:

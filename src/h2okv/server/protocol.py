@@ -46,7 +46,8 @@ class CacheChoice:
 
     cache: str | None = None  # such as 256, 10% or 64+64,sink=4
     kept_every: int | None = None  # new tokens between two reports
-    verify: bool | None = None  # whether to read the answer again with the full cache
+    # Whether to read the answer again with the full cache; "repair": and to make it again.
+    verify: bool | str | None = None
 
     def budget(self, server: CacheConfig) -> Budget | None:
         """Return the request's budget, divided as the server's; ``None`` without one."""
@@ -56,8 +57,14 @@ class CacheChoice:
             raise invalid(f"h2o: {error}", "h2o") from error
 
 
+def _read_verify(value: Any, path: Path) -> bool | str:
+    if isinstance(value, bool) or value == "repair":
+        return value
+    raise readers.unlike("true, false or repair", value, path)
+
+
 _CACHE = Fields(
-    {"cache": readers.text, "kept_every": readers.integer(1), "verify": readers.boolean},
+    {"cache": readers.text, "kept_every": readers.integer(1), "verify": _read_verify},
     unsupported=dict.fromkeys(("heavy", "recent", "sink"), _IN_TEXT),
 )
 

@@ -134,11 +134,13 @@ class ResponseBuilder(ABC):
         read = sum(len(prompt.token_ids) for prompt in self.prompts)
         new = sum(len(output.token_ids) for output in self.outputs)
         reused = sum(prompt.num_reused for prompt in self._read.values())
+        thoughts = {"reasoning_tokens": sum(output.reasoning_tokens for output in self.outputs)}
         return {
             "prompt_tokens": read,
             "completion_tokens": new,
             "total_tokens": read + new,
             "prompt_tokens_details": {"cached_tokens": reused},
+            **({"completion_tokens_details": thoughts} if thoughts["reasoning_tokens"] else {}),
             **self._verified_field(),
         }
 
@@ -174,6 +176,8 @@ class ChatResponseBuilder(ResponseBuilder):
                 message["content"] = text or None
             if calls:
                 message["tool_calls"] = [*map(_as_object, calls)]
+        if output.reasoning:
+            message["reasoning_content"] = output.reasoning
         reason = self._reason(output.index, finish_reason)
         fields = {"message": message, "logprobs": self._logprobs(output.logprobs)}
         return super()._choice(output, reason) | fields
@@ -191,6 +195,8 @@ class ChatResponseBuilder(ResponseBuilder):
         logprobs = self._logprobs(delta.logprobs) if delta.logprobs else None
         before, is_end = self._num_calls[index], delta.finish_reason is not None
         entries: list[dict[str, Any]] = []
+        if delta.reasoning:
+            entries.append({"reasoning_content": delta.reasoning})
         for segment in self._segments(index, delta.text, is_end):
             if isinstance(segment, str):
                 entries.append({"content": segment})
@@ -423,7 +429,7 @@ class ResponsesBuilder(ResponseBuilder):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.outputs[0].reasoning_tokens},
             "total_tokens": usage["total_tokens"],
             **self._verified_field(),
         }

@@ -1,0 +1,84 @@
+"""Measure what `verify="repair"` repairs, and how often the next token is the full cache's then.
+
+Facts are the prompts of `recall_prompts.py`, with the question behind a text that the cache has
+evicted from; plain texts are passages of books that go on. Writes one CSV file, a row for each
+kind and task: agreement of the first answers, of those delivered, and the share that was repaired.
+
+    python benchmarks/repair.py moby_dick.txt war_and_peace.txt --output docs/results/repair.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from recall_prompts import TASKS, write_prompts
+
+import h2okv
+
+NEW = 24  # tokens after a plain text
+
+
+def prompts_of(llm: h2okv.LLM, texts: list[Path], options: Any) -> list[tuple[str, Any, int]]:
+    """Return the kind, the prompt and the number of new tokens of each request."""
+    requests: list[tuple[str, Any, int]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        write_prompts(texts[0], Path(folder), options.tokens, options.items)
+        for task in TASKS:
+            for line in Path(folder, f"{task}-agnostic.jsonl").read_text("utf-8").splitlines():
+                record = json.loads(line)
+                answer = llm.tokenizer(record["answer"], add_special_tokens=False)["input_ids"]
+                requests.append((task, record["context"] + record["prompt"], len(answer)))
+    for number in range(options.texts):
+        tokens = llm.tokenizer(texts[1 + number % (len(texts) - 1)].read_text("utf-8"))
+        start = 5_000 + 2_000 * number
+        requests.append(("text", tokens["input_ids"][start : start + options.tokens], NEW))
+    return requests
+
+
+def main() -> None:
+    """Run and write the file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("text", type=Path, nargs="+", help="a book for facts, and others")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--cache", default="best:10%,every=256,min=0")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--items", type=int, default=10, help="prompts of each task")
+    parser.add_argument("--texts", type=int, default=40)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    rows: dict[str, dict[str, int]] = {}
+    settings = {"cache": options.cache, "max_num_seqs": 1, "max_prompt_tokens": 2 * options.tokens}
+    with h2okv.LLM(options.model, **settings) as llm:
+        for kind, prompt, new in prompts_of(llm, options.text, options):
+            sampling: dict[str, Any] = {"max_tokens": new, "temperature": 0, "ignore_eos": True}
+            sampling["show_progress"] = False
+            verified = llm.generate([prompt], verify="repair", **sampling)[0].verified
+            assert verified is not None
+            first = verified
+            if verified.repaired:
+                again = llm.generate([prompt], verify=True, **sampling)[0].verified
+                assert again is not None
+                first = again
+            for name in ("text",) if kind == "text" else (kind, "facts"):
+                row = rows.setdefault(name, dict.fromkeys(("prompts", "tokens"), 0))
+                counts = {"prompts": 1, "tokens": new, "first": first.agreed}
+                counts |= {"delivered": verified.agreed, "repaired": int(verified.repaired)}
+                for column, count in counts.items():
+                    row[column] = row.get(column, 0) + count
+            print(kind, first.agreed, verified.to_dict(), flush=True)
+    names = ("model", "cache", "kind", *next(iter(rows.values())))
+    with options.output.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        if not file.tell():
+            writer.writeheader()
+        for kind, row in rows.items():
+            writer.writerow({"model": options.model, "cache": options.cache, "kind": kind, **row})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Thoughts: apart from the text, in no prefix state, and gone from the next turn's prompt."""
+
+import copy
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis_examples import examples
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import h2okv
+from h2okv.chat.session import Chat
+from h2okv.engine import engine as core
+from h2okv.engine.detokenizer import Thoughts
+from h2okv.models.loading import Described
+
+BODY = (
+    "{% for m in messages %}[{{ m['role'] }}]"
+    "{{ m['content'].split('</think>')[-1] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]"
+)
+OPENS, PLAIN = BODY + "<think>\n{% endif %}", BODY + "{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("text", "is_open", "thoughts", "answer"),
+    [
+        ("<think>\nSo.</think>\n\nYes.", False, "So.", "Yes."),
+        (" \n<think>So.</think>Yes.</think>", False, "So.", "Yes.</think>"),
+        ("So <think>it</think> goes.", True, "So <think>it", "goes."),
+        ("  Yes.", False, "", "  Yes."),
+        ("<thin", False, "", "<thin"),
+        ("Yes. <think>So.</think>", False, "", "Yes. <think>So.</think>"),
+        ("<think>never ends </thin", False, "never ends </thin", ""),
+        ("cut inside", True, "cut inside", ""),
+        ("<think></think>", False, "", ""),
+        ("", True, "", ""),
+    ],
+)
+@settings(max_examples=examples(20), deadline=None)
+@given(data=st.data())
+def test_thoughts_are_found_however_a_text_is_cut(text, is_open, thoughts, answer, data):
+    at = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    splitter, divided = Thoughts(is_open), ["", ""]
+    for start, stop in zip([0, *at], [*at, len(text)], strict=True):
+        is_end = stop == len(text) and start == ([0, *at])[-1]
+        for index, piece in enumerate(splitter.split(text[start:stop], is_end)):
+            divided[index] += piece
+    assert divided == [thoughts, answer]
+
+
+@pytest.fixture
+def make_talk(tokenizer, monkeypatch):
+    """Return an engine whose answers are scripted, with a template that leaves thoughts out."""
+
+    def make(template, **options):
+        talking, script = copy.deepcopy(tokenizer), []
+        talking.chat_template = template
+        monkeypatch.setattr(
+            core, "sample", lambda samplers, tokens, logits: [script[len(so)] for so in tokens]
+        )
+        config = LlamaConfig(
+            hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, vocab_size=len(talking), max_position_embeddings=1 << 15,
+            bos_token_id=1, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        usual = {"heavy": 32, "recent": 32, "evict_every": 32, "max_prompt_tokens": 1 << 13}
+        llm = h2okv.LLM(LlamaForCausalLM(config).eval(), talking, **(usual | options))
+
+        def say(messages, answer, **sampling):
+            script[:] = talking(answer, add_special_tokens=False)["input_ids"]
+            settings = {"max_tokens": len(script), "ignore_eos": True} | sampling
+            return llm.chat(messages, show_progress=False, **settings)[0]
+
+        say.script = script
+        return llm, say
+
+    return make
+
+
+THOUGHT = "Let me see what this may be. " * 12
+
+
+@pytest.mark.parametrize("template", [OPENS, PLAIN])
+def test_thoughts_are_apart_and_make_no_states(make_talk, template):
+    llm, say = make_talk(template)
+    begin = "" if template == OPENS else "<think>\n"
+    talk, lengths, num_thoughts = [], [], 0
+    for turn in range(6):
+        talk.append({"role": "user", "content": f"Question {turn}: " + "why is it so? " * 10})
+        output = say(talk, f"{begin}{THOUGHT}</think>\n\nAnswer {turn}.")
+        answer = output.completions[0]
+        assert (answer.text, answer.reasoning) == (f"Answer {turn}.", THOUGHT)
+        num_thoughts = len(llm.tokenizer(THOUGHT, add_special_tokens=False)["input_ids"])
+        assert 0 < answer.reasoning_tokens - num_thoughts < 20
+        talk.append({"role": "assistant", "content": answer.text})
+        prompt = output.prompt
+        lengths.append(len(prompt.token_ids))
+        if turn:  # all but the last span of the turn before
+            assert prompt.num_reused > lengths[turn - 1] - 2 * 32
+    assert llm.stats().prefix_states <= 3  # tokens of two turns may merge at an end
+
+
+def test_an_answer_that_ends_inside_its_thoughts_has_no_text(make_talk):
+    llm, say = make_talk(OPENS)
+    question = [{"role": "user", "content": "Why?"}]
+    cut = say(question, THOUGHT + "</think>Because.", max_tokens=20).completions[0]
+    assert cut.text == "" and THOUGHT.startswith(cut.reasoning.rstrip())
+    assert cut.finish_reason == "length" and cut.reasoning_tokens == 20
+    unclosed = say(question, THOUGHT).completions[0]
+    assert (unclosed.text, unclosed.reasoning) == ("", THOUGHT)
+
+
+def test_models_and_prompts_without_thoughts_are_as_before(make_talk):
+    question = [{"role": "user", "content": "Why? " * 60}]
+    answer = "<think>So.</think>Because. " + "It is so. " * 20
+    llm, say = make_talk(PLAIN.replace("</think>", "|"))
+    output = say(question, answer).completions[0]
+    assert (output.text, output.reasoning, output.reasoning_tokens) == (answer, "", 0)
+    states = llm.stats().prefix_states
+    assert states == 2  # of the prompt and of the answer
+    llm, say = make_talk(PLAIN)
+    assert say(question, "Because. " + "It is so. " * 20).completions[0].reasoning == ""
+    assert llm.stats().prefix_states == states
+    text = llm.generate(["Why?"], max_tokens=4, ignore_eos=True)[0].completions[0]
+    assert text.reasoning == "" and text.text  # a text is not a chat
+
+
+@pytest.mark.slow
+def test_twenty_turns_of_two_thousand_tokens(make_talk):
+    """Bytes of states with and without, and the cached tokens of the next turns; prints both."""
+    thought, sizes, shares = THOUGHT * 28, [], []
+    for is_apart in (False, True):
+        llm, say = make_talk(OPENS, heavy=512, recent=512, evict_every=256, max_num_seqs=1)
+        llm.engine._thinks, talk, cached = is_apart, [], []
+        for turn in range(20):
+            talk.append({"role": "user", "content": f"Question {turn}: " + "why is it so? " * 8})
+            output = say(talk, f"{thought}</think>Answer {turn}: {'it is so since it is. ' * 20}")
+            text = output.text.split("</think>")[-1]
+            talk.append({"role": "assistant", "content": text})
+            cached.append((output.prompt.num_reused, len(output.prompt.token_ids)))
+        sizes.append(llm.stats().prefix_bytes)
+        reused, total = map(sum, zip(*cached[1:], strict=True))
+        shares += [(reused / total, cached[-1][0] / cached[-1][1])]
+        print(len(llm.tokenizer(thought)["input_ids"]), llm.stats().prefix_states, sizes, shares)
+    assert sizes[1] <= sizes[0] / 5
+    assert shares[1][1] >= 0.9 and shares[1][0] >= shares[0][0]
+
+
+def test_a_chat_on_one_cache_reads_the_answer_again_without_thoughts(make_talk):
+    llm, say = make_talk(OPENS)
+    model, tokenizer, script = llm.engine.model, llm.tokenizer, say.script
+    described = Described("tiny", "tiny", model.config, tokenizer, 1 << 15)
+    cache = h2okv.H2OCache(model, heavy=32, recent=32, evict_every=32)
+    params = h2okv.SamplingParams(max_tokens=400, temperature=0, seed=0, stop=("\x01",))
+    chat = Chat(model, described, params, cache)
+    answers = ["Because it is so.", "It may be.", "No."]
+    for number, answer in enumerate(answers):
+        text = f"{THOUGHT}</think>\n\n{answer}"
+        script[:] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        chat.params = dataclasses.replace(params, max_tokens=len(script))
+        assert chat.say(f"Why {number}?", lambda piece: None).text.endswith(answer)
+        expected = "".join(
+            f"[user]Why {turn}?\n[assistant]{answers[turn]}\n" for turn in range(number + 1)
+        )
+        assert chat.transcript.text == expected.removesuffix("\n")
+        assert tokenizer.decode(chat.transcript.token_ids) == chat.transcript.text
+        assert chat.cache.num_seen_tokens < len(chat.transcript.token_ids)
+    script[:] = tokenizer(THOUGHT, add_special_tokens=False)["input_ids"]  # cut inside
+    chat.params = dataclasses.replace(params, max_tokens=len(script))
+    chat.say("And now?", lambda piece: None)
+    assert chat.transcript.text.endswith(f"[assistant]<think>\n{THOUGHT}")
