@@ -84,7 +84,7 @@ def _select(
         )  # fmt: skip
         count += tl.sum((position >= 0).to(tl.int32), axis=0)
     num_kept = tl.minimum(total, count).to(tl.int32)
-    # The largest key that so many entries reach, and of its entries the lowest position that stays.
+    # The largest key that the count reaches, and of its entries the lowest position that stays.
     lowest_key, lowest_position = tl.full([], _LOWEST_INT, tl.int32), tl.zeros([], tl.int32)
     digits = tl.arange(0, 16)
     if num_kept < count:
