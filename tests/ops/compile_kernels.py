@@ -27,6 +27,7 @@ POINTERS = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8",
     torch.int64: "*i64", torch.int32: "*i32",
 }  # fmt: skip
+KERNELS = "_attend", "_finish", "_forward", "_sums", "_rotate", "_select", "_move", "_join"
 
 
 class Compiler:
@@ -124,7 +125,7 @@ def block(dtype, size, groups=2, **visibility):
 
 
 def cut(dtype, size, batch=2, heads=2, count=70):
-    """Compile a cut of new slots, of shared ones, and of both in place."""
+    """Compile a cut of new slots, of shared ones, and of both in place; slots before a block."""
     states = torch.zeros(batch, heads, count, size, dtype=dtype)
     scores, seen = torch.zeros(batch, heads, count), torch.full((batch,), count)
     budget, totals = seen.view(-1, 1, 1), torch.full((batch, heads, 1), 16)
@@ -140,12 +141,14 @@ def cut(dtype, size, batch=2, heads=2, count=70):
     triton_cut.move(rows, rows, heads, in_place, free=free)
     triton_cut.move(Rows(*shared[:2], *rows[2:]), shared, heads, in_place, rooms, free)
     triton_cut.move(shared, rows, heads, rooms=rooms)
+    triton_cut.join(rows, rows, None)
+    triton_cut.join(shared, rows, rooms)
 
 
 def main():
     target = GPUTarget("cuda", int(sys.argv[1]), 32)
     for module in (triton_decode, triton_prefill, triton_cut):
-        for name in ("_attend", "_finish", "_forward", "_sums", "_rotate", "_select", "_move"):
+        for name in KERNELS:
             if hasattr(module, name):
                 setattr(module, name, Compiler(getattr(module, name), target))
     # What differs between GPUs is the product of half precision; fp32 is slow to compile.

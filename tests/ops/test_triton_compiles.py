@@ -24,6 +24,6 @@ def test_every_kernel_compiles_and_fits(architecture, tmp_path):
     )  # fmt: skip
     assert process.returncode == 0, process.stderr[-2000:]
     kernels = [json.loads(line) for line in process.stdout.splitlines()]
-    names = {"_attend", "_finish", "_forward", "_sums", "_rotate", "_select", "_move"}
+    names = {"_attend", "_finish", "_forward", "_sums", "_rotate", "_select", "_move", "_join"}
     assert {kernel["kernel"] for kernel in kernels} == names
     assert [kernel for kernel in kernels if kernel["shared"] > SMALLEST] == []

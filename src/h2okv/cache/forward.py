@@ -60,6 +60,10 @@ class Forward:
         result: _T = self._shared[key]
         return result
 
+    def forget_shared(self) -> None:
+        """Forget what layers share, as a cut may end outside a forward; mutates."""
+        self._shared = {}
+
     def zeros(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return fp32 zeros that nothing may write to."""
         zero = self.shared(("zero", device), lambda: torch.zeros((), device=device))
@@ -131,7 +135,7 @@ class Forward:
         """
         sums, self._sums = self._sums, []
         self._prompt = self._padding = None
-        self._shared = {}
+        self.forget_shared()
         if not sums:
             return
         device = sums[-1][1].device

@@ -30,6 +30,7 @@ class _Layer(Protocol):
     rotations: Rotations
     forward: Forward
     checks_numbers: bool
+    ends_forward: bool
     is_late: Tensor | None
     attention_spec: AttentionSpec | None
 
@@ -299,13 +300,19 @@ class Spans:
 
     def evict(self, layer: _LayerOfSlots) -> None:
         """Evict after steps that ended a span, in place: slots may be views of a pool's."""
-        state, slots = layer.state, layer.slots
+        state = layer.state
         if not any(self.ended(state)):
             return
         kernels = layer.cut_kernels(state.positions)
         if kernels is not None:
             self._evict_by(kernels, layer)
-            return
+        else:
+            self._evict_plainly(layer)
+        if layer.ends_forward or layer.forward.num_layers == 1:
+            layer.forward.forget_shared()
+
+    def _evict_plainly(self, layer: _LayerOfSlots) -> None:
+        state, slots = layer.state, layer.slots
         fields = "keys", "values", "scores", "positions"
         key, value, scores, positions = state.by_head(*fields, num_slots=slots.head_slots(state))
         past = positions.shape[2]
