@@ -55,30 +55,34 @@ def read_tasks(path: Path | None) -> list[Task]:
     return [json.loads(line) for line in gzip.decompress(data).decode().splitlines()]
 
 
-def cut(text: str) -> str:
-    """Return a completion up to where the function ends."""
-    ends = [at for stop in STOPS if (at := text.find(stop)) >= 0]
+def cut(text: str, stops: Sequence[str] = STOPS) -> str:
+    """Return a completion up to where it ends."""
+    ends = [at for stop in stops if (at := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 
 class AllCut(StoppingCriteria):
-    """Stops a batch when every sequence has reached the end of its function."""
+    """Stops a batch when every sequence has reached one of the texts that end it."""
 
-    def __init__(self, tested: ModelUnderTest, num_prompt_tokens: int) -> None:
-        self.tested, self.start = tested, num_prompt_tokens
+    def __init__(self, tested: ModelUnderTest, start: int, stops: Sequence[str]) -> None:
+        self.tested, self.start, self.stops = tested, start, stops
         self.ended: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> Any:
         texts = [self.tested.decode(row[self.start :][-8:].tolist()) for row in input_ids]
-        ended = torch.tensor([any(stop in text for stop in STOPS) for text in texts])
+        ended = torch.tensor([any(stop in text for stop in self.stops) for text in texts])
         self.ended = ended if self.ended is None else self.ended | ended
         return self.ended.to(input_ids.device)
 
 
 def complete(
-    tested: ModelUnderTest, prompts: Sequence[str], config: CacheConfig, max_new_tokens: int
-) -> list[tuple[str, int]]:
-    """Complete a batch of prompts greedily; return each completion and its number of tokens."""
+    tested: ModelUnderTest,
+    prompts: Sequence[str],
+    config: CacheConfig,
+    max_new_tokens: int,
+    stops: Sequence[str] = STOPS,
+) -> tuple[list[str], int]:
+    """Complete a batch of prompts greedily; return the completions and the cache's bytes."""
     model: Any = tested.model
     ids = [tested.encode(prompt) for prompt in prompts]
     batch, mask = left_padded(ids, input_device(model))
@@ -88,11 +92,10 @@ def complete(
             batch, attention_mask=mask, do_sample=False, **{CACHE: cache},
             max_new_tokens=max_new_tokens, repetition_penalty=1.0,
             pad_token_id=tested.pad_token_id,
-            stopping_criteria=StoppingCriteriaList([AllCut(tested, batch.shape[1])]),
+            stopping_criteria=StoppingCriteriaList([AllCut(tested, batch.shape[1], stops)]),
         )  # fmt: skip
-    rows = [row[batch.shape[1] :].tolist() for row in output]
-    texts = [cut(tested.decode(row)) for row in rows]
-    return [(text, len(tested.encode(text, special=False))) for text in texts]
+    texts = [tested.decode(row[batch.shape[1] :].tolist()) for row in output]
+    return [cut(text, stops) for text in texts], cache.nbytes
 
 
 def passes(task: Task, completion: str) -> bool:
@@ -159,10 +162,11 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
                     budget = None if cache == "full" else max(8, round(fraction * mean))
                     config = CacheConfig.from_budget(budget, min_tokens=0, policy=cache)
                     texts = [tasks[name]["prompt"] for name in names]
-                    completions = complete(tested, texts, config, args.max_new_tokens)
-                    for name, (text, tokens) in zip(names, completions, strict=True):
+                    completions, _ = complete(tested, texts, config, args.max_new_tokens)
+                    for name, text in zip(names, completions, strict=True):
                         results[name] = {
-                            "task": name, "cache": cache, "fraction": fraction, "tokens": tokens,
+                            "task": name, "cache": cache, "fraction": fraction,
+                            "tokens": len(tested.encode(text, special=False)),
                             "passes": passes(tasks[name], text), "completion": text,
                         }  # fmt: skip
                         print(json.dumps(results[name]), file=f, flush=True)

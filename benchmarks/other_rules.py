@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from h2okv.config import CacheConfig, TokenBudget
+from h2okv.budget import TokenBudget
+from h2okv.config import CacheConfig
 from h2okv.policy import BlockView, Rule, Sees, register_policy
 from h2okv_lab.evaluation.model import ModelUnderTest
 from h2okv_lab.evaluation.runner import Run

@@ -20,7 +20,8 @@ import quality
 import torch
 from recall_prompts import TASKS, write_prompts
 
-from h2okv.config import CacheConfig, LayerBudgets
+from h2okv.budget import LayerBudgets
+from h2okv.config import CacheConfig
 from h2okv_lab.evaluation.model import ModelUnderTest
 from h2okv_lab.evaluation.runner import Run
 from h2okv_lab.evaluation.tasks.fidelity import Fidelity, Source

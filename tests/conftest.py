@@ -68,7 +68,7 @@ def _exact_fractions(request, monkeypatch):
     tests_floor = request.path.stem in ("test_constructor", "test_arguments")
     tests_floor = tests_floor or "floor" in request.node.keywords
     if request.path.parent.name in exact and not tests_floor:
-        monkeypatch.setattr("h2okv.config.LEAST_ENTRIES", 0)
+        monkeypatch.setattr("h2okv.budget.MIN_ENTRIES", 0)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 import pytest
 
 from h2okv import Budget, CacheConfig
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 
 
 def test_fractions_are_of_the_prompt():
@@ -32,7 +32,7 @@ def test_tokens_and_fractions_mix():
         ({"heavy": True}, "heavy=True"),
         ({"heavy": "0.1"}, "heavy='0.1'"),
         ({"sink": -1}, "sink=-1"),
-        ({"sink": 0.1}, r"sink=0\.1"),
+        ({"sink": 1.1}, r"sink=1\.1"),
         ({"heavy": 60, "recent": 50, "max_tokens": 100}, "110 tokens is above max_tokens=100"),
         ({"max_tokens": 0}, "max_tokens=0"),
         ({"min_tokens": -1}, "min_tokens=-1"),
@@ -42,6 +42,15 @@ def test_tokens_and_fractions_mix():
 def test_invalid_budgets_are_refused_by_name_and_value(options, message):
     with pytest.raises(ValueError, match=message):
         Budget(**options)
+
+
+def test_the_whole_prompt_may_be_sinks():
+    budget = Budget(heavy=48, recent=0.1, sink=1.0)
+    assert budget.is_relative and Budget(48, 16, sink=0.5).is_relative
+    assert budget.resolve(1000) == TokenBudget(1000, 48, 100)
+    assert budget.resolve(0) == TokenBudget(0, 48, 64)
+    with pytest.raises(ValueError, match="= 1148 tokens is above max_tokens=500"):
+        Budget(48, 0.1, sink=1.0, max_tokens=500).resolve(1000)
 
 
 def test_a_fraction_is_checked_against_the_maximum_when_the_prompt_is_known():

@@ -25,6 +25,8 @@ TEXTS = {
     "h2o,scoring=decay:0.99": CacheConfig(scoring="decay", decay=0.99),
     "20%": CacheConfig(budget=0.2),
     " 64+64 , min=0, max=200": CacheConfig(heavy=64, recent=64, min_tokens=0, max_tokens=200),
+    "best:20%,sink=100%": CacheConfig("best", budget=0.2, sink=1.0),
+    "random:64,sink=100%": CacheConfig("random", budget=64, sink=1.0),
     "random:7,seed=3": CacheConfig("random", budget=7, seed=3),
     "best:512,layers=even": CacheConfig("best", budget=512, layer_budgets="even"),
     "h2o,layers=[[0.5,1.5],[1,1]]": CacheConfig(layer_budgets=((0.5, 1.5), (1, 1))),
@@ -61,6 +63,8 @@ def test_a_text_is_a_cache(text):
         ("h2o,policy=best", "the text begins with it"),
         ("h2o,bits=8,bits=4", "bits is given twice"),
         ("h2o,bits=x", "bits must be a whole number, got 'x'"),
+        ("h2o,sink=120%", r"sink=1\.2 is not a fraction of the prompt"),
+        ("h2o,sink=x", "sink must be tokens, or a fraction such as 100%, got 'x'"),
         ("h2o,scoring=decay:x", "scoring=decay:x must be such as decay:0.99"),
         ("best-v3:20%", "policy='best-v3' is of another version of h2okv"),
         ("h2o,layers=none.json", "layer_budgets must be .* got 'none.json' .*cannot be read"),
@@ -82,7 +86,8 @@ def configs(draw):
     policy = draw(st.sampled_from(POLICIES))
     factors = draw(st.sampled_from([None, "even", "auto", ((0.5, 1.5), (1.25, 0.75)), (0.5, 1.5)]))
     options = {
-        "heavy": draw(amounts), "recent": draw(amounts), "sink": draw(st.none() | st.just(4)),
+        "heavy": draw(amounts), "recent": draw(amounts),
+        "sink": draw(st.sampled_from([None, 4, 1.0])),
         "scoring": draw(st.none() | st.sampled_from(SCORINGS)),
         "decay": draw(st.none() | st.floats(0.01, 1)),
         "positions": draw(st.sampled_from(POSITIONS)),

@@ -13,10 +13,11 @@ from h2okv.measures import register_measure
 
 if TYPE_CHECKING:
     from h2okv.assets import sample_article
+    from h2okv.budget import Budget
     from h2okv.cache import H2OCache
     from h2okv.cache.support import check_model
     from h2okv.calibration.factors import measure_layer_budgets
-    from h2okv.config import Budget, CacheConfig
+    from h2okv.config import CacheConfig
     from h2okv.engine.config import EngineConfig
     from h2okv.engine.llm import LLM, AsyncLLM
     from h2okv.engine.outputs import (

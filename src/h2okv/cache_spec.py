@@ -164,10 +164,13 @@ def _parse_option(name: str, value: str, where: str) -> dict[str, Any]:
         return {field: value}
     if name == "every" and value.lower().startswith(_PROMPT):
         return parse_cuts(value, f"{where}: every")
+    if name == "sink" and (sink := parse_amount(value)) is not None:
+        return {field: sink}
     with suppress(ValueError):
         number = int(value)
         return {field: None if number == 0 and name in _ZERO_IS_NONE else number}
-    raise ValueError(f"{where}: {name} must be a whole number, got {short_repr(value)}.")
+    amount = "tokens, or a fraction such as 100%" if name == "sink" else "a whole number"
+    raise ValueError(f"{where}: {name} must be {amount}, got {short_repr(value)}.")
 
 
 def write(policy: str, budget: str, options: Mapping[str, str]) -> str:

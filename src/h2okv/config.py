@@ -14,11 +14,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 from h2okv import cache_spec
+from h2okv.budget import (
+    Budget,
+    LayerBudgets,
+    check_tokens,
+    checked_factors,
+    flat_factors,
+    limit_factors,
+    parse_factors,
+    usual_minimum,
+)  # fmt: skip
 from h2okv.cache_spec import amount_text, parse_amount, parse_amounts
-from h2okv.records import checked_arguments, parse_json, read_text_file, refusing, short_repr
+from h2okv.records import checked_arguments, read_text_file, refusing, short_repr
 
 Positions = Literal["original", "rolling", "clamped"]
-LayerBudgets = Sequence[float | Sequence[float]]
 _UNPRINTED = ("by-layer", "by-head")  # a user's factors in labels
 MEASURED: Literal["auto"] = "auto"  # layer budgets that are measured on the model
 EVEN: Literal["even"] = "even"
@@ -27,9 +36,6 @@ _FORMER = "prefill_chunk"  # a field of files of earlier versions
 SPAN = 256
 """`evict_every` of servers, chats and long prompts in vLLM, unless the user says otherwise."""
 POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
-
-# 0.29 of 100 is 28.999999999999996 in binary; without this it would lose a token.
-_ROUNDING_SLACK = 1e-6
 
 # H2O with the options that measured best (docs/quality.md). Configs name each of them, and labels
 # the version: a text stays reproducible when a later version chooses others.
@@ -52,13 +58,10 @@ KV_BITS = {8: (8, 8), 6: (8, 4), 4: (4, 4)}  # bits of keys and of values, by th
 
 SCORINGS = ("sum", "mean", "decay", "last", "value_norm", "expected")
 
-LEAST_ENTRIES = 64
-"""Default minimum of heavy and of recent where they are fractions; measurements use none."""
-
 
 def resolve_policy(
-    policy: str, sink: int | None = None, scoring: str | None = None
-) -> tuple[str, int, str]:
+    policy: str, sink: int | float | None = None, scoring: str | None = None
+) -> tuple[str, int | float, str]:
     """Return policy, sinks and scoring of a name; `None` stands for the policy's default."""
     is_best = policy == BEST
     return (
@@ -66,111 +69,6 @@ def resolve_policy(
         (_BEST_SINK if is_best else 0) if sink is None else sink,
         (_BEST_SCORING if is_best else "sum") if scoring is None else scoring,
     )
-
-
-@dataclass(frozen=True)
-class TokenBudget:
-    """A budget in tokens, for one sequence in each layer and KV head."""
-
-    sink: int  # first positions that are never evicted
-    heavy: int  # entries kept for their score
-    recent: int  # newest positions that are never evicted, the current token among them
-    # Entries that a policy keeps by another rule: a static pattern of positions, or, in a cache
-    # that keeps everything, a choice for each query.
-    num_static: int = 0
-
-    @property
-    def total(self) -> int:
-        """Number of entries, ``K`` in the contract."""
-        return self.sink + self.heavy + self.recent + self.num_static
-
-
-@checked_arguments()
-@dataclass(frozen=True)
-class Budget:
-    """A cache budget as the user writes it: tokens, or fractions of the prompt.
-
-    Args:
-        heavy: heavy hitters to keep; an ``int`` counts tokens, a ``float`` in (0, 1] is a fraction
-            of the prompt length (``heavy_ratio`` in the H2O paper, arXiv 2306.14048).
-        recent: newest tokens to keep, given like ``heavy``.
-        sink: first tokens to keep regardless of their score, in tokens.
-        max_tokens: upper limit for ``sink + heavy + recent`` in tokens, or ``None``.
-        min_tokens: lower limit, in tokens, for each of ``heavy`` and ``recent`` that is a fraction,
-            as far as ``max_tokens`` allows; default 64, as a few entries are too few for any text.
-
-    Raises:
-        ValueError: if a value is negative, a fraction is above 1, all are zero, or the sum is above
-            1 (fractions) or ``max_tokens`` (tokens).
-    """
-
-    heavy: int | float = 0.1
-    recent: int | float = 0.1
-    sink: int = 0
-    max_tokens: int | None = None
-    min_tokens: int = None  # type: ignore[assignment]  # readers never see `None`
-
-    def __post_init__(self) -> None:
-        for name in ("heavy", "recent"):
-            _check_share(name, getattr(self, name))
-        if self.min_tokens is None:
-            object.__setattr__(self, "min_tokens", _usual_least(self.heavy, self.recent))
-        check_tokens("sink", self.sink, 0)
-        check_tokens("min_tokens", self.min_tokens, 0)
-        if self.max_tokens is not None:
-            check_tokens("max_tokens", self.max_tokens, 1)
-        if self.heavy == 0 and self.recent == 0:
-            raise ValueError(
-                f"heavy={self.heavy!r} and recent={self.recent!r} keep nothing; give at least one"
-                " of them a value above 0."
-            )
-        fractions = sum(share for share in (self.heavy, self.recent) if isinstance(share, float))
-        if fractions > 1 + _ROUNDING_SLACK:
-            raise ValueError(
-                f"heavy={self.heavy!r} and recent={self.recent!r} add up to {fractions:g} of the "
-                "prompt; fractions must add up to at most 1."
-            )
-        if not self.is_relative:
-            self.resolve(0)  # checks the sum, which no prompt changes
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether heavy or recent is a fraction of the prompt."""
-        return isinstance(self.heavy, float) or isinstance(self.recent, float)
-
-    def resolve(self, prompt_length: int) -> TokenBudget:
-        """Turn fractions into tokens for a prompt.
-
-        Args:
-            prompt_length: tokens of the prompt without padding.
-
-        Returns:
-            The budget in tokens. A fraction above 0 keeps at least ``max(1, min_tokens)``, and no
-            more for ``min_tokens`` than ``max_tokens`` allows.
-
-        Raises:
-            ValueError: if the sum is above ``max_tokens``.
-        """
-        least = self.min_tokens
-        if self.max_tokens is not None and least:
-            shares = (self.heavy, self.recent)
-            fixed = self.sink + sum(share for share in shares if isinstance(share, int))
-            fractions = sum(isinstance(share, float) and share > 0 for share in shares)
-            least = min(least, (self.max_tokens - fixed) // max(1, fractions))
-
-        def to_tokens(share: int | float) -> int:
-            if not isinstance(share, float) or share == 0:
-                return int(share)
-            return max(1, least, int(share * prompt_length + _ROUNDING_SLACK))
-
-        tokens = TokenBudget(self.sink, to_tokens(self.heavy), to_tokens(self.recent))
-        if self.max_tokens is not None and tokens.total > self.max_tokens:
-            raise ValueError(
-                f"sink + heavy + recent = {tokens.sink} + {tokens.heavy} + {tokens.recent} = "
-                f"{tokens.total} tokens is above max_tokens={self.max_tokens}; lower the budget or "
-                "raise max_tokens."
-            )
-        return tokens
 
 
 def _parse_budget(budget: Any) -> int | float | tuple[int | float, int | float] | None:
@@ -254,102 +152,12 @@ def _read_factors(text: str) -> LayerBudgets | str:
         return parse_factors(text if is_list else read_text_file(Path(text), "JSON"))
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool | str | bytes):
-        raise TypeError
-    return float(value)
-
-
-def checked_factors(budgets: LayerBudgets) -> LayerBudgets:
-    """Return factors on heavy as tuples.
-
-    Raises:
-        ValueError: if they are not numbers, mix layers with heads, or have a mean other than 1.
-    """
-    try:
-        factors = tuple(
-            tuple(map(_number, layer)) if isinstance(layer, list | tuple) else _number(layer)
-            for layer in budgets
-        )
-    except (TypeError, ValueError, OverflowError):
-        raise ValueError(
-            "layer_budgets must be a number for each layer, or a list of one for each of its KV"
-            f" heads, got {budgets!r}; h2okv.measure_layer_budgets returns such factors."
-        ) from None
-    if len({isinstance(layer, tuple) for layer in factors}) > 1:
-        raise ValueError(
-            "layer_budgets must be numbers only or lists only, got both; give one kind for all."
-        )
-    flat = flat_factors(factors)
-    mean = sum(flat) / max(1, len(flat))
-    if min(flat, default=-1) < 0 or not abs(mean - 1) <= 0.01:
-        raise ValueError(
-            f"layer_budgets must be non-negative with mean 1, got mean {mean:g} and least"
-            f" {min(flat, default=0):g}; h2okv.measure_layer_budgets returns such factors."
-        )
-    return factors
-
-
-def flat_factors(budgets: LayerBudgets) -> list[float]:
-    """Return the factors of all layers, or of all their heads, in one list."""
-    layers = (layer if isinstance(layer, Sequence) else (layer,) for layer in budgets)
-    return [factor for layer in layers for factor in layer]
-
-
-def parse_factors(text: str) -> LayerBudgets:
-    """Return the factors of a file of ``h2okv eval layers``, or of the cache folder."""
-    content = parse_json(text)
-    return checked_factors(content.get("factors", ()) if isinstance(content, dict) else content)
-
-
-def _limit_factors(factors: Sequence[float], limit: float) -> list[float]:
-    """Lower factors to `limit`; the excess goes to the others in proportion to theirs."""
-    limited, total = list(factors), sum(factors)
-    while max(limited) > limit:
-        at_limit = [factor >= limit for factor in limited]
-        if all(at_limit):  # their mean is not quite 1
-            return [limit] * len(limited)
-        left_over = total - limit * sum(at_limit)
-        below = sum(factor for factor in limited if factor < limit)
-        even = left_over / at_limit.count(False)
-        limited = [
-            min(factor, limit) if is_limited else factor * left_over / below if below else even
-            for factor, is_limited in zip(limited, at_limit, strict=True)
-        ]
-    return limited
-
-
-def _usual_least(heavy: int | float, recent: int | float) -> int:
-    """Return the default of ``min_tokens``."""
-    return LEAST_ENTRIES if isinstance(heavy, float) or isinstance(recent, float) else 0
-
-
-def _check_share(name: str, value: int | float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        problem = "is not a budget; give an int (tokens) or a float (fraction)"
-    elif isinstance(value, float) and not 0.0 <= value <= 1.0:
-        problem = "is not a fraction of the prompt; give a float in (0, 1], or an int for tokens"
-    elif value < 0:
-        problem = "is negative; give a number of tokens of 0 or more"
-    else:
-        return
-    raise ValueError(f"{name}={value!r} {problem}.")
-
-
 def check_bits(kv_bits: int | None) -> None:
     """Refuse bits of keys and values that no storage has."""
     if kv_bits is not None and (type(kv_bits) is not int or kv_bits not in KV_BITS):
         raise ValueError(
             f"kv_bits must be 8, 6 or 4, got {kv_bits!r}; leave it out to keep keys and values in"
             " the model's dtype."
-        )
-
-
-def check_tokens(name: str, value: int, least: int) -> None:
-    """Raise ValueError unless `value` is an int of `least` or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(
-            f"{name}={value!r} is not a number of tokens; give an int of {least} or more."
         )
 
 
@@ -375,8 +183,9 @@ class CacheConfig:
             or 0.17 with ``policy="best"``.
         recent: newest tokens to keep, given like ``heavy``; default 0.1, or 0.03 with
             ``policy="best"``.
-        sink: first tokens to keep regardless of their score, in tokens; default 0, or 4 with
-            ``policy="best"``.
+        sink: first tokens to keep regardless of their score, given like ``heavy``; default 0, or 4
+            with ``policy="best"``. 1.0 keeps the whole prompt, and heavy and recent are for what
+            follows it.
         scoring: how received attention counts: ``"sum"`` (H2O), ``"mean"`` (divided by the number
             of queries that could attend to the entry), ``"decay"`` (A2SF, arXiv 2407.20485),
             ``"last"`` (the newest query alone), ``"value_norm"`` (VATP, arXiv 2406.12335) or
@@ -426,7 +235,7 @@ class CacheConfig:
     # `__post_init__` replaces the defaults: readers never see `None`.
     heavy: int | float = None  # type: ignore[assignment]
     recent: int | float = None  # type: ignore[assignment]
-    sink: int = None  # type: ignore[assignment]
+    sink: int | float = None  # type: ignore[assignment]
     scoring: str = None  # type: ignore[assignment]
     decay: float | None = None
     positions: Positions = "original"
@@ -451,7 +260,7 @@ class CacheConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, usual[name])
         if self.min_tokens is None:
-            object.__setattr__(self, "min_tokens", _usual_least(self.heavy, self.recent))
+            object.__setattr__(self, "min_tokens", usual_minimum(self.heavy, self.recent))
         factors = self.layer_budgets
         if factors == _OF_POLICY:
             factors = MEASURED if self.policy == BEST else None
@@ -547,7 +356,7 @@ class CacheConfig:
         are among ``options`` or differ from the former policy's defaults.
         """
         unset: dict[str, Any] = {}
-        if self.min_tokens == _usual_least(self.heavy, self.recent):
+        if self.min_tokens == usual_minimum(self.heavy, self.recent):
             unset["min_tokens"] = None
         if "policy" in options:
             usual = CacheConfig(self.policy)
@@ -683,7 +492,7 @@ class CacheConfig:
         if not isinstance(self.heavy, float) or not self.heavy:
             return budgets
         limit = self._heavy_limit / self.heavy
-        limited = iter(_limit_factors(flat_factors(budgets), limit))
+        limited = iter(limit_factors(flat_factors(budgets), limit))
         return tuple(
             tuple(islice(limited, len(layer))) if isinstance(layer, Sequence) else next(limited)
             for layer in budgets
@@ -737,8 +546,9 @@ class CacheConfig:
     def is_best(self) -> bool:
         """Whether these are the options of `BEST`, with layer budgets of a measurement."""
         is_measured = self.measured is not None or self.layer_budgets == MEASURED
-        options = (self.policy, self.sink, self.scoring)
-        return is_measured and options == resolve_policy(BEST)
+        policy, sink, scoring = resolve_policy(BEST)
+        is_usual = isinstance(self.sink, float) or self.sink == sink
+        return is_measured and is_usual and (self.policy, self.scoring) == (policy, scoring)
 
     @property
     def policy_name(self) -> str:
@@ -777,7 +587,7 @@ class CacheConfig:
     def _base(self) -> str:
         """The policy whose defaults `spec` leaves out."""
         is_best = (self.policy, self.sink, self.scoring) == resolve_policy(BEST)
-        return BEST if is_best else self.policy
+        return BEST if is_best or self.is_best else self.policy
 
     def _options(self, exact: bool) -> dict[str, str]:
         """Return the texts of options that differ from the policy's defaults."""
@@ -789,6 +599,8 @@ class CacheConfig:
             options["every"] = self.cuts
         if self.decay is not None:
             options["scoring"] = f"{self.scoring}:{self.decay!r}"
+        if "sink" in options:
+            options["sink"] = amount_text(self.sink)
         if self.policy != "random":
             options.pop("seed", None)
         if not exact and self.min_tokens == 0:

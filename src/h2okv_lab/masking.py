@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from h2okv.budget import TokenBudget
 from h2okv.cache import H2OCache
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import rotate_to_ranks
 from h2okv.cache.slot_state import KVStorage, SlotState
-from h2okv.config import CacheConfig, TokenBudget
+from h2okv.config import CacheConfig
 from h2okv.ops.choice import protected_entries
 from h2okv.ops.reference import attention_with_scores, compute_dtype
 from h2okv.policy import Rule

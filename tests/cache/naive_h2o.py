@@ -254,6 +254,8 @@ class NaiveH2O:
         heavy = options["heavy"] * factor
         heavy = tokens(heavy if isinstance(options["heavy"], float) else round(heavy))
         sink, recent = options["sink"], tokens(options["recent"])
+        if isinstance(sink, float):
+            sink = math.floor(sink * length + 1e-6)
         unpinned = heavy + recent
         if options["policy"] == "heavy":
             return sink, unpinned, 0, 0

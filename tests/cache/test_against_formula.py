@@ -29,7 +29,7 @@ WITHOUT_SCORES = ("recent", "sink_recent", "strided", "fixed", "keydiff", "snapk
 BUDGETS = [(2, 1), (9, 0), (0, 5), (1, 8), (0.2, 0.1), (0.3, 0.3), (0.5, 4), (5, 0.25), (40, 40)]
 CHOICES = {
     "budget": BUDGETS,
-    "sink": [1, 5],
+    "sink": [1, 5, 1.0, 0.3],
     "policy": [
         "heavy", "recent", "sink_recent", "full", "keydiff", "strided", "strided_heavy", "fixed",
         "fixed_heavy", "snapkv",

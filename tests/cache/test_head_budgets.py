@@ -5,7 +5,7 @@ import torch
 from oracle import cache_of
 
 import h2okv
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 from h2okv.ops.compaction import NO_HEAD, share_slots
 
 FACTORS = ((0.25, 1.75), (1.5, 0.5), (0.0, 2.0))

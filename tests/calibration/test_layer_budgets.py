@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 import h2okv
 from h2okv.assets import bundled_model_path, calibration_texts, sample_prompt
+from h2okv.budget import flat_factors
 from h2okv.calibration import factors, layer_budgets
 from h2okv.calibration.factors import measure_layer_budgets
-from h2okv.config import BEST_VERSION, FACTORS_VERSION, flat_factors
+from h2okv.config import BEST_VERSION, FACTORS_VERSION
 from h2okv.models import loading
 
 BEST = {"policy": "best", "heavy": 0.17, "recent": 0.03}

@@ -8,7 +8,7 @@ from hypothesis_examples import examples
 from oracle import cache_of
 
 import h2okv
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 from h2okv.policy import get_rule
 from h2okv.policy.strided import Fixed, power_of_two_from
 

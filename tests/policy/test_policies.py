@@ -9,7 +9,7 @@ from oracle import cache_of
 
 import h2okv
 from h2okv import config
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 from h2okv.policy import get_rule
 from h2okv_lab.masking import PER_QUERY
 

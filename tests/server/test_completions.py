@@ -3,7 +3,7 @@ import asyncio
 import openai
 import pytest
 
-from h2okv.config import Budget
+from h2okv.budget import Budget
 
 PROMPT = "It was a bright morning, and the"
 

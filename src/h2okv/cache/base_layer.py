@@ -1,4 +1,4 @@
-"""A layer as transformers sees it: batches, lengths, whose keys it holds."""
+"""A layer as transformers sees it: batches, lengths, and the module that writes to it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from h2okv.budget import Budget
 from h2okv.cache.argument import CACHE
 from h2okv.cache.explanation import Departures
 from h2okv.cache.forward import Forward
@@ -20,7 +21,6 @@ from h2okv.cache.rope import PositionRule, Rotation, Rotations
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
 from h2okv.cache.spans import Spans
 from h2okv.cache.step_log import StepLog
-from h2okv.config import Budget
 from h2okv.ops.quant import KeyTransform
 from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import Rule, Sees
@@ -32,7 +32,7 @@ LAYER_ATTRIBUTE = "_h2okv_layer"
 
 @dataclass
 class Prompt:
-    """What is known of the prompt before it has been read."""
+    """What is known about the prompt before it is read."""
 
     expected_length: int | None = None  # real tokens, if they were announced
     pins: tuple[tuple[int, int], ...] = ()  # spans that must not be evicted, until they are read
@@ -41,20 +41,20 @@ class Prompt:
 
     @property
     def is_read(self) -> bool:
-        """Whether no part of it, and no pin, is still to come."""
+        """Whether the whole prompt was read, and its pins were set."""
         return not (self.was_partial or self.is_partial or self.pins)
 
 
 @dataclass
 class Writer:
-    """The attention module whose keys a layer holds, and the weights of one that wrote a file."""
+    """The attention module that writes a layer's entries, and a file's fingerprint of one."""
 
     module: weakref.ref[torch.nn.Module] | None = None
     weights: str | None = None
 
 
 class BaseLayer(CacheLayerMixin):
-    """One attention layer's state, and all that transformers asks of it.
+    """One attention layer's state, with the protocol of transformers' cache layers.
 
     The model calls `update` and then the attention function, which calls `attend` on the layer
     that it finds on the key tensor. All the work happens there (`h2okv.cache.layer.CacheLayer`).
@@ -101,7 +101,7 @@ class BaseLayer(CacheLayerMixin):
         self._forget()
 
     def share_forward(self, forward: Forward) -> None:
-        """Do with the layers of `forward` what takes a wait for the device; mutates both."""
+        """Join the layers of `forward`, which synchronize with the device once; mutates both."""
         self.forward = forward
         self.number = forward.add_layer(self.rule, self.budget, self.head_budgets)
 
@@ -279,7 +279,7 @@ class BaseLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Take each sequence from another one, scores included (beam search); int64 ``[B]``."""
+        """Reorder the sequences by int64 indices ``[B]``, scores included (beam search)."""
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -323,7 +323,7 @@ class BaseLayer(CacheLayerMixin):
         return self.num_columns
 
     def get_max_length(self) -> int:
-        """Return -1: any number of tokens may pass."""
+        """Return -1, for no limit."""
         return -1
 
     def reset(self) -> None:
@@ -332,7 +332,7 @@ class BaseLayer(CacheLayerMixin):
         self.awaits_attention = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest tokens, and forget how earlier ones could be; mutates the layer.
+        """Remove the newest tokens, and make the others final; mutates the layer.
 
         Args:
             tokens_to_remove: 0, or minus the number of tokens.
@@ -443,7 +443,7 @@ class BaseLayer(CacheLayerMixin):
 
 
 def check_match(layer: BaseLayer, key_states: Tensor) -> None:
-    """Refuses keys ``[B, H, T, D]`` of another batch or model than the entries held."""
+    """Refuse keys ``[B, H, T, D]`` of another batch or model than the cached entries."""
     batch, heads, _, size = key_states.shape
     if layer.device.type == "meta" and not key_states.is_meta:
         raise ValueError(
@@ -465,7 +465,7 @@ def check_match(layer: BaseLayer, key_states: Tensor) -> None:
 
 
 def check_new_tokens(seen: int, count: int) -> None:
-    """Refuses a text that ends with the tokens seen, or before."""
+    """Refuse a text without tokens behind those that were read."""
     if count <= 0:
         raise ValueError(
             f"H2OCache has seen {seen} tokens and got none after them; give generate the whole text"

@@ -35,7 +35,7 @@ class Block(NamedTuple):
 
     @property
     def is_span(self) -> bool:
-        """Whether these are the queries of a span that was read before, and nothing else."""
+        """Whether the block has only the queries of a span that was read before."""
         return self.key is self.query
 
     def counts(self) -> Tensor | int:
@@ -96,7 +96,7 @@ class Block(NamedTuple):
             starts, ends = stops, [end + chunk for end in ends]
 
     def of_others(self, is_left_out: Sequence[bool]) -> Block:
-        """Return the block with padding in place of the sequences that are left out."""
+        """Return the block with the left-out sequences replaced by padding."""
         others = ~torch.tensor(is_left_out, device=self.query.device).unsqueeze(1)
         real = others.expand(-1, self.length) if self.real is None else self.real & others
         return self._replace(real=real)
@@ -118,7 +118,7 @@ class Block(NamedTuple):
         is_late: Tensor | None = None,
         counted: tuple[int, ...] | None = None,
     ) -> Block:
-        """Return the columns of an index in ``[B, T, ...]``: a view if that is of slices."""
+        """Index ``[B, T, ...]`` by columns: a view where the index is a slice."""
 
         def take(states: Tensor) -> Tensor:
             expanded = states.expand(self.query.shape[0], *states.shape[1:])
@@ -132,7 +132,7 @@ class Block(NamedTuple):
         return Block(query, key, value, real, undo, position_ids, spec, index, is_late, counted)
 
     def put(self, result: Tensor, output: Tensor) -> None:
-        """Copy the block's output to its tokens' places among those of all; mutates `output`."""
+        """Copy the block's output to its tokens' places in the whole output; mutates `output`."""
         result, output = result.transpose(1, 2), output.transpose(1, 2)
         if self.real is None:
             output[self.index] = result

@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from h2okv.budget import TokenBudget
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.support import config_of, unwrap
 from h2okv.cache.validation import check_loaded
-from h2okv.config import CacheConfig, TokenBudget
+from h2okv.config import CacheConfig
 from h2okv.policy import Rule, get_rule
 from h2okv.records import atomic_write, refusing
 
@@ -167,7 +168,7 @@ def load_cache(
 
 @contextmanager
 def _naming_damage(path: str | Path) -> Iterator[None]:
-    """Whatever goes wrong with what is in the file says that it is damaged."""
+    """Turn every failure to read a file into a message that says it is damaged."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError):
@@ -184,7 +185,7 @@ def _naming_damage(path: str | Path) -> Iterator[None]:
 
 
 def _settings(rule: Rule) -> dict[str, Any]:
-    """Return the settings of a rule's own; its scoring is the cache config's."""
+    """Return a rule's parameters, without its scoring, which the cache config has."""
     return {name: value for name, value in vars(rule).items() if name != "scoring"}
 
 
@@ -255,7 +256,7 @@ def _fill(
 
 
 def _follows(layer: DynamicLayer, first: BaseLayer) -> bool:
-    """Tells whether a layer of transformers' own holds what one of ours has seen."""
+    """Tell whether one of transformers' layers has read as many tokens as one of ours."""
     seen = length = int(first.get_seq_length())
     if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window > 1:
         length = min(seen, layer.sliding_window - 1)
@@ -321,7 +322,7 @@ def _expect_queries(layer: CacheLayer, expected: SlotState, key: Tensor, tensors
 
 
 def _json_of(path: str | Path, key: str) -> dict[str, Any]:
-    """Return an entry of the header, which is a JSON object."""
+    """Parse a JSON object of the file's header."""
     with _naming_damage(path), safe_open(str(path), framework="pt") as file:
         metadata = file.metadata() or {}
     if _KEY not in metadata:
@@ -336,7 +337,7 @@ def _json_of(path: str | Path, key: str) -> dict[str, Any]:
 
 
 def _fill_foreign(layer: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    """Take what `_layer_state` gave of a layer of transformers' own."""
+    """Restore one of transformers' layers from what `_layer_state` returned."""
     fresh = vars(layer)
     for name, value in {**values, **tensors}.items():
         attribute, _, index = name.partition(".")

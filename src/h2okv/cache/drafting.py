@@ -1,4 +1,4 @@
-"""The drafts of a running ``generate``: which text they follow, and when they are over."""
+"""Drafts of a running ``generate``: the text before them, and when drafting ends."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Drafting:
 
     @classmethod
     def of_caller(cls) -> Drafting | None:
-        """Return the call that this thread is in, or ``None``."""
+        """Return the call on this thread's stack, or ``None``."""
         frame: FrameType | None = sys._getframe()
         while frame is not None:
             name = frame.f_code.co_name
@@ -128,7 +128,7 @@ def _new_tokens(arguments: dict[str, Any], seen: int) -> dict[str, Any]:
 
 
 def end_recording(layer: Any) -> None:
-    """Let a layer of any kind record nothing from now on; mutates it."""
+    """Stop a layer of any kind from recording; mutates the layer."""
     # transformers sets attributes where a layer records; a layer of this package has properties.
     attributes: Any = vars(layer)
     if isinstance(layer, BaseLayer):

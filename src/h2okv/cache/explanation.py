@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the layers of a cache do together in a forward, as every wait for a device takes time."""
+"""What a cache's layers do once per forward, to synchronize with the device only once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from h2okv.config import Budget, TokenBudget
+from h2okv.budget import Budget, TokenBudget
 from h2okv.policy import Rule
 
 _Totals = tuple[tuple[int, ...], ...]
@@ -32,7 +32,7 @@ def amounts(budgets: Sequence[TokenBudget], totals: _Totals) -> list[int]:
 
 
 class Forward:
-    """Budgets that are copied to the device once, and one look at what must be finite.
+    """Copies budgets to the device once, and checks once that attention is finite.
 
     One object for all layers of a cache; a layer without a cache has one for itself.
     """
@@ -42,7 +42,7 @@ class Forward:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what an earlier forward has left, which may have been interrupted; mutates."""
+        """Reset after an earlier forward, which may have been interrupted; mutates."""
         self._sums: list[tuple[int, Tensor]] = []
         self._prompt: tuple[list[int], torch.device, list[LayerBudgets]] | None = None
         self._padding: tuple[Tensor, tuple[int, ...]] | None = None

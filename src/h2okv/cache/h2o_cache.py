@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from h2okv.budget import Budget
 from h2okv.cache import support, validation
 from h2okv.cache.base_layer import BaseLayer, check_new_tokens
 from h2okv.cache.checkpoint import load_cache, save_cache
@@ -30,7 +31,7 @@ from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotBytes, SlotState, ordinary_tensors, slots_for
 from h2okv.cache.spans import Spans
 from h2okv.cache_spec import parse
-from h2okv.config import BEST, MEASURED, Budget, CacheConfig, resolve_policy
+from h2okv.config import BEST, MEASURED, CacheConfig, resolve_policy
 from h2okv.console import warn
 from h2okv.ops.attention import num_means
 from h2okv.policy import Rule, Sees, get_rule

@@ -154,7 +154,7 @@ class CacheLayer(BaseLayer):
         return output.to(dtype)
 
     def _takes_plain_step(self) -> bool:
-        """Tell whether a token of each sequence is a step around which there is nothing to do."""
+        """Tell whether a step needs nothing but attention and an append."""
         return False
 
     def _split(self, block: Block) -> Iterable[Block] | None:
@@ -233,7 +233,7 @@ class CacheLayer(BaseLayer):
         spec: AttentionSpec,
         position_ids: Tensor | None,
     ) -> Block:
-        """Put new tokens together with what says where the model placed them."""
+        """Build a block from new tokens and the positions that the model gave them."""
         undo = placed = None
         length, rotations = query.shape[2], self.rotations
         looks_again = length > 1 or self.spans is not None  # queries are re-evaluated
@@ -366,7 +366,7 @@ class CacheLayer(BaseLayer):
         return self.forward.counts(block.real)
 
     def whole_blocks(self, block: Block) -> list[bool]:
-        """Tell of each sequence whether a block is a prompt or turn of it, evicted from once.
+        """Tell for each sequence whether a block is a whole prompt or turn, evicted from once.
 
         A single token behind others is a step, whatever the batch brings beside it.
         """

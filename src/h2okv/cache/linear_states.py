@@ -23,17 +23,17 @@ _FIXED = (LinearAttentionLayer, getattr(cache_utils, "DummyLayer", LinearAttenti
 
 
 def has_fixed_state(layer: object) -> bool:
-    """Tell whether a layer holds a state of one size for each sequence, or nothing at all."""
+    """Tell whether a layer's state has a fixed size, or is empty."""
     return type(layer) in _FIXED
 
 
 def has_states(cache: Cache) -> bool:
-    """Tell whether a model has layers with a state, which no token can be taken out of again."""
+    """Tell whether a model has layers with a recurrent state, which cannot be rolled back."""
     return any(type(layer) is LinearAttentionLayer for layer in cache.layers)
 
 
 def continues_blocks(model_type: str) -> bool:
-    """Tell whether a block of several tokens continues from the state of those before it."""
+    """Tell whether a block of several tokens continues from an earlier state."""
     return model_type not in _FORGETFUL
 
 
@@ -54,13 +54,13 @@ def state_tensors(layer: object) -> dict[tuple[str, int], Tensor]:
 
 
 def held_bytes(layer: object) -> int:
-    """Return the bytes of what one of transformers' own layers holds: keys, values, states."""
+    """Return the bytes of one of transformers' layers: keys, values, states."""
     tensors = (vars(layer).get("keys"), vars(layer).get("values"), *state_tensors(layer).values())
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def join_states(layer: object, other: object) -> None:
-    """Put another layer's sequences behind these; mutates the layer."""
+    """Append another layer's sequences; mutates the layer."""
     others = state_tensors(other)
     for (name, number), tensor in state_tensors(layer).items():
         vars(layer)[name][number] = torch.cat([tensor, others[name, number]])
@@ -120,6 +120,6 @@ class LinearStates:
             layer.has_previous_state[number] = True
 
     def show(self, used: int) -> None:
-        """Let the layer see the first rows; mutates it."""
+        """Point the layer at the first rows; mutates the layer."""
         for (name, number), tensor in self._tensors.items():
             getattr(self._layer, name)[number] = tensor[:used]

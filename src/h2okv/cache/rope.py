@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from h2okv.budget import check_tokens
 from h2okv.cache.argument import CACHE
-from h2okv.config import Positions, check_tokens
+from h2okv.config import Positions
 from h2okv.ops.decode import RotaryTables
 from h2okv.ops.rope import Layout, inverse, multiply, relative, rotate
 from h2okv.policy import Rule
@@ -81,7 +82,7 @@ class Rotation:
         return self._tables[length]
 
     def _rotary_of(self, positions: Tensor) -> Any:
-        """Return rotary embeddings that have met nothing but these positions."""
+        """Return a copy of rotary embeddings that has seen only these positions."""
         fresh: Any = type(self.rotary)(self.rotary.config).to(self.device)
         options = {"layer_type": self.layer_type} if self.layer_type else {}
         kind: Any = fresh.rope_type
@@ -169,7 +170,7 @@ class Rotations:
 
 
 def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:
-    """Rotates states ``[B, H, N, D]`` to ranks, which may be anything for what is no entry."""
+    """Rotate states ``[B, H, N, D]`` to ranks; those of empty slots may be anything."""
     return rotate(states, factors[ranks.clamp(min=0, max=len(factors) - 1).long()])
 
 
@@ -185,7 +186,7 @@ def ranks_of(positions: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PositionRule:
-    """What a user decides about positions and blocks; see `H2OCache`."""
+    """The options of positions and blocks; see `H2OCache`."""
 
     positions: Positions = "original"
     evict_every: int | None = None
@@ -217,11 +218,11 @@ _CLOSE = 0.03
 
 
 class _KeysTakenError(Exception):
-    """Leaves the attention module as soon as it has made its keys."""
+    """Stops an attention module once it has computed its keys."""
 
 
 class _KeyTaker(DynamicCache):
-    """Takes the keys that an attention module hands to its cache."""
+    """Records the keys that an attention module passes to its cache."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from h2okv.policy import Sees
 
 
 def shares_prompt(config: CacheConfig) -> bool:
-    """Return whether a full cache's attention over the prompt is also this cache's."""
+    """Return whether this cache can reuse a full cache's attention over the prompt."""
     return config.positions == "original" and config.chunk is None
 
 

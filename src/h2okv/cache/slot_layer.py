@@ -295,7 +295,7 @@ class SlotLayer(CacheLayer):
         return run(query, key, value, state, rules, real)
 
     def _numbers(self, block: Block) -> StepNumbers | None:
-        """Return what the host knows of a step; ``None`` if sequences differ, or on a GPU."""
+        """Return the host's numbers for a step; ``None`` if sequences differ, or on a GPU."""
         # A compiled step would be compiled again for each number.
         if block.real is not None or torch.compiler.is_compiling() or self.device.type != "cpu":
             return None
@@ -323,14 +323,14 @@ class SlotLayer(CacheLayer):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a decode step needs nothing that only a block learns."""
+        """Whether decode steps can run, as a block has set up what they need."""
         is_known = self.slots.operations is not None and self.module is not None
         is_known &= self.rotations.rolling is None or self.rotations.tables is not None
         is_plain = self.log is None and self.departures is None
         return is_known and self.holds_entries and self.rule.is_bounded and is_plain
 
     def join(self, other: SlotLayer) -> None:
-        """Put another layer's sequences behind these; mutates this layer, uses up the other."""
+        """Append another layer's sequences; mutates this layer and consumes the other."""
         state, slots = self.state, self.slots
         state.slot_mask = other.state.slot_mask = None
         state.cat(other.state)

@@ -10,17 +10,17 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from h2okv.budget import Budget, TokenBudget
 from h2okv.cache.h2o_cache import H2OCache
 from h2okv.cache.linear_states import LinearStates, continues_prompts, has_fixed_state
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
-from h2okv.config import Budget, TokenBudget
 from h2okv.policy import get_rule
 
 
 def is_window_layer(layer: object, layer_idx: int, config: PreTrainedConfig) -> bool:
-    """Tells whether a layer's tokens see the newest ones and nothing else."""
+    """Tell whether a layer attends to a window of the newest tokens only."""
     kinds = getattr(config.get_text_config(decoder=True), "layer_types", None)
     return (
         type(layer) is DynamicSlidingWindowLayer
@@ -33,7 +33,7 @@ def is_window_layer(layer: object, layer_idx: int, config: PreTrainedConfig) -> 
 def window_slots(
     layer: DynamicSlidingWindowLayer, layer_idx: int, sequence: int, seen: int
 ) -> SlotLayer:
-    """Make slots of what a sliding layer holds of a sequence: a token's own and all before."""
+    """Convert a sliding layer's entries of one sequence into slots, oldest first."""
     window, num_held = layer.sliding_window, min(seen, layer.keys.shape[2])
     budget, rule = Budget(heavy=0, recent=window - 1), get_rule("recent")
     slot_layer = SlotLayer(layer_idx, budget, rule, PositionRule())
@@ -53,7 +53,7 @@ def window_slots(
 
 
 def _fill_window(layer: DynamicSlidingWindowLayer, state: SlotState, seen: int) -> None:
-    """Give an empty sliding layer what slots hold of one sequence: its newest tokens, in order."""
+    """Fill an empty sliding layer with the newest tokens of a sequence's slots, in order."""
     order = state.positions[0, 0].argsort()
     order = order[state.positions[0, 0][order] > max(seen - layer.sliding_window, -1)]
     keys, values = (state.stored(name)[:, :, order] for name in ("keys", "values"))
@@ -62,10 +62,10 @@ def _fill_window(layer: DynamicSlidingWindowLayer, state: SlotState, seen: int) 
 
 
 class SlotBookkeeping:
-    """The budgets in use of layers that are alike, and how many entries each has still room for.
+    """The budget and the entries of each sequence, for layers with equal budgets.
 
-    Of heads that hold alike one stands for all. Heads with budgets of their own, one or more, share
-    a row of slots.
+    Heads with equal budgets have one count for all; otherwise they share a row of slots, and each
+    has its count.
     """
 
     def __init__(self, capacity: float, sharing_heads: int | None = None, span: int = 1) -> None:
@@ -82,7 +82,7 @@ class SlotBookkeeping:
         return round((self._sharing_heads or 1) * (self.capacity + self.span))
 
     def admit(self, budget: TokenBudget, totals: list[int], counts: list[int], phase: int) -> None:
-        """Note a sequence with its entries; both lists are by head."""
+        """Register a sequence: its budget and its entries, each a list by head."""
         self._phases.append(phase % self.span)
         assert sum(totals) + len(totals) <= self.num_slots, "the engine refuses larger ones"
         self.budgets.append(budget)
@@ -96,7 +96,7 @@ class SlotBookkeeping:
             del values[-1]
 
     def count_step(self, rows: Sequence[int]) -> int:
-        """Return how many entries a step of some sequences evicts, counted in their heads."""
+        """Return how many entries a step evicts, over all heads of the sequences that take it."""
         if self.span > 1:
             return self._count_span_step(rows)
         full = sum(self._room[row].count(0) for row in rows)
@@ -121,13 +121,13 @@ class SlotBookkeeping:
 
     @property
     def fills_all_slots(self) -> bool:
-        """Whether no slot mask is needed: shared slots have owners, others are all in budget."""
+        """Whether steps need no slot mask, as every slot is within its sequence's budget."""
         if self._sharing_heads is not None or self.span > 1:
             return True
         return all(budget.total == self.capacity for budget in self.budgets)
 
     def set_flags(self, layer: SlotLayer) -> None:
-        """Tells a layer what its steps may leave out; mutates it."""
+        """Set which checks a layer's steps can skip; mutates the layer."""
         left, is_even = max(map(max, self._room)), self.fills_all_slots
         slots = layer.slots
         slots.steps_to_cut = self.span - max(self._phases)
@@ -293,7 +293,7 @@ class SlotPool:
         self._num_rows = num_rows
 
     def release(self, index: int) -> int | None:
-        """Frees a sequence's slots; the last one in use takes its place, which is returned."""
+        """Free a sequence's slots; the last sequence moves there. Returns that place."""
         last = len(self._num_seen) - 1
         if index != last:
             for tensor in self._tensors():
@@ -333,7 +333,7 @@ class SlotPool:
         self.adopt(cache)
 
     def adopt(self, cache: H2OCache) -> None:
-        """Let a cache with a sequence's entries go on as if the model had written them; mutates."""
+        """Set what a cache with copied entries needs to continue the sequence; mutates it."""
         layers: list[Any] = cache.layers
         for pool_layer in self.slot_layers:
             layer = layers[pool_layer.layer_idx]
@@ -349,7 +349,7 @@ class SlotPool:
             layer.num_columns = 0
 
     def end_drafts(self, accepted: Sequence[int]) -> int:
-        """Take back all tokens of a forward but the first few of each sequence.
+        """Roll back a forward to the first few tokens of each sequence.
 
         Args:
             accepted: how many of its tokens each sequence keeps, 1 at least.
@@ -382,7 +382,7 @@ class SlotPool:
         )
 
     def _show(self) -> None:
-        """Lets the cache's layers see the sequences in use; mutates them."""
+        """Point the cache's layers at the slots in use; mutates the layers."""
         used = len(self._num_seen)
         if used == 0:
             return
@@ -435,7 +435,7 @@ def num_entries(cache: H2OCache) -> int:
 
 
 def check_poolable(cache: H2OCache) -> None:
-    """Refuses caches whose sequences cannot come and go."""
+    """Refuse a cache that cannot be pooled, as its sequences cannot join and leave."""
     others = {
         type(layer).__name__
         for index, layer in enumerate(cache.layers)
@@ -457,7 +457,7 @@ def check_poolable(cache: H2OCache) -> None:
 
 
 def can_split_blocks(cache: H2OCache) -> bool:
-    """Tells whether a block may come in several forwards without being another block."""
+    """Tell whether a prompt may be read in several forwards with the same result."""
     if cache.kv_bits is not None or cache.position_rule.rolls or not continues_prompts(cache):
         return False
     return all(
@@ -470,7 +470,7 @@ def can_split_blocks(cache: H2OCache) -> bool:
 
 
 def expect_partial_block(cache: H2OCache, is_partial: bool) -> None:
-    """Says whether the next forward brings part of a block, after which nothing is evicted yet."""
+    """Set whether the next forward brings a part of a prompt only, after which none is evicted."""
     for layer in cache.layers:
         if isinstance(layer, SlotLayer):
             layer.prompt.is_partial = is_partial

@@ -1,4 +1,4 @@
-"""What a layer holds of each sequence, and how keys and values are stored."""
+"""The state of a layer, by sequence, and how keys and values are stored."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
+from h2okv.budget import TokenBudget
 from h2okv.cache.forward import LayerBudgets
-from h2okv.config import KV_BITS, TokenBudget, check_bits
+from h2okv.config import KV_BITS, check_bits
 from h2okv.ops.compaction import compact, pick
 from h2okv.ops.decode import Kind, Slots
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_bytes, unpack
@@ -33,7 +34,7 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def is_cast(device: torch.device) -> bool:
-    """Tell whether autocast is on for a device; it knows none for ``meta``.
+    """Tell whether autocast is on for a device; never for ``meta``.
 
     torch 2.11 cannot compile `torch.amp.is_autocast_available`.
     """
@@ -41,7 +42,7 @@ def is_cast(device: torch.device) -> bool:
 
 
 def slots_for(entries: int, capacity: int | None = None) -> int:
-    """Slots that a layer makes for the entries of its fullest sequence; the last one is free.
+    """Return the slots to allocate for the fullest sequence's entries, with a free one.
 
     Some are there to grow into, up to the largest budget and one, the capacity: a sixteenth more
     each time copies 16 entries a step; a cache that concatenates copies all.
@@ -56,8 +57,8 @@ def slots_for(entries: int, capacity: int | None = None) -> int:
 class EntryStorage:
     """Keys, or values, as they are stored: in the model's dtype, or packed into 8 or 4 bits.
 
-    A number is rounded once, when its token becomes an entry. A block attends to itself in full
-    precision, and to cached entries as they unpack; a single token is an entry at its own step.
+    A number is rounded once, when its token becomes an entry. A block attends to its own tokens in
+    full precision and to cached entries unpacked; a single token is stored before it attends.
     """
 
     bits: int | None = None
@@ -70,7 +71,7 @@ class EntryStorage:
     def read(
         self, entries: Entries, dtype: torch.dtype, transform: KeyTransform | None = None
     ) -> Tensor:
-        """Entries as a block attends to them."""
+        """Unpack entries to the dtype in which a block attends to them."""
         if not isinstance(entries, Packed):
             return entries
         numbers = unpack(entries).to(compute_dtype(dtype))
@@ -80,9 +81,9 @@ class EntryStorage:
         return self.read(self.store(states, transform), states.dtype, transform)
 
     def as_stored(self, states: Tensor, past: int, transform: KeyTransform | None = None) -> Tensor:
-        """Keys or values ``[B, H, P + T, D]``, of which P are held, as they are after the block.
+        """Return keys or values ``[B, H, P + T, D]`` as they are stored; the first P are cached.
 
-        By these entries are ranked, so that a number that is rounded counts alike all its life.
+        Entries are ranked by these numbers, at every cut by the same ones.
         """
         if self.bits is None:
             return states
@@ -91,10 +92,10 @@ class EntryStorage:
     def as_attended(
         self, states: Tensor, past: int, real: Tensor | None, transform: KeyTransform | None = None
     ) -> Tensor:
-        """Return the same as the block attends to them: its own in full precision.
+        """Return the same as the block attends to them: its own tokens in full precision.
 
-        But where the block of a sequence is a single token, which is an entry from its own step on,
-        whatever the batch brings beside it.
+        A sequence with a single real token attends to it as it is stored, whatever the other
+        sequences of the batch read.
         """
         length = states.shape[2] - past
         if self.bits is None or past == 0 or (real is None and length > 1):
@@ -113,10 +114,15 @@ class EntryStorage:
         heads: Tensor | None = None,
         transform: KeyTransform | None = None,
     ) -> Entries:
-        """Fill S new slots with the K entries that stay; what was held keeps its codes.
+        """Fill S new slots with the K entries that stay; cached ones keep their codes.
 
-        Of the states ``[B, H, N, D]`` the first P are those held, as `held` has them; `indices` is
-        int64 ``[B, H, K]``, of the heads of their rows or of `heads`.
+        Args:
+            states: ``[B, H, N, D]``; the first P are the cached ones.
+            cached: the same P entries, as they are stored.
+            indices: int64 ``[B, H, K]``, below N.
+            num_slots: S.
+            heads: as in `h2okv.ops.compaction.compact`.
+            transform: of 4-bit keys.
         """
         if transform is not None:
             states = transform.apply(states)
@@ -156,7 +162,7 @@ class KVStorage:
 
 @dataclass(frozen=True)
 class SlotBytes:
-    """What one sequence takes in one layer of slots."""
+    """The bytes of one sequence in one layer of slots."""
 
     num_heads: int
     entry: int  # bytes of a slot's key and value, for one head
@@ -181,7 +187,7 @@ class SlotBytes:
 
 @dataclass
 class SlotState(Slots):
-    """All that a layer holds of each sequence, which is the first dimension of every tensor."""
+    """The state of a layer; the first dimension of every tensor is the sequence."""
 
     _: KW_ONLY
     # [B, 1, 1], protected first and newest positions.
@@ -241,7 +247,7 @@ class SlotState(Slots):
         self.total = amounts[3:].view(len(layer.budgets), -1, 1)
 
     def lengths(self) -> tuple[int, ...]:
-        """Return the real tokens of each sequence that went through; may wait for the device."""
+        """Return the real tokens that each sequence has read; may synchronize with the device."""
         if self.known_lengths is None:
             self.known_lengths = tuple(self.num_real_tokens.tolist())
         return self.known_lengths
@@ -252,17 +258,17 @@ class SlotState(Slots):
         return [(length - start) % span for length, start in zip(lengths, starts, strict=True)]
 
     def totals(self) -> tuple[tuple[int, ...], ...]:
-        """Return K of each sequence, or of each of its heads; may wait for the device."""
+        """Return K by sequence, or by sequence and head; may synchronize with the device."""
         if self.known_totals is None:
             self.known_totals = tuple(map(tuple, self.total.squeeze(-1).tolist()))
         return self.known_totals
 
     def forget_known(self) -> None:
-        """Let the host ask the device again, whose tensors were changed; mutates the state."""
+        """Drop the host's copies of numbers, after the tensors were changed; mutates the state."""
         self.known_lengths = self.known_totals = self.scored_lengths = None
 
     def note_count(self, counts: Sequence[int] | None) -> None:
-        """Note on the host what the device counts by itself."""
+        """Add tokens to the host's copy of a count that is kept on the device."""
         if torch.compiler.is_compiling() or counts is None or self.known_lengths is None:
             self.known_lengths = None  # without a look: a number that changes is compiled again
             return
@@ -293,14 +299,14 @@ class SlotState(Slots):
 
     @property
     def span_nbytes(self) -> int:
-        """Bytes of the queries of a span, of those counted by `nbytes`."""
+        """Bytes of a span's queries, a part of `nbytes`."""
         return sum(t.nbytes for n, t in self.tensors().items() if self.kind_of(n).per == "span")
 
     def by_head(self, *names: str, num_slots: int | None = None) -> tuple[Any, ...]:
-        """Fields with a row of slots for each head, ``[B, H, S', ...]``; copies of shared ones.
+        """Return fields with a row of slots for each head, ``[B, H, S', ...]``.
 
-        A head that holds less than another has empty slots behind its own. What a state has not is
-        `None`. Without `num_slots`, S', it waits for the device.
+        Shared rows are copied, and padded with empty slots to `num_slots` (S'); without it, this
+        synchronizes with the device. A field that the state lacks is ``None``.
         """
         fields = tuple(getattr(self, name) for name in names)
         if self.head_of_slot is None:
@@ -341,7 +347,7 @@ class SlotState(Slots):
 
     @classmethod
     def kind_of(cls, name: str) -> Kind:
-        """Return what a tensor is, by its name in `tensors`."""
+        """Return the `Kind` of a tensor, by its name in `tensors`."""
         return cls.kinds[name.partition(".")[0]]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -355,7 +361,7 @@ class SlotState(Slots):
         return tensors
 
     def entry_size(self, name: str) -> int:
-        """Return the numbers of an entry of keys or values."""
+        """Return the size D of an entry of keys or values."""
         value = getattr(self, name)
         return int(value.size if isinstance(value, Packed) else value.shape[-1])
 
@@ -388,7 +394,7 @@ class SlotState(Slots):
         return changed
 
     def change(self, change: Callable[[Kind, Tensor], Tensor]) -> None:
-        """Put changed tensors in the place of others, one after the other; mutates the state."""
+        """Replace tensors one by one, so that memory holds one twice; mutates the state."""
         with ordinary_tensors():
             for name, tensor in self.tensors().items():
                 self.set_tensors({name: change(self.kind_of(name), tensor)})
@@ -429,7 +435,7 @@ class SlotState(Slots):
         self.queries = self.query_positions = self.scored_lengths = None
 
     def cat(self, other: SlotState) -> None:
-        """Put another's sequences behind these, tensor by tensor; uses up the other."""
+        """Append another state's sequences, tensor by tensor; the other state is consumed."""
         num_slots = max(self.num_slots, other.num_slots)
         counts = {}
         for name in _OF_HOST:
@@ -448,7 +454,7 @@ class SlotState(Slots):
         vars(self).update(counts)
 
     def copy_sequence(self, row: int, source: SlotState, sequence: int) -> None:
-        """Copy one of another state's sequences to a place here, whose other slots it empties."""
+        """Copy a sequence of another state to a row, and empty the row's other slots."""
         sources, num_slots = source.tensors(), self.num_slots
         for name, tensor in self.tensors().items():
             # What a request before has left in other slots may not even be a number.

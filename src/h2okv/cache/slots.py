@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from h2okv.budget import TokenBudget
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.slot_state import (
     MIN_GROWN_SLOTS,
@@ -17,7 +18,6 @@ from h2okv.cache.slot_state import (
     ordinary_tensors,
     slots_for,
 )
-from h2okv.config import TokenBudget
 from h2okv.ops.append import Tail
 from h2okv.ops.compaction import pick, share_slots
 from h2okv.ops.dispatch import Cut, Operations

@@ -1,4 +1,4 @@
-"""What takes back the last tokens of a layer: drafts that a verification has rejected."""
+"""Roll back a layer's newest tokens: drafts that were rejected."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class StepLog:
         self._records.append((record, plan))
 
     def forget(self) -> None:
-        """Let no token be taken back that was read so far; mutates the log."""
+        """Make the tokens read so far final; mutates the log."""
         self._records.clear()
 
     def select(self, indices: Tensor) -> None:
@@ -120,7 +120,7 @@ class StepLog:
 
 
 def _restore(state: SlotState, record: SlotState | dict[str, Any], rows: Tensor | slice) -> None:
-    """Restore some sequences of a state, whose slots are as many as before; mutates it."""
+    """Restore sequences of a state with as many slots as before; mutates the state."""
     tensors = state.tensors()
     before_all = record.tensors() if isinstance(record, SlotState) else record
     for name, before in before_all.items():

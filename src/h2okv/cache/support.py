@@ -76,7 +76,7 @@ def unwrap(model: object) -> PreTrainedModel:
 
 
 def check_callers() -> None:
-    """Refuse a forward that comes through prompt learning, however the cache was made.
+    """Refuse a forward through PEFT's prompt learning, however the cache was built.
 
     The model itself does not know the wrapper whose tokens it gets, so the callers are asked.
     """
@@ -158,7 +158,7 @@ def context_window(config: PreTrainedConfig) -> int | None:
 
 
 def window_by_length(config: PreTrainedConfig) -> int | None:
-    """Tells up to which length of the batch's longest text a model rotates its tokens alike."""
+    """Return the length of text up to which a model's rotation does not change."""
     # Dynamic scaling and LongRoPE take other frequencies beyond it, for all rows of the batch.
     text_config = config.get_text_config(decoder=True)
     rope = getattr(text_config, "rope_parameters", None) or {}
@@ -174,7 +174,7 @@ def window_by_length(config: PreTrainedConfig) -> int | None:
 
 
 def check_positions(config: PreTrainedConfig, positions: str, rule: Rule) -> None:
-    """Refuses a way of placing entries that the model or the policy has not."""
+    """Refuse positions that the model or the policy does not support."""
     text_config = config.get_text_config(decoder=True)
     rotary = bool(getattr(text_config, "rope_parameters", None))
     kind = text_config.model_type
@@ -251,7 +251,7 @@ def can_score_spans(cache: CacheConfig) -> bool:
 
 
 def num_kv_heads(config: PreTrainedConfig) -> int:
-    """Return the KV heads of a layer's entries; one of latents."""
+    """Return a layer's KV heads; 1 for latents."""
     text = config.get_text_config(decoder=True)
     heads = size_of(text, "num_key_value_heads") or text.num_attention_heads
     return 1 if latent_sizes(config) else int(heads)
@@ -260,7 +260,7 @@ def num_kv_heads(config: PreTrainedConfig) -> int:
 def check_layer_budgets(
     cache: CacheConfig, rule: Rule, config: PreTrainedConfig, num_layers: int
 ) -> None:
-    """Refuse budgets of another model, or that differ by head where heads must hold alike."""
+    """Refuse budgets of another model, or by head where heads must keep equal numbers."""
     count = num_layers if cache.layer_budgets is None else len(cache.layer_budgets)
     if count != num_layers:
         raise ValueError(
@@ -301,7 +301,7 @@ def check_layer_budgets(
 def check_layers(
     config: PreTrainedConfig, layers: Sequence[object], num_scored: int, positions: PositionRule
 ) -> None:
-    """Refuse a model without layers to evict from, or whose other layers have no such positions."""
+    """Refuse a model without layers to evict from, or with layers without such positions."""
     name, kinds = config.model_type, ", ".join(sorted({type(layer).__name__ for layer in layers}))
     if not num_scored:
         problem = (

@@ -1,4 +1,4 @@
-"""What a state must satisfy: prompts, pins, blocks, files."""
+"""Checks of prompts, pins, blocks and files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from h2okv.policy import Sees
 
 
 def check_prompt(layer: BaseLayer, lengths: Sequence[int], block: int) -> None:
-    """Refuse a first block that cannot be read, for prompts of these real tokens."""
+    """Refuse a first block that cannot be read, given the real tokens of each prompt."""
     if 0 in lengths:
         raise ValueError(
             f"sequence {lengths.index(0)} of the batch is all padding; give every sequence a "
@@ -57,7 +57,7 @@ def parse_pins(spans: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
 
 
 def check_pins(layer: BaseLayer, lengths: Sequence[int]) -> None:
-    """Refuse pins outside prompts of these lengths, or more than heavy has room for."""
+    """Refuse pins outside the prompts, or more of them than the heavy part."""
     if not layer.prompt.pins or not layer.rule.evicts:
         return
     for length in lengths:
@@ -78,7 +78,7 @@ def check_pins(layer: BaseLayer, lengths: Sequence[int]) -> None:
 def check_follows(
     layer: BaseLayer, position_ids: Tensor | None, real: Tensor | None, length: int
 ) -> None:
-    """Refuses a later block that does not go on where the last one ended.
+    """Refuse a block that does not start where the last one ended.
 
     ``generate(use_cache=False)`` reads the whole text again at every step, which would count
     every token again. Reads the device; of steps, which must not wait for it, only a CPU's are
@@ -123,7 +123,7 @@ def check_follows(
 
 
 def going_on(seen: int, count: int, is_from_start: bool) -> str:
-    """Return what to do where a block of tokens does not go on from those seen."""
+    """Return the remedy for a block that does not continue the tokens seen."""
     if is_from_start and count == seen + 1:
         return "leave out use_cache=False, which reads the whole text again at every step"
     remedy = f"for a further turn call generate(**cache.next_turn(input_ids), {CACHE}=cache), for"
@@ -168,7 +168,7 @@ def check_mask(layer: BaseLayer, attention_mask: Tensor) -> None:
 
 
 def check_window(layer: BaseLayer, length: int) -> None:
-    """Refuses a block whose ranks would go past the positions that the model was trained on."""
+    """Refuse a block with ranks beyond the model's context window."""
     window, chunk = layer.position_rule.window, layer.position_rule.chunk
     if window is None:
         return
@@ -196,7 +196,7 @@ def check_window(layer: BaseLayer, length: int) -> None:
 
 
 def check_integrity(layer: BaseLayer) -> None:
-    """Check a layer that holds entries against the contract."""
+    """Check a layer's entries against the contract."""
     layer.require_attention()
     state, newest = layer.state, layer.newest()
     positions, scores = state.by_head("positions", "scores")
@@ -228,27 +228,46 @@ def check_integrity(layer: BaseLayer) -> None:
 
 
 def check_loaded(layer: BaseLayer, state: SlotState, seen: Tensor) -> None:
-    """Refuses numbers from a file with which a step would read or write what is not there."""
+    """Refuse a file's numbers that would make a step read or write out of bounds."""
     name = f"layer {layer.layer_idx}"
     if seen.shape != () or seen.dtype != torch.int64:
-        raise ValueError(f"{name} does not tell how many tokens it has seen")
+        raise ValueError(f"{name}: the tokens seen must be one int64, got {seen.dtype}")
     if state.batch_size == 0 or state.num_slots == 0 or len(state.budgets) != state.batch_size:
-        raise ValueError(f"{name} holds {state.batch_size} sequences, which are not those it tells")
+        raise ValueError(
+            f"{name} must have a budget and slots for each sequence, got {len(state.budgets)}"
+            f" budgets for {state.batch_size} sequences of {state.num_slots} slots"
+        )
     for field, kind in state.kinds.items():
         has_one, is_of = getattr(state, field) is not None, kind.is_of(layer)
         if (has_one and not is_of) or (kind.iff and is_of and not has_one):
-            field = kind.file_name or field
-            raise ValueError(f"{name} has {field}, or has none, against its options")
+            field, needed = kind.file_name or field, "be there" if is_of else "be absent"
+            raise ValueError(f"{name}: {field} must {needed}, by the cache's options")
+    _check_budgets(layer, state)
+    starts = state.span_starts or (0,) * state.batch_size
+    are_whole = all(type(start) is int and start >= 0 for start in starts)
+    if len(starts) != state.batch_size or not are_whole:
+        raise ValueError(f"{name} has invalid beginnings of spans {starts}")
+    for problem, is_wrong in _problems(layer, state, seen).items():
+        if bool(is_wrong.any()):
+            raise ValueError(f"{name} {problem}")
+
+
+def _check_budgets(layer: BaseLayer, state: SlotState) -> None:
     for budget in state.budgets:
         fields = astuple(budget)
         are_counts = all(type(n) is int and 0 <= n < 1 << 60 for n in fields)
         if not are_counts or not budget.total:
-            raise ValueError(f"{name} has an invalid budget {fields}")
+            raise ValueError(f"layer {layer.layer_idx} has an invalid budget {fields}")
         options = layer.head_budgets or (layer.budget,)
         possible = [layer.rule.allocate_budget(option.resolve(1)) for option in options]
         largest = max(possible, key=lambda option: option.total)
         if not layer.budget.is_relative and budget != largest:
-            raise ValueError(f"{name} has the budget {fields}, not its options'")
+            expected = f"must have the budget {astuple(largest)} of its options, got {fields}"
+            raise ValueError(f"layer {layer.layer_idx} {expected}")
+
+
+def _differs_from_budgets(layer: BaseLayer, state: SlotState) -> Tensor:
+    """Mark the sequences whose tensors of budgets contradict their budgets."""
     expected = copy.copy(state)
     totals = tuple((budget.total,) for budget in state.budgets)
     table = torch.tensor(amounts(state.budgets, totals), device=state.device)
@@ -262,23 +281,24 @@ def check_loaded(layer: BaseLayer, state: SlotState, seen: Tensor) -> None:
     differs |= (grown < 0) | (total != expected.total + grown)
     if state.num_static is not None:
         differs |= state.num_static != expected.num_static
+    return differs
+
+
+def _problems(layer: BaseLayer, state: SlotState, seen: Tensor) -> dict[str, Tensor]:
+    """Return what may be wrong with a file's tensors, and where it is."""
     tensors = [tensor for field, tensor in state.tensors().items() if field != "scores"]
     numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
     real, free, last = state.num_real_tokens, state.free_slot, state.num_slots - 1
-    starts = state.span_starts or (0,) * state.batch_size
-    are_whole = all(type(start) is int and start >= 0 for start in starts)
-    if len(starts) != state.batch_size or not are_whole:
-        raise ValueError(f"{name} has invalid beginnings of spans {starts}")
+    is_taken = (state.positions >= 0).gather(-1, free.clamp(0, last))
     problems = {
-        "contradicts its budgets": differs,
+        "contradicts its budgets": _differs_from_budgets(layer, state),
         "has seen another number of tokens": (real < 1) | (real > seen) | (seen >= 1 << 30),
         "has invalid positions": state.positions < -1,
         "holds numbers that are not finite": torch.stack([~n.isfinite().all() for n in numbers]),
         # Those that are pinned are infinite.
         "holds NaN or negative scores": ~(state.scores >= 0),
+        "has an invalid free slot": (free < 0) | (free > last) | is_taken,
     }
-    is_taken = (state.positions >= 0).gather(-1, free.clamp(0, last))
-    problems["has an invalid free slot"] = (free < 0) | (free > last) | is_taken
     if state.head_of_slot is not None:
         of_head = ~state.of_others()
         is_free = of_head.gather(-1, free.clamp(0, last).view(*of_head.shape[:2], 1))
@@ -288,6 +308,4 @@ def check_loaded(layer: BaseLayer, state: SlotState, seen: Tensor) -> None:
         problems["has shared slots of an invalid head"] = ~is_free | is_wide
     if state.ranks is not None:
         problems["has ranks beyond its slots"] = (state.ranks < 0) | (state.ranks > last)
-    for problem, is_wrong in problems.items():
-        if bool(is_wrong.any()):
-            raise ValueError(f"{name} {problem}")
+    return problems

@@ -15,17 +15,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from h2okv.budget import LayerBudgets, checked_factors, flat_factors
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
-from h2okv.config import (
-    BEST,
-    BEST_HEAVY_FRACTION,
-    CacheConfig,
-    LayerBudgets,
-    checked_factors,
-    flat_factors,
-)
+from h2okv.config import BEST, BEST_HEAVY_FRACTION, CacheConfig
 from h2okv.console import write_remark
 from h2okv.integration.enable import input_device, prefill, restore_attention
 from h2okv.models.loading import context_of

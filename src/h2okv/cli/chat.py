@@ -127,7 +127,7 @@ def plan_cache(
             args.check_cache(config, cache)
         except ValueError as error:
             cache, remark = _with_original(cache, error)
-    entries, window = int(cache.sink + cache.heavy + cache.recent), context_window(config)
+    entries, window = cache.budget.resolve(0).total, context_window(config)
     fits = window is None or entries + SPAN <= window
     if evict_every is None and not cache.is_full and can_score_spans(cache):
         # In a small window shorter spans leave the room to the text.

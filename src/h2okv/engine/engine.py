@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import config_identity
 from h2okv.cache.linear_states import continues_prompts
 from h2okv.calibration.layer_budgets import even_budgets, with_measured_budgets
-from h2okv.config import MEASURED, Budget
+from h2okv.config import MEASURED
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.memory import MemoryModel, available_bytes, give_memory_back
 from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from h2okv.budget import Budget
 from h2okv.cache.support import unwrap
-from h2okv.config import Budget
 from h2okv.console import Progress
 from h2okv.engine.agreement import AgreementReport
 from h2okv.engine.config import EngineConfig

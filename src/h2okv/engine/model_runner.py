@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 
+from h2okv.budget import Budget
 from h2okv.cache import H2OCache, slot_pool
 from h2okv.cache.argument import CACHE
 from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.support import latent_sizes
-from h2okv.config import Budget
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
 from h2okv.engine.request import PrefillChunk, PromptStart, ScheduledStep
 from h2okv.engine.sampling_params import UNLIMITED

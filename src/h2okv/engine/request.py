@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from h2okv.config import Budget
+from h2okv.budget import Budget
 from h2okv.engine.detokenizer import Detokenizer, StopText
 from h2okv.engine.drafts import PromptLookup
 from h2okv.engine.outputs import (

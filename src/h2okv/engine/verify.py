@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from transformers import DynamicCache
 
-from h2okv.config import Budget
+from h2okv.budget import Budget
 from h2okv.console import warn
 from h2okv.engine.agreement import FACTORS, AgreementLog, AgreementReport, BudgetLevels
 from h2okv.engine.config import EngineConfig

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from h2okv.budget import check_tokens
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE, cache_in
 from h2okv.cache.support import check_model, unwrap
-from h2okv.config import check_tokens
 from h2okv.integration.attention import ATTENTION_NAME, h2o_mask
 from h2okv.records import refusing
 

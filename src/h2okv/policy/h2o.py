@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 from h2okv.policy.rule import Rule
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 from h2okv.policy.scoring import BlockView, Scoring, Sees
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 from h2okv.policy.rule import Rule
 from h2okv.policy.scoring import Sees
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 from h2okv.policy.rule import Rule
 from h2okv.policy.scoring import Sees
 

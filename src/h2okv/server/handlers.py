@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from h2okv.config import Budget
+from h2okv.budget import Budget
 from h2okv.engine.json_schemas import SchemaError
 from h2okv.engine.llm import AsyncLLM
 from h2okv.engine.sampling_params import SamplingParams

@@ -23,7 +23,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from h2okv.config import Budget, CacheConfig
+from h2okv.budget import Budget
+from h2okv.config import CacheConfig
 from h2okv.engine.request_fields import UNSUPPORTED, Unsupported, known_fields, sampling_values
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.structured import json_grammar

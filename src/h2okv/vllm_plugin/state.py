@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModel, PreTrainedConfig
 
+from h2okv.budget import Budget
 from h2okv.cache.block import Block
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotState
 from h2okv.cache.slots import SlotPlan
 from h2okv.cache.spans import Spans
-from h2okv.config import Budget, CacheConfig
+from h2okv.config import CacheConfig
 from h2okv.ops.attention import mean_queries
 from h2okv.ops.compaction import NO_HEAD
 from h2okv.ops.indexed import Indexed

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from h2okv.budget import TokenBudget
 from h2okv.cache import CACHE, H2OCache
-from h2okv.config import TokenBudget
 from h2okv.integration.enable import enable, input_device
 from h2okv.policy import Rule
 from h2okv_lab.analysis.attention_stats import Tick, full_attention_layers, no_tick, num_kv_heads

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
+from h2okv.budget import TokenBudget
 from h2okv.cache import H2OCache
-from h2okv.config import TokenBudget
 from h2okv.integration.attention import h2o_attention
 from h2okv.records import Row
 from h2okv_lab.analysis.attention_stats import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -131,6 +131,18 @@ class CheckFailedError(Exception):
     """H2O computes wrong results: its speed means nothing."""
 
 
+def _difference(first: h2okv.H2OCache, second: h2okv.H2OCache, layers: Sequence[int]) -> float:
+    """Return the share of entries that only one of two caches keeps, over layers and heads."""
+    total = differing = 0
+    for layer_idx in layers:
+        pair = (cache.kept_positions(layer_idx).flatten(0, 1) for cache in (first, second))
+        for heads in zip(*pair, strict=True):
+            left, right = (set(positions[positions >= 0].tolist()) for positions in heads)
+            total += len(right)
+            differing += max(len(left - right), len(right - left))
+    return differing / total
+
+
 def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]:
     """Check H2O against full attention, with K >= length, and against masking.
 
@@ -158,16 +170,8 @@ def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]
     largest = full.abs().max()
     error = float((uncut - full).abs().max() / largest)
     drop_error = float((dropped - masked).abs().max() / largest)
-    # Entries that only one of the two caches keeps, by layer and head.
-    total = differing = 0
     evicting = [n for n, layer in enumerate(dropping.layers) if isinstance(layer, CacheLayer)]
-    for layer_idx in evicting[: 1 if is_half else None]:
-        pair = (cache.kept_positions(layer_idx).flatten(0, 1) for cache in (dropping, masking))
-        for heads in zip(*pair, strict=True):
-            left, right = (set(positions[positions >= 0].tolist()) for positions in heads)
-            total += len(right)
-            differing += max(len(left - right), len(right - left))
-    difference = differing / total
+    difference = _difference(dropping, masking, evicting[: 1 if is_half else None])
     # Rounding may move a value to the next code, which changes it as much as packing does.
     packing = float((full - exact).abs().max() / largest)
     limit = max(_LARGEST_ERROR[is_half], packing)

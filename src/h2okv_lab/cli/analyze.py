@@ -102,7 +102,7 @@ _SHOWN = ("policy", "heavy", "recent", "sink", "min_tokens")
 """Fields that the page shows: it follows the scores of H2O, a token at a time."""
 
 
-def shown_cache(policy: str, budget: str, sink: int = 0) -> CacheConfig:
+def shown_cache(policy: str, budget: str, sink: int | float = 0) -> CacheConfig:
     """Return the cache of a policy and a budget as the page has them."""
     return CacheConfig.from_dict({"policy": policy, "budget": budget, "sink": sink})
 

@@ -18,10 +18,11 @@ import typer
 
 import h2okv
 from h2okv import cache_spec
+from h2okv.budget import flat_factors
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import choice
-from h2okv.config import BEST, BEST_HEAVY_FRACTION, KV_BITS, CacheConfig, flat_factors
+from h2okv.config import BEST, BEST_HEAVY_FRACTION, KV_BITS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
 from h2okv.models.names import check_name
 from h2okv.records import (
@@ -226,25 +227,14 @@ def fidelity(
     ),
 ) -> int:
     from h2okv_lab.evaluation.plots import plot_fidelity
-    from h2okv_lab.evaluation.runner import Run
-    from h2okv_lab.evaluation.tasks.fidelity import ALL, Fidelity, Source
+    from h2okv_lab.evaluation.tasks.fidelity import Fidelity, Source
 
     sources = [Source.read(path) for path in data or ()]
     sources = sources or [Source("sample_prompt", readers.text_or_sample(None))]
     new, last = new_tokens
     task = args.build(Fidelity, locals() | {"new_tokens": new, "last": last})
 
-    def run() -> tuple[int, list[dict[str, Any]]]:
-        """Return the exit code, and the row of each cache that has finished."""
-        code, details = trial.run([task], detailed=True, shown=False)
-        results = []
-        for config in trial.caches:
-            columns = {**Run(task, config, trial.seed).columns(), "data": ALL}.items()
-            names = {"line": config.policy_label, "flags": args.command_line(config)}
-            results += [{**row, **names} for row in details if columns <= row.items()]
-        return code, results
-
-    code, results = run()
+    code, results = _rows_by_cache(trial, task)
     flags, advice = None, ""
     if recommend is not None and results and code == 0:
         # Fewer bits hardly make a cache agree more, so the others are not tried with them.
@@ -253,7 +243,7 @@ def fidelity(
         if all(cache.kv_bits is None for cache in trial.caches):
             write_remark("now 8, 6 and 4 bits, for the caches with enough agreement")
             trial.caches += _with_bits(caches, trial.model.describe().config)
-            code, results = run()
+            code, results = _rows_by_cache(trial, task)
         if code == 0:
             flags, advice = _recommendation(results, recommend, trial.model.name)
     if trial.as_json:
@@ -295,6 +285,20 @@ def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
         share = f"{100 * row['bytes_fraction']:.1f} %"
         lines.append([row["cache"], share, *cells, row["texts"]])
     return markdown_table(["cache", "bytes", *measures, "texts"], lines)
+
+
+def _rows_by_cache(trial: Trial, task: Task) -> tuple[int, list[dict[str, Any]]]:
+    """Run fidelity; return the exit code, and the row of each cache that has finished."""
+    from h2okv_lab.evaluation.runner import Run
+    from h2okv_lab.evaluation.tasks.fidelity import ALL
+
+    code, details = trial.run([task], detailed=True, shown=False)
+    results = []
+    for config in trial.caches:
+        columns = {**Run(task, config, trial.seed).columns(), "data": ALL}.items()
+        names = {"line": config.policy_label, "flags": args.command_line(config)}
+        results += [{**row, **names} for row in details if columns <= row.items()]
+    return code, results
 
 
 def _recommendation(

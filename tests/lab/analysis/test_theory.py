@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 from h2okv_lab.analysis.attention_stats import of_layers
 from h2okv_lab.analysis.eviction_trace import entries_after, follow
 from h2okv_lab.analysis.theory import (

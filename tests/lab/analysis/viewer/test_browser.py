@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from h2okv.config import CacheConfig, TokenBudget
+from h2okv.budget import TokenBudget
+from h2okv.config import CacheConfig
 from h2okv_lab.analysis.attention_stats import of_layers
 from h2okv_lab.analysis.eviction_trace import entries_after, follow
 from h2okv_lab.analysis.viewer.reading import Desk, Reader

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.config import TokenBudget
+from h2okv.budget import TokenBudget
 from h2okv_lab.analysis.eviction_trace import entries_after, follow
 from h2okv_lab.analysis.viewer.reading import (
     LOWEST_SCORE,

@@ -1,0 +1,105 @@
+"""Long answers that can be checked: a list is added up, a line for every entry.
+
+The prompt shows one list that is added up already, and another one. Each line of the answer needs
+the last total and the next entry of a prompt that is evicted from meanwhile. ``--fractions`` are of
+prompt and answer together; with ``sink=100%`` the prompt stays, and they are of the answer. A list
+is solved if every line is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import quality
+from humaneval import complete
+
+from h2okv.config import CacheConfig
+from h2okv.console import Progress
+from h2okv_lab.evaluation.model import ModelUnderTest
+
+SHOWN = 6  # entries of the list that is added up already
+STOPS = ("answer",)
+CACHES = ("best", "h2o", "sink_recent", "random", "best,sink=100%", "random,sink=100%")
+WORDS = (
+    "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty",
+    "kayak", "lotus", "maple", "nylon", "ocean", "pearl", "quartz", "river", "slate", "tulip",
+    "umber", "villa", "willow", "xenon", "yacht", "zebra", "acorn", "bison", "coral", "daisy",
+    "eagle", "flint", "goose", "hazel", "ivory", "jewel", "koala", "lemon", "mango", "nacho",
+    "olive", "panda", "robin", "salmon", "tiger", "union", "viola", "wagon", "yodel", "zesty",
+    "apron", "basil", "cabin", "dingo", "elbow", "ferry", "ginger", "honey", "igloo", "joker",
+    "kiosk", "ladder", "magnet", "needle", "oyster", "pepper", "quiver", "ribbon", "saddle",
+    "tunnel", "urchin", "velvet",
+)  # fmt: skip
+
+
+def added_up(names: Sequence[str], numbers: Sequence[int]) -> tuple[str, list[str]]:
+    """Return a list as the prompt shows it, and the lines that add it up."""
+    total, lines = 0, []
+    for name, number in zip(names, numbers, strict=True):
+        lines.append(f"{name}: {total} + {number} = {total + number}")
+        total += number
+    entries = ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
+    return f"List: {entries}\nSums, one after the other:\n", lines
+
+
+def problem(seed: int, entries: int) -> tuple[str, list[str]]:
+    """Return a prompt and the lines of its answer."""
+    draw = random.Random(seed)
+    names = draw.sample(WORDS, SHOWN + entries)
+    numbers = [draw.randint(2, 19) for _ in names]
+    shown, lines = added_up(names[:SHOWN], numbers[:SHOWN])
+    prompt, answer = added_up(names[SHOWN:], numbers[SHOWN:])
+    return f"{shown}{chr(10).join(lines)}\nanswer: {sum(numbers[:SHOWN])}\n\n{prompt}", answer
+
+
+def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
+    """Answer all lists with each cache; return the rows of the table."""
+    problems = [problem(seed, args.entries) for seed in range(args.count)]
+    prompts = [prompt for prompt, _ in problems]
+    longest = max(len(tested.encode(prompt)) for prompt in prompts)
+    answers = ["\n".join(lines) for _, lines in problems]
+    written = max(len(tested.encode(answer, special=False)) for answer in answers)
+    caches = [("full", 1.0), *((cache, f) for f in args.fractions for cache in args.caches)]
+    rows, full_bytes = [], 0
+    with Progress(f"{tested.name}, chains", len(caches), "caches") as bar:
+        for cache, fraction in caches:
+            policy, _, options = cache.partition(",")
+            length = written if options else longest + written
+            text = f"{policy}:{round(fraction * length)},{options}".rstrip(",")
+            config = CacheConfig.from_spec("full" if cache == "full" else text, min_tokens=0)
+            completions, nbytes = complete(tested, prompts, config, written + 8, STOPS)
+            full_bytes = full_bytes or nbytes
+            lines = [text.strip().splitlines() for text in completions]
+            right = [
+                [a.strip() == b for a, b in zip(line, answer, strict=False)]
+                for line, (_, answer) in zip(lines, problems, strict=True)
+            ]
+            firsts = [row.index(False) if False in row else len(row) for row in right]
+            rows.append({
+                "cache": cache, "kept": fraction, "entries": args.entries, "lists": len(problems),
+                "prompt_tokens": longest, "answer_tokens": written,
+                "solved": sum(first == args.entries for first in firsts),
+                "lines_right": f"{sum(map(sum, right)) / args.entries / len(problems):.4f}",
+                "lines_before_the_first_error": f"{sum(firsts) / args.entries / len(firsts):.4f}",
+                "bytes_fraction": f"{nbytes / full_bytes:.4g}",
+            })  # fmt: skip
+            print(rows[-1], flush=True)
+            bar.update(1)
+    return rows
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = quality.parser_of(__doc__, "chains.py --model smollm2 --csv chains.csv")
+    parser.add_argument("--entries", type=int, default=60, help="entries of a list (60)")
+    parser.add_argument("--count", type=int, default=8, help="lists (8)")
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25])
+    parser.add_argument("--caches", nargs="+", default=list(CACHES), help="without their budgets")
+    quality.run(parser, evaluate)
+
+
+if __name__ == "__main__":
+    main()
