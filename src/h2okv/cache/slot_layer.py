@@ -15,7 +15,7 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
-from h2okv.cache.spans import to_device
+from h2okv.cache.spans import Spans, to_device
 from h2okv.ops.append import append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
 from h2okv.ops.choice import CutRules, recent_with_written
@@ -371,11 +371,13 @@ class SlotLayer(CacheLayer):
         self.note_columns(1)
         if self.slots.tail is not None:
             self.slots.tail.note_step()
-        if self.spans is None:
-            return
+        if self.spans is not None:
+            self._count_to_cut(self.spans)
+
+    def _count_to_cut(self, spans: Spans) -> None:
         self.slots.steps_to_cut -= 1
         if self.slots.steps_to_cut <= 0:  # padding can only delay the end
-            self.spans.evict(self)
+            spans.evict(self)
             self.slots.refresh(self.state, self.dtype)
 
     def drop(self, spans: Sequence[tuple[int, int]]) -> None:

@@ -228,7 +228,7 @@ class StateLayer(SlotLayer):
             blocks[name][index] = getattr(self.state, name)
         return output.squeeze(2)
 
-    def end_step(self, counts: Sequence[int] | None = None) -> None:
+    def _count_to_cut(self, spans: Spans) -> None:
         """Leave it to `end_spans`: here the host does not know whose span has ended."""
 
     def end_spans(self, seen: Tensor, index: Tensor) -> None:
