@@ -128,11 +128,11 @@ def test_models_and_prompts_without_thoughts_are_as_before(make_talk):
 
 
 @pytest.mark.slow
-def test_twenty_turns_of_two_thousand_tokens(make_talk):
+def test_states_of_twenty_turns(make_talk):
     """Bytes of states with and without, and the cached tokens of the next turns; prints both."""
-    thought, sizes, shares = THOUGHT * 28, [], []
+    thought, sizes, shares = THOUGHT * 4, [], []
     for is_apart in (False, True):
-        llm, say = make_talk(OPENS, heavy=512, recent=512, evict_every=256, max_num_seqs=1)
+        llm, say = make_talk(OPENS, heavy=128, recent=128, evict_every=64, max_num_seqs=1)
         llm.engine._thinks, talk, cached = is_apart, [], []
         for turn in range(20):
             talk.append({"role": "user", "content": f"Question {turn}: " + "why is it so? " * 8})

@@ -454,3 +454,14 @@ def test_a_repaired_answer_comes_at_once_and_a_client_may_leave(
     assert len(answer.token_ids) == 20 and answer.prompt.token_ids == (*prompt,)
     assert figures.verified.repaired and stats.repaired == 1
     assert len(unchecked.token_ids) == 400 and unchecked.verified is None
+
+
+def test_a_repair_reads_a_prompt_whole_before_it_evicts(
+    make_llama, make_llm, make_prompts, greedy, eager
+):
+    model, prompts = make_llama(), make_prompts([70])
+    options = {"heavy": 6, "recent": 6, "evict_every": 8, "prefix_cache": 1 << 20}
+    output = make_llm(model, **options).generate(prompts, greedy(20), verify="repair")[0]
+    expected = make_llm(model, heavy=12, recent=12, evict_every=8, whole_prompts=True)
+    assert output.verified.repaired
+    assert output.completions == expected.generate(prompts, greedy(20))[0].completions

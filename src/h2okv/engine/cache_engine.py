@@ -25,6 +25,7 @@ from h2okv.engine.scheduler import Scheduler
 from h2okv.engine.verify import Verifier, with_budget
 from h2okv.prompts.readers import UNLIMITED
 
+_WHOLE_SPAN = 32  # tokens between two cuts behind a prompt that is read whole
 _CHUNK = 512  # tokens of a full cache's prompt in one forward: short ones let Ctrl-C stop soon
 
 
@@ -124,6 +125,8 @@ class CacheEngine(Engine):
 def answer_again(engine: Engine, request: Request) -> tuple[CacheEngine, Request] | None:
     """Prepare to make an answer again on a cache outside the pool, with twice the budget.
 
+    A prompt that was cut as it was read is read whole this time.
+
     Returns:
         What runs it, and the request; ``None`` if the budget had room for the whole answer.
     """
@@ -133,7 +136,12 @@ def answer_again(engine: Engine, request: Request) -> tuple[CacheEngine, Request
     if cache.cache_config.is_full or tokens.total >= length + num_new:
         return None
     double = Budget(heavy=2 * tokens.heavy, recent=2 * tokens.recent, sink=tokens.sink)
-    cache = engine.make_cache(double)
+    config = with_budget(cache.cache_config, double)
+    if config.chunk is not None and config.positions == "original":
+        # The question behind a long text is read before anything is evicted.
+        every = min(config.chunk, _WHOLE_SPAN)
+        config = replace(config, evict_every=every, whole_prompts=True)
+    cache = H2OCache.from_config(engine.model, config)
     cache.pin(request.start.pins)
     again = replace(
         request, start=PromptStart(length), notify=lambda event: None, num_prefilled=0, saves={},
