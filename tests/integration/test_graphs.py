@@ -231,10 +231,10 @@ def fail(model):
 def fail_in_attention(model):
     plain = SlotLayer._evicting_step
 
-    def step(self, run, block):
+    def step(self, *arguments):
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError("operation not supported")
-        return plain(self, run, block)
+        return plain(self, *arguments)
 
     model.patch.setattr(SlotLayer, "_evicting_step", step)
 

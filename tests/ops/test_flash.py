@@ -87,7 +87,7 @@ def other_signature(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_caus
 def test_flash_of_another_signature_is_left_out(monkeypatch):
     monkeypatch.setattr(flash_varlen, "_varlen", lambda: (other_signature, "lse"))
     monkeypatch.setattr(flash_varlen, "applies", lambda *_: True)
-    case = torch.device("cpu"), torch.float32, 16, 16, 2
+    case = torch.device("cpu"), torch.float32, 16, 16, 2, False
     assert dispatch._flash_agrees.__wrapped__(case) is False
 
 
@@ -101,7 +101,7 @@ def test_flash_is_tried_on_a_block_before_it_is_used(monkeypatch, fault):
 
     monkeypatch.setattr(flash_varlen, "_varlen", lambda: (attend, "lse"))
     monkeypatch.setattr(flash_varlen, "applies", lambda *_: True)
-    case = torch.device("cpu"), torch.float32, 16, 16, 2
+    case = torch.device("cpu"), torch.float32, 16, 16, 2, False
     assert dispatch._flash_agrees.__wrapped__(case) is (not fault)
 
 

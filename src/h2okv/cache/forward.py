@@ -66,7 +66,9 @@ class Forward:
 
     def zeros(self, shape: Sequence[int], device: torch.device) -> Tensor:
         """Return fp32 zeros that nothing may write to."""
-        zero = self.shared(("zero", device), lambda: torch.zeros((), device=device))
+        zero = self.shared(
+            ("zero", device), lambda: torch.zeros((), dtype=torch.float32, device=device)
+        )
         return zero.expand(tuple(shape))
 
     def numbers(self, start: int, stop: int, device: torch.device) -> Tensor:

@@ -688,8 +688,13 @@ class H2OCache(Cache):
                 is invalid, overlaps another, is out of range or begins in the sink.
         """
         self._end_drafting()
-        parsed, layers = validation.parse_pins(spans, "span"), self._slot_layers
-        for layer in self._scored:
+        parsed = validation.parse_pins(spans, "span")
+        layers = [layer for layer in self._scored if isinstance(layer, SlotLayer)]
+        if len(layers) < len(self._scored):
+            raise ValueError(
+                "H2OCache.forget: entries are masked here, and stay; use an H2OCache of slots."
+            )
+        for layer in layers:
             validation.check_forget(layer, parsed)
         for layer in layers if parsed else ():
             layer.drop(parsed)

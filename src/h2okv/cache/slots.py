@@ -53,7 +53,7 @@ class SlotPlan:
         # Else a cut weighs what came since. Steps themselves know the norms of exact values.
         self.weighs_values = rule.weighs_values and self.adds
         self.weighs_norms = self.weighs_values and rule.weighs_norms and not storage.is_packed
-        self.ranks_by_sums = rule.ranks_by_sums
+        self.ranks_by_sums = rule.ranks_by_sums and self.weighs_norms == self.weighs_values
         self.forget()
 
     def forget(self) -> None:

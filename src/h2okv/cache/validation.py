@@ -61,8 +61,6 @@ def check_forget(layer: BaseLayer, spans: Sequence[tuple[int, int]]) -> None:
     problem = ""
     if layer.position_rule.rolls:
         problem = "positions='rolling' places entries by their number; give positions='original'"
-    elif not hasattr(layer, "slots"):
-        problem = "entries are masked here, and stay; use an H2OCache of slots"
     elif layer.log is not None:
         problem = "drafts are recorded; call end_past_recording() first"
     elif not layer.holds_entries:
