@@ -146,7 +146,7 @@ class NaiveH2O:
             )
             added.append(entry)
         # A text's first token comes as a block; a single one behind it is an entry at once.
-        is_step = length == 1 and sequence.num_seen > 0
+        is_step = length == 1 and start > 0
         every = self.options["evict_every"] or 1
         is_whole = self.options["whole_prompts"] and not is_step
         rounds_first = is_step or (every > 1 and not is_whole)

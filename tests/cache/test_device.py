@@ -28,22 +28,22 @@ OPTIONS = {
 # Launches and waits of a layer, and those of a forward beside its layers', as measured. They may
 # only fall: who lowers one, lowers it here.
 BOUNDS = {
-    "h2o": {"prompt": (9, 0, 5, 1), "step": (4, 0, 0, 0)},
-    "expected": {"prompt": (14, 0, 34, 1), "step": (20, 0, 0, 0)},
-    "best by head": {"prompt": (14, 0, 34, 1), "step": (38, 0, 0, 0)},
+    "h2o": {"prompt": (9, 0, 5, 1), "step": (2, 0, 0, 0)},
+    "expected": {"prompt": (14, 0, 34, 1), "step": (2, 0, 0, 0)},
+    "best by head": {"prompt": (14, 0, 34, 1), "step": (2, 0, 0, 0)},
     "best by head, whole prompts, spans": {
-        "prompt": (16, 0, 34, 1), "step": (22, 0, 0, 0), "cut": (34, 0, 31, 0),
+        "prompt": (16, 0, 34, 1), "step": (2, 0, 0, 0), "cut": (14, 0, 31, 0),
         "chunk": (0, 0, 0, 0),
     },
     "h2o, spans": {
-        "prompt": (34, 0, 7, 1), "step": (5, 0, 0, 0), "cut": (8, 0, 0, 0), "chunk": (10, 0, 1, 0),
+        "prompt": (34, 0, 7, 1), "step": (2, 0, 0, 0), "cut": (5, 0, 0, 0), "chunk": (10, 0, 1, 0),
     },
     "expected, spans": {
-        "prompt": (55, 0, 97, 1), "step": (9, 0, 0, 0), "cut": (20, 0, 31, 0),
+        "prompt": (55, 0, 97, 1), "step": (2, 0, 0, 0), "cut": (13, 0, 31, 0),
         "chunk": (16, 0, 31, 0),
     },
     "best by head, spans": {
-        "prompt": (55, 0, 97, 1), "step": (22, 0, 0, 0), "cut": (34, 0, 31, 0),
+        "prompt": (55, 0, 97, 1), "step": (2, 0, 0, 0), "cut": (14, 0, 31, 0),
         "chunk": (16, 0, 31, 0),
     },
 }  # fmt: skip

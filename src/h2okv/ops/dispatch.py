@@ -228,21 +228,27 @@ def _cut_by(kernels: Cut | None, slots: Slots) -> list[Tensor]:
         survivors = [compact(states, indices, 12) for states in (keys, values)]
         survivors.append(scores.gather(-1, indices))
         survivors.append(positions.gather(-1, indices))
-        return [*survivors, survivors[-1]]
+        return [*survivors, survivors[-1], keys, values, scores, positions]
     from h2okv.ops.triton_cut import Rows
 
-    results = []
+    results, source = [], Rows(keys, values, scores, positions)
     for in_place in (False, True):
-        source = Rows(keys, values, scores, positions)
         chosen = kernels.select(scores, None, scores, positions, rules, 10, in_place)
         target = Rows(*(tensor[:, :, : 90 if in_place else 12].clone() for tensor in source[:4]))
-        if in_place:
-            source = target
-        kernels.move(source, target, keys.shape[1], chosen, free=columns[0].repeat(1, 2, 1))
+        kernels.move(
+            target if in_place else source,
+            target,
+            keys.shape[1],
+            chosen,
+            free=columns[0].repeat(1, 2, 1),
+        )
         results.append(target)
     new, same = results
     survivors = [*new[:2], new.scores[..., :10], new.positions[..., :10]]
-    return [*survivors, same.positions[..., :10].sort(dim=-1).values]
+    first, last = slice(0, 60), slice(60, None)  # the last come as a block behind slots
+    slots_before = Rows(*(tensor[:, :, first].contiguous() for tensor in source[:4]))
+    joined, _ = kernels.join(slots_before, Rows(*(t[:, :, last] for t in source[:4])), None)
+    return [*survivors, same.positions[..., :10].sort(dim=-1).values, *joined[:4]]
 
 
 def _same(result: Iterable[Tensor], expected: Iterable[Tensor]) -> bool:
