@@ -98,7 +98,7 @@ PIN = option("", _PIN_HELP, read=readers.names)
 ROWS = option(None, "Append the rows to this file.", read=readers.writable)
 MEMORY_HELP = "Limit, such as 4GiB (what is free)."
 COMPILE = option(False, "Compile decode steps: slow to start, then faster.", "--compile")
-_VERIFY_HELP = "Read answers again with the full cache; repair: and improve."
+_VERIFY_HELP = "Compare with a full cache; repair: write again."
 VERIFY = option("", _VERIFY_HELP, "--verify", read=readers.verify)
 WEIGHT_BITS = option(
     None, "4: decode reads 4-bit weights (x86).", "--weight-bits", read=readers.bits, allowed=(4,)
