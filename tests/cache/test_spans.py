@@ -120,6 +120,20 @@ def test_each_sequence_of_a_padded_batch_is_what_it_is_alone(model, options):
             assert_same_entries(cache, alone, row)
 
 
+@torch.no_grad()
+def test_a_span_without_a_token_scores_nothing(model):
+    """A sequence that gets only padding while another goes on stays as it is."""
+    options = {"heavy": 6, "recent": 4, "scoring": "expected", "evict_every": "prompt+5"}
+    cache, ids = h2okv.H2OCache(model, **options), torch.arange(4, 44).view(2, 20)
+    mask = torch.ones(2, 20, dtype=torch.long)
+    model(ids, attention_mask=mask, past_key_values=cache)
+    before = entries(cache, row=1)
+    mask = torch.cat([mask, torch.tensor([[0, 1], [0, 0]])], dim=1)
+    positions = (mask.cumsum(dim=1) - 1)[:, -2:]
+    model(ids[:, :2], attention_mask=mask, position_ids=positions, past_key_values=cache)
+    torch.testing.assert_close(entries(cache, row=1), before, atol=0.0, rtol=0.0)
+
+
 def test_entries_between_evictions(model):
     cache = cache_of(model.config, heavy=8, recent=6, evict_every=16)
     ids = torch.randint(2, 97, (1, 70))

@@ -99,10 +99,17 @@ class Spans:
 
     def start_after(self, state: SlotState, is_whole: Sequence[bool]) -> None:
         """Begin the spans of sequences behind what they have read; mutates the state."""
-        if any(is_whole):
-            lengths = state.lengths()
-            starts = zip(lengths, state.span_starts or lengths, is_whole, strict=True)
-            state.span_starts = tuple(new if is_new else old for new, old, is_new in starts)
+        if not any(is_whole):
+            return
+        lengths = state.lengths()
+
+        def begun(before: Sequence[int]) -> tuple[int, ...]:
+            rows = zip(lengths, before, is_whole, strict=True)
+            return tuple(new if is_new else old for new, old, is_new in rows)
+
+        state.span_starts = begun(state.span_starts or lengths)
+        if state.scored_lengths is not None:  # a span without a token has nothing to score
+            state.scored_lengths = begun(state.scored_lengths)
 
     # --- queries, for rules that score a span at its end ------------------------------------------
 
