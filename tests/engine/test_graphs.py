@@ -22,15 +22,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "best by head")) for name in OPTIONS],
-)
-def test_requests_that_come_and_go(monkeypatch, name):
-    """Batches of each size have graphs, and give the same tokens as without."""
+def generated(monkeypatch, requests, new_tokens, **options):
+    """Return the tokens of requests and the number of replays, without graphs and with them."""
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
-    requests = [[(7 * i + length) % 90 + 3 for i in range(length)] for length in (40, 9, 33, 51)]
-    params = h2okv.SamplingParams(max_tokens=14, ignore_eos=True, temperature=0)
+    params = h2okv.SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=0)
     texts, num_replays = {}, {}
     for setting in ("off", "auto"):
         monkeypatch.setenv(VARIABLE, setting)
@@ -41,12 +36,36 @@ def test_requests_that_come_and_go(monkeypatch, name):
             )  # fmt: skip
             torch.manual_seed(0)
             model = device.to(LlamaForCausalLM(config).eval())
-            with h2okv.LLM(
-                model, tokenizer, max_num_seqs=3, prefix_cache=0, **OPTIONS[name]
-            ) as llm:
+            with h2okv.LLM(model, tokenizer, prefix_cache=0, **options) as llm:
                 results = llm.generate(requests, params, show_progress=False)
             texts[setting] = [result.completions[0].token_ids for result in results]
             num_replays[setting] = device.num_replays
+    return texts, num_replays
+
+
+def prompt(length):
+    return [(7 * i + length) % 90 + 3 for i in range(length)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "best by head")) for name in OPTIONS],
+)
+def test_requests_that_come_and_go(monkeypatch, name):
+    """Batches of each size have graphs, and give the same tokens as without."""
+    requests = [prompt(length) for length in (40, 9, 33, 51)]
+    texts, num_replays = generated(monkeypatch, requests, 14, max_num_seqs=3, **OPTIONS[name])
     assert texts["auto"] == texts["off"]
     assert num_replays["off"] == 0
     assert num_replays["auto"] >= (10 if name != "drafts" else 1)
+
+
+def test_a_request_with_larger_heads_is_recorded_again(monkeypatch):
+    """How many programs attend to a head's slots depends on the largest head."""
+    options = {"heavy": 0.8, "recent": 0.1, "layer_budgets": [[1.1, 0.9]] * LAYERS}
+    requests = [prompt(20), prompt(150)]
+    texts, num_replays = generated(
+        monkeypatch, requests, 10, max_num_seqs=1, max_prompt_tokens=150, min_tokens=0, **options
+    )
+    assert num_replays["auto"] >= 8
+    assert texts["auto"] == texts["off"]

@@ -314,12 +314,15 @@ class SlotPlan:
             self.drop_tail()
 
     def step_key(self) -> tuple[Any, ...]:
-        """Return what a recorded step has of the plan; `begin_step` has been called."""
-        tail = self.tail
+        """Return what a recorded step has of the plan; `begin_step` has been called.
+
+        Every number of the host that decides what a step launches must be here.
+        """
+        numbers, tail = (self.is_full, self.has_sinks, self.most_slots), self.tail
         if tail is None:
-            return self.is_full, self.has_sinks
+            return numbers
         addresses = [tensor.data_ptr() for tensor in (tail.free, tail.bias) if tensor is not None]
-        return self.is_full, self.has_sinks, tail.end, *addresses
+        return *numbers, tail.end, *addresses
 
     def count_down(self, state: SlotState, dtype: torch.dtype) -> None:
         """Count a step, and look after the slots where it is due; mutates both."""

@@ -20,7 +20,7 @@ from h2okv.ops.compaction import NO_HEAD
 # Bits of the float32 infinity, which are those of every protected entry.
 _INF_BITS = tl.constexpr(0x7F800000)
 _LOWEST_INT = tl.constexpr(-(1 << 31))
-# What weighs least, and is no zero (`h2okv.policy.scoring.value_norms`).
+# What weighs least, and is no zero (`h2okv.ops.reference.value_norms`).
 _TINY = tl.constexpr(2.0**-126)
 _EVICTED, _MOVED = tl.constexpr(-1), tl.constexpr(-2)
 # Entries that a program of the first kernel compares at a time with 16 candidates; slots that one
