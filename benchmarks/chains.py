@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import quality
@@ -18,6 +19,7 @@ from humaneval import complete
 
 from h2okv.config import CacheConfig
 from h2okv.console import Progress
+from h2okv.policy import get_rule
 from h2okv_lab.evaluation.model import ModelUnderTest
 
 SHOWN = 6  # entries of the list that is added up already
@@ -57,19 +59,24 @@ def problem(seed: int, entries: int) -> tuple[str, list[str]]:
 
 def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
     """Answer all lists with each cache; return the rows of the table."""
+    largest = len(WORDS) - SHOWN
+    if not 0 < args.entries <= largest:
+        raise ValueError(f"--entries must be 1 to {largest}, got {args.entries}")
     problems = [problem(seed, args.entries) for seed in range(args.count)]
     prompts = [prompt for prompt, _ in problems]
     longest = max(len(tested.encode(prompt)) for prompt in prompts)
     answers = ["\n".join(lines) for _, lines in problems]
     written = max(len(tested.encode(answer, special=False)) for answer in answers)
-    caches = [("full", 1.0), *((cache, f) for f in args.fractions for cache in args.caches)]
+    caches = [("full", 1.0, CacheConfig("full"))]
+    for fraction, cache in product(args.fractions, args.caches):
+        policy, _, options = cache.partition(",")
+        length = written if options else longest + written
+        text = f"{policy}:{round(fraction * length)},{options}".rstrip(",")
+        caches.append((cache, fraction, CacheConfig.from_spec(text, min_tokens=0)))
+        get_rule(caches[-1][2].policy)  # an error before the first answer, not after it
     rows, full_bytes = [], 0
     with Progress(f"{tested.name}, chains", len(caches), "caches") as bar:
-        for cache, fraction in caches:
-            policy, _, options = cache.partition(",")
-            length = written if options else longest + written
-            text = f"{policy}:{round(fraction * length)},{options}".rstrip(",")
-            config = CacheConfig.from_spec("full" if cache == "full" else text, min_tokens=0)
+        for cache, fraction, config in caches:
             completions, nbytes = complete(tested, prompts, config, written + 8, STOPS)
             full_bytes = full_bytes or nbytes
             lines = [text.strip().splitlines() for text in completions]

@@ -4,21 +4,24 @@ Facts are the prompts of `recall_prompts.py`, with the question behind a text th
 evicted from; plain texts are passages of books that go on. Writes one CSV file, a row for each
 kind and task: agreement of the first answers, of those delivered, and the share that was repaired.
 
-    python benchmarks/repair.py moby_dick.txt war_and_peace.txt --output docs/results/repair.csv
+    python benchmarks/repair.py moby_dick.txt war_and_peace.txt --csv docs/results/repair.csv
+
+Ctrl-C ends it early: the file has what was measured until then.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from recall_prompts import TASKS, write_prompts
 
 import h2okv
+from h2okv.records import write_csv
 
 NEW = 24  # tokens after a plain text
 
@@ -40,6 +43,22 @@ def prompts_of(llm: h2okv.LLM, texts: list[Path], options: Any) -> list[tuple[st
     return requests
 
 
+def measured(llm: h2okv.LLM, prompt: Any, new: int) -> dict[str, int]:
+    """Return the numbers of a prompt: tokens, those that agree at first and delivered, repairs."""
+    sampling: dict[str, Any] = {"max_tokens": new, "temperature": 0, "ignore_eos": True}
+    sampling["show_progress"] = False
+    delivered = llm.generate([prompt], verify="repair", **sampling)[0].verified
+    first = delivered
+    if delivered is not None and delivered.repaired:
+        first = llm.generate([prompt], verify=True, **sampling)[0].verified
+    assert delivered is not None
+    assert first is not None
+    return {
+        "prompts": 1, "tokens": new, "first": first.agreed, "delivered": delivered.agreed,
+        "repaired": int(delivered.repaired),
+    }  # fmt: skip
+
+
 def main() -> None:
     """Run and write the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -49,35 +68,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--items", type=int, default=10, help="prompts of each task")
     parser.add_argument("--texts", type=int, default=40)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--csv", type=Path, required=True)
     options = parser.parse_args()
+    if missing := [str(path) for path in options.text if not path.is_file()]:
+        parser.error(f"text must be files, got {', '.join(missing)}")
+    if options.texts and len(options.text) < 2:
+        parser.error("plain texts need a second book; give one, or --texts 0")
     rows: dict[str, dict[str, int]] = {}
     settings = {"cache": options.cache, "max_num_seqs": 1, "max_prompt_tokens": 2 * options.tokens}
-    with h2okv.LLM(options.model, **settings) as llm:
+    with h2okv.LLM(options.model, **settings) as llm, suppress(KeyboardInterrupt):
         for kind, prompt, new in prompts_of(llm, options.text, options):
-            sampling: dict[str, Any] = {"max_tokens": new, "temperature": 0, "ignore_eos": True}
-            sampling["show_progress"] = False
-            verified = llm.generate([prompt], verify="repair", **sampling)[0].verified
-            assert verified is not None
-            first = verified
-            if verified.repaired:
-                again = llm.generate([prompt], verify=True, **sampling)[0].verified
-                assert again is not None
-                first = again
+            counts = measured(llm, prompt, new)
             for name in ("text",) if kind == "text" else (kind, "facts"):
-                row = rows.setdefault(name, dict.fromkeys(("prompts", "tokens"), 0))
-                counts = {"prompts": 1, "tokens": new, "first": first.agreed}
-                counts |= {"delivered": verified.agreed, "repaired": int(verified.repaired)}
-                for column, count in counts.items():
-                    row[column] = row.get(column, 0) + count
-            print(kind, first.agreed, verified.to_dict(), flush=True)
-    names = ("model", "cache", "kind", *next(iter(rows.values())))
-    with options.output.open("a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
-        if not file.tell():
-            writer.writeheader()
-        for kind, row in rows.items():
-            writer.writerow({"model": options.model, "cache": options.cache, "kind": kind, **row})
+                row = rows.setdefault(name, dict.fromkeys(counts, 0))
+                rows[name] = {column: row[column] + count for column, count in counts.items()}
+            print(kind, counts, flush=True)
+    names = {"model": options.model, "cache": options.cache}
+    table = [names | {"kind": kind} | row for kind, row in rows.items()]
+    if table:
+        write_csv(options.csv, table, list(table[0]))
 
 
 if __name__ == "__main__":

@@ -292,7 +292,7 @@ def _check_budgets(layer: BaseLayer, state: SlotState) -> None:
 
 
 def _differs_from_budgets(layer: BaseLayer, state: SlotState) -> Tensor:
-    """Mark the sequences whose tensors of budgets contradict their budgets."""
+    """Mark the sequences with other budgets in the tensors than in the header."""
     expected = copy.copy(state)
     totals = tuple((budget.total,) for budget in state.budgets)
     table = torch.tensor(amounts(state.budgets, totals), device=state.device)

@@ -40,8 +40,9 @@ def bits(option: str, number: int, allowed: Sequence[int] = (8, 4)) -> int:
 
 def verify(option: str, text: str) -> bool | str:
     """Read whether answers are read again, and repaired."""
-    values: dict[str, bool | str] = {"": False, "answer": True, "repair": "repair"}
-    return values[choice(option, text, [*values])]
+    if not text:
+        return False
+    return choice(option, text, ("answer", "repair")) == "answer" or text
 
 
 def least(option: str, number: int, least: int = 1) -> int:

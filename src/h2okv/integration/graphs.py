@@ -246,7 +246,7 @@ class DecodeGraphs:
         """Return why a step runs as it is, or ``None``; an empty text if it needs no line."""
         model, tokens = self.model, kwargs["input_ids"]
         layers: list[Any] = cache.layers
-        if cache in self._caches:  # layers are alike in what may have changed
+        if cache in self._caches:  # what may have changed changes in all layers
             layers = [layers[0], layers[-1]]
         others = sum(not isinstance(layer, SlotLayer) for layer in layers)
         if others:
@@ -382,7 +382,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def _check_memory(device: torch.device) -> None:
-    """Refuse to record where memory may be short, of which a recording can free none."""
+    """Raise if memory may be short: a recording cannot free any."""
     if torch.cuda.mem_get_info(device)[0] < NEEDED_BYTES:
         torch.cuda.empty_cache()
         if torch.cuda.mem_get_info(device)[0] < NEEDED_BYTES:

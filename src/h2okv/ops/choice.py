@@ -18,12 +18,12 @@ WRITTEN_SHARE = 2, 5
 class CutRules(NamedTuple):
     """What a cut protects, and how much stays."""
 
-    num_real_tokens: Tensor  # int64 [B], those that went through
+    num_real_tokens: Tensor  # int64 [B], tokens read, without padding
     sink: Tensor  # protected first positions, int64 [B, 1, 1]
-    recent: Tensor  # protected newest positions, likewise or [B, H, 1]
+    recent: Tensor  # protected newest positions, int64 [B, 1, 1] or [B, H, 1]
     total: Tensor  # budget K, int64 [B, 1, 1] or, by head, [B, H, 1]
-    # Tokens that were written since the prompt was read whole: up to a share of the budget they
-    # are protected as recent ones are, and pins come first.
+    # Tokens written since the prompt was read whole; up to a share of the budget, after pins, they
+    # are protected like recent ones.
     written: int = 0
 
 

@@ -41,13 +41,13 @@ class Cut(NamedTuple):
 
 
 class Operations(NamedTuple):
-    """What the tokens of a layer run through."""
+    """The operations of a layer: a block, its expected attention, a step, a cut."""
 
     name: str  # of the implementation
     why: str  # in a few words
     # As `blockwise_attention_with_scores`; None for sums that are not needed.
     attend: Callable[..., tuple[Tensor, Any]] = blockwise_attention_with_scores
-    expect: Callable[..., Tensor] = expected_attention  # likewise
+    expect: Callable[..., Tensor] = expected_attention
     step: Callable[..., Tensor] = decode_step  # a single token
     cut: Cut | None = None  # of unpacked entries; None: `h2okv.ops.choice` and `compaction`
 

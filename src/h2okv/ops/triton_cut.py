@@ -345,8 +345,8 @@ class Rows(NamedTuple):
     keys: Tensor  # [B, H or 1, N, D]
     values: Tensor  # [B, H or 1, N, Dv]
     scores: Tensor  # fp32 [B, H or 1, N]
-    positions: Tensor  # int32, likewise
-    weights: Tensor | None = None  # fp32, likewise
+    positions: Tensor  # int32 [B, H or 1, N]
+    weights: Tensor | None = None  # fp32 [B, H or 1, N]
 
     @property
     def is_cuda(self) -> bool:
