@@ -8,8 +8,7 @@ Models have random weights of Llama 3 8B's shape; nothing is downloaded. The ful
 fastest one: each of SDPA's kernels is tried on keys of constant length, in a CUDA graph recorded by
 hand. Steps of H2O are replayed as `generate` replays them, and eager ones timed beside them. A row
 names SDPA's kernel and has the GB a step reads (weights, keys and values), the GB/s, and the ratio
-to that baseline. What cannot run gets a row that says why. Not timed, since they do not exist yet:
-a fused step, cuts of all layers at once, radix select, score sums in Gluon.
+to that baseline. What cannot run gets a row that says why.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from unittest.mock import patch
 import torch
 from gpu_timing import (
     SHARE,
+    SINK,
     TINY,
     Bench,
     Cases,
@@ -54,7 +54,7 @@ from h2okv.cache import CACHE
 from h2okv.config import CacheConfig
 from h2okv.ops import dispatch, flash_varlen
 from h2okv.ops.attention import expected_attention
-from h2okv.ops.choice import choose
+from h2okv.ops.choice import CutRules, choose, protected_entries
 from h2okv.ops.compaction import pick
 from h2okv.ops.decode import Slots, StepRules
 from h2okv.ops.reference import AttentionSpec, Visibility
@@ -327,60 +327,72 @@ def score_sums(bench: Bench, length: int) -> None:
 
 
 def part_f(bench: Bench) -> None:
-    """Expected attention of a prompt: as it is, and by the two kernels that exist."""
-    from h2okv.ops import triton_prefill
-
+    """Expected attention of a prompt: by the layers' operation, and by PyTorch in bf16."""
     num_heads, heads, size = bench.sizes.heads
     length, spec = bench.sizes.lengths[0], AttentionSpec(size**-0.5)
     query, key = (bench.draw(1, n, length, size) for n in (num_heads, heads))
     chosen = dispatch.operations(bench.device, bench.dtype, size, size, num_heads // heads)
     exact = expected_attention(query.float(), key.float(), None, None, spec)
 
-    def today() -> torch.Tensor:
-        return expected_attention(query, key, None, None, spec)
-
-    def by_kernels() -> torch.Tensor:
-        _, limits, *_ = _forwards(query, key, key, False)["forward, flash"]().call()
-        everywhere = Visibility(length)  # every query sees every key
-        twice = AttentionSpec(2 * spec.scale)
-        return triton_prefill.score_sums(query, key, 2 * limits, everywhere, twice).sqrt()
-
-    def checked(run: Callable[[], torch.Tensor], needs_kernels: bool) -> Timed:
-        if needs_kernels and not (bench.is_gpu and chosen.name == "triton"):
-            raise NeedsCudaError
+    def checked(expect: Callable[..., torch.Tensor]) -> Timed:
+        run = partial(expect, query, key, None, None, spec)
         error = float((run() - exact).norm() / exact.norm())
         if not error < 0.02:
             raise ArithmeticError(f"its norms differ from fp32's by {error:.2g}")
         return Timed(run)
 
     cases: Cases = {
-        "as it is": partial(checked, today, False),
-        "two kernels": partial(checked, by_kernels, True),
+        "plain": partial(checked, expected_attention),
+        f"h2o, {chosen.name}": partial(checked, chosen.expect),
     }
-    bench.compare("expected attention", cases, baselines=("as it is",), batch=1, tokens=length)
+    bench.compare("expected attention", cases, baselines=("plain",), batch=1, tokens=length)
 
 
 def part_g(bench: Bench) -> None:
-    """Choosing what stays (two stable sorts, or `topk` for comparison), and moving it."""
-    heads, size = bench.sizes.heads[1:]
-    count = bench.sizes.lengths[0]
-    total = int(SHARE * count)
+    """Choosing what stays of a prompt and moving it: by kernels, by PyTorch, `topk` to compare."""
     for batch in bench.sizes.batches:
-        priority = torch.rand(batch, heads, count, device=bench.device)
-        positions = torch.arange(count, dtype=torch.int32, device=bench.device)
-        positions = positions.expand(batch, heads, -1).contiguous()
-        protected = positions >= count - total // 2
-        totals = torch.full((batch, 1, 1), total, device=bench.device)
-        states = bench.draw(batch, heads, count, size)
-        arguments = priority, positions, protected, totals, total
-        indices, _ = choose(*arguments)
-        cases: Cases = {
-            "two stable sorts": lambda a=arguments: Timed(partial(choose, *a)),
-            "topk": lambda p=priority: Timed(partial(torch.topk, p, total, dim=-1)),
-            "move keys": lambda s=states, i=indices: Timed(partial(pick, s, i)),
-        }
-        cells = {"batch": batch, "tokens": count, "entries": total}
-        bench.compare("cut of a layer", cases, baselines=("two stable sorts",), **cells)
+        cut_of_layer(bench, batch)
+
+
+def cut_of_layer(bench: Bench, batch: int) -> None:
+    """Time the parts of a layer's first cut."""
+    num_heads, heads, size = bench.sizes.heads
+    count, device = bench.sizes.lengths[0], bench.device
+    limit = int(SHARE * count)
+    kernels = dispatch.operations(device, bench.dtype, size, size, num_heads // heads).cut
+    scores = torch.rand(batch, heads, count, device=device)
+    positions = torch.arange(count, dtype=torch.int32, device=device)
+    positions = positions.expand(batch, heads, -1).contiguous()
+    columns = [torch.full((batch, 1, 1), n, device=device) for n in (SINK, limit // 2, limit)]
+    rules = CutRules(torch.full((batch,), count, device=device), *columns)
+    keys = bench.draw(batch, heads, count, size)
+    protected = protected_entries(positions, count - 1, rules.sink, rules.recent)
+    by_pytorch = partial(choose, scores, positions, protected, rules.total, limit)
+    indices, _ = by_pytorch()
+
+    def selection() -> Callable[[], Any]:
+        if kernels is None:
+            raise NeedsCudaError
+        return partial(kernels.select, scores, None, scores, positions, rules, limit, False)
+
+    def moves() -> Timed:
+        chosen = selection()()
+        from h2okv.ops.triton_cut import Rows
+
+        target = Rows(*(tensor[:, :, :limit].clone() for tensor in (keys, keys, scores, positions)))
+        source = Rows(keys, keys.clone(), scores, positions)
+        assert kernels is not None
+        return Timed(partial(kernels.move, source, target, heads, chosen))
+
+    cases: Cases = {
+        "choose, plain": lambda: Timed(by_pytorch),
+        "choose, triton": lambda: Timed(selection()),
+        "topk": lambda: Timed(partial(torch.topk, scores, limit, dim=-1)),
+        "move keys, plain": lambda: Timed(partial(pick, keys, indices)),
+        "move entries, triton": moves,
+    }
+    cells = {"batch": batch, "tokens": count, "entries": limit}
+    bench.compare("cut of a layer", cases, baselines=("choose, plain",), **cells)
 
 
 def part_h(bench: Bench) -> None:
@@ -408,13 +420,18 @@ def part_i(bench: Bench) -> None:
     layers, (count, length, new) = bench.sizes.layers, bench.sizes.requests
     tokenizer, budget = AutoTokenizer.from_pretrained(bundled_model_path()), int(SHARE * length)
     prompts = [[3 + (n + i) % 90 for i in range(length)] for n in range(count)]
-    even = {"policy": "best", "layer_budgets": None}
+    best = configs(bench, layers)["best by head"]
     unbounded = CacheConfig.from_budget(length + new, min_tokens=0)  # evicts nothing
     caches: dict[str, tuple[CacheConfig, int]] = {
         "full": (unbounded, max(1, count * budget // (length + new))),
         "full, all at once": (unbounded, count),
         "h2o": (CacheConfig.from_budget(budget, min_tokens=0), count),
-        "best, even budgets": (CacheConfig.from_budget(budget, min_tokens=0, **even), count),
+        "best by head": (
+            CacheConfig.from_budget(
+                budget, policy="best", min_tokens=0, layer_budgets=best.layer_budgets
+            ),
+            count,
+        ),
     }
     full: float | None = None
     for name, (config, sequences) in caches.items():
