@@ -1,15 +1,18 @@
-"""Long answers that can be checked: a list is added up, a line for every entry.
+"""Long answers that can be checked: the entries of a list are numbered and doubled, line by line.
 
-The prompt shows one list that is added up already, and another one. Each line of the answer needs
-the last total and the next entry of a prompt that is evicted from meanwhile. ``--fractions`` are of
-prompt and answer together; with ``sink=100%`` the prompt stays, and they are of the answer. A list
-is solved if every line is right.
+The prompt shows one list that is done already, and another one. Each line of the answer needs the
+number of the line before, the next entry of a prompt that is evicted from meanwhile, and a sum.
+``--fractions`` are of prompt and answer together; with ``sink=100%`` the prompt stays, and they are
+of the answer. A list is solved if every line is right. Models that solve no list with the full
+cache show nothing: give fewer ``--entries``.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
+import statistics
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -22,8 +25,8 @@ from h2okv.console import Progress
 from h2okv.policy import get_rule
 from h2okv_lab.evaluation.model import ModelUnderTest
 
-SHOWN = 6  # entries of the list that is added up already
-STOPS = ("answer",)
+SHOWN = 6  # entries of the list that is done already
+STOPS = ("end",)
 CACHES = ("best", "h2o", "sink_recent", "random", "best,sink=100%", "random,sink=100%")
 WORDS = (
     "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty",
@@ -37,14 +40,12 @@ WORDS = (
 )  # fmt: skip
 
 
-def added_up(names: Sequence[str], numbers: Sequence[int]) -> tuple[str, list[str]]:
-    """Return a list as the prompt shows it, and the lines that add it up."""
-    total, lines = 0, []
-    for name, number in zip(names, numbers, strict=True):
-        lines.append(f"{name}: {total} + {number} = {total + number}")
-        total += number
-    entries = ", ".join(f"{name} {number}" for name, number in zip(names, numbers, strict=True))
-    return f"List: {entries}\nSums, one after the other:\n", lines
+def doubled(names: Sequence[str], numbers: Sequence[int]) -> tuple[str, list[str]]:
+    """Return a list as the prompt shows it, and its lines."""
+    entries = list(zip(names, numbers, strict=True))
+    lines = [f"{k}. {name}: {n} + {n} = {2 * n}" for k, (name, n) in enumerate(entries, 1)]
+    listed = ", ".join(f"{name} {number}" for name, number in entries)
+    return f"List: {listed}\nAll of them, doubled:\n", lines
 
 
 def problem(seed: int, entries: int) -> tuple[str, list[str]]:
@@ -52,9 +53,9 @@ def problem(seed: int, entries: int) -> tuple[str, list[str]]:
     draw = random.Random(seed)
     names = draw.sample(WORDS, SHOWN + entries)
     numbers = [draw.randint(2, 19) for _ in names]
-    shown, lines = added_up(names[:SHOWN], numbers[:SHOWN])
-    prompt, answer = added_up(names[SHOWN:], numbers[SHOWN:])
-    return f"{shown}{chr(10).join(lines)}\nanswer: {sum(numbers[:SHOWN])}\n\n{prompt}", answer
+    shown, lines = doubled(names[:SHOWN], numbers[:SHOWN])
+    prompt, answer = doubled(names[SHOWN:], numbers[SHOWN:])
+    return "\n".join([shown.rstrip(), *lines, "end", "", prompt]), answer
 
 
 def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
@@ -84,12 +85,14 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
                 [a.strip() == b for a, b in zip(line, answer, strict=False)]
                 for line, (_, answer) in zip(lines, problems, strict=True)
             ]
+            shares = [sum(row) / args.entries for row in right]
+            error = statistics.stdev(shares) / len(shares) ** 0.5 if shares[1:] else math.nan
             firsts = [row.index(False) if False in row else len(row) for row in right]
             rows.append({
                 "cache": cache, "kept": fraction, "entries": args.entries, "lists": len(problems),
                 "prompt_tokens": longest, "answer_tokens": written,
                 "solved": sum(first == args.entries for first in firsts),
-                "lines_right": f"{sum(map(sum, right)) / args.entries / len(problems):.4f}",
+                "lines_right": f"{statistics.mean(shares):.4f}", "standard_error": f"{error:.4f}",
                 "lines_before_the_first_error": f"{sum(firsts) / args.entries / len(firsts):.4f}",
                 "bytes_fraction": f"{nbytes / full_bytes:.4g}",
             })  # fmt: skip
@@ -101,7 +104,7 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
 def main() -> None:
     """Run what the command line asks for."""
     parser = quality.parser_of(__doc__, "chains.py --model smollm2 --csv chains.csv")
-    parser.add_argument("--entries", type=int, default=60, help="entries of a list (60)")
+    parser.add_argument("--entries", type=int, default=40, help="entries of a list (40)")
     parser.add_argument("--count", type=int, default=8, help="lists (8)")
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25])
     parser.add_argument("--caches", nargs="+", default=list(CACHES), help="without their budgets")

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from h2okv.cache import CACHE, H2OCache
-from h2okv.cache.shared import SharedPrefill
+from h2okv.cache.shared import SharedPrefill, shares_prompt
 from h2okv.config import CacheConfig
 from h2okv.console import check_least
 from h2okv.engine.sampler import eos_token_ids
@@ -243,10 +243,17 @@ class _Comparison:
         self.sample = sample
         self.model: Any = model.model
         self.ends = eos_token_ids(self.model)
-        self.caches, self.shared = caches, SharedPrefill(caches)
-        first = self._forward(torch.tensor([sample.prompt]), self.shared, 1)
-        self.first = int(first[0, -1].argmax())
-        self.shared.split()
+        self.caches = caches
+        sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
+        alone = [cache for cache in caches if cache not in sharing]
+        shared = SharedPrefill(sharing)
+        prompt = torch.tensor([sample.prompt])
+        # What reads a token for some caches, the full one among the first of them.
+        self.readers = [(shared, sharing), *((cache, [cache]) for cache in alone)]
+        self.first = int(self._forward(prompt, shared, 1)[0, -1].argmax())
+        shared.split()
+        for cache in alone:
+            self._forward(prompt, cache, 1)
 
     def run(self, max_new_tokens: int, protocol: Protocol) -> list[Result]:
         following = self.sample.following
@@ -265,11 +272,14 @@ class _Comparison:
         ]
 
     def _decode(self, following: Sequence[int], max_new_tokens: int) -> torch.Tensor:
-        """Decode token by token, all caches in one batch; `_MEASURES`, fp32 ``[T, caches, 4]``."""
+        """Decode token by token, in one batch what can be; `_MEASURES`, fp32 ``[T, caches, 4]``."""
         token, steps = following[0] if following else self.first, []
+        order = [cache for _, read in self.readers for cache in read]
+        rows = torch.tensor([order.index(cache) for cache in self.caches])
         for step in range(max_new_tokens):
-            batch = torch.full((len(self.caches), 1), token)
-            log_probs = self._forward(batch, self.shared, 1)[:, -1]
+            batches = [(reader, torch.full((len(read), 1), token)) for reader, read in self.readers]
+            read = [self._forward(batch, reader, 1)[:, -1] for reader, batch in batches]
+            log_probs = torch.cat(read)[rows]
             token = following[step + 1] if following else int(log_probs[0].argmax())
             steps.append(_measure(log_probs[:1], log_probs, torch.tensor(token)))
             if not following and token in self.ends:

@@ -14,7 +14,9 @@ CONFIGS = [
     CacheConfig.from_budget(0.5, min_tokens=0),
     CacheConfig.from_budget(0.1, min_tokens=0, scoring="decay"),
     CacheConfig.from_budget(12, policy="snapkv", kv_bits=8),
+    CacheConfig.from_budget(12, positions="rolling"),  # this and `evict_every=4` read alone
     CacheConfig.from_budget(12, scoring="expected", sink=2, evict_every="prompt+4"),
+    CacheConfig.from_budget(12, evict_every=4),
 ]
 MESSAGES = {"messages": [{"role": "user", "content": "What did Holmes see in the street?"}]}
 
