@@ -29,16 +29,19 @@ _LOWEST = -1e4
 def sums_apply(query: Tensor, key: Tensor, value: Tensor, needs_sums: bool = True) -> bool:
     """Says whether `attention_with_sums` can do one sequence, ``[H, G, T, D]`` and ``[H, N, D]``.
 
-    Its kernel multiplies bf16 by AMX and knows neither a cap nor hidden keys; without AMX the tiles
-    of `h2okv.ops.attention` are faster, where there are sums to be made.
+    Its kernel knows neither a cap nor hidden keys. It is faster than the tiles of
+    `h2okv.ops.attention` for bf16 with AMX, and for fp32 where there are no sums to be made.
     """
+    if value.dtype == torch.float32:
+        is_faster = not needs_sums
+    else:
+        is_faster = value.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     return (
-        (value.dtype == torch.bfloat16 or (not needs_sums and value.dtype == torch.float32))
+        is_faster
         and query.dtype == key.dtype == value.dtype
         and query.is_cpu
         and query.shape[2] >= _LEAST_QUERIES
         and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD
-        and (not needs_sums or torch.cpu._is_amx_tile_supported())
         and _sums_agree(query.shape[-1])
     )
 
