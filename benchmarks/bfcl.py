@@ -81,9 +81,9 @@ def read_cases(data: Path, kind: str, count: int, passages: Sequence[str]) -> li
         line = lines[number * len(lines) // count]
         messages = line["question"][0]
         if kind == "long":
-            asked, answered = BEGUN
-            passage = {"role": "user", "content": asked.format(passages[number])}
-            messages = [passage, {"role": "assistant", "content": answered}, *messages]
+            request, reply = BEGUN
+            passage = {"role": "user", "content": request.format(passages[number])}
+            messages = [passage, {"role": "assistant", "content": reply}, *messages]
         tools = [{"type": "function", "function": as_schema(f)} for f in line["function"]]
         chat = read_conversation({"messages": messages, "tools": tools})
         identifier = f"{kind} {line['id']}"
@@ -135,7 +135,8 @@ def agrees(arguments: Mapping[str, Any], answers: Mapping[str, Sequence[Any]]) -
 def check(text: str, chat: Conversation, answer: Sequence[Mapping[str, Any]]) -> tuple[bool, bool]:
     """Return whether an answer calls the right function, and whether the call is right."""
     parser = ToolCallParser([tool["function"]["name"] for tool in chat.tools])
-    calls = [part for part in [*parser.add(text), *parser.end()] if isinstance(part, ToolCall)]
+    segments = [*parser.add(text), *parser.end()]
+    calls = [segment for segment in segments if isinstance(segment, ToolCall)]
     ((name, arguments),) = answer[0].items()
     if len(calls) != 1 or calls[0].name != name:
         return False, False

@@ -93,8 +93,8 @@ MODEL_HELP = "Folder, GGUF file, Hub id, bundled or smollm2."
 JSON = option(False, "Print one JSON object.", "--json")
 TEXT = option(None, "Text file (the opening of a novel).", read=readers.readable)
 RAW = option(False, "Continue the text, without a chat template.", "--raw")
-PIN_HELP = "Messages never evicted: system, user, last_user."
-PIN = option("", PIN_HELP, read=readers.names)
+_PIN_HELP = "Messages never evicted: system, user, last_user."
+PIN = option("", _PIN_HELP, read=readers.names)
 ROWS = option(None, "Append the rows to this file.", read=readers.writable)
 MEMORY_HELP = "Limit, such as 4GiB (what is free)."
 COMPILE = option(False, "Compile decode steps: slow to start, then faster.", "--compile")

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from h2okv.cli import args, readers
-from h2okv.cli.args import MEMORY_HELP, PIN_HELP, WEIGHT_BITS, ModelOptions, Typed, option
+from h2okv.cli.args import MEMORY_HELP, WEIGHT_BITS, ModelOptions, Typed, option
 from h2okv.cli.readers import least
 from h2okv.console import optional
 from h2okv.models.names import check_name
@@ -43,7 +43,7 @@ def serve(
     system: list[str] | None = option(
         None, "System message: text or @FILE; may be repeated.", read=readers.text_or_file
     ),
-    pin: Typed = option("", PIN_HELP, read=readers.names),
+    pin: Typed = option("", "Never evicted in chats: system,tools.", read=readers.names),
     cors_origin: list[str] | None = option(None, "CORS origin, or *; may be repeated."),
     log_requests: bool = option(False, "Log each request to stderr.", "--log-requests"),
     view_page: Path | None = option(

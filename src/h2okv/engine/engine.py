@@ -452,6 +452,8 @@ class Engine:
             lines.append(f"states of prompts and answers: up to {limit:.0f} MiB, for later prompts")
         if self._folder is not None:
             lines.append(f"prefix cache folder: {self._folder}")
+        if self.config.pin:
+            lines.append(f"never evicted: {', '.join(self.config.pin)} of each chat that has them")
         if self.config.verify:
             lines.append(
                 f"verify: {100 * self.config.verify:g} % of all tokens are read again with a full"

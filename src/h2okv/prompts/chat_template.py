@@ -219,11 +219,13 @@ def message_spans(
     for name in pin if needs_all else ():
         role = name.removeprefix("last_")
         if not (chat.tools if name == "tools" else any(turn["role"] == role for turn in messages)):
-            such, one = ("tools", "some") if name == "tools" else (f"{name} message", "one")
-            raise ValueError(f"pin={name!r} finds no {such}; leave it out, or give {one}.")
+            such = "tools; leave it out, or give some."
+            if name != "tools":
+                such = f"{name} message; leave it out, or give one."
+            raise ValueError(f"pin={name!r} finds no {such}")
     text = chat_text(tokenizer, chat)
     tools = _written_tools(tokenizer, chat, text) if chat.tools else (0, 0)
-    parts = [tools] if "tools" in pin else []
+    ranges = [tools] if "tools" in pin else []
     offset = 0
     for number, message in enumerate(messages[: max(numbers, default=-1) + 1]):
         content = message["content"].strip()
@@ -233,12 +235,12 @@ def message_spans(
         if offset < 0:
             raise ValueError("the chat template changes the messages, so they cannot be pinned.")
         if number in numbers:
-            parts.append((offset, offset + len(content)))
+            ranges.append((offset, offset + len(content)))
         offset += len(content)
     encoded = tokenizer(text, add_special_tokens=adds_special(tokenizer, text), verbose=False)
     dropped = len(encoded["input_ids"]) - len(encode(tokenizer, chat))
     spans: list[tuple[int, int]] = []
-    for start, stop in sorted(part for part in parts if part[0] < part[1]):
+    for start, stop in sorted(ends for ends in ranges if ends[0] < ends[1]):
         first = encoded.char_to_token(start) - dropped
         if spans and first < spans[-1][1]:  # one token has the end of one and the start of the next
             first = spans.pop()[0]
