@@ -4,9 +4,9 @@ Questions of the kinds simple and multiple have one or several functions and one
 question of the kind long is one of simple behind a passage of a book (``--text``), so that the
 functions are far back when it comes. The model answers greedily, with the full cache first. The
 other caches evict as `h2okv serve` does, at multiples of ``--every`` tokens, before the question is
-read, and keep a fraction of each prompt, without the commands' least number of tokens
-(``min=0``). "pinned" pins the functions; where they have no room in the budget, the question is
-left out of that row.
+read, and keep a fraction of each prompt, but ``--min`` heavy and recent tokens as the commands do:
+``entries`` is how many that are. "pinned" pins the functions; where they have no room in the
+budget, the question is left out of that row.
 
 A call is right if it is the only one, names the function, and gives each argument one of its
 possible answers; arguments whose answers include "" may be missing. Numbers are equal by value,
@@ -34,6 +34,7 @@ import torch
 from humaneval import Completions, read_completions
 
 import h2okv
+from h2okv.config import CacheConfig
 from h2okv.console import Progress
 from h2okv.prompts.chat_template import message_spans
 from h2okv.prompts.messages import Conversation, read_conversation
@@ -151,7 +152,7 @@ def caches(args: argparse.Namespace) -> list[tuple[str, float]]:
 
 
 def answer(
-    llm: h2okv.LLM, cases: Sequence[Case], pinned: bool, budget: float | int
+    llm: h2okv.LLM, cases: Sequence[Case], pinned: bool, budget: int | str
 ) -> list[dict[str, Any]]:
     """Let the model answer questions together; return what the file keeps of each."""
     options: dict[str, Any] = {"max_tokens": ROOM, "temperature": 0.0}
@@ -191,12 +192,12 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
         kinds[kind] = read_cases(args.data, kind, count, passages)
     cases = [case for group in kinds.values() for case in group]
     longest = max(len(tested.encode(case["chat"])) for case in cases) + ROOM
-    settings = {name: getattr(args, name) for name in ("model", "dtype", "every", "passage")}
+    settings = {name: getattr(args, name) for name in ("model", "dtype", "every", "min", "passage")}
     completed = read_completions(args.out, settings)
     for rule in dict.fromkeys(("h2o", *args.rules)):
         answer_all(args, completed, cases, rule, longest)
     return [
-        row_of(kind, name, share, group, completed)
+        row_of(kind, name, share, group, completed, args.min)
         for kind, group in kinds.items()
         for name, share in caches(args)
     ]
@@ -216,13 +217,13 @@ def answer_all(
     if not (total := sum(map(len, todo.values()))):
         return
     llm = h2okv.LLM(
-        args.model, cache=f"{rule}:{longest},every={args.every},min=0", max_num_seqs=BATCH,
+        args.model, cache=f"{rule}:{longest},every={args.every}", max_num_seqs=BATCH,
         max_prompt_tokens=longest, dtype=getattr(torch, args.dtype), prefix_cache=0,
     )  # fmt: skip
     with llm, args.out.open("a") as file, Progress(rule, total, "answers") as bar:
         for (name, share), left in todo.items():
             # A fraction is of the prompt alone; the full cache keeps the answer too.
-            budget = longest if name == "full" else share
+            budget = longest if name == "full" else f"{100 * share:g}%,min={args.min}"
             for start in range(0, len(left), BATCH):
                 batch = left[start : start + BATCH]
                 for row in answer(llm, batch, name.endswith("pinned"), budget):
@@ -233,7 +234,7 @@ def answer_all(
 
 
 def row_of(
-    kind: str, name: str, share: float, cases: list[Case], completed: Completions
+    kind: str, name: str, share: float, cases: list[Case], completed: Completions, least: int
 ) -> dict[str, Any]:
     """Count right calls, with the binomial standard error, and the paired change from full."""
     tasks = [case["task"] for case in cases]
@@ -244,10 +245,16 @@ def row_of(
     changes = [int(a) - int(b) for a, b in zip(right, full, strict=True)]
     count = len(fitting)
     rate = mean(right) if count else None
+    lengths = [results[task]["prompt_tokens"] for task in tasks]
+    entries = mean(lengths)
+    if name != "full":
+        rule = name.partition(",")[0]
+        config = CacheConfig.from_spec(f"{rule}:{100 * share:g}%", min_tokens=least)
+        entries = mean(config.budget.resolve(length).total for length in lengths)
     row: dict[str, Any] = {
-        "kind": kind, "cache": name, "kept": share, "questions": count,
+        "kind": kind, "cache": name, "kept": share, "min": least, "questions": count,
         "too_large": len(tasks) - count,
-        "prompt_tokens": round(mean(results[task]["prompt_tokens"] for task in tasks)),
+        "prompt_tokens": round(mean(lengths)), "entries": round(entries),
         "tools_tokens": round(mean(results[task]["tools_tokens"] for task in tasks)),
         "function_right": sum(results[task]["names"] for task in fitting), "right": sum(right),
         "rate": "", "stderr": "", "minus_full": "", "minus_full_stderr": "",
@@ -275,6 +282,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a book, for the kind long")
     parser.add_argument("--passage", type=int, default=900, help="tokens of a passage (900)")
     parser.add_argument("--every", type=int, default=64, help="tokens between evictions (64)")
+    parser.add_argument("--min", type=int, default=64, help="least heavy and recent tokens (64)")
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25])
     parser.add_argument("--rules", nargs="+", default=["h2o", "best"], choices=("h2o", "best"))
     parser.add_argument("--no-pin", dest="pin", action="store_false", help="without pinned ones")
