@@ -54,6 +54,7 @@ COMMANDS = {
     },
     "serve": BOTH | TOPK | {
         "--port 99999": "--port 99999 is out of range",
+        "--pin robot": "pin 'robot' is unknown",
         f"--prefix {MISSING}": f"--prefix '{MISSING}' cannot be read",
         f"--system @{MISSING}": f"--system '{MISSING}' cannot be read",
         f"--view-page {MISSING}": f"--view-page '{MISSING}' cannot be read",

@@ -1,8 +1,11 @@
 """Pinned spans of a request's prompt: as in its own ``generate``, for any batch."""
 
+import copy
+
 import pytest
 
 import h2okv
+from h2okv.prompts.messages import read_conversation
 
 SPANS = [(3, 6), (20, 22)]
 
@@ -69,8 +72,66 @@ def test_messages_are_pinned_by_role(make_llm, tokenizer, greedy):
     llm.chat(talk, greedy(4), pin=["user"])
     assert len(pins[1]) == 2
     for pin, message in (
-        ("tool", "pin 'tool' is unknown; choose from system, user, last_user"),
+        ("tool", r"pin 'tool' is unknown; did you mean tools\? choose from system, tools,"),
         ("system", "pin='system' finds no system message"),
     ):
         with pytest.raises(ValueError, match=message):
             llm.chat(talk[1:], pin=[pin])
+
+
+TOOL = {"name": "add", "description": "Add two numbers.", "parameters": {"type": "object"}}
+TALK = [
+    {"role": "system", "content": "Be a cat."},
+    {"role": "user", "content": "Who are you, and what do you like to eat in the evening?"},
+]
+ENGINE = {"heavy": 300, "recent": 20, "evict_every": 16, "max_prompt_tokens": 900}
+
+
+def test_a_pinned_beginning_is_read_once(make_llm, greedy):
+    llms = [
+        make_llm("bundled", pin=("system", "tools"), prefix_cache=size, **ENGINE)
+        for size in (1 << 24, 0)
+    ]
+    talk = TALK
+    for turn in range(3):
+        fields = {"messages": talk, "tools": [{"type": "function", "function": TOOL}]}
+        outputs = [
+            llm.generate([llm.engine.encode(read_conversation(fields))], greedy(24))[0]
+            for llm in llms
+        ]
+        assert outputs[0].completions[0].token_ids == outputs[1].completions[0].token_ids
+        prompt = outputs[0].prompt
+        assert (prompt.num_reused > len(prompt.token_ids) / 3) is (turn > 0)
+        assert outputs[1].prompt.num_reused == 0
+        question = {"role": "user", "content": "And what else?"}
+        talk = [*talk, {"role": "assistant", "content": outputs[0].text.strip()}, question]
+    # Of a chat without tools or a system message there is nothing to pin.
+    assert llms[0].chat(TALK[1:], greedy(1))[0].prompt.num_reused == 0
+    with pytest.raises(ValueError, match=r"pin='tools' finds no tools; leave it out, or give some"):
+        llms[0].chat(TALK, pin=["tools"])
+
+
+def test_pins_that_no_chat_can_have_are_refused_at_the_start(make_llm, tokenizer):
+    hiding, strict = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+    turns = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    hiding.chat_template = turns
+    strict.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + turns
+    )
+    model = make_llm("bundled").engine.model
+    for reader, options, message in (
+        (tokenizer, {"pin": ["systm"]}, "pin 'systm' is unknown; did you mean system"),
+        (hiding, {"pin": ["system"]}, "pin=system .*template changes the messages.*pin others"),
+        (strict, {"pin": ["system"]}, "pin=system .*no system"),
+        (tokenizer, {"pin": ["user"], "policy": "sink_recent"}, "keeps 0 heavy ones"),
+        (tokenizer, {"pin": ["user"], "verify": 0.1, "agreement": 0.9}, "agreement lowers them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            h2okv.LLM(model, reader, **ENGINE | options)
+
+
+def test_pins_over_the_budget_are_refused(make_llm, greedy):
+    llm = make_llm("bundled", pin=["system"], **ENGINE | {"heavy": 4})
+    with pytest.raises(ValueError, match=r"tokens are pinned and policy='h2o' keeps 4 heavy"):
+        llm.chat(TALK, greedy(1))
+    assert llm.chat(TALK[1:], greedy(1))

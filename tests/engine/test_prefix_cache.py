@@ -66,6 +66,56 @@ def test_conversations_give_the_tokens_of_a_cold_engine(
     assert cold.stats().prefix_states == cold.stats().prefix_hits == 0
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_pinned_conversations_give_the_tokens_of_a_cold_engine(
+    make_llm, double_model, greedy, options
+):
+    options = {
+        "heavy": 14, "recent": 6, "evict_every": 8, "max_prompt_tokens": 250,
+        "max_prefill_tokens": 24,
+    } | options  # fmt: skip
+    warm = make_llm(double_model, prefix_cache=1 << 20, **options)
+    cold = make_llm(double_model, prefix_cache=0, **options)
+    rng, text = random.Random(str(options)), []
+    for _ in range(4):
+        text += [rng.randrange(2, 97) for _ in range(27)]
+        start = len(text)
+        pins = [(), [(3, 7)], [(start - 5, start - 2), (3, 7)], [(start - 5, start - 2)]]
+        for spans in pins:
+            results = [
+                engine.generate([text], greedy(13), pins=[spans])[0].completions[0].token_ids
+                for engine in (warm, cold)
+            ]
+            assert results[0] == results[1]
+        reused = [
+            warm.generate([text], greedy(1), pins=[spans])[0].prompt.num_reused for spans in pins
+        ]
+        assert min(reused) == (len(text) - 1) // 8 * 8
+        text += results[0]
+    assert warm.stats().prompt_tokens < cold.stats().prompt_tokens
+
+
+def test_pins_are_part_of_a_state(make_llm, double_model, greedy):
+    llm = make_llm(double_model, heavy=8, recent=6, evict_every=8, max_prompt_tokens=200)
+
+    def reused(tokens, *pins):
+        return llm.generate([tokens], greedy(1), pins=[pins])[0].prompt.num_reused
+
+    prompt = list(range(2, 42))
+    assert reused(prompt, (3, 6)) == 0  # leaves states of 32 tokens
+    longer = [*prompt, *range(50, 70)]
+    for other in ([], [(3, 7)], [(2, 6)], [(3, 6), (30, 32)]):
+        assert reused(longer, *other) == 0
+    assert reused(longer, (3, 6), (32, 35)) == 32  # what is pinned behind it is still to be read
+    assert reused(longer, (40, 43)) == 0  # leaves a state of the 40 tokens without pins
+    assert reused(longer, (41, 44)) == 40
+    keys = [
+        llm.engine.prefix_cache.keys_of(longer, pins)
+        for pins in ([], [(3, 6)], [(3, 10)], [(3, 8), (8, 10)])
+    ]
+    assert keys[2] == keys[3] and len({listed[0] for listed in keys}) == 3
+
+
 def test_the_next_turn_continues_from_the_answer(make_llm, double_model, greedy):
     llm = make_llm(double_model, heavy=8, recent=6, evict_every=8, max_prompt_tokens=200)
     prompt = list(range(2, 42))
@@ -159,7 +209,7 @@ def test_saved_prefixes_outlive_the_states_of_other_prompts(make_llm, double_mod
     assert pinned.stats().prefix_evictions >= 3
     results = [llm.generate([[*prefix, 60, 61]], greedy(30))[0] for llm in (pinned, cold)]
     assert [result.prompt.num_reused for result in results] == [33, 0]
-    assert results[0].completions[0].token_ids == results[1].completions[0].token_ids
+    assert results[0] == results[1]
 
 
 def test_a_failed_request_resumes_from_its_states(make_llm, double_model, greedy, monkeypatch):

@@ -23,9 +23,9 @@ def double_model(make_llama):
 def run(make_llm, greedy, double_model):
     """Generate in an engine that starts, answers and stops; return tokens, reused and engine."""
 
-    def generate(prompt, new, folder=None, model=double_model, **options):
+    def generate(prompt, new, folder=None, model=double_model, pins=(), **options):
         llm = make_llm(model, **(OPTIONS | {"prefix_cache_folder": folder} | options))
-        result = llm.generate([prompt], greedy(new))[0]
+        result = llm.generate([prompt], greedy(new), pins=[pins])[0]
         llm.close()
         return list(result.completions[0].token_ids), result.prompt.num_reused, llm
 
@@ -61,6 +61,19 @@ def test_a_conversation_goes_on_after_a_restart(run, tmp_path, options, gemma):
         assert (stats.prefix_disk_hits, stats.prefix_hits) == (1, 1)
         assert stats.prefix_disk_bytes == sum(f.stat().st_size for f in files(folder)) > 0
         assert tokens == run(prompt, 20, prefix_cache=0, **options)[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_a_pinned_conversation_goes_on_after_a_restart(run, tmp_path, name, double_model, gemma):
+    options = {"model": gemma if name == "gemma" else double_model, "heavy": 12}
+    answer, _, _ = run(TEXT, 30, tmp_path, pins=[(5, 11)], **options)
+    prompt = [*TEXT, *answer, 7, 8, 9]
+    pins = [(5, 11), (len(prompt) - 2, len(prompt))]  # and some that are still to be read
+    tokens, reused, llm = run(prompt, 20, tmp_path, pins=pins, **options)
+    assert reused == (len(prompt) - 4) // 8 * 8 and llm.stats().prefix_disk_hits == 1
+    assert tokens == run(prompt, 20, prefix_cache=0, pins=pins, **options)[0]
+    assert tokens != run(prompt, 20, tmp_path, **options)[0]
+    assert run(prompt, 1, tmp_path, pins=[(5, 12)], **options)[1] == 0
 
 
 def truncate(path):

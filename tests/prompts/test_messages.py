@@ -149,6 +149,10 @@ TEMPLATE_OF_TOOLS = (
     "{{ m.content }}{% for c in m.tool_calls or [] %}({{ c.function.arguments.a }}){% endfor %}"
     "{% endfor %}<assistant>"
 )
+BEHIND = (
+    "{% for m in messages %}<{{ m.role }}>{% if tools and loop.last %}{{ tools | tojson }}"
+    "{% endif %}{{ m.content }}{% endfor %}<assistant>"
+)
 CHAT = [USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "content": "4"}, {"role": "tool", "content": "7"}, USER]  # fmt: skip
 
@@ -321,6 +325,28 @@ def test_pins_of_a_chat_without_a_user(templated):
     assert templated.decode(encode(templated, chat)[first:stop]).strip() == "Be kind."
     with pytest.raises(ValueError, match="pin='last_user' finds no last_user message"):
         message_spans(templated, chat, ["system", "last_user"])
+
+
+@pytest.mark.parametrize("template", [None, CHATML, TEMPLATE_OF_TOOLS, BEHIND])
+def test_pins_of_tools(plain, template):
+    tokenizer = copy.deepcopy(plain)
+    tokenizer.chat_template = template
+    system = {"role": "system", "content": "Add."}  # as the tool's description
+    chat = read_conversation({"messages": [system, *CHAT], "tools": [TOOL]})
+    ids = encode(tokenizer, chat)
+
+    def texts(*pin, **options):
+        spans = message_spans(tokenizer, chat, pin, **options)
+        return [tokenizer.decode(ids[start:stop]).strip() for start, stop in spans]
+
+    (tools,) = texts("tools")
+    assert FUNCTION["name"] in tools and "Hi" not in tools and "<assistant>" not in tools
+    assert set(texts("tools", "system")) == {"Add.", tools}
+    chat = read_conversation({"messages": [USER]})
+    ids = encode(tokenizer, chat)
+    assert texts("system", "tools", "user", needs_all=False) == ["Hi"]
+    with pytest.raises(ValueError, match=r"pin='tools' finds no tools; leave it out, or give some"):
+        texts("tools")
 
 
 def test_a_message_may_have_the_type_of_its_text():

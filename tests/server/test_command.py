@@ -161,6 +161,8 @@ def command(capsys, monkeypatch):
         (("--agreement", 0.95), "--agreement needs answers that are read again; give --verify"),
         (("--verify", "2%", "--tensor-parallel"), "--verify and --tensor-parallel exclude"),
         (("--dtype", "int3"), "--dtype 'int3' is not known"),
+        (("--pin", "system", "--policy", "sink_recent"), "keeps 0 heavy ones"),
+        (("--pin", "tools", "--verify", "2%", "--agreement", 0.9), "agreement lowers them"),
     ],
 )
 def test_bad_options_are_one_sentence(command, options, words):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import h2okv
 from h2okv.engine.outputs import OutputDelta, PromptRead
 from h2okv.server.tools import ToolCall, ToolCallParser
 
@@ -475,3 +476,29 @@ def test_special_markers_stay_in_the_text(serve, make_fake, bundled_tokenizer):
         for options, skips in (({}, False), ({"tool_choice": "none"}, True)):
             client.chat.completions.create(**CHAT, max_tokens=1, **options)
             assert fake.requests[-1][1].skip_special_tokens is skips
+
+
+def test_a_pinned_beginning_is_read_once_and_never_evicted(start):
+    options = {"heavy": 400, "recent": 16, "evict_every": 16, "max_prompt_tokens": 900}
+    engine = h2okv.AsyncLLM("bundled", pin=("system", "tools"), prefix_cache=1 << 24, **options)
+    served = start(engine, model_name="bundled", pin=("system", "tools"))
+    try:
+        client = served.client()
+        system = {"role": "system", "content": "Be brief."}
+        fields = {"model": "bundled", "tools": TOOLS, "max_tokens": 8, "temperature": 0}
+        texts, cached = [], []
+        for messages in (
+            [system, USER],
+            [system, USER],
+            [system, USER, {"role": "assistant", "content": "Yes."}, USER],
+        ):
+            reply = client.chat.completions.create(messages=messages, **fields)
+            texts.append(reply.choices[0].message)
+            cached.append(reply.usage.prompt_tokens_details.cached_tokens)
+        assert cached[0] == 0 < cached[1] <= cached[2] and texts[0] == texts[1]
+        system["content"] = "Be brief. " * 150
+        with pytest.raises(openai.BadRequestError, match="tokens are pinned and policy='h2o'"):
+            client.chat.completions.create(messages=[system, USER], **fields)
+        assert "never evicted: system, tools" in engine.describe()
+    finally:
+        served.stop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -468,6 +468,15 @@ def can_split_blocks(cache: H2OCache) -> bool:
         or (isinstance(layer, SlotLayer) and layer.rule.is_plain_sum)
         for index, layer in enumerate(cache.layers)
     )
+
+
+def pin_unread(cache: H2OCache, pins: Iterable[tuple[int, int]]) -> None:
+    """Pin of these tokens those that a copy of a state has still to read, and no others."""
+    seen = cache.num_seen_tokens
+    unread = tuple((max(start, seen), stop) for start, stop in pins if stop > seen)
+    for layer in cache.layers:
+        if isinstance(layer, SlotLayer):
+            layer.prompt.pins = unread if layer.window is None else ()
 
 
 def expect_partial_block(cache: H2OCache, is_partial: bool) -> None:

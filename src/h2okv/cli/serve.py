@@ -43,6 +43,7 @@ def serve(
     system: list[str] | None = option(
         None, "System message: text or @FILE; may be repeated.", read=readers.text_or_file
     ),
+    pin: Typed = option("", "Never evicted in chats: system,tools.", read=readers.names),
     cors_origin: list[str] | None = option(None, "CORS origin, or *; may be repeated."),
     log_requests: bool = option(False, "Log each request to stderr.", "--log-requests"),
     view_page: Path | None = option(

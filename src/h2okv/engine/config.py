@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from h2okv.config import CacheConfig
+from h2okv.prompts.chat_template import check_pinnable
 from h2okv.prompts.readers import check_settings, integer
 from h2okv.records import check_arguments, checked_arguments
 
@@ -74,6 +75,8 @@ class EngineConfig:
         agreement: How often it must be the same, such as 0.95: the budget of requests that name
             none goes down from `cache`'s while the sample allows it, and up again. ``None`` for
             always that of `cache`.
+        pin: Messages of every chat that are never evicted, if it has them: ``"system"``,
+            ``"tools"``, ``"user"``, ``"last_user"``.
 
     Raises:
         ValueError: If a value is out of range.
@@ -94,6 +97,7 @@ class EngineConfig:
     tensor_parallel: bool = False
     verify: float = 0.0
     agreement: float | None = None
+    pin: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.cache, str):
@@ -112,6 +116,12 @@ class EngineConfig:
             raise ValueError(
                 f"agreement={self.agreement:g} is judged by answers that are read again; give"
                 " verify too, the share of them, such as verify=0.05."
+            )
+        check_pinnable(self.pin)
+        if self.pin and self.agreement is not None:
+            raise ValueError(
+                f"pin={','.join(self.pin)} needs room in every budget, and agreement lowers them;"
+                " leave one of them out."
             )
         if self.verify and self.tensor_parallel:
             raise ValueError(

@@ -15,6 +15,7 @@ from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import config_identity
 from h2okv.cache.linear_states import continues_prompts
+from h2okv.cache.validation import parse_pins
 from h2okv.calibration.layer_budgets import even_budgets, with_measured_budgets
 from h2okv.config import MEASURED
 from h2okv.engine.config import EngineConfig
@@ -27,7 +28,6 @@ from h2okv.engine.prefix_folder import PrefixFolder
 from h2okv.engine.request import (
     Event,
     Output,
-    Pins,
     PrefillChunk,
     PromptStart,
     Request,
@@ -41,7 +41,7 @@ from h2okv.engine.structured import GrammarCompiler
 from h2okv.engine.verify import REPAIR, Verifier, with_budget
 from h2okv.integration.enable import enable, input_device
 from h2okv.models.loading import Described, context_of, describe, load_weights
-from h2okv.prompts.chat_template import encode
+from h2okv.prompts.chat_template import Pins, check_pinnable, encode, message_spans
 from h2okv.prompts.images import EncodedPrompt
 from h2okv.prompts.messages import Conversation
 from h2okv.prompts.readers import UNLIMITED, FieldError, integer
@@ -106,6 +106,10 @@ class Engine:
                 " holds some of the heads; give one factor for each layer."
             )
         self._set_limits(probe, described)
+        if config.pin:  # refused now if no prompt could have pins
+            check_pinnable(config.pin, self.tokenizer)
+            longest = self.limits.max_prompt_tokens
+            self.make_cache(None).pin([(longest - 1, longest)], longest)
         if isinstance(model, str):
             target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
             if config.memory is not None and target.type == "cpu":
@@ -448,6 +452,8 @@ class Engine:
             lines.append(f"states of prompts and answers: up to {limit:.0f} MiB, for later prompts")
         if self._folder is not None:
             lines.append(f"prefix cache folder: {self._folder}")
+        if self.config.pin:
+            lines.append(f"never evicted: {', '.join(self.config.pin)} of each chat that has them")
         if self.config.verify:
             lines.append(
                 f"verify: {100 * self.config.verify:g} % of all tokens are read again with a full"
@@ -489,7 +495,7 @@ class Engine:
         if kept_every is not None:
             integer(1)(kept_every, ("kept_every",))
         read = self._read(prompt)
-        tokens, inputs = read.token_ids, read.inputs
+        tokens, inputs, pins = read.token_ids, read.inputs, parse_pins(pins or read.pins)
         max_tokens = UNLIMITED if params.max_tokens is None else params.max_tokens
         self.limits.check_length(len(tokens), min(1, max_tokens))
         self.limits.check_tokens(params.logit_bias, "logit_bias")
@@ -526,9 +532,7 @@ class Engine:
             prompt=tokens,
             params=params,
             max_new_tokens=self.limits.room(len(tokens), max_tokens),
-            start=PromptStart(
-                len(tokens), budget, self._prefixes.get(prefix), len(prefix), tuple(pins)
-            ),
+            start=PromptStart(len(tokens), budget, self._prefixes.get(prefix), len(prefix), pins),
             notify=notify,
             kept_every=kept_every,
             grammar_mask=None if grammar is None else self._grammars.compile(grammar),
@@ -569,24 +573,26 @@ class Engine:
         return 0
 
     def encode(self, chat: Conversation) -> EncodedPrompt:
-        """Encode a conversation up to its answer, with its images."""
+        """Encode a conversation up to its answer, with its images and the config's pins."""
+        pins = message_spans(self.tokenizer, chat, self.config.pin, needs_all=False)
         if chat.images:
             return self.image_encoder.encode(chat)
-        return EncodedPrompt(tuple(encode(self.tokenizer, chat)))
+        return EncodedPrompt(tuple(encode(self.tokenizer, chat)), pins=pins)
 
     def _read(self, prompt: Any) -> EncodedPrompt:
         if isinstance(prompt, Mapping):
             prompt = self.image_encoder.encode_fields(prompt)
         remedy = "give a text, or tokens of this model."
         inputs: Mapping[str, Any] = {}
+        pins: Pins = ()
         with refusing("the prompt cannot be read", remedy, TypeError):  # such as half a character
             if isinstance(prompt, EncodedPrompt):
-                prompt, inputs = prompt.token_ids, prompt.inputs
+                prompt, inputs, pins = prompt.token_ids, prompt.inputs, prompt.pins
             if isinstance(prompt, str):
                 prompt = encode(self.tokenizer, prompt)
             tokens: Any = tuple(prompt)
         self.limits.check_tokens(tokens)
-        return EncodedPrompt(tuple(map(int, tokens)), inputs)
+        return EncodedPrompt(tuple(map(int, tokens)), inputs, pins)
 
     def _save_prefix(self, text: str | Sequence[int]) -> None:
         tokens = self._read(text).token_ids

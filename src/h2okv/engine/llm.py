@@ -24,11 +24,11 @@ from h2okv.engine.config import EngineConfig
 from h2okv.engine.engine import Engine
 from h2okv.engine.memory import release_workers
 from h2okv.engine.outputs import EngineStats, EngineStoppedError, OutputDelta, RequestOutput
-from h2okv.engine.request import Event, Pins, Request
+from h2okv.engine.request import Event, Request
 from h2okv.engine.sampler import model_sampling
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.verify import MOST_WAITING
-from h2okv.prompts.chat_template import message_spans
+from h2okv.prompts.chat_template import Pins, message_spans
 from h2okv.prompts.images import EncodedPrompt
 from h2okv.prompts.messages import read_conversation
 from h2okv.records import check_arguments, short_repr
@@ -157,7 +157,8 @@ class LLM(_Front):
                 image of Pillow}``.
             params: See `generate`.
             budget: See `generate`.
-            pin: Messages that are never evicted: ``"system"``, ``"user"``, ``"last_user"``.
+            pin: Messages that are never evicted: ``"system"``, ``"user"``, ``"last_user"``; by
+                default those of the config's `pin`.
             verify: See `generate`.
             show_progress: See `generate`.
             add_generation_prompt: ``True`` for a new message even after an assistant's; ``False``

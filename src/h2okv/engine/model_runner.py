@@ -218,6 +218,7 @@ class ModelRunner:
         start = chunks[0].start
         if start is not None and start.state is not None:
             self._prefilled = self.states[start.state].fork(1)
+            slot_pool.pin_unread(self._prefilled, start.pins)
         elif start is not None:
             self._prefilled = self._make_cache(start.budget)
             self._prefilled.pin(start.pins)

@@ -9,6 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from h2okv.prompts.chat_template import Pins
+
 # Beginnings of texts that are remembered without a state: of 100 bytes each.
 _MOST_BEGINNINGS = 1 << 16
 
@@ -17,8 +19,9 @@ class PrefixCache:
     """Keys of the states after multiples of `evict_every` tokens, least recently used out.
 
     Such a state is a function of the text before it (`CacheConfig.evict_every`), so that a prompt
-    which begins with the same tokens continues from a copy of it. A key is a digest of these tokens
-    and of everything else that the state depends on. The runner holds the states themselves.
+    which begins with the same tokens continues from a copy of it. A key is a digest of these
+    tokens, of those pinned among them, and of everything else that the state depends on. The
+    runner holds the states themselves.
 
     Every state has the size of a budget, so few places of a text get one: the last multiple in a
     prompt; the last in an answer; and where a prompt leaves a text that was read before, for then
@@ -56,17 +59,24 @@ class PrefixCache:
     def __contains__(self, key: str) -> bool:
         return key in self._sizes
 
-    def keys_of(self, tokens: Sequence[int]) -> list[str]:
-        """Return the keys of a text's states, one for each whole span."""
+    def keys_of(self, tokens: Sequence[int], pins: Pins = ()) -> list[str]:
+        """Return the keys of a text's states, one for each whole span.
+
+        Pins are in their order. A pin that begins behind a state does not change it.
+        """
         keys, digest = [], self._root
         for end in range(self.span, len(tokens) + 1, self.span):
-            span = array("q", tokens[end - self.span : end])
+            first = end - self.span
+            span = array("q", tokens[first:end])
+            for start, stop in pins:
+                if start < end and stop > first:
+                    span.extend((max(start, first), min(stop, end)))
             digest = hashlib.sha256(digest + span.tobytes()).digest()
             keys.append(digest.hex())
         return keys
 
     def match(
-        self, tokens: Sequence[int], opening: int | None = None
+        self, tokens: Sequence[int], opening: int | None = None, pins: Pins = ()
     ) -> tuple[int, str | None, dict[int, str]]:
         """Find the longest state that leaves a token to read; mutates the order of use.
 
@@ -74,12 +84,13 @@ class PrefixCache:
             tokens: Of a prompt.
             opening: How many at its end later prompts do not have, as they begin thoughts;
                 ``None`` where answers have no thoughts.
+            pins: Of these tokens, in their order.
 
         Returns:
             ``(length, key, saves)``: the tokens that the state has read, its key, and the lengths
             at which this prompt's states are to be saved, with their keys.
         """
-        keys = self.keys_of(tokens)
+        keys = self.keys_of(tokens, pins)
         usable = keys[: (len(tokens) - max(1, opening or 0)) // self.span]
         count = len(usable)
         while count and (key := usable[count - 1]) not in self:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,11 +24,10 @@ from h2okv.engine.outputs import (
 from h2okv.engine.sampler import Sampler
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.structured import GrammarMask
+from h2okv.prompts.chat_template import Pins
 
 Event = OutputDelta | Exception | None
 """Message to a client: a delta, the error of its request, or ``None`` at the end."""
-Pins = Sequence[tuple[int, int]]
-"""Spans of a prompt's tokens, ``(start, stop)``, that are never evicted."""
 _MOST_LIKELY = 16
 _LEAST_PROBABILITY = 1e-9
 
@@ -224,8 +223,8 @@ class Request:
 
     @property
     def uses_prefix_cache(self) -> bool:
-        """Whether it has the engine's budget, no pins or images, and needs no prompt logits."""
-        plain = self.start.budget is None and not self.start.pins and not self.inputs
+        """Whether it has the engine's budget, no images, and needs no prompt logits."""
+        plain = self.start.budget is None and not self.inputs
         return plain and self.params.prompt_logprobs is None
 
     @property

@@ -146,7 +146,8 @@ class Scheduler:
             request = output.request
             is_cut = (len(request.prompt) + len(output.tokens)) % self.prefix_cache.span == 0
             if is_cut and request.uses_prefix_cache and not output.has_thoughts:
-                keys = self.prefix_cache.keys_of([*request.prompt, *output.tokens])
+                tokens = [*request.prompt, *output.tokens]
+                keys = self.prefix_cache.keys_of(tokens, request.start.pins)
                 saves.append((row, keys[-1]))
         return tuple(saves)
 
@@ -209,7 +210,9 @@ class Scheduler:
     def _find_state(self, request: Request) -> None:
         """Let a request continue from the longest state of its prompt; mutates the request."""
         if self.prefix_cache is not None and request.uses_prefix_cache:
-            length, key, request.saves = self.prefix_cache.match(request.prompt, request.opening)
+            length, key, request.saves = self.prefix_cache.match(
+                request.prompt, request.opening, request.start.pins
+            )
             if length > request.start.num_reused:
                 request.start = replace(request.start, state=key, num_reused=length)
         request.num_prefilled = request.start.num_reused

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any
 
 import jinja2
@@ -13,7 +14,7 @@ from h2okv.prompts.limits import PromptLimits
 from h2okv.prompts.messages import Conversation
 from h2okv.prompts.readers import FieldError
 from h2okv.prompts.tool_messages import as_plain_messages, takes_tools
-from h2okv.records import unknown_name
+from h2okv.records import refusing, unknown_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -168,47 +169,94 @@ def encode(
     return ids
 
 
-PINNABLE = ("system", "user", "last_user")
+PINNABLE = ("system", "tools", "user", "last_user")
+Pins = Sequence[tuple[int, int]]
+"""Spans of a prompt's tokens, ``(start, stop)``, that are never evicted."""
 
 
-def check_pinnable(pin: Sequence[str]) -> None:
-    """Raise if a name in ``pin`` is not one of `PINNABLE`."""
+def check_pinnable(pin: Sequence[str], tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Raise if a name in ``pin`` is not one of `PINNABLE`, or the template hides its messages."""
     for name in pin:
         if name not in PINNABLE:
             raise unknown_name("pin", name, PINNABLE)
+    if pin and tokenizer is not None:
+        messages = [{"role": role, "content": f"{_PROBE} {role}"} for role in ("system", "user")]
+        function = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object"}}
+        tools = [{"type": "function", "function": function}] if "tools" in pin else []
+        chat = Conversation(messages[0 if "system" in pin else 1 :], tools=tools)
+        with refusing(f"pin={', '.join(pin)}", "pin others, or none.", ValueError):
+            message_spans(tokenizer, chat, pin)
 
 
 def message_spans(
     tokenizer: PreTrainedTokenizerBase,
     chat: Conversation | Sequence[Mapping[str, Any]],
     pin: Sequence[str],
+    needs_all: bool = True,
 ) -> list[tuple[int, int]]:
-    """Find the tokens of the messages that `PINNABLE` names, for `H2OCache.pin`."""
+    """Find the tokens of the messages that `PINNABLE` names, for `H2OCache.pin`.
+
+    ``tools`` is what the prompt says of tools: all that one without them lacks. With `needs_all`
+    a name without a message is an error.
+    """
     if not pin:
         return []
     check_pinnable(pin)
-    messages = chat.messages if isinstance(chat, Conversation) else chat
+    if not isinstance(chat, Conversation):
+        chat = Conversation(chat)
+    messages = chat.messages
     if any(not isinstance(message["content"], str) for message in messages):
         raise ValueError(
             f"pin={', '.join(pin)} finds no messages beside images; leave it out, or give"
             " LLM.generate the spans of tokens as pins."
         )
-    for name in pin:
-        if not any(message["role"] == name.removeprefix("last_") for message in messages):
-            raise ValueError(f"pin={name!r} finds no {name} message; leave it out, or give one.")
-    text = chat_text(tokenizer, chat)
-    encoded = tokenizer(text, add_special_tokens=adds_special(tokenizer, text), verbose=False)
-    dropped = len(encoded["input_ids"]) - len(encode(tokenizer, chat))
     users = [number for number, message in enumerate(messages) if message["role"] == "user"]
-    offset, spans = 0, []
-    for number, message in enumerate(messages):
-        content, role = message["content"].strip(), message["role"]
+    numbers = [
+        number
+        for number, message in enumerate(messages)
+        if message["role"] in pin or ("last_user" in pin and users[-1:] == [number])
+    ]
+    for name in pin if needs_all else ():
+        role = name.removeprefix("last_")
+        if not (chat.tools if name == "tools" else any(turn["role"] == role for turn in messages)):
+            such = "tools; leave it out, or give some."
+            if name != "tools":
+                such = f"{name} message; leave it out, or give one."
+            raise ValueError(f"pin={name!r} finds no {such}")
+    text = chat_text(tokenizer, chat)
+    tools = _written_tools(tokenizer, chat, text) if chat.tools else (0, 0)
+    ranges = [tools] if "tools" in pin else []
+    offset = 0
+    for number, message in enumerate(messages[: max(numbers, default=-1) + 1]):
+        content = message["content"].strip()
         offset = text.find(content, offset)
+        if tools[0] <= offset < tools[1]:  # a word that stands in a tool's description too
+            offset = text.find(content, tools[1])
         if offset < 0:
             raise ValueError("the chat template changes the messages, so they cannot be pinned.")
-        if content and (role in pin or ("last_user" in pin and number == users[-1])):
-            first = encoded.char_to_token(offset) - dropped
-            last = encoded.char_to_token(offset + len(content) - 1) - dropped
-            spans.append((first, last + 1))
+        if number in numbers:
+            ranges.append((offset, offset + len(content)))
         offset += len(content)
+    encoded = tokenizer(text, add_special_tokens=adds_special(tokenizer, text), verbose=False)
+    dropped = len(encoded["input_ids"]) - len(encode(tokenizer, chat))
+    spans: list[tuple[int, int]] = []
+    for start, stop in sorted(ends for ends in ranges if ends[0] < ends[1]):
+        first = encoded.char_to_token(start) - dropped
+        if spans and first < spans[-1][1]:  # one token has the end of one and the start of the next
+            first = spans.pop()[0]
+        spans.append((first, encoded.char_to_token(stop - 1) - dropped + 1))
     return spans
+
+
+def _written_tools(
+    tokenizer: PreTrainedTokenizerBase, chat: Conversation, text: str
+) -> tuple[int, int]:
+    """Find the characters of a chat's text that it would not have without tools."""
+    without = chat_text(tokenizer, replace(chat, tools=()))
+    start = len(commonprefix([text, without]))
+    after = len(commonprefix([text[start:][::-1], without[start:][::-1]]))
+    inserted = text[start : len(text) - after]
+    if not all(tool["function"]["name"] in inserted for tool in chat.tools):
+        raise ValueError("the chat template changes the tools, so they cannot be pinned.")
+    start += len(inserted) - len(inserted.lstrip())
+    return start, start + len(inserted.strip())

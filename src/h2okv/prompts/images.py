@@ -19,7 +19,7 @@ from h2okv.cache.argument import CACHE
 from h2okv.console import install_hint
 from h2okv.integration.enable import input_device
 from h2okv.prompts import readers
-from h2okv.prompts.chat_template import adds_special, chat_text
+from h2okv.prompts.chat_template import Pins, adds_special, chat_text
 from h2okv.prompts.messages import MAX_IMAGE_BYTES, Conversation, ImagePart, read_pillow
 from h2okv.prompts.readers import FieldError, Fields
 from h2okv.records import first_line, naming
@@ -33,10 +33,11 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """A prompt's tokens, with the images' placeholders, and the model's further inputs."""
+    """A prompt's tokens, with the images' placeholders, the model's further inputs, and pins."""
 
     token_ids: tuple[int, ...]
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    pins: Pins = ()
 
 
 class ImageEncoder:

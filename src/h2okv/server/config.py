@@ -31,6 +31,7 @@ class ServerSettings:
     view_page: str | None = None  # the HTML of a recorded viewer page, served at /view
     cors_origins: tuple[str, ...] = ()  # sites whose pages may send requests; "*" for all
     log_requests: bool = False  # one line on stderr for each request
+    pin: tuple[str, ...] = ()  # messages of every chat that are never evicted
 
     def __post_init__(self) -> None:
         counts = ("max_body", "max_new_tokens", "max_choices")

@@ -43,7 +43,8 @@ class Handlers:
         self.engine, self.settings = engine, settings
         self.metrics = Metrics(engine)
         encoder = engine.image_encoder
-        self.reader = PromptReader(engine.tokenizer, engine.limits.max_prompt_tokens, encoder)
+        longest, pin = engine.limits.max_prompt_tokens, settings.pin
+        self.reader = PromptReader(engine.tokenizer, longest, encoder, pin=pin)
         self.tokens = TokenText(engine.tokenizer)
         self.call_syntax = CallSyntax.of(engine.tokenizer)
         # More than any prompt may have, as that is why one asks, but nothing that takes long.

@@ -15,9 +15,11 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from h2okv.prompts.chat_template import (
     PLAIN_STOPS,
     ChatTemplateError,
+    Pins,
     adds_special,
     chat_text,
     encode,
+    message_spans,
 )
 from h2okv.prompts.images import EncodedPrompt, ImageEncoder
 from h2okv.prompts.limits import PromptLimits
@@ -42,12 +44,12 @@ class Prompt(NamedTuple):
     is_text: bool
     stops: tuple[str, ...] = ()  # stop strings in addition to those of the request
     strips_start: bool = False  # whether a space before the output belongs to the template
-    images: EncodedPrompt | None = None  # the prompt with its images, if it has any
+    encoded: EncodedPrompt | None = None  # the prompt with its images or pins, if it has any
 
     @property
     def source(self) -> EncodedPrompt | tuple[int, ...]:
         """What the engine generates from."""
-        return self.images or self.token_ids
+        return self.encoded or self.token_ids
 
 
 class PromptReader:
@@ -59,8 +61,9 @@ class PromptReader:
         max_tokens: int = UNLIMITED,
         image_encoder: ImageEncoder | None = None,
         max_characters: int = UNLIMITED,
+        pin: Sequence[str] = (),
     ) -> None:
-        self.tokenizer, self._image_encoder = tokenizer, image_encoder
+        self.tokenizer, self._image_encoder, self._pin = tokenizer, image_encoder, pin
         self._max_characters = max_characters
         self._limits = PromptLimits(len(tokenizer), None, max_tokens)
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
@@ -77,6 +80,7 @@ class PromptReader:
             strips_start = is_plain and not prompt.continues
             try:
                 if prompt.images and self._image_encoder is not None:
+                    self._pins_of(prompt)
                     return self._read_images(self._image_encoder.encode(prompt))
                 text = chat_text(self.tokenizer, prompt)
             except ChatTemplateError as error:
@@ -91,12 +95,23 @@ class PromptReader:
         self._check_length(-(-len(text) // self._longest), field, characters)
         token_ids = tuple(encode(self.tokenizer, text, special=special))
         self._check_length(len(token_ids), field)
-        return Prompt(token_ids, text, True, stops, strips_start)
+        pins = self._pins_of(prompt)
+        encoded = EncodedPrompt(token_ids, pins=pins) if pins else None
+        return Prompt(token_ids, text, True, stops, strips_start, encoded)
+
+    def _pins_of(self, prompt: Any) -> Pins:
+        """Return the pins of a chat, of the messages that it has."""
+        if not isinstance(prompt, Conversation):
+            return ()
+        try:
+            return message_spans(self.tokenizer, prompt, self._pin, needs_all=False)
+        except ValueError as error:
+            raise invalid(str(error), "messages") from error
 
     def _read_images(self, encoded: EncodedPrompt) -> Prompt:
         self._check_length(len(encoded.token_ids), "messages")
         text = self.tokenizer.decode(list(encoded.token_ids), clean_up_tokenization_spaces=False)
-        return Prompt(encoded.token_ids, str(text), False, images=encoded)
+        return Prompt(encoded.token_ids, str(text), False, encoded=encoded)
 
     def _read_tokens(self, token_ids: tuple[int, ...]) -> Prompt:
         self._check_length(len(token_ids), "prompt")
