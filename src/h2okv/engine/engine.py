@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,7 @@ from h2okv.engine.request import (
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.scheduler import Scheduler
-from h2okv.engine.serving import config_for, prompt_limits, share_memory
+from h2okv.engine.serving import MemoryShare, config_for, prompt_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
 from h2okv.engine.verify import REPAIR, Verifier, with_budget
 from h2okv.integration.enable import enable, input_device
@@ -52,6 +52,34 @@ _MIB = 1 << 20
 _MOST_OPENING = 12  # tokens of "<think>" and the blanks behind it
 
 
+def _describe(
+    model: str | PreTrainedModel, tokenizer: Any, config: EngineConfig
+) -> tuple[Described, Any]:
+    """Describe a model that has a name or is loaded; return its tokenizer too."""
+    processor: Any = None
+    if hasattr(tokenizer, "image_processor"):
+        processor, tokenizer = tokenizer, tokenizer.tokenizer
+    if isinstance(model, str):
+        described = describe(model)
+        if config.tensor_parallel:
+            check_divides(described.config)
+        return described, tokenizer or described.tokenizer
+    if config.weight_bits is not None:
+        raise ValueError(
+            f"weight_bits={config.weight_bits} is for a model that is loaded here; give its name or"
+            " folder, or change yours by h2okv.models.packed_linear.pack_linear_layers(model, 4)."
+        )
+    kind, name = model.config.model_type, str(model.config._name_or_path or "")
+    if tokenizer is None and not name:
+        raise ValueError(
+            f"this {kind} model has no name, so its tokenizer is unknown; give it, LLM(model,"
+            " tokenizer)."
+        )
+    tokenizer, name = tokenizer or describe(name).tokenizer, name or kind
+    context = context_of(model.config)
+    return Described(name, name, model.config, tokenizer, context, processor), tokenizer
+
+
 class Engine:
     """A model, its slots and one step of the loop, for one thread; ``group``: the ranks, if any."""
 
@@ -64,33 +92,8 @@ class Engine:
         device: torch.device | str | None = None,
     ) -> None:
         self.config = config = config or EngineConfig()
-        processor: Any = None
-        if hasattr(tokenizer, "image_processor"):
-            processor, tokenizer = tokenizer, tokenizer.tokenizer
-        if isinstance(model, str):
-            described = describe(model)
-            if config.tensor_parallel:
-                check_divides(described.config)
-        else:
-            if config.weight_bits is not None:
-                raise ValueError(
-                    f"weight_bits={config.weight_bits} is for a model that is loaded here; give its"
-                    " name or folder, or change yours by"
-                    " h2okv.models.packed_linear.pack_linear_layers(model, 4)."
-                )
-            name = str(model.config._name_or_path or "")
-            if tokenizer is None and not name:
-                raise ValueError(
-                    f"this {model.config.model_type} model has no name, so its tokenizer is"
-                    " unknown; give it, LLM(model, tokenizer)."
-                )
-            own_tokenizer = tokenizer or describe(name).tokenizer
-            name = name or model.config.model_type
-            described = Described(
-                name, name, model.config, own_tokenizer, context_of(model.config), processor
-            )
-        self.tokenizer, self.name = tokenizer or described.tokenizer, described.name
-        self.image_encoder = described.image_encoder
+        described, self.tokenizer = _describe(model, tokenizer, config)
+        self.name, self.image_encoder = described.name, described.image_encoder
         # Check everything that can be checked before the weights are loaded.
         self._model_config, cache_config = described.config, config.cache
         self._cache_source: PreTrainedConfig | PreTrainedModel = described.config
@@ -126,6 +129,17 @@ class Engine:
             self.config = config = replace(config, cache=measured_config)
             probe = self.make_cache(None)
             self._set_limits(probe, described)
+        share = self._open_slots(probe)
+        self._open_queue(probe, share)
+        self._eos = eos_token_ids(self.model)
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        self._thinks = THOUGHTS_END in template
+        self._grammars = GrammarCompiler(self.tokenizer, described.vocab_size, self._eos)
+        self._counters = EngineStats()
+
+    def _open_slots(self, probe: H2OCache) -> MemoryShare:
+        """Divide the memory, and let the runner allocate its part; mutates the engine."""
+        config = self.config
         self.group = TensorParallelGroup() if config.tensor_parallel else None
         ranks = 1 if self.group is None else self.group.world_size
         self.memory = MemoryModel(self.model.config, probe, self.model.dtype).serving(
@@ -149,6 +163,11 @@ class Engine:
             if self._folder is not None:
                 stack.callback(self._folder.close)
             self.close = stack.pop_all().close  # gives the model its own attention back
+        return share
+
+    def _open_queue(self, probe: H2OCache, share: MemoryShare) -> None:
+        """Set up what requests pass: scheduler, saved states, verifier; mutates the engine."""
+        config = self.config
         chunk_tokens = self.runner.chunk_tokens(config.max_prefill_tokens)
         self.prefix_cache: PrefixCache | None = None
         if self.config.caches_prefixes:
@@ -166,11 +185,6 @@ class Engine:
             self._full_tokens,
         )
         self._execute = self.runner.execute
-        self._eos = eos_token_ids(self.model)
-        template = str(getattr(self.tokenizer, "chat_template", None))
-        self._thinks = THOUGHTS_END in template
-        self._grammars = GrammarCompiler(self.tokenizer, described.vocab_size, self._eos)
-        self._counters = EngineStats()
 
     def step(self) -> bool:
         """Schedule, run, sample and report one step; return whether there was work to do.
@@ -444,36 +458,39 @@ class Engine:
             f"{full / sequence:.1f} times as much; slots save memory from "
             f"{math.floor(break_even) + 1:,} tokens on",
         ]
-        least = self.config.cache.min_tokens
-        if least and self.config.cache.budget.is_relative:
-            lines.append(f"short prompts keep at least {least} heavy and {least} recent entries")
+        return "\n".join([*lines, *self._remarks()])
+
+    def _remarks(self) -> Iterator[str]:
+        """Yield the lines of `describe` on what only some engines have."""
+        minimum = self.config.cache.min_tokens
+        if minimum and self.config.cache.budget.is_relative:
+            yield f"short prompts keep at least {minimum} heavy and {minimum} recent entries"
         if self.prefix_cache is not None:
             limit = self.prefix_cache.max_bytes / _MIB
-            lines.append(f"states of prompts and answers: up to {limit:.0f} MiB, for later prompts")
+            yield f"states of prompts and answers: up to {limit:.0f} MiB, for later prompts"
         if self._folder is not None:
-            lines.append(f"prefix cache folder: {self._folder}")
+            yield f"prefix cache folder: {self._folder}"
         if self.config.pin:
-            lines.append(f"never evicted: {', '.join(self.config.pin)} of each chat that has them")
+            yield f"never evicted: {', '.join(self.config.pin)} of each chat that has them"
         if self.config.verify:
-            lines.append(
+            yield (
                 f"verify: {100 * self.config.verify:g} % of all tokens are read again with a full"
                 f" cache, answers of up to {self._full_tokens():,} tokens with their prompts"
             )
         if self.config.agreement:
             budget, goal = self.config.cache.budget_label, 100 * self.config.agreement
-            lines.append(
+            yield (
                 f"agreement: budgets of new requests below {budget} while {goal:g} % of the next"
                 " tokens are the full cache's"
                 + (", without saved states" if self.prefix_cache is not None else "")
             )
         if self.image_encoder.reads_images:
             try:
-                lines.append(f"images: {type(self.image_encoder.processor()).__name__}")
+                yield f"images: {type(self.image_encoder.processor()).__name__}"
             except ValueError as error:
-                lines.append(f"images: off; {error}")
+                yield f"images: off; {error}"
         if lengths := ", ".join(f"{len(tokens):,}" for tokens in self._prefixes):
-            lines.append(f"saved prefixes: {lengths} tokens")
-        return "\n".join(lines)
+            yield f"saved prefixes: {lengths} tokens"
 
     def request(
         self,
@@ -511,23 +528,12 @@ class Engine:
             self._check_verify(verify, inputs, params.n, kept_every)
         if budget is not None:
             budget = self.config.cache.request_budget(budget)
-        cache = self.make_cache(budget)
-        if budget is not None:
-            cache.warn_of_few_entries()
-        cache.pin(pins, len(tokens))
-        for keeps, room in zip(cache.layer_entries_for(len(tokens)), self.max_budgets, strict=True):
-            if keeps > room:
-                raise ValueError(
-                    f"the budget of {keeps:g} entries is larger than the {room:g} that a sequence"
-                    " has slots for; lower heavy, recent or sink."
-                )
+        self._check_room(budget, pins, len(tokens))
         if budget is None and not pins:
             level, budget = self.verifier.budget(kind)
         prefix: tuple[int, ...] = ()
         if budget is None and params.prompt_logprobs is None and not pins and not inputs:
-            # The longest saved prefix that leaves at least one token of the prompt.
-            matches = (saved for saved in self._prefixes if tokens[:-1][: len(saved)] == saved)
-            prefix = max(matches, key=len, default=())
+            prefix = self._saved_prefix(tokens)
         return Request(
             prompt=tokens,
             params=params,
@@ -543,6 +549,24 @@ class Engine:
             verify=bool(verify),
             repairs=verify == REPAIR,
         )
+
+    def _check_room(self, budget: Budget | None, pins: Pins, length: int) -> None:
+        """Raise ValueError if slots have no room for a prompt's budget, or the budget for pins."""
+        cache = self.make_cache(budget)
+        if budget is not None:
+            cache.warn_of_few_entries()
+        cache.pin(pins, length)
+        for keeps, room in zip(cache.layer_entries_for(length), self.max_budgets, strict=True):
+            if keeps > room:
+                raise ValueError(
+                    f"the budget of {keeps:g} entries is larger than the {room:g} that a sequence"
+                    " has slots for; lower heavy, recent or sink."
+                )
+
+    def _saved_prefix(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the longest saved prefix that leaves at least one token of a prompt."""
+        matches = (saved for saved in self._prefixes if tokens[:-1][: len(saved)] == saved)
+        return max(matches, key=len, default=())
 
     def _check_verify(
         self, verify: bool | str, inputs: Mapping[str, Any], n: int, kept_every: int | None
