@@ -22,7 +22,7 @@ from torch.nn.functional import avg_pool1d
 
 from h2okv.budget import TokenBudget
 from h2okv.config import CacheConfig
-from h2okv.policy import BlockView, Rule, Sees, register_policy
+from h2okv.policy import BlockView, Inputs, Rule, register_policy
 from h2okv_lab.evaluation.model import ModelUnderTest
 from h2okv_lab.evaluation.runner import Run
 from h2okv_lab.evaluation.tasks.fidelity import Fidelity, Source
@@ -111,7 +111,7 @@ def paper_rule(formula: str) -> type[Rule]:
 
     class PaperRule(Rule):
         name = formula
-        sees = Sees.QUERIES
+        inputs = Inputs.QUERIES
         heavy = 0
 
         def allocate_budget(self, budget: TokenBudget) -> TokenBudget:

@@ -64,7 +64,9 @@ def _no_kernel_limits():
 @pytest.fixture(autouse=True)
 def _exact_fractions(request, monkeypatch):
     """Let fractions of the short texts of exactness tests be exact; others test the floor."""
-    exact = {"cache", "engine", "families", "integration", "offload", "policy", "vllm_plugin"}
+    exact = {
+        "cache", "engine", "families", "integration", "lab", "offload", "policy", "vllm_plugin",
+    }  # fmt: skip
     tests_floor = request.path.stem in ("test_constructor", "test_arguments")
     tests_floor = tests_floor or "floor" in request.node.keywords
     if request.path.parent.name in exact and not tests_floor:

@@ -7,7 +7,7 @@ import pytest
 
 from h2okv import Budget, CacheConfig, H2OCache
 from h2okv.cache_spec import OPTIONS
-from h2okv.policy import Sees
+from h2okv.policy import Inputs
 
 
 def test_fields_are_the_arguments_of_the_cache():
@@ -158,7 +158,7 @@ def test_best_resolves_to_its_options(make_llama):
     assert halved == CacheConfig("h2o", 32, 32, 2, "decay", layer_budgets="auto")
     cache = H2OCache(make_llama().config, 12, 4, policy="best", layer_budgets="even")
     assert cache.cache_config == CacheConfig(policy="best", heavy=12, recent=4, layer_budgets=None)
-    assert cache.rule.name == "h2o" and cache.rule.observes is Sees.QUERIES
+    assert cache.rule.name == "h2o" and cache.rule.effective_inputs is Inputs.QUERIES
 
 
 def test_best_is_even_where_a_user_says_so():

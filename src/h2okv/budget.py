@@ -138,20 +138,16 @@ def _check_share(name: str, value: int | float) -> None:
     raise ValueError(f"{name}={value!r} {problem}.")
 
 
-def check_tokens(name: str, value: int, least: int) -> None:
-    """Raise ValueError unless `value` is an int of `least` or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+def check_tokens(name: str, value: int, minimum: int) -> None:
+    """Raise ValueError unless `value` is an int of `minimum` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ValueError(
-            f"{name}={value!r} is not a number of tokens; give an int of {least} or more."
+            f"{name}={value!r} is not a number of tokens; give an int of {minimum} or more."
         )
 
 
 def checked_factors(budgets: LayerBudgets) -> LayerBudgets:
-    """Return factors on heavy as tuples.
-
-    Raises:
-        ValueError: if they are not numbers, mix layers with heads, or have a mean other than 1.
-    """
+    """Return factors on heavy as tuples."""
     try:
         factors = tuple(
             tuple(map(_number, layer)) if isinstance(layer, list | tuple) else _number(layer)

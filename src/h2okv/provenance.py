@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _SAMPLE = 4096  # elements of each parameter; training changes all of them, so a sample will do
 _CHUNKS = 8  # of a sample that files are read for
-_ROUNDING, _LEAST = 2**-8, 1e-6  # of a weight in bfloat16, and of a tiny one in float16
+_ROUNDING, _MIN_DIFFERENCE = 2**-8, 1e-6  # of a weight in bfloat16, and of a tiny one in float16
 
 WeightPrint = tuple[str, float]
 """Of a weight: a digest of its signs, and the mean of its magnitudes."""
@@ -131,7 +131,7 @@ def weight_print(shape: Sequence[int], sample: torch.Tensor) -> WeightPrint:
 def prints_agree(left: WeightPrint, right: WeightPrint) -> bool:
     """Return whether two prints are of the same weight, in any two dtypes."""
     difference, largest = abs(left[1] - right[1]), max(left[1], right[1])
-    return left[0] == right[0] and difference <= _ROUNDING * largest + _LEAST
+    return left[0] == right[0] and difference <= _ROUNDING * largest + _MIN_DIFFERENCE
 
 
 def weights_state(model: torch.nn.Module) -> list[tuple[int, int]]:

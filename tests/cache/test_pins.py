@@ -8,7 +8,7 @@ from hypothesis_examples import examples
 from oracle import cache_of
 
 import h2okv
-from h2okv.policy import Sees
+from h2okv.policy import Inputs
 from h2okv.policy.scoring import power
 
 SPANS = ((3, 6), (9, 11))
@@ -66,8 +66,8 @@ def test_pins_stay_and_dropping_equals_masking(
     rule = h2okv.policy.get_rule(policy)
     model, blocks = make_llama(kv_heads=kv_heads, seed=seed), [30, *blocks, 1]
     input_ids = tokens(seed, len(pads), sum(blocks))
-    decides_once = rule.sees is Sees.WINDOW
-    can_roll = not (decides_once or rule.sees is Sees.KEYS)
+    decides_once = rule.inputs is Inputs.WINDOW
+    can_roll = not (decides_once or rule.inputs is Inputs.KEYS)
     results = []
     for masks in (False, True):
         cache = cache_of(

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from h2okv.cache.argument import CACHE
-from h2okv.calibration.factors import _Prompt, losses_by_entries, measure_layer_budgets
+from h2okv.calibration.factors import _Prompt, losses_by_orders, measure_layer_budgets
 
 LENGTH, FOLLOWING, STEP = 24, 8, 0.02
 
@@ -20,7 +20,7 @@ def test_losses_are_the_divergence_of_weaker_entries(make_llama, text):
     """A layer with one KV head: a mask for all heads weakens the same entries a little."""
     model = make_llama(heads=2, kv_heads=1, layers=1, attention="eager", sharpness=3.0)
     order = torch.randperm(LENGTH)
-    losses = losses_by_entries(model, text, {0: order[None]}, rounds=4000)[0][0]
+    losses = losses_by_orders(model, text, [{0: order[None]}], rounds=4000)[0][0][0]
     causal = torch.full((FOLLOWING, LENGTH + FOLLOWING), -1e9).triu(LENGTH + 1)
 
     @torch.no_grad()
@@ -43,7 +43,7 @@ def test_a_model_is_as_before(make_llama, text):
     model = make_llama(attention="sdpa")
     before = model(text).logits
     order = torch.arange(LENGTH).expand(2, LENGTH)
-    losses_by_entries(model, text, {0: order, 1: order})
+    losses_by_orders(model, text, [{0: order, 1: order}])[0]
     assert model.config._attn_implementation == "sdpa"
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert torch.equal(model(text).logits, before)
@@ -54,10 +54,10 @@ def test_packed_layers_have_gradients(make_llama, text):
 
     model = make_llama(attention="sdpa").to(torch.bfloat16)
     order = torch.arange(LENGTH).expand(2, LENGTH)
-    expected = losses_by_entries(model, text, {0: order, 1: order})
+    expected = losses_by_orders(model, text, [{0: order, 1: order}])[0]
     if not pack_linear_layers(model):
         pytest.skip("nothing is packed on this processor")
-    losses = losses_by_entries(model, text, {0: order, 1: order})
+    losses = losses_by_orders(model, text, [{0: order, 1: order}])[0]
     for layer in (0, 1):
         assert losses[layer].max() > 0
         torch.testing.assert_close(losses[layer], expected[layer], rtol=0.05, atol=1e-6)
@@ -73,7 +73,7 @@ def test_attention_without_a_mask_is_refused(make_llama, text, monkeypatch):
     monkeypatch.setattr(layer, "forward", forward)
     order = torch.arange(LENGTH).expand(2, LENGTH)
     with pytest.raises(ValueError, match="takes no attention mask"):
-        losses_by_entries(model, text, {1: order})
+        losses_by_orders(model, text, [{1: order}])[0]
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -106,9 +106,9 @@ def test_the_scored_prompt_is_not_read_again(text, monkeypatch, kind, options):
         "forward",
         lambda *args, **options: reads.append(1) or forward(*args, **options),
     )
-    expected = losses_by_entries(model, text, orders)
+    expected = losses_by_orders(model, text, [orders])[0]
     assert len(reads) == 2
-    losses = losses_by_entries(model, text, orders, cache=prompt.cache)
+    losses = losses_by_orders(model, text, [orders], cache=prompt.cache)[0]
     assert len(reads) == (4 if kind == "minicpm3" else 3)  # a cache of latents has no keys
     for layer, values in expected.items():
         torch.testing.assert_close(losses[layer], values, rtol=1e-3, atol=1e-7)

@@ -13,8 +13,8 @@ from h2okv.cli.app import COMMANDS
 from h2okv.cli.args import _PER_QUERY, helps
 from h2okv.cli.help_page import PANELS
 from h2okv.cli.readers import memory
-from h2okv.config import BEST, POLICIES, SCORED, SCORINGS
-from h2okv.policy import Sees, get_rule, scoring_names
+from h2okv.config import BEST, POLICIES, SCORINGS
+from h2okv.policy import scoring_names
 from h2okv_lab import masking
 from h2okv_lab.cli.analyze import MEASUREMENTS
 from h2okv_lab.cli.bench import RUNNERS, SHAPES
@@ -52,15 +52,6 @@ def test_listed_names_match_the_registries():
     assert (*h2okv.policy_names(), BEST) == POLICIES
     assert h2okv.policy_names() == POLICIES[:-1]
     assert tuple(masking.PER_QUERY) == _PER_QUERY
-    rules = {name: get_rule(name) for name in POLICIES[1:-1]}
-    assert (
-        tuple(
-            name
-            for name, rule in rules.items()
-            if rule.uses_scores and rule.sees is not Sees.WINDOW
-        )
-        == SCORED
-    )
     assert scoring_names() == SCORINGS
     from h2okv_lab.analysis.measurements import MEASUREMENTS as measurements
     from h2okv_lab.benchmarking.caches import RUNNERS as runners

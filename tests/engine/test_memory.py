@@ -119,9 +119,9 @@ def test_number_of_sequences_that_fit_into_memory(make_llama):
     model = make_llama()
     cache = h2okv.H2OCache(model.config)
     sizes = MemoryModel(model.config, cache, model.dtype).serving((37, 37), 100, 50)
-    assert sizes.num_seqs(sizes.least) == 1
-    assert sizes.num_seqs(sizes.least - 1) == 0
-    assert sizes.num_seqs(sizes.least + 9 * (sizes.sequence + sizes.step)) == 10
+    assert sizes.num_seqs(sizes.minimum) == 1
+    assert sizes.num_seqs(sizes.minimum - 1) == 0
+    assert sizes.num_seqs(sizes.minimum + 9 * (sizes.sequence + sizes.step)) == 10
 
 
 def test_too_little_memory_raises_with_the_minimum(make_llama, make_llm):

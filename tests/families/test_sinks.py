@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 
 import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.cache.shared import SharedPrefill
 from h2okv.policy import H2O
 from h2okv_lab.analysis.attention_stats import read_observed
+from h2okv_lab.shared import SharedPrefill
 
 WITH_SINKS = [family for family in FAMILIES if "learned sinks" in family.note]
 GPT_OSS = next(family for family in FAMILIES if family.model_type == "gpt_oss")

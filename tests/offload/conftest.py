@@ -1,5 +1,7 @@
 """Sequences for the runner, and what each of them gives alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from oracle import cache_of
@@ -8,7 +10,7 @@ from transformers import PreTrainedModel
 import h2okv
 from h2okv.config import CacheConfig
 from h2okv.offload.batch_runner import BatchSequence as Sequence
-from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner
+from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner, sequence_seed
 
 VOCABULARY = 89
 
@@ -24,6 +26,7 @@ def make_sequences():
                 f"s{index}",
                 torch.randint(3, VOCABULARY, (length,), generator=generator).tolist(),
                 room if isinstance(room, int) else room[index],
+                h2okv.SamplingParams(temperature=0),
             )
             for index, length in enumerate(lengths)
         ]
@@ -40,11 +43,13 @@ def run_engine():
         runner = Runner(
             model,
             scheduler or ForwardScheduler(),
-            params or h2okv.SamplingParams(temperature=0),
             CacheConfig(**options),
             limits or Limits(batch_size=8, micro_batch_tokens=1000, decode_batch=8),
             torch.device("cpu"),
         )
+        for sequence in sequences if params else ():
+            seed = sequence_seed(params.seed, sequence.id)
+            sequence.params = replace(params, seed=seed)
         with h2okv.enable(model):
             done = [sequence for group in runner.run(sequences) for sequence in group]
         assert len({sequence.id for sequence in done}) == len(done) == len(sequences)

@@ -34,7 +34,11 @@ def test_joined_rows_go_on_as_alone(make_llama, kept_sets, options, share):
             model(prompt, past_key_values=cache)
             model(prompt, past_key_values=other)
     first, second = (
-        MicroBatch([BatchSequence(n, prompt[0].tolist(), 15)], cache, torch.device("cpu"))
+        MicroBatch(
+            [BatchSequence(n, prompt[0].tolist(), 15, h2okv.SamplingParams())],
+            cache,
+            torch.device("cpu"),
+        )
         for n, (prompt, cache) in enumerate(zip(prompts, caches, strict=True))
     )
     first.append(second, CacheStore())

@@ -103,7 +103,7 @@ def logits_of(model, scheduler, sequences):
         for _ in range(5):
             for batch, logits in scheduler.run(model, batches):
                 all_logits.append(logits.clone())
-                batch.take(logits.argmax(dim=-1).tolist(), frozenset())
+                batch.take(logits.argmax(dim=-1).tolist())
     return torch.cat(all_logits)
 
 

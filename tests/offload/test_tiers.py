@@ -91,7 +91,7 @@ def states(scheduler, model, batches, steps):
     with h2okv.enable(model), torch.inference_mode():
         for _ in range(steps):
             for batch, logits in scheduler.run(model, batches):
-                batch.take(logits.argmax(dim=-1).tolist(), frozenset())
+                batch.take(logits.argmax(dim=-1).tolist())
     all_states = []
     for batch in batches:
         for index, layer in enumerate(batch.cache.layers):
@@ -148,7 +148,7 @@ def test_only_the_changed_slot_is_written(model, make_sequences, tmp_path, bits,
         for _ in range(4):
             before = store.bytes_written
             for _, logits in scheduler.run(model, [batch]):
-                batch.take(logits.argmax(dim=-1).tolist(), frozenset())
+                batch.take(logits.argmax(dim=-1).tolist())
             written.append(store.bytes_written - before)
     scheduler.close()
     heads = 2 * LAYERS * 2  # rows, layers, KV heads

@@ -6,7 +6,6 @@ import torch
 from h2okv.ops import dispatch
 from h2okv.ops.decode import decode_with_scores, write_slot
 from h2okv.ops.quant import (
-    BITS,
     Packed,
     _fused_logits,
     _fused_output,
@@ -18,6 +17,7 @@ from h2okv.ops.quant import (
 )
 from h2okv.ops.reference import AttentionSpec
 
+BITS = (8, 4)
 SIZES = [1, 7, 16, 40, 45, 64, 80, 96, 128, 256]
 
 

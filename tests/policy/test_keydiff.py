@@ -5,7 +5,7 @@ import torch
 from oracle import cache_of
 
 import h2okv
-from h2okv.policy import Sees
+from h2okv.policy import Inputs
 from h2okv.policy.keydiff import KeyDiff
 
 
@@ -95,7 +95,7 @@ def test_no_scores_are_made_of_a_prompt(make_llama):
 def test_a_policy_without_its_ranking_says_so():
     class Bare(h2okv.Rule):
         name = "bare"
-        sees = Sees.KEYS
+        inputs = Inputs.KEYS
 
     with pytest.raises(NotImplementedError, match="'bare' sees keys, so add key_priority"):
         Bare().key_priority(torch.ones(1, 1, 2, 4), torch.zeros(1, 1, 2))

@@ -9,14 +9,14 @@ from oracle import cache_of
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import h2okv
-from h2okv.policy import Sees
+from h2okv.policy import Inputs
 
 
 class SmallKeys(h2okv.Rule):
     """Keeps the keys with the smallest L2 norm (arXiv 2406.11430, section 3)."""
 
     name = "small_keys"
-    sees = Sees.KEYS
+    inputs = Inputs.KEYS
 
     def key_priority(self, keys, positions):
         return -keys.float().norm(dim=-1)
@@ -26,7 +26,7 @@ class Largest(h2okv.Rule):
     """Scores an entry by the largest probability that a query gives it, heads added up."""
 
     name = "largest"
-    sees = Sees.QUERIES
+    inputs = Inputs.QUERIES
 
     def score_block(self, block):
         return block.probabilities().amax(dim=-2).sum(dim=2)
@@ -56,7 +56,7 @@ def test_a_block_without_padding_has_the_probabilities_of_the_sums(make_llama, s
 
     class Sums(h2okv.Rule):
         name = "sums"
-        sees = Sees.QUERIES
+        inputs = Inputs.QUERIES
 
         def score_block(self, block):
             return block.probabilities().sum(dim=(2, 3))

@@ -23,7 +23,7 @@ from h2okv.cache.spans import Spans
 from h2okv.cache.step_log import StepLog
 from h2okv.ops.quant import KeyTransform
 from h2okv.ops.reference import AttentionSpec
-from h2okv.policy import Rule, Sees
+from h2okv.policy import Inputs, Rule
 from h2okv.provenance import fingerprint
 
 # Attribute on the key tensor by which the attention function finds the cache layer.
@@ -90,9 +90,9 @@ class BaseLayer(CacheLayerMixin):
         self.head_budgets = head_budgets  # of each KV head, where they differ
         self.position_rule, self.spans = position_rule, spans
         # Whether entries are scored at the end of a span, by all its queries together.
-        self.scores_spans = spans is not None and rule.observes is Sees.QUERIES
+        self.scores_spans = spans is not None and rule.effective_inputs is Inputs.QUERIES
         self.storage = KVStorage(kv_bits)
-        self.rotations = Rotations(position_rule.rolls, rule.observes is Sees.QUERIES)
+        self.rotations = Rotations(position_rule.rolls, rule.effective_inputs is Inputs.QUERIES)
         self.share_forward(Forward())
         # A tensor too: a Python int that changes with every step would recompile every step.
         self.cumulative_length = torch.zeros((), dtype=torch.int64)
@@ -143,10 +143,7 @@ class BaseLayer(CacheLayerMixin):
         self.rotations.learn(rotation)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled, without what was learned of the model.
-
-        The model's weights are compared when it goes on.
-        """
+        """Return what is pickled; the model's weights are compared when it goes on."""
         return {
             **vars(self),
             "attention_spec": None,
@@ -332,14 +329,7 @@ class BaseLayer(CacheLayerMixin):
         self.awaits_attention = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest tokens, and make the others final; mutates the layer.
-
-        Args:
-            tokens_to_remove: 0, or minus the number of tokens.
-
-        Raises:
-            ValueError: if fewer tokens were recorded since the last crop.
-        """
+        """Remove the newest tokens, 0 or minus their number, and make the others final; mutates."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes 0 or minus a number of tokens, got {tokens_to_remove}.")
         if self.log is not None:

@@ -45,11 +45,8 @@ class Block(NamedTuple):
     def split(self, chunk: int, phases: Sequence[int] = ()) -> Iterator[Block]:
         """Yield smaller blocks, each sequence cut as if alone; `put` puts outputs together.
 
-        A cut inside an image waits for the image's end; those after it stay where they were.
-
-        Args:
-            chunk: tokens from one cut to the next.
-            phases: tokens of each sequence since its last cut, before this block; 0 if not given.
+        Cuts are at multiples of `chunk`, with `phases` tokens of each sequence before this block. A
+        cut inside an image waits for the image's end; those after it stay where they were.
         """
         if self.real is None and self.spec.reach is None and len(set(phases)) < 2:
             first = chunk - (phases[0] if phases else 0)

@@ -130,11 +130,7 @@ class Forward:
         self._sums.append((layer_idx, sums.sum(dtype=torch.float32)))
 
     def end(self, dtype: torch.dtype) -> None:
-        """Forget the prompt's budgets; refuse a forward with numbers that are not finite.
-
-        Raises:
-            ValueError: naming the first layer.
-        """
+        """Forget the prompt's budgets; refuse a forward with numbers that are not finite."""
         sums, self._sums = self._sums, []
         self._prompt = self._padding = None
         self.forget_shared()

@@ -35,7 +35,7 @@ from h2okv.cache_spec import parse
 from h2okv.config import BEST, MEASURED, CacheConfig, resolve_policy
 from h2okv.console import warn
 from h2okv.ops.attention import num_means
-from h2okv.policy import Rule, Sees, get_rule
+from h2okv.policy import Inputs, Rule, get_rule
 from h2okv.records import check_arguments, short_repr
 
 _FEW_ENTRIES = 12
@@ -133,7 +133,7 @@ class H2OCache(Cache):
         self._drafting: Drafting | None = None  # the call that records
         self._num_tokens = 0
         is_limited = cache.positions == "original" and not support.window_by_length(config)
-        self._window = window if is_limited else None  # until a text was longer
+        self._window: int | None = window if is_limited else None  # until a text was longer
         self._connect_layers()
         super().__init__(layers=layers)
 
@@ -542,7 +542,7 @@ class H2OCache(Cache):
     def _query_bytes(self, head_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of the queries that a layer keeps of a sequence until a span ends."""
         layer = self._scored[0]
-        if layer.spans is None or self.rule.observes is not Sees.QUERIES:
+        if layer.spans is None or self.rule.effective_inputs is not Inputs.QUERIES:
             return 0
         num_heads = support.num_kv_heads(self.config)
         groups = self.config.get_text_config(decoder=True).num_attention_heads // num_heads

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,55 +22,12 @@ from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
 from h2okv.ops.attention import expected_attention, mean_queries
 from h2okv.ops.choice import choose, protected_entries, recent_with_written
-from h2okv.ops.reference import AttentionSpec, Visibility
+from h2okv.ops.reference import AttentionSpec
 from h2okv.ops.rope import Layout, interleave_pairs, rotate
-from h2okv.policy import BlockView, Sees
+from h2okv.policy import BlockView, Inputs
 
-# Tokens behind a block's last one at which its queries are re-evaluated (`Sees.QUERIES`).
+# Tokens behind a block's last one at which its queries are re-evaluated (`Inputs.QUERIES`).
 AHEAD = 16
-Attended = tuple[Tensor, Tensor]
-
-
-class SharedAttention:
-    """A block's attention, computed once for each weighting of its queries."""
-
-    def __init__(self) -> None:
-        self._attended: Attended | None = None
-        self._weighted: list[tuple[Tensor, Tensor]] = []
-        self._once: Tensor | None = None
-
-    def __call__(
-        self,
-        attend: Callable[..., Attended],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        visibility: Visibility,
-        spec: AttentionSpec,
-        weights: Tensor | None,
-    ) -> Attended:
-        if self._attended is None:
-            self._attended = attend(query, key, value, visibility, spec, None)
-        output, sums = self._attended
-        if weights is None:
-            return output, sums
-        for weighting, sums in self._weighted:
-            if torch.equal(weighting, weights):
-                return output, sums
-        first = 0
-        if visibility.queries is visibility.entries is spec.reach is None:
-            # Queries of weight zero before a window at the end need no second pass.
-            first = int((weights != 0).any(dim=0).to(torch.uint8).argmax())
-        seen = replace(visibility, past=visibility.past + first)
-        _, sums = attend(query[:, :, first:], key, value, seen, spec, weights[:, first:])
-        self._weighted.append((weights, sums))
-        return output, sums
-
-    def once(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return ``compute()``, computed by the first caller and shared with the others."""
-        if self._once is None:
-            self._once = compute()
-        return self._once
 
 
 class CacheLayer(BaseLayer):
@@ -80,10 +36,10 @@ class CacheLayer(BaseLayer):
     checks_numbers = True  # refuses attention that is not finite; one rank alone must not stop
     is_late: Tensor | None = None  # of the block that is read (`Block.is_late`)
     # Called with the operation and its arguments in place of a block's attention.
-    _shared_attention: SharedAttention | None = None
+    _shared_attention: Any = None
 
     @contextmanager
-    def share_attention(self, attention: SharedAttention) -> Iterator[None]:
+    def share_attention(self, attention: Any) -> Iterator[None]:
         """Take a block's attention from `attention`, for caches that read the same block."""
         self._shared_attention = attention
         try:
@@ -218,7 +174,7 @@ class CacheLayer(BaseLayer):
         with ordinary_tensors():
             budgets = self.forward.budgets(self.number, counts, self.device)
             self.state.set_budgets(budgets, self.rule.has_pattern)
-            if self.rule.sees is Sees.WINDOW:  # its tokens change them
+            if self.rule.inputs is Inputs.WINDOW:  # its tokens change them
                 self.state.recent, self.state.total = (
                     self.state.recent.clone(),
                     self.state.total.clone(),
@@ -266,7 +222,7 @@ class CacheLayer(BaseLayer):
                 self.log.add(self, takes_step)
             else:
                 self.log.forget()
-        if self.rule.sees is Sees.WINDOW and self.holds_entries:  # tokens after the prompt stay
+        if self.rule.inputs is Inputs.WINDOW and self.holds_entries:  # tokens after the prompt stay
             count = block.counts()
             count = count if isinstance(count, int) else count.view(-1, 1, 1)
             self.state.recent += count
@@ -326,10 +282,11 @@ class CacheLayer(BaseLayer):
                 return self.spans.score_block(self, block, entries, output)
             entries.scores = self.spans.score_begun(self, entries, is_whole)
             self.spans.make_room(self.state, block)  # from here on shapes stay
-        by_keys = rule.observes is Sees.KEYS and (block.length > 1 or self.spans is not None)
+        is_block = block.length > 1 or self.spans is not None
+        by_keys = is_block and rule.effective_inputs is Inputs.KEYS
         if block.length > 1 and not rule.is_plain_sum:
             added = rule.score_block(self.view(block, entries, sums))
-            if rule.observes is Sees.QUERIES and not isinstance(count, int):
+            if rule.effective_inputs is Inputs.QUERIES and not isinstance(count, int):
                 # A sequence's only token adds its probabilities, with or without padding.
                 added = torch.where((count > 1).view(-1, 1, 1), added, sums)
             if self.scores_spans and not all(is_whole):  # the others' at the end of their spans
@@ -536,7 +493,7 @@ class CacheLayer(BaseLayer):
         if self.rule.weighs_values:
             values = self.storage.values.as_stored(entries.value, entries.past)
             weights = self.rule.value_weights(values)
-        if self.rule.observes is Sees.KEYS:
+        if self.rule.effective_inputs is Inputs.KEYS:
             keys = self.storage.keys.as_stored(entries.key, entries.past, self.state.key_transform)
         return self._rank(entries.scores, entries.positions, self.newest(), weights, keys)
 
@@ -565,10 +522,10 @@ class CacheLayer(BaseLayer):
             return scores
         pinned = scores.isinf()
         scores = scores.masked_fill(pinned, 0.0)
-        if rule.sees is Sees.WINDOW:
+        if rule.inputs is Inputs.WINDOW:
             # The window's own entries stay, so they have no say in their neighbours.
             scores = scores.masked_fill(positions > newest - self.state.recent, 0.0)
-        if rule.sees is Sees.KEYS:
+        if rule.inputs is Inputs.KEYS:
             if keys is None:
                 keys = self.storage.keys.read(self.state.keys, self.dtype, self.state.key_transform)
             ranks = rule.key_priority(keys, positions)

@@ -240,20 +240,8 @@ def find_rotation(
 ) -> Rotation | None:
     """Return how an attention module rotates its keys, one object for modules that do so alike.
 
-    Probes a module once and remembers the result, which does not depend on its weights.
-
-    Args:
-        module: the attention module, in a forward of its model.
-        layer_idx: its number.
-        rotations: those of its cache layer; a new one is noted for the other layers.
-        rule: the layer's, for errors.
-        key: its keys, for their dtype and device.
-
-    Returns:
-        The rotation, or ``None`` if the module rotates nothing.
-
-    Raises:
-        ValueError: if it rotates its keys in an unknown way.
+    Probes a module once and remembers the result, which does not depend on its weights; ``None`` if
+    it rotates nothing, ValueError if it does in an unknown way. A new one is noted in `rotations`.
     """
     rotary = _running_rotary(module)
     setting = _Probe(rotary, key.dtype, key.device)
@@ -374,10 +362,7 @@ def _keys(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, embeddi
 
 
 def _running_rotary(module: torch.nn.Module) -> Any:
-    """Return the rotary embeddings of the model whose forward, up the stack, runs a module.
-
-    ``None`` if it has none.
-    """
+    """Return the rotary embeddings of the model that runs a module, up the stack, if any."""
     family = type(module).__module__
     # Not this very frame: its locals would hold the frame itself, a cycle with all that the callers
     # hold, hidden states and logits among it.

@@ -22,7 +22,7 @@ from h2okv.ops.choice import CutRules, recent_with_written
 from h2okv.ops.decode import QueryRing, StepNumbers, StepRules, decode_step
 from h2okv.ops.dispatch import Cut, Operations, operations
 from h2okv.ops.reference import Visibility
-from h2okv.policy import Sees
+from h2okv.policy import Inputs
 
 _fields_of = attrgetter(*SlotState.kinds)
 
@@ -140,10 +140,10 @@ class SlotLayer(CacheLayer):
             return False
         if block.length == 1:
             return True
-        if self.rule.observes is Sees.QUERIES:
+        if self.rule.effective_inputs is Inputs.QUERIES:
             # A padded sequence's only token adds its probabilities.
             return block.real is not None
-        return self.rule.observes is not Sees.KEYS
+        return self.rule.effective_inputs is not Inputs.KEYS
 
     def _attend_from_behind(self, block: Block, entries: BlockEntries) -> Tensor:
         if self._shared_attention is None:
@@ -250,7 +250,7 @@ class SlotLayer(CacheLayer):
     def _takes_plain_step(self) -> bool:
         if self.log is not None or self.departures is not None or not self.holds_budgets:
             return False
-        needs_more = self.rotations.rolling is not None or self.rule.sees is Sees.WINDOW
+        needs_more = self.rotations.rolling is not None or self.rule.inputs is Inputs.WINDOW
         return not needs_more and self.prompt.is_read and not torch.compiler.is_compiling()
 
     def _read_token(self, block: Block) -> Tensor:
@@ -330,7 +330,7 @@ class SlotLayer(CacheLayer):
         if rotations.rolling is not None and rotations.tables is None:
             rotations.make_tables(self._rank_limit(1))
         # A ranking by the scores and the values' norms is what a kernel can do.
-        rank = None if slots.ranks_by_sums or self.rule.sees is Sees.WINDOW else self._rank
+        rank = None if slots.ranks_by_sums or self.rule.inputs is Inputs.WINDOW else self._rank
         sink = state.sink if slots.has_sinks else None
         rules = StepRules(
             block.spec, state.recent, sink, rotations.tables, rank, slots.is_full,
@@ -347,7 +347,7 @@ class SlotLayer(CacheLayer):
         if block.real is not None or torch.compiler.is_compiling() or self.device.type != "cpu":
             return None
         lengths, protected = self.state.known_lengths, self.slots.protected
-        if not lengths or protected is None or self.rule.sees is Sees.WINDOW:
+        if not lengths or protected is None or self.rule.inputs is Inputs.WINDOW:
             return None
         length, (sink, recent) = lengths[0], protected
         if len(lengths) > 1 and lengths.count(length) < len(lengths):
@@ -361,11 +361,7 @@ class SlotLayer(CacheLayer):
         vars(self.slots).update(plan)
 
     def end_step(self, counts: Sequence[int] | None = None) -> None:
-        """Do what the host does after a step, and evict where it has ended a span; mutates.
-
-        Args:
-            counts: real tokens of each sequence; ``None`` if only the device knows.
-        """
+        """Do what the host does after a step, and evict where it has ended a span; mutates."""
         self.is_placed = False
         self.state.note_count(counts)
         self.note_columns(1)

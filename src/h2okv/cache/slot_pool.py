@@ -350,14 +350,7 @@ class SlotPool:
             layer.num_columns = 0
 
     def end_drafts(self, accepted: Sequence[int]) -> int:
-        """Roll back a forward to the first few tokens of each sequence.
-
-        Args:
-            accepted: how many of its tokens each sequence keeps, 1 at least.
-
-        Returns:
-            The entries that these have evicted. Mutates the slots.
-        """
+        """Roll back to the tokens that each sequence keeps, 1 or more; return what they evicted."""
         for layer in self.slot_layers:
             assert layer.log is not None
             layer.log.take_back(layer, [len(layer.log) - count for count in accepted])

@@ -22,7 +22,7 @@ from h2okv.cache.slot_state import (
 from h2okv.ops.append import Tail
 from h2okv.ops.compaction import pick, share_slots
 from h2okv.ops.dispatch import Cut, Operations
-from h2okv.policy import Rule, Sees
+from h2okv.policy import Inputs, Rule
 
 if TYPE_CHECKING:
     from h2okv.ops import triton_cut
@@ -48,7 +48,7 @@ class SlotPlan:
         # Every step reads these; the rule would derive them again each time.
         self.is_plain_sum = rule.is_plain_sum
         self.ranks_by_scores = rule.ranks_by_scores
-        self.adds = span == 1 or rule.observes not in (Sees.KEYS, Sees.QUERIES)
+        self.adds = span == 1 or rule.effective_inputs not in (Inputs.KEYS, Inputs.QUERIES)
         self.changes_scores = rule.scoring.factor is not None  # of all entries, in each step
         # Else a cut weighs what came since. Steps themselves know the norms of exact values.
         self.weighs_values = rule.weighs_values and self.adds
@@ -253,7 +253,7 @@ class SlotPlan:
         They follow from the tokens seen, as entries leave at cuts and nowhere else.
         """
         # A rule that decides once has counted a token that is not read yet.
-        if self.cut_late or state.has_gaps or self.rule.sees is Sees.WINDOW:
+        if self.cut_late or state.has_gaps or self.rule.inputs is Inputs.WINDOW:
             return [heads[:, 0].tolist() for heads in state.counts()]
         counts = []
         sequences = zip(state.lengths(), state.phases(self.span), state.totals(), strict=True)
@@ -288,7 +288,7 @@ class SlotPlan:
         num_slots = sum(self.rule.allocate_budget(budget).total + self.span for budget in budgets)
         self.capacity = num_slots if self.rule.is_bounded else None
         # A rule that keeps everything after the prompt evicts once.
-        evicts_once = self.rule.sees is Sees.WINDOW
+        evicts_once = self.rule.inputs is Inputs.WINDOW
         self.num_evicted = max(0, length + 1 - num_slots) if evicts_once else 0
 
     def grow_on_meta(self, state: SlotState, seen: int) -> None:

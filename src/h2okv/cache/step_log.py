@@ -89,9 +89,6 @@ class StepLog:
         """Restore each sequence of a layer as it was before its last `counts` tokens; mutates both.
 
         Where the counts differ, what the layer counts besides its state is up to the caller.
-
-        Raises:
-            ValueError: if fewer tokens were recorded.
         """
         count = max(counts)
         if count > len(self._records):

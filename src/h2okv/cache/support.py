@@ -24,7 +24,7 @@ from h2okv.config import KV_BITS, CacheConfig
 from h2okv.console import warn
 from h2okv.measures import measured
 from h2okv.ops.quant import KeyTransform
-from h2okv.policy import Rule, Sees, get_rule
+from h2okv.policy import Inputs, Rule, get_rule
 
 _REASONS = tomllib.loads(Path(__file__).with_name("refused.toml").read_text(encoding="utf-8"))
 REFUSED = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds.split()}
@@ -203,21 +203,17 @@ def check_positions(config: PreTrainedConfig, positions: str, rule: Rule) -> Non
 
 # Options that a rule rules out by what it sees, with the reason.
 _EXCLUDES = {
-    (Sees.WINDOW, "evict_every"): "decides once, at the end of the prompt, and needs it as one"
+    (Inputs.WINDOW, "evict_every"): "decides once, at the end of the prompt, and needs it as one"
     " block",
-    (Sees.WINDOW, "rolling"): "keeps every token after the prompt, so ranks would leave the context"
-    " window too",
-    (Sees.KEYS, "rolling"): "compares keys, and where positions roll those of equal tokens differ"
+    (Inputs.WINDOW, "rolling"): "keeps every token after the prompt, so ranks would leave the"
+    " context window too",
+    (Inputs.KEYS, "rolling"): "compares keys, and where positions roll those of equal tokens differ"
     " by rounding alone",
 }
 
 
 def check_rule(rule: Rule, position_rule: PositionRule) -> None:
-    """Refuse options that contradict what a rule declares, and scorings that it ignores.
-
-    Raises:
-        ValueError: naming the policy, the option, the reason and a remedy.
-    """
+    """Refuse options that contradict what a rule declares, and scorings that it ignores."""
     name, evict_every = f"policy={rule.name!r}", position_rule.evict_every
     is_given = {
         "evict_every": evict_every is not None,
@@ -227,17 +223,17 @@ def check_rule(rule: Rule, position_rule: PositionRule) -> None:
         "evict_every": f"leave out evict_every={evict_every}",
         "rolling": "use positions='original'",
     }
-    for (sees, option), reason in _EXCLUDES.items():
-        if rule.sees is sees and is_given[option]:
+    for (inputs, option), reason in _EXCLUDES.items():
+        if rule.inputs is inputs and is_given[option]:
             raise ValueError(f"{name} {reason}; {shown[option]}, or use policy='h2o'.")
     if (evict_every or 1) > 1 and not rule.scores_spans:
         raise ValueError(
             f"{name} looks at each query or block by itself, and evict_every={evict_every} must"
             " not depend on where a text is cut; leave it out, or use policy='h2o'."
         )
-    if rule.scoring.name != "sum" and (rule.sees is Sees.WINDOW or not rule.uses_scores):
+    if rule.scoring.name != "sum" and (rule.inputs is Inputs.WINDOW or not rule.uses_scores):
         reason = "does not look at scores"
-        if rule.sees is Sees.WINDOW:
+        if rule.inputs is Inputs.WINDOW:
             reason = "counts the attention of its own window of queries"
         raise ValueError(
             f"scoring={rule.scoring.name!r} has no effect with {name}, which {reason}; leave it "

@@ -16,7 +16,7 @@ from h2okv.cache.forward import LayerBudgets, amounts
 from h2okv.cache.rope import ranks_of
 from h2okv.cache.slot_state import SlotState
 from h2okv.ops.choice import protected_entries
-from h2okv.policy import Sees
+from h2okv.policy import Inputs
 
 
 def check_prompt(layer: BaseLayer, lengths: Sequence[int], block: int) -> None:
@@ -26,7 +26,7 @@ def check_prompt(layer: BaseLayer, lengths: Sequence[int], block: int) -> None:
             f"sequence {lengths.index(0)} of the batch is all padding; give every sequence a "
             "token, or leave it out."
         )
-    if layer.rule.sees is Sees.WINDOW and (layer.prompt.expected_length or block) > block:
+    if layer.rule.inputs is Inputs.WINDOW and (layer.prompt.expected_length or block) > block:
         raise ValueError(
             f"policy={layer.rule.name!r} decides once, by the end of the whole prompt, and got "
             f"{block} of its {layer.prompt.expected_length} tokens; read it in one forward."
@@ -300,7 +300,7 @@ def _differs_from_budgets(layer: BaseLayer, state: SlotState) -> Tensor:
     # The largest of a layer's heads; what the others keep, only the file knows.
     total = state.total.amax(dim=1, keepdim=True)
     grown = torch.zeros_like(expected.total)
-    if layer.rule.sees is Sees.WINDOW:  # whatever follows the prompt is kept, the budget grows
+    if layer.rule.inputs is Inputs.WINDOW:  # whatever follows the prompt is kept, the budget grows
         grown = total - expected.total
     differs = (state.sink != expected.sink) | (state.recent != expected.recent + grown)
     differs |= (grown < 0) | (total != expected.total + grown)

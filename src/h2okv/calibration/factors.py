@@ -115,7 +115,7 @@ def measure_layer_budgets(
 
     All layers compete for the same entries by their effect on the attention's output: the square
     of the attention that an entry may expect (`scoring="expected"`) times the norm of its value.
-    Heads compete a second time by their effect on the predictions (`losses_by_entries`), and a
+    Heads compete a second time by their effect on the predictions (`losses_by_orders`), and a
     head's factor is the mean of both. The result depends on the model more than on the text, so
     one measurement for each model is enough.
 
@@ -157,12 +157,10 @@ def measure_shares(
     left out, up to half of them. ``report`` is called with the part of the work that is done,
     with 0 once it begins.
     """
-    total = input_ids.shape[1]
-    longest = min(total, context_of(model.config) or total)
+    longest = min(input_ids.shape[1], context_of(model.config) or input_ids.shape[1])
     following = min(FOLLOWING, longest // 6)
     length = min(_PROMPT, longest - following)
-    divided = [_Divided.of(fraction, least, length) for fraction in fractions]
-    usable = [entry for entry in divided if entry is not None]
+    usable = [d for fraction in fractions if (d := _Divided.of(fraction, least, length))]
     if 2 * len(usable) < len(fractions):
         raise ValueError(
             f"a text of {longest} tokens, fraction={fractions[-1]:g} and least={least:g} leave"
@@ -181,33 +179,31 @@ def measure_shares(
             if not with_heads:
                 continue
             orders = [prompt.orders(entry.recent) for entry in usable]
-            try:
-                by_order = losses_by_orders(
-                    model, window, orders, cache=prompt.cache, before_pass=work.begin
-                )
-            except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-                reason = first_line(error)
-                write_remark(f"note: the heads are measured by their attention alone ({reason})")
+            by_order = _losses_or_none(model, window, orders, prompt.cache, work)
+            if by_order is None:
                 with_heads, losses = False, []
                 continue
             for divergences, measured in zip(by_order, losses, strict=True):
                 measured.append(torch.cat(list(divergences.values())))
     sizes = [len(scores) for scores in prompt.scores.values()]
-    by_layer: list[LayerBudgets] = []
-    by_head: list[LayerBudgets] = []
-    for number, entry in enumerate(usable):
-        effects = torch.stack(gains[number]).mean(0)
-        means = torch.stack([heads.mean(0) for heads in effects.split(sizes)])
-        by_layer.append(tuple(_rounded(_divide(means, entry.floor, entry.share))))
-        factors = _divide(effects, entry.floor, entry.share)
-        if losses and losses[number]:
-            # Recent tokens and sinks are kept anyway.
-            always = min(entry.recent + _SINKS, length - 1)
-            slopes = _slopes(torch.stack(losses[number]).mean(0)[:, always:])
-            factors = (factors + _divide(slopes, entry.floor, entry.share)) / 2
-        rounded = iter(_rounded(factors))
-        by_head.append(tuple(tuple(islice(rounded, size)) for size in sizes))
-    return Shares(tuple(entry.fraction for entry in usable), tuple(by_layer), tuple(by_head))
+    measurements = zip(usable, gains, losses or gains, strict=True)
+    divisions = [
+        entry.factors(gained, lost if losses else [], sizes, length)
+        for entry, gained, lost in measurements
+    ]
+    return Shares(tuple(entry.fraction for entry in usable), *zip(*divisions, strict=True))
+
+
+def _losses_or_none(
+    model: PreTrainedModel, window: Tensor, orders: Sequence[Any], cache: Any, work: _Work
+) -> list[dict[int, Tensor]] | None:
+    """Return `losses_by_orders`; ``None``, with a line on stderr, of a model without gradients."""
+    try:
+        return losses_by_orders(model, window, orders, cache=cache, before_pass=work.begin)
+    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+        reason = first_line(error)
+        write_remark(f"note: the heads are measured by their attention alone ({reason})")
+        return None
 
 
 def _rounded(factors: Tensor) -> list[float]:
@@ -234,6 +230,22 @@ class _Divided:
         if share > length - recent - _SINKS:  # more than there is to choose from
             return None
         return cls(fraction, share, floor, recent)
+
+    def factors(
+        self, gains: list[Tensor], losses: list[Tensor], sizes: list[int], length: int
+    ) -> tuple[LayerBudgets, LayerBudgets]:
+        """Divide it by layer and by head, `sizes` heads a layer, by what the windows have shown."""
+        effects = torch.stack(gains).mean(0)
+        means = torch.stack([heads.mean(0) for heads in effects.split(sizes)])
+        by_layer = tuple(_rounded(_divide(means, self.floor, self.share)))
+        factors = _divide(effects, self.floor, self.share)
+        if losses:
+            # Recent tokens and sinks are kept anyway.
+            always = min(self.recent + _SINKS, length - 1)
+            slopes = _slopes(torch.stack(losses).mean(0)[:, always:])
+            factors = (factors + _divide(slopes, self.floor, self.share)) / 2
+        rounded = iter(_rounded(factors))
+        return by_layer, tuple(tuple(islice(rounded, size)) for size in sizes)
 
 
 def expected_seconds(model: PreTrainedModel) -> float:
@@ -383,15 +395,9 @@ def _full_cache(model: PreTrainedModel, cache: H2OCache) -> DynamicCache | None:
 
 
 def _divide(gains: Tensor, floor: int, share: int) -> Tensor:
-    """Divide a budget among rows by what each further entry gains.
+    """Divide a budget among rows by what each further entry gains, ``[rows, N]``, largest first.
 
-    Args:
-        gains: float ``[rows, N]``, the largest first.
-        floor: entries that every row gets.
-        share: entries of a row in the mean, more than `floor`.
-
-    Returns:
-        Each row's number of entries as a fraction of `share`, ``[rows]``.
+    Every row gets `floor` entries, and `share` in the mean. Returns parts of `share`, ``[rows]``.
     """
     candidates = gains[:, floor:]
     chosen = candidates.flatten().topk((share - floor) * len(gains)).indices
@@ -426,42 +432,6 @@ def _slopes(losses: Tensor) -> Tensor:
 # --- what predictions lose when a head drops entries ----------------------------------------------
 
 
-def losses_by_entries(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    orders: Mapping[int, Tensor],
-    rounds: int = _ROUNDS,
-    seed: int = 0,
-    cache: DynamicCache | None = None,
-) -> dict[int, Tensor]:
-    """Estimate the divergence of the predictions if each head drops the end of its order.
-
-    A gate is added to the attention logits of each entry of a KV head. The gradient of the
-    log-likelihood by the gates says what the predictions after the prompt lose with an entry. The
-    labels are drawn from the predictions themselves, because the expected square of such a
-    gradient is the Fisher information: half of it is the KL divergence to second order. The
-    gradients of all dropped entries are summed before they are squared, as entries cancel out or
-    add up. A span of queries has its gates for itself: one backward pass is many samples.
-
-    Args:
-        model: a loaded model; its attention is changed for the call.
-        input_ids: int ``[1, T + N]``, the prompt of T tokens and the text that follows it.
-        orders: for each layer with H2O entries, the prompt's positions by rank, the first to be
-            dropped last: int ``[H, T]``.
-        rounds: backward passes, each with other labels.
-        seed: of the labels.
-        cache: of the prompt, mutated; read if not given.
-
-    Returns:
-        For each layer float ``[H, T]``: the divergence, in nats a token, if only the entries before
-        that rank are kept. It never grows from one rank to the next by more than the noise.
-
-    Raises:
-        ValueError: if the model's attention takes no mask, or has no gradients.
-    """
-    return losses_by_orders(model, input_ids, [orders], rounds, seed, cache)[0]
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def losses_by_orders(
@@ -473,7 +443,19 @@ def losses_by_orders(
     cache: DynamicCache | None = None,
     before_pass: Callable[[float], None] = lambda work: None,
 ) -> list[dict[int, Tensor]]:
-    """Do the same for several orders, with the same gradients; `before_pass` gets a pass's work."""
+    """Estimate the divergence of the predictions if each head drops the end of an order.
+
+    A gate is added to the attention logits of each entry of a KV head. The gradient of the
+    log-likelihood by the gates says what the predictions after the prompt lose with an entry. The
+    labels are drawn from the predictions themselves, because the expected square of such a
+    gradient is the Fisher information: half of it is the KL divergence to second order. The
+    gradients of all dropped entries are summed before they are squared, as entries cancel out or
+    add up. A span of queries has its gates for itself: one backward pass is many samples.
+
+    Orders have int ``[H, T]`` of each layer: the first T of the tokens ``[1, T + N]`` by rank, the
+    first to be dropped last. The cache is of these T, mutated, and `before_pass` gets each pass's
+    work. Returns of each float ``[H, T]``, nats a token if only the entries before a rank stay.
+    """
     length = next(iter(orders[0].values())).shape[-1]
     following = input_ids[:, length:].to(input_device(model))
     generator = torch.Generator(following.device).manual_seed(seed)

@@ -28,17 +28,10 @@ _SINKS = 4
 
 
 def transforms_of_model(model: Any, rolls: bool = False) -> Mapping[int, KeyTransform]:
-    """Measure each layer's `KeyTransform` on the keys of 512 random tokens.
+    """Measure each layer's `KeyTransform`, ``[1, H, 1, D]``, on the keys of 512 random tokens.
 
     The model reads them once, and again after its weights have changed. If it cannot, a line on
-    stderr says so.
-
-    Args:
-        model: a model with its weights in memory, or a wrapper of it.
-        rolls: whether positions roll, so that keys are stored before they are rotated.
-
-    Returns:
-        The transforms by layer, of tensors ``[1, H, 1, D]``; none if the model cannot be read.
+    stderr says so. With `rolls` keys are stored before they are rotated.
     """
     model = unwrap(model)
     with lock_of(model):

@@ -96,19 +96,7 @@ def with_measured_budgets(
     By head, or by layer with rolling positions. `measure_shares` measures them on the calibration
     texts the first time that a model is used with a budget, for all budgets and dtypes; a file in
     the user's cache folder stores them. Where they cannot be measured, or not within `PATIENCE`,
-    the budgets are even, and a line on stderr says so.
-
-    Args:
-        config: the setting.
-        model: a loaded model, or one that reads its weights from files.
-        described: its name and tokenizer.
-        weights: of a model whose weights are not in memory.
-
-    Returns:
-        The config with factors; without factors for a policy that uses no scores.
-
-    Raises:
-        ValueError: if the cache cannot be made for the model.
+    the budgets are even, and a line on stderr says so. `weights` are of a model that is streamed.
     """
     return _resolve(config, model, described.name, lambda: described.tokenizer, weights)
 
@@ -146,11 +134,7 @@ def stored_budgets(
 def measure_model(
     model: PreTrainedModel, described: _Described, weights: Weights | None = None
 ) -> Shares:
-    """Measure a model, however long it takes, and store what the commands use; once.
-
-    Raises:
-        ValueError: if the model cannot be measured.
-    """
+    """Measure a model, however long it takes, and store what the commands use; once."""
     with lock_of(model):
         weights = weights or _weights_of(model)
         shares = _find(model.config, weights)

@@ -177,11 +177,7 @@ def mean_cached_tokens(cache: H2OCache) -> float:
 
 
 def break_even_tokens(cache: H2OCache) -> int | None:
-    """Return the number of tokens from which on a cache is smaller than a full one.
-
-    Returns:
-        The number, from the slots of the full budget; ``None`` if they have no limit.
-    """
+    """Return the tokens from which on a cache is smaller than a full one; ``None``: no limit."""
     layers = [layer for layer in cache.layers if isinstance(layer, SlotLayer)]
     if not layers or not all(layer.holds_entries and layer.slots.capacity for layer in layers):
         return None

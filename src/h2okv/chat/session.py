@@ -119,13 +119,7 @@ class TurnForm:
     def without_thoughts(
         self, before: Transcript, question: Transcript, answer: str
     ) -> Transcript | None:
-        """Return a turn as the template shows it later; ``None`` if it has no thoughts, or no text.
-
-        Args:
-            before: The chat before the turn.
-            question: The chat up to where the answer begins.
-            answer: What the model wrote.
-        """
+        """Return a turn as the template shows it later; ``None`` if it has no thoughts or text."""
         if self.is_plain or THOUGHTS_END not in str(self.tokenizer.chat_template):
             return None
         is_open = question.text.rstrip().endswith(THOUGHTS)

@@ -25,7 +25,7 @@ from h2okv.cli.commands import HELP_PACKAGES
 from h2okv.cli.help_page import describe, order
 from h2okv.cli.replaced import check_placement
 from h2okv.config import BEST, POLICIES, SCORINGS, CacheConfig
-from h2okv.console import check_least
+from h2okv.console import check_minimum
 from h2okv.models.names import check_name
 from h2okv.records import unknown_name
 
@@ -379,7 +379,7 @@ _MOST = "Maximum number of new tokens."
 class SamplingOptions:
     """The sampling options that the user set; the fields are a command's options."""
 
-    max_new_tokens: int | None = option(128, _MOST, read=readers.least)
+    max_new_tokens: int | None = option(128, _MOST, read=readers.count)
     temperature: float | None = option(None, "0 is greedy decoding; higher is more random.")
     top_p: float | None = option(None, "Sample tokens of this total probability.")
     top_k: int | None = option(None, "Sample among the most likely tokens; 0: all.")
@@ -422,7 +422,7 @@ _SELDOM = ("top_p", "top_k", "repetition_penalty", "stop")
 
 def sampling_options(max_new_tokens: int | None = 128, few: bool = False) -> Any:
     """Return the sampling options; ``None`` leaves the length to a task and ignores the model's."""
-    changed: dict[str, Any] = {"max_new_tokens": option(max_new_tokens, _MOST, read=readers.least)}
+    changed: dict[str, Any] = {"max_new_tokens": option(max_new_tokens, _MOST, read=readers.count)}
     changed |= dict.fromkeys(_SELDOM) if few else {}
     if max_new_tokens is None:
         return Bundle(SamplingOptions, "Sampling", changed | {"max_new_tokens": None, "seed": None})
@@ -437,19 +437,14 @@ def check_copies(option: str, copies: int | None, ray: bool, device: str) -> Non
     """Raise ValueError for copies of the model without Ray, or on a device that Ray cannot give."""
     if not ray and copies is not None:
         raise ValueError(f"--{option} {copies} needs --ray; give --ray too")
-    check_least(**{option: copies})
+    check_minimum(**{option: copies})
     if ray and device not in ("auto", "cpu", "cuda"):
         reason = f"{DEVICE_VARIABLE}={device} cannot be chosen with --ray, which gives each copy a"
         raise ValueError(f"{reason} GPU; give auto, cpu, cuda")
 
 
-def least_entries_note(cache: CacheConfig, length: int | None = None) -> str | None:
-    """Return the note on fractions that are too few entries of a prompt, or ``None``.
-
-    Args:
-        cache: the config.
-        length: tokens of the prompt; ``None`` if unknown.
-    """
+def minimum_entries_note(cache: CacheConfig, length: int | None = None) -> str | None:
+    """Return the note on fractions that are too few entries of a prompt, if its length is known."""
     tokens = cache.budget.resolve(length or 0)
     if cache.is_full or tokens == replace(cache, min_tokens=0).budget.resolve(length or 0):
         return None

@@ -10,7 +10,7 @@ import typer
 
 from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, RAW, ModelOptions, SamplingOptions, Typed, option
-from h2okv.cli.readers import least
+from h2okv.cli.readers import count
 from h2okv.console import (
     INTERRUPTED,
     format_bytes,
@@ -75,7 +75,7 @@ def batch(
     as_json: bool = option(False, "Print the summary as JSON.", "--json"),
 ) -> int:
     cache = choice.cache
-    note = args.least_entries_note(cache)
+    note = args.minimum_entries_note(cache)
     args.check_copies("replicas", replicas, ray, model.device_name)
     import torch
 
@@ -131,9 +131,9 @@ def plan(
         name=typer.Argument(args.BUNDLED, metavar="MODEL", help=args.MODEL_HELP)
     ),
     offload: OffloadOptions = _OFFLOAD,
-    prompt_tokens: int = option(512, "Tokens of a prompt.", read=least),
-    new_tokens: int = option(128, "New tokens for a prompt.", read=least),
-    prompts: int = option(1000, "Prompts of the job.", read=least),
+    prompt_tokens: int = option(512, "Tokens of a prompt.", read=count),
+    new_tokens: int = option(128, "New tokens for a prompt.", read=count),
+    prompts: int = option(1000, "Prompts of the job.", read=count),
     as_json: bool = JSON,
 ) -> None:
     from h2okv.offload import offload_engine

@@ -65,28 +65,10 @@ def chat(
     verify: Typed = VERIFY,
 ) -> int:
     check_pinnable(pin)
-    if verify == "repair":
-        raise ValueError(
-            "--verify repair makes one answer again, and a chat reads its answers on; give"
-            " --verify alone, or use generate or serve"
-        )
     cache, evict_every = choice.apart_from_cuts()
     positions = cache.positions if "positions" in choice.named else "auto"
     cache = replace(cache, positions="original")
-    if load is not None and system:
-        raise ValueError(
-            "--system has no effect with --load, which restores the chat's own; omit it"
-        )
-    if cache.policy == "snapkv":
-        raise ValueError(
-            "--policy snapkv chooses tokens once, at the end of one prompt, and a chat has many"
-            " turns; choose best or h2o"
-        )
-    for name in ("heavy", "recent"):
-        amount = getattr(cache, name)
-        if isinstance(amount, float) and not cache.is_full:
-            reason = f"a budget of {cache.budget_label} is a fraction of a prompt, but a chat has"
-            raise ValueError(f"{reason} no end; give tokens, such as --budget 512")
+    _check_options(cache, verify, system, load)
     from h2okv.calibration.layer_budgets import with_measured_budgets
     from h2okv.chat.session import Chat, read_chat
 
@@ -109,6 +91,29 @@ def chat(
         if sys.stdin.isatty():
             write_remark(greeting(session))
         return converse(session, open_stdin())
+
+
+def _check_options(cache: CacheConfig, verify: Any, system: str, load: Path | None) -> None:
+    """Raise ValueError for options that an endless text cannot have."""
+    if verify == "repair":
+        raise ValueError(
+            "--verify repair makes one answer again, and a chat reads its answers on; give"
+            " --verify alone, or use generate or serve"
+        )
+    if load is not None and system:
+        raise ValueError(
+            "--system has no effect with --load, which restores the chat's own; omit it"
+        )
+    if cache.policy == "snapkv":
+        raise ValueError(
+            "--policy snapkv chooses tokens once, at the end of one prompt, and a chat has many"
+            " turns; choose best or h2o"
+        )
+    for name in ("heavy", "recent"):
+        amount = getattr(cache, name)
+        if isinstance(amount, float) and not cache.is_full:
+            reason = f"a budget of {cache.budget_label} is a fraction of a prompt, but a chat has"
+            raise ValueError(f"{reason} no end; give tokens, such as --budget 512")
 
 
 def plan_cache(

@@ -103,7 +103,7 @@ def generate(
         prompt_ids = described.checked(list(encoded.token_ids))
     else:
         prompt_ids = described.encode(chat if is_chat else text)
-    note = args.least_entries_note(cache, len(prompt_ids))
+    note = args.minimum_entries_note(cache, len(prompt_ids))
     pins = message_spans(described.tokenizer, chat, pin)
     load = model.load if compare is None else partial(_load, model)
     loaded = load(described, compile, weight_bits)
@@ -119,7 +119,7 @@ def generate(
 
 def demo(
     model: ModelOptions = args.model_options(),
-    max_new_tokens: int = option(128, "Tokens to generate.", read=readers.least),
+    max_new_tokens: int = option(128, "Tokens to generate.", read=readers.count),
 ) -> int:
     from h2okv.calibration.layer_budgets import with_measured_budgets
     from h2okv.chat.generation import Job, generate_and_compare

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2okv.assets import sample_prompt
-from h2okv.console import check_least
+from h2okv.console import check_minimum
 from h2okv.plots import check_plot
 from h2okv.records import read_text_file
 
@@ -45,8 +45,9 @@ def verify(option: str, text: str) -> bool | str:
     return choice(option, text, ("answer", "repair")) == "answer" or text
 
 
-def least(option: str, number: int, least: int = 1) -> int:
-    check_least(least, **{option[2:]: number})
+def count(option: str, number: int) -> int:
+    """Read a number of 1 or more."""
+    check_minimum(**{option[2:]: number})
     return number
 
 
@@ -68,12 +69,12 @@ def numbers(
         ) from None
 
 
-def memory(option: str, text: str, least: int = 1) -> int:
+def memory(option: str, text: str, minimum: int = 1) -> int:
     """Read an amount of memory, of at least 0 or 1 bytes."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text.lower())
     if match is not None and match[2] in _UNITS:
         amount = int(float(match[1]) * _UNITS[match[2]])
-        if amount >= least:
+        if amount >= minimum:
             return amount
     raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
 

@@ -63,13 +63,7 @@ def check_placement(text: str) -> None:
 
 
 def replacement(command: str, option: str, args: Sequence[str]) -> str | None:
-    """Return the message for an option that a command no longer has; ``None`` if it never had it.
-
-    Args:
-        command: the command's path, such as ``h2okv eval needle``.
-        option: the option, such as ``--sink``.
-        args: the arguments of the command line.
-    """
+    """Return the message for an option that a command no longer has, if it ever had it."""
     new = _REPLACED.get(f"{command.rpartition(' ')[2]} {option}") or _REPLACED.get(option)
     if new is None:
         return None

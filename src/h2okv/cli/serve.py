@@ -7,7 +7,7 @@ from pathlib import Path
 
 from h2okv.cli import args, readers
 from h2okv.cli.args import MEMORY_HELP, WEIGHT_BITS, ModelOptions, Typed, option
-from h2okv.cli.readers import least
+from h2okv.cli.readers import count
 from h2okv.console import optional
 from h2okv.models.names import check_name
 
@@ -20,13 +20,13 @@ def serve(
     called: str | None = option(None, "The model's name for clients.", "--name"),
     host: str = option("127.0.0.1", "Address to listen at."),
     port: int = option(8000, "Port; 0: any free one.", read=readers.port),
-    max_num_seqs: int | None = option(None, "Users at a time (what fits, to 64).", read=least),
+    max_num_seqs: int | None = option(None, "Users at a time (what fits, to 64).", read=count),
     memory: Typed = option(None, MEMORY_HELP, read=readers.memory),
-    max_prompt_tokens: int | None = option(None, "Longest prompt (context, to 8192).", read=least),
+    max_prompt_tokens: int | None = option(None, "Longest prompt (context, to 8192).", read=count),
     max_waiting: int = option(256, "Requests waiting; more get HTTP 429."),
     max_prefill_tokens: int = option(512, "Prompt tokens between steps."),
     prefix_cache: Typed = option(
-        None, "Memory of states (1GiB); 0: none.", read=readers.memory, least=0
+        None, "Memory of states (1GiB); 0: none.", read=readers.memory, minimum=0
     ),
     prefix_cache_folder: Path | None = option(None, "Folder of states, over a restart."),
     max_new_tokens: int = option(4096, "Maximum number of new tokens."),

@@ -70,15 +70,7 @@ class CacheEngine(Engine):
     def run(
         self, requests: Sequence[Request], should_stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Generate for prompts; a single one begins with what the cache has seen, if anything.
-
-        Args:
-            requests: ``start.num_reused`` are the tokens seen; mutated, as the cache is.
-            should_stop: whether to end the texts here; called before every forward.
-
-        Raises:
-            ValueError: if the cache refuses the prompts, or no token can be chosen.
-        """
+        """Generate for prompts; a single one begins with what the cache has seen. Mutates them."""
         if not self.scheduler.running:
             self.scheduler.waiting.extend(requests)
         while not all(request.is_over for request in requests) and not should_stop():
@@ -125,10 +117,7 @@ class CacheEngine(Engine):
 def answer_again(engine: Engine, request: Request) -> tuple[CacheEngine, Request] | None:
     """Prepare to make an answer again on a cache outside the pool, with twice the budget.
 
-    A prompt that was cut as it was read is read whole this time.
-
-    Returns:
-        What runs it, and the request; ``None`` if the budget had room for the whole answer.
+    A prompt that was cut as it was read is read whole. ``None`` if the budget had room for all.
     """
     cache, length = engine.make_cache(request.start.budget), len(request.prompt)
     tokens = cache.budget.resolve(length)

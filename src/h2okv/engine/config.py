@@ -17,11 +17,7 @@ MOST_DRAFTS = 16
 
 
 def read_share(name: str, share: Any) -> float | None:
-    """Read a share of 1, or a text such as ``2%``; ``None`` stays.
-
-    Raises:
-        ValueError: If it is neither.
-    """
+    """Read a share of 1, or a text such as ``2%``; ``None`` stays."""
     value = share
     if isinstance(share, str):
         with suppress(ValueError):

@@ -102,10 +102,8 @@ class StopText:
 class Thoughts:
     """Divides an answer into the thoughts that it begins with, if any, and its text.
 
-    Thoughts that do not end take all of the answer; later tags are text.
-
-    Args:
-        is_open: Whether the prompt has begun them.
+    Thoughts that do not end take all of the answer; later tags are text. They are open where the
+    prompt begins them.
     """
 
     def __init__(self, is_open: bool) -> None:

@@ -214,8 +214,8 @@ def _required_parts(schema: Mapping[str, Any]) -> Iterator[Any]:
     properties, others = _mapped(schema, "properties"), schema.get("additionalProperties", True)
     required = [name for name in _listed(schema, "required") if isinstance(name, str)]
     yield from (properties[name] for name in required if name in properties)
-    least = schema.get("minProperties")
-    if type(least) is int and least > len(properties) and not _mapped(schema, "patternProperties"):
+    count = schema.get("minProperties")
+    if type(count) is int and count > len(properties) and not _mapped(schema, "patternProperties"):
         yield others
 
 
@@ -224,10 +224,10 @@ def _item_parts(schema: Mapping[str, Any]) -> Iterator[Any]:
     first, others = _listed(schema, "prefixItems"), schema.get("items", True)
     if isinstance(others, list):  # older drafts
         first, others = others, schema.get("additionalItems", True)
-    least = schema.get("minItems")
-    if type(least) is int and least > 0:
-        yield from first[:least]
-        if least > len(first):
+    count = schema.get("minItems")
+    if type(count) is int and count > 0:
+        yield from first[:count]
+        if count > len(first):
             yield others
 
 

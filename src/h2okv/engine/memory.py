@@ -23,7 +23,7 @@ from h2okv.models.packed_linear import limit_kernels
 _STRICT = ((-3, 128 << 10), (-1, 4 << 20), (-8, 2))
 """M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX."""
 _LOOSE = ((-3, 32 << 20), (-1, 64 << 20))
-_LEAST_KERNELS = 16
+_MIN_KERNELS = 16
 """Kernels of a decode step and of one micro-batch of prompts, with some to spare."""
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -71,7 +71,7 @@ def give_memory_back() -> None:
 
     It costs time: the tensors of each prompt are allocated again, and few kernels are cached.
     """
-    limit_kernels(_LEAST_KERNELS)
+    limit_kernels(_MIN_KERNELS)
     # The C library would keep freed blocks of up to 32 MiB, in which other sizes do not fit: after
     # some prompts of different lengths a process holds twice the memory that it uses.
     _set_allocator(_STRICT)
@@ -143,7 +143,7 @@ class ServingMemory:
         return max(0, (free - self.prefill) // (self.sequence + self.step))
 
     @property
-    def least(self) -> int:
+    def minimum(self) -> int:
         """Bytes needed for a single sequence."""
         return self.prefill + self.sequence + self.step
 
@@ -191,6 +191,11 @@ class MemoryModel:
     def kv_bytes(self, slots: float) -> float:
         """Return the bytes of one sequence's keys and values in all slot layers."""
         return self.num_slot_layers * slots * self.entry_bytes
+
+    def full_bytes(self, length: int) -> int:
+        """Return the bytes of a text in transformers' own cache, which keeps everything."""
+        sizes = [length] * self.num_slot_layers + [min(length, w - 1) for w in self.windows]
+        return sum(sizes) * self.num_kv_heads * self.window_slots.entry + self.linear
 
     def decode_bytes(self, batch: int, slots: float, drafts: int = 0) -> int:
         """Return the bytes of a step's temporaries: fp32 keys, probabilities, MLP, fp32 logits."""
@@ -246,13 +251,6 @@ class MemoryModel:
         if not self.slots.is_by_head and span == 1:
             sequence += self.num_kv_heads * sum(budget + 1 for budget in marked)
         sequence += sum(self.window_slots.total(window) for window in self.windows) + self.linear
-        room = [
-            budget + span if self.slots.is_by_head else slots_for(int(budget), int(budget + span))
-            for budget in budgets
-        ]
-        state = sum(map(self.slots.entries, room))
-        state += sum(self.window_slots.entries(window - 1) for window in self.windows)
-        state += self.linear
         # What a step with drafts may have to take back: all but keys and values, for each token.
         marks = self.slots.entries(1) - self.slots.num_heads * self.slots.entry
         log = (1 + drafts) * bool(drafts) * marks * sum(budget + span for budget in budgets)
@@ -263,10 +261,19 @@ class MemoryModel:
             full_token=full_token,
             verify=full_token * max_prompt,
             sequence=-(-int(sequence) // ranks),
-            state=-(-int(state) // ranks),
+            state=-(-self._state_bytes(budgets, span) // ranks),
             step=self.decode_bytes(1, max(budgets) + span, drafts) + -(-int(log) // ranks),
             prefill=prefill + self.fixed_bytes,
         )
+
+    def _state_bytes(self, budgets: Sequence[float], span: int) -> int:
+        """Return the bytes of a state of one sequence that later prompts continue from."""
+        room = [
+            budget + span if self.slots.is_by_head else slots_for(int(budget), int(budget + span))
+            for budget in budgets
+        ]
+        windows = sum(self.window_slots.entries(window - 1) for window in self.windows)
+        return int(sum(map(self.slots.entries, room)) + windows + self.linear)
 
 
 def _width(text: Any) -> int:

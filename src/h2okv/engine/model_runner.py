@@ -243,17 +243,7 @@ class ModelRunner:
         return DynamicCache(config=self._model.config)
 
     def read(self, tokens: Sequence[int], start: int, cache: DynamicCache, keep: int) -> Tensor:
-        """Read the next tokens of a text into a full cache.
-
-        Args:
-            tokens: T of them.
-            start: Position of the first.
-            cache: Is extended.
-            keep: Of how many of the last tokens to return logits.
-
-        Returns:
-            ``[1, keep, V]``.
-        """
+        """Read tokens of a text from `start` on into a full cache; return ``[1, keep, V]``."""
         positions = torch.arange(start, start + len(tokens)).unsqueeze(0)
         return self._forward(torch.tensor([[*tokens]]), positions, cache, keep=keep)
 
@@ -296,15 +286,9 @@ class ModelRunner:
 def with_drafts(
     tokens: Tensor, positions: Tensor, drafts: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Put each sequence's drafts behind its token, and padding behind fewer drafts than others'.
+    """Put each sequence's drafts behind its token ``[B, 1]``, padded where others have more.
 
-    Args:
-        tokens: int64 ``[B, 1]``.
-        positions: int64 ``[B, 1]``.
-        drafts: of each sequence.
-
-    Returns:
-        ``(tokens, mask, positions)``, each ``[B, T]``; the mask is ``None`` without padding.
+    Returns ``(tokens, mask, positions)``, each ``[B, T]``; the mask is ``None`` without padding.
     """
     counts = torch.tensor([[len(row)] for row in drafts])
     longest = int(counts.max())

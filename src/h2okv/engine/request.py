@@ -29,7 +29,7 @@ from h2okv.prompts.chat_template import Pins
 Event = OutputDelta | Exception | None
 """Message to a client: a delta, the error of its request, or ``None`` at the end."""
 _MOST_LIKELY = 16
-_LEAST_PROBABILITY = 1e-9
+_MIN_PROBABILITY = 1e-9
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Trace:
 def _with_rest(weights: Tensor) -> Tensor:
     """Return the probabilities ``[k]`` and that of all other tokens, fp64 ``[k + 1]``."""
     others = 1 - weights.double().sum(dim=0, keepdim=True)
-    return torch.cat([weights.double(), others]).clamp(min=_LEAST_PROBABILITY)
+    return torch.cat([weights.double(), others]).clamp(min=_MIN_PROBABILITY)
 
 
 class Output:

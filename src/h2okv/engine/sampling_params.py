@@ -76,11 +76,7 @@ _READERS = {
 
 
 def sampling_values(read: Mapping[str, Any], path: Path = ()) -> dict[str, Any]:
-    """Return a request's fields of `SamplingParams`, as their readers returned them.
-
-    Raises:
-        FieldError: If ``max_tokens`` and ``max_completion_tokens`` differ.
-    """
+    """Return a request's fields of `SamplingParams`, as their readers returned them."""
     values = {name: read[name] for name in SAMPLING if read.get(name) is not None}
     limit = read.get("max_completion_tokens")
     if limit is not None and values.setdefault("max_tokens", limit) != limit:

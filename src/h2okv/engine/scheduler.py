@@ -12,7 +12,7 @@ from h2okv.engine.outputs import QueueFullError
 from h2okv.engine.prefix_cache import PrefixCache
 from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
 
-_LEAST_WAIT, _MOST_WAIT = 1.0, 60.0
+_MIN_WAIT, _MAX_WAIT = 1.0, 60.0
 """Bounds of the wait, in seconds, that a refused client gets; the lower one before any request
 has ended."""
 
@@ -48,7 +48,7 @@ class Scheduler:
         """Append a request to the queue; raise QueueFullError if it is full."""
         starts_now = not self.prefilling and not self.waiting and self._has_slots(request)
         if len(self.waiting) >= self._max_waiting and not starts_now:
-            wait = max(_LEAST_WAIT, min(self._pace, _MOST_WAIT))
+            wait = max(_MIN_WAIT, min(self._pace, _MAX_WAIT))
             raise QueueFullError(len(self.waiting), wait)
         self.waiting.append(request)
 

@@ -155,10 +155,10 @@ def share_memory(
         return MemoryShare(promised, used, states, config.max_num_seqs, verify)
     num_seqs = min(memory.num_seqs(promised - used - states - verify), limit)
     if num_seqs < 1:
-        least = used + states + verify + memory.least
+        needed = used + states + verify + memory.minimum
         raise ValueError(
             f"memory of {promised / _MIB:.0f} MiB has no room for a single sequence; give "
-            f"{least / _MIB + 1:.0f} MiB, or lower the budget, max_prompt_tokens or "
+            f"{needed / _MIB + 1:.0f} MiB, or lower the budget, max_prompt_tokens or "
             "max_prefill_tokens."
         )
     return MemoryShare(promised, used, states, num_seqs, verify)
@@ -263,12 +263,7 @@ def plan_serving(
     weights = weight_bytes(described, dtype, config.weight_bits)
     share = share_memory(config, memory, device, weights)
     text = limits.max_context or longest
-    full = len(budgets) * model_memory.window_slots.entry * model_memory.num_kv_heads * text
-    full += sum(
-        model_memory.window_slots.entry * model_memory.num_kv_heads * min(text, window - 1)
-        for window in model_memory.windows
-    )
-    full += model_memory.linear
+    full = model_memory.full_bytes(text)
     folder = PrefixFolder.of(config)
     free = share.promised - share.used - memory.prefill
     return ServingPlan(

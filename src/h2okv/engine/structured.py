@@ -25,11 +25,7 @@ small models may write nothing else."""
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return what a grammar has in place of a JSON value of a schema.
-
-    Raises:
-        SchemaError: If the schema has no value, or cannot be enforced as written.
-    """
+    """Return what a grammar has in place of a JSON value of a schema."""
     return raw_rule(enforceable(schema))
 
 
@@ -45,11 +41,7 @@ def json_grammar(schema: Mapping[str, Any] | None = None) -> str:
 
 
 def fits(schema: Mapping[str, Any], text: str) -> bool:
-    """Return whether JSON as `json.dumps` writes it fits a schema, in the schema's order.
-
-    Raises:
-        SchemaError: If the schema has no value, or cannot be enforced as written.
-    """
+    """Return whether JSON as `json.dumps` writes it fits a schema, in the schema's order."""
     guidance = optional("llguidance", "structured output", "serve")
     matcher = guidance.LLMatcher(guidance.LLTokenizer("byte"), json_grammar(schema), log_level=0)
     data = [*text.replace("\x7f", "\\u007f").encode()]
@@ -67,12 +59,7 @@ class GrammarCompiler:
         self._vocabulary: Any = None
 
     def compile(self, grammar: str) -> GrammarMask:
-        """Return the mask before the first token.
-
-        Raises:
-            ValueError: If the grammar is not supported, with the library's reason, or without the
-                library.
-        """
+        """Return the mask before the first token."""
         guidance = optional("llguidance", "structured output", "serve")
         if not self._eos:
             problem = ": the model has no end token, so that no output could end"

@@ -129,12 +129,7 @@ class Verifier:
         return level, scaled(self._config.cache.budget, FACTORS[level]) if level else None
 
     def begin(self, request: Request, num_tokens: int) -> None:
-        """Decide whether an answer will be read again; mutates its first output.
-
-        Args:
-            request: Whose outputs begin now.
-            num_tokens: All tokens that the engine has read and written so far.
-        """
+        """Decide by all tokens so far whether an answer will be read again; mutates its output."""
         # Twice the share while less than the share has been spent: the choice depends on what came
         # before, and never on the request.
         share = self._config.verify

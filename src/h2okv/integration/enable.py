@@ -325,25 +325,13 @@ def read_blocks(
     all_logits: bool = False,
     attention_mask: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Read tokens into a cache in blocks, with the memory of one block.
+    """Read tokens ``[B, T]`` without padding into a cache in blocks, with the memory of one block.
 
     The cache continues after the tokens that it has seen. If it is empty, a budget in fractions
-    refers to all of ``input_ids``.
-
-    Args:
-        model: a loaded model, with H2O attention or without.
-        input_ids: int ``[B, T]``, without padding.
-        cache: mutated.
-        chunk: tokens of a forward; by default ``cache.read_chunk``, else all at once.
-        all_logits: whether to yield the logits of every token, not only of a block's last one.
-        attention_mask: ones ``[B, tokens seen + T]``, which mark tokens equal to the padding token
-            as text; with ``None`` a batch that looks padded is refused.
-
-    Yields:
-        ``(num_read, logits)``: the number of tokens read, and ``[B, c or 1, V]``.
-
-    Raises:
-        ValueError: if there is nothing to read, or the chunk is below 1.
+    refers to all of ``input_ids``. Blocks are of `chunk` tokens, by default ``cache.read_chunk``,
+    else all at once. ``attention_mask``, ones ``[B, tokens seen + T]``, marks tokens equal to the
+    padding token as text; without it a batch that looks padded is refused. Yields the number of
+    tokens read and logits, ``[B, c, V]`` with `all_logits`, else ``[B, 1, V]``.
     """
     length = input_ids.shape[1]
     if length == 0:

@@ -40,11 +40,7 @@ _WAITS, _LOOKS = "synchronizing CUDA operation", "Synchronization debug mode"
 
 
 def are_on() -> bool:
-    """Tell whether the environment leaves CUDA graphs on.
-
-    Raises:
-        ValueError: if it has another word than ``auto`` or ``off``.
-    """
+    """Tell whether the environment leaves CUDA graphs on."""
     setting = os.environ.get(VARIABLE, "auto")
     if setting not in SETTINGS:
         raise ValueError(f"{VARIABLE} must be {' or '.join(SETTINGS)}, got {setting!r}.")
@@ -63,19 +59,9 @@ def by_name(
 def mask_and_positions(
     model: PreTrainedModel, kwargs: Mapping[str, Any], cache: H2OCache
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return a step's mask, of constant shape, and its positions.
+    """Return a step's mask, of constant shape, and positions, which must follow the tokens seen.
 
-    Args:
-        model: whose step.
-        kwargs: its arguments.
-        cache: that has read the tokens before.
-
-    Returns:
-        ``(mask, position_ids)``: a 2D mask as bool ``[B, 1, 1, 1]``; the positions are ``None`` if
-        the model may derive them from something else.
-
-    Raises:
-        ValueError: if the mask or the positions contradict the tokens seen.
+    A 2D mask as bool ``[B, 1, 1, 1]``; no positions if the model may derive them otherwise.
     """
     tokens = kwargs["input_ids"]
     mask, position_ids = kwargs.get("attention_mask"), kwargs.get("position_ids")

@@ -38,14 +38,7 @@ _METADATA_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
 def check_split(fields: Mapping[str, Any]) -> str | None:
-    """Refuse a file whose pre-tokenizer is unknown; return a remark if the file names none.
-
-    Args:
-        fields: The file's metadata; of a list, its length.
-
-    Raises:
-        ValueError: With a message to be prefixed by the file's name.
-    """
+    """Refuse a file whose pre-tokenizer is unknown; return a remark if its fields name none."""
     if fields.get("tokenizer.ggml.model") != "gpt2":
         return None
     split = fields.get("tokenizer.ggml.pre") or "default"

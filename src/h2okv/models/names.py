@@ -86,11 +86,7 @@ def find_gguf(name: str) -> Path | None:
 
 
 def gguf_shards(path: Path) -> list[Path]:
-    """List the shards of a split model, or the one file of any other.
-
-    Raises:
-        ValueError: If a shard is missing from the folder.
-    """
+    """List the shards of a split model, or the one file of any other."""
     match = _PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -107,11 +103,7 @@ def gguf_shards(path: Path) -> list[Path]:
 
 
 def find_model(name: str) -> str | Path:
-    """Look up a name: a Path is a GGUF file, a str a folder or Hub id for `from_pretrained`.
-
-    Raises:
-        ValueError: if no model can have this name, as far as this machine can tell.
-    """
+    """Look up a name: a Path is a GGUF file, a str a folder or Hub id for `from_pretrained`."""
     if name == BUNDLED:
         return str(bundled_model_path())
     if name in PACKAGED:

@@ -77,11 +77,7 @@ class Int4Linear(PackedLinear):
 
 
 def check_weight_bits(bits: int, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Refuse ``--weight-bits`` where it is not supported or not faster.
-
-    Raises:
-        ValueError: If ``bits`` is not 4, or device, dtype or processor are not supported.
-    """
+    """Refuse ``--weight-bits`` where it is not supported or not faster."""
     remedy = "leave out --weight-bits"
     if bits != 4:
         raise ValueError(
@@ -140,19 +136,7 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
     """
     if platform.machine() not in _X86:
         return 0
-    owners = Counter(
-        id(parameter) for module in model.modules() for parameter in module._parameters.values()
-    )
-    layers = [
-        module
-        for name, module in model.named_modules()
-        # Not a subclass, whose forward may differ, nor one whose weight another module reads.
-        if type(module) is nn.Linear
-        and not name.endswith(_READ_BY_OTHERS)
-        and owners[id(module.weight)] == 1
-        and module.weight.device.type == "cpu"
-        and _multiplies(module.weight.dtype)
-    ]
+    layers = _packable(model)
     if layers:
         limit_kernels()
     weights = {id(module.weight) for module in layers}
@@ -176,6 +160,23 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
             " bits; leave out --weight-bits"
         )
     return len(layers)
+
+
+def _packable(model: nn.Module) -> list[Any]:
+    """Return the layers whose weights no other module reads and products here take packed."""
+    owners = Counter(
+        id(parameter) for module in model.modules() for parameter in module._parameters.values()
+    )
+    return [
+        module
+        for name, module in model.named_modules()
+        # Not a subclass, whose forward may differ.
+        if type(module) is nn.Linear
+        and not name.endswith(_READ_BY_OTHERS)
+        and owners[id(module.weight)] == 1
+        and module.weight.device.type == "cpu"
+        and _multiplies(module.weight.dtype)
+    ]
 
 
 def int4_bytes(model: nn.Module) -> int:

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -45,13 +45,13 @@ class BatchSequence:
     id: PromptId
     prompt: list[int]
     max_new_tokens: int
+    params: SamplingParams
     digest: str = ""  # of the prompt's text, by which a resumed job recognises it
     is_context_limited: bool = False  # whether the context window sets max_new_tokens
     new_tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # eos, stop, length or context; None while it runs
     sampler: Sampler | None = None  # created for the first token
-    params: SamplingParams | None = None  # None for those of the job
-    ends: frozenset[int] | None = None  # end tokens, if they are not those of the job
+    ends: frozenset[int] = frozenset()  # end tokens, set with the sampler
     text: Any = None  # finds stop strings, with `add(token)`; None without stop strings
     url: str | None = None  # of a request in OpenAI's batch format
 
@@ -99,13 +99,13 @@ class MicroBatch:
             **({"position_ids": positions} if takes_positions else {}),
         ).logits[:, -1]
 
-    def take(self, tokens: list[int], ends: frozenset[int]) -> None:
+    def take(self, tokens: list[int]) -> None:
         """Append a column of new tokens; mutates the sequences that are not finished."""
         for sequence, token in zip(self.sequences, tokens, strict=True):
             if sequence.finish_reason is not None:
                 continue
             sequence.new_tokens.append(token)
-            if token in (ends if sequence.ends is None else sequence.ends):
+            if token in sequence.ends:
                 sequence.finish_reason = "eos"
             elif sequence.text is not None and sequence.text.add(token):
                 sequence.finish_reason = "stop"
@@ -245,7 +245,6 @@ class Runner:
 
     model: PreTrainedModel
     scheduler: ForwardScheduler
-    sampling: SamplingParams
     cache: CacheConfig
     limits: Limits
     device: torch.device
@@ -253,15 +252,10 @@ class Runner:
     num_new_tokens: int = 0  # also of unfinished sequences
 
     def __post_init__(self) -> None:
-        self._ends = self._end_tokens(self.sampling)
         self._batches: list[MicroBatch] = []
         self._following: BatchSequence | None = None  # the first waiting sequence
         # Whether the last weight pass had memory, but no tokens left, for further prompts.
         self._has_headroom = False
-
-    def _end_tokens(self, params: SamplingParams) -> frozenset[int]:
-        ends = frozenset(params.stop_token_ids)
-        return ends if params.ignore_eos else ends | eos_token_ids(self.model)
 
     @property
     def unfinished_tokens(self) -> int:
@@ -328,7 +322,7 @@ class Runner:
         finished: list[BatchSequence] = []
         for batch, logits in self.scheduler.run(self.model, self._batches):
             running = batch.live
-            batch.take(self._choose(batch.sequences, logits), self._ends)
+            batch.take(self._choose(batch.sequences, logits))
             self.num_new_tokens += len(running)
             finished.extend(sequence for sequence in running if sequence.finish_reason is not None)
         self.num_passes += 1
@@ -339,10 +333,9 @@ class Runner:
         """Choose a token for each sequence from logits ``[B, V]``."""
         for sequence in sequences:
             if sequence.sampler is None:
-                if sequence.params is not None:
-                    sequence.ends = self._end_tokens(sequence.params)
-                seed = sequence_seed(self.sampling.seed, sequence.id)
-                params = sequence.params or replace(self.sampling, seed=seed)
+                params = sequence.params
+                eos = frozenset() if params.ignore_eos else eos_token_ids(self.model)
+                sequence.ends = eos | frozenset(params.stop_token_ids)
                 sequence.sampler = Sampler(self.model, params, sequence.prompt)
         samplers: list[Any] = [sequence.sampler for sequence in sequences]
         tokens: list[int] = []

@@ -235,7 +235,7 @@ class TextCodec:
         limit = params.max_tokens or 1
         left = limits.room(len(tokens), limit)
         return BatchSequence(
-            prompt.id, tokens, left, prompt.digest, left < limit, params=params, url=prompt.url,
+            prompt.id, tokens, left, params, prompt.digest, left < limit, url=prompt.url,
             text=SequenceText(described.tokenizer, tokens, stop, strips_start) if stop else None,
         )  # fmt: skip
 

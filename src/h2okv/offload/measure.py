@@ -13,45 +13,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from h2okv.cache.argument import cache_in
-from h2okv.calibration.factors import FOLLOWING, FRACTIONS, WINDOW, Shares
-from h2okv.calibration.layer_budgets import (
-    Weights,
-    measure_model,
-    stored_budgets,
-    with_measured_budgets,
-)
-from h2okv.config import CacheConfig
-from h2okv.models.loading import Described
+from h2okv.calibration.factors import FOLLOWING, FRACTIONS, WINDOW
+from h2okv.calibration.layer_budgets import Weights
 from h2okv.offload.checkpoint import CheckpointFiles, StoredTensor, bytes_of, named_keys, read_group
 from h2okv.offload.meta_model import MetaModel, ParameterSlot, Unit
 from h2okv.provenance import chunks_of, weight_print
-
-
-def budgets_in_files(
-    cache: CacheConfig, described: Described, meta: MetaModel, files: CheckpointFiles
-) -> CacheConfig | None:
-    """Replace ``layer_budgets="auto"`` by what was measured before; ``None`` if nothing was."""
-    return stored_budgets(cache, described.config, weights_in_files(meta, files))
-
-
-def budgets_while_streaming(
-    cache: CacheConfig,
-    described: Described,
-    meta: MetaModel,
-    files: CheckpointFiles,
-    device: torch.device,
-) -> CacheConfig:
-    """Measure a model and replace ``layer_budgets="auto"``; mutates the model."""
-    streaming = StreamingModel(meta, files, device)
-    return with_measured_budgets(cache, streaming.model, described, streaming.weights())
-
-
-def shares_while_streaming(
-    described: Described, meta: MetaModel, files: CheckpointFiles, device: torch.device
-) -> Shares:
-    """Measure a model, or find what was measured before; mutates the model."""
-    streaming = StreamingModel(meta, files, device)
-    return measure_model(streaming.model, described, streaming.weights())
 
 
 def bytes_while_streaming(meta: MetaModel) -> int:

@@ -20,6 +20,7 @@ from h2okv.calibration.layer_budgets import (
     even_budgets,
     measure_model,
     measuring_command,
+    stored_budgets,
     with_measured_budgets,
 )
 from h2okv.config import MEASURED, CacheConfig
@@ -40,12 +41,7 @@ from h2okv.offload.checkpoint import (
     weights_digest,
 )
 from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records, saved_settings
-from h2okv.offload.measure import (
-    budgets_in_files,
-    budgets_while_streaming,
-    bytes_while_streaming,
-    shares_while_streaming,
-)
+from h2okv.offload.measure import StreamingModel, bytes_while_streaming, weights_in_files
 from h2okv.offload.meta_model import MetaModel, pack_layers
 from h2okv.offload.placement import Fractions
 from h2okv.offload.planner import MICRO_BATCH_TOKENS, Plan, Planner, Workload, interleave
@@ -194,7 +190,8 @@ def _budgets_from_files(
         return even_budgets(request.cache, "the weights cannot be read here")
     reason = f"{described.name} was not measured yet"
     with closing(files):
-        stored = budgets_in_files(request.cache, described, meta, files)
+        weights = weights_in_files(meta, files)
+        stored = stored_budgets(request.cache, described.config, weights)
         if stored is not None:
             return stored
         room = None if request.memory is None else request.memory - (process.data_bytes() or 0)
@@ -202,7 +199,9 @@ def _budgets_from_files(
         if measures and (room is None or needed <= room):
             if room is not None:
                 process.give_memory_back()
-            return budgets_while_streaming(request.cache, described, meta, files, request.device)
+            streaming = StreamingModel(meta, files, request.device)
+            weights = streaming.weights()
+            return with_measured_budgets(request.cache, streaming.model, described, weights)
         if measures:
             reason = f"--memory leaves less than the {format_bytes(needed)} that measuring takes"
     return even_budgets(request.cache, reason, measuring_command(described.name))
@@ -215,7 +214,8 @@ def measure(request: OffloadRequest, described: Described) -> Shares:
     dtype = request.dtype or default_dtype(described.name, request.device)
     meta, files = open_checkpoint(described.config, _checkpoint_folder(described), dtype)
     with closing(files):
-        return shares_while_streaming(described, meta, files, request.device)
+        streaming = StreamingModel(meta, files, request.device)
+        return measure_model(streaming.model, described, streaming.weights())
 
 
 def _run_here(
@@ -363,7 +363,7 @@ def open_runner(
     model: PreTrainedModel | None = None,
 ) -> tuple[Runner, Plan | None]:
     """Load the model, or plan for prompts of these lengths and place weights as planned."""
-    device, sampling = request.device, request.sampling
+    device = request.device
     if model is not None or _fits_in_memory(request, described):
         model = model or load_weights(described, request.dtype, device)
         cache = H2OCache.from_config(model.config, request.cache)
@@ -375,16 +375,15 @@ def open_runner(
             cache_bytes=None if free is None else free // 4,
             memory=MemoryModel(model.config, cache, model.dtype),
         )
-        return Runner(model, ForwardScheduler(), sampling, request.cache, limits, device), None
+        return Runner(model, ForwardScheduler(), request.cache, limits, device), None
     meta, files = open_model(request, described)
     prompt_lengths = list(lengths) or [1]
     planner, chosen, longest = _plan_for(request, meta, files, prompt_lengths)
     if not files.parameters:
         # Only now, because a job that does not fit is refused before anything is written. Plan
         # again: memory left over from writing counts.
-        converted = open_converted(meta, files, cache_folder("weights"))
-        files.close()
-        files = converted
+        with closing(files):
+            files = open_converted(meta, files, cache_folder("weights"))
         planner, chosen, longest = _plan_for(request, meta, files, prompt_lengths)
     if planner.is_ample(chosen):
         process.keep_memory()
@@ -406,7 +405,7 @@ def open_runner(
         memory=planner.memory,
         away=1 - chosen.cache_placement.get("device", 0.0),
     )
-    return Runner(meta.model, scheduler, sampling, request.cache, limits, device), chosen
+    return Runner(meta.model, scheduler, request.cache, limits, device), chosen
 
 
 def _plan_for(

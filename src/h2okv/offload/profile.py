@@ -49,11 +49,11 @@ class Clock:
         self._synchronise()
         return time.perf_counter() - start
 
-    def samples(self, call: Callable[[], object], least: float = _MIN_SECONDS) -> list[float]:
-        """Return the seconds of each run, at least ``least`` in total, after a warm-up run."""
+    def samples(self, call: Callable[[], object], minimum: float = _MIN_SECONDS) -> list[float]:
+        """Return the seconds of each run, at least ``minimum`` in total, after a warm-up run."""
         seconds: list[float] = []
         call()
-        while sum(seconds) < least or len(seconds) < _MIN_RUNS:
+        while sum(seconds) < minimum or len(seconds) < _MIN_RUNS:
             seconds.append(self.seconds(call))
         return seconds
 
@@ -173,15 +173,15 @@ class Gemm(NamedTuple):
         shapes = ((count, width, hidden), (count, width, hidden), (count, hidden, width))
         return cls(*(torch.randn(shape, dtype=dtype, device=device) for shape in shapes))
 
-    def samples(self, rows: int, least: float = _MIN_SECONDS) -> list[float]:
-        """Return the seconds of each run of the products, at least ``least`` in total."""
+    def samples(self, rows: int, minimum: float = _MIN_SECONDS) -> list[float]:
+        """Return the seconds of each run of the products, at least ``minimum`` in total."""
         states = torch.randn(rows, self.gate.shape[2]).to(self.gate)
 
         def multiply() -> None:
             for gate, up, down in zip(*self, strict=True):
                 linear(silu(linear(states, gate)) * linear(states, up), down)
 
-        return Clock(self.gate.device).samples(multiply, least)
+        return Clock(self.gate.device).samples(multiply, minimum)
 
     def rates(self) -> tuple[tuple[int, float], ...]:
         """Return the operations per second for `_GEMM_ROWS` rows."""
@@ -225,9 +225,9 @@ def measure_overhead(
     from transformers import LlamaConfig, LlamaForCausalLM  # slow to import, and rarely needed
 
     cache_config = memory.cache.cache_config
-    if cache_config.positions == "clamped":  # not supported by the family that is timed
-        cache_config = replace(cache_config, positions="original")
-    cache_config = replace(cache_config, layer_budgets=None)
+    kind = cache_config.positions
+    kind = "original" if kind == "clamped" else kind  # which the family that is timed has not
+    cache_config = replace(cache_config, positions=kind, layer_budgets=None)
     sizes: Any = {
         "hidden_size": 8 * memory.num_heads,
         "intermediate_size": 64,
@@ -242,7 +242,6 @@ def measure_overhead(
         with torch.random.fork_rng([]):
             model: Any = LlamaForCausalLM(config).eval()
         model.to(device=device, dtype=dtype)
-
         tokens = torch.ones((1, prompt), dtype=torch.long, device=device)
 
         def read(config: Any = config, model: Any = model, tokens: Any = tokens) -> H2OCache:
@@ -258,8 +257,7 @@ def measure_overhead(
                 step = partial(model, tokens[:, :1].expand(batch, 1), **{CACHE: cache})
                 seconds[name].append(median(Clock(device).samples(step)))
             seconds["prompt"].append(median(Clock(device).samples(read)))
-    pairs = seconds.values()
-    layer, steps, read_once = (max(0.0, more - fewer) / 4 for fewer, more in pairs)
+    layer, steps, read_once = (max(0.0, more - fewer) / 4 for fewer, more in seconds.values())
     states = torch.ones((prompt, memory.hidden), dtype=dtype, device=device)
     # If the C library returns every large block, a result is new memory, page by page.
     write = median(Clock(device).samples(lambda: states + states)) / prompt

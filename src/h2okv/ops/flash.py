@@ -21,7 +21,7 @@ from h2okv.ops.reference import AttentionSpec, attention_with_scores, causal
 _MORE_COLUMNS, _PARTS = 8, 3
 LARGEST_HEAD = 256
 # Of fewer queries the tiles are as fast.
-_LEAST_QUERIES = 128
+_MIN_QUERIES = 128
 # Instead of minus infinity for the logarithm of a weight of zero, which has no parts.
 _LOWEST = -1e4
 
@@ -40,7 +40,7 @@ def sums_apply(query: Tensor, key: Tensor, value: Tensor, needs_sums: bool = Tru
         is_faster
         and query.dtype == key.dtype == value.dtype
         and query.is_cpu
-        and query.shape[2] >= _LEAST_QUERIES
+        and query.shape[2] >= _MIN_QUERIES
         and query.shape[-1] == value.shape[-1] <= LARGEST_HEAD
         and _sums_agree(query.shape[-1])
     )

@@ -12,7 +12,6 @@ from torch import Tensor
 from h2okv.ops.reference import compute_dtype
 from h2okv.ops.rope import rotate
 
-BITS = (8, 4)  # what can be packed into
 _LARGEST_GROUP = 64
 # An fp32 number is a bf16 number followed by 16 more bits.
 _ROUND_UP, _KEEP = 0xFFFF, ~0xFFFF

@@ -20,9 +20,6 @@ def run_apart(jobs: list[Callable[[], None]]) -> None:
 
     What they compute must not depend on their order. PyTorch's own threads stay awake for some
     milliseconds after an operation and take the cores from these: not for short jobs.
-
-    Raises:
-        Exception: what the first job raised; those that have not begun are not begun.
     """
     is_inference = torch.is_inference_mode_enabled()
 

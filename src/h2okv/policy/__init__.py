@@ -14,7 +14,7 @@ from h2okv.policy.expected import Expected
 from h2okv.policy.h2o import H2O, Heavy
 from h2okv.policy.keydiff import KeyDiff
 from h2okv.policy.rule import Rule
-from h2okv.policy.scoring import BlockView, Mean, Scoring, Sees
+from h2okv.policy.scoring import BlockView, Inputs, Mean, Scoring
 from h2okv.policy.snapkv import SnapKV
 from h2okv.policy.streaming_llm import StreamingLLM
 from h2okv.policy.strided import Fixed, FixedHeavy, Strided, StridedHeavy
@@ -23,7 +23,7 @@ from h2okv.policy.vatp import ValueNorm
 from h2okv.records import unknown_name
 
 __all__ = [
-    "BlockView", "Policy", "Rule", "Scoring", "Sees", "get_rule", "get_scoring", "policy_names",
+    "BlockView", "Policy", "Rule", "Scoring", "Inputs", "get_rule", "get_scoring", "policy_names",
     "register_policy", "scoring_names",
 ]  # fmt: skip
 
@@ -75,11 +75,7 @@ def register_policy(rule: type[Rule]) -> type[Rule]:
 def get_rule(
     policy: str | Rule, seed: int = 0, scoring: str = "sum", decay: float | None = None
 ) -> Rule:
-    """Make a rule from its name, or take a copy of an object, with its scoring.
-
-    Raises:
-        ValueError: if a name is unknown, or a seed or a decay is out of range or has no effect.
-    """
+    """Make a rule from its name, or take a copy of an object, with its scoring."""
     if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= _SEED_LIMIT:
         raise ValueError(f"seed must be an int below {_SEED_LIMIT} (2**32), got {seed!r}.")
     if isinstance(policy, Rule):
@@ -102,11 +98,7 @@ def get_rule(
 
 
 def load_rule(spec: str) -> type[Rule]:
-    """Import a rule named ``module:Class``, of the working directory or an installed package.
-
-    Raises:
-        ValueError: if there is no such module or class, or the class is not a `Rule`.
-    """
+    """Import a rule named ``module:Class``, of the working directory or an installed package."""
     module_name, _, class_name = spec.partition(":")
     remedy = "give module:Class of a file in this folder, such as my_rules:Oldest"
     if os.getcwd() not in sys.path:
@@ -121,11 +113,7 @@ def load_rule(spec: str) -> type[Rule]:
 
 
 def get_scoring(name: str, decay: float | None = None) -> Scoring:
-    """Make a scoring from its name.
-
-    Raises:
-        ValueError: if the name is unknown, or a decay is out of range or has no effect.
-    """
+    """Make a scoring from its name."""
     kind = _SCORINGS.get(name)
     if kind is None:
         raise unknown_name("scoring", name, _SCORINGS)

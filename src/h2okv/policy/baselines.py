@@ -7,7 +7,7 @@ from torch import Tensor
 
 from h2okv.budget import TokenBudget
 from h2okv.policy.rule import Rule
-from h2okv.policy.scoring import Sees
+from h2okv.policy.scoring import Inputs
 
 # Constants of the splitmix64 finaliser, as signed 64-bit integers.
 _MIX_1, _MIX_2, _STEP = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15, -0x61C8864680B583EB
@@ -24,7 +24,7 @@ class Recent(Rule):
     """Keeps the newest tokens; "Local" in the H2O paper (arXiv 2306.14048, section 5)."""
 
     name = "recent"
-    sees = Sees.NOTHING
+    inputs = Inputs.NOTHING
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         return TokenBudget(budget.sink, heavy=0, recent=budget.heavy + budget.recent)
@@ -38,7 +38,7 @@ class Random(Rule):
     """
 
     name = "random"
-    sees = Sees.NOTHING
+    inputs = Inputs.NOTHING
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed

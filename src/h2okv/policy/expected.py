@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from h2okv.policy.scoring import BlockView, Scoring, Sees
+from h2okv.policy.scoring import BlockView, Inputs, Scoring
 
 
 class Expected(Scoring):
@@ -19,7 +19,7 @@ class Expected(Scoring):
     """
 
     name = "expected"
-    sees = Sees.QUERIES
+    inputs = Inputs.QUERIES
     weighs_norms = True
 
     def score_block(self, block: BlockView) -> Tensor:

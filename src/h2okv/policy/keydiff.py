@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from h2okv.policy.rule import Rule
-from h2okv.policy.scoring import Sees
+from h2okv.policy.scoring import Inputs
 
 
 class KeyDiff(Rule):
@@ -19,7 +19,7 @@ class KeyDiff(Rule):
     """
 
     name = "keydiff"
-    sees = Sees.KEYS
+    inputs = Inputs.KEYS
 
     def key_priority(self, keys: Tensor, positions: Tensor) -> Tensor:
         directions = normalize(keys.float(), dim=-1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from h2okv.budget import TokenBudget
-from h2okv.policy.scoring import BlockView, Scoring, Sees
+from h2okv.policy.scoring import BlockView, Inputs, Scoring
 
 
 class Rule:
@@ -16,20 +16,20 @@ class Rule:
 
     The frame (``cache/layer.py``) protects the sinks and the recent window, evicts down to the
     budget and breaks ties (the older entry goes first). A rule says how the budget is divided
-    (`allocate_budget`), what it sees of a block of tokens (`sees`) and how that becomes a score
+    (`allocate_budget`), what it sees of a block of tokens (`inputs`) and how that becomes a score
     (`score_block`), and how the entries outside the protected windows are ranked (`priority`). Most
     override a single method.
     """
 
     name: ClassVar[str]
     """Name in ``H2OCache(policy=...)``."""
-    sees: ClassVar[Sees] = Sees.SUMS
-    """What the cache provides of each block. `Sees.WINDOW` decides once, when the prompt has been
+    inputs: ClassVar[Inputs] = Inputs.SUMS
+    """What the cache provides of each block. `Inputs.WINDOW` decides once, when the prompt has been
     read."""
     evicts: ClassVar[bool] = True
     """False for a rule that keeps every entry and so has no budget."""
     scoring: Scoring = Scoring()
-    """What attention counts for, by ``H2OCache(scoring=...)``, where a rule ``sees`` the sums."""
+    """What attention counts for, by ``H2OCache(scoring=...)``, of a rule of sums."""
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         """Divide the user's budget; the total must not change.
@@ -48,7 +48,7 @@ class Rule:
         A single token adds its probabilities, whatever this returns.
 
         Args:
-            block: the block and what `sees` declares of it.
+            block: the block and what `inputs` declares of it.
 
         Returns:
             fp32 ``[B, H, N]``, finite and not negative.
@@ -106,19 +106,19 @@ class Rule:
     # --- what follows from the declarations -------------------------------------------------------
 
     @property
-    def observes(self) -> Sees:
+    def effective_inputs(self) -> Inputs:
         """What the cache must provide of a block."""
-        return self.scoring.sees if self.sees is Sees.SUMS else self.sees
+        return self.scoring.inputs if self.inputs is Inputs.SUMS else self.inputs
 
     @property
     def uses_scores(self) -> bool:
         """Whether the attention that entries receive changes what is kept."""
-        return self.sees not in (Sees.NOTHING, Sees.KEYS)
+        return self.inputs not in (Inputs.NOTHING, Inputs.KEYS)
 
     @property
     def is_bounded(self) -> bool:
         """Whether a layer never holds more than its budget."""
-        return self.evicts and self.sees is not Sees.WINDOW
+        return self.evicts and self.inputs is not Inputs.WINDOW
 
     @property
     def has_pattern(self) -> bool:
@@ -129,7 +129,7 @@ class Rule:
     def is_plain_sum(self) -> bool:
         """Whether scores are H2O's sums and nothing else counts."""
         by_sums = type(self).score_block is Rule.score_block and type(self.scoring) is Scoring
-        return by_sums and not self.has_pattern and self.sees is not Sees.WINDOW
+        return by_sums and not self.has_pattern and self.inputs is not Inputs.WINDOW
 
     @property
     def scores_spans(self) -> bool:
@@ -139,8 +139,8 @@ class Rule:
         """
         by_sums = type(self).score_block is Rule.score_block
         by_sums &= type(self.scoring).score_block is Scoring.score_block
-        can_wait = self.observes is Sees.QUERIES
-        return (by_sums or can_wait) and self.sees is not Sees.WINDOW
+        can_wait = self.effective_inputs is Inputs.QUERIES
+        return (by_sums or can_wait) and self.inputs is not Inputs.WINDOW
 
     @property
     def weighs_values(self) -> bool:
@@ -170,7 +170,7 @@ class Rule:
         """Whether some queries of a block may count for more in the sums than others."""
         by_factor = type(self).query_weights is Rule.query_weights
         by_factor &= type(self.scoring).query_weights is Scoring.query_weights
-        return self.sees is Sees.WINDOW or not by_factor or self.scoring.factor is not None
+        return self.inputs is Inputs.WINDOW or not by_factor or self.scoring.factor is not None
 
     def query_weights(self, later: Tensor, recent: Tensor) -> Tensor | None:
         """Return what each query counts for, fp32 ``[B, T]``; ``None`` for one.
@@ -179,7 +179,7 @@ class Rule:
             later: number of real queries after each, int64 ``[B, T]``.
             recent: each sequence's recent tokens, int64 ``[B, 1]``.
         """
-        if self.sees is Sees.WINDOW:
+        if self.inputs is Inputs.WINDOW:
             return (later < recent).to(torch.float32)
         return self.scoring.query_weights(later)
 
@@ -203,4 +203,4 @@ class Rule:
     def ranks_by_scores(self) -> bool:
         """Whether ranks are the scores alone."""
         by_scores = type(self).priority is Rule.priority and self.uses_scores
-        return by_scores and not self.has_pattern and self.sees is not Sees.WINDOW
+        return by_scores and not self.has_pattern and self.inputs is not Inputs.WINDOW

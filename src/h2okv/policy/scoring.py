@@ -14,7 +14,7 @@ from torch import Tensor
 from h2okv.ops.reference import AttentionSpec, softmax, value_norms
 
 
-class Sees(Enum):
+class Inputs(Enum):
     """What the cache must provide of a block of tokens for a rule."""
 
     NOTHING = "positions alone"
@@ -47,8 +47,8 @@ class BlockView:
     """How the queries attend."""
     sums: Tensor
     """fp32 ``[B, H, N]``: the probabilities of each entry, added up over the queries and the heads
-    of a KV head's group. Zero where the rule ``sees`` the queries, but for a sequence's only
-    token."""
+    of a KV head's group. Zero where the rule's `inputs` are the queries, but for a sequence's
+    only token."""
     layer_idx: int
     module: Any
     """The attention module of the model, with its projections."""
@@ -84,7 +84,7 @@ class Scoring:
     """
 
     name: ClassVar[str] = "sum"
-    sees: ClassVar[Sees] = Sees.SUMS
+    inputs: ClassVar[Inputs] = Inputs.SUMS
     default_decay: ClassVar[float | None] = None
     """The decay where a user gives none."""
     takes_decay: ClassVar[bool] = False
@@ -93,11 +93,7 @@ class Scoring:
     """Whether the weights of values are their L1 norms, which steps of kernels know."""
 
     def __init__(self, decay: float | None = None) -> None:
-        """Make a scoring.
-
-        Args:
-            decay: factor in (0, 1] by which each further query lowers what came before it.
-        """
+        """Make a scoring; each query lowers what came before it by the factor ``decay``."""
         self.decay = self.default_decay if decay is None else decay
 
     @property

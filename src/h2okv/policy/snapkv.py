@@ -8,7 +8,7 @@ from torch.nn.functional import avg_pool1d
 
 from h2okv.budget import TokenBudget
 from h2okv.policy.rule import Rule
-from h2okv.policy.scoring import Sees
+from h2okv.policy.scoring import Inputs
 
 
 class SnapKV(Rule):
@@ -24,7 +24,7 @@ class SnapKV(Rule):
     """
 
     name = "snapkv"
-    sees = Sees.WINDOW
+    inputs = Inputs.WINDOW
 
     def __init__(self, kernel: int = 5) -> None:
         if isinstance(kernel, bool) or not isinstance(kernel, int) or kernel < 1 or kernel % 2 == 0:

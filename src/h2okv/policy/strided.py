@@ -6,7 +6,7 @@ from torch import Tensor
 
 from h2okv.budget import TokenBudget
 from h2okv.policy.rule import Rule
-from h2okv.policy.scoring import Sees
+from h2okv.policy.scoring import Inputs
 
 
 class Strided(Rule):
@@ -23,7 +23,7 @@ class Strided(Rule):
     """
 
     name = "strided"
-    sees = Sees.NOTHING
+    inputs = Inputs.NOTHING
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         total = budget.heavy + budget.recent
@@ -42,7 +42,7 @@ class StridedHeavy(Strided):
     """
 
     name = "strided_heavy"
-    sees = Sees.SUMS
+    inputs = Inputs.SUMS
 
     def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
         half = budget.recent // 2

@@ -51,19 +51,8 @@ def chat_text(
 ) -> str:
     """Render messages with the model's chat template, or in the plain form if it has none.
 
-    Args:
-        tokenizer: The model's tokenizer, with its template.
-        messages: A conversation, or messages as chat templates take them.
-        to_answer: For messages, whether the text ends where a new answer begins; by default as
-            `Conversation` decides.
-        with_images: Whether the text is for a processor, which replaces the images' placeholders.
-
-    Returns:
-        The text, with all special tokens if a template rendered it, without any otherwise.
-
-    Raises:
-        ChatTemplateError: If the template does not accept the messages.
-        FieldError: If there are images where only text is read.
+    The text ends where a new answer begins if `to_answer`; by default as `Conversation` decides.
+    `with_images` is for a processor, which replaces placeholders; else images are refused.
     """
     chat = messages
     if not isinstance(chat, Conversation):
@@ -71,24 +60,7 @@ def chat_text(
     if (images := chat.images) and not with_images:
         problem = f"={images[0]}: images are not supported here; leave them out, or use"
         raise FieldError(images[0].path, f"{problem} h2okv generate or serve")
-    if images and not tokenizer.chat_template:
-        problem = ": the model has no chat template, which says where images stand; leave them out"
-        raise FieldError(images[0].path, problem)
-    has_tools = bool(chat.tools) or any(
-        message["role"] == "tool" or "tool_calls" in message for message in chat.messages
-    )
-    if has_tools and not takes_tools(tokenizer):
-        if images:
-            problem = ": the model's chat template has no tools, and images cannot come with them"
-            raise FieldError(images[0].path, f"{problem}; leave one of them out")
-        plain = as_plain_messages(chat.messages, chat.tools)
-        chat = replace(
-            chat,
-            messages=plain,
-            tools=(),
-            add_generation_prompt=chat.begins_answer,
-            continue_final_message=chat.continues,
-        )
+    chat = _for_template(tokenizer, chat)
     *earlier, final = chat.messages
     continues, begins_answer = chat.continues, chat.begins_answer
     if continues and final["role"] == "assistant" and not final["content"]:
@@ -109,18 +81,32 @@ def chat_text(
                 else message
                 for message in contents
             ]
-        return str(
-            apply(
-                contents,
-                tools=tools,
-                tokenize=False,
-                add_generation_prompt=begins_answer,
-                continue_final_message=continues,
-                **chat.template_kwargs,
-            )
-        )
+        switches = {"add_generation_prompt": begins_answer, "continue_final_message": continues}
+        options = {"tools": tools, "tokenize": False, **switches}
+        return str(apply(contents, **options, **chat.template_kwargs))
     except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ChatTemplateError(str(error)) from error
+
+
+def _for_template(tokenizer: PreTrainedTokenizerBase, chat: Conversation) -> Conversation:
+    """Write tools as texts where a template has none; refuse images that it cannot place."""
+    images = chat.images
+    if images and not tokenizer.chat_template:
+        problem = ": the model has no chat template, which says where images stand; leave them out"
+        raise FieldError(images[0].path, problem)
+    is_call = any(turn["role"] == "tool" or "tool_calls" in turn for turn in chat.messages)
+    if takes_tools(tokenizer) or not (chat.tools or is_call):
+        return chat
+    if images:
+        problem = ": the model's chat template has no tools, and images cannot come with them"
+        raise FieldError(images[0].path, f"{problem}; leave one of them out")
+    return replace(
+        chat,
+        messages=as_plain_messages(chat.messages, chat.tools),
+        tools=(),
+        add_generation_prompt=chat.begins_answer,
+        continue_final_message=chat.continues,
+    )
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:

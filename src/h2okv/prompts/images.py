@@ -94,11 +94,7 @@ class ImageEncoder:
     def encode(
         self, prompt: str | Conversation, images: Sequence[ImagePart] = (), special: bool = True
     ) -> EncodedPrompt:
-        """Encode a conversation with images, or a text with a placeholder for each of `images`.
-
-        Raises:
-            FieldError: If an image cannot be read, or the text does not fit the images.
-        """
+        """Encode a conversation with images, or a text with a placeholder for each of `images`."""
         images = prompt.images if isinstance(prompt, Conversation) else images
         processor = self.check(images)
         with self._lock:  # one, so that the pixels of many do not fill the memory
@@ -197,11 +193,7 @@ def read_image_file(option: str, path: Path) -> ImagePart:
 
 
 def open_images(images: Sequence[ImagePart]) -> list[Any]:
-    """Decode images as RGB, of an animation its first one.
-
-    Raises:
-        FieldError: If one is broken, of another format, or they have too many pixels.
-    """
+    """Decode images as RGB, of an animation its first one."""
     library, operations = _pillow("Image"), _pillow("ImageOps")
     opened, total = [], 0
     for file in images:

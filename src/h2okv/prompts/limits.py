@@ -50,10 +50,7 @@ class PromptLimits:
         remedy: str = "shorten it",
         got: str | None = None,
     ) -> None:
-        """Raise FieldError for a prompt without tokens, or too long for ``num_new`` more.
-
-        ``got`` says in the message what has this length, if not a number of tokens.
-        """
+        """Raise FieldError for a prompt without tokens, or too long for ``num_new`` more."""
         if not length:
             raise FieldError.about(name, " has no tokens; give at least one")
         if length > (limit := self.max_prompt_tokens):

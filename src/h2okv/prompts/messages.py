@@ -176,20 +176,11 @@ _MESSAGE = Fields(
 
 
 def read_messages(messages: Any, path: Path = ()) -> list[Message]:
-    """Parse messages of OpenAI's chat completions, or input items of OpenAI's responses.
+    """Parse messages of OpenAI's chat completions, or input items of its responses, for templates.
 
-    Args:
-        messages: A list of objects with ``role`` (system, developer, user, assistant, tool) and
-            ``content``, a text, ``None`` or a list of parts, texts and a user's images; assistants
-            may have ``tool_calls``. Hints that change no answer and separate reasoning items are
-            dropped.
-        path: Where the list is, for errors.
-
-    Returns:
-        Messages for chat templates, with a text as ``content``, or with images a list of parts.
-
-    Raises:
-        FieldError: If a message is invalid.
+    They have ``role`` (system, developer, user, assistant, tool) and ``content``, a text, ``None``
+    or a list of parts, texts and a user's images; assistants may have ``tool_calls``. Hints that
+    change no answer and separate reasoning items are dropped.
     """
     if not isinstance(messages, (list, tuple)):
         raise readers.unlike(f"a list of {_EXAMPLE}", messages, path)
@@ -318,14 +309,7 @@ _FLAT_TOOL = Fields({**_FUNCTION_TYPE, **_SIGNATURE}, _NAMED, _IGNORED_TOOL_FIEL
 
 
 def read_tool(tool: Any, path: Path) -> dict[str, Any]:
-    """Read a function that may be called, in the form of OpenAI's chats or of its responses.
-
-    Returns:
-        The tool as chat templates take it, without hints that are not for the model.
-
-    Raises:
-        FieldError: If it is not a function, or not well formed.
-    """
+    """Read a function that may be called, of OpenAI's chats or responses, for chat templates."""
     function = _FLAT_TOOL(tool, path) if _is_flat(tool) else _TOOL(tool, path)["function"]
     names = (name for name in _SIGNATURE if name != "strict")
     seen = {name: function[name] for name in names if name in function}
@@ -359,26 +343,14 @@ class Conversation:
     """Parsed messages, and how a chat template is applied to them.
 
     A final assistant message is continued, unless one of the two switches says otherwise; both are
-    those of `apply_chat_template` and of vLLM's requests.
-
-    Attributes:
-        messages: The result of `read_messages`.
-        add_generation_prompt: Whether the text ends with the header of a new assistant message;
-            ``None``: if the final message is not continued.
-        continue_final_message: Whether the text ends within the final message; ``None``: if that is
-            an assistant's and ``add_generation_prompt`` is not true.
-        template_kwargs: Further variables of the template.
-        tools: Functions that the model may call, as `read_tool` returns them.
-
-    Raises:
-        FieldError: If the switches contradict each other, or one is not a bool.
+    those of `apply_chat_template` and of vLLM's requests, and may not contradict each other.
     """
 
-    messages: Sequence[Mapping[str, Any]]
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    tools: Sequence[Mapping[str, Any]] = ()
+    messages: Sequence[Mapping[str, Any]]  # as `read_messages` returns them
+    add_generation_prompt: bool | None = None  # whether the text ends with a new answer's header
+    continue_final_message: bool | None = None  # whether it ends within the final message
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables
+    tools: Sequence[Mapping[str, Any]] = ()  # as `read_tool` returns them
 
     def __post_init__(self) -> None:
         for name in ("add_generation_prompt", "continue_final_message"):
@@ -454,11 +426,7 @@ TEMPLATED: Mapping[str, Reader] = {
 
 
 def make_conversation(messages: Sequence[Message], read: Mapping[str, Any]) -> Conversation:
-    """Return the conversation of messages, and of fields that the readers of `TEMPLATED` read.
-
-    Raises:
-        FieldError: If the fields contradict each other.
-    """
+    """Return the conversation of messages, and of fields that the readers of `TEMPLATED` read."""
     variables = dict(read.get("chat_template_kwargs") or {})
     switches = {
         name: variables.pop(name, None) if read.get(name) is None else read[name]
@@ -471,14 +439,6 @@ def make_conversation(messages: Sequence[Message], read: Mapping[str, Any]) -> C
 
 
 def read_conversation(fields: Mapping[str, Any], path: Path = ("messages",)) -> Conversation:
-    """Parse a request's messages with the fields that control their rendering.
-
-    Args:
-        fields: A request, of which `TEMPLATED` and ``messages``, perhaps a user's text, are read.
-        path: Where its messages are, for errors.
-
-    Raises:
-        FieldError: If a field is invalid.
-    """
+    """Parse a request's ``messages``, perhaps a user's text, and the fields of `TEMPLATED`."""
     messages = read_input(fields["messages"], path)
     return make_conversation(messages, Fields(TEMPLATED, is_open=True)(fields))

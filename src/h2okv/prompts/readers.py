@@ -53,28 +53,16 @@ def unlike(expected: str, value: Any, path: Path) -> FieldError:
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields that an object may have; reads it, and leaves out what changes nothing.
+    """The fields that an object may have; reads it, and leaves out what changes nothing."""
 
-    Attributes:
-        readers: Readers by field; null, and what is read as ``None``, is left out.
-        required: Fields that must be given, with what to give.
-        ignored: Fields that change no answer.
-        unsupported: See `Unsupported`; takes precedence over `readers`.
-        is_open: Whether unknown fields are ignored too.
-    """
-
-    readers: Mapping[str, Reader]
-    required: Mapping[str, str] = field(default_factory=dict)
-    ignored: Container[str] = ()
-    unsupported: Unsupported = field(default_factory=dict)
-    is_open: bool = False
+    readers: Mapping[str, Reader]  # null, and what is read as `None`, is left out
+    required: Mapping[str, str] = field(default_factory=dict)  # with what to give
+    ignored: Container[str] = ()  # as they change no answer
+    unsupported: Unsupported = field(default_factory=dict)  # takes precedence over `readers`
+    is_open: bool = False  # whether unknown fields are ignored too
 
     def __call__(self, value: Any, path: Path = ()) -> dict[str, Any]:
-        """Return the values by field.
-
-        Raises:
-            FieldError: If a field is missing, unknown, unsupported or invalid.
-        """
+        """Return the values by field."""
         if not isinstance(value, Mapping):
             raise unlike("an object", value, path)
         read: dict[str, Any] = {}

@@ -72,13 +72,8 @@ def as_plain_messages(
 ) -> list[dict[str, Any]]:
     """Write tools, calls and results into the texts of messages, for a template without tools.
 
-    Args:
-        messages: As `read_messages` returns them.
-        tools: As `read_tool` returns them.
-
-    Returns:
-        Messages of system, user and assistant, in the Hermes form; results are a user's message,
-        together with the user's text that follows.
+    Messages are of system, user and assistant, in the Hermes form; results are a user's message,
+    together with the user's text that follows.
     """
     turns: list[dict[str, Any]] = []
     is_after_result = False

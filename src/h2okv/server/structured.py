@@ -93,20 +93,9 @@ def answer_grammar(
     """Return the grammar of an answer; ``None`` where any text is allowed.
 
     After a complete answer it always may end, with or without a call's closing marker: only an
-    opening marker, or the beginning of a call's JSON, leads to a further call.
-
-    Args:
-        schema: As `read_response_format` returns it.
-        tools: As `read_tool` returns them.
-        choice: As `read_tool_choice` returns it.
-        is_parallel: Whether one answer may have several calls.
-        syntax: How the model writes calls.
-        strict: Functions whose arguments must fit their schemas in calls that the model is free to
-            make. All else that the model may write stays as without them.
-
-    Raises:
-        FieldError: If the parameters of a tool cannot be enforced.
-        SchemaError: If ``schema`` cannot be enforced.
+    opening marker, or the beginning of a call's JSON, leads to a further call. `strict` are the
+    functions whose arguments must fit their schemas in calls that the model is free to make; all
+    else that the model may write stays as without them.
     """
     is_auto = choice == "auto"
     if not tools or choice == "none" or (is_auto and schema is None and not strict):

@@ -46,32 +46,19 @@ class Batch:
         pool: StatePool,
         block_size: int | None = None,
     ) -> Batch:
-        """Sort a step's requests, and make their blocks ready; mutates the pool.
+        """Sort a step's requests, and make their blocks ready; mutates the pool, reads no device.
 
-        Nothing is read from the device.
-
-        Args:
-            starts: where each request's tokens begin, and the number of all.
-            lengths: tokens of each request so far, including these; 0 for padding.
-            table: blocks of each request, int ``[R, columns]``; negative for none.
-            pool: the memory of the blocks.
-            block_size: tokens of a request after which it goes on in another block, with a copy of
-                what is in the last one; ``None`` if it stays in its first.
+        Tokens begin at `starts`, which ends with their number; `lengths` count them too, 0 for
+        padding. The table is ``[R, columns]``, negative for no block. After `block_size` tokens a
+        request goes on in another block, with a copy of the last one; ``None``: it stays.
         """
         spans = pool.layers[0].spans
         counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
         active = [row for row, count in enumerate(counts) if count > 0]
         seen = [length - count for length, count in zip(lengths, counts, strict=True)]
-        index = table[:, 0]
+        index = table[:, 0].clamp(min=0).long()
         if block_size is not None:
-            columns = [max(length - 1, 0) // block_size for length in lengths]
-            before = [max(count - 1, 0) // block_size for count in seen]
-            moved = [row for row in active if seen[row] and before[row] != columns[row]]
-            index = table.gather(1, _int64(columns, table).unsqueeze(1)).squeeze(1)
-        index = index.clamp(min=0).long()
-        if block_size is not None and moved:
-            source = table[_int64(moved, table), _int64([before[row] for row in moved], table)]
-            pool.copy(source.clamp(min=0).long(), index[_int64(moved, table)])
+            index = _go_on(seen, lengths, active, table, pool, block_size)
         single = [row for row in active if counts[row] == 1]
         new = [row for row in single if seen[row] == 0]
         if new:
@@ -103,14 +90,9 @@ class Batch:
     def run(
         self, layer: StateLayer, query: Tensor, key: Tensor, value: Tensor, output: Tensor
     ) -> None:
-        """Run the step's tokens through a layer; mutates its blocks and the output.
+        """Run the tokens of all requests, concatenated, through a layer; mutates its blocks.
 
-        Args:
-            layer: the layer.
-            query: ``[T, HQ, D]``, the tokens of all requests, concatenated.
-            key: ``[T, H, D]``.
-            value: ``[T, H, D]``.
-            output: ``[T, HQ, D]``; zero for padding.
+        Query ``[T, HQ, D]``, key and value ``[T, H, D]``; output ``[T, HQ, D]``, zero for padding.
         """
         output[self.num_tokens :] = 0
         for chunk in self.chunks:
@@ -127,6 +109,25 @@ class Batch:
         )  # fmt: skip
         if self.ended is not None:
             layer.end_spans(*self.ended)
+
+
+def _go_on(
+    seen: Sequence[int],
+    lengths: Sequence[int],
+    active: Sequence[int],
+    table: Tensor,
+    pool: StatePool,
+    size: int,
+) -> Tensor:
+    """Return each request's block, int64 ``[R]``, with a copy of the last one where it is new."""
+    columns = [max(length - 1, 0) // size for length in lengths]
+    before = [max(count - 1, 0) // size for count in seen]
+    moved = [row for row in active if seen[row] and before[row] != columns[row]]
+    index = table.gather(1, _int64(columns, table).unsqueeze(1)).squeeze(1).clamp(min=0).long()
+    if moved:
+        source = table[_int64(moved, table), _int64([before[row] for row in moved], table)]
+        pool.copy(source.clamp(min=0).long(), index[_int64(moved, table)])
+    return index
 
 
 def _alike(rows: Sequence[int], counts: Sequence[int], seen: Sequence[int]) -> Iterator[list[int]]:

@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
 from h2okv.ops.reference import AttentionSpec
-from h2okv.policy import Sees
+from h2okv.policy import Inputs
 from h2okv.vllm_plugin.batch import Batch
 from h2okv.vllm_plugin.settings import UNQUANTISED, parse, records_steps, summary
 from h2okv.vllm_plugin.state import LayerShape, StateLayer, StatePool, model_rotation
@@ -264,7 +264,7 @@ def replace_attention(model: nn.Module, vllm_config: Any) -> None:
         path, _, child = name.rpartition(".")
         parent = model.get_submodule(path)
         setattr(parent, child, replacement)
-        if replacement.state.rule.observes is Sees.QUERIES:
+        if replacement.state.rule.effective_inputs is Inputs.QUERIES:
             rotary: Any = parent.rotary_emb
             config, in_halves = model_config.hf_text_config, rotary.is_neox_style
             rotation = rotation or model_rotation(config, model_config.dtype, in_halves)

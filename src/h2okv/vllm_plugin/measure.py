@@ -28,12 +28,7 @@ from h2okv.records import first_line, parse_json, write_json
 
 
 def measured(cache: CacheConfig, model: Any) -> CacheConfig:
-    """Replace ``layer_budgets="auto"`` by factors for vLLM's model; needs the weights once.
-
-    Args:
-        cache: the setting.
-        model: vLLM's ``ModelConfig``.
-    """
+    """Replace ``layer_budgets="auto"`` by factors for vLLM's model; needs the weights once."""
     if cache.layer_budgets != MEASURED:
         return cache
     source, dtype = str(model.model), str(model.dtype).removeprefix("torch.")

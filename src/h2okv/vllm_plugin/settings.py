@@ -9,7 +9,7 @@ from h2okv import cache_spec
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.support import check_layer_budgets, check_rule
 from h2okv.config import SPAN, CacheConfig
-from h2okv.policy import Rule, Sees, get_rule
+from h2okv.policy import Inputs, Rule, get_rule
 from h2okv.records import refusing
 
 KEY = "h2okv"
@@ -79,7 +79,7 @@ def _check_cache(config: CacheConfig) -> None:
             f"h2okv: positions={config.positions!r} needs keys that vLLM has not rotated yet; use "
             "positions='original'."
         )
-    if rule.sees is Sees.KEYS:
+    if rule.inputs is Inputs.KEYS:
         raise ValueError(
             f"h2okv: policy={config.policy!r} ranks by keys, and inside vLLM only scores are at "
             "hand; use policy='h2o'."
@@ -129,7 +129,7 @@ def _problems(vllm_config: Any) -> Iterator[str]:
     model, cache, parallel = (
         getattr(vllm_config, f"{name}_config") for name in ("model", "cache", "parallel")
     )
-    scheduler, text = vllm_config.scheduler_config, model.hf_text_config
+    text = model.hf_text_config
     if vllm_config.speculative_config is not None:
         yield (
             "speculative decoding removes tokens, but not the evictions that they caused; leave "
@@ -164,6 +164,12 @@ def _problems(vllm_config: Any) -> Iterator[str]:
             f"{model.architecture} has a sliding window of {cache.sliding_window} tokens in every "
             "layer, so there is nothing to evict; leave the h2okv setting out"
         )
+    yield from _scheduler_problems(vllm_config.scheduler_config)
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        yield "the V2 model runner has not been tried; set VLLM_USE_V2_MODEL_RUNNER=0"
+
+
+def _scheduler_problems(scheduler: Any) -> Iterator[str]:
     if scheduler.scheduler_cls is not None:
         yield (
             f"scheduler_cls={scheduler.scheduler_cls!r} would replace the scheduler that splits "
@@ -177,8 +183,6 @@ def _problems(vllm_config: Any) -> Iterator[str]:
             f"long_prefill_token_threshold={threshold} splits prompts depending on other requests; "
             "use evict_every in the h2okv setting instead"
         )
-    if getattr(vllm_config, "use_v2_model_runner", False):
-        yield "the V2 model runner has not been tried; set VLLM_USE_V2_MODEL_RUNNER=0"
 
 
 def with_cuts(cache: CacheConfig, vllm_config: Any) -> CacheConfig:
@@ -211,12 +215,6 @@ def tokens_to_run(start: int, available: int, prompt_length: int, cache: CacheCo
     """Return how many tokens of a request a step runs: a whole chunk of its prompt, or none.
 
     With ``evict_every`` any cut gives the same states, and those at its multiples can be cached.
-
-    Args:
-        start: tokens that the request has read.
-        available: tokens that it has, and the step room for.
-        prompt_length: tokens of its prompt.
-        cache: the setting.
     """
     if cache.evict_every is not None:
         return min(available, cache.evict_every - start % cache.evict_every)

@@ -204,14 +204,14 @@ def accumulated(layer: LayerAttention) -> np.ndarray:
     return total.cpu().numpy()
 
 
-def strongest_queries(layer: LayerAttention, count: int, least: float = 0.01) -> np.ndarray:
-    """Return the later queries with most attention, above ``least``, to each key.
+def strongest_queries(layer: LayerAttention, count: int, minimum: float = 0.01) -> np.ndarray:
+    """Return the later queries with most attention, above ``minimum``, to each key.
 
     The result is int64 ``[H, T, count]``, with -1 where there are fewer.
     """
     heads, length = layer.key.shape[:2]
     strongest = torch.full((heads, length, count), -1, device=layer.key.device)  # -1: none
-    mass = torch.full(strongest.shape, least, device=layer.key.device)
+    mass = torch.full(strongest.shape, minimum, device=layer.key.device)
     for first, probabilities in layer.rows():
         last = probabilities.shape[-1]
         received = probabilities.sum(dim=1)  # over a group, as H2O's scores are

@@ -25,7 +25,7 @@ from h2okv_lab.analysis.eviction_trace import GlobalPolicy, follow, split_budget
 
 Tables = dict[str, list[Row]]
 
-LEAST_TOKENS = 128
+MIN_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ _CHARACTERS_A_TOKEN, _TOKENS_AT_A_CUT = 8, 64
 
 
 def make_sample(
-    tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, min_tokens: int = LEAST_TOKENS
+    tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int, min_tokens: int = MIN_TOKENS
 ) -> Sample:
     """Tokenize the beginning of a text."""
     if not text.strip():

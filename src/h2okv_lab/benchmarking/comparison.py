@@ -18,7 +18,7 @@ import h2okv
 from h2okv.cache import CACHE, CacheLayer
 from h2okv.cache.support import context_window
 from h2okv.config import CacheConfig, Positions
-from h2okv.console import check_least
+from h2okv.console import check_minimum
 from h2okv.engine.memory import available_bytes
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.offload.profile import Clock
@@ -63,9 +63,9 @@ class Settings:
                 raise ValueError(f"--{option} must have at least one value, got none; add one")
             if len(set(values)) != len(values):
                 raise ValueError(f"--{option} must have each value once, got {values!r}")
-        check_least(rounds=self.rounds, steps=self.steps)
-        check_least(8, contexts=min(self.contexts))
-        check_least(batches=min(self.batches))
+        check_minimum(rounds=self.rounds, steps=self.steps)
+        check_minimum(8, contexts=min(self.contexts))
+        check_minimum(batches=min(self.batches))
         if any(config.is_full for config in self.configs):
             raise ValueError("--budget must not be full; --runners dynamic is the full cache")
         for name in self.caches:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from h2okv.cli import args, readers
 from h2okv.cli.args import TEXT, ModelOptions, Typed, option
 from h2okv.config import CacheConfig
-from h2okv.console import INTERRUPTED, Progress, check_least, write_remark, write_text
+from h2okv.console import INTERRUPTED, Progress, check_minimum, write_remark, write_text
 from h2okv.records import atomic_write, unknown_name
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def analyze(
     from h2okv_lab.analysis.sections import new_figure
 
     chosen = measurements.choose_measurements(only, quick, neurons)
-    check_least(study.LEAST_TOKENS, tokens=tokens)
+    check_minimum(study.MIN_TOKENS, tokens=tokens)
     study.check_folder(out)
     # Missing packages must show before the long work, not in the middle of it.
     load_scipy("stats")
@@ -119,10 +119,10 @@ def view(
     wording = readers.text_or_sample(text)
     from h2okv.models.resolve import fast_dtype
     from h2okv_lab.analysis.attention_stats import full_attention_layers
-    from h2okv_lab.analysis.viewer.reading import LEAST_TOKENS, Reader
+    from h2okv_lab.analysis.viewer.reading import MIN_TOKENS, Reader
     from h2okv_lab.analysis.viewer.server import PageServer
 
-    check_least(LEAST_TOKENS, tokens=tokens)
+    check_minimum(MIN_TOKENS, tokens=tokens)
     is_page = export is None
     policies = list(dict.fromkeys(cache.policy for cache in caches))
     budgets = dict.fromkeys(config.budget_label for config in caches if not config.is_full)

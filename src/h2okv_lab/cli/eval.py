@@ -139,11 +139,11 @@ def needle(
         kind=float,
         example="0,1",
     ),
-    tries: int = option(4, "Needles for each length and depth.", read=readers.least),
+    tries: int = option(4, "Needles for each length and depth.", read=readers.count),
     needle: str = option(NEEDLE, "Sentence."),
     question: str = option(QUESTION, "End of the prompt."),
     answer: str | None = option(None, "The answer in --needle (drawn)."),
-    max_new_tokens: int = option(16, "Maximum number of new tokens.", read=readers.least),
+    max_new_tokens: int = option(16, "Maximum number of new tokens.", read=readers.count),
 ) -> int:
     name = "needle" if text is None else f"needle in {text.stem}"
     haystack = readers.text_or_sample(text)
@@ -165,9 +165,9 @@ def needle(
 def perplexity(
     trial: Trial = trial_options("10%,20%,50%,full", evict_every=64),
     text: Path | None = TEXT,
-    length: int = option(1024, "Tokens of a window.", read=readers.least),
-    windows: int | None = option(None, "Use the first windows only.", read=readers.least),
-    every: int = option(128, "Tokens of a range of positions.", read=readers.least),
+    length: int = option(1024, "Tokens of a window.", read=readers.count),
+    windows: int | None = option(None, "Use the first windows only.", read=readers.count),
+    every: int = option(128, "Tokens of a range of positions.", read=readers.count),
 ) -> int:
     name, wording = "sample_prompt" if text is None else text.stem, readers.text_or_sample(text)
     from h2okv_lab.evaluation.tasks.perplexity import Perplexity
@@ -209,9 +209,9 @@ def fidelity(
     data: list[Path] | None = option(
         None, "Text, or JSONL of prompts; may be repeated.", read=readers.readable
     ),
-    prompt_tokens: int = option(512, "Tokens of a text read at once.", read=readers.least),
+    prompt_tokens: int = option(512, "Tokens of a text read at once.", read=readers.count),
     new_tokens: Typed = option("32", "Compared after them; or such as 129-256.", read=_token_range),
-    texts: int | None = option(None, "Texts or prompts of each file (8).", read=readers.least),
+    texts: int | None = option(None, "Texts or prompts of each file (8).", read=readers.count),
     protocol: Typed = option(
         "decode",
         "decode: token by token; block: all at once.",
@@ -302,9 +302,9 @@ def _rows_by_cache(trial: Trial, task: Task) -> tuple[int, list[dict[str, Any]]]
 
 
 def _recommendation(
-    rows: Sequence[dict[str, Any]], least: float, model: str
+    rows: Sequence[dict[str, Any]], minimum: float, model: str
 ) -> tuple[str | None, str]:
-    """Return the options of the smallest cache with an agreement of `least`, and a headline."""
+    """Return the options of the smallest cache with an agreement of `minimum`, and a headline."""
 
     def headline(row: dict[str, Any]) -> str:
         bits = "" if row["kv_bits"] is None else f"{row['kv_bits']} bits and "
@@ -315,13 +315,13 @@ def _recommendation(
             f"h2okv generate --model {shlex.quote(model)} {row['flags']}\n"
         )
 
-    enough = [row for row in rows if row["agreement"] >= least]
+    enough = [row for row in rows if row["agreement"] >= minimum]
     if not enough:
         best = max(rows, key=lambda row: row["agreement"])
-        return None, f"\nno cache reaches an agreement of {least:g}; the best: {headline(best)}"
+        return None, f"\nno cache reaches an agreement of {minimum:g}; the best: {headline(best)}"
     best = min(enough, key=lambda row: (row["bytes_fraction"], -row["agreement"]))
     return best["flags"], (
-        f"\nof {len(rows)} caches, the smallest with an agreement of {least:g} or more:\n"
+        f"\nof {len(rows)} caches, the smallest with an agreement of {minimum:g} or more:\n"
         f"{headline(best)}"
     )
 

@@ -64,8 +64,8 @@ def stream(
         None, 'JSONL of {"turns": ..} or {"messages": ..}.', read=readers.readable
     ),
     tokens: int | None = option(None, "Stop after this many."),
-    max_new_tokens: int = option(128, "Maximum number of new tokens.", read=readers.least),
-    every: int = option(1000, "Tokens between two rows.", read=readers.least),
+    max_new_tokens: int = option(128, "Maximum number of new tokens.", read=readers.count),
+    every: int = option(1000, "Tokens between two rows.", read=readers.count),
     as_json: bool = JSON,
 ) -> int:
     if (text is None) == (input is None):

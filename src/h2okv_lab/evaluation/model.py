@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 import h2okv
 from h2okv.cache import H2OCache
-from h2okv.cache.shared import SharedPrefill, shares_prompt
 from h2okv.cache.support import config_of, context_window
 from h2okv.calibration.layer_budgets import with_measured_budgets
 from h2okv.config import MEASURED, CacheConfig
@@ -22,10 +21,11 @@ from h2okv.engine.detokenizer import SequenceText
 from h2okv.engine.request import PromptStart, Request
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.policy import Sees
+from h2okv.policy import Inputs
 from h2okv.prompts.chat_template import encode
 from h2okv.provenance import fingerprint
 from h2okv_lab.masking import PER_QUERY, MaskedCache
+from h2okv_lab.shared import SharedPrefill, shares_prompt
 
 _ROLLING_SPAN = 64
 
@@ -170,7 +170,7 @@ def answer_question(
     first = last if query_aware else len(context)
     caches = [make_cache(config, model.model, seed) for config in configs]
     for cache in caches:
-        if cache.rule.sees is not Sees.WINDOW:  # such a rule takes the first forward for the prompt
+        if cache.rule.inputs is not Inputs.WINDOW:  # which takes the first forward for the prompt
             cache.expect(last + 1)
     results = []
     with h2okv.enable(model.model):

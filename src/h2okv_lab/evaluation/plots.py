@@ -17,7 +17,7 @@ _GREY = "#555555"
 _LARGEST_NLL = 60.0
 _PANEL_COLUMNS = 3
 # Smaller ones are rounding errors, and a logarithmic axis cannot show zero.
-_LEAST_KL = 1e-6
+_MIN_KL = 1e-6
 _DARK = 0.6
 
 
@@ -148,7 +148,7 @@ def plot_fidelity(path: Path, rows: Sequence[Mapping[str, Any]], title: str) -> 
     figure = new_figure(9, 4.5)
     axes = figure.subplots()
     ordered = sorted(rows, key=lambda row: (row["bytes_fraction"], row["kl"]))
-    points = [(100 * row["bytes_fraction"], max(row["kl"], _LEAST_KL)) for row in ordered]
+    points = [(100 * row["bytes_fraction"], max(row["kl"], _MIN_KL)) for row in ordered]
     best = [point for n, point in enumerate(points) if all(point[1] < p[1] for p in points[:n])]
     axes.plot(*zip(*best, strict=True), color=_GREY, linewidth=5, alpha=0.3, label="Pareto")
     for number, name in enumerate(dict.fromkeys(row["cache"] for row in rows)):

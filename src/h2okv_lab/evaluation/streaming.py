@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
 from h2okv.cache.support import context_window
-from h2okv.console import check_least
+from h2okv.console import check_minimum
 from h2okv.engine.memory import resident_bytes
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.integration.enable import enable, read_blocks
@@ -72,7 +72,7 @@ class StreamSettings:
     max_new_tokens: int = 128  # of an answer
 
     def __post_init__(self) -> None:
-        check_least(**asdict(self))
+        check_minimum(**asdict(self))
 
 
 _KEY = "stream"

@@ -11,7 +11,7 @@ from itertools import groupby, product
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from h2okv.config import CacheConfig
-from h2okv.console import check_least
+from h2okv.console import check_minimum
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv_lab.evaluation.model import Answer, ModelUnderTest, Prompt, answer_batch
 
@@ -142,7 +142,7 @@ class GenerationTask(Task):
     prompts: Sequence[TextPrompt] = field(init=False)
 
     def __post_init__(self) -> None:
-        check_least(
+        check_minimum(
             batch_size=self.batch_size, limit=self.limit, max_new_tokens=self.max_new_tokens
         )
         self._params = SamplingParams(**{name: getattr(self, name) for name in SAMPLING})

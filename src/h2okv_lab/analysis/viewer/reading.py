@@ -70,7 +70,7 @@ def _blob(array: np.ndarray) -> str:
     return base64.b64encode(gzip.compress(array.tobytes(), 6, mtime=0)).decode("ascii")
 
 
-LEAST_TOKENS = 8
+MIN_TOKENS = 8
 MOST_TOKENS = 65_000  # positions travel as 16 bits
 _READ_AT_ONCE = 64
 _MAX_READINGS, _MAX_TRACES = 4, 24
@@ -85,8 +85,8 @@ def tokens_a_step(length: int) -> int:
 
 def check_new_tokens(new_tokens: int, limit: int) -> None:
     """Refuse a number of new tokens that the text leaves no room for."""
-    if not 0 <= new_tokens <= limit - LEAST_TOKENS:
-        raise ValueError(f"new tokens must be from 0 to {limit - LEAST_TOKENS}, got {new_tokens}.")
+    if not 0 <= new_tokens <= limit - MIN_TOKENS:
+        raise ValueError(f"new tokens must be from 0 to {limit - MIN_TOKENS}, got {new_tokens}.")
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Reader:
         tokenizer = self.described.tokenizer
         limit = min(self.max_tokens, self.described.context or MOST_TOKENS, MOST_TOKENS)
         check_new_tokens(new_tokens, limit)
-        sample = make_sample(tokenizer, text, limit - new_tokens, LEAST_TOKENS)
+        sample = make_sample(tokenizer, text, limit - new_tokens, MIN_TOKENS)
         ids = sample.input_ids.to(input_device(self.model))
         if new_tokens:
             # transformers' type of a model lacks `generate`.

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 import h2okv.provenance
 from h2okv.cache import CACHE, CacheLayer, H2OCache
 from h2okv.cache.rope import PositionRule
-from h2okv.cache.shared import SharedPrefill
 from h2okv.cache.support import check_model
 from h2okv.cache_spec import parse
 from h2okv.config import CacheConfig
@@ -29,6 +28,7 @@ from h2okv.provenance import fingerprint
 from h2okv_lab.evaluation.lm_eval.settings import SETTINGS
 from h2okv_lab.evaluation.model import make_cache
 from h2okv_lab.masking import PER_QUERY
+from h2okv_lab.shared import SharedPrefill
 
 Protocol = Literal["prompt", "whole"]
 # Continuations are scored on the prompt, evicted before them, or on the whole text, evicted block

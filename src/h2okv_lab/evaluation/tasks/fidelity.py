@@ -14,9 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from h2okv.cache import CACHE, H2OCache
-from h2okv.cache.shared import SharedPrefill, shares_prompt
 from h2okv.config import CacheConfig
-from h2okv.console import check_least
+from h2okv.console import check_minimum
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.integration.enable import enable, input_device
 from h2okv.provenance import digest
@@ -24,6 +23,7 @@ from h2okv.records import Record, read_jsonl, read_text_file
 from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
 from h2okv_lab.evaluation.stream_data import Conversation, read_conversations
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Score, Task
+from h2okv_lab.shared import SharedPrefill, shares_prompt
 
 Protocol = Literal["decode", "block"]
 DEFAULT_TEXTS = 8
@@ -112,8 +112,8 @@ class Fidelity(Task):
     metrics = ("agreement", "kl", "perplexity_ratio", "bytes_fraction")
 
     def __post_init__(self) -> None:
-        check_least(new_tokens=self.new_tokens, texts=self.texts, last=self.last)
-        check_least(2, prompt_tokens=self.prompt_tokens)
+        check_minimum(new_tokens=self.new_tokens, texts=self.texts, last=self.last)
+        check_minimum(2, prompt_tokens=self.prompt_tokens)
         if self.last is not None and any(source.prompts for source in self.sources):
             raise ValueError(
                 f"--new-tokens {self.new_tokens + 1 - self.last}-{self.new_tokens} is for texts, as"

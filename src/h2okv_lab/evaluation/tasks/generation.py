@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from h2okv.console import check_least, optional
+from h2okv.console import check_minimum, optional
 from h2okv.provenance import digest
 from h2okv.records import Record, read_jsonl, read_text_file
 from h2okv_lab.evaluation.model import Answer
@@ -119,7 +119,7 @@ class Diversity(GenerationTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(2, copies=self.copies)
+        check_minimum(2, copies=self.copies)
         if self._params.is_greedy:
             raise ValueError("temperature 0 gives the same answer each time; give 1, for example")
         self._questions = [

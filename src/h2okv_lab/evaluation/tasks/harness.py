@@ -14,15 +14,15 @@ from unittest.mock import patch
 
 from tqdm import tqdm
 
-from h2okv.cache.shared import shares_prompt
 from h2okv.config import CacheConfig
-from h2okv.console import check_least, optional
+from h2okv.console import check_minimum, optional
 from h2okv.provenance import digest
 from h2okv.records import unknown_name
 from h2okv_lab.evaluation.lm_eval.scorer import Scorer
 from h2okv_lab.evaluation.lm_eval.settings import FILES, PREFIX, TASKS, data_folder
 from h2okv_lab.evaluation.model import ModelUnderTest, resolve_config
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Score, Task
+from h2okv_lab.shared import shares_prompt
 
 # The harness's seed for the examples of a prompt; a run's seed is added to it.
 _FEWSHOT_SEED = 1234
@@ -45,8 +45,8 @@ class HarnessTask(Task):
         optional("lm_eval", "a task of the harness")
         if self.own and self.name not in FILES:
             raise unknown_name("task of the harness", self.name, sorted(FILES))
-        check_least(0, shots=self.shots)
-        check_least(batch_size=self.batch_size, limit=self.limit, evict_every=self.evict_every)
+        check_minimum(0, shots=self.shots)
+        check_minimum(batch_size=self.batch_size, limit=self.limit, evict_every=self.evict_every)
         self.samples = (0,)
         self._task_name = f"{PREFIX}{self.name}" if self.own else self.name
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from h2okv.config import CacheConfig
-from h2okv.console import check_least
+from h2okv.console import check_minimum
 from h2okv.provenance import digest
 from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
 from h2okv_lab.evaluation.stream_data import TextSource
@@ -35,8 +35,8 @@ class Perplexity(Task):
     metrics = ("perplexity",)
 
     def __post_init__(self) -> None:
-        check_least(2, length=self.length)
-        check_least(windows=self.windows, every=self.every)
+        check_minimum(2, length=self.length)
+        check_minimum(windows=self.windows, every=self.every)
 
     def identity(self) -> Mapping[str, Any]:
         return {"data": digest(self.text), "length": self.length, "every": self.every}

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from h2okv.console import check_least, optional
+from h2okv.console import check_minimum, optional
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.provenance import digest
 from h2okv.records import read_jsonl
@@ -41,7 +41,7 @@ class QuestionTask(Task):
     stops: ClassVar[tuple[str, ...]] = ("\n",)
 
     def __post_init__(self) -> None:
-        check_least(max_new_tokens=self.max_new_tokens)
+        check_minimum(max_new_tokens=self.max_new_tokens)
         scores = optional("lm_eval.tasks.ruler.common_utils", "recall")
         self._match: Callable[[list[str], list[list[str]]], float] = scores.string_match_all
         # Context and question, tokenized separately so that both compressions read the same tokens;
@@ -100,7 +100,7 @@ class Recall(QuestionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_least(limit=self.limit)
+        check_minimum(limit=self.limit)
         self.questions = read_ruler(self.input)
 
     def identity(self) -> Mapping[str, Any]:
@@ -141,7 +141,7 @@ class NeedleTask(QuestionTask):
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise ValueError(f"--depths must be fractions from 0 to 1, got {depth:g}")
-        check_least(tries=self.tries)
+        check_minimum(tries=self.tries)
         answer = "{answer}" if self.answer is None else self.answer
         if answer not in self.statement:
             raise ValueError(

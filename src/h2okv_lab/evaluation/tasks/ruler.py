@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2okv.assets import sample_prompt
-from h2okv.console import check_least
+from h2okv.console import check_minimum
 from h2okv.prompts.chat_template import chat_text
 from h2okv.provenance import digest
 from h2okv.records import read_text_file, unknown_name
@@ -272,7 +272,7 @@ class Ruler(QuestionTask):
             raise unknown_name("task of RULER", self.name, KINDS)
         self.max_new_tokens = self.max_new_tokens or KINDS[self.name].max_new_tokens
         super().__post_init__()
-        check_least(limit=self.limit, length=self.length)
+        check_minimum(limit=self.limit, length=self.length)
 
     @cached_property
     def sources(self) -> Sources:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from h2okv.cache import H2OCache
 from h2okv.cache.base_layer import LAYER_ATTRIBUTE, BaseLayer
-from h2okv.cache.h2o_cache import H2OCache
-from h2okv.cache.layer import CacheLayer, SharedAttention
+from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
-from h2okv.ops.reference import AttentionSpec
-from h2okv.policy import Sees
+from h2okv.ops.reference import AttentionSpec, Visibility
+from h2okv.policy import Inputs
+
+Attended = tuple[Tensor, Tensor]
 
 
 def shares_prompt(config: CacheConfig) -> bool:
@@ -23,12 +26,54 @@ def shares_prompt(config: CacheConfig) -> bool:
     return config.positions == "original" and config.chunk is None
 
 
+class SharedAttention:
+    """A block's attention, computed once for each weighting of its queries."""
+
+    def __init__(self) -> None:
+        self._attended: Attended | None = None
+        self._weighted: list[tuple[Tensor, Tensor]] = []
+        self._once: Tensor | None = None
+
+    def __call__(
+        self,
+        attend: Callable[..., Attended],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        visibility: Visibility,
+        spec: AttentionSpec,
+        weights: Tensor | None,
+    ) -> Attended:
+        if self._attended is None:
+            self._attended = attend(query, key, value, visibility, spec, None)
+        output, sums = self._attended
+        if weights is None:
+            return output, sums
+        for weighting, sums in self._weighted:
+            if torch.equal(weighting, weights):
+                return output, sums
+        first = 0
+        if visibility.queries is visibility.entries is spec.reach is None:
+            # Queries of weight zero before a window at the end need no second pass.
+            first = int((weights != 0).any(dim=0).to(torch.uint8).argmax())
+        seen = replace(visibility, past=visibility.past + first)
+        _, sums = attend(query[:, :, first:], key, value, seen, spec, weights[:, first:])
+        self._weighted.append((weights, sums))
+        return output, sums
+
+    def once(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Return ``compute()``, computed by the first caller and shared with the others."""
+        if self._once is None:
+            self._once = compute()
+        return self._once
+
+
 class SharedLayer(BaseLayer):
     """One layer of several caches: all read the first block, then each decodes its sequences."""
 
     def __init__(self, layers: Sequence[CacheLayer]) -> None:
         first = layers[0]
-        rules = (layer.rule for layer in layers if layer.rule.observes is Sees.QUERIES)
+        rules = (layer.rule for layer in layers if layer.rule.effective_inputs is Inputs.QUERIES)
         super().__init__(
             first.layer_idx, first.budget, next(rules, first.rule), first.position_rule
         )

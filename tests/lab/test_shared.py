@@ -6,11 +6,11 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import h2okv
 from h2okv import policy_names
-from h2okv.cache.shared import SharedPrefill
 from h2okv.config import SCORINGS, CacheConfig
-from h2okv.policy import Sees, get_rule
+from h2okv.policy import Inputs, get_rule
 from h2okv_lab.evaluation.model import make_cache, read_together
 from h2okv_lab.masking import MaskedCache
+from h2okv_lab.shared import SharedPrefill
 
 LENGTH, STEPS = 70, 8
 BUDGETS = (0.5, 0.1, 9, 200)
@@ -21,7 +21,7 @@ def settings():
     configs = [CacheConfig("full"), CacheConfig("full", kv_bits=8)]
     for name in policy_names():
         rule = get_rule(name)
-        counts = rule.uses_scores and rule.sees is not Sees.WINDOW
+        counts = rule.uses_scores and rule.inputs is not Inputs.WINDOW
         for scoring in SCORINGS if counts else ("sum",):
             for budget in BUDGETS:
                 if name != "full":
