@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from numbers import Integral, Real
 from typing import Any
 
 from h2okv.records import short_repr, unknown_name
@@ -58,6 +59,25 @@ def parse_amounts(text: str) -> tuple[int | float, int | float] | None:
     return amounts[0], amounts[1]
 
 
+def parse_budget(budget: Any) -> int | float | tuple[int | float, int | float] | None:
+    """Return a budget, or heavy and recent, in tokens or fractions; ``None`` for the full cache."""
+    amount = budget
+    if isinstance(budget, str):
+        if budget.strip().lower() == "full":
+            return None
+        if (amounts := parse_amounts(budget)) is not None:
+            return amounts
+        amount = parse_amount(budget)
+    if isinstance(amount, Integral) and not isinstance(amount, bool):
+        return int(amount)
+    if isinstance(amount, Real) and not isinstance(amount, bool):
+        return float(amount)
+    raise ValueError(
+        f"budget={short_repr(budget)} is not a budget; give a fraction of the prompt (0.2 or"
+        " '20%'), tokens (512), heavy+recent ('64+10%'), or 'full'."
+    )
+
+
 def amount_text(amount: int | float) -> str:
     """Write tokens or a fraction so that `parse_amount` returns exactly the same."""
     if isinstance(amount, int):
@@ -68,15 +88,7 @@ def amount_text(amount: int | float) -> str:
 
 
 def parse_cuts(text: str, where: str) -> dict[str, Any]:
-    """Parse where entries are evicted, such as ``prompt+32``, into fields.
-
-    Args:
-        text: the text.
-        where: the name of the option in an error.
-
-    Raises:
-        ValueError: if it is another text.
-    """
+    """Parse where entries are evicted, such as ``prompt+32``; `where` names the option."""
     before, plus, every = map(str.strip, text.partition("+"))
     if before.lower() == _PROMPT and plus and every.isdecimal():
         return {"evict_every": int(every), "whole_prompts": True}
@@ -107,11 +119,7 @@ def split_options(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Return the arguments of `CacheConfig` that a text sets, ``layer_budgets`` as its text.
-
-    Raises:
-        ValueError: if the text is not one of a cache, or an option is unknown or given twice.
-    """
+    """Return the arguments of `CacheConfig` that a text sets, ``layer_budgets`` as its text."""
     if not isinstance(text, str):
         raise ValueError(f"cache must be a text such as 'best:20%', got {short_repr(text)}.")
     head, pairs = split_options(text)

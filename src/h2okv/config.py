@@ -9,7 +9,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +23,6 @@ from h2okv.budget import (
     parse_factors,
     usual_minimum,
 )  # fmt: skip
-from h2okv.cache_spec import amount_text, parse_amount, parse_amounts
 from h2okv.records import checked_arguments, read_text_file, refusing, short_repr
 
 Positions = Literal["original", "rolling", "clamped"]
@@ -52,8 +50,6 @@ POLICIES = (
     "fixed", "fixed_heavy", "snapkv", "keydiff", BEST,
 )  # fmt: skip
 """Policies that drop entries; listed here because the registry imports torch."""
-SCORED = ("h2o", "heavy", "strided_heavy", "fixed_heavy")
-"""The members of `POLICIES` that use accumulated attention; `BEST` sets its own scoring."""
 KV_BITS = {8: (8, 8), 6: (8, 4), 4: (4, 4)}  # bits of keys and of values, by their mean
 
 SCORINGS = ("sum", "mean", "decay", "last", "value_norm", "expected")
@@ -71,31 +67,8 @@ def resolve_policy(
     )
 
 
-def _parse_budget(budget: Any) -> int | float | tuple[int | float, int | float] | None:
-    """Return a budget, or heavy and recent, in tokens or fractions; ``None`` for the full cache."""
-    amount = budget
-    if isinstance(budget, str):
-        if budget.strip().lower() == "full":
-            return None
-        if (amounts := parse_amounts(budget)) is not None:
-            return amounts
-        amount = parse_amount(budget)
-    if isinstance(amount, Integral) and not isinstance(amount, bool):
-        return int(amount)
-    if isinstance(amount, Real) and not isinstance(amount, bool):
-        return float(amount)
-    raise ValueError(
-        f"budget={short_repr(budget)} is not a budget; give a fraction of the prompt (0.2 or"
-        " '20%'), tokens (512), heavy+recent ('64+10%'), or 'full'."
-    )
-
-
 def divided(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace among a cache's options ``budget`` by the fields it sets, and texts by their values.
-
-    Raises:
-        ValueError: if the budget is out of range, or heavy or recent is given too.
-    """
+    """Replace ``budget`` in a cache's options by the fields it sets, and texts by their values."""
     options = dict(values)
     if match := _VERSIONED.fullmatch(str(options.get("policy"))):
         if int(match[1]) != BEST_VERSION:
@@ -121,7 +94,7 @@ def divided(values: Mapping[str, Any]) -> dict[str, Any]:
         )
     if isinstance(budget, Budget):
         return options | {name: value for name, value in vars(budget).items() if value is not None}
-    parsed = _parse_budget(budget)
+    parsed = cache_spec.parse_budget(budget)
     if isinstance(parsed, tuple):
         return options | dict(zip(amounts, parsed, strict=True))
     is_tokens = isinstance(parsed, int)
@@ -303,14 +276,11 @@ class CacheConfig:
 
     @classmethod
     def from_budget(cls, budget: int | float | None, **options: Any) -> CacheConfig:
-        """Build a config from one budget, which its policy divides.
+        """Build a config from one budget, which its policy divides; sinks come on top of it.
 
         Args:
             budget: tokens (int), a fraction of the prompt (float), or ``None`` to keep everything.
             **options: the other fields.
-
-        Returns:
-            The config; the sink tokens come on top of ``budget``.
 
         Raises:
             ValueError: if the budget is out of range, or ``options`` has ``heavy`` or ``recent``.
@@ -539,8 +509,8 @@ class CacheConfig:
             with suppress(ValueError):  # too small a budget, for one
                 options = divided({"policy": self._base, "budget": amount})
                 if (options.get("heavy"), options.get("recent")) == (self.heavy, self.recent):
-                    return amount_text(amount)
-        return f"{amount_text(self.heavy)}+{amount_text(self.recent)}"
+                    return cache_spec.amount_text(amount)
+        return f"{cache_spec.amount_text(self.heavy)}+{cache_spec.amount_text(self.recent)}"
 
     @property
     def is_best(self) -> bool:
@@ -600,7 +570,7 @@ class CacheConfig:
         if self.decay is not None:
             options["scoring"] = f"{self.scoring}:{self.decay!r}"
         if "sink" in options:
-            options["sink"] = amount_text(self.sink)
+            options["sink"] = cache_spec.amount_text(self.sink)
         if self.policy != "random":
             options.pop("seed", None)
         if not exact and self.min_tokens == 0:

@@ -87,16 +87,23 @@ class _Checkpoint:
         if first_row + len(values) == shape[0]:
             self.missing.pop(name, None)
 
+    def write_table(self, name: str, tensor: Any, progress: Progress) -> None:
+        """Write a tensor of a GGUF file a few rows at a time."""
+        from gguf import dequantize
+
+        rows = max(1, _NUMBERS_AT_ONCE // tensor.data.shape[-1])
+        for start in range(0, len(tensor.data), rows):
+            chunk = tensor.data[start : start + rows]
+            self.write(name, dequantize(chunk, tensor.tensor_type), start)
+            progress.advance(chunk.nbytes)
+
 
 def write_weights(
     reader: Any, architecture: str, config: PreTrainedConfig, dtype: torch.dtype, folder: Path
 ) -> tuple[transformers.PreTrainedModel, list[str]]:
     """Write weights, without a config, as transformers would load them in `dtype`.
 
-    `reader` is the ``gguf.GGUFReader`` of the file, `architecture` the name in it.
-
-    Returns:
-        The model on the meta device, and the names of parameters that the file lacks.
+    Returns the model on the meta device, and the names of parameters that the file lacks.
     """
     import gguf
     from transformers import modeling_gguf_pytorch_utils as layouts
@@ -111,6 +118,7 @@ def write_weights(
     tensors |= {name: buffer for name, buffer in model.named_buffers() if name in names.values()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}  # a layer's experts, stacked
+    context = {"tensor_key_mapping": names, "parsed_parameters": parsed}
     checkpoint = _Checkpoint(folder, shapes, dtype)
     size = sum(int(tensor.n_bytes) for tensor in reader.tensors)
     with Progress("converting", size, "bytes") as progress:
@@ -129,22 +137,13 @@ def write_weights(
             if _block(tensor.name) != block:
                 write_joined()
                 block = _block(tensor.name)
-            kind, data, name = tensor.tensor_type, tensor.data, names.get(tensor.name)
+            name = names.get(tensor.name)
             if tensor.name in _TABLES and name in shapes:
-                rows = max(1, _NUMBERS_AT_ONCE // data.shape[-1])
-                for start in range(0, len(data), rows):
-                    chunk = data[start : start + rows]
-                    checkpoint.write(name, gguf.dequantize(chunk, kind), start)
-                    progress.advance(chunk.nbytes)
+                checkpoint.write_table(name, tensor, progress)
                 continue
-            result = processor.process(
-                weights=gguf.dequantize(data, kind),
-                name=tensor.name,
-                tensor_key_mapping=names,
-                parsed_parameters=parsed,
-            )
-            if result.name in names:
-                write(names[result.name], result.weights)
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            result = processor.process(values, name=tensor.name, **context)
+            write(names.get(result.name, ""), result.weights)
             progress.advance(tensor.n_bytes)
         write_joined()
     parameters = dict(model.named_parameters())

@@ -294,42 +294,48 @@ class Planner:
             if fraction := caches.get(tier):
                 cache = max(cache, (num_bytes + fraction * moved) / speed)
         # Operations of a token, and the fixed cost of a micro-batch's forward.
-        *layers, head = (2 * sum(slot.num_weights for slot in unit.slots) for unit in units)
-        overhead = len(layers) * machine.layer_seconds + machine.forward_seconds
-        gemm = batch_size * (sum(layers) + head) / machine.gemm_rate(batch_size)
-        attention = len(layers) * batch_size * slots * machine.entry_seconds
+        operations = [2 * sum(slot.num_weights for slot in unit.slots) for unit in units]
+        num_layers = len(units) - 1
+        overhead = num_layers * machine.layer_seconds + machine.forward_seconds
+        gemm = batch_size * sum(operations) / machine.gemm_rate(batch_size)
+        attention = num_layers * batch_size * slots * machine.entry_seconds
         compute = max(gemm, sum(sizes.values()) / machine.memory) + attention + overhead
-        step = {"weights": weights, "cache": cache, "compute": compute}
         # On a CPU the computing thread also copies the caches out of the file's pages.
         copying = caches.get("file", 0.0) * moved / machine.disk if on_cpu else 0.0
-        step["compute"] += copying
+        step = {"weights": weights, "cache": cache, "compute": compute + copying}
         together = machine.slowdown.together
         from_disk = (sizes["disk"] + caches.get("file", 0.0) * moved) / machine.disk
         seconds = max(together(from_disk, step["compute"]), *step.values())
         passes = -(-batch_size // max(1, pass_tokens // prompt))
-        micro_batches = -(-batch_size // max(1, micro_batch_tokens // prompt))
-        # Only the last token of a prompt passes the head.
-        operations = batch_size * (prompt * sum(layers) + head)
-        compute = operations / machine.gemm_rate(min(batch_size * prompt, micro_batch_tokens))
-        compute += len(layers) * batch_size * prompt * machine.token_seconds
-        prefill = together(passes * weights, compute + micro_batches * overhead)
+        compute = self._prefill_compute(batch_size, operations, overhead, micro_batch_tokens)
+        prefill = together(passes * weights, compute)
         batches = max(1.0, self.workload.num_prompts / batch_size)
+        # A partial last batch takes as many steps.
+        job_seconds = batches * prefill + ceil(batches) * (new - 1) * seconds
         return Estimate(
             step=step,
             prefill_seconds=prefill,
             # Each pass gives every running sequence a token, also while others are prefilled.
             first_result_seconds=prefill * min(1.0, new / passes) + max(0, new - passes) * seconds,
             decode_tokens_per_second=batch_size / seconds,
-            # A partial last batch takes as many steps.
-            tokens_per_second=batches
-            * batch_size
-            * new
-            / (batches * prefill + ceil(batches) * (new - 1) * seconds),
+            tokens_per_second=batches * batch_size * new / job_seconds,
         )
 
+    def _prefill_compute(
+        self, batch_size: int, operations: list[int], overhead: float, micro_batch_tokens: int
+    ) -> float:
+        """Return the seconds that computing takes, by each unit's operations a token."""
+        prompt, (*layers, head) = self.workload.mean_prompt, operations
+        micro_batches = -(-batch_size // max(1, micro_batch_tokens // prompt))
+        # Only the last token of a prompt passes the head.
+        total = batch_size * (prompt * sum(layers) + head)
+        compute = total / self.hardware.gemm_rate(min(batch_size * prompt, micro_batch_tokens))
+        compute += len(layers) * batch_size * prompt * self.hardware.token_seconds
+        return compute + micro_batches * overhead
+
     def _too_little(self, batch_size: int) -> ValueError:
-        least = place_by_fractions(self.weights or {"disk": 1.0}, len(self.meta.units))
-        plan = self._plan(batch_size, least, self.caches or _IN_FILE)
+        lightest = place_by_fractions(self.weights or {"disk": 1.0}, len(self.meta.units))
+        plan = self._plan(batch_size, lightest, self.caches or _IN_FILE)
         needed = self.used + plan.total_bytes + self.spare
         available = self.used + self.room
         subject, remedy = "a batch of one needs", "more"

@@ -35,12 +35,12 @@ _FEW_KEYS, _FEW_KEYS_BF16 = 1 << 12, 1 << 15
 _LOWEST = -1e30
 # Sums of powers of two that lose nothing to fp32, and those whose squares do not.
 _MOST = 2.0**100
-_LEAST_TO_SQUARE, _MOST_TO_SQUARE = 2.0**-30, 2.0**60
+_MIN_TO_SQUARE, _MAX_TO_SQUARE = 2.0**-30, 2.0**60
 # Whether the processor itself multiplies matrices of bf16, which is twice as fast.
 _MULTIPLIES_BF16 = torch.cpu._is_avx512_bf16_supported()
 # For each shape of a tile oneDNN makes a kernel. Where it keeps fewer (`engine/memory.py` asks for
 # that), making them takes longer than they save.
-_LEAST_KERNELS = 128
+_MIN_KERNELS = 128
 
 
 def blockwise_attention_with_scores(
@@ -167,7 +167,7 @@ def _attend_row(
     is_kept = _MULTIPLIES_BF16 and value.is_cpu and value.dtype == torch.bfloat16
     if is_kept:
         kernels = os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")
-        is_kept = not kernels.isdecimal() or int(kernels) >= _LEAST_KERNELS
+        is_kept = not kernels.isdecimal() or int(kernels) >= _MIN_KERNELS
     dtype = value.dtype if is_kept else compute_dtype(value.dtype)
     factor = spec.scale / softcap if softcap else spec.scale * _LOG2_E
 
@@ -249,88 +249,107 @@ def _attend_heads(
     rows = max(1, min(_TILE_ROWS, scratch_elements // (heads * num_keys)) // groups)
     scratch = keys.new_empty(min(rows, length) * groups * heads * num_keys)
 
-    def attend_rows(top: int) -> None:
+    for top in range(0, length, rows)[share]:
         bottom = min(top + rows, length)
-        height = groups * (bottom - top)
         # All queries at once would be new memory for each layer, page by page.
         scaled = query[:, :, top:bottom].to(wide) * scale
         query_keys = keys[:, None, past + top : past + bottom, : key.shape[2]]
         own_logits = (scaled * query_keys).sum(dim=-1, keepdim=True)
         if shifted:
             scaled = torch.cat([scaled, own_logits], dim=-1)
-        row_queries = scaled.reshape(heads, height, -1)
         sinks = None
         if sink_logits is not None:
             sinks = (sink_logits * _LOG2_E)[..., None, None].expand_as(own_logits)
-            sinks = sinks - own_logits if shifted else sinks
-            sinks = sinks.reshape(heads, height, 1)
+            sinks = (sinks - own_logits if shifted else sinks).flatten(1, 2)
         first = 0 if window is None else max(0, past + top - window + 1)
         end = past + (bottom if reach is None else int(reach[top:bottom].max()) + 1)
         edges = range(first, end, _TILE_KEYS)
         slices = [slice(left, min(left + _TILE_KEYS, end)) for left in edges]
-
-        def logits(columns: slice) -> Tensor:
-            width = columns.stop - columns.start
-            offset = heads * height * (columns.start - first)
-            tile = scratch[offset : offset + heads * height * width].view(heads, height, width)
-            tile_keys = keys[:, columns].transpose(1, 2)
-            if bias is None or softcap is not None:
-                torch.bmm(row_queries, tile_keys, out=tile)
-            else:
-                torch.baddbmm(bias[:, :, columns].to(wide), row_queries, tile_keys, out=tile)
-            if softcap is not None:
-                tile.tanh_().mul_(softcap * _LOG2_E)
-                if bias is not None:
-                    tile += bias[:, :, columns]
-            by_head = tile.unflatten(1, (groups, -1))
-            if reach is None:
-                _hide(by_head, columns, past + top, past + bottom, window)
-            elif columns.stop > past + top:
-                block_columns = torch.arange(columns.start, columns.stop, device=tile.device) - past
-                by_head.masked_fill_(block_columns > reach[top:bottom, None], -torch.inf)
-            return tile
-
-        def attend(shift: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:
-            tiles, total, mixed = [], None, None
-            for columns in slices:
-                tile = logits(columns)
-                if shift is not None:
-                    tile.sub_(shift)
-                tile.exp2_()
-                tiles.append(tile)
-                tile_total, product = tile.sum(dim=-1, keepdim=True), value[:, columns]
-                product = torch.bmm(tile.to(value.dtype), product).to(wide)
-                total = tile_total if total is None else total.add_(tile_total)
-                mixed = product if mixed is None else mixed.add_(product)
-            assert total is not None and mixed is not None
-            if sinks is not None:
-                total.add_((sinks if shift is None else sinks - shift).exp2())
-            return tiles, total, mixed
-
+        scaled = scaled.flatten(1, 2)
+        block = _Block(row, top, bottom, slices, scaled, keys, value, bias, sinks, scratch)
         # A running maximum would cost two more passes. Relative to the logit of the query's own
         # key the powers of two stay within fp32, but for rare logits; the sums tell, and those
         # rows are done again relative to their maximum.
         shift = None
         if softcap is not None:
-            shift = own_logits.tanh_().mul_(softcap * _LOG2_E).reshape(heads, height, 1)
-        tiles, total, mixed = attend(shift)
+            shift = own_logits.tanh_().mul_(softcap * _LOG2_E).flatten(1, 2)
+        tiles, total, mixed = block.powers(shift)
         if not _in_range(total, 1 / _MOST, _MOST):
-            highest = [logits(columns).amax(dim=-1, keepdim=True) for columns in slices]
-            if sinks is not None:
-                highest.append(sinks)
-            tiles, total, mixed = attend(torch.cat(highest, -1).amax(-1, True).clamp_(min=_LOWEST))
+            tiles, total, mixed = block.powers(block.highest())
         # A row that sees nothing has a sum of zero: the limit makes its output zero, not NaN.
         factor = total.clamp_(min=torch.finfo(total.dtype).tiny).reciprocal_()
         output[:, :, top:bottom] = mixed.mul_(factor).unflatten(1, (groups, -1))
         if not needs_sums:
-            return
+            continue
         if weights is not None:
             factor = factor * weights[top:bottom].repeat(groups).unsqueeze(1)
         for columns, tile in zip(slices, tiles, strict=True):
             sums[:, columns].add_(torch.bmm(factor.transpose(1, 2), tile).squeeze(1))
 
-    for top in range(0, length, rows)[share]:
-        attend_rows(top)
+
+class _Block(NamedTuple):
+    """The R queries of h heads from `top` to `bottom`; shapes as in `_attend_heads`."""
+
+    row: _Row
+    top: int
+    bottom: int
+    slices: list[slice]  # of the keys, one a tile
+    queries: Tensor  # [h, G * R, D], and a column if the logits are shifted
+    keys: Tensor  # likewise
+    value: Tensor
+    bias: Tensor | None
+    sinks: Tensor | None  # [h, G * R, 1]
+    scratch: Tensor  # of all tiles
+
+    def logits(self, columns: slice) -> Tensor:
+        """Compute a tile ``[h, G * R, width]`` in its part of the scratch memory."""
+        past, (_, softcap, _, window, reach) = self.row.past, self.row.spec
+        (heads, height, _), width = self.queries.shape, columns.stop - columns.start
+        offset = heads * height * (columns.start - self.slices[0].start)
+        tile = self.scratch[offset : offset + heads * height * width].view(heads, height, width)
+        tile_keys = self.keys[:, columns].transpose(1, 2)
+        if self.bias is None or softcap is not None:
+            torch.bmm(self.queries, tile_keys, out=tile)
+        else:
+            bias = self.bias[:, :, columns].to(tile.dtype)
+            torch.baddbmm(bias, self.queries, tile_keys, out=tile)
+        if softcap is not None:
+            tile.tanh_().mul_(softcap * _LOG2_E)
+            if self.bias is not None:
+                tile += self.bias[:, :, columns]
+        by_head = tile.unflatten(1, (-1, self.bottom - self.top))
+        if reach is None:
+            _hide(by_head, columns, past + self.top, past + self.bottom, window)
+        elif columns.stop > past + self.top:
+            block_columns = torch.arange(columns.start, columns.stop, device=tile.device) - past
+            reached = reach[self.top : self.bottom, None]
+            by_head.masked_fill_(block_columns > reached, -torch.inf)
+        return tile
+
+    def powers(self, shift: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:
+        """Return tiles of powers of two, relative to a shift, their sums, and the values' mix."""
+        tiles, total, mixed = [], None, None
+        for columns in self.slices:
+            tile = self.logits(columns)
+            if shift is not None:
+                tile.sub_(shift)
+            tile.exp2_()
+            tiles.append(tile)
+            tile_total, product = tile.sum(dim=-1, keepdim=True), self.value[:, columns]
+            product = torch.bmm(tile.to(product.dtype), product).to(tile.dtype)
+            total = tile_total if total is None else total.add_(tile_total)
+            mixed = product if mixed is None else mixed.add_(product)
+        assert total is not None and mixed is not None
+        if self.sinks is not None:
+            total.add_((self.sinks if shift is None else self.sinks - shift).exp2())
+        return tiles, total, mixed
+
+    def highest(self) -> Tensor:
+        """Return the largest logit of each query."""
+        maxima = [self.logits(columns).amax(-1, keepdim=True) for columns in self.slices]
+        if self.sinks is not None:
+            maxima.append(self.sinks)
+        return torch.cat(maxima, -1).amax(-1, True).clamp_(min=_LOWEST)
 
 
 def _in_range(total: Tensor, lowest: float, highest: float) -> bool:
@@ -516,7 +535,7 @@ def _expected_squares(
         for start in range(0, queries.shape[1], rows)[share]:
             # As in tiles: a maximum only where squares would leave fp32. A GPU need not wait then.
             tile, total = powers(start, key.is_cuda)
-            if not key.is_cuda and not _in_range(total, _LEAST_TO_SQUARE, _MOST_TO_SQUARE):
+            if not key.is_cuda and not _in_range(total, _MIN_TO_SQUARE, _MAX_TO_SQUARE):
                 tile, total = powers(start, True)
             head_sums[head].addmv_(tile.square_().T, total.square_().reciprocal_())
 
