@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from h2okv_lab.evaluation.streaming import Step, Stream
 
 _ROWS_A_CHECKPOINT = 10
+_ROW = 1000  # tokens of a text between two rows
 _BLOCK = 64  # tokens of input in one forward
 _NO_WINDOW = 8192  # replaces the context window of a model without one
 
@@ -65,7 +66,9 @@ def stream(
     ),
     tokens: int | None = option(None, "Stop after this many."),
     max_new_tokens: int = option(128, "Maximum number of new tokens.", read=readers.count),
-    every: int = option(1000, "Tokens between two rows.", read=readers.count),
+    every: int | None = option(
+        None, "Tokens between two rows (1000; --input: a row for each turn).", read=readers.count
+    ),
     as_json: bool = JSON,
 ) -> int:
     if (text is None) == (input is None):
@@ -78,6 +81,7 @@ def stream(
     from h2okv_lab.evaluation.streaming import Stream, StreamSettings
 
     cache = choice.cache if "evict_every" in choice.named else choice.cache.with_cuts(_BLOCK)
+    every = every or (None if text is None else _ROW)
     settings = args.build(StreamSettings, locals() | {"block": cache.chunk or _BLOCK})
     described = model.describe()
     positions = cache.positions
@@ -144,7 +148,7 @@ def _run(running: Stream, described: Described, label: str, files: Files, as_jso
                 running,
                 rows=rows,
                 checkpoint=files.checkpoint,
-                save_every=_ROWS_A_CHECKPOINT * running.settings.every,
+                save_every=_ROWS_A_CHECKPOINT * (running.settings.every or _ROW),
                 should_stop=lambda: interrupt.requested,
                 on_step=on_step,
             )

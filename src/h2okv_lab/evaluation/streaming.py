@@ -32,7 +32,7 @@ class StreamRow(NamedTuple):
     """Measurements since the previous row."""
 
     position: int  # tokens of the stream read so far
-    nll: float  # mean over the predictions since the previous row, in nats
+    nll: float  # mean over the predictions since the previous row, in nats; see `Stream`
     step_seconds: float  # median over blocks of the forward pass
     rss_bytes: int | None  # of the process; None if unknown
     cache_bytes: int
@@ -67,7 +67,7 @@ class StreamSettings:
     """Options of a stream; a ``block`` of 1 is the paper's Algorithm 1."""
 
     block: int = 64  # tokens of input text in one forward
-    every: int = 1000  # tokens between two rows
+    every: int | None = 1000  # tokens between two rows; None: a row for each segment
     tokens: int | None = None  # where to stop; None for the source's end
     max_new_tokens: int = 128  # of an answer
 
@@ -115,7 +115,8 @@ class Stream:
     """A source read onto one cache; it can be saved, stopped and resumed between two blocks.
 
     A token's negative log-likelihood is that of its next token: in the input text, or the most
-    likely one in an answer of the model.
+    likely one in an answer of the model. Rows by segment leave out the answers: their ``nll`` is of
+    the text that the model was given.
     """
 
     model: PreTrainedModel
@@ -209,6 +210,8 @@ class Stream:
             yield from self._read(ids, limit)
         while self._room != 0 and segment.answers and not self._is_answered:
             yield from self._read(torch.tensor(state.answer[-1:]), 1, is_answer=True)
+        if self.settings.every is None and state.count:
+            yield Step([self._end_row()])
         if self._room != 0:
             state.pending = state.answer[-1:] or ids[-1:].tolist()
             state.answer, state.read = [], 0
@@ -236,15 +239,20 @@ class Stream:
             chosen = [int(logits[0, -1].argmax())] if read == len(ids) else []
             if not is_answer:
                 self.state.read = read
-            rows = self._score(logits[0], following + chosen, began)
+            rows = self._score(logits[0], following + chosen, len(following), began)
             self.state.answer += chosen
             # The stream's limit may end an answer early.
             is_done = chosen and (self._is_answered or self._room == 0)
             yield Step(rows, tuple(self.state.answer) if is_done else None)
             began = time.perf_counter()
 
-    def _score(self, logits: torch.Tensor, following: list[int], began: float) -> list[StreamRow]:
-        """Score a block's logits ``[c, V]``; return the rows that it completes."""
+    def _score(
+        self, logits: torch.Tensor, following: list[int], num_text: int, began: float
+    ) -> list[StreamRow]:
+        """Score a block's logits ``[c, V]``; return the rows that it completes.
+
+        The first ``num_text`` of the following tokens are in the input.
+        """
         state = self.state
         targets = torch.tensor(following, device=logits.device)
         # `tolist` waits for the device, so the time is the block's.
@@ -257,16 +265,23 @@ class Stream:
             )
         state.seconds += state.last_step
         state.steps.append(state.last_step)
-        before = len(state.rows)
-        for value in values:
+        before, every = len(state.rows), self.settings.every
+        for number, value in enumerate(values):
             state.position += 1
+            state.total_nll += value
+            if every is None and number >= num_text:
+                continue
             state.count += 1
             state.nll += value
-            state.total_nll += value
-            if state.position % self.settings.every == 0:
-                state.rows.append(self._row())
-                state.nll, state.count, state.steps = 0.0, 0, []
+            if every is not None and state.position % every == 0:
+                self._end_row()
         return state.rows[before:]
+
+    def _end_row(self) -> StreamRow:
+        state = self.state
+        state.rows.append(self._row())
+        state.nll, state.count, state.steps = 0.0, 0, []
+        return state.rows[-1]
 
     def _row(self) -> StreamRow:
         state = self.state

@@ -99,6 +99,9 @@ def test_conversations_are_answered_on_one_cache(stream, chats, tmp_path):
     assert headings == [f"--- sample {i}, answer {j} ---" for i in (1, 2) for j in (1, 2)]
     positions = [row.position for row in read_rows(rows)]
     assert positions[:3] == [10, 20, 30]
+    by_turn = tmp_path / "turns.csv"
+    assert stream("--input", chats, "--max-new-tokens", 5, "--csv", by_turn).code == 0
+    assert len(read_rows(by_turn)) == 4
 
 
 def test_mt_bench_files_are_read_unchanged(h2okv_command, shared):

@@ -147,13 +147,31 @@ def test_an_end_token_ends_the_answer_and_is_read_once(begin, segments):
     assert stream.state.position == 20 + first + 2 + len(answers[1]) - 1
 
 
+def test_a_row_is_a_turn_and_scores_what_the_model_was_given(begin, chat_source):
+    wide = {"heavy": 400, "recent": 1}
+    stream = begin(chat_source, StreamSettings(block=8, every=None, max_new_tokens=5), wide)
+    rows, answers = drain(stream)
+    ids, spans, ends = [], [], []
+    for segment in (turn for sample in range(len(chat_source)) for turn in chat_source[sample]):
+        spans.append((len(ids), len(ids) + len(segment.ids)))
+        ids += segment.ids.tolist() + (list(answers.pop(0)) if segment.answers else [])
+        ends.append(len(ids) - 1)  # the last token is read with the next turn
+    with torch.no_grad():
+        logits = stream.model(torch.tensor([ids]), use_cache=False).logits[0]
+    values = F.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="none")
+    expected = [values[max(start - 1, 0) : end - 1].mean().item() for start, end in spans]
+    assert [row.nll for row in rows] == pytest.approx(expected, rel=1e-4)
+    assert [row.position for row in rows] == ends
+
+
+@pytest.mark.parametrize("every", [15, None])
 @pytest.mark.parametrize("policy", ["h2o", "random", "sink_recent", "full"])
 @pytest.mark.parametrize("kind", ["text_source", "chat_source"])
-def test_a_resumed_stream_is_bit_identical(begin, tmp_path, request, kind, policy):
+def test_a_resumed_stream_is_bit_identical(begin, tmp_path, request, kind, policy, every):
     source = request.getfixturevalue(kind)
     positions = "original" if policy == "full" else "rolling"
     budget = {"heavy": 8, "recent": 8, "policy": policy, "positions": positions}
-    settings = StreamSettings(block=8, every=15, max_new_tokens=6)
+    settings = StreamSettings(block=8, every=every, max_new_tokens=6)
     rows, answers = drain(begin(source, settings, budget))
     stream = begin(source, settings, budget)
     states, collected = [], []
