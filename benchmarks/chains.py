@@ -52,7 +52,7 @@ def problem(seed: int, entries: int) -> tuple[str, list[str]]:
     """Return a prompt and the lines of its answer."""
     draw = random.Random(seed)
     names = draw.sample(WORDS, SHOWN + entries)
-    numbers = [draw.randint(2, 19) for _ in names]
+    numbers = [draw.randint(2, 9) for _ in names]
     shown, lines = doubled(names[:SHOWN], numbers[:SHOWN])
     prompt, answer = doubled(names[SHOWN:], numbers[SHOWN:])
     return "\n".join([shown.rstrip(), *lines, "end", "", prompt]), answer
