@@ -190,6 +190,18 @@ def parse_factors(text: str) -> LayerBudgets:
     return checked_factors(content.get("factors", ()) if isinstance(content, dict) else content)
 
 
+def partly_even(budgets: LayerBudgets, share: float) -> LayerBudgets:
+    """Mix factors with even ones, so that every layer or head gets this share of the budget."""
+
+    def mixed(factor: float) -> float:
+        return round(share + (1 - share) * factor, 4)
+
+    return tuple(
+        tuple(map(mixed, layer)) if isinstance(layer, Sequence) else mixed(layer)
+        for layer in budgets
+    )
+
+
 def limit_factors(factors: Sequence[float], limit: float) -> list[float]:
     """Lower factors to `limit`; the excess goes to the others in proportion to theirs."""
     limited, total = list(factors), sum(factors)

@@ -130,6 +130,23 @@ def test_pins_that_no_chat_can_have_are_refused_at_the_start(make_llm, tokenizer
             h2okv.LLM(model, reader, **ENGINE | options)
 
 
+def test_half_of_the_budget_is_even_among_heads_that_have_pins(make_llm, greedy):
+    model = make_llm("bundled").engine.model
+    factors = [[0.1, 1.9]] * model.config.num_hidden_layers
+    options = ENGINE | {"heavy": 80, "layer_budgets": factors}
+    spans, prompt = [(2, 42)], list(range(2, 80))
+    with pytest.raises(
+        ValueError, match="keeps 8 heavy ones of this prompt in a head.*layers=even"
+    ):
+        make_llm(model, **options).generate([prompt], greedy(1), pins=[spans])
+    pinned = make_llm(model, pin=["system"], **options)
+    assert "44 tokens at most" in pinned.engine.describe()
+    pinned.generate([prompt], greedy(9), pins=[spans])
+    assert pinned.engine.config.cache.layer_budgets[0] == (0.55, 1.45)
+    with pytest.raises(ValueError, match="45 tokens are pinned .* keeps 44 heavy"):
+        pinned.generate([prompt], greedy(1), pins=[[(2, 47)]])
+
+
 def test_pins_over_the_budget_are_refused(make_llm, greedy):
     llm = make_llm("bundled", pin=["system"], **ENGINE | {"heavy": 4})
     with pytest.raises(ValueError, match=r"tokens are pinned and policy='h2o' keeps 4 heavy"):

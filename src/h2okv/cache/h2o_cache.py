@@ -667,7 +667,15 @@ class H2OCache(Cache):
         for layer in self._scored:
             layer.prompt.pins = pins
         if length is not None:
-            validation.check_pins(self._scored[0], [length])
+            for layer in self._scored:
+                validation.check_pins(layer, [length])
+
+    def most_pinned(self, length: int) -> int:
+        """Return how many tokens of a prompt of ``length`` tokens `pin` can protect."""
+        heavy = (
+            self.rule.allocate_budget(layer.budget.resolve(length)).heavy for layer in self._scored
+        )
+        return min(heavy)
 
     def forget(self, spans: Iterable[Sequence[int]]) -> None:
         """Take tokens out of the cache, such as a model's thoughts when its turn ends.

@@ -88,9 +88,11 @@ def check_pins(layer: BaseLayer, lengths: Sequence[int]) -> None:
         if (last := layer.prompt.pins[-1])[1] > length:
             problem = f"pin {last} ends after the prompt of {length} tokens; shorten it."
         elif count > budget.heavy:
+            by_head = layer.head_budgets is not None
             problem = (
                 f"{count} tokens are pinned and policy={layer.rule.name!r} keeps {budget.heavy}"
-                " heavy ones of this prompt, pinned ones among them; raise heavy, or pin less."
+                f" heavy ones of this prompt{' in a head' * by_head}, pinned ones among them; raise"
+                f" heavy, or pin less{', or give all heads as many, layers=even' * by_head}."
             )
         else:
             continue

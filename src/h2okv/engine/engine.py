@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from h2okv.budget import Budget
+from h2okv.budget import Budget, partly_even
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import config_identity
 from h2okv.cache.linear_states import continues_prompts
@@ -49,6 +49,7 @@ from h2okv.provenance import fingerprint
 from h2okv.records import refusing
 
 _MIB = 1 << 20
+_EVEN_FOR_PINS = 0.5  # of heavy: what each head has at least where messages are pinned
 _MOST_OPENING = 12  # tokens of "<think>" and the blanks behind it
 
 
@@ -124,11 +125,18 @@ class Engine:
         self._model_config = self._cache_source = self.model.config
         if not config.tensor_parallel:  # where a process has a part of the model
             self._cache_source = self.model
+        cache = self.config.cache
         if cache_config.layer_budgets == MEASURED:
-            measured_config = with_measured_budgets(cache_config, self.model, described)
-            self.config = config = replace(config, cache=measured_config)
+            cache = with_measured_budgets(cache_config, self.model, described)
+        if config.pin and isinstance(cache.layer_budgets, tuple):  # every head has the pins
+            factors = partly_even(cache.layer_budgets, _EVEN_FOR_PINS)
+            cache = replace(cache, layer_budgets=factors)
+        if cache is not self.config.cache:
+            self.config = config = replace(config, cache=cache)
             probe = self.make_cache(None)
             self._set_limits(probe, described)
+        if config.pin:
+            self._most_pinned = probe.most_pinned(self.limits.max_prompt_tokens)
         share = self._open_slots(probe)
         self._open_queue(probe, share)
         self._eos = eos_token_ids(self.model)
@@ -471,7 +479,9 @@ class Engine:
         if self._folder is not None:
             yield f"prefix cache folder: {self._folder}"
         if self.config.pin:
-            yield f"never evicted: {', '.join(self.config.pin)} of each chat that has them"
+            parts = ", ".join(self.config.pin)
+            most = f"{self._most_pinned:,} tokens at most"
+            yield f"never evicted: {parts} of each chat that has them, {most}"
         if self.config.verify:
             yield (
                 f"verify: {100 * self.config.verify:g} % of all tokens are read again with a full"
