@@ -277,7 +277,7 @@ def test_drafts_are_refused(model_type):
 def test_micro_batches_are_joined(model_type):
     model, prompts = model_of(model_type), prompts_of(LENGTHS)
     sequences = [
-        BatchSequence(number, prompt, new)
+        BatchSequence(number, prompt, new, greedy(20))
         for number, (prompt, new) in enumerate(zip(prompts, NEWS, strict=True))
     ]
     widths = []

@@ -67,7 +67,7 @@ def stream(
     tokens: int | None = option(None, "Stop after this many."),
     max_new_tokens: int = option(128, "Maximum number of new tokens.", read=readers.count),
     every: int | None = option(
-        None, "Tokens between two rows (1000; --input: a row for each turn).", read=readers.count
+        None, "Tokens between rows (1000; with --input a turn).", read=readers.count
     ),
     as_json: bool = JSON,
 ) -> int:
