@@ -286,7 +286,7 @@ def test_micro_batches_are_joined(model_type):
         with_kwargs=True,
     )
     runner = Runner(
-        model, ForwardScheduler(), greedy(20), CacheConfig(**BUDGET), Limits(6, 50, 6),
+        model, ForwardScheduler(), CacheConfig(**BUDGET), Limits(6, 50, 6),
         torch.device("cpu"),
     )  # fmt: skip
     done = {
