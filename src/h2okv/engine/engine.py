@@ -76,9 +76,9 @@ def _describe(
             f"this {kind} model has no name, so its tokenizer is unknown; give it, LLM(model,"
             " tokenizer)."
         )
-    tokenizer, name = tokenizer or describe(name).tokenizer, name or kind
+    tokenizer = tokenizer or describe(name).tokenizer
     context = context_of(model.config)
-    return Described(name, name, model.config, tokenizer, context, processor), tokenizer
+    return Described(name or kind, name, model.config, tokenizer, context, processor), tokenizer
 
 
 class Engine:

@@ -35,7 +35,7 @@ class Described:
     """A model's config and tokenizer, before its weights are loaded."""
 
     name: str  # as the user wrote it
-    source: str  # for `from_pretrained`: a folder or Hub id
+    source: str  # for `from_pretrained`: a folder or Hub id; empty for a model without a name
     config: PreTrainedConfig
     tokenizer: transformers.PreTrainedTokenizerBase
     context: int | None  # the context window in tokens; None for no fixed limit

@@ -66,6 +66,11 @@ class ImageEncoder:
                 " leave them out"
             )
         _pillow("Image")
+        if self._processor is None and not self._source:
+            raise ValueError(
+                f"this {self._config.model_type} model has no name, so its processor is unknown;"
+                " give it in place of the tokenizer, LLM(model, processor)"
+            )
         with self._lock:
             if self._processor is None:
                 try:
