@@ -72,7 +72,12 @@ def test_a_cache_of_a_model_is_measured_once_and_kept(model, measured, tmp_path,
     assert len(files(tmp_path)) == 2
 
 
-@pytest.mark.parametrize("first", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "first",
+    # The processor multiplies no fp16.
+    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_one_measurement_serves_dtypes_budgets_layers_and_heads(measured, capsys, first):
     dtypes = [first, torch.float32, torch.bfloat16, torch.float16]
     for dtype in dtypes:

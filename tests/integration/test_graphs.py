@@ -260,7 +260,13 @@ OBSTACLES = {
 }
 
 
-@pytest.mark.parametrize("why", OBSTACLES)
+@pytest.mark.parametrize(
+    "why",
+    [
+        pytest.param(why, marks=[pytest.mark.slow] * (number % 3 > 0))
+        for number, why in enumerate(OBSTACLES)
+    ],
+)
 def test_what_cannot_be_replayed_says_why_once(device, monkeypatch, why):
     monkeypatch.setenv(VARIABLE, "off")
     model = make_model(device)
