@@ -479,9 +479,9 @@ class Engine:
         if self._folder is not None:
             yield f"prefix cache folder: {self._folder}"
         if self.config.pin:
-            parts = ", ".join(self.config.pin)
-            most = f"{self._most_pinned:,} tokens at most"
-            yield f"never evicted: {parts} of each chat that has them, {most}"
+            pinned = ", ".join(self.config.pin)
+            limit = f"{self._most_pinned:,} tokens at most"
+            yield f"never evicted: {pinned} of each chat that has them, {limit}"
         if self.config.verify:
             yield (
                 f"verify: {100 * self.config.verify:g} % of all tokens are read again with a full"
