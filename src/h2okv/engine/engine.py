@@ -480,8 +480,8 @@ class Engine:
             yield f"prefix cache folder: {self._folder}"
         if self.config.pin:
             pinned = ", ".join(self.config.pin)
-            limit = f"{self._most_pinned:,} tokens at most"
-            yield f"never evicted: {pinned} of each chat that has them, {limit}"
+            room = f"{self._most_pinned:,} tokens at most"
+            yield f"never evicted: {pinned} of each chat that has them, {room}"
         if self.config.verify:
             yield (
                 f"verify: {100 * self.config.verify:g} % of all tokens are read again with a full"
