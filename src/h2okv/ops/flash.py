@@ -20,6 +20,7 @@ from h2okv.ops.reference import AttentionSpec, attention_with_scores, causal
 # Columns behind a head's own, of which three hold minus L in bf16 parts of 8 bits each.
 _MORE_COLUMNS, _PARTS = 8, 3
 LARGEST_HEAD = 256
+_LARGE_HEAD = 128  # of bf16: from here on the tiles take nine tenths of the time
 # Of fewer queries the tiles are as fast.
 _MIN_QUERIES = 128
 # Instead of minus infinity for the logarithm of a weight of zero, which has no parts.
@@ -30,12 +31,14 @@ def sums_apply(query: Tensor, key: Tensor, value: Tensor, needs_sums: bool = Tru
     """Says whether `attention_with_sums` can do one sequence, ``[H, G, T, D]`` and ``[H, N, D]``.
 
     Its kernel knows neither a cap nor hidden keys. It is faster than the tiles of
-    `h2okv.ops.attention` for bf16 with AMX, and for fp32 where there are no sums to be made.
+    `h2okv.ops.attention` for bf16 with AMX, and where there are no sums to be made for fp32 and
+    for small heads.
     """
-    if value.dtype == torch.float32:
-        is_faster = not needs_sums
+    if value.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        is_faster = True
     else:
-        is_faster = value.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+        is_small = value.dtype == torch.float32 or query.shape[-1] < _LARGE_HEAD
+        is_faster = not needs_sums and is_small and value.dtype in (torch.float32, torch.bfloat16)
     return (
         is_faster
         and query.dtype == key.dtype == value.dtype
