@@ -475,12 +475,9 @@ def losses_by_orders(
         before_pass(_WORK_OF_FORWARD)
         logits = model(following, **{CACHE: cache}).logits[0].float()
         log_p = logits.log_softmax(-1)
-        sums = log_p.detach().exp().cumsum(-1)  # `multinomial` draws a number for each token
         for number in range(rounds):
             before_pass(_WORK_OF_ROUND)
-            drawn = torch.rand(len(sums), 1, generator=generator, device=sums.device)
-            labels = torch.searchsorted(sums, drawn * sums[:, -1:], right=True)
-            labels.clamp_(max=sums.shape[1] - 1)
+            labels = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
             gradients = torch.autograd.grad(
                 log_p.gather(-1, labels).sum(), list(gates.values()),
                 retain_graph=number < rounds - 1, allow_unused=True,
