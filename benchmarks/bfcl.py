@@ -74,6 +74,8 @@ def read_cases(data: Path, kind: str, count: int, passages: Sequence[str]) -> li
     """Read questions spread over a file, with their possible answers."""
     name = f"BFCL_v4_{FILES[kind]}.json"
     lines = read_lines(data / name)
+    if not 0 < count <= len(lines):
+        raise ValueError(f"--counts must be 1 to {len(lines)} for {kind}, got {count}")
     answers = {
         line["id"]: line["ground_truth"] for line in read_lines(data / "possible_answer" / name)
     }
@@ -185,8 +187,10 @@ def answer(
 def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str, Any]]:
     """Answer all questions with each cache; return the rows of the table."""
     kinds: dict[str, list[Case]] = {}
-    if len(args.counts) != len(args.kinds) or min(args.counts) < 1:
+    if len(args.counts) != len(args.kinds):
         raise ValueError(f"--counts must be one for each of {args.kinds}, got {args.counts}")
+    if not all(0 < share <= 1 for share in args.fractions):
+        raise ValueError(f"--fractions must be above 0 and at most 1, got {args.fractions}")
     for kind, count in zip(args.kinds, args.counts, strict=True):
         passages = read_passages(args, tested, count) if kind == "long" else ()
         kinds[kind] = read_cases(args.data, kind, count, passages)
@@ -234,7 +238,7 @@ def answer_all(
 
 
 def row_of(
-    kind: str, name: str, share: float, cases: list[Case], completed: Completions, least: int
+    kind: str, name: str, share: float, cases: list[Case], completed: Completions, minimum: int
 ) -> dict[str, Any]:
     """Count right calls, with the binomial standard error, and the paired change from full."""
     tasks = [case["task"] for case in cases]
@@ -249,10 +253,10 @@ def row_of(
     entries = mean(lengths)
     if name != "full":
         rule = name.partition(",")[0]
-        config = CacheConfig.from_spec(f"{rule}:{100 * share:g}%", min_tokens=least)
+        config = CacheConfig.from_spec(f"{rule}:{100 * share:g}%", min_tokens=minimum)
         entries = mean(config.budget.resolve(length).total for length in lengths)
     row: dict[str, Any] = {
-        "kind": kind, "cache": name, "kept": share, "min": least, "questions": count,
+        "kind": kind, "cache": name, "kept": share, "min": minimum, "questions": count,
         "too_large": len(tasks) - count,
         "prompt_tokens": round(mean(lengths)), "entries": round(entries),
         "tools_tokens": round(mean(results[task]["tools_tokens"] for task in tasks)),
@@ -282,7 +286,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a book, for the kind long")
     parser.add_argument("--passage", type=int, default=900, help="tokens of a passage (900)")
     parser.add_argument("--every", type=int, default=64, help="tokens between evictions (64)")
-    parser.add_argument("--min", type=int, default=64, help="least heavy and recent tokens (64)")
+    parser.add_argument(
+        "--min", type=int, default=64, help="minimum of heavy and recent tokens (64)"
+    )
     parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.25])
     parser.add_argument("--rules", nargs="+", default=["h2o", "best"], choices=("h2o", "best"))
     parser.add_argument("--no-pin", dest="pin", action="store_false", help="without pinned ones")

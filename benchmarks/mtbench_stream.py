@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import quality
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -25,10 +26,11 @@ import h2okv
 from h2okv.calibration.layer_budgets import budgets_of_model
 from h2okv.cli.readers import memory
 from h2okv.config import CacheConfig
+from h2okv.console import check_minimum
 from h2okv.integration.enable import read_blocks
 from h2okv.models.packed_linear import pack_linear_layers
 from h2okv.prompts.chat_template import encode
-from h2okv.records import CsvFile
+from h2okv.records import CsvFile, naming
 from h2okv_lab.evaluation.stream_data import ConversationSource
 
 COLUMNS = (
@@ -88,29 +90,29 @@ class Reader:
         return ids, statistics.median(seconds) if seconds else None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--input", type=Path, required=True, help="MT-Bench's question.jsonl")
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--cache", action="append", required=True, help="full, h2o:1024, ...")
-    parser.add_argument("--answer", type=int, default=5, help="in each n-th conversation")
-    parser.add_argument("--memory", help="end a cache that is larger, such as 320MiB")
-    parser.add_argument("--csv", type=Path, required=True, help="gets the rows; must be new")
-    options = parser.parse_args()
+def config_of(spec: str) -> CacheConfig:
+    """Return a cache that rolls and evicts every `BLOCK` tokens, or the full one."""
+    config = CacheConfig.from_spec(spec)
+    if config.is_full:
+        return config
+    return CacheConfig.from_spec(f"{spec},positions=rolling,every={BLOCK}")
+
+
+def read_all(options: argparse.Namespace) -> None:
+    """Read the conversation with each cache; write the rows."""
     limit = memory("--memory", options.memory) if options.memory else None
+    check_minimum(answer=options.answer)
+    configs = {spec: config_of(spec) for spec in options.cache}
+    with naming(options.input, "read", "give MT-Bench's question.jsonl"):
+        lines = options.input.read_text("utf-8").splitlines()
+    references = [json.loads(line).get("reference", []) for line in lines]
     model, tokenizer = h2okv.load(options.model, dtype=options.dtype)
     pack_linear_layers(model)
     vocab = model.config.vocab_size
     source = ConversationSource(options.input, tokenizer, vocab)
-    lines = options.input.read_text("utf-8").splitlines()
-    references = [json.loads(line).get("reference", []) for line in lines]
     file = CsvFile(options.csv, COLUMNS)
     common = {"date": time.strftime("%Y-%m-%d"), "model": options.model, "dtype": options.dtype}
-    for spec in options.cache:
-        config = CacheConfig.from_spec(spec)
-        if not config.is_full:
-            config = CacheConfig.from_spec(f"{spec},positions=rolling,every={BLOCK}")
+    for spec, config in configs.items():
         reader = Reader(model, budgets_of_model(model, config))
         rows: list[Row] = []
         for number, turn in ((n, t) for n in range(len(source)) for t in range(len(source[n]))):
@@ -137,6 +139,20 @@ def main() -> None:
         for row in rows:
             file.append(row)
     file.close()
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = quality.parser_of(
+        __doc__,
+        "mtbench_stream.py --input question.jsonl --cache full --cache h2o:1024 --memory 320MiB"
+        " --csv mtbench_stream.csv",
+    )
+    parser.add_argument("--input", type=Path, required=True, help="MT-Bench's question.jsonl")
+    parser.add_argument("--cache", action="append", required=True, help="full, h2o:1024, ...")
+    parser.add_argument("--answer", type=int, default=5, help="in each n-th conversation (5)")
+    parser.add_argument("--memory", help="end a cache that is larger, such as 320MiB")
+    quality.run_alone(parser, read_all)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,9 @@ def main() -> None:
     parser.add_argument("--tflops", type=float, default=22.0, help="fp16, by the authors' logs")
     parser.add_argument("--host", type=float, default=7.5, help="GB/s of a cache on the CPU")
     args = parser.parse_args()
+    for name, value in vars(args).items():
+        if not value > 0:
+            parser.error(f"--{name} must be above 0, got {value:g}")
     rows = [forecast(run, args) for run in TABLE]
     writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
     writer.writeheader()

@@ -38,13 +38,24 @@ def run(
     evaluate: Callable[[argparse.Namespace, ModelUnderTest], list[dict[str, Any]]],
 ) -> None:
     """Evaluate what the command line asks for, and write the table."""
-    args = parser.parse_args()
-    try:
+
+    def write(args: argparse.Namespace) -> None:
         tested = under_test(args.model, getattr(torch, args.dtype), args.device)
         rows = evaluate(args, tested)
         setting = {"model": args.model, "dtype": args.dtype}
         write_csv(args.csv, [setting | row for row in rows], [*setting, *rows[0]])
-    except (OSError, ValueError, KeyError) as error:
+
+    run_alone(parser, write)
+
+
+def run_alone(
+    parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], None]
+) -> None:
+    """Do what the command line asks for; end with a sentence and 2 for what it cannot be."""
+    args = parser.parse_args()
+    try:
+        command(args)
+    except (OSError, ValueError, KeyError, ImportError) as error:
         parser.error(" ".join(str(error).split()))
 
 

@@ -13,13 +13,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import quality
 import torch
 from transformers import DynamicCache, QuantizedCache
 from transformers.utils import is_optimum_quanto_available
 
 import h2okv
+from h2okv.console import check_minimum
 from h2okv.prompts.chat_template import encode
-from h2okv.records import CsvFile
+from h2okv.records import CsvFile, naming
 from h2okv_lab.benchmarking.caches import stored_bytes
 
 COLUMNS = (
@@ -29,18 +31,14 @@ COLUMNS = (
 STEPS = 8
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--prompt", type=int, default=1024)
-    parser.add_argument("--budget", type=float, default=0.3)
-    parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--csv", type=Path, required=True)
-    options = parser.parse_args()
+def compare(options: argparse.Namespace) -> None:
+    """Time the caches; write the rows."""
+    check_minimum(2, rounds=options.rounds, prompt=options.prompt)
+    if not 0 < options.budget <= 1:
+        raise ValueError(f"--budget must be above 0 and at most 1, got {options.budget}")
+    with naming(options.text, "read", "give a text"):
+        text = options.text.read_text("utf-8")[: 20 * options.prompt]
     model, tokenizer = h2okv.load(options.model, dtype=options.dtype)
-    text = options.text.read_text("utf-8")[: 20 * options.prompt]
     ids = torch.tensor([encode(tokenizer, text, model.config.vocab_size)[: options.prompt]])
     backend = "quanto" if is_optimum_quanto_available() else "hqq"
     half = int(options.budget * options.prompt) // 2
@@ -92,6 +90,18 @@ def main() -> None:
         file.append(row)
         print(*row.values(), flush=True)
     file.close()
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = quality.parser_of(
+        __doc__, "quantized_cache.py --text moby_dick.txt --csv quantized_cache.csv"
+    )
+    parser.add_argument("--text", type=Path, required=True, help="a book")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of the prompt (1024)")
+    parser.add_argument("--budget", type=float, default=0.3, help="H2O's share of it (0.3)")
+    parser.add_argument("--rounds", type=int, default=8, help="of 8 steps each (8)")
+    quality.run_alone(parser, compare)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from h2okv.budget import (
     flat_factors,
     limit_factors,
     parse_factors,
+    partly_even,
     usual_minimum,
 )  # fmt: skip
 from h2okv.records import checked_arguments, read_text_file, refusing, short_repr
@@ -50,6 +51,7 @@ POLICIES = (
     "fixed", "fixed_heavy", "snapkv", "keydiff", BEST,
 )  # fmt: skip
 """Policies that drop entries; listed here because the registry imports torch."""
+_EVEN_FOR_PINS = 0.5  # of heavy: what each head has at least where tokens are pinned
 KV_BITS = {8: (8, 8), 6: (8, 4), 4: (4, 4)}  # bits of keys and of values, by their mean
 
 SCORINGS = ("sum", "mean", "decay", "last", "value_norm", "expected")
@@ -435,6 +437,13 @@ class CacheConfig:
     def before_measuring(self) -> CacheConfig:
         """The config with even budgets, if they are still to be measured."""
         return replace(self, layer_budgets=None) if self.layer_budgets == MEASURED else self
+
+    @property
+    def with_room_for_pins(self) -> CacheConfig:
+        """The config with half of heavy divided evenly, as every head has the pins."""
+        if not isinstance(self.layer_budgets, tuple):
+            return self
+        return replace(self, layer_budgets=partly_even(self.layer_budgets, _EVEN_FOR_PINS))
 
     def layer_budget(self, index: int) -> Budget:
         """Return the budget of a layer with H2O entries; by head, the smallest of the layer."""

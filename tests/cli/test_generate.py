@@ -499,7 +499,7 @@ def test_eval_layers_measures_for_later_uses(
     assert [len(layer) for layer in by_head] == [2, 2]
 
 
-def test_pinned_messages_are_not_evicted(generate, chat_folder):
+def test_pinned_messages_are_not_evicted(generate, chat_folder, tmp_path):
     options = ("--policy", "h2o", "--budget", "12+4", "--json", "--max-new-tokens", 8)
     chat = {"model": chat_folder, "text": "a cat? " * 20}
     record = json.loads(generate(*options, "--system", "be brief", "--pin", "system", **chat).out)
@@ -511,6 +511,11 @@ def test_pinned_messages_are_not_evicted(generate, chat_folder):
     ):
         outcome = generate(*options, *more, **chat)
         assert outcome.code == 2 and message in outcome.err
+    heads = tmp_path / "heads.json"
+    heads.write_text(json.dumps([[0.1, 1.9]] * 2))
+    pinned = ("--budget", "40+4", "--cache", f"layers={heads}", "--system", "be brief")
+    outcome = generate(*options[:2], *pinned, "--json", "--pin", "system", **chat)
+    assert json.loads(outcome.out)["layer_budgets"] == [[0.55, 1.45]] * 2
 
 
 STORED_MODES = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,16 +30,26 @@ from h2okv.policy import BlockView, Inputs
 AHEAD = 16
 
 
+class BlockAttention(Protocol):
+    """A block's attention, which several caches share."""
+
+    def __call__(
+        self, attend: Callable[..., tuple[Tensor, Tensor]], /, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def once(self, compute: Callable[[], Tensor], /) -> Tensor: ...
+
+
 class CacheLayer(BaseLayer):
     """One attention layer's entries; subclasses say where entries are and what evicting means."""
 
     checks_numbers = True  # refuses attention that is not finite; one rank alone must not stop
     is_late: Tensor | None = None  # of the block that is read (`Block.is_late`)
     # Called with the operation and its arguments in place of a block's attention.
-    _shared_attention: Any = None
+    _shared_attention: BlockAttention | None = None
 
     @contextmanager
-    def share_attention(self, attention: Any) -> Iterator[None]:
+    def share_attention(self, attention: BlockAttention) -> Iterator[None]:
         """Take a block's attention from `attention`, for caches that read the same block."""
         self._shared_attention = attention
         try:

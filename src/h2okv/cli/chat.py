@@ -82,6 +82,8 @@ def chat(
         if positions == "auto" and remark is None:
             cache, remark = probe_positions(loaded, cache)
         cache = with_measured_budgets(cache, loaded, described)
+        if pin:
+            cache = cache.with_room_for_pins
         h2o_cache = h2okv.H2OCache.from_config(loaded, cache.seeded(int(params.seed or 0)))
         session = Chat(loaded, described, params, h2o_cache, system, pin, verify)
         if load is not None:

@@ -108,6 +108,8 @@ def generate(
     load = model.load if compare is None else partial(_load, model)
     loaded = load(described, compile, weight_bits)
     cache = with_measured_budgets(cache, loaded, described)
+    if pin:
+        cache = cache.with_room_for_pins
     job = Job(loaded, described, prompt_ids, params, is_chat, compile, pins, encoded.inputs, verify)
     comparison = generate_and_compare(job, cache, None if compare is None else [], quiet=as_json)
     if as_json:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from h2okv.budget import Budget, partly_even
+from h2okv.budget import Budget
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import config_identity
 from h2okv.cache.linear_states import continues_prompts
@@ -49,7 +49,6 @@ from h2okv.provenance import fingerprint
 from h2okv.records import refusing
 
 _MIB = 1 << 20
-_EVEN_FOR_PINS = 0.5  # of heavy: what each head has at least where messages are pinned
 _MOST_OPENING = 12  # tokens of "<think>" and the blanks behind it
 
 
@@ -128,9 +127,8 @@ class Engine:
         cache = self.config.cache
         if cache_config.layer_budgets == MEASURED:
             cache = with_measured_budgets(cache_config, self.model, described)
-        if config.pin and isinstance(cache.layer_budgets, tuple):  # every head has the pins
-            factors = partly_even(cache.layer_budgets, _EVEN_FOR_PINS)
-            cache = replace(cache, layer_budgets=factors)
+        if config.pin:
+            cache = cache.with_room_for_pins
         if cache is not self.config.cache:
             self.config = config = replace(config, cache=cache)
             probe = self.make_cache(None)

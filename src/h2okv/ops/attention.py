@@ -295,7 +295,7 @@ class _Block(NamedTuple):
     bottom: int
     slices: list[slice]  # of the keys, one a tile
     queries: Tensor  # [h, G * R, D], and a column if the logits are shifted
-    keys: Tensor  # likewise
+    keys: Tensor  # [h, N, D], and a column of -1 then
     value: Tensor
     bias: Tensor | None
     sinks: Tensor | None  # [h, G * R, 1]
