@@ -121,6 +121,8 @@ def test_pins_that_no_chat_can_have_are_refused_at_the_start(make_llm, tokenizer
     model = make_llm("bundled").engine.model
     for reader, options, message in (
         (tokenizer, {"pin": ["systm"]}, "pin 'systm' is unknown; did you mean system"),
+        (tokenizer, {"pin": "system"}, "pin must be a list of system, tools.*, got 'system'"),
+        (tokenizer, {"pin": 3}, "pin must be a list of system, tools.*, got 3"),
         (hiding, {"pin": ["system"]}, "pin=system .*template changes the messages.*pin others"),
         (strict, {"pin": ["system"]}, "pin=system .*no system"),
         (tokenizer, {"pin": ["user"], "policy": "sink_recent"}, "keeps 0 heavy ones"),

@@ -672,10 +672,8 @@ class H2OCache(Cache):
 
     def most_pinned(self, length: int) -> int:
         """Return how many tokens of a prompt of ``length`` tokens `pin` can protect."""
-        heavy = (
-            self.rule.allocate_budget(layer.budget.resolve(length)).heavy for layer in self._scored
-        )
-        return min(heavy)
+        budgets = (layer.budget.resolve(length) for layer in self._scored)
+        return min(self.rule.allocate_budget(budget).heavy for budget in budgets)
 
     def forget(self, spans: Iterable[Sequence[int]]) -> None:
         """Take tokens out of the cache, such as a model's thoughts when its turn ends.

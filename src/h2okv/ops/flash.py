@@ -34,13 +34,11 @@ def sums_apply(query: Tensor, key: Tensor, value: Tensor, needs_sums: bool = Tru
     `h2okv.ops.attention` for bf16 with AMX, and where there are no sums to be made for fp32 and
     for small heads.
     """
-    if value.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        is_faster = True
-    else:
-        is_small = value.dtype == torch.float32 or query.shape[-1] < _LARGE_HEAD
-        is_faster = not needs_sums and is_small and value.dtype in (torch.float32, torch.bfloat16)
+    has_amx = value.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
+    is_small = value.dtype == torch.float32 or query.shape[-1] < _LARGE_HEAD
     return (
-        is_faster
+        value.dtype in (torch.float32, torch.bfloat16)
+        and (has_amx or (is_small and not needs_sums))
         and query.dtype == key.dtype == value.dtype
         and query.is_cpu
         and query.shape[2] >= _MIN_QUERIES

@@ -162,6 +162,8 @@ Pins = Sequence[tuple[int, int]]
 
 def check_pinnable(pin: Sequence[str], tokenizer: PreTrainedTokenizerBase | None = None) -> None:
     """Raise if a name in ``pin`` is not one of `PINNABLE`, or the template hides its messages."""
+    if pin and (isinstance(pin, str) or not isinstance(pin, Sequence)):
+        raise ValueError(f"pin must be a list of {', '.join(PINNABLE)}, got {pin!r}.")
     for name in pin:
         if name not in PINNABLE:
             raise unknown_name("pin", name, PINNABLE)
