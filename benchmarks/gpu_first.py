@@ -28,6 +28,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from authors_code import part_k
 from gpu_timing import (
     SHARE,
     SINK,
@@ -514,6 +515,7 @@ def part_j(bench: Bench) -> None:
 PARTS: dict[str, tuple[int, Callable[[Bench], None]]] = {
     "A": (45, part_a), "B": (60, part_b), "C": (150, part_c), "D": (60, part_d), "E": (60, part_e),
     "F": (30, part_f), "G": (30, part_g), "H": (120, part_h), "I": (95, part_i), "J": (40, part_j),
+    "K": (90, part_k),
 }  # fmt: skip
 """Each part's seconds and function, in order of value."""
 
@@ -535,13 +537,17 @@ def parse(words: list[str] | None) -> argparse.Namespace:
             )
         return names
 
-    parser.add_argument("--parts", type=letters, default=list(PARTS), help="default: all")
+    parser.add_argument("--parts", dest="letters", type=letters, help="all; K with --flexgen")
+    parser.add_argument("--flexgen", type=Path, help="the authors' folder h2o_flexgen, for part K")
     parser.add_argument("--limit", type=float, default=690, help="seconds of all parts (690)")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu_first.csv", help="rows")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
     parser.add_argument("--debug", action="store_true", help="print where errors come from")
     args = parser.parse_args(words)
+    if args.flexgen is not None and not (args.flexgen / "flexgen" / "flex_opt.py").is_file():
+        parser.error(f"--flexgen must be the authors' folder h2o_flexgen, got {args.flexgen}")
+    args.letters = args.letters or [name for name in PARTS if name != "K" or args.flexgen]
     if args.device.type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no GPU here; try the script with --tiny --device cpu")
     args.sizes, args.dtype = (TINY, torch.float32) if args.tiny else (Sizes(), torch.bfloat16)
@@ -551,9 +557,9 @@ def parse(words: list[str] | None) -> argparse.Namespace:
 def main(words: list[str] | None = None) -> None:
     """Run the parts that the command line names."""
     args = parse(words)
-    bench, seconds = Bench(args), sum(PARTS[name][0] for name in args.parts)
+    bench, seconds = Bench(args), sum(PARTS[name][0] for name in args.letters)
     end = time.perf_counter() + args.limit
-    for name in args.parts:
+    for name in args.letters:
         budget, run = PARTS[name]
         budget = max(0, min(budget * args.limit / seconds, end - time.perf_counter()))
         bench.sizes = args.sizes

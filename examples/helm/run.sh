@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# HELM's synthetic reasoning and a custom multiple-choice file, with the full cache and with H2O at
+# HELM's synthetic reasoning and a custom multiple-choice file, with the full cache, H2O and `best` at
 # 20 %: bash run.sh OUT [INSTANCES] [MODEL]. Needs the environment of README.md, and no network.
 set -euo pipefail
 [ $# -ge 1 ] || { echo "usage: bash run.sh OUT [INSTANCES] [MODEL]" >&2; exit 2; }
@@ -24,7 +24,7 @@ done
 
 cd "$out"
 entries=()
-for model in h2okv/full h2okv/h2o-20 h2okv/h2o-20-whole; do
+for model in h2okv/full h2okv/h2o-20 h2okv/h2o-20-whole h2okv/best-20; do
   entries+=("synthetic_reasoning:mode=pattern_match,model=$model")
   entries+=("custom_mcqa:path=$here/questions.jsonl,model=$model")
   entries+=("custom_mcqa:path=$here/questions.jsonl,method=multiple_choice_separate_original,model=$model")

@@ -28,7 +28,8 @@ CASES += [{"layer_budgets": BY_HEAD}, {"policy": "best", "layer_budgets": BY_HEA
 CASES += [{"layer_budgets": BY_LAYER}, {"scoring": "value_norm", "layer_budgets": BY_HEAD}]
 EVERY = [{"evict_every": 6}, {"evict_every": 6, "scoring": "value_norm", "sink": 2}]
 EVERY += [{"evict_every": 6, "policy": "best"}, {"evict_every": 6, "layer_budgets": BY_HEAD}]
-EVERY += [{"evict_every": 5, "policy": "best", "layer_budgets": BY_HEAD}, {"evict_every": 1}]
+EVERY += [{"evict_every": 5, "policy": "best", "layer_budgets": BY_HEAD}]
+EVERY += [{"evict_every": 5, "policy": "keydiff", "sink": 2}, {"evict_every": 1}]
 CASES += EVERY
 
 

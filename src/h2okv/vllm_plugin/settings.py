@@ -79,10 +79,10 @@ def _check_cache(config: CacheConfig) -> None:
             f"h2okv: positions={config.positions!r} needs keys that vLLM has not rotated yet; use "
             "positions='original'."
         )
-    if rule.inputs is Inputs.KEYS:
+    if rule.inputs is Inputs.KEYS and config.span == 1:
         raise ValueError(
-            f"h2okv: policy={config.policy!r} ranks by keys, and inside vLLM only scores are at "
-            "hand; use policy='h2o'."
+            f"h2okv: policy={config.policy!r} ranks by keys, which inside vLLM are at hand only "
+            "where a span ends; give every=64, or use policy='h2o'."
         )
     if config.kv_bits is not None:
         raise ValueError(

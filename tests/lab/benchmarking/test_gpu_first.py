@@ -33,7 +33,7 @@ def run(script, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*too few for good text")
-@pytest.mark.parametrize("letters", ["A,B,C,D", "E,F,G,H,I,J"])
+@pytest.mark.parametrize("letters", ["A,B,C,D", "E,F,G,H,I,J,K"])
 def test_every_part_runs_on_a_cpu_or_says_that_it_needs_cuda(run, letters):
     rows = run("--parts", letters)
     assert {row["part"] for row in rows} == set(letters.split(","))
@@ -111,3 +111,28 @@ def test_bad_words_are_refused(script, words, message, capsys, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         script.main(list(words))
     assert message in capsys.readouterr().err
+
+
+FLEX_OPT = """
+def add_parser_arguments(parser):
+    for name in ("model", "path", "prompt-len", "gen-len", "log-file", "offload-dir", "overlap"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--percent", nargs=6)
+
+def run_flexgen(args):
+    tokens = AutoTokenizer.from_pretrained("facebook/opt-30b")(["a"], max_length=int(args.gen_len))
+    if len(tokens.input_ids[0]) != 4:
+        raise RuntimeError("no CUDA here")
+    with open(args.log_file, "w") as file:
+        file.write("prefill latency: 1.250 s\\tx: 1.0 token/s\\ndecode latency: 2.500 s\\t")
+"""
+
+
+def test_the_authors_command_runs_in_a_process_and_its_log_is_read(script, tmp_path):
+    authors_code = importlib.import_module("authors_code")
+    (tmp_path / "flexgen").mkdir()
+    (tmp_path / "flexgen" / "flex_opt.py").write_text(FLEX_OPT, encoding="utf-8")
+    words = f"{authors_code.FLAGS} --prompt-len 8 --gen-len".split()
+    assert authors_code.seconds_of_authors(tmp_path, [*words, "4"]) == (1.25, 2.5)
+    with pytest.raises(RuntimeError, match="no CUDA here"):
+        authors_code.seconds_of_authors(tmp_path, [*words, "5"])
