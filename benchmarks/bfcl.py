@@ -8,12 +8,15 @@ read, and keep a fraction of each prompt, but ``--min`` heavy and recent tokens 
 ``entries`` is how many that are. "pinned" pins the functions; where they have no room in the
 budget, the question is left out of that row.
 
+A question of the kind turns is a later turn of a chat with the 10 to 20 functions of one class
+(multi_turn, of 2,000 to 4,700 tokens), where one call is right. The chat before it has the true
+calls: BFCL runs the model's calls on simulated classes, and here their results say only that a call
+was made, so that an early error does not decide all turns after it.
+
 A call is right if it is the only one, names the function, and gives each argument one of its
 possible answers; arguments whose answers include "" may be missing. Numbers are equal by value,
-texts without case, spaces and punctuation. Types are JSON's. Questions of several turns
-(multi_turn) are left out: their results come from simulated classes, which would have to be run,
-and their prompts have 2,200 to 4,700 tokens. Answers are kept in a JSONL file, so a stopped run
-resumes.
+texts without case, spaces and punctuation. Types are JSON's. Answers are kept in a JSONL file, so a
+stopped run resumes.
 
 The data is the folder ``bfcl_eval/data`` of the wheel ``bfcl-eval``.
 """
@@ -21,8 +24,9 @@ The data is the folder ``bfcl_eval/data`` of the wheel ``bfcl-eval``.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -42,7 +46,16 @@ from h2okv.records import naming
 from h2okv.server.tools import ToolCall, ToolCallParser
 from h2okv_lab.evaluation.model import ModelUnderTest
 
-FILES = {"simple": "simple_python", "multiple": "multiple", "long": "simple_python"}
+FILES = {
+    "simple": "simple_python", "multiple": "multiple", "long": "simple_python",
+    "turns": "multi_turn_base",
+}  # fmt: skip
+CLASSES = {
+    "GorillaFileSystem": "gorilla_file_system", "MathAPI": "math_api", "MessageAPI": "message_api",
+    "TwitterAPI": "posting_api", "TicketAPI": "ticket_api", "TradingBot": "trading_bot",
+    "TravelAPI": "travel_booking", "VehicleControlAPI": "vehicle_control",
+}  # fmt: skip
+DESCRIBED = ("name", "description", "parameters")  # and not what they return
 TYPES = {"dict": "object", "float": "number", "tuple": "array"}  # to those of JSON schemas
 ROOM = 96  # tokens of an answer
 BATCH = 8  # questions at a time
@@ -72,6 +85,8 @@ def read_lines(path: Path) -> list[Any]:
 
 def read_cases(data: Path, kind: str, count: int, passages: Sequence[str]) -> list[Case]:
     """Read questions spread over a file, with their possible answers."""
+    if kind == "turns":
+        return read_turns(data, count)
     name = f"BFCL_v4_{FILES[kind]}.json"
     lines = read_lines(data / name)
     if not 0 < count <= len(lines):
@@ -92,6 +107,58 @@ def read_cases(data: Path, kind: str, count: int, passages: Sequence[str]) -> li
         identifier = f"{kind} {line['id']}"
         cases.append({"task": identifier, "chat": chat, "answer": answers[line["id"]]})
     return cases
+
+
+def read_call(text: str, functions: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Read a call that is written as in Python; return its arguments by name, by its name."""
+    call: Any = ast.parse(text, mode="eval").body
+    [function] = [f for f in functions if f["name"] == call.func.id]
+    names = list(function["parameters"]["properties"])
+    values = {name: node for name, node in zip(names, call.args, strict=False)}
+    values |= {keyword.arg: keyword.value for keyword in call.keywords}
+    return {call.func.id: {name: ast.literal_eval(node) for name, node in values.items()}}
+
+
+def turns_of(line: Case, truth: Sequence[Sequence[str]], data: Path) -> Iterator[Case]:
+    """Yield the later turns of a chat for which one call is right, with the true calls before."""
+    [involved] = line["involved_classes"]
+    functions = read_lines(data / "multi_turn_func_doc" / f"{CLASSES[involved]}.json")
+    tools = [
+        {"type": "function", "function": {name: as_schema(f[name]) for name in DESCRIBED}}
+        for f in functions
+    ]
+    messages: list[dict[str, Any]] = []
+    for number, (question, calls) in enumerate(zip(line["question"], truth, strict=True)):
+        messages = [*messages, *question]
+        read = [read_call(text, functions) for text in calls]
+        if number and len(read) == 1:
+            chat = read_conversation({"messages": messages, "tools": tools})
+            [(name, arguments)] = read[0].items()
+            possible = {key: [value] for key, value in arguments.items()}
+            task = f"turns {line['id']} {number}"
+            yield {"task": task, "chat": chat, "answer": [{name: possible}]}
+        for index, call in enumerate(read):
+            [(name, arguments)] = call.items()
+            shown = {"name": name, "arguments": json.dumps(arguments)}
+            identifier = f"call_{number}_{index}"
+            request = {"id": identifier, "type": "function", "function": shown}
+            messages.append({"role": "assistant", "content": None, "tool_calls": [request]})
+            messages.append({"role": "tool", "tool_call_id": identifier, "content": "done"})
+
+
+def read_turns(data: Path, count: int) -> list[Case]:
+    """Read later turns, one of each chat that has one class and such a turn."""
+    name = f"BFCL_v4_{FILES['turns']}.json"
+    truth = {
+        line["id"]: line["ground_truth"] for line in read_lines(data / "possible_answer" / name)
+    }
+    cases: list[Case] = []
+    for line in read_lines(data / name):
+        if len(line["involved_classes"]) == 1:
+            cases += list(turns_of(line, truth[line["id"]], data))[-1:]
+    if not 0 < count <= len(cases):
+        raise ValueError(f"--counts must be 1 to {len(cases)} for turns, got {count}")
+    return [cases[number * len(cases) // count] for number in range(count)]
 
 
 def read_passages(args: argparse.Namespace, tested: ModelUnderTest, count: int) -> list[str]:
@@ -282,7 +349,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder bfcl_eval/data")
     parser.add_argument("--out", type=Path, required=True, help="JSONL of answers")
     parser.add_argument("--kinds", nargs="+", default=list(FILES), choices=list(FILES))
-    parser.add_argument("--counts", type=int, nargs="+", default=[20, 20, 15], help="of each kind")
+    parser.add_argument(
+        "--counts", type=int, nargs="+", default=[20, 20, 15, 12], help="of each kind"
+    )
     parser.add_argument("--text", type=Path, help="a book, for the kind long")
     parser.add_argument("--passage", type=int, default=900, help="tokens of a passage (900)")
     parser.add_argument("--every", type=int, default=64, help="tokens between evictions (64)")

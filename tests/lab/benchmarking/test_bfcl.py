@@ -68,3 +68,32 @@ def test_a_call_is_the_only_one_and_names_the_function(bfcl, tmp_path):
         assert bfcl.check(answer, case["chat"], case["answer"]) == expected
     with pytest.raises(ValueError, match="cannot be read"):
         bfcl.read_cases(tmp_path / "nowhere", "simple", 1, ())
+
+
+def test_later_turns_follow_the_true_calls_of_earlier_ones(bfcl, tmp_path):
+    documented = {"name": "add", "description": "Add.", "response": {"type": "dict"}}
+    documented["parameters"] = {"type": "dict", "properties": {"a": {}, "b": {}}}
+    questions = [[{"role": "user", "content": text}] for text in ("One.", "Two.", "Three.")]
+    line = {"id": "x", "question": questions, "involved_classes": ["MathAPI"]}
+    truth = {"id": "x", "ground_truth": [["add(1, b='c')", "add(2)"], [], ["add(a=[3])"]]}
+    for folder in ("multi_turn_func_doc", "possible_answer"):
+        (tmp_path / folder).mkdir()
+    name = "BFCL_v4_multi_turn_base.json"
+    for path, content in (
+        (tmp_path / name, line),
+        (tmp_path / "possible_answer" / name, truth),
+        (tmp_path / "multi_turn_func_doc" / "math_api.json", documented),
+    ):
+        path.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    (case,) = bfcl.read_cases(tmp_path, "turns", 1, ())
+    assert case["answer"] == [{"add": {"a": [[3]]}}]
+    chat = case["chat"]
+    roles = [message["role"] for message in chat.messages]
+    assert roles == ["user", "assistant", "tool", "assistant", "tool", "user", "user"]
+    calls = [call for message in chat.messages for call in message.get("tool_calls") or ()]
+    first, second = (call["function"]["arguments"] for call in calls)
+    assert (json.loads(str(first)) if isinstance(first, str) else first) == {"a": 1, "b": "c"}
+    assert (json.loads(str(second)) if isinstance(second, str) else second) == {"a": 2}
+    assert "response" not in chat.tools[0]["function"]
+    with pytest.raises(ValueError, match=r"--counts must be 1 to 1 for turns, got 2"):
+        bfcl.read_cases(tmp_path, "turns", 2, ())
