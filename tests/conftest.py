@@ -1,10 +1,12 @@
 """Fixtures that several folders use: the data beside the checkout, and tiny models."""
 
+import dataclasses
 import importlib.util
 import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +37,33 @@ def pytest_collection_modifyitems(items):
 def _one_thread():
     # Tiny models are slower on several threads than on one.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fast_interpreter():
+    """Let Triton's interpreter patch its language once, not at each call, and drop unread checks.
+
+    It looks for overflows of every sum of integers, and reads the result in debug mode only.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    options, patch_language = interpreter.interpreter_builder.options, interpreter._patch_lang
+    assert not options.debug
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    restore_nothing, patched = SimpleNamespace(restore=lambda: None), set()
+
+    def patch_once(function):
+        here = {id(value) for value in function.__globals__.values()}
+        names = {module.__name__ for module in (tl, tl.core) if id(module) in here}
+        if not patched.issuperset(names):
+            patch_language(function)
+            patched.update(names)
+        return restore_nothing
+
+    interpreter._patch_lang = patch_once
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -156,10 +156,7 @@ def test_a_config_alone_warns_once_it_reads(make_llama):
     model, ids = make_llama(), tokens(1, 1, 20)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        caches = [
-            cache_of(model.config, 8, 8, kv_bits=4),
-            cache_of(model, 8, 8, kv_bits=4),
-        ]
+        caches = [cache_of(model.config, 8, 8, kv_bits=4), cache_of(model, 8, 8, kv_bits=4)]
         assert not caught
         for cache in caches:
             run(model, cache, ids, torch.ones_like(ids), [10, 10])

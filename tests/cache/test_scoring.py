@@ -305,28 +305,13 @@ def test_the_sum_needs_nothing_else(make_llama):
     [
         ({"scoring": "means"}, "scoring 'means' is unknown; did you mean mean"),
         ({"scoring": "l2"}, "scoring 'l2' is unknown; choose from sum, mean, decay"),
-        (
-            {"scoring": "decay", "decay": 0.0},
-            "decay must be a factor .* got 0.0",
-        ),
-        (
-            {"scoring": "decay", "decay": 1.01},
-            "decay must be a factor .* got 1.01",
-        ),
-        (
-            {"scoring": "decay", "decay": float("nan")},
-            "decay must be a factor .* got nan",
-        ),
-        (
-            {"scoring": "decay", "decay": True},
-            "decay must be a factor .* got True",
-        ),
+        ({"scoring": "decay", "decay": 0.0}, "decay must be a factor .* got 0.0"),
+        ({"scoring": "decay", "decay": 1.01}, "decay must be a factor .* got 1.01"),
+        ({"scoring": "decay", "decay": float("nan")}, "decay must be a factor .* got nan"),
+        ({"scoring": "decay", "decay": True}, "decay must be a factor .* got True"),
         ({"decay": 0.9}, "decay=0.9 has no effect with scoring='sum'"),
         ({"scoring": "mean", "decay": 0.9}, "decay=0.9 has no effect with scoring='mean'"),
-        (
-            {"scoring": "value_norm", "decay": 2.0},
-            "decay must be a factor .* got 2.0",
-        ),
+        ({"scoring": "value_norm", "decay": 2.0}, "decay must be a factor .* got 2.0"),
         ({"scoring": "mean", "policy": "recent"}, "no effect with policy='recent'"),
         ({"scoring": "decay", "policy": "random"}, "no effect with policy='random'"),
     ],

@@ -225,10 +225,7 @@ def test_an_interval_covers_the_mean_as_often_as_it_says():
         ({"prompt_tokens": 1}, "--prompt-tokens 1 is too few"),
         ({"new_tokens": 0}, "--new-tokens 0 is too few"),
         ({"texts": 0}, "--texts 0 is too few"),
-        (
-            {"prompt_tokens": 100_000},
-            "for 0 texts of 100033 .*longer text, or smaller numbers$",
-        ),
+        ({"prompt_tokens": 100_000}, "for 0 texts of 100033 .*longer text, or smaller numbers$"),
         ({"texts": 400}, r"or --texts \d+ or fewer$"),
         ({"prompt_tokens": 2040}, "more than the model's context window of 2048"),
     ],
