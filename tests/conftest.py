@@ -2,8 +2,10 @@
 
 import dataclasses
 import importlib.util
+import io
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +119,44 @@ def load_script():
         return module
 
     return load
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def replace_stderr(monkeypatch):
+    """Return a function that replaces stderr; pytest would undo a replacement during set-up."""
+
+    def replace(stream=None):
+        stream = Terminal() if stream is None else stream
+        monkeypatch.setattr(sys, "stderr", stream)
+        return stream
+
+    return replace
+
+
+@pytest.fixture
+def start_command():
+    """Return a function that starts h2okv in a child process, which ends with the test."""
+    processes = []
+
+    def call(*args):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "h2okv", *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+        processes.append(process)
+        return process
+
+    yield call
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="session")

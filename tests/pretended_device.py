@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from h2okv.ops import dispatch
 
@@ -369,6 +370,18 @@ class PretendedDevice:
             yield counts
         finally:
             self._mode.counts = None
+
+
+def make_model(dtype=torch.float32, layers=2, attention="h2o", **options):
+    """Make a tiny model on the CPU."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=97, max_position_embeddings=512, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    model.set_attn_implementation(attention)
+    return model
 
 
 # Numbers of c10::DeviceType.

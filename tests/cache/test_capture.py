@@ -5,8 +5,7 @@ On the pretended device, of the whole forward, transformers' part included.
 
 import pytest
 import torch
-from pretended_device import DEVICE, PretendedTensor, pretended_device
-from transformers import LlamaConfig, LlamaForCausalLM
+from pretended_device import DEVICE, PretendedTensor, make_model, pretended_device
 
 import h2okv
 from h2okv.cache.argument import CACHE
@@ -66,17 +65,6 @@ def test_every_hazard_of_a_recording_is_counted(monkeypatch):
         host = torch.zeros(3)
         assert hazards(lambda: host.to(DEVICE, non_blocking=True)) == {"copy from the host": 1}
         assert hazards(lambda: host.copy_(numbers)) == {"copy to the host": 1}
-
-
-def make_model(dtype):
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=97, max_position_embeddings=512,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(dtype).eval()
-    model.set_attn_implementation("h2o")
-    return model
 
 
 class Reader:
