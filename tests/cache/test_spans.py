@@ -114,8 +114,9 @@ def test_each_sequence_of_a_padded_batch_is_what_it_is_alone(model, options):
     for sizes in ([40] + [1] * new, [40, 3, 1, 1, 3, 1, 9, 12], [70]):
         cache = cache_of(model.config, **options)
         logits = read(model, cache, ids, sizes, lengths)
-        for row, one in enumerate(expected):
-            torch.testing.assert_close(logits[row, -len(one) :], one, atol=1e-4, rtol=1e-4)
+        for row, by_itself in enumerate(expected):
+            of_row = logits[row, -len(by_itself) :]
+            torch.testing.assert_close(of_row, by_itself, atol=1e-4, rtol=1e-4)
             assert_same_entries(cache, alone[row], row)
 
 
