@@ -1,10 +1,14 @@
 """Fixtures that several folders use: the data beside the checkout, and tiny models."""
 
+import dataclasses
 import importlib.util
+import io
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +39,33 @@ def pytest_collection_modifyitems(items):
 def _one_thread():
     # Tiny models are slower on several threads than on one.
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fast_interpreter():
+    """Let Triton's interpreter patch its language once, not at each call, and drop unread checks.
+
+    It looks for overflows of every sum of integers, and reads the result in debug mode only.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    options, patch_language = interpreter.interpreter_builder.options, interpreter._patch_lang
+    assert not options.debug
+    interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+    restore_nothing, patched = SimpleNamespace(restore=lambda: None), set()
+
+    def patch_once(function):
+        here = {id(value) for value in function.__globals__.values()}
+        names = {module.__name__ for module in (tl, tl.core) if id(module) in here}
+        if not patched.issuperset(names):
+            patch_language(function)
+            patched.update(names)
+        return restore_nothing
+
+    interpreter._patch_lang = patch_once
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -88,6 +119,44 @@ def load_script():
         return module
 
     return load
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def replace_stderr(monkeypatch):
+    """Return a function that replaces stderr; pytest would undo a replacement during set-up."""
+
+    def replace(stream=None):
+        stream = Terminal() if stream is None else stream
+        monkeypatch.setattr(sys, "stderr", stream)
+        return stream
+
+    return replace
+
+
+@pytest.fixture
+def start_command():
+    """Return a function that starts h2okv in a child process, which ends with the test."""
+    processes = []
+
+    def call(*args):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "h2okv", *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+        processes.append(process)
+        return process
+
+    yield call
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="session")

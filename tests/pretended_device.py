@@ -20,6 +20,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from h2okv.ops import dispatch
 
 DEVICE = torch.device("cuda", 0)
 _WITHOUT_LAUNCH = {"_unsafe_view", "_local_scalar_dense", "is_same_size"}
@@ -35,6 +38,9 @@ def _flash(query, key, value, dropout=0.0, is_causal=False, mask=False, scale=No
     none = torch.zeros(0)
     return output, limits, none, none, query.shape[2], key.shape[2], none, none, none
 
+
+# The check takes seconds in the interpreter; the kernels are the same in all tests.
+_check_once = functools.cache(dispatch._disagreement.__wrapped__)
 
 _ON_CPU = {"_scaled_dot_product_flash_attention": _flash}
 
@@ -366,6 +372,18 @@ class PretendedDevice:
             self._mode.counts = None
 
 
+def make_model(dtype=torch.float32, layers=2, attention="h2o", **options):
+    """Make a tiny model on the CPU."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=97, max_position_embeddings=512, **options,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    model.set_attn_implementation(attention)
+    return model
+
+
 # Numbers of c10::DeviceType.
 _CUDA, _META = 1, 14
 
@@ -396,14 +414,13 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
 
     Args:
         patch: pytest's `monkeypatch`.
-        runs_kernels: whether Triton's kernels run; else what they would write is left as it is,
-            but for those of cuts, which always run.
+        runs_kernels: whether Triton's kernels run; else what they would write is left as it is.
         everywhere: whether to count what is launched by others than the package too.
 
     Yields:
         `PretendedDevice`.
     """
-    from h2okv.ops import dispatch, triton_cut, triton_decode, triton_prefill
+    from h2okv.ops import triton_cut, triton_decode, triton_prefill
 
     guards, device = _device_guards(), _Device(runs_kernels, everywhere)
     patch.setattr(torch.cuda, "_lazy_init", lambda: None)
@@ -438,14 +455,11 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
         (triton_cut, "_select", "_move", "_join"),
     ):  # fmt: skip
         for name in names:
-            # Where entries are decides what is launched later.
-            runs = runs_kernels or module is triton_cut
-            patch.setattr(module, name, _Kernel(name, getattr(module, name), device, runs))
-    caches = dispatch._load_kernels, dispatch._flash_agrees, dispatch._disagreement
+            patch.setattr(module, name, _Kernel(name, getattr(module, name), device, runs_kernels))
+    caches = dispatch._load_kernels, dispatch._flash_agrees
     for cached in caches:
         cached.cache_clear()
-    if not runs_kernels:
-        patch.setattr(dispatch, "_disagreement", lambda case: None)
+    patch.setattr(dispatch, "_disagreement", _check_once if runs_kernels else lambda case: None)
     guards[_CUDA] = guards[_META]
     torch._C._set_only_lift_cpu_tensors(True)  # then a tensor of Python numbers is a copy
     try:

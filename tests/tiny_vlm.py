@@ -57,11 +57,7 @@ _OPTIONS = {
     "smolvlm": {"image_seq_len": 4},
     "gemma3": {"image_seq_length": 16},
 }
-_PLACES = {
-    "gemma3": "<start_of_image>",
-    "llava": "<image>",
-    "smolvlm": "<image>",
-}
+_PLACES = {"gemma3": "<start_of_image>", "llava": "<image>", "smolvlm": "<image>"}
 # As Qwen's: contents are texts or parts.
 _EITHER = """\
 {%- for message in messages %}{{ '[' + message.role + ']' }}\

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from pretended_device import DEVICE, PretendedTensor, pretended_device
-from transformers import LlamaConfig, LlamaForCausalLM
+from pretended_device import DEVICE, PretendedTensor, make_model, pretended_device
 
 import h2okv
 from h2okv.cache.argument import CACHE
@@ -82,17 +81,6 @@ def test_the_counter_counts_launches_and_waits_and_nothing_else(monkeypatch):
         assert counts(lambda: torch.ones(3).sum())[:2] == (0, 0)  # not on the device
 
 
-def make_model(layers, dtype=torch.float16):
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=97, max_position_embeddings=256,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(dtype).eval()
-    model.set_attn_implementation("h2o")
-    return model
-
-
 def make_cache(model, name):
     options = dict(OPTIONS[name])
     if "layer_budgets" in options:
@@ -106,7 +94,7 @@ def token_ids(length, batch=1):
 
 def measured(device, name, layers):
     """Return the counts of a prompt, a chunk of a longer one, a step, and one that ends a span."""
-    model, counts = device.to(make_model(layers)), {}
+    model, counts = device.to(make_model(torch.float16, layers)), {}
 
     def read(cache, length):
         ids = token_ids(length).to(DEVICE)
@@ -163,7 +151,7 @@ def continued(model, cache, ids, mask, steps):
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "best by head")) for name in OPTIONS],
 )
 def test_the_way_for_gpus_gives_what_the_cpu_gives(monkeypatch, name, padding):
-    model = make_model(2, torch.float32)
+    model = make_model()
     ids, mask, steps = token_ids(PROMPT, 1 + bool(padding)), None, CUT + 2
     if padding:
         mask = torch.ones_like(ids)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from oracle import cache_of
+from reading import run, tokens
 
 import h2okv
 from h2okv.budget import TokenBudget
@@ -18,21 +19,6 @@ OPTIONS = [
     {"kv_bits": 8, "scoring": "expected", "sink": 4},
     {"kv_bits": 4},
 ]
-
-
-def tokens(seed, batch, length):
-    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def run(model, cache, input_ids, blocks, mask=None):
-    at, logits = 0, []
-    for size in blocks:
-        seen = None if mask is None else mask[:, : at + size]
-        block = input_ids[:, at : at + size]
-        logits.append(model(block, past_key_values=cache, attention_mask=seen).logits)
-        at += size
-    return torch.cat(logits, dim=1)
 
 
 def both(model, budget, input_ids, blocks, mask=None, **options):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 from oracle import cache_of
-from test_oracle import held_scores, padding, run, tokens
+from reading import BATCHES, run, same_as_masking, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
@@ -80,31 +80,19 @@ def test_a_step_equals_attention_to_the_rounded_keys(softcap, has_sinks, groups)
         {"positions": "rolling"}, {"positions": "rolling", "scoring": "expected"},
         {"layer_budgets": BY_HEAD, "scoring": "expected"},
     ]),
-    pads=st.lists(st.integers(0, 9), min_size=1, max_size=3),
-    blocks=st.lists(st.sampled_from([1, 1, 1, 2, 7, 16]), max_size=8),
-    prompt=st.integers(10, 40),
-    holes=st.sampled_from([0.0, 0.0, 0.3]),
-    seed=st.integers(0, 10**6),
+    batch=st.fixed_dictionaries(BATCHES),
 )  # fmt: skip
-def test_dropping_equals_masking(make_llama, kept_sets, options, pads, blocks, prompt, holes, seed):
-    model = with_offsets(make_llama(kv_heads=2, layers=1, seed=seed), 3.0)
-    blocks = [prompt, *blocks, 1]
-    mask = padding(pads, blocks, holes, seed)
-    input_ids = tokens(seed, len(pads), sum(blocks))
-    results = []
-    for masks in (False, True):
-        cache = cache_of(model, 6, 4, masks=masks, kv_bits=4, **options)
-        logits = run(model, cache, input_ids, mask, blocks)
-        cache.check_integrity()
-        assert cache.layers[0].state.key_transform is not None
-        scores = []
-        if "layer_budgets" not in options:  # heads of different sizes do not stack
-            scores = [held_scores(cache, 0, row) for row in range(len(pads))]
-        results.append((logits[mask.bool()], kept_sets(cache), scores))
-    (dropped, remaining, received), (masked, alive, expected) = results
-    assert remaining == alive
-    torch.testing.assert_close(received, expected, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(dropped, masked, atol=1e-3, rtol=1e-3)
+def test_dropping_equals_masking(make_llama, kept_sets, options, batch):
+    model = with_offsets(make_llama(kv_heads=2, layers=1, seed=batch["seed"]), 3.0)
+    caches = []
+
+    def make_cache(masks):
+        caches.append(cache_of(model, 6, 4, masks=masks, kv_bits=4, **options))
+        return caches[-1]
+
+    has_scores = "layer_budgets" not in options  # heads of different sizes do not stack
+    same_as_masking(kept_sets, model, make_cache, **batch, scores=has_scores)
+    assert all(cache.layers[0].state.key_transform is not None for cache in caches)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +102,7 @@ def test_dropping_equals_masking(make_llama, kept_sets, options, pads, blocks, p
 def test_files_forks_and_beams_go_on_alike(make_llama, tmp_path, options):
     model, ids = with_offsets(make_llama(kv_heads=2, layers=2)), tokens(1, 2, 60)
     cache = cache_of(model, 6, 6, kv_bits=4, **options)
-    run(model, cache, ids, torch.ones_like(ids), [40, 1])
+    run(model, cache, ids, [40, 1])
     cache.save(tmp_path / "cache")
     others = [h2okv.H2OCache.load(tmp_path / "cache", model), cache.fork(1)]
     twice = cache.fork(2)
@@ -148,7 +136,7 @@ def test_only_keys_of_4_bits_are_transformed(make_llama):
         (model, {}),
     ):  # fmt: skip
         cache = cache_of(source, 4, 4, **options)
-        run(model, cache, ids, torch.ones_like(ids), [20])
+        run(model, cache, ids, [20])
         assert cache.layers[0].state.key_transform is None
 
 
@@ -156,13 +144,10 @@ def test_a_config_alone_warns_once_it_reads(make_llama):
     model, ids = make_llama(), tokens(1, 1, 20)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        caches = [
-            cache_of(model.config, 8, 8, kv_bits=4),
-            cache_of(model, 8, 8, kv_bits=4),
-        ]
+        caches = [cache_of(model.config, 8, 8, kv_bits=4), cache_of(model, 8, 8, kv_bits=4)]
         assert not caught
         for cache in caches:
-            run(model, cache, ids, torch.ones_like(ids), [10, 10])
+            run(model, cache, ids, [10, 10])
     messages = [str(w.message) for w in caught if "kv_bits=4" in str(w.message)]
     assert len(messages) == 1 and "H2OCache(model, kv_bits=4)" in messages[0]
 
@@ -200,7 +185,7 @@ def test_offset_keys_cost_a_trained_model_little():
 
     def predictions(source, **options):
         cache = cache_of(source, 32, 32, **options)
-        logits = run(model, cache, ids, torch.ones_like(ids), [300, *[1] * 60])
+        logits = run(model, cache, ids, [300, *[1] * 60])
         return logits[0, 300:].log_softmax(dim=-1)
 
     exact = predictions(model.config)

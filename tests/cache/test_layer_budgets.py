@@ -3,23 +3,11 @@
 import pytest
 import torch
 from oracle import cache_of
+from reading import run, tokens
 
 import h2okv
 
 FACTORS = (0.5, 1.75, 0.75)
-
-
-def tokens(seed, batch, length):
-    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def run(model, cache, input_ids, blocks):
-    at, logits = 0, []
-    for size in blocks:
-        logits.append(model(input_ids[:, at : at + size], past_key_values=cache).logits)
-        at += size
-    return torch.cat(logits, dim=1)
 
 
 @pytest.mark.parametrize("budget", [(8, 4), (0.2, 0.1), (0.5, 4)])

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 from oracle import cache_of
+from reading import BATCHES, padding, run, same_as_masking, tokens
 
 import h2okv
 from h2okv.policy import Inputs
@@ -19,31 +20,6 @@ POLICIES = [
 ]  # fmt: skip
 
 
-def tokens(seed, batch, length):
-    return torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-@torch.no_grad()
-def run(model, cache, input_ids, blocks, pads=()):
-    """Feeds the tokens in blocks, the first padded on the left; all logits."""
-    mask = torch.ones_like(input_ids)
-    for row, pad in enumerate(pads):
-        mask[row, :pad] = 0
-    positions, at, logits = (mask.cumsum(1) - 1).clamp(min=0), 0, []
-    for size in blocks:
-        block = slice(at, at + size)
-        logits.append(
-            model(
-                input_ids[:, block],
-                attention_mask=mask[:, : at + size],
-                position_ids=positions[:, block],
-                past_key_values=cache,
-            ).logits
-        )
-        at += size
-    return torch.cat(logits, dim=1)
-
-
 def missing(sets):
     return [PINNED - head for layer in sets for row in layer for head in row if PINNED - head]
 
@@ -54,22 +30,19 @@ def missing(sets):
     scoring=st.sampled_from(["sum", "mean", "decay", "value_norm"]),
     kv_heads=st.sampled_from([1, 2, 4]),
     sink=st.integers(0, 4),
-    pads=st.lists(st.integers(0, 9), min_size=1, max_size=3),
     chunk=st.sampled_from([None, 1, 5, 16]),
     rolls=st.booleans(),
-    blocks=st.lists(st.sampled_from([1, 1, 1, 2, 7]), max_size=6),
-    seed=st.integers(0, 10**6),
+    batch=st.fixed_dictionaries(BATCHES | {"prompt": st.just(30)}),
 )
 def test_pins_stay_and_dropping_equals_masking(
-    make_llama, kept_sets, policy, scoring, kv_heads, sink, pads, chunk, rolls, blocks, seed
+    make_llama, kept_sets, policy, scoring, kv_heads, sink, chunk, rolls, batch
 ):
     rule = h2okv.policy.get_rule(policy)
-    model, blocks = make_llama(kv_heads=kv_heads, seed=seed), [30, *blocks, 1]
-    input_ids = tokens(seed, len(pads), sum(blocks))
+    model = make_llama(kv_heads=kv_heads, seed=batch["seed"])
     decides_once = rule.inputs is Inputs.WINDOW
     can_roll = not (decides_once or rule.inputs is Inputs.KEYS)
-    results = []
-    for masks in (False, True):
+
+    def make_cache(masks):
         cache = cache_of(
             model.config, 8, 3, sink,
             policy=policy,
@@ -79,17 +52,9 @@ def test_pins_stay_and_dropping_equals_masking(
             masks=masks,
         )  # fmt: skip
         cache.pin(SPANS)
-        logits = run(model, cache, input_ids, blocks, pads)
-        cache.check_integrity()
-        sets = kept_sets(cache)
-        assert not missing(sets)
-        real = torch.ones_like(input_ids, dtype=torch.bool)
-        for row, pad in enumerate(pads):
-            real[row, :pad] = False
-        results.append((sets, logits[real]))
-    (remaining, dropped), (alive, masked) = results
-    assert remaining == alive
-    torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
+        return cache
+
+    assert not missing(same_as_masking(kept_sets, model, make_cache, **batch))
 
 
 def test_a_padded_row_equals_the_row_alone(make_llama, kept_sets):
@@ -97,7 +62,7 @@ def test_a_padded_row_equals_the_row_alone(make_llama, kept_sets):
     options, blocks = {"evict_every": 7}, [30, *[1] * 10]
     together = cache_of(model.config, 6, 4, **options)
     together.pin(SPANS)
-    run(model, together, input_ids, blocks, (8, 0))
+    run(model, together, input_ids, blocks, padding((8, 0), blocks))
     alone = cache_of(model.config, 6, 4, **options)
     alone.pin(SPANS)
     run(model, alone, input_ids[:1, 8:], [22, *[1] * 10])

@@ -1,11 +1,14 @@
 """Scores other than the sum: against masking, a row alone, and the definitions in plain Python."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 from oracle import cache_of
+from reading import BATCHES, held_scores, run, same_alone, same_as_masking, tokens
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import h2okv
@@ -13,47 +16,6 @@ from h2okv.config import SCORINGS
 
 DECAYED_NORM = "value_norm with decay"
 VARIANTS = [*SCORINGS[1:], DECAYED_NORM]
-
-
-@torch.no_grad()
-def run(model, cache, input_ids, mask, blocks):
-    """Feeds the tokens in blocks; returns the logits of all, ``[B, T, V]``."""
-    logits, at = [], 0
-    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    for size in blocks:
-        block = slice(at, at + size)
-        out = model(
-            input_ids[:, block],
-            attention_mask=mask[:, : at + size],
-            position_ids=position_ids[:, block],
-            past_key_values=cache,
-        )
-        logits.append(out.logits)
-        at += size
-    return torch.cat(logits, dim=1)
-
-
-def tokens(seed, batch, length):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, 97, (batch, length), generator=generator)
-
-
-def padding(pads, blocks, holes=0.0, seed=0):
-    """Left padding of the prompt, and holes anywhere in the later blocks."""
-    generator = torch.Generator().manual_seed(seed)
-    mask = (torch.rand(len(pads), sum(blocks), generator=generator) >= holes).long()
-    mask[:, : blocks[0]] = 1
-    for row, pad in enumerate(pads):
-        mask[row, :pad] = 0
-    return mask
-
-
-def held_scores(cache, layer, row):
-    """Scores of what a row holds, by head and ascending position, ``[H, entries]``."""
-    positions, scores = cache.kept_positions(layer)[row], cache.scores(layer)[row]
-    return torch.stack(
-        [s[p.argsort()][(p.sort().values >= 0)] for p, s in zip(positions, scores, strict=True)]
-    )
 
 
 def options_of(scoring, decay):
@@ -67,42 +29,22 @@ def options_of(scoring, decay):
     policy=st.sampled_from(["h2o", "heavy", "full"]),
     kv_heads=st.sampled_from([1, 2, 4]),
     sink=st.integers(0, 3),
-    pads=st.lists(st.integers(0, 9), min_size=1, max_size=3),
-    blocks=st.lists(st.sampled_from([1, 1, 1, 2, 7, 16]), max_size=8),
-    prompt=st.integers(10, 40),
-    holes=st.sampled_from([0.0, 0.0, 0.3]),
     positions=st.sampled_from(["original", "rolling"]),
     chunk=st.sampled_from([None, 1, 5, 16]),
     fractions=st.booleans(),
-    seed=st.integers(0, 10**6),
+    batch=st.fixed_dictionaries(BATCHES),
 )
 def test_dropping_equals_masking(
-    make_llama, kept_sets, scoring, decay, policy, kv_heads, sink, pads, blocks, prompt, holes,
-    positions, chunk, fractions, seed,
+    make_llama, kept_sets, scoring, decay, policy, kv_heads, sink, positions, chunk, fractions,
+    batch,
 ):  # fmt: skip
-    model = make_llama(kv_heads=kv_heads, seed=seed)
-    blocks = [prompt, *blocks, 1]
-    mask = padding(pads, blocks, holes, seed)
-    input_ids = tokens(seed, len(pads), sum(blocks))
-    heavy, recent = (0.2, 0.15) if fractions else (4, 3)
-    results = []
-    for masks in (False, True):
-        cache = cache_of(
-            model.config, heavy, recent, sink,
-            policy=policy,
-            positions="original" if policy == "full" else positions,
-            evict_every=chunk,
-            masks=masks,
-            **options_of(scoring, decay),
-        )  # fmt: skip
-        logits = run(model, cache, input_ids, mask, blocks)
-        cache.check_integrity()
-        scores = [held_scores(cache, 1, row) for row in range(len(pads))]
-        results.append((logits[mask.bool()], kept_sets(cache), scores))
-    (dropped, remaining, received), (masked, alive, expected) = results
-    assert remaining == alive
-    torch.testing.assert_close(received, expected, atol=1e-3, rtol=1e-4)
-    torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
+    model = make_llama(kv_heads=kv_heads, seed=batch["seed"])
+    make_cache = partial(
+        cache_of, model.config, *((0.2, 0.15) if fractions else (4, 3)), sink, policy=policy,
+        positions="original" if policy == "full" else positions, evict_every=chunk,
+        **options_of(scoring, decay),
+    )  # fmt: skip
+    same_as_masking(kept_sets, model, make_cache, **batch)
 
 
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
@@ -118,27 +60,10 @@ def test_dropping_equals_masking(
 def test_padded_row_equals_the_row_alone(
     make_llama, kept_sets, scoring, pads, fraction, holes, chunk, masks, seed
 ):
+    model, budget = make_llama(seed=seed), (0.2, 0.2) if fraction else (4, 5)
     options = {**options_of(scoring, 0.8), "evict_every": chunk, "masks": masks}
-    model = make_llama(seed=seed)
-    blocks = [30, 1, 1, 5, 1]
-    heavy, recent = (0.2, 0.2) if fraction else (4, 5)
-    mask = padding(pads, blocks, holes, seed)
-    input_ids = tokens(seed, len(pads), sum(blocks))
-    together = cache_of(model.config, heavy, recent, **options)
-    logits = run(model, together, input_ids, mask, blocks)
-    for row in range(len(pads)):
-        alone = cache_of(model.config, heavy, recent, **options)
-        real = mask[row].bool()
-        own_blocks = [int(cut.sum()) for cut in real.split(blocks) if cut.any()]
-        own_ids = input_ids[row : row + 1, real]
-        expected = run(model, alone, own_ids, torch.ones_like(own_ids), own_blocks)
-        assert [layer[0] for layer in kept_sets(alone)] == [
-            layer[row] for layer in kept_sets(together)
-        ]
-        torch.testing.assert_close(
-            held_scores(together, 1, row), held_scores(alone, 1, 0), atol=1e-3, rtol=1e-4
-        )
-        torch.testing.assert_close(logits[row, real], expected[0], atol=2e-4, rtol=1e-4)
+    make_cache = partial(cache_of, model.config, *budget, **options)
+    same_alone(kept_sets, model, make_cache, pads, [30, 1, 1, 5, 1], holes, seed)
 
 
 def first_layer(model, input_ids, position=None):
@@ -181,7 +106,7 @@ def test_token_by_token_is_algorithm_1_with_other_scores(
     input_ids = tokens(7, 1, 36)
     query, key, value = first_layer(model, input_ids)
     cache = cache_of(model.config, 3, 4, evict_every=chunk, **options_of(scoring, decay))
-    run(model, cache, input_ids, torch.ones_like(input_ids), blocks)
+    run(model, cache, input_ids, blocks)
     for head in range(2):
         stored: list[int] = []
         received: dict[int, list[tuple[int, float]]] = {token: [] for token in range(36)}
@@ -218,7 +143,7 @@ def test_a_prompt_in_one_block_by_definition(make_llama, scoring):
     input_ids = tokens(3, 1, length)
     query, key, value = first_layer(model, input_ids)
     cache = cache_of(model.config, policy="full", **options_of(scoring, decay))
-    run(model, cache, input_ids, torch.ones_like(input_ids), [length])
+    run(model, cache, input_ids, [length])
     logits = query @ key.repeat_interleave(2, 0).transpose(1, 2) * 16**-0.5
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     shares = logits.masked_fill(future, -torch.inf).softmax(-1).unflatten(0, (2, 2)).sum(1)
@@ -239,7 +164,7 @@ def test_decay_of_one_is_the_sum(make_llama, kept_sets):
     model, input_ids = make_llama(), tokens(1, 2, 50)
     caches = [cache_of(model.config, 5, 5, **options) for options in ({}, options_of("decay", 1.0))]
     for cache in caches:
-        run(model, cache, input_ids, torch.ones_like(input_ids), [30, *[1] * 12, 8])
+        run(model, cache, input_ids, [30, *[1] * 12, 8])
     assert kept_sets(caches[0]) == kept_sets(caches[1])
     torch.testing.assert_close(caches[0].scores(1), caches[1].scores(1))
 
@@ -248,7 +173,7 @@ def test_a_long_prompt_does_not_overflow(make_llama):
     """Weights far below what fp32 can hold are zero, not NaN."""
     model, input_ids = make_llama(layers=1), tokens(1, 1, 400)
     cache = cache_of(model.config, 5, 5, **options_of("decay", 0.01))
-    run(model, cache, input_ids, torch.ones_like(input_ids), [380, *[1] * 20])
+    run(model, cache, input_ids, [380, *[1] * 20])
     cache.check_integrity()
     assert bool(torch.isfinite(cache.scores(0)).all())
 
@@ -258,8 +183,7 @@ def test_saved_forked_and_selected_rows_go_on(make_llama, kept_sets, tmp_path, s
     model, input_ids = make_llama(), tokens(2, 2, 60)
     options = options_of(scoring, 0.9)
     cache = cache_of(model.config, 5, 5, **options)
-    mask = torch.ones_like(input_ids)
-    run(model, cache, input_ids[:, :40], mask[:, :40], [30, *[1] * 10])
+    run(model, cache, input_ids[:, :40], [30, *[1] * 10])
     cache.save(tmp_path / "c")
     loaded = h2okv.H2OCache.load(tmp_path / "c", model)
     assert type(loaded.rule.scoring) is type(cache.rule.scoring)
@@ -286,7 +210,7 @@ def test_it_changes_what_is_kept(make_llama, kept_sets, scoring):
     sets = []
     for options in ({}, options_of(scoring, 0.5)):
         cache = cache_of(model.config, 8, 4, **options)
-        run(model, cache, input_ids, torch.ones_like(input_ids), [60, *[1] * 20])
+        run(model, cache, input_ids, [60, *[1] * 20])
         sets.append(kept_sets(cache))
     assert sets[0] != sets[1]
 
@@ -294,7 +218,7 @@ def test_it_changes_what_is_kept(make_llama, kept_sets, scoring):
 def test_the_sum_needs_nothing_else(make_llama):
     model, input_ids = make_llama(), tokens(5, 1, 40)
     cache = cache_of(model.config, 5, 5)
-    run(model, cache, input_ids, torch.ones_like(input_ids), [40])
+    run(model, cache, input_ids, [40])
     layer = cache.layers[0]
     assert layer.rule.is_plain_sum and layer.state.value_weights is None
     assert layer._decayed(layer.state.scores, 1) is layer.state.scores
@@ -305,28 +229,13 @@ def test_the_sum_needs_nothing_else(make_llama):
     [
         ({"scoring": "means"}, "scoring 'means' is unknown; did you mean mean"),
         ({"scoring": "l2"}, "scoring 'l2' is unknown; choose from sum, mean, decay"),
-        (
-            {"scoring": "decay", "decay": 0.0},
-            "decay must be a factor .* got 0.0",
-        ),
-        (
-            {"scoring": "decay", "decay": 1.01},
-            "decay must be a factor .* got 1.01",
-        ),
-        (
-            {"scoring": "decay", "decay": float("nan")},
-            "decay must be a factor .* got nan",
-        ),
-        (
-            {"scoring": "decay", "decay": True},
-            "decay must be a factor .* got True",
-        ),
+        ({"scoring": "decay", "decay": 0.0}, "decay must be a factor .* got 0.0"),
+        ({"scoring": "decay", "decay": 1.01}, "decay must be a factor .* got 1.01"),
+        ({"scoring": "decay", "decay": float("nan")}, "decay must be a factor .* got nan"),
+        ({"scoring": "decay", "decay": True}, "decay must be a factor .* got True"),
         ({"decay": 0.9}, "decay=0.9 has no effect with scoring='sum'"),
         ({"scoring": "mean", "decay": 0.9}, "decay=0.9 has no effect with scoring='mean'"),
-        (
-            {"scoring": "value_norm", "decay": 2.0},
-            "decay must be a factor .* got 2.0",
-        ),
+        ({"scoring": "value_norm", "decay": 2.0}, "decay must be a factor .* got 2.0"),
         ({"scoring": "mean", "policy": "recent"}, "no effect with policy='recent'"),
         ({"scoring": "decay", "policy": "random"}, "no effect with policy='random'"),
     ],

@@ -107,17 +107,17 @@ def test_each_sequence_of_a_padded_batch_is_what_it_is_alone(model, options):
     lengths, new = [23, 40, 31], 30
     options = {"heavy": 8, "recent": 6, "evict_every": 7} | options
     ids = torch.randint(2, 97, (3, max(lengths) + new), generator=torch.Generator().manual_seed(3))
+    alone, expected = [cache_of(model.config, **options) for _ in lengths], []
+    for row, (cache, length) in enumerate(zip(alone, lengths, strict=True)):
+        text = ids[row : row + 1, -length - new :]
+        expected.append(read(model, cache, text, [length + new])[0])
     for sizes in ([40] + [1] * new, [40, 3, 1, 1, 3, 1, 9, 12], [70]):
         cache = cache_of(model.config, **options)
         logits = read(model, cache, ids, sizes, lengths)
-        for row, length in enumerate(lengths):
-            text = ids[row : row + 1, -length - new :]
-            alone = cache_of(model.config, **options)
-            expected = read(model, alone, text, [length + new])
-            torch.testing.assert_close(
-                logits[row : row + 1, -length - new :], expected, atol=1e-4, rtol=1e-4
-            )
-            assert_same_entries(cache, alone, row)
+        for row, by_itself in enumerate(expected):
+            of_row = logits[row, -len(by_itself) :]
+            torch.testing.assert_close(of_row, by_itself, atol=1e-4, rtol=1e-4)
+            assert_same_entries(cache, alone[row], row)
 
 
 @torch.no_grad()

@@ -171,10 +171,7 @@ CHECKPOINTS = {
     "infinity": (lambda f: spoil_weights(f, NORM, torch.inf), ("infinity", NORM)),
     "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), ("tokenizer",)),
     "broken tokenizer": (lambda f: cut(f / "tokenizer.json", 100), ("tokenizer", "again")),
-    "small vocabulary": (
-        lambda f: edit_config(f, vocab_size=5),
-        ("tokenizer", "be 0 to 4"),
-    ),
+    "small vocabulary": (lambda f: edit_config(f, vocab_size=5), ("tokenizer", "be 0 to 4")),
     "encoder-decoder": (lambda f: use_config(f, T5Config()), ("'t5'", "not supported")),
     "own attention": (lambda f: use_config(f, BloomConfig()), ("'bloom'", "not supported")),
 }

@@ -156,10 +156,7 @@ def test_a_text_ends_at_the_context_window(job, tokenizer, tmp_path):
 
 
 BAD = {
-    "no such input": (
-        ("--input", "nowhere.jsonl"),
-        ("nowhere.jsonl", "no such file"),
-    ),
+    "no such input": (("--input", "nowhere.jsonl"), ("nowhere.jsonl", "no such file")),
     "batch of nothing": (("--batch", "0"), ("--batch '0'", "auto")),
     "batch of words": (("--batch", "many"), ("--batch 'many'", "auto")),
     "budget of zero": (("--budget", "0+0"), ("heavy=0",)),

@@ -93,8 +93,7 @@ class TestPlain:
         assert tokenizer.decode(first.token_ids) == "a play\n\nUser: hello\n\nAssistant:"
 
     @pytest.mark.parametrize(
-        "answer",
-        [" a cat", " a cat\n", " a cat\n\n", " a cat\n\nUs", " a cat\n\nUser", " a cat U"],
+        "answer", [" a cat", " a cat\n", " a cat\n\n", " a cat\n\nUs", " a cat\n\nUser", " a cat U"]
     )
     def test_a_generated_start_of_the_user_line_is_not_repeated(self, tokenizer, answer):
         form = TurnForm(tokenizer)

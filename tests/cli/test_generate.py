@@ -62,6 +62,8 @@ SETTINGS_FIELDS = {
 def generate(h2okv_command, model_folder, prompt):
     def call(*args, model=model_folder, text=prompt):
         words = [text] if text is not None else []
+        if "--max-new-tokens" not in args:
+            words = ["--max-new-tokens", 24, *words]
         return h2okv_command("generate", "--model", model, *args, *words)
 
     return call
@@ -79,20 +81,20 @@ def stdin(monkeypatch):
 def test_rolling_positions_generate_past_the_context_window(generate, prompt, model_folder, chunk):
     text = prompt * 8  # the window is 256
     outcome = generate(
-        *BUDGET, "--cache", f"positions=rolling{chunk}", "--max-new-tokens", 300, "--json",
+        *BUDGET, "--cache", f"positions=rolling{chunk}", "--max-new-tokens", 90, "--json",
         text=text,
     )  # fmt: skip
     assert outcome.code == 0
     record = json.loads(outcome.out)
     assert record["prompt_tokens"] > 256 and record["finish_reason"] == "length"
-    since = (record["prompt_tokens"] + 299) % (40 if chunk else 64)
+    since = (record["prompt_tokens"] + 89) % (40 if chunk else 64)
     assert record["num_cached_tokens"] == 32 + since
     model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
     ids = AutoTokenizer.from_pretrained(model_folder)(text, return_tensors="pt").input_ids
     cache = h2okv.H2OCache(
         model.config, 16, 16, positions="rolling", evict_every=40 if chunk else 64
     )
-    expected = model.generate(ids, past_key_values=cache, max_new_tokens=300, do_sample=False)
+    expected = model.generate(ids, past_key_values=cache, max_new_tokens=90, do_sample=False)
     assert record["token_ids"] == expected[0, ids.shape[1] :].tolist()
 
 
@@ -592,7 +594,7 @@ def test_a_repetition_penalty_reaches_the_model(generate, model_folder, prompt):
     expected = model.generate(
         ids,
         past_key_values=h2okv.H2OCache(model.config, 16, 16),
-        max_new_tokens=128,
+        max_new_tokens=24,
         eos_token_id=tokenizer.eos_token_id,
         do_sample=False,
         repetition_penalty=1.7,

@@ -1,7 +1,4 @@
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -67,27 +64,6 @@ def test_an_interrupt_ends_the_comparison_and_sets_the_exit_code(job, monkeypatc
     assert not generate_and_compare(job, CACHE).interrupted
 
 
-@pytest.fixture
-def start():
-    """Start the command in a child process, which ends with the test in any case."""
-    processes = []
-
-    def call(*args):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "h2okv", *map(str, args)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        )
-        processes.append(process)
-        return process
-
-    yield call
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
 @pytest.fixture(scope="module")
 def endless(save_model, prompt):
     model = save_model(context=10**7)
@@ -95,8 +71,8 @@ def endless(save_model, prompt):
     return ("generate", "--model", model, *cache, "--max-new-tokens", "5000000", prompt)
 
 
-def test_ctrl_c_prints_the_summary_and_exits_with_130(start, endless):
-    process = start(*endless)
+def test_ctrl_c_prints_the_summary_and_exits_with_130(start_command, endless):
+    process = start_command(*endless)
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=WAIT)
@@ -105,8 +81,8 @@ def test_ctrl_c_prints_the_summary_and_exits_with_130(start, endless):
     assert err.count(b"\n") == 1
 
 
-def test_a_closed_pipe_exits_silently_with_141(start, endless):
-    process = start(*endless)
+def test_a_closed_pipe_exits_silently_with_141(start_command, endless):
+    process = start_command(*endless)
     assert process.stdout.read(1)
     process.stdout.close()
     err = process.stderr.read()

@@ -1,5 +1,4 @@
 import io
-import sys
 
 import pytest
 import torch
@@ -7,28 +6,12 @@ import torch
 from h2okv.chat.generation import LONG_PROMPT, prefill_progress
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.fixture
-def replace_stderr(monkeypatch):
-    """Return a function that replaces stderr; pytest would undo a replacement during set-up."""
-
-    def replace(stream):
-        monkeypatch.setattr(sys, "stderr", stream)
-        return stream
-
-    return replace
-
-
 def hooks(model):
     return [hook for module in model.modules() for hook in module._forward_hooks.values()]
 
 
 def test_a_long_prompt_at_a_terminal_shows_a_bar_and_leaves_no_hooks(make_llama, replace_stderr):
-    terminal = replace_stderr(Terminal())
+    terminal = replace_stderr()
     model = make_llama(attention="sdpa", layers=3)
     with prefill_progress(model, LONG_PROMPT, show=True) as bar:
         assert len(hooks(model)) == len(model.model.layers) == 3
@@ -40,7 +23,7 @@ def test_a_long_prompt_at_a_terminal_shows_a_bar_and_leaves_no_hooks(make_llama,
 
 
 def test_an_error_removes_the_hooks_too(make_llama, replace_stderr):
-    replace_stderr(Terminal())
+    replace_stderr()
     model = make_llama()
     with pytest.raises(KeyboardInterrupt), prefill_progress(model, LONG_PROMPT, show=True):
         raise KeyboardInterrupt
@@ -49,7 +32,7 @@ def test_an_error_removes_the_hooks_too(make_llama, replace_stderr):
 
 @pytest.mark.parametrize(("tokens", "show"), [(LONG_PROMPT - 1, True), (LONG_PROMPT, False)])
 def test_no_bar_for_a_short_prompt_or_without_show(make_llama, replace_stderr, tokens, show):
-    terminal = replace_stderr(Terminal())
+    terminal = replace_stderr()
     model = make_llama()
     with prefill_progress(model, tokens, show):
         assert hooks(model) == []

@@ -2,12 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-)
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM, Llama4TextConfig
 
 import h2okv
 from h2okv.cache.slot_pool import SlotPool

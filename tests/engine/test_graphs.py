@@ -1,13 +1,13 @@
 """The engine's steps replayed from CUDA graphs, on the pretended device."""
 
 import pytest
-import torch
-from pretended_device import pretended_device
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from pretended_device import make_model, pretended_device
+from transformers import AutoTokenizer
 
 import h2okv
 from h2okv.assets import bundled_model_path
 from h2okv.integration.graphs import VARIABLE
+from h2okv.ops import dispatch
 
 pytest.importorskip("triton")
 
@@ -22,7 +22,7 @@ OPTIONS = {
 }
 
 
-def generated(monkeypatch, requests, new_tokens, **options):
+def generated(monkeypatch, requests, new_tokens, ops="auto", **options):
     """Return the tokens of requests and the number of replays, without graphs and with them."""
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
     params = h2okv.SamplingParams(max_tokens=new_tokens, ignore_eos=True, temperature=0)
@@ -30,12 +30,8 @@ def generated(monkeypatch, requests, new_tokens, **options):
     for setting in ("off", "auto"):
         monkeypatch.setenv(VARIABLE, setting)
         with pretended_device(monkeypatch, runs_kernels=True) as device:
-            config = LlamaConfig(
-                hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS,
-                num_attention_heads=4, num_key_value_heads=2, vocab_size=97, eos_token_id=None,
-            )  # fmt: skip
-            torch.manual_seed(0)
-            model = device.to(LlamaForCausalLM(config).eval())
+            monkeypatch.setenv(dispatch.VARIABLE, ops)
+            model = device.to(make_model(layers=LAYERS, attention="sdpa", eos_token_id=None))
             with h2okv.LLM(model, tokenizer, prefix_cache=0, **options) as llm:
                 results = llm.generate(requests, params, show_progress=False)
             texts[setting] = [result.completions[0].token_ids for result in results]
@@ -47,14 +43,12 @@ def prompt(length):
     return [(7 * i + length) % 90 + 3 for i in range(length)]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "best by head")) for name in OPTIONS],
-)
-def test_requests_that_come_and_go(monkeypatch, name):
+@pytest.mark.parametrize("ops", ["plain", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_requests_that_come_and_go(monkeypatch, name, ops):
     """Batches of each size have graphs, and give the same tokens as without."""
     requests = [prompt(length) for length in (40, 9, 33, 51)]
-    texts, num_replays = generated(monkeypatch, requests, 14, max_num_seqs=3, **OPTIONS[name])
+    texts, num_replays = generated(monkeypatch, requests, 14, ops, max_num_seqs=3, **OPTIONS[name])
     assert texts["auto"] == texts["off"]
     assert num_replays["off"] == 0
     assert num_replays["auto"] >= (10 if name != "drafts" else 1)

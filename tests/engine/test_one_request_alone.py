@@ -161,13 +161,7 @@ def no_memory_for_the_prompt(monkeypatch):
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        broken_sampler,
-        broken_processor,
-        non_finite_weights,
-        broken_text,
-        no_memory_for_the_prompt,
-    ],
+    [broken_sampler, broken_processor, non_finite_weights, broken_text, no_memory_for_the_prompt],
 )
 def test_error_in_one_request_leaves_the_others_unchanged(
     make_llama, tokenizer, prompts, expected, monkeypatch, fault

@@ -103,11 +103,7 @@ FAMILIES = (
         ),
         note="llama3 RoPE scaling",
     ),
-    Family(
-        "LLaMA, YaRN",
-        "llama",
-        _rope("yarn", factor=4.0, original_max_position_embeddings=16),
-    ),
+    Family("LLaMA, YaRN", "llama", _rope("yarn", factor=4.0, original_max_position_embeddings=16)),
     Family(
         "Llama 4 (text)",
         "llama4_text",

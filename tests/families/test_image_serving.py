@@ -101,8 +101,9 @@ def test_requests_with_images_share_rows_with_others_and_give_what_generate_give
     assert any(len(prompt.token_ids) > 32 for prompt in prompts)
     lines = set()
     options = {name: cut[name] for name in ("evict_every", "scoring") if name in cut}
-    for prompt, output in zip([*prompts, *prompts], outputs, strict=True):
-        expected, logprobs = alone(model, prompt, **options)
+    expected_alone = [alone(model, prompt, **options) for prompt in prompts] * 2
+    for prompt, output, expected_output in zip(prompts * 2, outputs, expected_alone, strict=True):
+        expected, logprobs = expected_output
         completion = output.completions[0]
         assert output.prompt.token_ids == prompt.token_ids
         assert completion.token_ids == expected

@@ -55,10 +55,7 @@ def test_entries_sit_at_their_ranks(variant):
             for at in (LENGTH, LENGTH + 1):
                 step = model(ids[:, at : at + 1], past_key_values=cache).logits
         # Since the cut before the block, and before the two steps.
-        for logits, cut, stop in (
-            (block, LENGTH - CHUNK, LENGTH),
-            (step, LENGTH, LENGTH + 2),
-        ):
+        for logits, cut, stop in ((block, LENGTH - CHUNK, LENGTH), (step, LENGTH, LENGTH + 2)):
             remaining = torch.cat([ids[:, :SINK], ids[:, cut - RECENT : stop]], dim=1)
             expected = model(remaining, use_cache=False).logits[:, -logits.shape[1] :]
             torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=TOLERANCE)

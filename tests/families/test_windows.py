@@ -93,10 +93,7 @@ def test_gradients_pass():
         (chunked_causal_mask_function(1, torch.zeros(2, dtype=torch.long)), {"local_size": 1}),
         (sliding_window_causal_mask_function(8), {"allow_is_causal_skip": False}),
         # What transformers does when it lays another pattern over the window.
-        (
-            sliding_window_causal_mask_function(8),
-            {"local_size": 8, "allow_is_causal_skip": False},
-        ),
+        (sliding_window_causal_mask_function(8), {"local_size": 8, "allow_is_causal_skip": False}),
         (bidirectional_mask_function, {"allow_is_causal_skip": False}),
     ],
     ids=["chunked", "chunked-padded", "chunks-of-one", "unnamed", "overlaid", "bidirectional"],

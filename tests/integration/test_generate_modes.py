@@ -62,10 +62,7 @@ def test_a_small_budget_gives_what_masking_gives(
 ):
     model = make_llama()
     ids, mask = _padded() if is_padded else (_prompt(), None)
-    rules = SMALL | {
-        "positions": positions,
-        "evict_every": 16 if positions == "rolling" else None,
-    }
+    rules = SMALL | {"positions": positions, "evict_every": 16 if positions == "rolling" else None}
     dropping = cache_of(model.config, **rules)
     masking = cache_of(model.config, **rules, masks=True)
     output = _generate(model, ids, dropping, attention_mask=mask, **options)

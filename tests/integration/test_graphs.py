@@ -9,12 +9,14 @@ import weakref
 import pytest
 import torch
 from pretended_device import DEVICE, pretended_device
-from transformers import LlamaConfig, LlamaForCausalLM
+from pretended_device import make_model as make_tiny
+from transformers import LlamaForCausalLM
 
 import h2okv
 from h2okv.cache.argument import CACHE
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.integration.graphs import EAGER_STEPS, VARIABLE, DecodeGraphs
+from h2okv.ops import dispatch
 
 pytest.importorskip("triton")
 
@@ -34,23 +36,20 @@ OPTIONS = {
     "decay": BUDGET | {"scoring": "decay"},
     "value norm": BUDGET | {"scoring": "value_norm"},
 }
-FAST = "best by head"  # runs no Triton kernel, of which the interpreter takes seconds
+FAST = "best by head"
 
 
 @pytest.fixture
 def device(monkeypatch):
+    """Pretend a device that runs plain PyTorch, as Triton's interpreter takes seconds."""
     with pretended_device(monkeypatch, runs_kernels=True, everywhere=True) as device:
+        monkeypatch.setenv(dispatch.VARIABLE, "plain")
         yield device
 
 
 def make_model(device, **options):
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=97, max_position_embeddings=512, pad_token_id=0,
-        eos_token_id=None, bos_token_id=1, **options,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return device.to(LlamaForCausalLM(config).eval())
+    ends = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": 1}
+    return device.to(make_tiny(layers=LAYERS, attention="sdpa", **ends, **options))
 
 
 def graphs_of(model):
@@ -92,7 +91,8 @@ def two_turns(model, name, rows=1, padding=0):
     return results
 
 
-def compare(device, monkeypatch, name, **options):
+def compare(device, monkeypatch, name, ops="auto", **options):
+    monkeypatch.setenv(dispatch.VARIABLE, ops)
     model, results, replays = make_model(device), [], []
     for setting in ("off", "auto"):
         monkeypatch.setenv(VARIABLE, setting)
@@ -116,17 +116,10 @@ def test_replays_equal_eager_steps(device, monkeypatch, name):
     assert num_replays >= (REPLAYED - 1 if name != "budget not reached" else REPLAYED // 2)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("best by default"),
-        pytest.param("best by head, spans"),
-        pytest.param("h2o", marks=pytest.mark.slow),
-        pytest.param("h2o, spans", marks=pytest.mark.slow),
-    ],
-)
-def test_a_batch_with_padding(device, monkeypatch, name):
-    assert compare(device, monkeypatch, name, rows=2, padding=5)[1] >= REPLAYED
+@pytest.mark.parametrize("ops", ["plain", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["best by default", "best by head, spans", "h2o", "h2o, spans"])
+def test_a_batch_with_padding(device, monkeypatch, name, ops):
+    assert compare(device, monkeypatch, name, ops, rows=2, padding=5)[1] >= REPLAYED
 
 
 def steps(model, cache, count, first=PROMPT):
@@ -260,13 +253,7 @@ OBSTACLES = {
 }
 
 
-@pytest.mark.parametrize(
-    "why",
-    [
-        pytest.param(why, marks=[pytest.mark.slow] * (number % 3 > 0))
-        for number, why in enumerate(OBSTACLES)
-    ],
-)
+@pytest.mark.parametrize("why", OBSTACLES)
 def test_what_cannot_be_replayed_says_why_once(device, monkeypatch, why):
     monkeypatch.setenv(VARIABLE, "off")
     model = make_model(device)

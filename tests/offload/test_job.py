@@ -280,10 +280,7 @@ def test_messages_for_a_model_without_a_template_are_a_plain_dialogue(codec, tok
         (3, "the prompt is not a text"),
         (" ", "the prompt is not a text"),
         ("\ud800", "half of a surrogate pair"),
-        (
-            "cat " * 300,
-            r"context of 256 tokens, got \d+ and 1; shorten it, or add --cache",
-        ),
+        ("cat " * 300, r"context of 256 tokens, got \d+ and 1; shorten it, or add --cache"),
         ([], "messages is empty"),
         ([{"role": "user"}], r"messages\[0\].content is missing"),
         (["a"], r"messages\[0\] must be a message such as"),

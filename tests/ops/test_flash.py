@@ -6,11 +6,7 @@ import pytest
 import torch
 
 from h2okv.ops import dispatch, flash, flash_varlen
-from h2okv.ops.attention import (
-    Visibility,
-    blockwise_attention_with_scores,
-    expected_attention,
-)
+from h2okv.ops.attention import Visibility, blockwise_attention_with_scores, expected_attention
 from h2okv.ops.reference import AttentionSpec, attention_with_scores, causal
 
 

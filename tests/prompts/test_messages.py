@@ -7,12 +7,7 @@ from transformers import AutoTokenizer
 
 from h2okv.assets import bundled_model_path
 from h2okv.prompts.chat_template import ChatTemplateError, chat_text, encode, message_spans
-from h2okv.prompts.messages import (
-    Conversation,
-    read_conversation,
-    read_messages,
-    read_tool,
-)
+from h2okv.prompts.messages import Conversation, read_conversation, read_messages, read_tool
 from h2okv.prompts.readers import FieldError
 
 CHATML = (

@@ -191,8 +191,8 @@ def make_fake(bundled_tokenizer):
 
 
 @pytest.fixture
-def fake(make_fake):
-    return make_fake()
+def fake(request, make_fake):
+    return request.getfixturevalue("calm").engine if is_calm(request) else make_fake()
 
 
 @pytest.fixture(scope="session")
@@ -201,6 +201,12 @@ def shared_server(start, make_fake):
     served = start(make_fake(), max_new_tokens=64)
     yield served
     served.stop()
+
+
+def is_calm(request):
+    """Tell whether a test is of the files that do not change the server's state."""
+    calm = ("completions", "chats", "clients", "refusals", "responses_api")
+    return request.path.stem.removeprefix("test_") in calm
 
 
 @pytest.fixture
@@ -224,5 +230,5 @@ def serve(start):
 
 
 @pytest.fixture
-def served(serve, fake):
-    return serve(fake)
+def served(request, serve, fake):
+    return request.getfixturevalue("calm") if is_calm(request) else serve(fake)

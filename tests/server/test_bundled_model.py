@@ -99,11 +99,7 @@ def test_budget_of_one_request(served, openings):
     client = served.client()
     standard, same, small = (
         ask(client, openings[-1], max_tokens=40, extra_body=body).choices[0].text
-        for body in (
-            {},
-            {"h2o": f"{BUDGET}+{BUDGET}"},
-            {"h2o": {"cache": "2+6"}},
-        )
+        for body in ({}, {"h2o": f"{BUDGET}+{BUDGET}"}, {"h2o": {"cache": "2+6"}})
     )
     assert standard == same != small
     with pytest.raises(openai.BadRequestError, match="this server keeps 96 at most; give less"):

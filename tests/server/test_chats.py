@@ -20,16 +20,6 @@ PLAIN = "Be brief.\n\nUser: Who are you?\n\nAssistant: A model.\n\nUser: And I?\
 
 
 @pytest.fixture
-def served(calm):
-    return calm
-
-
-@pytest.fixture
-def fake(calm):
-    return calm.engine
-
-
-@pytest.fixture
 def templated(make_fake, bundled_tokenizer):
     """Return an engine whose tokenizer has a chat template."""
     fake = make_fake()

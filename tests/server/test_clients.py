@@ -20,16 +20,6 @@ RESPONSE = {"model": "fake", "input": "Who are you?", "max_output_tokens": 1}
 CACHED = {"type": "text", "text": "Who are you?", "cache_control": {"type": "ephemeral"}}
 
 
-@pytest.fixture
-def served(calm):
-    return calm
-
-
-@pytest.fixture
-def fake(calm):
-    return calm.engine
-
-
 def send(served, path, body):
     if not body.get("stream"):
         return served.client().post(path, body=body, cast_to=object)

@@ -9,16 +9,6 @@ PROMPT = "It was a bright morning, and the"
 
 
 @pytest.fixture
-def served(calm):
-    return calm
-
-
-@pytest.fixture
-def fake(calm):
-    return calm.engine
-
-
-@pytest.fixture
 def ids(bundled_tokenizer):
     return bundled_tokenizer(PROMPT)["input_ids"]
 

@@ -12,16 +12,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
 
 
-@pytest.fixture
-def served(calm):
-    return calm
-
-
-@pytest.fixture
-def fake(calm):
-    return calm.engine
-
-
 def refusal(served, path, body) -> openai.APIStatusError:
     with pytest.raises(openai.APIStatusError) as caught:
         served.client().post(path, body=body, cast_to=object)

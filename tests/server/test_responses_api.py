@@ -4,16 +4,6 @@ import openai
 import pytest
 
 
-@pytest.fixture
-def served(calm):
-    return calm
-
-
-@pytest.fixture
-def fake(calm):
-    return calm.engine
-
-
 def read(fake):
     return fake.tokenizer.decode(list(fake.requests[-1][0]), skip_special_tokens=True)
 

@@ -85,9 +85,7 @@ def test_any_json_object(client):
 def test_other_routes_take_formats_too(client):
     options = {"model": "fake", "max_tokens": 200, "seed": 5}
     text = client.post(
-        "/completions",
-        body={**options, "prompt": "Hi", "response_format": FORMAT},
-        cast_to=object,
+        "/completions", body={**options, "prompt": "Hi", "response_format": FORMAT}, cast_to=object
     )["choices"][0]["text"]
     jsonschema.validate(json.loads(text), SCHEMA)
     response = client.responses.create(
@@ -272,10 +270,7 @@ def test_a_json_object_may_have_a_schema(client):
 
 def test_remedy_without_the_package(client, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    for change in (
-        {"response_format": FORMAT},
-        {"tools": TOOLS, "tool_choice": "required"},
-    ):
+    for change in ({"response_format": FORMAT}, {"tools": TOOLS, "tool_choice": "required"}):
         with pytest.raises(openai.BadRequestError, match=r"llguidance is not installed.*\[serve\]"):
             complete(client, **change)
     complete(client, tools=TOOLS, max_tokens=1)

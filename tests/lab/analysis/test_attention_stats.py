@@ -3,11 +3,7 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig
 
 from h2okv_lab.analysis import attention_stats as observing
-from h2okv_lab.analysis.attention_stats import (
-    full_attention_layers,
-    of_layers,
-    read_observed,
-)
+from h2okv_lab.analysis.attention_stats import full_attention_layers, of_layers, read_observed
 
 
 def collected_rows(model, ids):

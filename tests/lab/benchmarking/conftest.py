@@ -1,8 +1,11 @@
 """A tiny model with random weights, and a server that answers as it is told."""
 
 import asyncio
+import importlib
 import json
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,16 @@ except ImportError:
     web = None
 
 SIZES = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,window=1024"
+
+
+@pytest.fixture
+def import_benchmark(monkeypatch):
+    """Return a function that imports a script of ``benchmarks/`` and what stands beside it."""
+    folder = Path(__file__).resolve().parents[3] / "benchmarks"
+    if not folder.is_dir():
+        pytest.skip("the benchmarks are not beside these tests")
+    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
+    return importlib.import_module
 
 
 @pytest.fixture(scope="session")

@@ -1,23 +1,17 @@
 """The agent's loop of benchmarks/: what goes on after an interruption, and the picture."""
 
-import importlib
 import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
 pytest.importorskip("openai", reason="openai is not installed")
 pytest.importorskip("psutil", reason="psutil is not installed")
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 
 
 @pytest.fixture
-def agent_loop(monkeypatch):
-    if not BENCHMARKS.is_dir():
-        pytest.skip("the benchmarks are not beside these tests")
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    return importlib.import_module("agent_loop")
+def agent_loop(import_benchmark):
+    return import_benchmark("agent_loop")
 
 
 def test_rows_of_a_cut_off_run_are_dropped(agent_loop, tmp_path, monkeypatch):

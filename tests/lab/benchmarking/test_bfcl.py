@@ -1,21 +1,13 @@
 """`benchmarks/bfcl.py`: which calls count as right."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-
 
 @pytest.fixture
-def bfcl(monkeypatch):
-    if not BENCHMARKS.is_dir():
-        pytest.skip("the benchmarks are not beside these tests")
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    return importlib.import_module("bfcl")
+def bfcl(import_benchmark):
+    return import_benchmark("bfcl")
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,14 @@
 
 import csv
 import importlib
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
-
 
 @pytest.fixture
-def script(monkeypatch):
-    if not BENCHMARKS.is_dir():
-        pytest.skip("the benchmarks are not beside these tests")
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    return importlib.import_module("gpu_first")
+def script(import_benchmark):
+    return import_benchmark("gpu_first")
 
 
 @pytest.fixture

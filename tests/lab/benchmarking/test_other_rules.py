@@ -1,8 +1,6 @@
 """The rules that docs/results/quality.md weighs, against their definitions in loops."""
 
-import importlib
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,16 +9,12 @@ import torch
 import h2okv.policy
 from h2okv.ops.reference import AttentionSpec
 
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 HEADS, GROUPS, LENGTH, SIZE = 2, 3, 40, 8
 
 
 @pytest.fixture
-def rules(monkeypatch):
-    if not BENCHMARKS.is_dir():
-        pytest.skip("the benchmarks are not beside these tests")
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    return importlib.import_module("other_rules")
+def rules(import_benchmark):
+    return import_benchmark("other_rules")
 
 
 @pytest.fixture

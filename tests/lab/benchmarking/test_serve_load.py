@@ -2,12 +2,10 @@
 
 import asyncio
 import csv
-import importlib
 import itertools
 import json
 import statistics
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,16 +15,12 @@ from h2okv.provenance import environment
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("aiohttp", reason="aiohttp is not installed")
-BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 RATIO = 5.0  # characters of a token
 
 
 @pytest.fixture
-def script(monkeypatch):
-    if not BENCHMARKS.is_dir():
-        pytest.skip("the benchmarks are not beside these tests")
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    return importlib.import_module("serve_load")
+def script(import_benchmark):
+    return import_benchmark("serve_load")
 
 
 @pytest.fixture

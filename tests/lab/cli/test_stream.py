@@ -1,9 +1,8 @@
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -286,25 +285,8 @@ def test_nan_logits_keep_earlier_rows(stream, book, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def start(model_folder):
-    """Start the command in a child process, which ends with the test in any case."""
-    processes = []
-
-    def call(*args):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "h2okv", "stream", "--model", model_folder, *BUDGET]
-            + [str(arg) for arg in args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        )
-        processes.append(process)
-        return process
-
-    yield call
-    for process in processes:
-        process.kill()
-        process.communicate()
+def start(start_command, model_folder):
+    return partial(start_command, "stream", "--model", model_folder, *BUDGET)
 
 
 def wait_for_rows(path, process, count):

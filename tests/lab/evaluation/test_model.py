@@ -159,7 +159,8 @@ def test_answers_of_several_caches_equal_those_of_each_alone(subject, ids, tempe
 @pytest.mark.parametrize("index", [0, 1, 3])
 def test_stop_strings_and_eos_with_shared_prompts(subject, ids, monkeypatch, index):
     text = answers_of(subject, TIGHT, prompts(ids))[0].text
-    for batch in (prompts(ids, stops=(text[index],)), prompts(ids)):
+    for stops in ((text[index],), ()):
+        batch = prompts(ids, stops=stops, max_tokens=6)
         together = answer_batch(subject, SEVERAL, batch)
         assert together == [answers_of(subject, config, batch) for config in SEVERAL]
         ending = subject.encode(text, special=False)[index]

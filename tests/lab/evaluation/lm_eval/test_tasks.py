@@ -17,8 +17,7 @@ def read(task, split="test"):
 
 
 @pytest.mark.parametrize(
-    ("task", "count"),
-    list(zip(TASKS, (500, 277, 1838, 500, 1267, 2985), strict=True)),
+    ("task", "count"), list(zip(TASKS, (500, 277, 1838, 500, 1267, 2985), strict=True))
 )
 def test_the_published_files_are_read_to_their_end(shared_data, task, count):
     splits = read(task)
@@ -67,22 +66,10 @@ def test_a_missing_file_is_named_with_its_folder(tmp_path, monkeypatch):
         ("piqa", "piqa/valid-labels.lst", "0\n", "", "3 labels for 4 questions"),
         ("piqa", "piqa/valid-labels.lst", "0", "2", "field label is '2'"),
         ("copa", "copa_balanced_dev.xml", "</copa-corpus>", "", "not a readable XML"),
-        (
-            "copa",
-            "copa_balanced_dev.xml",
-            "<p>The ground was wet.</p>",
-            "",
-            "item 1 .* no field p",
-        ),
+        ("copa", "copa_balanced_dev.xml", "<p>The ground was wet.</p>", "", "item 1 .* no field p"),
         ("openbookqa", "openbookqa_test.tsv", "(B)", "B", "line 2 of .*: field Choices"),
         ("winogrande", "llm_adapters/winogrande_test.json", " _ ", " he ", "entry 1 of .*a blank"),
-        (
-            "mathqa",
-            "llm_adapters/mathqa_test.json",
-            "The options",
-            "Options",
-            "entry 1 .*A to E",
-        ),
+        ("mathqa", "llm_adapters/mathqa_test.json", "The options", "Options", "entry 1 .*A to E"),
         ("mathqa", "llm_adapters/mathqa_test.json", "[{", "{", "get the file again"),
     ],
 )

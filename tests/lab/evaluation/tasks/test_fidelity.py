@@ -53,20 +53,22 @@ def predictions(subject, config, prompt, blocks):
     return torch.cat(log_probs[1:]), cache.nbytes
 
 
-def check(subject, config, result, prompt, following, protocol, compared=0):
+def check(subject, results, prompt, following, protocol, compared=0):
+    """Compare the results of a sample, one of each config, with separate caches."""
     blocks = [[n] for n in following[:-1]] if protocol == "decode" else [following[:-1]]
-    full, _ = predictions(subject, CacheConfig("full"), prompt, blocks)
-    log_probs, nbytes = predictions(subject, config, prompt, blocks)
-    full, log_probs = full[-compared:], log_probs[-compared:]
+    full = predictions(subject, CacheConfig("full"), prompt, blocks)[0][-compared:]
     target = torch.tensor(following[1:]).unsqueeze(1)[-compared:]
-    kl = (full.exp() * (full - log_probs)).sum(-1).mean()
-    assert kl > 1e-4 and result["kl"] == pytest.approx(kl.item(), abs=1e-5)
-    agreement = (full.argmax(-1) == log_probs.argmax(-1)).double().mean()
-    assert result["agreement"] == pytest.approx(agreement.item())
-    for name, rows in (("nll", log_probs), ("full_nll", full)):
-        loss = -rows.gather(1, target).mean().item()
-        assert result[name] == pytest.approx(loss, abs=1e-4)
-    assert (result["tokens"], result["bytes"]) == (compared or len(following) - 1, nbytes)
+    for config, result in zip(CONFIGS, results, strict=True):
+        log_probs, nbytes = predictions(subject, config, prompt, blocks)
+        log_probs = log_probs[-compared:]
+        kl = (full.exp() * (full - log_probs)).sum(-1).mean()
+        assert kl > 1e-4 and result["kl"] == pytest.approx(kl.item(), abs=1e-5)
+        agreement = (full.argmax(-1) == log_probs.argmax(-1)).double().mean()
+        assert result["agreement"] == pytest.approx(agreement.item())
+        for name, rows in (("nll", log_probs), ("full_nll", full)):
+            loss = -rows.gather(1, target).mean().item()
+            assert result[name] == pytest.approx(loss, abs=1e-4)
+        assert (result["tokens"], result["bytes"]) == (compared or len(following) - 1, nbytes)
 
 
 @pytest.mark.parametrize(("protocol", "last"), [("decode", None), ("block", None), ("decode", 4)])
@@ -78,9 +80,8 @@ def test_predictions_on_a_text_equal_those_of_separate_caches(subject, novel, pr
     assert task.samples == [0, 1]
     for sample, content in task._samples.items():
         assert (len(content.prompt), len(content.following)) == (80, 10)
-        for config, result in zip(CONFIGS, results, strict=True):
-            following = content.following
-            check(subject, config, result[sample], content.prompt, following, protocol, last or 0)
+        of_sample = [result[sample] for result in results]
+        check(subject, of_sample, content.prompt, content.following, protocol, last or 0)
 
 
 @pytest.mark.parametrize("protocol", ["decode", "block"])
@@ -100,8 +101,7 @@ def test_a_prompt_is_followed_by_the_full_cache_s_answer(subject, novel, protoco
         _, results = compared(subject, [Source.read(path)], new_tokens=8, protocol=protocol)
     finally:
         config.eos_token_id = before
-    for cache_config, result in zip(CONFIGS, results, strict=True):
-        check(subject, cache_config, result[0], ids[0].tolist(), answer, protocol)
+    check(subject, [result[0] for result in results], ids[0].tolist(), answer, protocol)
 
 
 @pytest.mark.parametrize("protocol", ["decode", "block"])
@@ -125,10 +125,8 @@ def test_a_given_answer_is_predicted_after_its_question(
     assert sample.prompt + sample.following == question_ids + answer_ids
     read = len(subject.encode(before)) if context else len(question_ids) - 1
     assert read - context <= len(sample.prompt) <= read  # a token may span the edge
-    for config, result in zip(CONFIGS, results, strict=True):
-        check(
-            subject, config, result[0], sample.prompt, sample.following, protocol, len(answer_ids)
-        )
+    first = [result[0] for result in results]
+    check(subject, first, sample.prompt, sample.following, protocol, len(answer_ids))
 
 
 def test_a_context_ends_inside_the_chat_message(subject, chat_tokenizer, tmp_path):
@@ -225,10 +223,7 @@ def test_an_interval_covers_the_mean_as_often_as_it_says():
         ({"prompt_tokens": 1}, "--prompt-tokens 1 is too few"),
         ({"new_tokens": 0}, "--new-tokens 0 is too few"),
         ({"texts": 0}, "--texts 0 is too few"),
-        (
-            {"prompt_tokens": 100_000},
-            "for 0 texts of 100033 .*longer text, or smaller numbers$",
-        ),
+        ({"prompt_tokens": 100_000}, "for 0 texts of 100033 .*longer text, or smaller numbers$"),
         ({"texts": 400}, r"or --texts \d+ or fewer$"),
         ({"prompt_tokens": 2040}, "more than the model's context window of 2048"),
     ],
