@@ -39,10 +39,11 @@ def prompts_of(llm: h2okv.LLM, texts: list[Path], options: Any) -> list[tuple[st
                 record = json.loads(line)
                 answer = llm.tokenizer(record["answer"], add_special_tokens=False)["input_ids"]
                 requests.append((task, record["context"] + record["prompt"], len(answer)))
+    books = [llm.tokenizer(path.read_text("utf-8")[:500_000])["input_ids"] for path in texts[1:]]
     for number in range(options.texts):
-        tokens = llm.tokenizer(texts[1 + number % (len(texts) - 1)].read_text("utf-8")[:500_000])
         start = 5_000 + 2_000 * number + 700 * options.seed
-        requests.append(("text", tokens["input_ids"][start : start + options.tokens], NEW))
+        tokens = books[number % len(books)][start : start + options.tokens]
+        requests.append(("text", tokens, NEW))
     # In turns, so that a run that ends early has some of each.
     random.Random(0).shuffle(requests)
     return requests
