@@ -209,7 +209,7 @@ def test_a_failure_leaves_the_answer(make_llama, make_llm, make_prompts, greedy,
 def eager(monkeypatch):
     """Repair whatever differs: a random model is never sure."""
     monkeypatch.setattr(core, "_TIE", 1.0)
-    monkeypatch.setattr(core, "_SURE", 0.0)
+    monkeypatch.setattr(core, "_SURE", 1e-9)
     monkeypatch.setattr(core, "_FIRST", 16)
 
 
@@ -254,7 +254,7 @@ def test_windows_read_the_prompt_again_for_a_repair(
     gemma, make_llm, make_prompts, greedy, monkeypatch
 ):
     monkeypatch.setattr(core, "_TIE", 2.0)  # whatever the cache, so that all are repaired
-    monkeypatch.setattr(core, "_SURE", 0.0)
+    monkeypatch.setattr(core, "_SURE", 1e-9)
     llm, prompts = make_llm(gemma, heavy=200, recent=200), make_prompts([40, 61])
     expected = llm.generate(prompts, greedy(16))
     for prompt, once, output in zip(
@@ -274,7 +274,7 @@ def test_a_difference_that_is_late_or_small_or_of_an_open_text_is_not_repaired(
     full = oracle(model, prompts[0], answer)[: first + 1]
     certain = full.softmax(-1).amax(-1)
     share = float(full[first].softmax(-1)[answer[first]])
-    sure, tie = float(certain.mean()), share / float(certain[first])
+    sure, tie = float(certain.log().mean().exp()), share / float(certain[first])
     monkeypatch.setattr(core, "_FIRST", first + 1)
     monkeypatch.setattr(core, "_BEGINNINGS", (first + 1, first + 1))
     for name, repairs, lets in [

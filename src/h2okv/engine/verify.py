@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from transformers import DynamicCache
 
@@ -33,11 +34,11 @@ _PATIENCE, _BUSY_SHARE = 10.0, 0.1
 """Seconds that an answer waits for an idle engine; then it takes this share of the time."""
 REPAIR = "repair"
 """Value of ``verify`` by which the full cache writes an answer again that lacks something."""
-_SURE, _BEGINNINGS = 0.52, (8, 16)
-"""The full cache is sure if this is the mean probability of its choices over both beginnings."""
+_SURE, _BEGINNINGS = 0.43, (8, 16)
+"""The full cache is sure if this is its choices' geometric mean probability in both beginnings."""
 _FIRST, _TIE = 32, 0.9
 """Tokens of which one must differ then, and the share of its choice that is nearly a tie."""
-_CLEAR, _LOST = 0.5, 0.05
+_CLEAR, _LOST = 0.5, 0.02
 """Or one of the very first has more than this and the other cache's choice less than that."""
 Repair = tuple[Callable[[], bool], Request]
 """Takes a step of the request that writes an answer again, and that request."""
@@ -68,7 +69,7 @@ class _Check:
     def lacks(self) -> bool:
         """Whether the full cache is sure of an answer, and it is another one."""
         tokens, begins = self.compared, [self.compared[:count] for count in _BEGINNINGS]
-        is_sure = all(sum(token.certainty - _SURE for token in begin) >= 0 for begin in begins)
+        is_sure = all(prod(token.certainty / _SURE for token in begin) >= 1 for begin in begins)
         differs = any(token.share < _TIE * token.certainty for token in tokens[:_FIRST])
         is_lost = any(token.certainty > _CLEAR and token.share < _LOST for token in begins[0])
         return (is_sure and differs) or is_lost
@@ -244,10 +245,9 @@ class Verifier:
         if check.again is not None:
             return self._repair(check, *check.again)
         check.is_read = self._read_chunk(check)
-        request, cache = check.request, check.cache
-        is_asked = check.is_read and request.repairs and request.verify
-        if is_asked and cache is not None and check.lacks:
-            check.cache, check.again = None, self.again(request, cache)
+        is_asked = check.is_read and check.request.repairs and check.request.verify
+        if is_asked and check.cache is not None and check.lacks:
+            check.again = self.again(check.request, check.cache)
         return check.is_read and check.again is None
 
     def _repair(self, check: _Check, step: Callable[[], bool], again: Request) -> bool:
