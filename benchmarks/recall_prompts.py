@@ -105,8 +105,8 @@ def hide(rng: random.Random, sentences: list[str], facts: list[str], ordered: bo
     return " ".join(hidden)
 
 
-def write_prompts(book: Path, out: Path, tokens: int, items: int) -> None:
-    """Write two files of each task into a folder; the first items are always the same."""
+def write_prompts(book: Path, out: Path, tokens: int, items: int, seed: int = 0) -> None:
+    """Write two files of each task into a folder; a seed's first items are always the same."""
     text = re.sub(r"\s+", " ", book.read_text(encoding="utf-8"))
     sentences = [s for s in re.split(r"(?<=[.!?])\s+", text) if 30 < len(s) < 250][500:]
     if len(sentences) < 2:
@@ -115,7 +115,7 @@ def write_prompts(book: Path, out: Path, tokens: int, items: int) -> None:
     for task, (make, ordered) in TASKS.items():
         agnostic, aware = [], []
         for number in range(items):
-            rng = random.Random(f"{task} {number}")
+            rng = random.Random(f"{task} {number} {seed}" if seed else f"{task} {number}")
             facts, question, answer = make(rng)
             room = tokens * 4.2 - sum(map(len, facts))
             start = at = rng.randrange(len(sentences) // 2)

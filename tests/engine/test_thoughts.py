@@ -130,7 +130,7 @@ def test_models_and_prompts_without_thoughts_are_as_before(make_talk):
 @pytest.mark.slow
 def test_states_of_twenty_turns(make_talk):
     """Bytes of states with and without, and the cached tokens of the next turns; prints both."""
-    thought, sizes, shares = THOUGHT * 4, [], []
+    thought, sizes, shares = THOUGHT * 21, [], []  # 2,000 tokens each turn
     for is_apart in (False, True):
         llm, say = make_talk(OPENS, heavy=128, recent=128, evict_every=64, max_num_seqs=1)
         llm.engine._thinks, talk, cached = is_apart, [], []

@@ -207,50 +207,91 @@ def test_a_failure_leaves_the_answer(make_llama, make_llm, make_prompts, greedy,
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Repair whatever differs: a random model prefers no token by much."""
-    monkeypatch.setattr(core, "_GAP", 0.0)
+    """Repair whatever differs: a random model is never sure."""
+    monkeypatch.setattr(core, "_TIE", 1.0)
+    monkeypatch.setattr(core, "_SURE", 1e-9)
     monkeypatch.setattr(core, "_FIRST", 16)
 
 
+def plain_answer(model, prompt, length):
+    """Return a greedy answer, reading all of the text again for each token."""
+    answer = []
+    for _ in range(length):
+        answer.append(int(oracle(model, prompt, [*answer, 0])[-1].argmax()))
+    return answer
+
+
 @pytest.mark.parametrize("amounts", [{"heavy": 6, "recent": 6}, {"heavy": 0.1, "recent": 0.1}])
-def test_an_answer_that_differs_is_replaced_by_one_of_twice_the_budget(
+def test_an_answer_that_differs_is_replaced_by_the_full_caches(
     make_llama, make_llm, make_prompts, greedy, eager, amounts
 ):
     model, prompts = make_llama(), make_prompts([60, 60, 60])
     first = make_llm(model, **amounts).generate(prompts, greedy(20), verify=True)
-    double = make_llm(model, heavy=12, recent=12).generate(prompts, greedy(20), verify=True)
     llm = make_llm(model, **amounts)
     repaired = 0
-    for once, twice, output in zip(
-        first, double, llm.generate(prompts, greedy(20), verify="repair"), strict=True
+    for prompt, once, output in zip(
+        prompts, first, llm.generate(prompts, greedy(20), verify="repair"), strict=True
     ):
-        at = once.verified.first_difference
+        at, figures = once.verified.first_difference, output.verified
         is_repaired = at is not None and at < 16
         repaired += is_repaired
-        good = twice if is_repaired else once
-        assert output.completions == good.completions and output.text == good.text
-        assert output.verified.repaired == is_repaired
-        assert output.verified.agreed == good.verified.agreed
-        assert output.verified.repair_tokens == 60 * is_repaired
+        expected = once.completions[0].token_ids
+        if is_repaired:
+            expected = plain_answer(model, prompt, 20)
+            # Its prompt was read by the check; its last token is read again.
+            assert (figures.agreed, figures.tokens, figures.repair_tokens) == (20, 20, 21)
+            assert str(figures).endswith("; it was written again by the full cache")
+        else:
+            assert figures == once.verified
+        assert output.completions[0].token_ids == expected and output.prompt == once.prompt
+        assert figures.repaired == is_repaired
     stats = llm.stats()
-    assert stats.repair_tokens == 60 * repaired > 0
+    assert stats.repair_tokens == 21 * repaired > 0
     assert stats.repaired == repaired and stats.finished == 3
-    assert "repaired with twice the budget, 60 tokens read again" in str(
-        llm.generate(prompts[:1], greedy(20), verify="repair")[0].verified
-    )
 
 
-def test_a_difference_that_is_late_or_small_is_not_repaired(
+def test_windows_read_the_prompt_again_for_a_repair(
+    gemma, make_llm, make_prompts, greedy, monkeypatch
+):
+    monkeypatch.setattr(core, "_TIE", 2.0)  # whatever the cache, so that all are repaired
+    monkeypatch.setattr(core, "_SURE", 1e-9)
+    llm, prompts = make_llm(gemma, heavy=200, recent=200), make_prompts([40, 61])
+    expected = llm.generate(prompts, greedy(16))
+    for prompt, once, output in zip(
+        prompts, expected, llm.generate(prompts, greedy(16), verify="repair"), strict=True
+    ):
+        assert output.completions == once.completions
+        assert output.verified.repaired and output.verified.repair_tokens == len(prompt) + 16
+
+
+def test_a_difference_that_is_late_or_small_or_of_an_open_text_is_not_repaired(
     make_llama, make_llm, make_prompts, greedy, eager, monkeypatch
 ):
-    llm, prompts = make_llm(make_llama(), heavy=6, recent=6), make_prompts([60])
-    first = llm.generate(prompts, greedy(20), verify=True)[0].verified.first_difference
-    monkeypatch.setattr(core, "_FIRST", first)
-    assert not llm.generate(prompts, greedy(20), verify="repair")[0].verified.repaired
+    model, prompts = make_llama(), make_prompts([60])
+    llm = make_llm(model, heavy=6, recent=6)
+    output = llm.generate(prompts, greedy(20), verify=True)[0]
+    first, answer = output.verified.first_difference, output.completions[0].token_ids
+    full = oracle(model, prompts[0], answer)[: first + 1]
+    certain = full.softmax(-1).amax(-1)
+    share = float(full[first].softmax(-1)[answer[first]])
+    sure, tie = float(certain.log().mean().exp()), share / float(certain[first])
     monkeypatch.setattr(core, "_FIRST", first + 1)
-    assert llm.generate(prompts, greedy(20), verify="repair")[0].verified.repaired
-    monkeypatch.setattr(core, "_GAP", 50.0)
-    assert not llm.generate(prompts, greedy(20), verify="repair")[0].verified.repaired
+    monkeypatch.setattr(core, "_BEGINNINGS", (first + 1, first + 1))
+    for name, repairs, lets in [
+        ("_FIRST", first + 1, first),
+        ("_TIE", tie + 1e-4, tie - 1e-4),
+        ("_SURE", sure - 1e-5, sure + 1e-5),
+        ("_CLEAR", float(certain[first]) - 1e-5, float(certain[first]) + 1e-5),
+        ("_LOST", share + 1e-5, share - 1e-5),
+        ("_BEGINNINGS", (first + 1, 0), (first, 0)),
+    ]:
+        if name == "_CLEAR":  # by which alone it is repaired
+            monkeypatch.setattr(core, "_SURE", 1.0)
+            monkeypatch.setattr(core, "_LOST", share + 1e-5)
+        monkeypatch.setattr(core, name, lets)
+        assert not llm.generate(prompts, greedy(20), verify="repair")[0].verified.repaired
+        monkeypatch.setattr(core, name, repairs)
+        assert llm.generate(prompts, greedy(20), verify="repair")[0].verified.repaired
 
 
 def test_schemas_samples_and_log_probabilities_of_a_repair(eager):
@@ -262,9 +303,12 @@ def test_schemas_samples_and_log_probabilities_of_a_repair(eager):
     with h2okv.LLM("bundled", heavy=6, recent=6, verify=1.0) as llm:
         output = llm.generate([prompt], grammar=grammar, **(options | {"verify": "repair"}))[0]
         rows = llm.agreement().rows
-    with h2okv.LLM("bundled", heavy=12, recent=12) as llm:
+    with h2okv.LLM("bundled", heavy=99, recent=99) as llm:
         larger = llm.generate([prompt], grammar=grammar, **options)[0]
-    assert output.completions == larger.completions
+    answers = [result.completions[0] for result in (output, larger)]
+    assert answers[0].token_ids == answers[1].token_ids
+    logprobs = [[entry.logprob for entry in answer.logprobs] for answer in answers]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
     assert output.verified.repaired and output.text.startswith("{")
     assert [(row.budget, row.answers) for row in rows] == [("12", 1)]  # the first one counts
 
@@ -274,13 +318,15 @@ def test_a_repair_that_fails_or_has_no_room_leaves_the_answer(
 ):
     llm, prompts = make_llm(make_llama(), heavy=6, recent=6), make_prompts([60])
     plain = llm.generate(prompts, greedy(20))[0]
-    monkeypatch.setattr(llm.engine.verifier, "_max_tokens", lambda: 150)
+    monkeypatch.setattr(llm.engine.verifier, "_max_tokens", lambda: 70)
     output = llm.generate(prompts, greedy(20), verify="repair")[0]
-    assert output.text == plain.text and output.verified.tokens == 20
-    assert output.verified.note.startswith("it was not repaired: there is room for 150 tokens")
-    monkeypatch.undo()
-    monkeypatch.setattr(core, "_GAP", 0.0)
-    monkeypatch.setattr(llm.engine.verifier, "again", lambda _: 1 / 0)
+    assert output.text == plain.text and output.verified.tokens == 11
+    assert output.verified.note == (
+        "it was not repaired: there is room for a full cache of 70 tokens, and prompt and second"
+        " answer have more"
+    )
+    monkeypatch.setattr(llm.engine.verifier, "_max_tokens", lambda: 1 << 20)
+    monkeypatch.setattr(llm.engine.verifier, "again", lambda *_: 1 / 0)
     output = llm.generate(prompts, greedy(20), verify="repair")[0]
     assert output.text == plain.text and output.verified.tokens == 20
     assert output.verified.note.startswith("it was not repaired: ZeroDivisionError")
@@ -454,14 +500,3 @@ def test_a_repaired_answer_comes_at_once_and_a_client_may_leave(
     assert len(answer.token_ids) == 20 and answer.prompt.token_ids == (*prompt,)
     assert figures.verified.repaired and stats.repaired == 1
     assert len(unchecked.token_ids) == 400 and unchecked.verified is None
-
-
-def test_a_repair_reads_a_prompt_whole_before_it_evicts(
-    make_llama, make_llm, make_prompts, greedy, eager
-):
-    model, prompts = make_llama(), make_prompts([70])
-    options = {"heavy": 6, "recent": 6, "evict_every": 8, "prefix_cache": 1 << 20}
-    output = make_llm(model, **options).generate(prompts, greedy(20), verify="repair")[0]
-    expected = make_llm(model, heavy=12, recent=12, evict_every=8, whole_prompts=True)
-    assert output.verified.repaired
-    assert output.completions == expected.generate(prompts, greedy(20))[0].completions

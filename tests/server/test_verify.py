@@ -52,14 +52,15 @@ def test_usage_has_the_figures_whole_and_streamed(served):
 
 
 def test_a_repair_is_in_usage_and_counted(served, fetch, monkeypatch):
-    monkeypatch.setattr("h2okv.engine.verify._GAP", 0.0)
+    monkeypatch.setattr("h2okv.engine.verify._TIE", 1.0)
+    monkeypatch.setattr("h2okv.engine.verify._SURE", 1e-9)
     client, repair = served.client(), {"h2o": {"verify": "repair"}}
     text = {"prompt": "Once upon a time there was " * 4, "max_tokens": 40, "temperature": 0}
     text |= {"model": "bundled", "extra_body": repair}
     reply = client.completions.create(**text)
     figures = figures_of(reply.usage, 40)
     assert figures["repaired"] is True
-    assert figures["repair_tokens"] == reply.usage.prompt_tokens
+    assert (figures["agreed"], figures["repair_tokens"]) == (40, 41)
     first, *_, last = client.completions.create(**text, **STREAM)
     assert first.choices[0].text == reply.choices[0].text  # in one piece, after the check
     assert figures_of(last.usage, 40) == figures

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import DynamicLayer
 
 from h2okv.budget import Budget
 from h2okv.cache import H2OCache
@@ -22,10 +23,9 @@ from h2okv.engine.outputs import EngineStats
 from h2okv.engine.request import Output, PrefillChunk, PromptStart, Request, ScheduledStep
 from h2okv.engine.sampler import Sampler, eos_token_ids
 from h2okv.engine.scheduler import Scheduler
-from h2okv.engine.verify import Verifier, with_budget
+from h2okv.engine.verify import Repair, Verifier, with_budget
 from h2okv.prompts.readers import UNLIMITED
 
-_WHOLE_SPAN = 32  # tokens between two cuts behind a prompt that is read whole
 _CHUNK = 512  # tokens of a full cache's prompt in one forward: short ones let Ctrl-C stop soon
 
 
@@ -93,11 +93,9 @@ class CacheEngine(Engine):
         """Return an empty cache like this one's, with the budget of a request if that has one."""
         return H2OCache.from_config(self.model, with_budget(self.cache.cache_config, budget))
 
-    def _again(self, request: Request) -> tuple[Engine, Request] | None:
-        again = answer_again(self, request) if isinstance(self.cache, H2OCache) else None
-        if again is not None:
-            self.cache = again[0].cache
-        return again
+    def _again(self, request: Request, cache: DynamicCache) -> Repair:
+        self.cache = cache
+        return answer_again(self, request, cache)
 
     def _run_step(self, step: ScheduledStep) -> StepOutput:
         self.is_broken = True
@@ -114,32 +112,25 @@ class CacheEngine(Engine):
         super()._report(output, token, logits, row)
 
 
-def answer_again(engine: Engine, request: Request) -> tuple[CacheEngine, Request] | None:
-    """Prepare to make an answer again on a cache outside the pool, with twice the budget.
+def answer_again(engine: Engine, request: Request, cache: DynamicCache) -> Repair:
+    """Prepare to write an answer again with the full cache that has read it; mutates the cache.
 
-    A prompt that was cut as it was read is read whole. ``None`` if the budget had room for all.
+    It goes back to the end of the prompt, or to its start if it has windows or recurrent states.
     """
-    cache, length = engine.make_cache(request.start.budget), len(request.prompt)
-    tokens = cache.budget.resolve(length)
-    num_new = len(request.outputs[0].tokens)
-    if cache.cache_config.is_full or tokens.total >= length + num_new:
-        return None
-    double = Budget(heavy=2 * tokens.heavy, recent=2 * tokens.recent, sink=tokens.sink)
-    config = with_budget(cache.cache_config, double)
-    if config.chunk is not None and config.positions == "original":
-        # The question behind a long text is read before anything is evicted.
-        every = min(config.chunk, _WHOLE_SPAN)
-        config = replace(config, evict_every=every, whole_prompts=True)
-    cache = H2OCache.from_config(engine.model, config)
-    cache.pin(request.start.pins)
+    length = len(request.prompt)
+    start = length - 1  # the last token is read again, for what follows it
+    if all(type(layer) is DynamicLayer for layer in cache.layers):
+        cache.crop(start - cache.get_seq_length())
+    else:
+        cache.reset()
+        start = 0
     again = replace(
-        request, start=PromptStart(length), notify=lambda event: None, num_prefilled=0, saves={},
-        outputs=[], logprobs=[], is_over=False, repairs=False, verify=True, is_sampled=False,
-        verified=None,
+        request, start=PromptStart(length, num_reused=start), notify=lambda event: None, saves={},
+        outputs=[], logprobs=[], is_over=False, repairs=False, verify=False, is_sampled=False,
     )  # fmt: skip
-    larger = CacheEngine(engine.model, engine.tokenizer, cache)
-    larger.scheduler.submit(again)
-    return larger, again
+    full = CacheEngine(engine.model, engine.tokenizer, cache)
+    full.scheduler.submit(again)
+    return full.step, again
 
 
 class _CacheRunner(ModelRunner):

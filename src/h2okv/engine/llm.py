@@ -238,8 +238,8 @@ class LLM(_Front):
             pins: For each, spans ``(start, stop)`` of its tokens that are never evicted.
             verify: Whether to read all answers again with the full cache, for
                 `RequestOutput.verified`; otherwise those that the config's `verify` samples.
-                ``"repair"``: and to make an answer again with twice the budget, once, if one of its
-                first 8 tokens is clearly not the full cache's.
+                ``"repair"``: and to let the full cache write an answer again if it is sure of
+                another one.
             kind: Kind of the requests, by which `agreement` reports.
             show_progress: Whether to draw a bar, on a terminal.
             **sampling: Fields of `SamplingParams` that replace those of `params`, such as

@@ -23,6 +23,7 @@ from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.support import latent_sizes
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
 from h2okv.engine.request import PrefillChunk, PromptStart, ScheduledStep
+from h2okv.integration.attention import KEEPS_ALL
 from h2okv.integration.enable import input_device
 from h2okv.prompts.images import images_for
 from h2okv.prompts.readers import UNLIMITED
@@ -271,15 +272,19 @@ class ModelRunner:
         """Return the logits of the last ``keep`` tokens, for 0 of all: ``[B, keep or T, V]``."""
         if self._has_axes and positions.dim() == 2:  # of which the attention is told the first
             positions = positions.expand(4, -1, -1)
-        logits: Tensor = self._model(
-            input_ids=tokens.to(self._device),
-            position_ids=positions.to(self._device),
-            **images_for(self._model, inputs),
-            attention_mask=None if mask is None else mask.to(self._device),
-            **{CACHE: cache},
-            use_cache=True,
-            logits_to_keep=keep,
-        ).logits
+        expects = KEEPS_ALL.set(not isinstance(cache, H2OCache))
+        try:
+            logits: Tensor = self._model(
+                input_ids=tokens.to(self._device),
+                position_ids=positions.to(self._device),
+                **images_for(self._model, inputs),
+                attention_mask=None if mask is None else mask.to(self._device),
+                **{CACHE: cache},
+                use_cache=True,
+                logits_to_keep=keep,
+            ).logits
+        finally:
+            KEEPS_ALL.reset(expects)
         return logits
 
 

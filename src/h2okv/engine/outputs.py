@@ -47,8 +47,8 @@ class VerifiedAnswer:
         kl_divergence: Of the evicting cache's next tokens from the full cache's, in nats, the mean
             over the tokens; of the 16 most likely next tokens and all others as one.
         note: Why less than the whole answer was compared, or it was not repaired.
-        repaired: Whether an earlier answer differed, and this one has twice the budget.
-        repair_tokens: Tokens of the prompt that were read for it.
+        repaired: Whether an earlier answer differed, and this one is the full cache's.
+        repair_tokens: Tokens that were read and written for it.
     """
 
     tokens: int
@@ -71,7 +71,7 @@ class VerifiedAnswer:
         if self.first_difference is not None:
             text += f", the first that differs is number {self.first_difference}"
         if self.repaired:
-            text += f"; repaired with twice the budget, {self.repair_tokens:,} tokens read again"
+            text += "; it was written again by the full cache"
         return f"{text} ({self.note})" if self.note else text
 
     def to_dict(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ class EngineStats:
     verified_tokens: int = _number("Tokens of prompts and answers read again.", True)
     verify_failed: int = _number("Answers that could not be read again.", True)
     verify_waiting: int = _number("Answers that are still to be read again.")
-    repaired: int = _number("Answers that were replaced, with twice the budget.", True)
-    repair_tokens: int = _number("Tokens of prompts that were read for these.", True)
+    repaired: int = _number("Answers that were replaced by the full cache's.", True)
+    repair_tokens: int = _number("Tokens that were read and written for these.", True)
     steps: int = _number("Decode steps.", True)
     evictions: int = _number("Entries evicted, of one layer and one KV head.", True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +82,15 @@ class ScheduledStep:
     prefill: tuple[PrefillChunk, ...] = ()
 
 
+class Comparison(NamedTuple):
+    """What an evicting and a full cache predict at a token of an answer."""
+
+    agrees: bool
+    divergence: float
+    certainty: float  # the full cache's probability of its most likely token
+    share: float  # and of the evicting cache's
+
+
 class Trace:
     """What an evicting cache predicts at each token of an answer."""
 
@@ -101,17 +111,14 @@ class Trace:
         self._tokens, self._weights = map(torch.stack, zip(*self._steps, strict=True))
         self._steps = []
 
-    def compare(self, number: int, logits: Tensor) -> tuple[bool, float]:
-        """Return whether fp32 logits ``[1, V]`` agree at a token, and their divergence."""
+    def compare(self, number: int, logits: Tensor) -> Comparison:
+        """Compare the prediction of a token with fp32 logits ``[1, V]`` of a full cache."""
         tokens, evicting = self._tokens[number], self._weights[number]
-        full = torch.softmax(logits[0], dim=-1)[tokens.to(logits.device)].cpu()
-        full, evicting = _with_rest(full), _with_rest(evicting)
-        divergence = float((full * (full / evicting).log()).sum())
-        return int(logits.argmax()) == self.best[number], max(0.0, divergence)
-
-    def gap(self, number: int, logits: Tensor) -> float:
-        """Return by how much fp32 logits ``[1, V]`` prefer another token, as a log-ratio."""
-        return float(logits.max() - logits[0, self.best[number]])
+        shares, best = torch.softmax(logits[0], dim=-1), self.best[number]
+        full, evicting = _with_rest(shares[tokens.to(logits.device)].cpu()), _with_rest(evicting)
+        divergence = max(0.0, float((full * (full / evicting).log()).sum()))
+        agrees = int(logits.argmax()) == best
+        return Comparison(agrees, divergence, float(shares.max()), float(shares[best]))
 
 
 def _with_rest(weights: Tensor) -> Tensor:
@@ -206,7 +213,7 @@ class Request:
     opening: int | None = None
     level: int | None = None  # of its budget, if the engine chose it
     verify: bool = False  # whether the client waits for its answer to be read again
-    repairs: bool = False  # and gets it after that, from twice the budget if the first one differs
+    repairs: bool = False  # and gets it after that, or the full cache's if it lacks something
     is_sampled: bool = False  # whether it is one of those that all are judged by
     verified: VerifiedAnswer | None = None
 

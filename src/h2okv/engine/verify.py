@@ -14,8 +14,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from math import prod
 
 from transformers import DynamicCache
 
@@ -26,22 +26,22 @@ from h2okv.engine.agreement import FACTORS, AgreementLog, AgreementReport, Budge
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.model_runner import ModelRunner
 from h2okv.engine.outputs import VerifiedAnswer
-from h2okv.engine.request import Output, Request, Trace
+from h2okv.engine.request import Comparison, Output, Request, Trace
 
 MOST_WAITING = 64
 """Answers that wait to be read again; while there are as many, no further one is sampled."""
 _PATIENCE, _BUSY_SHARE = 10.0, 0.1
 """Seconds that an answer waits for an idle engine; then it takes this share of the time."""
 REPAIR = "repair"
-"""Value of ``verify`` by which an answer that differs is made again with twice the budget."""
-_FIRST, _GAP = 8, 1.0
-"""Tokens of an answer that decide on a repair, and the log-ratio by which one must differ."""
-
-
-class _Engine(Protocol):
-    verifier: Verifier
-
-    def step(self) -> bool: ...
+"""Value of ``verify`` by which the full cache writes an answer again that lacks something."""
+_SURE, _BEGINNINGS = 0.43, (8, 16)
+"""The full cache is sure if this is its choices' geometric mean probability in both beginnings."""
+_FIRST, _TIE = 32, 0.9
+"""Tokens of which one must differ then, and the share of its choice that is nearly a tie."""
+_CLEAR, _LOST = 0.5, 0.02
+"""Or one of the very first has more than this and the other cache's choice less than that."""
+Repair = tuple[Callable[[], bool], Request]
+"""Takes a step of the request that writes an answer again, and that request."""
 
 
 @dataclass(eq=False)
@@ -52,20 +52,27 @@ class _Check:
     trace: Trace
     is_sampled: bool  # False: only its client wants to know
     since: float
-    num_compared: int = 0  # tokens of the answer that are compared; set when reading begins
+    room: int = 0  # tokens of a full cache, and of the answer that are compared; once it is read
+    num_compared: int = 0
     position: int = 0
     cache: DynamicCache | None = None
-    agreed: int = 0
-    first_difference: int | None = None
-    divergence: float = 0.0
+    compared: list[Comparison] = field(default_factory=list)
     note: str = ""
     is_read: bool = False
-    differs: bool = False  # whether one of the first tokens is clearly not the full cache's
-    again: tuple[_Engine, Request] | None = None  # what makes the answer again
+    again: Repair | None = None
 
     @property
     def request(self) -> Request:
         return self.output.request
+
+    @property
+    def lacks(self) -> bool:
+        """Whether the full cache is sure of an answer, and it is another one."""
+        tokens, begins = self.compared, [self.compared[:count] for count in _BEGINNINGS]
+        is_sure = all(prod(token.certainty / _SURE for token in begin) >= 1 for begin in begins)
+        differs = any(token.share < _TIE * token.certainty for token in tokens[:_FIRST])
+        is_lost = any(token.certainty > _CLEAR and token.share < _LOST for token in begins[0])
+        return (is_sure and differs) or is_lost
 
 
 class Verifier:
@@ -87,9 +94,8 @@ class Verifier:
         max_tokens: Callable[[], int],
     ) -> None:
         self._config, self._runner = config, runner
-        self._chunk_tokens, self._max_tokens = max(2, chunk_tokens), max_tokens
-        # Prepares an engine that makes a request's answer again; None where that is of no use.
-        self.again: Callable[[Request], tuple[_Engine, Request] | None] = lambda request: None
+        self._chunk_tokens, self._max_tokens = chunk_tokens, max_tokens
+        self.again: Callable[[Request, DynamicCache], Repair]  # by the full cache that has read it
         self.log = AgreementLog()
         self.levels = None if config.agreement is None else BudgetLevels(config.agreement)
         self.warn = warn  # a command writes a line instead
@@ -179,7 +185,7 @@ class Verifier:
         except Exception as error:  # such as no memory; the answer itself is complete
             done = "repaired" if check.is_read else "compared"
             check.note, is_over = f"it was not {done}: {type(error).__name__}: {error}", True
-            check.num_compared, check.again = check.num_compared * check.is_read, None
+            check.compared, check.again = check.compared if check.is_read else [], None
         except BaseException:  # Ctrl-C in the middle of a forward
             self._current = None
             raise
@@ -206,7 +212,7 @@ class Verifier:
         check = min(self._waiting, key=lambda check: not check.request.verify)
         self._waiting.remove(check)
         num_tokens, length = len(check.trace.best), len(check.request.prompt)
-        room = self._max_tokens()
+        room = check.room = self._max_tokens()
         check.num_compared = max(0, min(num_tokens, room - length + 1))
         if check.num_compared < num_tokens:
             check.note = (
@@ -224,22 +230,14 @@ class Verifier:
         request, answer = check.request, check.output.tokens
         text = [*request.prompt, *answer[: check.num_compared - 1]]
         start, before = check.position, len(request.prompt) - 1
-        end = start + self._chunk_tokens
-        # Never a single token, which the attention takes for a step on a wrong cache.
-        end = check.position = len(text) if len(text) <= end + 1 else end
+        end = check.position = min(start + self._chunk_tokens, len(text))
         self.num_tokens += end - start
         first = max(start, before)
         logits = self._runner.read(text[start:end], start, check.cache, max(1, end - first))[0]
         for number in range(first - before, end - before):
             row = number - (first - before)
             processed = check.output.sampler.processed(logits[row : row + 1], answer[:number])
-            agrees, divergence = check.trace.compare(number, processed)
-            check.agreed += agrees
-            check.divergence += divergence
-            if not agrees and check.first_difference is None:
-                check.first_difference = number
-            if request.repairs and number < _FIRST and check.trace.gap(number, processed) > _GAP:
-                check.differs = True
+            check.compared.append(check.trace.compare(number, processed))
         return end == len(text)
 
     def _advance(self, check: _Check) -> bool:
@@ -247,61 +245,56 @@ class Verifier:
         if check.again is not None:
             return self._repair(check, *check.again)
         check.is_read = self._read_chunk(check)
-        if not check.is_read:
-            return False
-        if check.differs and check.request.verify:
-            check.cache, room = None, self._max_tokens()
-            num_tokens = len(check.request.prompt) + len(check.output.tokens)
-            if room < 2 * num_tokens:  # the larger cache, and a full one to read it again with
-                check.note = (
-                    f"it was not repaired: there is room for {room:,} tokens, and a repair needs"
-                    f" it for {2 * num_tokens:,}"
-                )
-            else:
-                check.again = self.again(check.request)
-        return check.again is None
+        is_asked = check.is_read and check.request.repairs and check.request.verify
+        if is_asked and check.cache is not None and check.lacks:
+            check.again = self.again(check.request, check.cache)
+        return check.is_read and check.again is None
 
-    def _repair(self, check: _Check, engine: _Engine, again: Request) -> bool:
-        """Take a step of making an answer again; return whether it was read again too."""
+    def _repair(self, check: _Check, step: Callable[[], bool], again: Request) -> bool:
+        """Take a step of writing an answer again; return whether that is over."""
+        num_tokens = len(again.prompt) + sum(len(output.tokens) for output in again.outputs)
         if not check.request.verify:  # its client went away
             check.again = None
+        elif num_tokens > check.room + 1:  # the newest is not in the cache
+            check.again = None
+            check.note = (
+                f"it was not repaired: there is room for a full cache of {check.room:,} tokens, and"
+                " prompt and second answer have more"
+            )
         elif not again.is_over:
-            engine.step()
+            step()
             return False
         elif again.error is not None:
             raise again.error
-        elif engine.verifier.step():
-            return False
-        else:
-            self.num_tokens += engine.verifier.num_tokens
         return True
 
     def _report(self, check: _Check) -> None:
         """Note the figures of an answer, and send them to its client."""
-        request, count = check.request, check.num_compared
+        request, count = check.request, len(check.compared)
+        agreed = sum(token.agrees for token in check.compared)
+        differs = (number for number, token in enumerate(check.compared) if not token.agrees)
         self.num_verified += count > 0
         self.num_failed += count == 0
         check.cache = None
         request.verified = VerifiedAnswer(
             tokens=count,
-            agreed=check.agreed if count else 0,
-            first_difference=check.first_difference if count else None,
-            kl_divergence=check.divergence / count if count else 0.0,
+            agreed=agreed,
+            first_difference=next(differs, None),
+            kl_divergence=sum(token.divergence for token in check.compared) / max(1, count),
             note=check.note,
         )
         if check.is_sampled and count:
-            self.log.add(self._label(request), request.kind, count, check.agreed)
+            self.log.add(self._label(request), request.kind, count, agreed)
             if self.levels is not None and request.level is not None:
-                self.levels.add(request.kind, request.level, count, check.agreed)
+                self.levels.add(request.kind, request.level, count, agreed)
                 self._warn(request.kind)
         if check.again is not None:
-            _, again = check.again
-            assert again.verified is not None
-            length = len(request.prompt)
-            request.outputs = again.outputs
-            request.verified = replace(again.verified, repaired=True, repair_tokens=length)
+            request.outputs, start = check.again[1].outputs, check.again[1].start
+            count = len(request.outputs[0].tokens)
+            cost = start.length - start.num_reused + count
+            request.verified = VerifiedAnswer(count, count, repaired=True, repair_tokens=cost)
             self.num_repaired += 1
-            self.num_repair_tokens += length
+            self.num_repair_tokens += cost
         check.again = None
         if request.verify:
             request.verify = False

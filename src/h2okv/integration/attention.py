@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 from weakref import WeakSet
 
@@ -286,7 +287,8 @@ def h2o_attention(
     if layer is None:
         more = () if getattr(module, "is_causal", True) else ("s_aux",)
         _check_modelled(module, options, (*_IGNORED_BY_SDPA, *more))
-        if query.shape[2] == 1 < key.shape[2] and not torch.compiler.is_compiling():
+        is_step = query.shape[2] == 1 < key.shape[2] and not torch.compiler.is_compiling()
+        if is_step and not KEEPS_ALL.get():
             _warn_of_another_cache(module)
         return plain_attention(
             module, query, key, value, attention_mask, scaling, dropout, softcap, options
@@ -348,6 +350,8 @@ def h2o_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
+KEEPS_ALL: ContextVar[bool] = ContextVar("KEEPS_ALL", default=False)
+"""Whether a step's cache is meant to be transformers' own."""
 _WARNED: WeakSet[torch.nn.Module] = WeakSet()
 
 
