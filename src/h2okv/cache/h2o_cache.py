@@ -139,7 +139,9 @@ class H2OCache(Cache):
 
     def make_rule(self, policy: str | Rule, cache: CacheConfig) -> Rule:
         """Make the rule that evicts."""
-        return get_rule(policy, cache.seed, cache.scoring, cache.decay)
+        rule = get_rule(policy, cache.seed, cache.scoring, cache.decay)
+        rule.grows = cache.grows and not cache.is_full
+        return rule
 
     def cuts(self, cache: CacheConfig) -> int | None:
         """Return the tokens between two cuts; ``None`` if blocks are not cut."""
@@ -351,7 +353,8 @@ class H2OCache(Cache):
             return
         seen = self.num_seen_tokens
         follows_at_once = length <= seen and not self._expects_turn
-        if self.rule.evicts and self.budget.is_relative and follows_at_once:
+        is_relative = self.budget.is_relative and not self.rule.grows
+        if self.rule.evicts and is_relative and follows_at_once:
             warnings.warn(
                 f"{self!r}: fractions were taken of the first forward's "
                 f"{seen} tokens, and {length} more follow it at once. If "
@@ -504,8 +507,8 @@ class H2OCache(Cache):
         """Return the entries of each layer and KV head after a prompt of this length."""
         return self._entries(self.budget, length)
 
-    def _entries(self, budget: Budget, length: int) -> int:
-        return self.rule.allocate_budget(budget.resolve(length)).total
+    def _entries(self, budget: Budget, length: int, seen: int | None = None) -> int:
+        return self.rule.allocate_budget(budget.resolve(length, seen)).total
 
     def layer_entries_for(self, length: int) -> tuple[float, ...]:
         """Return `entries_for` of each layer with H2O entries, by the layer's budget.
@@ -524,7 +527,10 @@ class H2OCache(Cache):
         """
         if self.rule.is_bounded:
             return self.entries_for(prompt) + (self.evict_every or 1)
-        return slots_for(prompt + new)
+        seen = prompt + new
+        if self.rule.grows:
+            seen = min(seen, self._entries(self.budget, prompt, seen) + (self.evict_every or 1))
+        return slots_for(seen)
 
     def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:
         """Return the bytes that slots of these KV heads take, before anything is allocated."""

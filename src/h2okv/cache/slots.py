@@ -95,7 +95,7 @@ class SlotPlan:
     ) -> None:
         """Fill new slots with the entries of indices ``[B, H, K]`` that are kept; mutates both."""
         if self.is_by_head:
-            self.capacity = self.row_slots(state)
+            self.capacity = self.row_slots(state) if self.rule.is_bounded else None
             self._share(state, entries, indices, is_kept, self._is_static(state))
             return
         with ordinary_tensors():
@@ -253,7 +253,8 @@ class SlotPlan:
         They follow from the tokens seen, as entries leave at cuts and nowhere else.
         """
         # A rule that decides once has counted a token that is not read yet.
-        if self.cut_late or state.has_gaps or self.rule.inputs is Inputs.WINDOW:
+        is_unknown = self.cut_late or state.has_gaps or self.rule.grows
+        if is_unknown or self.rule.inputs is Inputs.WINDOW:
             return [heads[:, 0].tolist() for heads in state.counts()]
         counts = []
         sequences = zip(state.lengths(), state.phases(self.span), state.totals(), strict=True)
@@ -285,15 +286,20 @@ class SlotPlan:
         for name, kind in state.kinds.items():
             if kind.per == "derived" and kind.is_of(layer):
                 setattr(state, name, torch.empty_like(state.positions, dtype=kind.dtype))
-        num_slots = sum(self.rule.allocate_budget(budget).total + self.span for budget in budgets)
+        num_slots = self._sum_slots(budgets)
         self.capacity = num_slots if self.rule.is_bounded else None
         # A rule that keeps everything after the prompt evicts once.
         evicts_once = self.rule.inputs is Inputs.WINDOW
         self.num_evicted = max(0, length + 1 - num_slots) if evicts_once else 0
 
-    def grow_on_meta(self, state: SlotState, seen: int) -> None:
-        """Add the slots that the tokens seen need; mutates the state."""
+    def _sum_slots(self, budgets: Sequence[TokenBudget]) -> int:
+        return sum(self.rule.allocate_budget(budget).total + self.span for budget in budgets)
+
+    def grow_on_meta(self, state: SlotState, seen: int, budgets: Sequence[TokenBudget]) -> None:
+        """Add the slots that the tokens seen need, with these budgets; mutates the state."""
         needed = seen - self.num_evicted
+        if self.rule.grows:
+            needed = min(needed * len(budgets), self._sum_slots(budgets))
         if state.num_slots <= needed and state.num_slots != self.capacity:
             state.resize(self.capacity or slots_for(needed))
 
@@ -479,9 +485,9 @@ class SlotPlan:
         rank = (~is_taken).cumsum(dim=-1)
         return is_taken | (rank <= state.total + 1 - is_taken.sum(dim=-1, keepdim=True))
 
-    @staticmethod
-    def _is_static(state: SlotState) -> bool:
-        return state.device.type == "cuda" or torch.compiler.is_compiling()
+    def _is_static(self, state: SlotState) -> bool:
+        is_static = state.device.type == "cuda" or torch.compiler.is_compiling()
+        return is_static and self.rule.is_bounded
 
 
 def _empty_rows(source: triton_cut.Rows, rows: int, num_slots: int) -> triton_cut.Rows:

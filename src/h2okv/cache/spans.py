@@ -44,6 +44,7 @@ class _Layer(Protocol):
 class _LayerOfSlots(_Layer, Protocol):
     slots: SlotPlan
 
+    def grow(self) -> None: ...
     def cut_kernels(self, positions: Tensor) -> Cut | None: ...
     def select(
         self,
@@ -310,6 +311,7 @@ class Spans:
         state = layer.state
         if not any(self.ended(state)):
             return
+        layer.grow()
         kernels = layer.cut_kernels(state.positions)
         if kernels is not None:
             self._evict_by(kernels, layer)

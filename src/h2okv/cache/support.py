@@ -226,6 +226,12 @@ def check_rule(rule: Rule, position_rule: PositionRule) -> None:
     for (inputs, option), reason in _EXCLUDES.items():
         if rule.inputs is inputs and is_given[option]:
             raise ValueError(f"{name} {reason}; {shown[option]}, or use policy='h2o'.")
+    if rule.grows and (position_rule.rolls or rule.inputs is Inputs.WINDOW or not rule.evicts):
+        option = "positions='rolling'" if position_rule.rolls else name
+        raise ValueError(
+            f"{option} lets no budget grow with the text; leave of=seen (grows=True) out, or use"
+            " policy='h2o' with positions='original'."
+        )
     if (evict_every or 1) > 1 and not rule.scores_spans:
         raise ValueError(
             f"{name} looks at each query or block by itself, and evict_every={evict_every} must"
@@ -281,7 +287,7 @@ def check_layer_budgets(
         for budgets in by_layer
         for budget in (rule.allocate_budget(head.resolve(1000)) for head in budgets)
     }
-    by_scores = rule.ranks_by_scores and rule.is_bounded
+    by_scores = rule.ranks_by_scores and rule.evicts
     excluded = {
         f"policy={cache.policy!r}": not by_scores or len(protected) > 1,
         f"positions={cache.positions!r}": cache.positions == "rolling",

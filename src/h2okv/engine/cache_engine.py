@@ -120,8 +120,8 @@ def answer_again(engine: Engine, request: Request) -> tuple[CacheEngine, Request
     A prompt that was cut as it was read is read whole. ``None`` if the budget had room for all.
     """
     cache, length = engine.make_cache(request.start.budget), len(request.prompt)
-    tokens = cache.budget.resolve(length)
     num_new = len(request.outputs[0].tokens)
+    tokens = cache.budget.resolve(length, length + num_new)
     if cache.cache_config.is_full or tokens.total >= length + num_new:
         return None
     double = Budget(heavy=2 * tokens.heavy, recent=2 * tokens.recent, sink=tokens.sink)

@@ -102,6 +102,12 @@ class EngineConfig:
             raise ValueError(
                 f"cache must be a CacheConfig or a text such as 'best:20%', got {self.cache!r}."
             )
+        if self.cache.grows and not self.cache.is_full:
+            raise ValueError(
+                f"cache={self.cache.label} grows with every answer (of=seen), and the engine's"
+                " sequences have a fixed number of slots; leave of=seen out, or use h2okv generate"
+                " or h2okv.H2OCache."
+            )
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
         check_settings(self, dict.fromkeys(counts, integer(1)))
         check_settings(self, dict.fromkeys(("max_waiting", "prefix_cache"), integer(0)))
