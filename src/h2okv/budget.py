@@ -93,19 +93,17 @@ class Budget:
 
     def _check_growth(self) -> None:
         """Refuse a growing budget of tokens, or one with a limit."""
-        problem = ""
         if self.grows is not True:
-            problem = f"grows must be True or False, got {self.grows!r}"
-        elif not any(isinstance(share, float) for share in (self.heavy, self.recent)):
+            problem = f"got grows={self.grows!r}; give True or False"
+        elif not isinstance(self.heavy, float) and not isinstance(self.recent, float):
             problem = f"heavy={self.heavy} and recent={self.recent} are tokens; give a fraction"
         elif self.max_tokens is not None:
             problem = f"max_tokens={self.max_tokens} would stop the text; leave one of them out"
         elif isinstance(self.sink, float) and self.sink != 1:
             problem = f"sink={self.sink:g} is a part of the prompt; give tokens or 100%"
-        if problem:
-            raise ValueError(
-                f"of=seen (grows=True) is for fractions of all tokens seen: {problem}."
-            )
+        else:
+            return
+        raise ValueError(f"of=seen (grows=True) is for fractions of all tokens seen: {problem}.")
 
     def resolve(self, prompt_length: int, seen: int | None = None) -> TokenBudget:
         """Turn fractions into tokens for a prompt.

@@ -432,8 +432,7 @@ class CacheConfig:
         return self._budget(self.heavy)
 
     def _budget(self, heavy: int | float) -> Budget:
-        limits = self.max_tokens, self.min_tokens, self.grows
-        return Budget(heavy, self.recent, self.sink, *limits)
+        return Budget(heavy, self.recent, self.sink, self.max_tokens, self.min_tokens, self.grows)
 
     @property
     def is_by_head(self) -> bool:

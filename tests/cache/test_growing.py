@@ -17,6 +17,11 @@ READS = [("read", 1)] * 40
         {"evict_every": 32},
         {"evict_every": "prompt+32", "scoring": ("expected", None)},
         {"evict_every": "prompt+32", "by_head": (0.5, 1.5, 1.0, 1.0), "sink": 1.0},
+        {
+            "evict_every": 8,
+            "by_head": (0.25, 1.75, 1, 1),
+            "budget": (0.5, 0.1),
+        },  # one keeps nearly all
         {"evict_every": 1, "by_head": (0.25, 1.75, 1, 1), "policy": "heavy"},
         {"evict_every": 32, "policy": "random", "sink": 1.0},
         {"policy": "value_extremes", "sink": 5},
@@ -89,8 +94,8 @@ def test_rejected_drafts_change_nothing(make_llama, kept_sets, every):
         ("h2o:20%,of=seen,sink=50%", "sink=0.5 is a part of the prompt; give tokens or 100%"),
         ("h2o:20%,of=all", "of must be prompt or seen, got 'all'"),
         ("h2o:20%,of=seen,of=prompt", "of is given twice"),
-        ("h2o:20%,of=seen,positions=rolling", "positions='rolling' lets no budget grow"),
-        ("snapkv:20%,of=seen", "policy='snapkv' lets no budget grow"),
+        ("h2o:20%,of=seen,positions=rolling", "positions='rolling' excludes of=seen"),
+        ("snapkv:20%,of=seen", "policy='snapkv' excludes of=seen"),
     ],
 )
 def test_bad_input_is_named(make_llama, text, words):
@@ -100,9 +105,9 @@ def test_bad_input_is_named(make_llama, text, words):
 
 
 def test_other_bad_input(make_llama):
-    with pytest.raises(ValueError, match="grows must be True or False, got 'yes'"):
+    with pytest.raises(ValueError, match="got grows='yes'; give True or False"):
         h2okv.H2OCache(make_llama().config, 0.2, grows="yes")
-    with pytest.raises(ValueError, match="fixed number of slots; leave of=seen out"):
+    with pytest.raises(ValueError, match="fixed number of slots, and of=seen lets"):
         h2okv.EngineConfig(cache="best:20%,of=seen")
     model, ids = make_llama(), torch.ones(1, 30, dtype=torch.long)
     cache = h2okv.H2OCache(model, "h2o:20%,of=seen,every=8")

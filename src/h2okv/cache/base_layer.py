@@ -336,8 +336,7 @@ class BaseLayer(CacheLayerMixin):
         if self.log is not None:
             num_sequences = self.batch_size if self.is_initialized else 1
             self.log.take_back(self, [-tokens_to_remove] * num_sequences)
-            if self.is_initialized:
-                self.grow()
+            self.grow()
         elif tokens_to_remove:
             raise ValueError(
                 "H2OCache takes tokens back (crop) only of a forward whose past it recorded; call"
@@ -378,11 +377,10 @@ class BaseLayer(CacheLayerMixin):
 
     def grow(self) -> None:
         """Note growing budgets, by the tokens at the last cut of each sequence; mutates."""
-        state = self.state
-        if not self.rule.grows or not state.budgets:
+        if not self.rule.grows or not self.holds_budgets:
             return
-        phases = state.phases(1 if self.spans is None else self.spans.length)
-        seen = [*map(operator.sub, state.lengths(), phases)]
+        state, span = self.state, 1 if self.spans is None else self.spans.length
+        seen = [*map(operator.sub, state.lengths(), state.phases(span))]
         has_prompts = isinstance(self.budget.sink, float)  # in the sinks, and needs them
         self._set_budgets([b.sink for b in state.budgets] if has_prompts else seen, seen)
 
@@ -392,10 +390,8 @@ class BaseLayer(CacheLayerMixin):
             budgets = self.forward.budgets(self.number, counts, self.device, seen)
             self.state.set_budgets(budgets, self.rule.has_pattern)
             if self.rule.inputs is Inputs.WINDOW:  # its tokens change them
-                self.state.recent, self.state.total = (
-                    self.state.recent.clone(),
-                    self.state.total.clone(),
-                )
+                self.state.recent = self.state.recent.clone()
+                self.state.total = self.state.total.clone()
 
     def claim(self, module: torch.nn.Module) -> None:
         """Note which attention module writes the entries; refuse another one."""

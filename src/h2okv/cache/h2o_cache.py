@@ -148,26 +148,8 @@ class H2OCache(Cache):
         return cache.evict_every if self.rule.evicts else None
 
     @classmethod
-    def from_spec(
-        cls, model: PreTrainedModel | PreTrainedConfig, text: str, **options: Any
-    ) -> H2OCache:
-        """Make the empty cache that a text describes, such as ``"best:20%"``.
-
-        Args:
-            model: the model, or its config.
-            text: the text of `CacheConfig.from_spec`.
-            **options: further arguments of this class.
-
-        Raises:
-            ValueError: as the constructor does.
-        """
-        return cls(model, text, **options)
-
-    @classmethod
     def from_config(
-        cls,
-        config: PreTrainedConfig | PreTrainedModel,
-        cache_config: CacheConfig,
+        cls, config: PreTrainedConfig | PreTrainedModel, cache_config: CacheConfig
     ) -> H2OCache:
         """Make the empty cache that a `CacheConfig` describes.
 
@@ -352,9 +334,8 @@ class H2OCache(Cache):
         if length == 1 or first.num_forwards != 1 or first.prompt.expected_length is not None:
             return
         seen = self.num_seen_tokens
-        follows_at_once = length <= seen and not self._expects_turn
-        is_relative = self.budget.is_relative and not self.rule.grows
-        if self.rule.evicts and is_relative and follows_at_once:
+        follows_at_once = length <= seen and not (self._expects_turn or self.rule.grows)
+        if self.rule.evicts and self.budget.is_relative and follows_at_once:
             warnings.warn(
                 f"{self!r}: fractions were taken of the first forward's "
                 f"{seen} tokens, and {length} more follow it at once. If "
@@ -772,20 +753,6 @@ class H2OCache(Cache):
     def step_key(self) -> tuple[Any, ...]:
         """Return what a recorded step has of the cache; `begin_step` has been called."""
         return tuple(layer.step_key() for layer in self._slot_layers)
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Return `get_max_length`, for code that knows the name of before transformers 5.16."""
-        return int(self.get_max_length(layer_idx))
-
-    @property
-    def max_cache_len(self) -> int:
-        """`get_max_length`, likewise: -1, as any number of tokens may pass."""
-        return int(self.get_max_length())
-
-    @property
-    def max_batch_size(self) -> int:
-        """Sequences held, likewise; -1 before the first."""
-        return int(self.batch_size)
 
     @property
     def num_seen_tokens(self) -> int:

@@ -57,16 +57,15 @@ class SlotLayer(CacheLayer):
         self.slots.drop_tail()
 
     def _count_on_meta(self, length: int) -> None:
-        prompt, is_first = self.prompt.expected_length or length, not self.state.budgets
-        self.count_columns(length)
-        self.num_forwards += 1
-        seen, options = int(self.get_seq_length()), self.head_budgets or (self.budget,)
-        if is_first:
+        options = self.head_budgets or (self.budget,)
+        if not self.state.budgets:
+            prompt = self.prompt.expected_length or length
             self._set_budgets([prompt] * self.batch_size)
             self.slots.begin_on_meta(self, [option.resolve(prompt) for option in options], length)
-        prompt = self.state.budgets[0].sink  # where it matters
-        budgets = [option.resolve(prompt, seen) for option in options]
-        self.slots.grow_on_meta(self.state, seen, budgets)
+        self.count_columns(length)
+        self.num_forwards += 1
+        seen, prompt = int(self.get_seq_length()), self.state.budgets[0].sink  # where it matters
+        self.slots.grow_on_meta(self.state, seen, [each.resolve(prompt, seen) for each in options])
 
     # --- a block ----------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ class SlotPlan:
         self, state: SlotState, entries: BlockEntries, indices: Tensor, is_kept: Tensor, full: bool
     ) -> None:
         """Put the entries of all heads into one row of slots, with some to grow into or all."""
-        room = limit = state.total + (self.span - 1)
+        room = limit = self._limit(state)
         num_slots, self.has_all_slots = self.row_slots(state), full
         if not full:
             room = is_kept.sum(dim=-1, keepdim=True)
@@ -253,8 +253,8 @@ class SlotPlan:
         They follow from the tokens seen, as entries leave at cuts and nowhere else.
         """
         # A rule that decides once has counted a token that is not read yet.
-        is_unknown = self.cut_late or state.has_gaps or self.rule.grows
-        if is_unknown or self.rule.inputs is Inputs.WINDOW:
+        follows = self.rule.inputs is not Inputs.WINDOW and not self.rule.grows
+        if self.cut_late or state.has_gaps or not follows:
             return [heads[:, 0].tolist() for heads in state.counts()]
         counts = []
         sequences = zip(state.lengths(), state.phases(self.span), state.totals(), strict=True)
@@ -405,14 +405,17 @@ class SlotPlan:
         free = of_head.gather(-1, num_kept.clamp(max=last))
         state.free_slot.copy_(free.view_as(state.free_slot))
 
+    def _limit(self, state: SlotState) -> Tensor:
+        # One slot stays free where a cut lets a budget grow by as many as have come.
+        return state.total + (self.span if self.rule.grows else self.span - 1)
+
     def _steps_by_head(self, state: SlotState, dtype: torch.dtype) -> list[int]:
         """Return the steps until heads need more slots; adds slots where none is left."""
         steps: list[int] = []
         counts = state.counts()
         for is_last in (False, True):
             num_slots = (~state.of_others()).sum(dim=-1, keepdim=True)
-            limit = state.total + (self.span - 1)
-            steps = (num_slots - 1 - counts)[num_slots <= limit].tolist()
+            steps = (num_slots - 1 - counts)[num_slots <= self._limit(state)].tolist()
             if 0 not in steps or is_last:
                 break
             self._add_slots(state, dtype)

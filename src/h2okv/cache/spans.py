@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -46,15 +46,8 @@ class _LayerOfSlots(_Layer, Protocol):
 
     def grow(self) -> None: ...
     def cut_kernels(self, positions: Tensor) -> Cut | None: ...
-    def select(
-        self,
-        kernels: Cut,
-        entries: BlockEntries,
-        weights: Tensor | None,
-        total: Tensor,
-        limit: int,
-        in_place: bool = False,
-    ) -> Any: ...
+    @property
+    def select(self) -> Callable[..., Any]: ...
 
 
 def to_device(numbers: Sequence[bool] | Sequence[int], state: SlotState) -> Tensor:

@@ -243,7 +243,7 @@ def check_integrity(layer: BaseLayer) -> None:
     due = torch.minimum(newest + 1, state.sink + state.recent)
     is_wrong = counts != expected
     if state.has_gaps or layer.rule.grows:  # of tokens that were forgotten, or a budget's steps
-        is_wrong, due = counts > expected, torch.zeros_like(due)
+        is_wrong, due = counts > expected, due * (not state.has_gaps)
     problems = {
         "holds another number of entries than the budget": is_wrong,
         "holds a token twice": twice,
@@ -336,7 +336,7 @@ def _problems(layer: BaseLayer, state: SlotState, seen: Tensor) -> dict[str, Ten
         is_free = of_head.gather(-1, free.clamp(0, last).view(*of_head.shape[:2], 1))
         counts = of_head.sum(dim=-1, keepdim=True)
         span = 1 if layer.spans is None else layer.spans.length
-        is_wide = counts > state.total + span
+        is_wide = counts > state.total + span + layer.rule.grows
         problems["has shared slots of an invalid head"] = ~is_free | is_wide
     if state.ranks is not None:
         problems["has ranks beyond its slots"] = (state.ranks < 0) | (state.ranks > last)

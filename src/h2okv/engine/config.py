@@ -104,9 +104,8 @@ class EngineConfig:
             )
         if self.cache.grows and not self.cache.is_full:
             raise ValueError(
-                f"cache={self.cache.label} grows with every answer (of=seen), and the engine's"
-                " sequences have a fixed number of slots; leave of=seen out, or use h2okv generate"
-                " or h2okv.H2OCache."
+                f"cache={self.cache.label}: sequences of an engine have a fixed number of slots, and"
+                " of=seen lets them grow; leave it out, or use h2okv generate."
             )
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
         check_settings(self, dict.fromkeys(counts, integer(1)))
