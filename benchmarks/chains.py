@@ -3,8 +3,9 @@
 The prompt shows one list that is done already, and another one. Each line of the answer needs the
 number of the line before, the next entry of a prompt that is evicted from meanwhile, and a sum.
 ``--fractions`` are of prompt and answer together; with ``sink=100%`` the prompt stays, and they are
-of the answer. A list is solved if every line is right. Models that solve no list with the full
-cache show nothing: give fewer ``--entries``.
+of the answer; with ``of=seen`` they are of what has been read and written so far. A list is solved
+if every line is right. Models that solve no list with the full cache show nothing: give fewer
+``--entries``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from h2okv_lab.evaluation.model import ModelUnderTest
 
 SHOWN = 6  # entries of the list that is done already
 STOPS = ("end",)
-CACHES = ("best", "h2o", "sink_recent", "random", "best,sink=100%", "random,sink=100%")
+CACHES = (
+    "best", "h2o", "sink_recent", "random", "h2okv_lab.masking:ValueExtremes,sink=4",
+    "best,sink=100%", "random,sink=100%", "best,of=seen", "random,sink=100%,of=seen",
+)  # fmt: skip
 WORDS = (
     "amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty",
     "kayak", "lotus", "maple", "nylon", "ocean", "pearl", "quartz", "river", "slate", "tulip",
@@ -71,8 +75,9 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
     caches = [("full", 1.0, CacheConfig("full"))]
     for fraction, cache in product(args.fractions, args.caches):
         policy, _, options = cache.partition(",")
-        length = written if options else longest + written
-        text = f"{policy}:{round(fraction * length)},{options}".rstrip(",")
+        length = written if "sink=100%" in options else longest + written
+        budget = f"{fraction:%}" if "of=seen" in options else round(fraction * length)
+        text = f"{policy}:{budget},{options}".rstrip(",")
         caches.append((cache, fraction, CacheConfig.from_spec(text, min_tokens=0)))
         get_rule(caches[-1][2].policy)  # an error before the first answer, not after it
     rows, full_bytes = [], 0

@@ -26,7 +26,7 @@ def test_every_field_reaches_the_cache_and_the_text(make_llama):
         "policy": "h2o", "heavy": 7, "recent": 6, "sink": 1, "scoring": "decay", "decay": 0.9,
         "positions": "rolling", "evict_every": 7, "kv_bits": 8,
         "max_tokens": 20, "min_tokens": 2, "seed": 0, "layer_budgets": None,
-        "measured": None, "whole_prompts": True,
+        "measured": None, "whole_prompts": True, "grows": False,
     }  # fmt: skip
     assert set(values) == {field.name for field in fields(CacheConfig)}
     config = CacheConfig(**values)

@@ -47,10 +47,12 @@ class Budget:
         max_tokens: upper limit for ``sink + heavy + recent`` in tokens, or ``None``.
         min_tokens: lower limit, in tokens, for each of ``heavy`` and ``recent`` that is a fraction,
             as far as ``max_tokens`` allows; default 64, as a few entries are too few for any text.
+        grows: whether fractions are of all tokens seen, so that the cache grows with the text;
+            with ``sink=1.0``, of those behind the prompt.
 
     Raises:
         ValueError: if a value is negative, a fraction is above 1, all are zero, or the sum is above
-            1 (fractions) or ``max_tokens`` (tokens).
+            1 (fractions) or ``max_tokens`` (tokens); if what grows is no fraction, or limited.
     """
 
     heavy: int | float = 0.1
@@ -58,6 +60,7 @@ class Budget:
     sink: int | float = 0
     max_tokens: int | None = None
     min_tokens: int = None  # type: ignore[assignment]  # readers never see `None`
+    grows: bool = False
 
     def __post_init__(self) -> None:
         for name in ("heavy", "recent", "sink"):
@@ -78,6 +81,8 @@ class Budget:
                 f"heavy={self.heavy!r} and recent={self.recent!r} add up to {fractions:g} of the "
                 "prompt; fractions must add up to at most 1."
             )
+        if self.grows is not False:
+            self._check_growth()
         if not self.is_relative:
             self.resolve(0)  # checks the sum, which no prompt changes
 
@@ -86,11 +91,26 @@ class Budget:
         """Whether heavy, recent or sink is a fraction of the prompt."""
         return any(isinstance(share, float) for share in (self.heavy, self.recent, self.sink))
 
-    def resolve(self, prompt_length: int) -> TokenBudget:
+    def _check_growth(self) -> None:
+        """Refuse a growing budget of tokens, or one with a limit."""
+        if self.grows is not True:
+            problem = f"got grows={self.grows!r}; give True or False"
+        elif not isinstance(self.heavy, float) and not isinstance(self.recent, float):
+            problem = f"heavy={self.heavy} and recent={self.recent} are tokens; give a fraction"
+        elif self.max_tokens is not None:
+            problem = f"max_tokens={self.max_tokens} would stop the text; leave one of them out"
+        elif isinstance(self.sink, float) and self.sink != 1:
+            problem = f"sink={self.sink:g} is a part of the prompt; give tokens or 100%"
+        else:
+            return
+        raise ValueError(f"of=seen (grows=True) is for fractions of all tokens seen: {problem}.")
+
+    def resolve(self, prompt_length: int, seen: int | None = None) -> TokenBudget:
         """Turn fractions into tokens for a prompt.
 
         Args:
             prompt_length: tokens of the prompt without padding.
+            seen: tokens of prompt and answer, if there are more; a budget that `grows` counts them.
 
         Returns:
             The budget in tokens. A fraction above 0 keeps at least ``max(1, min_tokens)``, and no
@@ -99,13 +119,16 @@ class Budget:
         Raises:
             ValueError: if the sum is above ``max_tokens``.
         """
+        length = prompt_length
 
         def to_tokens(share: int | float, minimum: int) -> int:
             if not isinstance(share, float) or share == 0:
                 return int(share)
-            return max(minimum, int(share * prompt_length + _ROUNDING_SLACK))
+            return max(minimum, int(share * length + _ROUNDING_SLACK))
 
         sink, minimum = to_tokens(self.sink, 0), self.min_tokens
+        if self.grows:
+            length = (length if seen is None else seen) - isinstance(self.sink, float) * sink
         shares = (self.heavy, self.recent)
         if self.max_tokens is not None and minimum:
             fixed = sink + sum(share for share in shares if isinstance(share, int))

@@ -18,10 +18,11 @@ from h2okv.records import short_repr, unknown_name
 OPTIONS = {
     "sink": "sink", "scoring": "scoring", "positions": "positions",
     "every": "evict_every", "bits": "kv_bits", "layers": "layer_budgets", "min": "min_tokens",
-    "max": "max_tokens", "seed": "seed",
+    "max": "max_tokens", "of": "grows", "seed": "seed",
 }  # fmt: skip
 """The options of a text, in the order in which they are printed, and the fields they set."""
 
+OF = ("prompt", "seen")  # what fractions are of: the prompt, or all tokens seen
 _ZERO_IS_NONE = ("every", "bits", "max")
 _PROMPT = "prompt"  # every=prompt+32: after a prompt, then every 32 tokens
 _TEXTS = ("scoring", "positions", "layers")
@@ -172,6 +173,10 @@ def _parse_option(name: str, value: str, where: str) -> dict[str, Any]:
         return {field: value}
     if name == "every" and value.lower().startswith(_PROMPT):
         return parse_cuts(value, f"{where}: every")
+    if name == "of":
+        if value.lower() not in OF:
+            raise ValueError(f"{where}: of must be {' or '.join(OF)}, got {short_repr(value)}.")
+        return {field: value.lower() == OF[1]}
     if name == "sink" and (sink := parse_amount(value)) is not None:
         return {field: sink}
     with suppress(ValueError):

@@ -199,6 +199,8 @@ class CacheConfig:
             else ``None``.
         whole_prompts: evict once after each block whatever its length, and count ``evict_every``
             from there: a prompt is judged as a whole, and what the model writes in spans.
+        grows: fractions are of all tokens seen at each eviction, so that the cache grows with the
+            text (``of=seen``); with ``sink=1.0``, of those behind the prompt.
         measured: version of the measurement that ``layer_budgets`` are from; ``None`` for factors
             of the user's. Set by what measures them.
 
@@ -224,6 +226,7 @@ class CacheConfig:
     )
     measured: int | None = field(default=None, metadata=LATER)
     whole_prompts: bool = field(default=False, metadata=LATER)
+    grows: bool = field(default=False, metadata=LATER)
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str):
@@ -298,7 +301,7 @@ class CacheConfig:
                 ``"512,bits=8,every=256"`` or ``"full"``; each may be left out. The options are
                 ``sink``, ``scoring`` (also ``decay:0.99``), ``positions``, ``every``
                 (`evict_every`), ``bits`` (`kv_bits`), ``layers`` (`layer_budgets`), ``min``
-                and ``max`` (`min_tokens`, `max_tokens`), ``seed``.
+                and ``max`` (`min_tokens`, `max_tokens`), ``of`` (`grows`), ``seed``.
             **defaults: arguments of this class where the text says nothing.
 
         Raises:
@@ -426,7 +429,10 @@ class CacheConfig:
     @property
     def budget(self) -> Budget:
         """The budget without the other options."""
-        return Budget(self.heavy, self.recent, self.sink, self.max_tokens, self.min_tokens)
+        return self._budget(self.heavy)
+
+    def _budget(self, heavy: int | float) -> Budget:
+        return Budget(heavy, self.recent, self.sink, self.max_tokens, self.min_tokens, self.grows)
 
     @property
     def is_by_head(self) -> bool:
@@ -492,7 +498,7 @@ class CacheConfig:
             )
         problem = f"layer_budgets: a factor of {factor:g} makes heavy={self.heavy!r} too large"
         with refusing(problem, "or give smaller factors.", ValueError):
-            return Budget(heavy, self.recent, self.sink, self.max_tokens, self.min_tokens)
+            return self._budget(heavy)
 
     def entries(self, length: int) -> int:
         """Return the entries left of a prompt of `length` tokens, per layer and KV head."""
@@ -580,6 +586,8 @@ class CacheConfig:
             options["scoring"] = f"{self.scoring}:{self.decay!r}"
         if "sink" in options:
             options["sink"] = cache_spec.amount_text(self.sink)
+        if "of" in options:
+            options["of"] = cache_spec.OF[self.grows]
         if self.policy != "random":
             options.pop("seed", None)
         if not exact and self.min_tokens == 0:

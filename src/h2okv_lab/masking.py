@@ -1,4 +1,4 @@
-"""Caches that mask instead of dropping: the oracle of the tests, and top-k, which drops nothing."""
+"""Caches that mask instead of dropping, the oracle of the tests, and rules of papers' tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from h2okv.cache.slot_state import KVStorage, SlotState
 from h2okv.config import CacheConfig
 from h2okv.ops.choice import protected_entries
 from h2okv.ops.reference import attention_with_scores, compute_dtype
-from h2okv.policy import Rule
+from h2okv.policy import Inputs, Rule, get_rule
 
 
 class TopK(Rule):
@@ -55,6 +55,41 @@ class TopKHeavy(TopK):
 
 PER_QUERY: dict[str, type[Rule]] = {rule.name: rule for rule in (TopK, TopKHeavy)}
 """Policies that choose entries again for every query, from a cache that keeps all of them."""
+
+
+class ValueExtremes(Rule):
+    """Keeps a quarter of the entries for the spread of their values, and draws the others.
+
+    Both ideas of VaSE (arXiv 2606.03928) without its attention: where entries leave, those whose
+    value has the largest difference between its largest and its smallest number stay, and of the
+    others, besides sinks and window, every one has the same chance. The paper draws by attention,
+    or by how keys differ, and protects a quarter of the budget, its first 4 tokens among them
+    (``sink=4`` here).
+    """
+
+    name = "value_extremes"
+    inputs = Inputs.NOTHING
+    weighs_values = True
+
+    def value_weights(self, values: Tensor) -> Tensor:
+        """Return the spread of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``."""
+        return (values.amax(dim=-1) - values.amin(dim=-1)).to(torch.float32)
+
+    def eviction_scores(
+        self, scores: Tensor, positions: Tensor, newest: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        """Return the spreads, infinite for pins, as `Rule.eviction_scores`."""
+        return scores if weights is None else torch.where(scores.isinf(), scores, weights)
+
+    def priority(self, scores: Tensor, positions: Tensor, newest: Tensor, layer_idx: int) -> Tensor:
+        """Rank a quarter by spread, of equals the newer first, and the others by chance."""
+        spreads = scores.masked_fill(positions < 0, -1.0)
+        by_age = positions.argsort(dim=-1, stable=True)
+        order = by_age.gather(-1, spreads.gather(-1, by_age).argsort(dim=-1, stable=True))
+        rank = order.argsort(dim=-1) - positions.shape[-1]  # -1 has the largest spread
+        is_extreme = rank >= -((positions >= 0).sum(dim=-1, keepdim=True) // 4)
+        drawn = get_rule("random").priority(scores, positions, newest, layer_idx)
+        return torch.where(is_extreme, (rank + positions.shape[-1] + 1).to(drawn.dtype), drawn)
 
 
 def choose_by_query(

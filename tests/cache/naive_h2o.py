@@ -38,6 +38,7 @@ class Sequence:
         self.prompt_length = None
         self.queries = {}  # of a span that has not ended, by layer and head
         self.span_starts = {}  # tokens before the first span, likewise
+        self.num_cut = {}  # tokens read at the last eviction, likewise
 
     def fork(self):
         return copy.deepcopy(self)
@@ -249,6 +250,12 @@ class NaiveH2O:
     def budget(self, sequence, layer, head):
         """Sinks, heavy hitters, recent tokens and a pattern's tokens."""
         options, length = self.options, sequence.prompt_length
+        sink = options["sink"]
+        if isinstance(sink, float):
+            sink = math.floor(sink * length + 1e-6)
+        if options["grows"]:  # of what was read when the head was evicted from last
+            length = sequence.num_cut.get((layer, head), length)
+            length -= sink * isinstance(options["sink"], float)
         factor = 1.0 if options["layer_budgets"] is None else options["layer_budgets"][layer]
         factor = factor[head] if isinstance(factor, list) else factor
 
@@ -259,9 +266,7 @@ class NaiveH2O:
 
         heavy = options["heavy"] * factor
         heavy = tokens(heavy if isinstance(options["heavy"], float) else round(heavy))
-        sink, recent = options["sink"], tokens(options["recent"])
-        if isinstance(sink, float):
-            sink = math.floor(sink * length + 1e-6)
+        recent = tokens(options["recent"])
         unpinned = heavy + recent
         if options["policy"] == "heavy":
             return sink, unpinned, 0, 0
@@ -280,6 +285,7 @@ class NaiveH2O:
         return sink, heavy, recent, 0
 
     def _evict(self, sequence, layer, head, entries):
+        sequence.num_cut[layer, head] = entries[-1].position + 1
         sink, heavy, recent, pattern = self.budget(sequence, layer, head)
         surplus = len(entries) - (sink + heavy + recent + pattern)
         if self.options["policy"] == "snapkv" and sequence.num_seen:
@@ -292,20 +298,20 @@ class NaiveH2O:
             room = heavy + recent + pattern
             pinned = sum(e.is_pinned for e in entries)
             recent = max(recent, min(written, room * 2 // 5, room - pinned))
-        ranks = self._ranks(entries, newest, pattern)
+        ranks = self._ranks(entries, newest, pattern, layer, head)
         order = sorted(
             (ranks[e.position], e.position)
             for e in entries
             if e.position >= sink and e.position <= newest - recent
         )
-        if len(order) > surplus:
+        if len(order) > surplus and self.options["policy"] not in ("random", "value_extremes"):
             (below, _), (above, _) = order[surplus - 1 : surplus + 1]
             if below != above and above - below < CLOSE_SCORES * max(abs(below), abs(above)):
                 raise NearTieError
         gone = {position for _, position in order[:surplus]}
         return [e for e in entries if e.position not in gone]
 
-    def _ranks(self, entries, newest, pattern):
+    def _ranks(self, entries, newest, pattern, layer, head):
         policy = self.options["policy"]
         if policy == "keydiff":
             directions = [e.key / np.linalg.norm(e.key) for e in entries]
@@ -315,6 +321,16 @@ class NaiveH2O:
             ranks = ranks if len(entries) > 2 else [0.0] * len(entries)
         elif policy == "snapkv":
             ranks = [entry.observed for entry in entries]
+        elif policy in ("random", "value_extremes"):
+            ranks = [_drawn(layer, head, newest, entry.position) for entry in entries]
+            if policy == "value_extremes":
+                by_spread = sorted(zip(_spreads(entries), range(len(entries)), strict=True))
+                others = len(entries) - len(entries) // 4
+                for rank in range(others, len(entries)):
+                    (below, _), (above, number) = by_spread[rank - 1 : rank + 1]
+                    if rank == others and 0 < above - below < 1e-6 * above:
+                        raise NearTieError
+                    ranks[number] = 1.0 + rank
         elif policy in ("recent", "sink_recent", "strided", "fixed"):
             ranks = [0.0] * len(entries)
         else:
@@ -352,6 +368,25 @@ class NaiveH2O:
         """Return the score of each entry, by position."""
         newest = sequence.num_seen - 1
         return {e.position: self.score(e, newest) for e in sequence.entries[layer][head]}
+
+
+def _spreads(entries):
+    # Equal tokens have equal values in a first layer, but for the rounding of products.
+    return [float(np.float32(entry.value.max() - entry.value.min())) for entry in entries]
+
+
+def _drawn(layer, head, newest, position):
+    """Return the number in [0, 1) that an entry draws, with the finaliser of splitmix64."""
+
+    def mixed(number):
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+            number = number + 0x9E3779B97F4A7C15 if shift == 30 else number
+            number %= 2**64
+            number = (number ^ (number >> shift)) * factor % 2**64
+        return number
+
+    drawn = mixed(mixed(mixed(head + 1024 * layer) + newest) + position)
+    return (drawn >> 20) % 2**24 / 2**24
 
 
 def _means(vectors):

@@ -18,21 +18,24 @@ from oracle import cache_of
 
 import h2okv
 from h2okv.calibration.key_transforms import transforms_of_model
+from h2okv_lab.masking import ValueExtremes
 
 HEADS = 4
 DEFAULTS = {
     "heavy": 6, "recent": 4, "sink": 0, "policy": "h2o", "scoring": "sum", "decay": None,
     "positions": "original", "evict_every": None, "whole_prompts": False, "min_tokens": 0,
-    "kv_bits": None, "layer_budgets": None, "masks": False, "pins": (),
+    "kv_bits": None, "layer_budgets": None, "masks": False, "pins": (), "grows": False,
 }  # fmt: skip
-WITHOUT_SCORES = ("recent", "sink_recent", "strided", "fixed", "keydiff", "snapkv")
+WITHOUT_SCORES = (
+    "recent", "sink_recent", "strided", "fixed", "keydiff", "snapkv", "random", "value_extremes",
+)  # fmt: skip
 BUDGETS = [(2, 1), (9, 0), (0, 5), (1, 8), (0.2, 0.1), (0.3, 0.3), (0.5, 4), (5, 0.25), (40, 40)]
 CHOICES = {
     "budget": BUDGETS,
     "sink": [1, 5, 1.0, 0.3],
     "policy": [
         "heavy", "recent", "sink_recent", "full", "keydiff", "strided", "strided_heavy", "fixed",
-        "fixed_heavy", "snapkv",
+        "fixed_heavy", "snapkv", "random", "value_extremes",
     ],
     "scoring": [
         ("mean", None), ("decay", None), ("decay", 0.7), ("last", None), ("value_norm", None),
@@ -49,6 +52,7 @@ CHOICES = {
     "masks": [True],
     "pins": [((3, 5),), ((1, 2), (6, 8))],
     "learned_sinks": [True],
+    "grows": [True],
 }  # fmt: skip
 
 
@@ -69,6 +73,14 @@ def compatible(drawn, kv_heads):
     if isinstance(options["evict_every"], str):
         options["evict_every"] = int(options["evict_every"].removeprefix("prompt+"))
         options["whole_prompts"] = True
+    if policy in ("full", "snapkv") or options["positions"] == "rolling":
+        options["grows"] = False
+    if options["grows"]:
+        if not any(isinstance(options[name], float) for name in ("heavy", "recent")):
+            options["heavy"], options["recent"] = 0.3, 0.2
+        options["sink"] = 0 if options["sink"] == 0.3 else options["sink"]
+        if options["evict_every"] and not options["whole_prompts"]:
+            options["pins"] = ()
     # Of a second layer's keys rounding would decide more codes than could be compared.
     layers = 1 if options["kv_bits"] else 2
     may_have_none = options["recent"] == 0 or "min_tokens" in drawn  # which raises no part of 0
@@ -161,6 +173,8 @@ def agrees(make_llama, tmp_path_factory, values, kv_heads, *, pads, prompt, even
         options, transforms,
     )  # fmt: skip
     given_options = {name: value for name, value in options.items() if name != "pins"}
+    if options["policy"] == "value_extremes":
+        given_options["policy"] = ValueExtremes()
     cache = cache_of(source, **given_options)
     cache.pin(options["pins"])
     generator = torch.Generator().manual_seed(seed)
@@ -210,7 +224,8 @@ def agrees(make_llama, tmp_path_factory, values, kv_heads, *, pads, prompt, even
         elif kind == "save" and not options["masks"]:
             path = tmp_path_factory.mktemp("saved") / "cache"
             cache.save(path)
-            cache = h2okv.H2OCache.load(path, model)
+            is_rule = isinstance(given_options["policy"], ValueExtremes)
+            cache = h2okv.H2OCache.load(path, model, ValueExtremes() if is_rule else None)
         cache.check_integrity()
         check_entries(cache, naive, sequences, options, layers)
     return True

@@ -7,7 +7,6 @@ import torch
 from oracle import cache_of
 from transformers import DynamicCache
 
-import h2okv
 from h2okv.cache.argument import CACHE
 
 
@@ -20,15 +19,6 @@ def read(model, cache, length=32, batch=1, seed=0):
     input_ids = torch.randint(2, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         return model(input_ids, past_key_values=cache).logits
-
-
-def test_names_of_earlier_transformers_are_answered(make_llama):
-    model = make_llama()
-    cache = cache_of(model.config, 6, 6)
-    assert (cache.max_batch_size, cache.max_cache_len) == (-1, -1)
-    h2okv.prefill(model, torch.full((2, 20), 5), cache)
-    assert cache.get_max_cache_shape() == cache.get_max_length() == -1
-    assert (cache.max_batch_size, cache.max_cache_len) == (2, -1)
 
 
 def test_reports_what_it_holds(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -335,6 +336,7 @@ class BaseLayer(CacheLayerMixin):
         if self.log is not None:
             num_sequences = self.batch_size if self.is_initialized else 1
             self.log.take_back(self, [-tokens_to_remove] * num_sequences)
+            self.grow()
         elif tokens_to_remove:
             raise ValueError(
                 "H2OCache takes tokens back (crop) only of a forward whose past it recorded; call"
@@ -372,6 +374,24 @@ class BaseLayer(CacheLayerMixin):
                 "'h2o' (or an earlier forward was interrupted); call h2okv.enable(model), then "
                 "cache.reset()."
             )
+
+    def grow(self) -> None:
+        """Note growing budgets, by the tokens at the last cut of each sequence; mutates."""
+        if not self.rule.grows or not self.holds_budgets:
+            return
+        state, span = self.state, 1 if self.spans is None else self.spans.length
+        seen = [*map(operator.sub, state.lengths(), state.phases(span))]
+        has_prompts = isinstance(self.budget.sink, float)  # in the sinks, and needs them
+        self._set_budgets([b.sink for b in state.budgets] if has_prompts else seen, seen)
+
+    def _set_budgets(self, counts: list[int], seen: list[int] | None = None) -> None:
+        """Note the budget of each sequence, by the real tokens of its prompt; mutates the state."""
+        with ordinary_tensors():
+            budgets = self.forward.budgets(self.number, counts, self.device, seen)
+            self.state.set_budgets(budgets, self.rule.has_pattern)
+            if self.rule.inputs is Inputs.WINDOW:  # its tokens change them
+                self.state.recent = self.state.recent.clone()
+                self.state.total = self.state.total.clone()
 
     def claim(self, module: torch.nn.Module) -> None:
         """Note which attention module writes the entries; refuse another one."""

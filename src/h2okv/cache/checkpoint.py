@@ -186,8 +186,8 @@ def _naming_damage(path: str | Path) -> Iterator[None]:
 
 
 def _settings(rule: Rule) -> dict[str, Any]:
-    """Return a rule's parameters, without its scoring, which the cache config has."""
-    return {name: value for name, value in vars(rule).items() if name != "scoring"}
+    """Return a rule's parameters, without what the cache config has."""
+    return {name: value for name, value in vars(rule).items() if name not in ("scoring", "grows")}
 
 
 def _saved_policy(path: str | Path, saved: dict[str, Any]) -> Rule:

@@ -47,7 +47,7 @@ class Forward:
     def begin(self) -> None:
         """Reset after an earlier forward, which may have been interrupted; mutates."""
         self._sums: list[tuple[int, Tensor]] = []
-        self._prompt: tuple[list[int], torch.device, list[LayerBudgets]] | None = None
+        self._prompt: tuple[Any, list[LayerBudgets]] | None = None
         self._padding: tuple[Tensor, tuple[int, ...]] | None = None
         self._shared: dict[Any, Any] = {}
 
@@ -88,20 +88,23 @@ class Forward:
     def num_layers(self) -> int:
         return len(self._budgets)
 
-    def budgets(self, number: int, lengths: list[int], device: torch.device) -> LayerBudgets:
-        """Return a layer's budgets for prompts of these real tokens, int ``[B]``."""
-        prompt = self._prompt
-        if prompt is None or prompt[:2] != (lengths, device):
-            prompt = self._prompt = lengths, device, self._resolve(lengths, device)
-        return prompt[2][number]
+    def budgets(
+        self, number: int, lengths: list[int], device: torch.device, seen: list[int] | None = None
+    ) -> LayerBudgets:
+        """Return a layer's budgets for prompts of these real tokens, ``[B]``, and those seen."""
+        prompt, key = self._prompt, (lengths, seen, device)
+        if prompt is None or prompt[0] != key:
+            texts = list(zip(lengths, seen or lengths, strict=True))
+            prompt = self._prompt = key, self._resolve(texts, device)
+        return prompt[1][number]
 
-    def _resolve(self, lengths: list[int], device: torch.device) -> list[LayerBudgets]:
+    def _resolve(self, texts: list[tuple[int, int]], device: torch.device) -> list[LayerBudgets]:
         """Resolve the budgets of all layers, with one copy to the device."""
         layers, rows = [], []
         for rule, budget, by_head in self._budgets:
             heads = [
-                [rule.allocate_budget(option.resolve(length)) for option in by_head or (budget,)]
-                for length in lengths
+                [rule.allocate_budget(option.resolve(*text)) for option in by_head or (budget,)]
+                for text in texts
             ]
             largest = [max(budgets, key=lambda option: option.total) for budgets in heads]
             totals = tuple(tuple(option.total for option in budgets) for budgets in heads)

@@ -139,33 +139,22 @@ class H2OCache(Cache):
 
     def make_rule(self, policy: str | Rule, cache: CacheConfig) -> Rule:
         """Make the rule that evicts."""
-        return get_rule(policy, cache.seed, cache.scoring, cache.decay)
+        rule = get_rule(policy, cache.seed, cache.scoring, cache.decay)
+        rule.grows = cache.grows and not cache.is_full
+        return rule
 
     def cuts(self, cache: CacheConfig) -> int | None:
         """Return the tokens between two cuts; ``None`` if blocks are not cut."""
         return cache.evict_every if self.rule.evicts else None
 
     @classmethod
-    def from_spec(
-        cls, model: PreTrainedModel | PreTrainedConfig, text: str, **options: Any
-    ) -> H2OCache:
-        """Make the empty cache that a text describes, such as ``"best:20%"``.
-
-        Args:
-            model: the model, or its config.
-            text: the text of `CacheConfig.from_spec`.
-            **options: further arguments of this class.
-
-        Raises:
-            ValueError: as the constructor does.
-        """
+    def from_spec(cls, model: Any, text: str, **options: Any) -> H2OCache:
+        """Make the empty cache of a text such as ``"best:20%"``, as the constructor does."""
         return cls(model, text, **options)
 
     @classmethod
     def from_config(
-        cls,
-        config: PreTrainedConfig | PreTrainedModel,
-        cache_config: CacheConfig,
+        cls, config: PreTrainedConfig | PreTrainedModel, cache_config: CacheConfig
     ) -> H2OCache:
         """Make the empty cache that a `CacheConfig` describes.
 
@@ -350,7 +339,7 @@ class H2OCache(Cache):
         if length == 1 or first.num_forwards != 1 or first.prompt.expected_length is not None:
             return
         seen = self.num_seen_tokens
-        follows_at_once = length <= seen and not self._expects_turn
+        follows_at_once = length <= seen and not (self._expects_turn or self.rule.grows)
         if self.rule.evicts and self.budget.is_relative and follows_at_once:
             warnings.warn(
                 f"{self!r}: fractions were taken of the first forward's "
@@ -504,8 +493,8 @@ class H2OCache(Cache):
         """Return the entries of each layer and KV head after a prompt of this length."""
         return self._entries(self.budget, length)
 
-    def _entries(self, budget: Budget, length: int) -> int:
-        return self.rule.allocate_budget(budget.resolve(length)).total
+    def _entries(self, budget: Budget, length: int, seen: int | None = None) -> int:
+        return self.rule.allocate_budget(budget.resolve(length, seen)).total
 
     def layer_entries_for(self, length: int) -> tuple[float, ...]:
         """Return `entries_for` of each layer with H2O entries, by the layer's budget.
@@ -524,7 +513,10 @@ class H2OCache(Cache):
         """
         if self.rule.is_bounded:
             return self.entries_for(prompt) + (self.evict_every or 1)
-        return slots_for(prompt + new)
+        seen = prompt + new
+        if self.rule.grows:
+            seen = min(seen, self._entries(self.budget, prompt, seen) + (self.evict_every or 1))
+        return slots_for(seen)
 
     def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:
         """Return the bytes that slots of these KV heads take, before anything is allocated."""
@@ -766,20 +758,6 @@ class H2OCache(Cache):
     def step_key(self) -> tuple[Any, ...]:
         """Return what a recorded step has of the cache; `begin_step` has been called."""
         return tuple(layer.step_key() for layer in self._slot_layers)
-
-    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Return `get_max_length`, for code that knows the name of before transformers 5.16."""
-        return int(self.get_max_length(layer_idx))
-
-    @property
-    def max_cache_len(self) -> int:
-        """`get_max_length`, likewise: -1, as any number of tokens may pass."""
-        return int(self.get_max_length())
-
-    @property
-    def max_batch_size(self) -> int:
-        """Sequences held, likewise; -1 before the first."""
-        return int(self.batch_size)
 
     @property
     def num_seen_tokens(self) -> int:

@@ -16,7 +16,7 @@ from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.explanation import Explanation, standing
 from h2okv.cache.forward import place_of
 from h2okv.cache.rope import Rotations, options_of_rotation
-from h2okv.cache.slot_state import is_cast, ordinary_tensors
+from h2okv.cache.slot_state import is_cast
 from h2okv.cache.spans import to_device
 from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
@@ -179,17 +179,6 @@ class CacheLayer(BaseLayer):
                     self.reset()
                 raise
 
-    def _set_budgets(self, counts: list[int]) -> None:
-        """Note the budget of each sequence, by the real tokens of its prompt; mutates the state."""
-        with ordinary_tensors():
-            budgets = self.forward.budgets(self.number, counts, self.device)
-            self.state.set_budgets(budgets, self.rule.has_pattern)
-            if self.rule.inputs is Inputs.WINDOW:  # its tokens change them
-                self.state.recent, self.state.total = (
-                    self.state.recent.clone(),
-                    self.state.total.clone(),
-                )
-
     def _block(
         self,
         query: Tensor,
@@ -257,6 +246,7 @@ class CacheLayer(BaseLayer):
         entries = self._place(block)
         output, sums = self._attend(block, entries)
         entries.scores = self._score(block, entries, sums, output)
+        self.grow()
         self._evict(entries)
         return output
 

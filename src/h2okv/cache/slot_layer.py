@@ -57,14 +57,15 @@ class SlotLayer(CacheLayer):
         self.slots.drop_tail()
 
     def _count_on_meta(self, length: int) -> None:
+        options = self.head_budgets or (self.budget,)
         if not self.state.budgets:
             prompt = self.prompt.expected_length or length
             self._set_budgets([prompt] * self.batch_size)
-            budgets = [budget.resolve(prompt) for budget in self.head_budgets or (self.budget,)]
-            self.slots.begin_on_meta(self, budgets, length)
+            self.slots.begin_on_meta(self, [option.resolve(prompt) for option in options], length)
         self.count_columns(length)
         self.num_forwards += 1
-        self.slots.grow_on_meta(self.state, int(self.get_seq_length()))
+        seen, prompt = int(self.get_seq_length()), self.state.budgets[0].sink  # where it matters
+        self.slots.grow_on_meta(self.state, seen, [each.resolve(prompt, seen) for each in options])
 
     # --- a block ----------------------------------------------------------------------------------
 
@@ -222,7 +223,7 @@ class SlotLayer(CacheLayer):
         elif self.spans is not None:
             total = self.spans.totals(state, positions, self.is_late)
             slots.cut_late |= self.is_late is not None
-            is_known = not (slots.cut_late or state.has_gaps)
+            is_known = self.rule.is_bounded and not (slots.cut_late or state.has_gaps)
             limit = slots.most_entries(state) if is_known else int(total.max())
         kernels = self.cut_kernels(positions)
         if kernels is None:
@@ -245,12 +246,15 @@ class SlotLayer(CacheLayer):
     # --- a single token ---------------------------------------------------------------------------
 
     def _takes_step(self, block: Block) -> bool:
-        return block.length == 1 and self.holds_entries and self.prompt.is_read
+        # A budget that grows after each token needs a slot more now and then, as blocks find them.
+        may_evict = not (self.rule.grows and self.spans is None)
+        return block.length == 1 and self.holds_entries and self.prompt.is_read and may_evict
 
     def _takes_plain_step(self) -> bool:
         if self.log is not None or self.departures is not None or not self.holds_budgets:
             return False
         needs_more = self.rotations.rolling is not None or self.rule.inputs is Inputs.WINDOW
+        needs_more |= self.rule.grows and self.spans is None
         return not needs_more and self.prompt.is_read and not torch.compiler.is_compiling()
 
     def _read_token(self, block: Block) -> Tensor:

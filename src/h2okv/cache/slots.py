@@ -95,7 +95,7 @@ class SlotPlan:
     ) -> None:
         """Fill new slots with the entries of indices ``[B, H, K]`` that are kept; mutates both."""
         if self.is_by_head:
-            self.capacity = self.row_slots(state)
+            self.capacity = self.row_slots(state) if self.rule.is_bounded else None
             self._share(state, entries, indices, is_kept, self._is_static(state))
             return
         with ordinary_tensors():
@@ -133,7 +133,7 @@ class SlotPlan:
         self, state: SlotState, entries: BlockEntries, indices: Tensor, is_kept: Tensor, full: bool
     ) -> None:
         """Put the entries of all heads into one row of slots, with some to grow into or all."""
-        room = limit = state.total + (self.span - 1)
+        room = limit = self._limit(state)
         num_slots, self.has_all_slots = self.row_slots(state), full
         if not full:
             room = is_kept.sum(dim=-1, keepdim=True)
@@ -253,7 +253,8 @@ class SlotPlan:
         They follow from the tokens seen, as entries leave at cuts and nowhere else.
         """
         # A rule that decides once has counted a token that is not read yet.
-        if self.cut_late or state.has_gaps or self.rule.inputs is Inputs.WINDOW:
+        follows = self.rule.inputs is not Inputs.WINDOW and not self.rule.grows
+        if self.cut_late or state.has_gaps or not follows:
             return [heads[:, 0].tolist() for heads in state.counts()]
         counts = []
         sequences = zip(state.lengths(), state.phases(self.span), state.totals(), strict=True)
@@ -285,15 +286,20 @@ class SlotPlan:
         for name, kind in state.kinds.items():
             if kind.per == "derived" and kind.is_of(layer):
                 setattr(state, name, torch.empty_like(state.positions, dtype=kind.dtype))
-        num_slots = sum(self.rule.allocate_budget(budget).total + self.span for budget in budgets)
+        num_slots = self._sum_slots(budgets)
         self.capacity = num_slots if self.rule.is_bounded else None
         # A rule that keeps everything after the prompt evicts once.
         evicts_once = self.rule.inputs is Inputs.WINDOW
         self.num_evicted = max(0, length + 1 - num_slots) if evicts_once else 0
 
-    def grow_on_meta(self, state: SlotState, seen: int) -> None:
-        """Add the slots that the tokens seen need; mutates the state."""
+    def _sum_slots(self, budgets: Sequence[TokenBudget]) -> int:
+        return sum(self.rule.allocate_budget(budget).total + self.span for budget in budgets)
+
+    def grow_on_meta(self, state: SlotState, seen: int, budgets: Sequence[TokenBudget]) -> None:
+        """Add the slots that the tokens seen need, with these budgets; mutates the state."""
         needed = seen - self.num_evicted
+        if self.rule.grows:
+            needed = min(needed * len(budgets), self._sum_slots(budgets))
         if state.num_slots <= needed and state.num_slots != self.capacity:
             state.resize(self.capacity or slots_for(needed))
 
@@ -399,14 +405,17 @@ class SlotPlan:
         free = of_head.gather(-1, num_kept.clamp(max=last))
         state.free_slot.copy_(free.view_as(state.free_slot))
 
+    def _limit(self, state: SlotState) -> Tensor:
+        # One slot stays free where a cut lets a budget grow by as many as have come.
+        return state.total + (self.span if self.rule.grows else self.span - 1)
+
     def _steps_by_head(self, state: SlotState, dtype: torch.dtype) -> list[int]:
         """Return the steps until heads need more slots; adds slots where none is left."""
         steps: list[int] = []
         counts = state.counts()
         for is_last in (False, True):
             num_slots = (~state.of_others()).sum(dim=-1, keepdim=True)
-            limit = state.total + (self.span - 1)
-            steps = (num_slots - 1 - counts)[num_slots <= limit].tolist()
+            steps = (num_slots - 1 - counts)[num_slots <= self._limit(state)].tolist()
             if 0 not in steps or is_last:
                 break
             self._add_slots(state, dtype)
@@ -479,9 +488,9 @@ class SlotPlan:
         rank = (~is_taken).cumsum(dim=-1)
         return is_taken | (rank <= state.total + 1 - is_taken.sum(dim=-1, keepdim=True))
 
-    @staticmethod
-    def _is_static(state: SlotState) -> bool:
-        return state.device.type == "cuda" or torch.compiler.is_compiling()
+    def _is_static(self, state: SlotState) -> bool:
+        is_static = state.device.type == "cuda" or torch.compiler.is_compiling()
+        return is_static and self.rule.is_bounded
 
 
 def _empty_rows(source: triton_cut.Rows, rows: int, num_slots: int) -> triton_cut.Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -44,16 +44,10 @@ class _Layer(Protocol):
 class _LayerOfSlots(_Layer, Protocol):
     slots: SlotPlan
 
+    def grow(self) -> None: ...
     def cut_kernels(self, positions: Tensor) -> Cut | None: ...
-    def select(
-        self,
-        kernels: Cut,
-        entries: BlockEntries,
-        weights: Tensor | None,
-        total: Tensor,
-        limit: int,
-        in_place: bool = False,
-    ) -> Any: ...
+    @property
+    def select(self) -> Callable[..., Any]: ...
 
 
 def to_device(numbers: Sequence[bool] | Sequence[int], state: SlotState) -> Tensor:
@@ -310,6 +304,7 @@ class Spans:
         state = layer.state
         if not any(self.ended(state)):
             return
+        layer.grow()
         kernels = layer.cut_kernels(state.positions)
         if kernels is not None:
             self._evict_by(kernels, layer)

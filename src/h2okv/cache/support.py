@@ -215,10 +215,7 @@ _EXCLUDES = {
 def check_rule(rule: Rule, position_rule: PositionRule) -> None:
     """Refuse options that contradict what a rule declares, and scorings that it ignores."""
     name, evict_every = f"policy={rule.name!r}", position_rule.evict_every
-    is_given = {
-        "evict_every": evict_every is not None,
-        "rolling": position_rule.rolls,
-    }
+    is_given = {"evict_every": evict_every is not None, "rolling": position_rule.rolls}
     shown = {
         "evict_every": f"leave out evict_every={evict_every}",
         "rolling": "use positions='original'",
@@ -226,6 +223,9 @@ def check_rule(rule: Rule, position_rule: PositionRule) -> None:
     for (inputs, option), reason in _EXCLUDES.items():
         if rule.inputs is inputs and is_given[option]:
             raise ValueError(f"{name} {reason}; {shown[option]}, or use policy='h2o'.")
+    if rule.grows and (position_rule.rolls or rule.inputs is Inputs.WINDOW or not rule.evicts):
+        option = "positions='rolling'" if position_rule.rolls else name
+        raise ValueError(f"{option} excludes of=seen (grows=True); leave one of them out.")
     if (evict_every or 1) > 1 and not rule.scores_spans:
         raise ValueError(
             f"{name} looks at each query or block by itself, and evict_every={evict_every} must"
@@ -281,7 +281,7 @@ def check_layer_budgets(
         for budgets in by_layer
         for budget in (rule.allocate_budget(head.resolve(1000)) for head in budgets)
     }
-    by_scores = rule.ranks_by_scores and rule.is_bounded
+    by_scores = rule.ranks_by_scores and rule.evicts
     excluded = {
         f"policy={cache.policy!r}": not by_scores or len(protected) > 1,
         f"positions={cache.positions!r}": cache.positions == "rolling",
@@ -326,7 +326,7 @@ def measured_budgets(model: object, cache: CacheConfig) -> CacheConfig:
         warn(
             "every head gets the same budget, as a config alone cannot be measured; give the model,"
             " H2OCache(model, ...), or layer_budgets of a file of h2okv eval layers --by-head, or"
-            " layer_budgets='even' to say so.",
+            " layer_budgets='even' to say so."
         )
     return replace(cache, layer_budgets=None)
 

@@ -85,7 +85,12 @@ def check_pins(layer: BaseLayer, lengths: Sequence[int]) -> None:
     for length in lengths:
         budget = layer.rule.allocate_budget(layer.budget.resolve(length))
         count = sum(stop - max(start, min(stop, budget.sink)) for start, stop in layer.prompt.pins)
-        if (last := layer.prompt.pins[-1])[1] > length:
+        if layer.rule.grows and layer.position_rule.chunk is not None:
+            problem = (
+                "pins have no room where a prompt is cut before of=seen (grows=True) has counted"
+                " them; give every=prompt+32, or leave one of them out."
+            )
+        elif (last := layer.prompt.pins[-1])[1] > length:
             problem = f"pin {last} ends after the prompt of {length} tokens; shorten it."
         elif count > budget.heavy:
             by_head = layer.head_budgets is not None
@@ -237,8 +242,8 @@ def check_integrity(layer: BaseLayer) -> None:
     protected = protected_entries(positions, newest, state.sink, state.recent) & is_entry
     due = torch.minimum(newest + 1, state.sink + state.recent)
     is_wrong = counts != expected
-    if state.has_gaps:  # of tokens that were forgotten
-        is_wrong, due = counts > expected, torch.zeros_like(due)
+    if state.has_gaps or layer.rule.grows:  # of tokens that were forgotten, or a budget's steps
+        is_wrong, due = counts > expected, due * (not state.has_gaps)
     problems = {
         "holds another number of entries than the budget": is_wrong,
         "holds a token twice": twice,
@@ -331,7 +336,7 @@ def _problems(layer: BaseLayer, state: SlotState, seen: Tensor) -> dict[str, Ten
         is_free = of_head.gather(-1, free.clamp(0, last).view(*of_head.shape[:2], 1))
         counts = of_head.sum(dim=-1, keepdim=True)
         span = 1 if layer.spans is None else layer.spans.length
-        is_wide = counts > state.total + span
+        is_wide = counts > state.total + span + layer.rule.grows
         problems["has shared slots of an invalid head"] = ~is_free | is_wide
     if state.ranks is not None:
         problems["has ranks beyond its slots"] = (state.ranks < 0) | (state.ranks > last)

@@ -20,13 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from h2okv.assets import calibration_texts
 from h2okv.cache import H2OCache
 from h2okv.cache.support import unwrap
-from h2okv.calibration.factors import (
-    NUM_PASSES,
-    WINDOW,
-    Shares,
-    expected_seconds,
-    measure_shares,
-)
+from h2okv.calibration.factors import NUM_PASSES, WINDOW, Shares, expected_seconds, measure_shares
 from h2okv.config import (
     BEST,
     BEST_HEAVY_FRACTION,

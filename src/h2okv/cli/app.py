@@ -152,10 +152,7 @@ def _with_option(error: ValueError, options: Container[str]) -> str:
 
 
 _OTHER_NAMES = {"max_tokens": "max_new_tokens"}
-_UNITS = {
-    "--budget": r"%[\d.,%+]*",
-    **dict.fromkeys(("--memory", "--max-body"), r"(?i:[KMGT]i?B)"),
-}
+_UNITS = {"--budget": r"%[\d.,%+]*", **dict.fromkeys(("--memory", "--max-body"), r"(?i:[KMGT]i?B)")}
 
 
 def _check_spaces(args: Sequence[str]) -> None:

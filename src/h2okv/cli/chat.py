@@ -113,7 +113,7 @@ def _check_options(cache: CacheConfig, verify: Any, system: str, load: Path | No
         )
     for name in ("heavy", "recent"):
         amount = getattr(cache, name)
-        if isinstance(amount, float) and not cache.is_full:
+        if isinstance(amount, float) and not (cache.is_full or cache.grows):
             reason = f"a budget of {cache.budget_label} is a fraction of a prompt, but a chat has"
             raise ValueError(f"{reason} no end; give tokens, such as --budget 512")
 

@@ -21,10 +21,7 @@ COMMANDS = {
         "Stream an endless text or conversations through one cache.",
     ),
     "eval": ("h2okv_lab.cli.eval:eval_app", "Measure the quality of cache sizes."),
-    "lm-eval": (
-        "h2okv_lab.cli.eval:lm_eval",
-        "Run lm-evaluation-harness with an H2O cache.",
-    ),
+    "lm-eval": ("h2okv_lab.cli.eval:lm_eval", "Run lm-evaluation-harness with an H2O cache."),
     "bench": (
         "h2okv_lab.cli.bench:bench",
         "Measure speed and memory against transformers' own caches.",

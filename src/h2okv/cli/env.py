@@ -8,15 +8,7 @@ from typing import Any
 
 import typer
 
-from h2okv.cli.args import (
-    JSON,
-    MODEL_HELP,
-    ModelOptions,
-    group,
-    model_options,
-    option,
-    subcommand,
-)
+from h2okv.cli.args import JSON, MODEL_HELP, ModelOptions, group, model_options, option, subcommand
 from h2okv.cli.readers import readable
 from h2okv.console import format_bytes, format_table, write_json, write_remark, write_text
 from h2okv.models.names import BUNDLED, PACKAGED, check_pullable, find_model

@@ -102,6 +102,11 @@ class EngineConfig:
             raise ValueError(
                 f"cache must be a CacheConfig or a text such as 'best:20%', got {self.cache!r}."
             )
+        if self.cache.grows and not self.cache.is_full:
+            raise ValueError(
+                f"cache={self.cache.label}: sequences of an engine have fixed numbers of slots, and"
+                " of=seen lets them grow; leave it out, or use h2okv generate."
+            )
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
         check_settings(self, dict.fromkeys(counts, integer(1)))
         check_settings(self, dict.fromkeys(("max_waiting", "prefix_cache"), integer(0)))

@@ -25,14 +25,7 @@ from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGro
 from h2okv.engine.outputs import EngineStats, OutputDelta, RequestFailedError
 from h2okv.engine.prefix_cache import PrefixCache
 from h2okv.engine.prefix_folder import PrefixFolder
-from h2okv.engine.request import (
-    Event,
-    Output,
-    PrefillChunk,
-    PromptStart,
-    Request,
-    ScheduledStep,
-)
+from h2okv.engine.request import Event, Output, PrefillChunk, PromptStart, Request, ScheduledStep
 from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.scheduler import Scheduler

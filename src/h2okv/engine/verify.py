@@ -318,7 +318,7 @@ def with_budget(cache: CacheConfig, budget: Budget | None) -> CacheConfig:
     """Return an engine's cache with the budget of a request, if that has one."""
     if budget is None:
         return cache
-    fields = ("heavy", "recent", "sink", "min_tokens")
+    fields = ("heavy", "recent", "sink", "min_tokens", "grows")
     return replace(cache, **{name: getattr(budget, name) for name in fields})
 
 

@@ -11,14 +11,7 @@ from pathlib import Path
 import torch
 
 from h2okv.models.gguf import converted, sha256, temporary_folder
-from h2okv.models.names import (
-    BUNDLED,
-    PACKAGED,
-    Packaged,
-    cache_folder,
-    check_pullable,
-    find_model,
-)
+from h2okv.models.names import BUNDLED, PACKAGED, Packaged, cache_folder, check_pullable, find_model
 
 
 def resolve_model(name: str) -> str:

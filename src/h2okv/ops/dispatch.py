@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from h2okv.ops import flash_varlen
-from h2okv.ops.attention import (
-    blockwise_attention_with_scores,
-    expected_attention,
-    mean_queries,
-)
+from h2okv.ops.attention import blockwise_attention_with_scores, expected_attention, mean_queries
 from h2okv.ops.choice import CutRules, choose, protected_entries
 from h2okv.ops.compaction import compact
 from h2okv.ops.decode import QueryRing, Slots, StepRules, decode_step

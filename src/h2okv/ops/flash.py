@@ -117,11 +117,7 @@ def expected_squares(query: Tensor, key: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def key_sums(
-    query: Tensor,
-    shift: Tensor,
-    key: Tensor,
-    scale: float,
-    spans: list[tuple[slice, bool]],
+    query: Tensor, shift: Tensor, key: Tensor, scale: float, spans: list[tuple[slice, bool]]
 ) -> Tensor:
     """Sum ``exp(q . k * scale + shift[q])`` over the queries of each key's group.
 

@@ -28,6 +28,8 @@ class Rule:
     read."""
     evicts: ClassVar[bool] = True
     """False for a rule that keeps every entry and so has no budget."""
+    grows: bool = False
+    """Whether the budget grows with the text (``H2OCache(grows=True)``)."""
     scoring: Scoring = Scoring()
     """What attention counts for, by ``H2OCache(scoring=...)``, of a rule of sums."""
 
@@ -117,8 +119,8 @@ class Rule:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether a layer never holds more than its budget."""
-        return self.evicts and self.inputs is not Inputs.WINDOW
+        """Whether a layer never holds more than a budget that stays."""
+        return self.evicts and self.inputs is not Inputs.WINDOW and not self.grows
 
     @property
     def has_pattern(self) -> bool:

@@ -46,7 +46,7 @@ def parse(additional_config: Any) -> CacheConfig | None:
         raise ValueError(f"{KEY}={values!r} is not a cache; give for example {EXAMPLE}.")
     if config.budget.is_relative and not config.is_full:
         raise ValueError(
-            f"h2okv: a budget of {config.budget_label} is a fraction of the prompt, but vLLM gives"
+            f"h2okv: a budget of {config.budget_label} is a fraction of a text, but vLLM gives"
             " every request a block of one size before it knows any prompt; give a number of"
             f" tokens: {EXAMPLE}."
         )

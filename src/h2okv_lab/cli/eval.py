@@ -295,9 +295,11 @@ def _rows_by_cache(trial: Trial, task: Task) -> tuple[int, list[dict[str, Any]]]
     code, details = trial.run([task], detailed=True, shown=False)
     results = []
     for config in trial.caches:
-        columns = {**Run(task, config, trial.seed).columns(), "data": ALL}.items()
+        columns = Run(task, config, trial.seed).columns() | {"data": ALL}
+        columns |= {n: columns.get(n) for n in ("evict_every", "grows")}  # left out if not given
         names = {"line": config.policy_label, "flags": args.command_line(config)}
-        results += [{**row, **names} for row in details if columns <= row.items()]
+        rows = (row for row in details if all(row.get(n) == v for n, v in columns.items()))
+        results += [{**row, **names} for row in rows]
     return code, results
 
 
