@@ -122,6 +122,7 @@ def test_the_cache_the_engine_and_a_request_read_the_same_text(make_llama, tmp_p
     text, config = "h2o:12,sink=2,bits=8", make_llama().config
     expected = CacheConfig.from_spec(text)
     assert H2OCache(config, text).cache_config == expected
+    assert H2OCache.from_spec(config, text).cache_config == expected
     assert H2OCache(config, "h2o,sink=2,bits=8", 12).cache_config == expected
     assert EngineConfig(cache=text).cache == expected
     assert EngineConfig.from_options(cache=text, budget="5+7").cache.heavy == 5

@@ -75,10 +75,8 @@ def _check_cache(config: CacheConfig) -> None:
             "has one size; use policy='h2o', or leave the h2okv setting out for a full cache."
         )
     if config.positions != "original":
-        raise ValueError(
-            f"h2okv: positions={config.positions!r} needs keys that vLLM has not rotated yet; use "
-            "positions='original'."
-        )
+        text = "needs keys that vLLM has not rotated; use positions='original'."
+        raise ValueError(f"h2okv: positions={config.positions!r} {text}")
     if rule.inputs is Inputs.KEYS and config.span == 1:
         raise ValueError(
             f"h2okv: policy={config.policy!r} ranks by keys, which inside vLLM are at hand only "
@@ -139,8 +137,7 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         yield "KV connectors move pages of a full cache; leave --kv-transfer-config out"
     for kind in ("data", "pipeline", "decode_context", "prefill_context"):
         name = f"{kind}_parallel_size"
-        value = getattr(parallel, name, 1)
-        if value > 1:
+        if (value := getattr(parallel, name, 1)) > 1:
             yield (
                 f"{name}={value} has not been tried; use --tensor-parallel-size, or several servers"
             )
@@ -177,8 +174,7 @@ def _scheduler_problems(scheduler: Any) -> Iterator[str]:
         )
     if scheduler.async_scheduling:
         yield "asynchronous scheduling has not been tried; use --no-async-scheduling"
-    threshold = scheduler.long_prefill_token_threshold
-    if threshold:
+    if threshold := scheduler.long_prefill_token_threshold:
         yield (
             f"long_prefill_token_threshold={threshold} splits prompts depending on other requests; "
             "use evict_every in the h2okv setting instead"
