@@ -10,6 +10,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import h2okv
 from h2okv.policy import Inputs
+from h2okv_lab.masking import ValueExtremes
 
 
 class SmallKeys(h2okv.Rule):
@@ -32,7 +33,10 @@ class Largest(h2okv.Rule):
         return block.probabilities().amax(dim=-2).sum(dim=2)
 
 
-@pytest.mark.parametrize("rule", [SmallKeys(), Largest()], ids=lambda rule: rule.name)
+RULES = [SmallKeys(), Largest(), ValueExtremes()]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_dropping_equals_masking(make_llama, kept_sets, rule, chunk):
     model = make_llama()

@@ -298,8 +298,8 @@ def _rows_by_cache(trial: Trial, task: Task) -> tuple[int, list[dict[str, Any]]]
         columns = Run(task, config, trial.seed).columns() | {"data": ALL}
         columns |= {n: columns.get(n) for n in ("evict_every", "grows")}  # left out if not given
         names = {"line": config.policy_label, "flags": args.command_line(config)}
-        found = [row for row in details if all(row.get(n) == v for n, v in columns.items())]
-        results += [{**row, **names} for row in found]
+        rows = (row for row in details if all(row.get(n) == v for n, v in columns.items()))
+        results += [{**row, **names} for row in rows]
     return code, results
 
 

@@ -202,6 +202,17 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     assert f"{verdict} an agreement of 1" in more.out
 
 
+def test_fidelity_shows_caches_that_differ_in_one_option_once(
+    h2okv_command, model_folder, novel_file, tmp_path
+):
+    caches = ["h2o:50%,every=8", "h2o:50%,of=seen", "h2o:50%"]
+    options = (word for text in caches for word in ("--cache", text))
+    done = fidelity(h2okv_command, model_folder, novel_file, tmp_path / "f.csv", *options)
+    assert done.code == 0, done.err
+    assert [line.split("|")[1].strip() for line in done.out.splitlines()[2:5]] == caches
+    assert len(done.out.split("| h2o:50%")) == 4
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
