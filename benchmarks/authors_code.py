@@ -115,10 +115,10 @@ def part_k(bench: Bench) -> None:
     h2o = CacheConfig("h2o", heavy=HEAVY, recent=HEAVY)
 
     def authors(setting: Any, more: str) -> tuple[float, float]:
-        if folder is None:
-            raise ValueError("--flexgen FOLDER names the authors' h2o_flexgen")
         if not bench.is_gpu:
             raise NeedsCudaError
+        if folder is None:
+            raise ValueError("--flexgen FOLDER names the authors' h2o_flexgen")
         length, new, batch = setting
         sizes = f"--prompt-len {length} --gen-len {new} --gpu-batch-size {batch}"
         return seconds_of_authors(folder, f"{FLAGS} {sizes} {more}".split())

@@ -38,6 +38,7 @@ SETTINGS_FIELDS = {
     "whole_prompts": bool,
     "max_tokens": type(None),
     "min_tokens": int,
+    "grows": bool,
     "chat_template": bool,
     "scoring": str,
     "decay": type(None),

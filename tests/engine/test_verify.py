@@ -182,7 +182,7 @@ def test_a_text_that_does_not_fit_is_compared_as_far_as_it_does(
 
 
 def test_memory_for_a_full_cache_is_set_aside(make_llama, make_llm, make_prompts, greedy):
-    limited = {"memory": 3 << 30, "max_num_seqs": 2}
+    limited = {"memory": 8 << 30, "max_num_seqs": 2}  # more than this process has by then
     llm = make_llm(make_llama(), **limited)
     with pytest.raises(ValueError, match=r"verify=True: memory is limited.*--verify 2%"):
         llm.generate(make_prompts([40]), greedy(4), verify=True)

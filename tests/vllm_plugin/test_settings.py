@@ -121,9 +121,9 @@ def test_budgets_of_another_model_are_refused(factors, words):
     [
         (3, "is not a cache"),
         ({"heavy": 32}, "give a number of tokens"),
-        ("best:20%", "a budget of 20% is a fraction of the prompt"),
+        ("best:20%", "a budget of 20% is a fraction of a text"),
         ("h2o:512,bit=8", "did you mean bits"),
-        ({"heavy": 0.1, "recent": 0.1}, "fraction of the prompt"),
+        ({"heavy": 0.1, "recent": 0.1}, "fraction of a text"),
         ({"heavy": -1, "recent": 4}, "negative"),
         ({"heavy": 0, "recent": 0}, "keep nothing"),
         (SETTING | {"hevy": 3}, "did you mean heavy"),
