@@ -224,7 +224,6 @@ def test_an_answer_is_read_again_with_the_full_cache(generate):
 
 def test_an_answer_that_differs_is_repaired(generate, monkeypatch):
     monkeypatch.setattr("h2okv.engine.verify._TIE", 1.0)
-    monkeypatch.setattr("h2okv.engine.verify._SURE", 1e-9)
     outcome = generate(*BUDGET, "--json", "--max-new-tokens", 12, "--verify", "repair")
     repaired = json.loads(outcome.out)
     full = json.loads(generate("--policy", "full", "--json", "--max-new-tokens", 12).out)

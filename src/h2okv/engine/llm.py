@@ -238,8 +238,8 @@ class LLM(_Front):
             pins: For each, spans ``(start, stop)`` of its tokens that are never evicted.
             verify: Whether to read all answers again with the full cache, for
                 `RequestOutput.verified`; otherwise those that the config's `verify` samples.
-                ``"repair"``: and to let the full cache write an answer again if it is sure of
-                another one.
+                ``"repair"``: and to let the full cache write an answer again if one of its first 32
+                tokens differs.
             kind: Kind of the requests, by which `agreement` reports.
             show_progress: Whether to draw a bar, on a terminal.
             **sampling: Fields of `SamplingParams` that replace those of `params`, such as

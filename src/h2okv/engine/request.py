@@ -213,7 +213,7 @@ class Request:
     opening: int | None = None
     level: int | None = None  # of its budget, if the engine chose it
     verify: bool = False  # whether the client waits for its answer to be read again
-    repairs: bool = False  # and gets it after that, or the full cache's if it lacks something
+    repairs: bool = False  # and gets it after that, or the full cache's if the two differ
     is_sampled: bool = False  # whether it is one of those that all are judged by
     verified: VerifiedAnswer | None = None
 

@@ -15,7 +15,6 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from math import prod
 
 from transformers import DynamicCache
 
@@ -33,13 +32,9 @@ MOST_WAITING = 64
 _PATIENCE, _BUSY_SHARE = 10.0, 0.1
 """Seconds that an answer waits for an idle engine; then it takes this share of the time."""
 REPAIR = "repair"
-"""Value of ``verify`` by which the full cache writes an answer again that lacks something."""
-_SURE, _BEGINNINGS = 0.43, (8, 16)
-"""The full cache is sure if this is its choices' geometric mean probability in both beginnings."""
+"""Value of ``verify`` by which the full cache writes an answer again that differs."""
 _FIRST, _TIE = 32, 0.9
-"""Tokens of which one must differ then, and the share of its choice that is nearly a tie."""
-_CLEAR, _LOST = 0.5, 0.02
-"""Or one of the very first has more than this and the other cache's choice less than that."""
+"""Tokens that decide on a repair, and the share of the full cache's choice that is nearly a tie."""
 Repair = tuple[Callable[[], bool], Request]
 """Takes a step of the request that writes an answer again, and that request."""
 
@@ -66,13 +61,9 @@ class _Check:
         return self.output.request
 
     @property
-    def lacks(self) -> bool:
-        """Whether the full cache is sure of an answer, and it is another one."""
-        tokens, begins = self.compared, [self.compared[:count] for count in _BEGINNINGS]
-        is_sure = all(prod(token.certainty / _SURE for token in begin) >= 1 for begin in begins)
-        differs = any(token.share < _TIE * token.certainty for token in tokens[:_FIRST])
-        is_lost = any(token.certainty > _CLEAR and token.share < _LOST for token in begins[0])
-        return (is_sure and differs) or is_lost
+    def differs(self) -> bool:
+        """Whether one of the first tokens is another one than the full cache's; no near tie."""
+        return any(token.share < _TIE * token.certainty for token in self.compared[:_FIRST])
 
 
 class Verifier:
@@ -246,7 +237,7 @@ class Verifier:
             return self._repair(check, *check.again)
         check.is_read = self._read_chunk(check)
         is_asked = check.is_read and check.request.repairs and check.request.verify
-        if is_asked and check.cache is not None and check.lacks:
+        if is_asked and check.cache is not None and check.differs:
             check.again = self.again(check.request, check.cache)
         return check.is_read and check.again is None
 
