@@ -4,6 +4,7 @@ import shutil
 import pytest
 import torch
 from oracle import cache_of
+from transformers import AutoModelForCausalLM
 
 import h2okv
 from h2okv.assets import bundled_model_path
@@ -48,6 +49,18 @@ def test_recipe_generates_with_an_h2o_cache(model):
     assert torch.equal(by_recipe(model, min_tokens=0), expected)
     assert not torch.equal(expected, generate(model))  # the budget is small enough to matter
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_models_folder_with_the_recipe(tmp_path):
+    """`from_pretrained` takes a folder's `custom_generate` for `model.generate`."""
+    folder = tmp_path / "model"
+    shutil.copytree(bundled_model_path(), folder)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    expected = by_recipe(plain, heavy=4, recent=4)
+    shutil.copytree(h2okv.recipe_path() / "custom_generate", folder / "custom_generate")
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    assert torch.equal(generate(model, heavy=4, recent=4), expected)
+    assert not torch.equal(expected, generate(plain))
 
 
 def test_recipe_takes_a_budget(model):

@@ -9,10 +9,13 @@ from h2okv.cache.argument import CACHE
 _OPTIONS = tuple(inspect.signature(h2okv.H2OCache).parameters)[1:]
 
 
-def generate(model: Any, past_key_values: Any = None, cache: Any = None, **kwargs: Any) -> Any:
+def generate(
+    inputs: Any = None, *, model: Any, past_key_values: Any = None, cache: Any = None, **kwargs: Any
+) -> Any:
     """Run ``model.generate`` with an ``H2OCache`` and H2O attention.
 
     Args:
+        inputs: tokens ``[B, T]``, or ``None`` if `kwargs` have them as ``input_ids``.
         model: the model; its attention is replaced during the call and restored afterwards.
         past_key_values: the text of a new cache, such as ``"best:20%"``; or an ``H2OCache`` to
             continue with (mutated); ``None`` for a new one of the options.
@@ -42,11 +45,12 @@ def generate(model: Any, past_key_values: Any = None, cache: Any = None, **kwarg
             f"{', '.join(options)} would have no effect on the cache in {argument}; give them to "
             f"that H2OCache, or leave {argument} out."
         )
-    prompt, mask = kwargs.get("input_ids", kwargs.get("inputs")), kwargs.get("attention_mask")
+    prompt, mask = kwargs.get("input_ids", inputs), kwargs.get("attention_mask")
     # Rows that may be padded are cut into blocks inside the layers, each by its own tokens.
     is_cut = cache.read_chunk is not None and (mask is None or bool(mask.all()))
     if is_cut and prompt is not None and prompt.shape[0] == 1:
         kwargs.setdefault("prefill_chunk_size", cache.read_chunk)
         cache.expect(prompt.shape[1])
     with h2okv.enable(model):
-        return model.generate(**{CACHE: cache}, **kwargs)
+        # The class's: of a model whose folder has this recipe, `model.generate` is this function.
+        return type(model).generate(model, inputs, **{CACHE: cache}, **kwargs)
