@@ -6,6 +6,7 @@ import torch
 from test_against_formula import agrees
 
 import h2okv
+from h2okv.policy import get_rule
 
 READS = [("read", 1)] * 40
 
@@ -125,3 +126,10 @@ def test_sizes_without_numbers_are_those_with_them(make_llama):
     read(model.to("meta"), empty, ids.to("meta"), [50] + [1] * 40)
     assert abs(empty.nbytes / full.nbytes - 1) < 0.4
     assert empty.nbytes < 0.5 * empty.full_nbytes * 1.2
+
+
+def test_a_rule_of_two_caches_grows_in_one_alone(make_llama):
+    rule, config = get_rule("h2o"), make_llama().config
+    growing = h2okv.H2OCache(config, rule, heavy=0.1, recent=0.1, grows=True)
+    fixed = h2okv.H2OCache(config, rule, heavy=0.1, recent=0.1)
+    assert growing.rule.grows and not (rule.grows or fixed.rule.grows)

@@ -139,8 +139,10 @@ class H2OCache(Cache):
 
     def make_rule(self, policy: str | Rule, cache: CacheConfig) -> Rule:
         """Make the rule that evicts."""
-        rule = get_rule(policy, cache.seed, cache.scoring, cache.decay)
-        rule.grows = cache.grows and not cache.is_full
+        rule, grows = get_rule(policy, cache.seed, cache.scoring, cache.decay), cache.grows
+        if rule.grows != (grows and not cache.is_full):  # a rule of the user may have other caches
+            rule = copy.copy(rule)
+            rule.grows = not rule.grows
         return rule
 
     def cuts(self, cache: CacheConfig) -> int | None:
