@@ -28,7 +28,7 @@ LOWER_TESTS := tests/cache/test_argument.py tests/cache/test_goldens.py tests/ca
 
 help:
 	@echo "make demo         a small model answers with the full cache, best, H2O and a window, at 20 %"
-	@echo "make test         the quick tests: unit and model tier (4 to 7 minutes on two cores)"
+	@echo "make test         the quick tests: unit and model tier (10 minutes on two cores)"
 	@echo "make test-all     all tests: every model family, Triton, compilation, processes, Ray"
 	@echo "make test-rest    what 'make test' leaves out of them"
 	@echo "make test-lower   chosen quick tests with the oldest transformers that h2okv takes"

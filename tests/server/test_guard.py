@@ -2,7 +2,6 @@ import contextlib
 import http.client
 import json
 import re
-import time
 import urllib.error
 import urllib.request
 
@@ -164,9 +163,8 @@ def test_log_has_one_line_per_request_without_text(serve, fake, capfd):
     with pytest.raises(openai.BadRequestError):
         client.completions.create(**BODY, temperature=-1)
     get(served, "/v1/models%0Aforged?key=1")
-    lines, deadline = [], time.monotonic() + 10
-    while len(lines) < 4 and time.monotonic() < deadline:  # written after the answer is sent
-        lines += capfd.readouterr().err.splitlines()
+    served.stop()  # a line is written after its answer is sent
+    lines = capfd.readouterr().err.splitlines()
     day = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d 127.0.0.1 "
     pattern = day + r"POST /v1/completions 200 \d+\.\d\d s ok [1-9]\d* prompt tokens, 2 new"
     assert [bool(re.fullmatch(pattern, line)) for line in lines] == [True, True, False, False], (
