@@ -19,7 +19,9 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +34,10 @@ import h2okv
 from h2okv.cache import CACHE
 from h2okv.config import CacheConfig
 
+Setting = tuple[int, int, int]
 SETTINGS = ((512, 32, 4), (1024, 1024, 4))  # prompt, new tokens, sequences
+# Hidden size, that of the MLP, heads, layers, vocabulary: of OPT-6.7B, and to try the script.
+SHAPE, TINY_SHAPE = (4096, 16384, 32, 32, 50272), (64, 96, 4, 2, 300)
 HEAVY = 0.1  # of the prompt, and as much for the newest tokens: 20 %
 FLAGS = "--model facebook/opt-6.7b --path _DUMMY_ --percent 100 0 100 0 100 0 --overlap False"
 _SECONDS = re.compile(r"(prefill|decode) latency: ([\d.]+) s")
@@ -82,68 +87,74 @@ def seconds_of_authors(folder: Path, words: Sequence[str]) -> tuple[float, float
     return float(seconds["prefill"]), float(seconds["decode"])
 
 
-def seconds_of_ours(bench: Bench, model: Any, config: CacheConfig | None, setting: Any) -> Any:
-    """Return the seconds of a prompt and of the steps after it, with `generate`; once warm."""
+def seconds_of_ours(
+    bench: Bench, model: Any, config: CacheConfig | None, setting: Setting
+) -> tuple[float, float]:
+    """Return the seconds of a prompt and of the steps after it, as `generate` runs them."""
     length, new, batch = setting
     ids = torch.full((batch, length), 5, device=bench.device)
-    model.set_attn_implementation("sdpa" if config is None else "h2o")
 
     def run(count: int) -> float:
         cache: Any = DynamicCache() if config is None else h2okv.H2OCache.from_config(model, config)
         options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
         return bench.clock.seconds(partial(model.generate, ids, **options, **{CACHE: cache}))
 
-    run(min(new, 16))
-    prompt = run(1)
-    return prompt, run(new) - prompt
+    with nullcontext() if config is None else h2okv.enable(model):  # which records steps
+        run(min(new, 16))
+        prompt = run(1)
+        return prompt, run(new) - prompt
+
+
+def seconds_of(bench: Bench, name: str, setting: Setting) -> tuple[float, float]:
+    """Return the seconds of the authors' code for the full cache or H2O."""
+    if not bench.is_gpu:
+        raise NeedsCudaError
+    if bench.args.flexgen is None:
+        raise ValueError("--flexgen FOLDER names the authors' h2o_flexgen")
+    length, new, batch = setting
+    words = f"{FLAGS} --prompt-len {length} --gen-len {new} --gpu-batch-size {batch}"
+    words += f" --hh-ratio {HEAVY} --hh-all" * (name == "h2o")
+    return seconds_of_authors(bench.args.flexgen, words.split())
 
 
 def part_k(bench: Bench) -> None:
     """OPT-6.7B beside the authors' FlexGen: prompts and steps, with the full cache and 20 %."""
-    folder: Path | None = bench.args.flexgen
     tiny = bench.args.tiny
-    sizes = {"hidden_size": 64, "ffn_dim": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
-    large = {"hidden_size": 4096, "ffn_dim": 16384, "num_attention_heads": 32}
-    large |= {"num_hidden_layers": 32}
-    shape = OPTConfig(
-        **(sizes if tiny else large), word_embed_proj_dim=64 if tiny else 4096,
-        vocab_size=300 if tiny else 50272,
-    )  # fmt: skip
-    dtype = torch.float32 if tiny else torch.float16
-    with torch.device(bench.device):
-        model = AutoModelForCausalLM.from_config(shape, dtype=dtype).eval()
-    h2o = CacheConfig("h2o", heavy=HEAVY, recent=HEAVY)
+    settings, baseline = ((40, 4, 2),) if tiny else SETTINGS, {}
 
-    def authors(setting: Any, more: str) -> tuple[float, float]:
-        if not bench.is_gpu:
-            raise NeedsCudaError
-        if folder is None:
-            raise ValueError("--flexgen FOLDER names the authors' h2o_flexgen")
-        length, new, batch = setting
-        sizes = f"--prompt-len {length} --gen-len {new} --gpu-batch-size {batch}"
-        return seconds_of_authors(folder, f"{FLAGS} {sizes} {more}".split())
-
-    for setting in ((40, 4, 2),) if tiny else SETTINGS:
-        baseline: dict[str, float] = {}
-        cases: dict[str, Callable[[], tuple[float, float]]] = {
-            "authors, full": partial(authors, setting, ""),
-            "authors, h2o": partial(authors, setting, f"--hh-ratio {HEAVY} --hh-all"),
-            "full": partial(seconds_of_ours, bench, model, None, setting),
-            "h2o": partial(seconds_of_ours, bench, model, h2o, setting),
-        }
-        for name, run in cases.items():
+    def measure(run: Callable[..., tuple[float, float]], whose: str = "") -> None:
+        for setting, name in product(settings, ("full", "h2o")):
             length, new, batch = setting
-            cells = {"layers": shape.num_hidden_layers, "batch": batch, "tokens": length + new}
-            measured = bench.attempt("beside the authors' code", name, run, **cells)
-            for measure, seconds in zip(("prompt", "steps"), measured or (), strict=False):
-                against = "authors, h2o" if "h2o" in name else "authors, full"
-                baseline |= {f"{measure} {name}": seconds}
+            label = f"{whose}{name}"
+            cells = {"layers": layers, "batch": batch, "tokens": length + new}
+            measured = bench.attempt(
+                "beside the authors' code", label, partial(run, name, setting), **cells
+            )
+            for timed, seconds in zip(("prompt", "steps"), measured or (), strict=False):
+                first = baseline.setdefault((setting, name, timed), seconds if whose else None)
                 row: dict[str, Any] = {"unit": "s", "median": seconds, "rounds": 1, **cells}
-                if first := baseline.get(f"{measure} {against}"):
-                    row |= {"against": against, "ratio": seconds / first}
-                bench.row(f"{measure} beside the authors' code", name, **row)
+                if first:
+                    row |= {"against": f"authors, {name}", "ratio": seconds / first}
+                bench.row(f"{timed} beside the authors' code", label, **row)
             bench.free()
+
+    hidden, inner, heads, layers, vocabulary = TINY_SHAPE if tiny else SHAPE
+    measure(partial(seconds_of, bench), "authors, ")  # while no other model is on the device
+    shape = OPTConfig(
+        hidden_size=hidden, word_embed_proj_dim=hidden, ffn_dim=inner, num_attention_heads=heads,
+        num_hidden_layers=layers, vocab_size=vocabulary,
+    )  # fmt: skip
+    with torch.device(bench.device):
+        dtype = torch.float32 if tiny else torch.float16
+        model = AutoModelForCausalLM.from_config(shape, dtype=dtype).eval()
+    # As many entries as theirs, also where the commands would keep more of a short prompt.
+    configs = {"full": None, "h2o": CacheConfig("h2o", heavy=HEAVY, recent=HEAVY, min_tokens=0)}
+    measure(lambda name, setting: seconds_of_ours(bench, model, configs[name], setting))
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 2 or not Path(sys.argv[1], "flexgen", "flex_opt.py").is_file():
+        shown = " ".join(sys.argv[1:2]) or "nothing"
+        print(f"FOLDER must be the authors' h2o_flexgen, got {shown}", file=sys.stderr)
+        sys.exit(2)
     run_authors(sys.argv[1], sys.argv[2:])

@@ -108,7 +108,7 @@ def test_bad_input_is_named(make_llama, text, words):
 def test_other_bad_input(make_llama):
     with pytest.raises(ValueError, match="got grows='yes'; give True or False"):
         h2okv.H2OCache(make_llama().config, 0.2, grows="yes")
-    with pytest.raises(ValueError, match="fixed numbers of slots, and of=seen lets"):
+    with pytest.raises(ValueError, match="of=seen .* a fixed number; leave it out"):
         h2okv.EngineConfig(cache="best:20%,of=seen")
     model, ids = make_llama(), torch.ones(1, 30, dtype=torch.long)
     cache = h2okv.H2OCache(model, "h2o:20%,of=seen,every=8")

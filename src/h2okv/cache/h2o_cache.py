@@ -150,7 +150,9 @@ class H2OCache(Cache):
         return cache.evict_every if self.rule.evicts else None
 
     @classmethod
-    def from_spec(cls, model: Any, text: str, **options: Any) -> H2OCache:
+    def from_spec(
+        cls, model: PreTrainedModel | PreTrainedConfig, text: str, **options: Any
+    ) -> H2OCache:
         """Make the empty cache of a text such as ``"best:20%"``, as the constructor does."""
         return cls(model, text, **options)
 

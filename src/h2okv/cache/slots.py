@@ -406,7 +406,7 @@ class SlotPlan:
         state.free_slot.copy_(free.view_as(state.free_slot))
 
     def _limit(self, state: SlotState) -> Tensor:
-        # One slot stays free where a cut lets a budget grow by as many as have come.
+        # A cut may raise a growing budget by the whole span; one slot must still be free.
         return state.total + (self.span if self.rule.grows else self.span - 1)
 
     def _steps_by_head(self, state: SlotState, dtype: torch.dtype) -> list[int]:

@@ -104,8 +104,8 @@ class EngineConfig:
             )
         if self.cache.grows and not self.cache.is_full:
             raise ValueError(
-                f"cache={self.cache.label}: sequences of an engine have fixed numbers of slots, and"
-                " of=seen lets them grow; leave it out, or use h2okv generate."
+                "of=seen (grows=True) needs slots for each further token, and an engine's sequences"
+                " have a fixed number; leave it out, or use h2okv generate."
             )
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
         check_settings(self, dict.fromkeys(counts, integer(1)))
