@@ -31,6 +31,7 @@ _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64
 _FREE_FRACTION = 0.8
 _MIB = 1 << 20
+_LOADING = 20 << 20  # that loading leaves beside the weights: the model's code, stacks of threads
 
 
 def prompt_limits(config: EngineConfig, described: Described) -> PromptLimits:
@@ -261,7 +262,7 @@ def plan_serving(
         reads_images=described.image_encoder.reads_images,
     )
     weights = weight_bytes(described, dtype, config.weight_bits)
-    share = share_memory(config, memory, device, weights)
+    share = share_memory(config, memory, device, weights + _LOADING * (device.type == "cpu"))
     text = limits.max_context or longest
     full = model_memory.full_bytes(text)
     folder = PrefixFolder.of(config)
