@@ -26,7 +26,9 @@ def run(script, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*too few for good text")
-@pytest.mark.parametrize("letters", ["A,B,C,D", "E,F,G,H,I,J,K"])
+@pytest.mark.parametrize(
+    "letters", ["A,B,C,D", pytest.param("E,F,G,H,I,J,K", marks=pytest.mark.slow)]
+)
 def test_every_part_runs_on_a_cpu_or_says_that_it_needs_cuda(run, letters):
     rows = run("--parts", letters)
     assert {row["part"] for row in rows} == set(letters.split(","))
