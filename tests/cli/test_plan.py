@@ -121,11 +121,11 @@ def test_a_server_is_planned_by_its_own_command(plan, h2okv_command, model_folde
         raise AssertionError("the weights are loaded")
 
     monkeypatch.setattr("h2okv.engine.engine.load_weights", load)
-    monkeypatch.setattr("h2okv.engine.serving.data_bytes", lambda: 400 << 20)
+    monkeypatch.setattr("h2okv.engine.serving.data_bytes", lambda: 400 << 20)  # and 20 of loading
     assert "--serve is gone; give h2okv serve --dry-run" in plan("--serve", code=2)
     for options in (("--budget", 64), ("--cache", "10%,bits=8"), ("--cache", "every=64")):
         served = h2okv_command(
             "serve", "--dry-run", "--model", model_folder, "--memory", 1000 << 20, *options
         )
         assert served.code == 0, served
-        assert served.out.startswith("memory: 1000.0 MiB, of which the process takes 400.0 MiB")
+        assert served.out.startswith("memory: 1000.0 MiB, of which the process takes 420.0 MiB")
