@@ -5,6 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from h2okv.cache.argument import CACHE
+from h2okv.calibration import factors
 from h2okv.calibration.factors import _Prompt, losses_by_orders, measure_layer_budgets
 
 LENGTH, FOLLOWING, STEP = 24, 8, 0.02
@@ -122,3 +123,55 @@ def test_measuring_works_in_inference_mode(make_llama, capsys):
     with torch.inference_mode():
         assert measure_layer_budgets(model, ids, by_head=True) == expected
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("packs", [False, True], ids=["plain", "packed"])
+def test_weights_are_copied_where_another_dtype_is_faster(make_llama, monkeypatch, packs):
+    from h2okv.models.packed_linear import pack_linear_layers
+
+    model, ids = make_llama(layers=2, attention="sdpa").float(), torch.arange(400)[None] % 97
+    model.lm_head.weight = model.model.embed_tokens.weight
+    expected = measure_layer_budgets(model, ids, by_head=True)
+    if packs and not pack_linear_layers(model):
+        pytest.skip("nothing is packed on this processor")
+    before, logits = dict(model.named_parameters()), model(ids).logits
+    trained = [name for name, parameter in before.items() if parameter.requires_grad]
+    dtypes, read = [], _Prompt.read
+    monkeypatch.setattr(factors, "_COPIED", range(1 << 20))
+    seconds = {torch.float32: 2.0, torch.bfloat16: 1.0}
+    monkeypatch.setattr(factors, "_product_seconds", lambda dtype, device: seconds[dtype])
+
+    def note(model, window):
+        dtypes.append({parameter.dtype for parameter in model.parameters()})
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        return read(model, window)
+
+    monkeypatch.setattr(_Prompt, "read", note)
+    copied = measure_layer_budgets(model, ids, by_head=True)
+    assert dtypes and all(kinds == {torch.bfloat16} for kinds in dtypes)
+    torch.testing.assert_close(torch.tensor(copied), torch.tensor(expected), atol=0.2, rtol=0)
+    after = dict(model.named_parameters())
+    assert list(after) == list(before) and all(after[name] is before[name] for name in before)
+    assert [name for name, parameter in after.items() if parameter.requires_grad] == trained
+    assert torch.equal(model(ids).logits, logits)
+    seconds[torch.bfloat16] = 3.0
+    assert measure_layer_budgets(model, ids, by_head=True) != copied
+    assert dtypes[-1] == {torch.float32}
+
+
+def test_slopes_are_of_the_lower_convex_hull():
+    """The hull at a number is the lowest chord over it, here of all pairs."""
+    torch.manual_seed(2)
+    losses = torch.rand(3, 12).double()
+    slopes = factors._slopes(losses)
+    for row, actual in zip(losses.tolist(), slopes.tolist(), strict=True):
+        points = [*row, 0.0]
+        hull = [
+            min(
+                points[a] + (points[b] - points[a]) * (x - a) / max(1, b - a)
+                for a in range(x + 1) for b in range(x, len(points))
+            )
+            for x in range(len(points))
+        ]  # fmt: skip
+        expected = [left - right for left, right in zip(hull, hull[1:], strict=False)]
+        assert actual == pytest.approx(expected, abs=1e-9)

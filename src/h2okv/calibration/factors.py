@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
+from timeit import repeat
 from typing import Any
 
 import torch
@@ -28,16 +30,16 @@ from h2okv.records import first_line
 _PROMPT, FOLLOWING, _WINDOWS = 1024, 192, 4  # tokens of a window; windows of a text
 WINDOW = _PROMPT + FOLLOWING
 _SINKS = CacheConfig(BEST).sink
-_QUERIES_OF_A_GATE = 16
+_QUERIES_OF_A_GATE = 4
 _AFTER_ALL = torch.iinfo(torch.int32).max
 _SAME_FRACTION = 1e-6  # fractions that differ by less are one, up to rounding
-_ROUNDS = 2  # backward passes
-# How long the passes over a window take, in forwards of a prompt.
-_WORK_OF_PROMPT, _WORK_OF_FORWARD, _WORK_OF_ROUND = 1.0, 0.3, 0.6
-NUM_PASSES = _WINDOWS * (2 + _ROUNDS)  # over the weights
+NUM_PASSES = _WINDOWS * 3  # over the weights
+_WORK = 1.2  # of the passes over a window, in products of a prompt with all weights
 _TRIES = 6
+# Numbers of weights whose copies in bf16 take less time than they save, and not too much memory.
+_COPIED = range(1 << 24, 1 << 31)
 _PRODUCT = 512  # rows and columns of the matrix product that is timed
-_ATTENTION = 4  # what attention and scores take, in products of all entries with a hidden state
+_ATTENTION = 7  # what else a layer takes, in fp32 products of all entries with a hidden state
 
 
 @contextmanager
@@ -89,14 +91,9 @@ class Shares:
             return measured[upper]
         left = self.fractions[upper - 1]
         weight = (fraction - left) / (right - left)
-        weights = (1 - weight) * left / fraction, weight * right / fraction
-
-        def mean(pair: tuple[float, float]) -> float:
-            return round(weights[0] * pair[0] + weights[1] * pair[1], 4)
-
-        flat = iter(
-            map(mean, zip(*map(flat_factors, measured[upper - 1 : upper + 1]), strict=True))
-        )
+        lower, higher = (1 - weight) * left / fraction, weight * right / fraction
+        pairs = zip(*map(flat_factors, measured[upper - 1 : upper + 1]), strict=True)
+        flat = iter([round(lower * a + higher * b, 4) for a, b in pairs])
         return tuple(
             tuple(islice(flat, len(layer))) if isinstance(layer, Sequence) else next(flat)
             for layer in measured[upper]
@@ -170,16 +167,18 @@ def measure_shares(
     windows = list(_windows(input_ids, length + following))
     gains: list[list[Tensor]] = [[] for _ in usable]
     losses: list[list[Tensor]] = [[] for _ in usable]
-    with _Work(model, len(windows), with_heads, report) as work:
+    passes = len(windows) * (1 + with_heads)
+    with _in_fast_dtype(model), _reporting(model, passes, report) as begin_pass:
         for window in windows:
-            work.begin(_WORK_OF_PROMPT)
+            begin_pass()
             prompt = _Prompt.read(model, window[:, :length])
             for entry, measured in zip(usable, gains, strict=True):
                 measured.append(prompt.effects(entry.recent))
             if not with_heads:
                 continue
             orders = [prompt.orders(entry.recent) for entry in usable]
-            by_order = _losses_or_none(model, window, orders, prompt.cache, work)
+            begin_pass()
+            by_order = _losses_or_none(model, window, orders, prompt.cache)
             if by_order is None:
                 with_heads, losses = False, []
                 continue
@@ -195,19 +194,15 @@ def measure_shares(
 
 
 def _losses_or_none(
-    model: PreTrainedModel, window: Tensor, orders: Sequence[Any], cache: Any, work: _Work
+    model: PreTrainedModel, window: Tensor, orders: Sequence[Any], cache: Any
 ) -> list[dict[int, Tensor]] | None:
     """Return `losses_by_orders`; ``None``, with a line on stderr, of a model without gradients."""
     try:
-        return losses_by_orders(model, window, orders, cache=cache, before_pass=work.begin)
+        return losses_by_orders(model, window, orders, cache=cache)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         reason = first_line(error)
         write_remark(f"note: the heads are measured by their attention alone ({reason})")
         return None
-
-
-def _rounded(factors: Tensor) -> list[float]:
-    return [round(factor, 4) for factor in factors.tolist()]
 
 
 @dataclass(frozen=True)
@@ -237,15 +232,15 @@ class _Divided:
         """Divide it by layer and by head, `sizes` heads a layer, by what the windows have shown."""
         effects = torch.stack(gains).mean(0)
         means = torch.stack([heads.mean(0) for heads in effects.split(sizes)])
-        by_layer = tuple(_rounded(_divide(means, self.floor, self.share)))
+        by_layer = _divide(means, self.floor, self.share).round(decimals=4).tolist()
         factors = _divide(effects, self.floor, self.share)
         if losses:
             # Recent tokens and sinks are kept anyway.
             always = min(self.recent + _SINKS, length - 1)
             slopes = _slopes(torch.stack(losses).mean(0)[:, always:])
             factors = (factors + _divide(slopes, self.floor, self.share)) / 2
-        rounded = iter(_rounded(factors))
-        return by_layer, tuple(tuple(islice(rounded, size)) for size in sizes)
+        rounded = iter(factors.round(decimals=4).tolist())
+        return tuple(by_layer), tuple(tuple(islice(rounded, size)) for size in sizes)
 
 
 def expected_seconds(model: PreTrainedModel) -> float:
@@ -259,55 +254,67 @@ def expected_seconds(model: PreTrainedModel) -> float:
         for name, parameter in model.named_parameters()
         if id(parameter) != table
     )
-    device, dtype = input_device(model), model.dtype
+    device = input_device(model)
+    weighted = weights * _product_seconds(_fast_dtype(model), device)
+    attended = _ATTENTION * text.num_hidden_layers * text.hidden_size * _PROMPT
+    seconds = weighted + attended * _product_seconds(torch.float32, device)
+    return _WORK * _WINDOWS * _PROMPT * seconds / _PRODUCT**3
+
+
+@functools.cache
+def _product_seconds(dtype: torch.dtype, device: torch.device) -> float:
     left = torch.zeros(_PRODUCT, _PRODUCT, dtype=dtype, device=device)
     # On a CPU without the time of others, so that a busy machine decides nothing.
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
-    seconds = []
-    for _ in range(_TRIES):
-        begun = clock()
-        (left @ left)[0, 0].item()
-        seconds.append(clock() - begun)
-    work = _WORK_OF_PROMPT + _WORK_OF_FORWARD + _ROUNDS * _WORK_OF_ROUND
-    attended = _ATTENTION * text.num_hidden_layers * text.hidden_size * _PROMPT
-    return (weights + attended) * _WINDOWS * _PROMPT * work * min(seconds) / _PRODUCT**3
+    return min(repeat(lambda: (left @ left)[0, 0].item(), timer=clock, repeat=_TRIES, number=1))
 
 
-class _Work:
-    """Reports the part of a measurement that is done, after each layer's attention."""
+def _fast_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return bf16 for fp32 weights on a CPU that multiplies it faster, else a model's dtype."""
+    kinds = {(parameter.dtype, parameter.device) for parameter in model.parameters()}
+    if kinds != {(torch.float32, torch.device("cpu"))} or model.num_parameters() not in _COPIED:
+        return model.dtype
+    dtypes = torch.float32, torch.bfloat16
+    return min(dtypes, key=lambda dtype: _product_seconds(dtype, torch.device("cpu")))
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        windows: int,
-        with_heads: bool,
-        report: Callable[[float], None],
-    ) -> None:
-        passes = (
-            _WORK_OF_PROMPT,
-            *((_WORK_OF_FORWARD, *[_WORK_OF_ROUND] * _ROUNDS) if with_heads else ()),
-        )
-        self._total, self._report = windows * sum(passes), report
-        self._done = self._end = self._step = 0.0
-        self._layers = [m for m in model.modules() if _is_attention(m)]
 
-    def __enter__(self) -> _Work:
-        self._hooks = [layer.register_forward_hook(self._advance) for layer in self._layers]
-        return self
+@contextmanager
+def _in_fast_dtype(model: PreTrainedModel) -> Iterator[None]:
+    """Give a model copies of its weights in `_fast_dtype`; factors hold for all dtypes."""
+    dtype, copies = _fast_dtype(model), dict[int, torch.nn.Parameter]()
+    with ExitStack() as undo:
+        for module in model.modules() if dtype != model.dtype else ():
+            for name, weight in [*module.named_parameters(recurse=False)]:
+                copy = torch.nn.Parameter(weight.detach().to_dense().to(dtype), False)
+                undo.callback(setattr, module, name, weight)
+                setattr(module, name, copies.setdefault(id(weight), copy))
+        yield
 
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
-    def begin(self, work: float) -> None:
-        """Begin a pass over the layers, and so end the last."""
-        self._done = self._end
-        self._end += work
-        self._step = work / max(1, len(self._layers))
+@contextmanager
+def _reporting(
+    model: PreTrainedModel, passes: int, report: Callable[[float], None]
+) -> Iterator[Callable[[], None]]:
+    """Report the part of the passes that is done, after each layer's attention.
 
-    def _advance(self, *_: object) -> None:
-        self._done = min(self._done + self._step, self._end)
-        self._report(self._done / self._total)
+    Gives a function that begins a pass over the layers, and so ends the last.
+    """
+    layers = [module for module in model.modules() if _is_attention(module)]
+    done = end = 0
+
+    def begin() -> None:
+        nonlocal done, end
+        done, end = end, end + len(layers)
+
+    def advance(*_: object) -> None:
+        nonlocal done
+        done = min(done + 1, end)
+        report(done / (passes * len(layers)))
+
+    with ExitStack() as undo:
+        for layer in layers:
+            undo.callback(layer.register_forward_hook(advance).remove)
+        yield begin
 
 
 def _is_attention(module: Any) -> bool:
@@ -402,7 +409,7 @@ def _divide(gains: Tensor, floor: int, share: int) -> Tensor:
     candidates = gains[:, floor:]
     chosen = candidates.flatten().topk((share - floor) * len(gains)).indices
     counts = torch.bincount(chosen // candidates.shape[1], minlength=len(gains))
-    return (floor + counts) / share
+    return (floor + counts).double() / share
 
 
 def _slopes(losses: Tensor) -> Tensor:
@@ -411,22 +418,16 @@ def _slopes(losses: Tensor) -> Tensor:
     A row's losses are replaced by their lower convex hull, because a head may save nothing until it
     gets several entries more. The last entry saves the last loss.
     """
-    rows = []
-    for row in torch.nn.functional.pad(losses, (0, 1)).tolist():
-        corners = [0]
-        for right in range(1, len(row)):
-            while len(corners) > 1:
-                left, middle = corners[-2:]
-                before, after = row[middle] - row[left], row[right] - row[middle]
-                if before * (right - middle) < after * (middle - left):
-                    break
-                corners.pop()
-            corners.append(right)
-        slopes: list[float] = []
-        for left, right in pairwise(corners):
-            slopes += [(row[left] - row[right]) / (right - left)] * (right - left)
-        rows.append(slopes)
-    return torch.tensor(rows)
+    savings = torch.nn.functional.pad(losses.double(), (0, 1)).diff().neg()
+    starts = torch.ones_like(savings, dtype=torch.bool)
+    while True:  # pieces that save more than those before them become one with these
+        piece, zeros = starts.cumsum(-1) - 1, torch.zeros_like(savings)
+        counts = zeros.scatter_add(-1, piece, torch.ones_like(savings))
+        slopes = (zeros.scatter_add(-1, piece, savings) / counts).gather(-1, piece)
+        rises = slopes.diff() > 0
+        if not rises.any():
+            return slopes
+        starts[:, 1:] &= ~rises
 
 
 # --- what predictions lose when a head drops entries ----------------------------------------------
@@ -438,10 +439,9 @@ def losses_by_orders(
     model: PreTrainedModel,
     input_ids: Tensor,
     orders: Sequence[Mapping[int, Tensor]],
-    rounds: int = _ROUNDS,
+    rounds: int = 1,
     seed: int = 0,
     cache: DynamicCache | None = None,
-    before_pass: Callable[[float], None] = lambda work: None,
 ) -> list[dict[int, Tensor]]:
     """Estimate the divergence of the predictions if each head drops the end of an order.
 
@@ -453,8 +453,8 @@ def losses_by_orders(
     add up. A span of queries has its gates for itself: one backward pass is many samples.
 
     Orders have int ``[H, T]`` of each layer: the first T of the tokens ``[1, T + N]`` by rank, the
-    first to be dropped last. The cache is of these T, mutated, and `before_pass` gets each pass's
-    work. Returns of each float ``[H, T]``, nats a token if only the entries before a rank stay.
+    first to be dropped last. The cache is of these T, mutated. Returns of each float ``[H, T]``,
+    nats a token if only the entries before a rank stay.
     """
     length = next(iter(orders[0].values())).shape[-1]
     following = input_ids[:, length:].to(input_device(model))
@@ -472,12 +472,11 @@ def losses_by_orders(
     with _gated(model, gates), torch.enable_grad():
         for gate in gates.values():
             gate.requires_grad_()
-        before_pass(_WORK_OF_FORWARD)
         logits = model(following, **{CACHE: cache}).logits[0].float()
         log_p = logits.log_softmax(-1)
-        for number in range(rounds):
-            before_pass(_WORK_OF_ROUND)
-            labels = torch.multinomial(log_p.detach().exp(), 1, generator=generator)
+        # A single draw would take as long as many layers, by an algorithm of its own.
+        draws = torch.multinomial(log_p.detach().exp(), 1 + rounds, True, generator=generator)
+        for number, labels in enumerate(draws[:, 1:].split(1, dim=1)):
             gradients = torch.autograd.grad(
                 log_p.gather(-1, labels).sum(), list(gates.values()),
                 retain_graph=number < rounds - 1, allow_unused=True,
@@ -486,10 +485,10 @@ def losses_by_orders(
                 if gradient is None or not gradient.isfinite().all():
                     raise ValueError(f"layer {layer} has no gradient of its attention's mask")
                 for by_layer, order in zip(losses, orders, strict=True):
-                    indices = order[layer].long()[:, None].expand_as(gradient).to(gradient.device)
-                    dropped = gradient.gather(-1, indices).flip(-1).cumsum(-1).flip(-1)
-                    loss = dropped.square().sum(1) / (2 * rounds * following.shape[1])
-                    by_layer[layer] += loss.cpu()
+                    last_first = order[layer].long().flip(-1)[:, None].to(gradient.device)
+                    dropped = gradient.gather(-1, last_first.expand_as(gradient)).cumsum_(-1)
+                    loss = dropped.square_().sum(1) / (2 * rounds * following.shape[1])
+                    by_layer[layer] += loss.flip(-1).cpu()
     return losses
 
 

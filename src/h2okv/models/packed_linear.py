@@ -52,7 +52,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return grad_outputs[0] @ ctx.weight.to_dense(), None, None
+        return _product(grad_outputs[0], ctx.weight.to_dense().t(), None), None, None
 
 
 class Int4Linear(PackedLinear):

@@ -29,14 +29,14 @@ def bytes_while_streaming(meta: MetaModel) -> int:
     largest = max(
         sum(s.nbytes for s in unit.slots if s.name != meta.embedding.name) for unit in meta.units
     )
-    # Of a window: keys and values, and how heads attend, in two copies; a layer's activations.
+    # Of a window: keys and values, and how heads attend, in two copies; gates; activations.
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     entries = 2 * (len(meta.units) - 1) * kv_heads * WINDOW
     attention = 6 * heads * FOLLOWING * WINDOW * 4
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     activations = 6 * WINDOW * (text.hidden_size + inner) * 4
     logits = 6 * FOLLOWING * text.vocab_size * 4
-    orders = entries * 2 * size * itemsize + entries * len(FRACTIONS) * 8
+    orders = entries * (2 * size * itemsize + len(FRACTIONS) * 8 + FOLLOWING)
     return resident + 2 * largest + orders + max(attention + activations, logits)
 
 
