@@ -13,7 +13,8 @@ imports nothing of h2okv:
 A prompt is read once for all presses: each compresses every layer's cache as its own hook would,
 and the text after the prompt is read in one block on the compressed cache. The fraction kept is of
 entries; a press stores neither scores nor positions. ``table`` compares the means with the rows of
-``fidelity`` on the same prompts, with paired differences.
+``fidelity`` on the same prompts, with paired differences. KVzip reads the prompt twice and ranks
+all layers' entries at once; it is for raw prompts.
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from collections import defaultdict
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 
-# Presses that need one pass and no training. Those after None hide entries by fake keys in place of
-# freeing them: heads hold different numbers of entries, and the share is what attention sees.
+# Presses that need no training and, but for KVzip, one pass. Those after None hide entries by fake
+# keys in place of freeing them: heads hold different numbers of entries, and the share is what
+# attention sees.
 PRESSES = (
     "ObservedAttention", "SnapKV", "TOVA", "StreamingLLM", "Knorm", "KeyDiff", "LagKV", "Cap",
     "ExpectedAttention", "Compactor", "ChunkKV SnapKV", "CriticalKV SnapKV",
     "CriticalKV ExpectedAttention", None,
-    "AdaKV SnapKV", "AdaKV ExpectedAttention", "CriticalAdaKV ExpectedAttention",
+    "AdaKV SnapKV", "AdaKV ExpectedAttention", "CriticalAdaKV ExpectedAttention", "KVzip",
 )  # fmt: skip
+REPEATING = "KVzip"  # reads the prompt a second time; one ranking over all layers and heads
 EAGER = "ObservedAttention"  # looks at the attention matrix
 OPTIONS: dict[str, dict[str, Any]] = {
     "StreamingLLM": {"n_sink": 4},
@@ -127,6 +132,33 @@ def read_prompt(model: Any, prompt: list[int], compressed: list[Compressed]) -> 
 
 
 @torch.no_grad()
+def repeat_prompt(model: Any, prompt: list[int], by_fraction: dict[float, Compressed]) -> None:
+    """Let KVzip (arXiv 2505.23416) rank a raw prompt's cache once while the model repeats it."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
+    fractions = sorted(by_fraction)
+    press = make_press(REPEATING, fractions[0])
+    # What the press's own context manager sets, but that no part of a raw prompt is a template's.
+    press.prefix_length, suffix = 0, "\n"
+    if tokenizer.chat_template is not None:
+        message = {"role": "user", "content": "#context#"}
+        text = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+        suffix = text.rpartition("#context#")[2]
+    press._suffix_ids = tokenizer.encode(suffix, return_tensors="pt", add_special_tokens=False)
+    press._context_ids = torch.tensor([prompt])
+    press._cache = by_fraction[fractions[0]].cache
+    press._perform_kvzip_compression(model, tokenizer)
+    for fraction in fractions:
+        press.compression_ratio = 1 - fraction
+        press.compress_post(model)
+        hidden = [layer.self_attn.masked_key_indices for layer in model.model.layers]
+        by_fraction[fraction].hidden = hidden
+    for layer in model.model.layers:
+        layer.self_attn.masked_key_indices = None
+
+
+@torch.no_grad()
 def log_probs(model: Any, compressed: Compressed, prompt: int, block: list[int]) -> torch.Tensor:
     """Return log-probabilities after each token of a block, fp32 ``[N, V]``."""
     for layer, hidden in zip(model.model.layers, compressed.hidden, strict=True):
@@ -148,6 +180,11 @@ def compare(full: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor) 
     return [float(value) for value in (kl, agreement, *losses)]
 
 
+def prepare(name: str, fraction: float) -> Compressed:
+    """Return an empty cache for a press; KVzip's is full until the prompt is repeated."""
+    return Compressed(None if name == REPEATING else make_press(name, fraction))
+
+
 def run_presses(args: argparse.Namespace) -> None:
     """Add the missing rows of prompts and presses."""
     import kvpress  # noqa: F401  patches attention to respect hidden entries
@@ -166,27 +203,39 @@ def run_presses(args: argparse.Namespace) -> None:
     if args.out.exists():
         rows = map(json.loads, args.out.open(encoding="utf-8"))
         done = {(row["sample"], row["press"]) for row in rows}
+    # A press's label names its fraction where there are several.
+    labels = {
+        name if len(args.kept) == 1 else f"{name}, {fraction:.0%}": (name, fraction)
+        for name, fraction in product(names, args.kept)
+    }
     samples = [json.loads(line) for line in args.prompts.open(encoding="utf-8")]
     with args.out.open("a", encoding="utf-8") as file:
         for sample in tqdm(samples):
-            missing = [name for name in names if (sample["sample"], name) not in done]
+            missing = [label for label in labels if (sample["sample"], label) not in done]
             prompt, following = sample["prompt"], sample["following"]
             targets = torch.tensor(following[1:])[-sample["compared"] :]
             full, lines = None, ""
             for eager, model in models.items():
-                group = [name for name in missing if (EAGER in name) == eager]
+                group = [label for label in missing if (EAGER in label) == eager]
                 if not group:
                     continue
-                presses = {name: Compressed(make_press(name, args.kept)) for name in group}
+                presses = {label: prepare(*labels[label]) for label in group}
                 full_cache = Compressed(None)
                 read_prompt(model, prompt, [full_cache, *presses.values()])
+                repeated = {
+                    labels[label][1]: compressed
+                    for label, compressed in presses.items()
+                    if labels[label][0] == REPEATING
+                }
+                if repeated:
+                    repeat_prompt(model, prompt, repeated)
                 outputs = log_probs(model, full_cache, len(prompt), following[:-1])
                 full = outputs[-sample["compared"] :] if full is None else full
-                for name, compressed in presses.items():
+                for label, compressed in presses.items():
                     share = compressed.share(len(prompt))
                     outputs = log_probs(model, compressed, len(prompt), following[:-1])
                     values = compare(full, outputs[-sample["compared"] :], targets)
-                    row = {"sample": sample["sample"], "press": name, "kept": share}
+                    row = {"sample": sample["sample"], "press": label, "kept": share}
                     row |= zip(MEASURES, values, strict=True)
                     lines += json.dumps(row) + "\n"
             file.write(lines)  # of a prompt all or none
@@ -204,9 +253,15 @@ def read_fidelity(path: Path) -> dict[str, dict[int, dict[str, float]]]:
     return results
 
 
+def budget(cache: str) -> str:
+    """Return the budget in a cache's name, or nothing."""
+    match = re.search(r"[\d.]+%", cache)
+    return match[0] if match else ""
+
+
 def make_table(args: argparse.Namespace) -> None:
     """Means over prompts, with intervals, and differences to one cache on the same ones."""
-    from quality import measures
+    from quality import bytes_fraction, measures
 
     from h2okv.records import markdown_table, write_csv
 
@@ -220,16 +275,21 @@ def make_table(args: argparse.Namespace) -> None:
         results[f"kvpress, {row['press']}"][row["sample"]] = row
     for path in args.fidelity:
         results |= read_fidelity(path)
-    if args.against not in results:
-        raise ValueError(f"--against {args.against!r} is unknown; there are {'; '.join(results)}")
-    base = results[args.against]
+    if unknown := set(args.against) - results.keys():
+        raise ValueError(f"--against {min(unknown)!r} is unknown; there are {'; '.join(results)}")
     rows = []
-    for cache, by_sample in results.items():
+    for against, (cache, by_sample) in product(args.against, results.items()):
+        # Of several, each is compared with the caches of its own budget.
+        if len(args.against) > 1 and budget(cache) != budget(against):
+            continue
+        base = results[against]
         shared = sorted(by_sample.keys() & base.keys() & sources.keys())
         mine, base_results = ([by[n] for n in shared] for by in (by_sample, base))
         row: dict[str, Any] = {"cache": cache, "prompts": len(shared)}
         fractions = [result["kept"] for result in mine if "kept" in result]
         row["kept"] = sum(fractions) / len(fractions) if fractions else None
+        in_bytes = all("bytes" in result for result in mine)
+        row["bytes_fraction"] = bytes_fraction(mine) if in_bytes else row["kept"]
         row |= measures(mine, {"against": base_results}, "kl_")
         for source in dict.fromkeys(sources[n] for n in shared):
             of_source = [by_sample[n]["kl"] for n in shared if sources[n] == source]
@@ -251,7 +311,8 @@ def make_table(args: argparse.Namespace) -> None:
         ]
         for row in rows
     ]  # fmt: skip
-    header = ["cache", "prompts", "KL to the full cache", f"less {args.against}'s", "agreement"]
+    less = f"less {' or '.join(args.against)}'s"
+    header = ["cache", "prompts", "KL to the full cache", less, "agreement"]
     print(markdown_table([*header, "perplexity ratio"], lines))
 
 
@@ -274,7 +335,9 @@ def main() -> None:
     presses.add_argument("prompts", type=Path)
     presses.add_argument("--model", required=True, help="a folder")
     presses.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    presses.add_argument("--kept", type=float, default=0.2, help="share of a prompt's entries")
+    presses.add_argument(
+        "--kept", type=float, nargs="+", default=[0.2], help="shares of a prompt's entries"
+    )
     presses.add_argument("--presses", nargs="+", choices=[name for name in PRESSES if name])
     presses.add_argument("--out", type=Path, required=True, help="rows; resumes")
     presses.set_defaults(run=run_presses)
@@ -282,7 +345,10 @@ def main() -> None:
     table.add_argument("prompts", type=Path)
     table.add_argument("rows", type=Path)
     table.add_argument("fidelity", type=Path, nargs="+", help="NAME.samples.jsonl of `fidelity`")
-    table.add_argument("--against", required=True, help="the cache that others are compared with")
+    table.add_argument(
+        "--against", required=True, nargs="+",
+        help="the cache that others are compared with; several: each with those of its budget",
+    )  # fmt: skip
     table.add_argument("--csv", type=Path)
     table.set_defaults(run=make_table)
     args = parser.parse_args()
