@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from h2okv.cache.latent import EXPANDS_LATENTS
+from h2okv.ops.attention import onednn_linear
 
 _X86 = ("x86_64", "AMD64")  # the products were not measured elsewhere
 _READ_BY_OTHERS = (EXPANDS_LATENTS, "dt_proj")  # attention (MLA), Jamba's mixers
@@ -34,12 +35,7 @@ class PackedLinear(nn.Linear):
         if torch.is_grad_enabled() and input.requires_grad:
             output: Tensor = _Product.apply(input, self.weight, self.bias)
             return output
-        return _product(input, self.weight, self.bias)
-
-
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    product: Any = torch.ops.mkldnn._linear_pointwise.default
-    return product(input, weight, bias, "none", [], "")
+        return onednn_linear(input, self.weight, self.bias)
 
 
 class _Product(torch.autograd.Function):
@@ -48,11 +44,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.weight = weight
-        return _product(input, weight, bias)
+        return onednn_linear(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        return _product(grad_outputs[0], ctx.weight.to_dense().t(), None), None, None
+        return onednn_linear(grad_outputs[0], ctx.weight.to_dense().t(), None), None, None
 
 
 class Int4Linear(PackedLinear):
