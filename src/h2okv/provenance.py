@@ -59,7 +59,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "version": code["h2okv"],
         "commit": code["commit"],
-        "machine": _processor(),
+        "machine": processor(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "python": platform.python_version(),
         "torch": code["torch"],
@@ -68,7 +68,8 @@ def environment(device: torch.device) -> dict[str, str]:
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the processor's name and number of cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from h2okv.ops import flash
 from h2okv.ops.reference import AttentionSpec, Visibility, compute_dtype
@@ -516,14 +516,12 @@ def _expected_squares(
     sinks = None
     if sink_logits is not None:
         sinks = (sink_logits * _LOG2_E).repeat_interleave(query.shape[2], dim=1)
-    product: Any = torch.nn.functional.linear
-    if _is_plain(query) and wide == torch.float32 and torch.backends.mkldnn.is_available():
-        # A third of the time on AMD's processors, whose products MKL computes slowly.
-        product = onednn_linear
+    is_faster = flash.IS_AMD and _is_plain(query) and torch.backends.mkldnn.is_available()
+    multiply = onednn_linear if is_faster and wide == torch.float32 else linear
 
     def square_head(head: int, share: slice, head_sums: Tensor) -> None:
         def powers(start: int, shifts: bool) -> tuple[Tensor, Tensor]:
-            tile = product(queries[head, start : start + rows], keys[head])
+            tile = multiply(queries[head, start : start + rows], keys[head])
             if softcap is not None:
                 tile.tanh_().mul_(softcap * _LOG2_E)
             if bias is not None:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from h2okv.ops.reference import AttentionSpec, attention_with_scores, causal
+from h2okv.provenance import processor
 
+IS_AMD = "AMD" in processor()  # MKL's products take twice the time there
 # Columns behind a head's own, of which three hold minus L in bf16 parts of 8 bits each.
 _MORE_COLUMNS, _PARTS = 8, 3
 LARGEST_HEAD = 256
@@ -30,15 +32,14 @@ _LOWEST = -1e4
 def sums_apply(query: Tensor, key: Tensor, value: Tensor, needs_sums: bool = True) -> bool:
     """Says whether `attention_with_sums` can do one sequence, ``[H, G, T, D]`` and ``[H, N, D]``.
 
-    Its kernel knows neither a cap nor hidden keys. On processors with AMX it is faster than the
-    tiles of `h2okv.ops.attention` for bf16, and where there are no sums to be made for fp32 and
-    for small heads. Without AMX (Zen 4) it takes up to twice their time.
+    Its kernel knows neither a cap nor hidden keys. It is faster than `h2okv.ops.attention`'s tiles
+    for bf16 with AMX and, but on AMD's processors, without sums for fp32 and small heads.
     """
+    has_amx = value.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()
     is_small = value.dtype == torch.float32 or query.shape[-1] < _LARGE_HEAD
     return (
         value.dtype in (torch.float32, torch.bfloat16)
-        and torch.cpu._is_amx_tile_supported()
-        and (value.dtype == torch.bfloat16 or (is_small and not needs_sums))
+        and (has_amx or (is_small and not (needs_sums or IS_AMD)))
         and query.dtype == key.dtype == value.dtype
         and query.is_cpu
         and query.shape[2] >= _MIN_QUERIES
