@@ -11,8 +11,11 @@ from h2okv.ops.reference import AttentionSpec
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("tile", [7, 1 << 19])
-def test_it_is_the_norm_of_the_matrix(monkeypatch, groups, softcap, padded, tile):
+@pytest.mark.parametrize("is_amd", [False, True])
+@torch.no_grad()
+def test_it_is_the_norm_of_the_matrix(monkeypatch, groups, softcap, padded, tile, is_amd):
     monkeypatch.setattr(expected, "_TILE_ELEMENTS", tile)
+    monkeypatch.setattr(expected.flash, "IS_AMD", is_amd)
     generator = torch.Generator().manual_seed(groups)
     query = torch.randn(2, 2 * groups, 11, 8, generator=generator)
     key = 3 * torch.randn(2, 2, 17, 8, generator=generator)
@@ -35,6 +38,7 @@ def test_it_is_the_norm_of_the_matrix(monkeypatch, groups, softcap, padded, tile
 
 @pytest.mark.parametrize("softcap", [None, 60.0])
 @pytest.mark.parametrize("seed", range(5))
+@torch.no_grad()
 def test_logits_whose_squares_would_leave_fp32(monkeypatch, softcap, seed):
     """Such rows are done again relative to their maximum; keys that are no entries stay hidden."""
     seen, look = [], expected._in_range
