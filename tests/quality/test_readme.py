@@ -41,7 +41,7 @@ def test_the_snippet_prints_an_answer_and_the_bytes(capsys, monkeypatch, tmp_pat
     assert cache.nbytes < 0.31 * cache.full_nbytes and "best" in repr(cache)
     assert "tidal power station" in answer
     if measures:
-        assert expected.splitlines()[1].split("; ")[1] == size.split("; ")[1]
+        assert expected.splitlines()[-1].split("; ")[1] == size.split("; ")[1]
 
 
 @pytest.fixture(scope="module")
