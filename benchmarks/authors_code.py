@@ -122,16 +122,16 @@ def part_k(bench: Bench) -> None:
     tiny = bench.args.tiny
     settings, baseline = ((40, 4, 2),) if tiny else SETTINGS, {}
 
-    def measure(run: Callable[..., tuple[float, float]], whose: str = "") -> None:
+    def measure(run: Callable[..., tuple[float, float]], prefix: str = "") -> None:
         for setting, name in product(settings, ("full", "h2o")):
             length, new, batch = setting
-            label = f"{whose}{name}"
+            label = f"{prefix}{name}"
             cells = {"layers": layers, "batch": batch, "tokens": length + new}
             measured = bench.attempt(
                 "beside the authors' code", label, partial(run, name, setting), **cells
             )
             for timed, seconds in zip(("prompt", "steps"), measured or (), strict=False):
-                first = baseline.setdefault((setting, name, timed), seconds if whose else None)
+                first = baseline.setdefault((setting, name, timed), seconds if prefix else None)
                 row: dict[str, Any] = {"unit": "s", "median": seconds, "rounds": 1, **cells}
                 if first:
                     row |= {"against": f"authors, {name}", "ratio": seconds / first}

@@ -488,7 +488,7 @@ def expected_attention(
 
 
 def onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by a weight, packed or dense: between rows, gaps cost a thousand times the time."""
+    """Multiply by a packed or dense weight; gaps between its rows take a thousand times as long."""
     product: Any = torch.ops.mkldnn._linear_pointwise.default
     return product(input, weight, bias, "none", [], "")
 

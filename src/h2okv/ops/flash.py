@@ -18,7 +18,7 @@ from torch import Tensor
 from h2okv.ops.reference import AttentionSpec, attention_with_scores, causal
 from h2okv.provenance import processor
 
-IS_AMD = "AMD" in processor()  # MKL's products take twice the time there
+IS_AMD = "AMD" in processor()  # MKL's products and SDPA's kernel take twice the time there
 # Columns behind a head's own, of which three hold minus L in bf16 parts of 8 bits each.
 _MORE_COLUMNS, _PARTS = 8, 3
 LARGEST_HEAD = 256
