@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import sys
+import time
 import warnings
 from collections import Counter
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from h2okv.ops import dispatch
 
 DEVICE = torch.device("cuda", 0)
+_Generator = torch.Generator
 _WITHOUT_LAUNCH = {"_unsafe_view", "_local_scalar_dense", "is_same_size"}
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -128,6 +130,13 @@ class _Device(TorchDispatchMode):
         self.recording = None  # of a graph: calls that do again what was done
         self.before = {}  # by address, memory that they have changed, as it was
         self.sync_debug_mode = 0
+        self.on_the_way = []  # copies to the host that it does not wait for, and their numbers
+
+    def copy_later(self, numbers):
+        """Return what a copy to the host has before the host waits for an event behind it."""
+        copy = torch.full_like(numbers, -99)
+        self.on_the_way.append((copy, numbers))
+        return copy
 
     def keep(self, tensors):
         """Note memory that a recording will write, which runs nothing on a GPU."""
@@ -198,7 +207,11 @@ def _run(operation, args, kwargs, mode):
     operation = _ON_CPU.get(name, operation)
     if mode is not None and mode.recording is not None:
         mode.keep(_written(operation, args, kwargs))
+    if name == "_pin_memory":
+        return args[0].clone()
     result = operation(*_numbers(args), **_numbers(kwargs))
+    if name == "_to_copy" and kwargs.get("non_blocking") and mode is not None and not on_device:
+        return mode.copy_later(result) if inputs else result
     if name in _ALLOCATIONS and result.is_floating_point():
         # Nothing may rely on memory that was not written, except by kernels that do not run.
         result.fill_(torch.nan if mode is not None and mode.runs_kernels else 0.0)
@@ -264,6 +277,28 @@ class _Graph:
                 call()
 
 
+class _Event:
+    """An event, which knows the copies before it."""
+
+    device: _Device
+
+    def __init__(self, enable_timing=False):
+        self.copies = []
+
+    def record(self, stream=None):
+        self.copies, self.time = list(self.device.on_the_way), time.perf_counter()
+
+    def synchronize(self):
+        for copy, numbers in self.copies:
+            copy.copy_(numbers)
+        done = {id(pair) for pair in self.copies}
+        on_the_way = self.device.on_the_way
+        self.device.on_the_way, self.copies = [p for p in on_the_way if id(p) not in done], []
+
+    def elapsed_time(self, end):
+        return 1000 * (end.time - self.time)
+
+
 class _Stream:
     def wait_stream(self, stream):
         """Do nothing: all runs in order."""
@@ -296,7 +331,7 @@ def _hazard(operation, name, args, kwargs, target) -> tuple[str | None, bool]:
         if is_from == is_to:
             return None, False
         is_blocking = not (kwargs.get("non_blocking") or (name == "copy_" and args[2:] == (True,)))
-        return "copy to the host" if is_from else "copy from the host", is_from or is_blocking
+        return "copy to the host" if is_from else "copy from the host", is_blocking
     if name in _INDEXING:
         return ("nonzero", True) if _has_mask(args[1]) else (None, False)
     if name == "repeat_interleave":
@@ -431,6 +466,9 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
     patch.setattr(_Graph, "device", device, raising=False)
     patch.setattr(_Graph, "num_replays", 0)
     patch.setattr(torch.cuda, "CUDAGraph", _Graph)
+    patch.setattr(_Event, "device", device, raising=False)
+    patch.setattr(torch.cuda, "Event", _Event)
+    patch.setattr(torch, "Generator", lambda device=None: _Generator())
     patch.setattr(torch.cuda, "graph", lambda graph, **options: graph.record())
     patch.setattr(torch.cuda, "make_graphed_callables", _record_callable)
     patch.setattr(torch.cuda, "Stream", lambda device=None: _Stream())

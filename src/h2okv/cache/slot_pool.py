@@ -250,15 +250,16 @@ class SlotPool:
         assert row < self.max_num_seqs, "the scheduler counts them"
         if row == self._num_rows:
             self._grow(min(2 * row, self.max_num_seqs))
-        for kind, books in self._books.items():
-            layer, index = layers[kind]
-            state = layer.state
-            totals = state.total[index, :, 0].tolist()
-            (positions,) = state.by_head("positions")
-            counts = (positions[index, : len(totals)] >= 0).sum(dim=-1).tolist()
-            seen = layer.state.lengths()[index]
-            start = layer.state.span_starts[index] if layer.state.span_starts else 0
-            books.admit(state.budgets[index], totals, counts, seen - start)
+        firsts = [(layers[kind][0].state, layers[kind][1]) for kind in self._books]
+        on_device = [number[i, :, 0] for s, i in firsts for number in (s.total, s.counts())]
+        sizes = [len(numbers) for numbers in on_device]
+        known = torch.cat([numbers.to(on_device[0].device) for numbers in on_device]).cpu()
+        lists = iter(numbers.tolist() for numbers in known.split(sizes))  # the host waits once
+        for books, (state, index) in zip(self._books.values(), firsts, strict=True):
+            totals, counts = next(lists), next(lists)
+            seen = state.lengths()[index]
+            start = state.span_starts[index] if state.span_starts else 0
+            books.admit(state.budgets[index], totals, counts[: len(totals)], seen - start)
         for pool_layer, (layer, index), state in zip(
             self.slot_layers, layers, self._states, strict=True
         ):
@@ -423,9 +424,11 @@ def copy_at_cut(cache: H2OCache) -> H2OCache:
 
 
 def num_entries(cache: H2OCache) -> int:
-    """Entries of all sequences, layers and KV heads; waits for the device."""
+    """Entries of all sequences, layers and KV heads; waits for the device once."""
     layers = (layer for layer in cache.layers if isinstance(layer, SlotLayer))
-    return sum(int((layer.state.positions >= 0).sum()) for layer in layers if layer.holds_entries)
+    positions = [layer.state.positions for layer in layers if layer.holds_entries]
+    counts = [(of_layer >= 0).sum() for of_layer in positions]
+    return int(torch.stack([count.to(counts[0].device) for count in counts]).sum()) if counts else 0
 
 
 def check_poolable(cache: H2OCache) -> None:

@@ -289,8 +289,10 @@ class SlotState(Slots):
 
     def counts(self) -> Tensor:
         """Return the entries of each sequence and head, int64 ``[B, H, 1]``."""
-        (positions,) = self.by_head("positions")
-        return (positions >= 0).sum(dim=-1, keepdim=True)
+        is_filled = self.positions >= 0
+        if self.head_of_slot is not None:
+            is_filled = is_filled & ~self.of_others()
+        return is_filled.sum(dim=-1, keepdim=True)
 
     @property
     def nbytes(self) -> int:

@@ -41,6 +41,7 @@ class CacheEngine(Engine):
     """
 
     runner: _CacheRunner
+    runs_ahead = False  # the cache stays behind the text's end, which is known by its tokens
 
     def __init__(
         self,
@@ -97,9 +98,9 @@ class CacheEngine(Engine):
         self.cache = cache
         return answer_again(self, request, cache)
 
-    def _run_step(self, step: ScheduledStep) -> StepOutput:
+    def _run_step(self, step: ScheduledStep, newest: Tensor | None = None) -> StepOutput:
         self.is_broken = True
-        output = self.runner.execute(step)
+        output = self.runner.execute(step, newest)
         if output.error is not None:  # not to read a batch's prompts one by one
             raise output.error
         self.is_broken = False
@@ -149,13 +150,13 @@ class _CacheRunner(ModelRunner):
             self._prefilled.expect(chunks[0].start.length)  # of which fractions are
         return self._prefilled
 
-    def _run(self, step: ScheduledStep) -> StepOutput:
+    def _run(self, step: ScheduledStep, newest: Tensor | None = None) -> StepOutput:
         for row in step.release:  # the last one takes its place
             last = self.num_rows - 1
             self._select([last if number == row else number for number in range(last)])
         if step.admit is not None and len(step.admit) < self.num_rows:
             self._select(step.admit)
-        return super()._run(step)
+        return super()._run(step, newest)
 
     def _select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the cache, in this order."""

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.budget import Budget
@@ -21,12 +22,25 @@ from h2okv.config import MEASURED
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.detokenizer import THOUGHTS, THOUGHTS_END
 from h2okv.engine.memory import MemoryModel, available_bytes, give_memory_back
-from h2okv.engine.model_runner import ModelRunner, StepOutput, TensorParallelGroup, check_divides
+from h2okv.engine.model_runner import (
+    Mark,
+    ModelRunner,
+    StepOutput,
+    TensorParallelGroup,
+    check_divides,
+)
 from h2okv.engine.outputs import EngineStats, OutputDelta, RequestFailedError
 from h2okv.engine.prefix_cache import PrefixCache
 from h2okv.engine.prefix_folder import PrefixFolder
 from h2okv.engine.request import Event, Output, PrefillChunk, PromptStart, Request, ScheduledStep
-from h2okv.engine.sampler import Sampler, eos_token_ids, sample, token_logprobs
+from h2okv.engine.sampler import (
+    Sampler,
+    as_tokens,
+    choose,
+    eos_token_ids,
+    sample,
+    token_logprobs,
+)
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.scheduler import Scheduler
 from h2okv.engine.serving import MemoryShare, config_for, prompt_limits, share_memory
@@ -73,8 +87,25 @@ def _describe(
     return Described(name or kind, name, model.config, tokenizer, context, processor), tokenizer
 
 
+class _Unread(NamedTuple):
+    """A decode step whose tokens the host has not read yet."""
+
+    step: ScheduledStep
+    output: StepOutput
+    tokens: Tensor  # int64 [B], on the device
+    copy: Tensor  # the same on the host, from `copied` on
+    copied: Mark
+
+
 class Engine:
-    """A model, its slots and one step of the loop, for one thread; ``group``: the ranks, if any."""
+    """A model, its slots and one step of the loop, for one thread; ``group``: the ranks, if any.
+
+    On a GPU the next decode step is launched before the tokens of the last one are read, where
+    these cannot make it another step (`Scheduler.next_decode`).
+    """
+
+    runs_ahead: bool | None = None  # None: on a GPU
+    _unread: _Unread | None = None
 
     def __init__(
         self,
@@ -190,22 +221,16 @@ class Engine:
 
         Without requests, a chunk of a finished answer is read again.
         """
-        step = self.scheduler.schedule()
-        if step == ScheduledStep():
-            return self.verifier.step()
         try:
-            output = self._execute(step)
-            if step.accepted is not None:
-                self.scheduler.draft_gain(len(step.accepted)).spend(output.undo_seconds)
-            self._add_states(step, output)
-            self._counters.evictions += output.evictions
-            self.scheduler.record_time(output.prefill_seconds, output.decode_seconds)
-            if output.decode_logits is not None:
-                self._counters.steps += 1
-                self._after_decode(step, output)
-            if step.prefill:
-                self._after_prefill(step.prefill, output)
+            if self._unread is not None and self._read_behind(self._unread):
+                self.verifier.step_late()
+                return True
+            step = self.scheduler.schedule()
+            if step == ScheduledStep():
+                return self.verifier.step()
+            self._after_step(step, self._execute(step))
         except BaseException as error:
+            self._unread = None
             for request in self.scheduler.clear():
                 if isinstance(error, Exception) and not request.is_over:
                     self._end(request, error)
@@ -214,6 +239,58 @@ class Engine:
                 raise
         self.verifier.step_late()
         return True
+
+    def _after_step(self, step: ScheduledStep, output: StepOutput) -> None:
+        """Sample and report what a step has computed, or leave it on the device."""
+        if step.accepted is not None:
+            gain = self.scheduler.draft_gain(len(step.accepted))
+            gain.spend(output.seconds("undo"))
+        self._add_states(step, output)
+        self._counters.evictions += output.evictions
+        if output.decode_logits is not None:
+            self._counters.steps += 1
+            if self._can_wait(step):
+                self._unread = self._choose(step, output)
+                return
+            self._after_decode(step, output)
+        if step.prefill:
+            self._after_prefill(step.prefill, output)
+        self.scheduler.record_time(output.seconds("prefill"), output.seconds("decode"))
+
+    def _can_wait(self, step: ScheduledStep) -> bool:
+        """Tell whether the tokens of a step may be read after the next one is launched."""
+        runs_ahead = self.runs_ahead
+        if runs_ahead is None:
+            runs_ahead = input_device(self.model).type == "cuda"
+        if not runs_ahead or step.prefill or self.group is not None or self.config.speculate:
+            return False
+        return all(output.needs_no_host for output in self.scheduler.running)
+
+    def _choose(self, step: ScheduledStep, output: StepOutput) -> _Unread:
+        """Choose the tokens behind a step on the device, and begin to copy them to the host."""
+        assert output.decode_logits is not None
+        samplers = [each.sampler for each in self.scheduler.running]
+        tokens = choose(samplers, output.decode_logits[:, 0])
+        copy = tokens.to("cpu", non_blocking=True)
+        return _Unread(step, output, tokens, copy, Mark(tokens.device))
+
+    def _read_behind(self, unread: _Unread) -> bool:
+        """Read the tokens of a step, after the next one is launched; return whether one is."""
+        self._unread = None
+        if (step := self.scheduler.next_decode()) is not None:
+            # A row without a token ends with the one before; whatever it reads goes nowhere.
+            newest = unread.tokens.clamp(min=0).unsqueeze(1)
+            output = self._execute(step, newest)
+            self._counters.evictions += output.evictions
+            self._counters.steps += 1
+            self._unread = self._choose(step, output)
+        unread.copied.wait()
+        running, logits = list(self.scheduler.running), unread.output.decode_logits
+        assert logits is not None
+        tokens = as_tokens(unread.copy.tolist())
+        self._report_all(running, tokens, logits[:, 0], range(len(running)))
+        self.scheduler.record_time(0.0, unread.output.seconds("decode"))
+        return step is not None
 
     @property
     def has_clients(self) -> bool:
@@ -255,7 +332,7 @@ class Engine:
             self._counters.accepted_tokens += sum(accepted) - len(accepted)
         if not step.prefill:
             gain = self.scheduler.draft_gain(len(running))
-            gain.record(output.decode_seconds, sum(accepted) / len(accepted), bool(step.drafts))
+            gain.record(output.seconds("decode"), sum(accepted) / len(accepted), bool(step.drafts))
 
     def _add_states(self, step: ScheduledStep, output: StepOutput) -> None:
         """Note the states that a step has saved, and what is to be dropped for them."""
@@ -347,9 +424,19 @@ class Engine:
         tokens = sample(
             [output.sampler for output in outputs], [output.tokens for output in outputs], logits
         )
+        self._report_all(outputs, tokens, logits, rows)
+
+    def _report_all(
+        self,
+        outputs: Sequence[Output],
+        tokens: Sequence[int | Exception],
+        logits: Tensor,
+        rows: Sequence[int],
+    ) -> None:
+        """Report a token for each output that has not ended; end requests with an error."""
         for index, (output, token) in enumerate(zip(outputs, tokens, strict=True)):
-            if output.request.is_over:  # another output of this request has just failed
-                continue
+            if output.request.is_over or output.is_finished:  # its request has just failed, or it
+                continue  # ended when this step had begun
             try:
                 if isinstance(token, Exception):
                     raise token

@@ -6,8 +6,9 @@ import inspect
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,7 @@ from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.support import latent_sizes
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
 from h2okv.engine.request import PrefillChunk, PromptStart, ScheduledStep
+from h2okv.engine.sampler import to_device
 from h2okv.integration.attention import KEEPS_ALL
 from h2okv.integration.enable import input_device
 from h2okv.prompts.images import images_for
@@ -41,9 +43,46 @@ class StepOutput:
     position_offset: int = 0  # of positions on three axes, behind a prompt with images
     error: Exception | None = None  # why prefill failed; its prompts were dropped
     evictions: int = 0  # entries of all layers and KV heads
-    decode_seconds: float = 0.0
-    prefill_seconds: float = 0.0
-    undo_seconds: float = 0.0  # for the drafts of the step before
+    phases: dict[str, tuple[Mark, Mark]] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, phase: str, device: torch.device) -> Iterator[None]:
+        """Note when the device begins and ends what is launched meanwhile; mutates the output."""
+        start = Mark(device)
+        try:
+            yield
+        finally:
+            self.phases[phase] = start, Mark(device)
+
+    def seconds(self, phase: str) -> float:
+        """Return how long "undo" (of drafts), "decode" or "prefill" took; waits for its end."""
+        if phase not in self.phases:
+            return 0.0
+        start, end = self.phases[phase]
+        return end.seconds_since(start)
+
+
+class Mark:
+    """A point in a device's work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = None
+        if device.type == "cuda":  # kernels run asynchronously
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+        self._time = time.perf_counter()
+
+    def wait(self) -> None:
+        """Wait until the device has come here."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: Mark) -> float:
+        """Return the seconds from another mark to this one; waits until the device is here."""
+        self.wait()
+        if self._event is not None:
+            return float(earlier._event.elapsed_time(self._event)) / 1000
+        return self._time - earlier._time
 
 
 class TensorParallelGroup:
@@ -118,11 +157,15 @@ class ModelRunner:
             return max(limit // chunk, 1) * chunk
         return limit if slot_pool.can_split_blocks(cache) else UNLIMITED
 
-    def execute(self, step: ScheduledStep) -> StepOutput:
-        """Run a scheduled step on all ranks; mutates the slots and the prefilled prompts."""
+    def execute(self, step: ScheduledStep, newest: Tensor | None = None) -> StepOutput:
+        """Run a scheduled step on all ranks; mutates the slots and the prefilled prompts.
+
+        ``newest``: the tokens to read, int64 ``[B, 1]`` on the device, where the host has not read
+        them, in one process.
+        """
         if self.group is not None:
             self.group.broadcast(step)
-        return self._run(step)
+        return self._run(step, newest)
 
     def follow(self) -> None:
         """Run the first rank's steps until it closes or ends a call."""
@@ -137,14 +180,13 @@ class ModelRunner:
         self._prefilled = None
         self.pool = self._make_pool()
 
-    def _run(self, step: ScheduledStep) -> StepOutput:
+    def _run(self, step: ScheduledStep, newest: Tensor | None = None) -> StepOutput:
         output = StepOutput()
         for key in step.drop:
             self.states.pop(key, None)
         if step.accepted is not None:
-            start_time = self._now()
-            output.evictions = self.pool.end_drafts(step.accepted)
-            output.undo_seconds = self._now() - start_time
+            with output.timed("undo", self._device):
+                output.evictions = self.pool.end_drafts(step.accepted)
         for number in step.release:
             self.pool.release(number)
         if step.admit is not None:
@@ -152,42 +194,40 @@ class ModelRunner:
                 assert self._prefilled is not None
                 self.pool.admit(self._prefilled, prompt)
             self._prefilled = None
-        start_time = self._now()
-        if step.decode:
-            tokens, positions = torch.tensor([step.decode, step.positions]).unsqueeze(-1)
-            mask = None
-            if step.drafts:
-                tokens, mask, positions = with_drafts(tokens, positions, step.drafts)
-                self.pool.begin_drafts()
-            if step.offsets:
-                moved = positions + torch.tensor(step.offsets).unsqueeze(-1)
-                positions = torch.stack([positions, *[moved] * 3])
-            output.decode_logits = self._forward(
-                tokens, positions, self.pool.cache, mask, keep=tokens.shape[1]
-            )
-            if not step.drafts:
-                output.evictions += self.pool.count_step()
-            for row, key in step.save:
-                self.states[key] = self._make_cache(None)
-                self.pool.copy_to(self.states[key], row)
-        decode_time = self._now()
-        output.decode_seconds = decode_time - start_time
+        if step.positions:
+            with output.timed("decode", self._device):
+                self._decode(step, newest, output)
         if step.prefill:
             try:
-                self._prefill(step.prefill, output)
+                with output.timed("prefill", self._device):
+                    self._prefill(step.prefill, output)
             except Exception as error:  # such as no memory for a long prompt; slots are unchanged
                 if self.group is not None and not isinstance(error, ValueError):
                     raise  # the other ranks have not failed
                 self._prefilled, output.error = None, error
                 if isinstance(error, torch.OutOfMemoryError):
                     error.with_traceback(None)  # whose frames have the forward's tensors
-            output.prefill_seconds = self._now() - decode_time
         return output
 
-    def _now(self) -> float:
-        if self._device.type == "cuda":  # kernels run asynchronously
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    def _decode(self, step: ScheduledStep, newest: Tensor | None, output: StepOutput) -> None:
+        """Read each sequence's newest token, and drafts; mutates the output."""
+        positions = torch.tensor(step.positions).unsqueeze(-1)
+        tokens = torch.tensor(step.decode).unsqueeze(-1) if newest is None else newest
+        mask = None
+        if step.drafts:
+            tokens, mask, positions = with_drafts(tokens, positions, step.drafts)
+            self.pool.begin_drafts()
+        if step.offsets:
+            moved = positions + torch.tensor(step.offsets).unsqueeze(-1)
+            positions = torch.stack([positions, *[moved] * 3])
+        output.decode_logits = self._forward(
+            tokens, positions, self.pool.cache, mask, keep=tokens.shape[1]
+        )
+        if not step.drafts:
+            output.evictions += self.pool.count_step()
+        for row, key in step.save:
+            self.states[key] = self._make_cache(None)
+            self.pool.copy_to(self.states[key], row)
 
     def _prefill(self, chunks: tuple[PrefillChunk, ...], output: StepOutput) -> None:
         """Prefill chunks; mutates the output."""
@@ -275,10 +315,10 @@ class ModelRunner:
         expects = KEEPS_ALL.set(not isinstance(cache, H2OCache))
         try:
             logits: Tensor = self._model(
-                input_ids=tokens.to(self._device),
-                position_ids=positions.to(self._device),
+                input_ids=to_device(tokens, self._device),
+                position_ids=to_device(positions, self._device),
                 **images_for(self._model, inputs),
-                attention_mask=None if mask is None else mask.to(self._device),
+                attention_mask=None if mask is None else to_device(mask, self._device),
                 **{CACHE: cache},
                 use_cache=True,
                 logits_to_keep=keep,

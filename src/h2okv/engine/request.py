@@ -155,6 +155,13 @@ class Output:
         """Whether its last token has been generated."""
         return self.completion.finish_reason is not None
 
+    @property
+    def needs_no_host(self) -> bool:
+        """Whether its next token follows from the newest one's logits, and only tokens are sent."""
+        request = self.request
+        reports = request.kept_every is not None or request.params.logprobs is not None
+        return not (self.sampler.sees_text or reports or self.trace is not None)
+
     def append(
         self, token: int, eos: frozenset[int], logprobs: tuple[TokenLogprob, ...]
     ) -> OutputDelta:

@@ -23,6 +23,8 @@ _NOTHING_LEFT = (
     "no token can be chosen: temperature, penalties and biases leave no weight that is a number "
     "above 0; choose others."
 )
+_NOT_A_NUMBER, _NONE_LEFT = -1, -2
+"""What `choose` returns for these errors."""
 _WARPERS: Mapping[str, Any] = {
     "temperature": logits_process.TemperatureLogitsWarper,
     "top_k": logits_process.TopKLogitsWarper,
@@ -111,12 +113,19 @@ class Sampler:
         self._token_mask = token_mask
         self.sees_text = bool(self._text_processors) or token_mask is not None
         self._prompt = prompt
-        self.generator = None if params.is_greedy else torch.Generator()
+        device = "cpu" if self.sees_text else model.device  # where its logits are
+        self.generator = None if params.is_greedy else torch.Generator(device)
         if self.generator is not None:
             if params.seed is None:
                 self.generator.seed()
             else:
                 self.generator.manual_seed((params.seed + index) % 2**63)
+
+    def noise(self, size: int, device: torch.device) -> torch.Tensor:
+        """Draw exponential random numbers, fp32 ``[size]``; mutates the generator."""
+        assert self.generator is not None
+        numbers = torch.empty(size, device=self.generator.device)
+        return to_device(numbers.exponential_(generator=self.generator), device)
 
     def processed(self, logits: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
         """Return logits ``[1, V]`` in fp32, after the processors that depend on the new tokens."""
@@ -137,40 +146,70 @@ def sample(
     samplers: Sequence[Sampler], texts: Sequence[Sequence[int]], logits: torch.Tensor
 ) -> list[int | Exception]:
     """Sample the next token of each sequence, as if alone, from logits ``[B, V]``, or its error."""
-    # Any NaN makes the sum NaN, as do infinities of both signs, which are as useless.
-    is_fine = (~torch.isnan(logits.float().sum(dim=-1))).tolist()
-    chosen: list[int | Exception] = list(logits.argmax(dim=-1).tolist())
-    groups: dict[Any, list[int]] = defaultdict(list)
-    for row, sampler in enumerate(samplers):
-        if not is_fine[row]:
-            chosen[row] = RequestFailedError(NOT_A_NUMBER)
-        elif sampler.sees_text:
+    plain = [row for row, sampler in enumerate(samplers) if not sampler.sees_text]
+    chosen: list[int | Exception] = [RequestFailedError(NOT_A_NUMBER)] * len(samplers)
+    if plain:
+        of_plain = logits if len(plain) == len(samplers) else logits[plain]
+        tokens = choose([samplers[row] for row in plain], of_plain).tolist()
+        for row, token in zip(plain, as_tokens(tokens), strict=True):
+            chosen[row] = token
+    if len(plain) == len(samplers):
+        return chosen
+    for row, is_fine in enumerate((~_is_nan(logits)).tolist()):
+        sampler = samplers[row]
+        if sampler.sees_text and is_fine:
             try:
                 processed = sampler.processed(logits[row : row + 1], texts[row])
-                chosen[row] = _draw([sampler], processed)[0]
+                chosen[row] = as_tokens(choose([sampler], processed).tolist())[0]
             except Exception as error:  # a processor of the model's config may raise anything
                 chosen[row] = error
-        elif sampler.generator is not None:
-            groups[sampler.warping].append(row)
-    for group in groups.values():
-        drawn = _draw([samplers[row] for row in group], logits[group].float())
-        for row, token in zip(group, drawn, strict=True):
-            chosen[row] = token
     return chosen
 
 
-def _draw(samplers: list[Sampler], logits: Any) -> list[int | Exception]:
-    """Draw for sequences with equal warpers, or take the most likely token of a single one."""
-    failed = RequestFailedError(_NOTHING_LEFT)
-    if samplers[0].generator is None:
-        return [int(logits.argmax()) if logits.max() > -math.inf else failed]
+def choose(samplers: Sequence[Sampler], logits: torch.Tensor) -> torch.Tensor:
+    """Choose the next tokens by logits ``[B, V]`` alone; the host waits for nothing.
+
+    Draws are those of ``torch.multinomial``, which would wait: the maximum of each probability
+    over an exponential random number.
+
+    Returns:
+        int64 ``[B]`` on the logits' device, for `as_tokens`.
+    """
+    tokens, device = logits.argmax(dim=-1), logits.device
+    groups: dict[Any, list[tuple[int, Sampler]]] = defaultdict(list)
+    for row, sampler in enumerate(samplers):
+        if sampler.generator is not None:
+            groups[sampler.warping].append((row, sampler))
     no_text: Any = None  # warpers do not read it
-    weights = torch.softmax(samplers[0].warpers(no_text, logits), dim=-1).cpu()
-    is_fine = torch.isfinite(weights.sum(dim=-1)).tolist()
-    return [
-        int(torch.multinomial(row_weights, 1, generator=sampler.generator)) if fine else failed
-        for sampler, row_weights, fine in zip(samplers, weights, is_fine, strict=True)
-    ]
+    for group in groups.values():
+        rows: Any = slice(None)
+        if len(group) < len(samplers):
+            rows = to_device(torch.tensor([row for row, _ in group]), device)
+        warped = group[0][1].warpers(no_text, logits[rows].float())
+        weights = torch.softmax(warped, dim=-1)
+        noise = torch.stack([sampler.noise(logits.shape[1], device) for _, sampler in group])
+        is_fine = weights.sum(dim=-1).isfinite()
+        tokens[rows] = (weights / noise).argmax(dim=-1).where(is_fine, _NONE_LEFT)
+    tokens = tokens.where(logits.amax(dim=-1) > -math.inf, _NONE_LEFT)
+    return tokens.where(~_is_nan(logits), _NOT_A_NUMBER)
+
+
+def _is_nan(logits: torch.Tensor) -> torch.Tensor:
+    """Tell for each row whether any logit is NaN; infinities of both signs are as useless."""
+    return logits.float().sum(dim=-1).isnan()
+
+
+def as_tokens(chosen: Sequence[int]) -> list[int | Exception]:
+    """Return the numbers of `choose` as tokens, or the errors that they stand for."""
+    errors = {_NOT_A_NUMBER: NOT_A_NUMBER, _NONE_LEFT: _NOTHING_LEFT}
+    return [RequestFailedError(errors[n]) if n in errors else n for n in chosen]
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host to a device that the host does not wait for."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprob]:

@@ -111,6 +111,25 @@ class Scheduler:
         drafts = self._drafts(step)
         return replace(step, drafts=drafts) if drafts else step
 
+    def next_decode(self) -> ScheduledStep | None:
+        """Return the step behind the one that runs, whose tokens the host has not read yet.
+
+        ``None`` if these tokens, or what waits, may make it another step. A text that ends with
+        one of them still takes the step; nothing reads what that adds.
+        """
+        outputs, cache = self.running, self.prefix_cache
+        may_start = bool(self.waiting) and self._has_slots(self.waiting[0])
+        if not outputs or self.prefilling or may_start or self._max_drafts or self.dropped_states:
+            return None
+        lengths = [len(output.request.prompt) + len(output.tokens) + 1 for output in outputs]
+        for output, length in zip(outputs, lengths, strict=True):
+            is_last = len(output.tokens) + 1 >= output.request.max_new_tokens
+            is_saved = cache is not None and length % cache.span == 0
+            if is_last or is_saved or output.request.is_over or not output.needs_no_host:
+                return None
+        positions = tuple(length - 1 for length in lengths)
+        return ScheduledStep(positions=positions, offsets=self._offsets())
+
     def draft_gain(self, num_seqs: int) -> DraftGain:
         """Return what drafts have saved while a number of sequences decoded."""
         return self._draft_gains.setdefault(num_seqs, DraftGain())
