@@ -253,8 +253,8 @@ class SlotPool:
         firsts = [(layers[kind][0].state, layers[kind][1]) for kind in self._books]
         on_device = [number[i, :, 0] for s, i in firsts for number in (s.total, s.counts())]
         sizes = [len(numbers) for numbers in on_device]
-        known = torch.cat([numbers.to(on_device[0].device) for numbers in on_device]).cpu()
-        lists = iter(numbers.tolist() for numbers in known.split(sizes))  # the host waits once
+        on_host = torch.cat([numbers.to(on_device[0].device) for numbers in on_device]).cpu()
+        lists = iter(numbers.tolist() for numbers in on_host.split(sizes))  # the host waits once
         for books, (state, index) in zip(self._books.values(), firsts, strict=True):
             totals, counts = next(lists), next(lists)
             seen = state.lengths()[index]
