@@ -148,7 +148,7 @@ def test_summary_shows_mean_and_maximum_of_budgets_by_head(generate, tmp_path):
     average, largest = map(int, re.search(pattern, outcome.err).groups())
     # 4 + 64 + 16 entries, or 4 + 96 + 16, and what was written since the prompt.
     assert 84 <= average < 84 + 64 and largest == average + 32
-    assert "| best:64+16,layers=by-head\n" in outcome.err
+    assert re.search(r"\| best:64\+16,layers=by-head-[0-9a-f]{8}\n", outcome.err)
 
 
 def test_json_is_one_object_with_these_fields(generate, prompt):
