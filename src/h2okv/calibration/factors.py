@@ -151,8 +151,7 @@ def measure_shares(
     """Measure factors for several fractions, by layer and by head, in one pass over the text.
 
     Arguments are those of `measure_layer_budgets`. Fractions for which the text is too short are
-    left out, up to half of them. ``report`` is called with the part of the work that is done,
-    with 0 once it begins.
+    left out, up to half of them. ``report`` is called with the part of the work that is done.
     """
     longest = min(input_ids.shape[1], context_of(model.config) or input_ids.shape[1])
     following = min(FOLLOWING, longest // 6)
@@ -163,7 +162,6 @@ def measure_shares(
             f"a text of {longest} tokens, fraction={fractions[-1]:g} and least={least:g} leave"
             " nothing to divide among the layers; give a text of a thousand tokens."
         )
-    report(0.0)
     windows = list(_windows(input_ids, length + following))
     gains: list[list[Tensor]] = [[] for _ in usable]
     losses: list[list[Tensor]] = [[] for _ in usable]
@@ -243,6 +241,7 @@ class _Divided:
         return tuple(by_layer), tuple(tuple(islice(rounded, size)) for size in sizes)
 
 
+@_threads_of_free_cores()
 def expected_seconds(model: PreTrainedModel) -> float:
     """Return about how long `measure_shares` will compute, by the speed of a matrix product."""
     text, embedding = model.config.get_text_config(), model.get_input_embeddings()
