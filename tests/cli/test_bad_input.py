@@ -125,6 +125,23 @@ def test_unknown_command(h2okv_command):
     assert_one_sentence(outcome, "--heavi", "h2okv generate --help")
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("generate", "--verify", "repai", "x"), ("--verify 'repai'", "--verify repair", "alone")),
+        (("generate", "--verify", "repairs"), ("--verify 'repairs'",)),
+        (("generate", "--verify=2%", "x"), ("--verify '2%'",)),
+        (("generate", "--verify", "2%", "x"), ("argument(s) (x)", "no value but repair")),
+        (("chat", "--verify", "all"), ("(all)", "--verify takes no value but repair")),
+        (("generate",), ("the prompt is empty", "some text")),
+    ],
+    ids=str,
+)
+def test_verify_names_its_values(h2okv_command, monkeypatch, args, words):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert_one_sentence(h2okv_command(*args), *words)
+
+
 def test_an_argument_given_as_an_option(h2okv_command):
     assert_one_sentence(h2okv_command("plan", "--model", "bundled"), "--model", "value alone")
 

@@ -222,6 +222,15 @@ def test_an_answer_is_read_again_with_the_full_cache(generate):
     assert wide["agreed"] == wide["tokens"] > 0 and wide["first_difference"] is None
 
 
+def test_a_text_that_comes_at_once_has_no_speed(generate, monkeypatch):
+    monkeypatch.setattr("h2okv.engine.verify._TIE", 1.0)
+    repair = ("--max-new-tokens", 12, "--verify", "repair")
+    for options in (repair, ("--max-new-tokens", 1)):
+        outcome = generate(*BUDGET, *options)
+        assert re.search(r"first after [0-9.]+ s \| KV cache ", outcome.err)
+        assert "tokens/s" not in outcome.err and " - " not in outcome.err
+
+
 def test_an_answer_that_differs_is_repaired(generate, monkeypatch):
     monkeypatch.setattr("h2okv.engine.verify._TIE", 1.0)
     outcome = generate(*BUDGET, "--json", "--max-new-tokens", 12, "--verify", "repair")
