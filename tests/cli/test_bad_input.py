@@ -46,6 +46,11 @@ OPTIONS = {
     "fraction above 1": (("--budget", "1.5+4"), ("heavy=1.5", "(0, 1]")),
     "fractions above 1 together": (("--budget", "0.7+0.6"), ("1.3", "at most 1")),
     "invalid amount": (("--budget", "lots"), ("--budget 'lots'", "--budget 64")),
+    "budget beyond all counts": (("--budget", "9" * 20), ("is too large", "2147483647")),
+    "budget of the full cache": (
+        ("--policy", "full", "--budget", "20%"),
+        ("--budget 20% has no effect, as policy full keeps all entries",),
+    ),
     "two budgets": (("--budget", "0,1"), ("budget 0 is too small",)),
     "amount that is not finite": (("--budget", "nan"), ("--budget 'nan'",)),
     "unknown policy": (("--policy", "h2"), ("policy 'h2'", "sink_recent")),
@@ -134,6 +139,7 @@ def test_unknown_command(h2okv_command):
         (("generate", "--verify", "2%", "x"), ("argument(s) (x)", "no value but repair")),
         (("chat", "--verify", "all"), ("(all)", "--verify takes no value but repair")),
         (("generate",), ("the prompt is empty", "some text")),
+        (("generate", "--model"), ("'--model' requires an argument", "h2okv generate --help")),
     ],
     ids=str,
 )

@@ -21,6 +21,7 @@ from h2okv.budget import LayerBudgets, checked_factors, flat_factors
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
+from h2okv.cache.validation import check_ids
 from h2okv.config import BEST, BEST_HEAVY_FRACTION, CacheConfig
 from h2okv.console import write_remark
 from h2okv.integration.enable import input_device, prefill, restore_attention
@@ -151,8 +152,9 @@ def measure_shares(
     """Measure factors for several fractions, by layer and by head, in one pass over the text.
 
     Arguments are those of `measure_layer_budgets`. Fractions for which the text is too short are
-    left out, up to half of them. ``report`` is called with the part of the work that is done.
+    left out, up to half of them. ``report`` gets the part of the work that is done.
     """
+    check_ids(input_ids)
     longest = min(input_ids.shape[1], context_of(model.config) or input_ids.shape[1])
     following = min(FOLLOWING, longest // 6)
     length = min(_PROMPT, longest - following)
@@ -160,7 +162,7 @@ def measure_shares(
     if 2 * len(usable) < len(fractions):
         raise ValueError(
             f"a text of {longest} tokens, fraction={fractions[-1]:g} and least={least:g} leave"
-            " nothing to divide among the layers; give a text of a thousand tokens."
+            " nothing to divide among the layers; give a thousand tokens, and shares from 0 to 1."
         )
     windows = list(_windows(input_ids, length + following))
     gains: list[list[Tensor]] = [[] for _ in usable]

@@ -21,14 +21,7 @@ from h2okv.assets import calibration_texts
 from h2okv.cache import H2OCache
 from h2okv.cache.support import unwrap
 from h2okv.calibration.factors import NUM_PASSES, WINDOW, Shares, expected_seconds, measure_shares
-from h2okv.config import (
-    BEST,
-    BEST_HEAVY_FRACTION,
-    BEST_VERSION,
-    FACTORS_VERSION,
-    MEASURED,
-    CacheConfig,
-)
+from h2okv.config import BEST, BEST_VERSION, FACTORS_VERSION, MEASURED, CacheConfig
 from h2okv.console import Progress, format_duration, write_remark
 from h2okv.models.loading import describe
 from h2okv.models.names import cache_folder
@@ -38,11 +31,10 @@ from h2okv.provenance import WeightPrint, digest, prints_agree, weight_prints, w
 from h2okv.records import first_line, parse_json, write_json
 
 # Assumed for a budget in tokens, because prompts may have any length.
-_USUAL_FRACTION = 0.2 * BEST_HEAVY_FRACTION
+_USUAL_FRACTION = float(CacheConfig(BEST).heavy)
 PATIENCE = 300.0  # seconds; what takes longer is measured on request only
 _LINE_SECONDS = 10.0
 _TIMED_SECONDS, _TIMED_PART = 2.0, 0.1  # of the work, the first of which to end gives an estimate
-_WHOLE = 1.2  # of the time of all layers, for what no layer reports
 _SKIP = "--policy h2o or --cache layers=even (in Python layer_budgets='even') leaves it out"
 
 
@@ -220,7 +212,7 @@ def _measure(
         start, before = first = first if first[1] else (now, done)
         if done == before or (now - start < _TIMED_SECONDS and done < _TIMED_PART):
             return
-        duration = format_duration(_WHOLE * (now - start) / (done - before))
+        duration = format_duration((now - start) / (done - before))
         write_remark(
             f"{BEST}: measuring how many entries each head of {short} needs, once for this model"
             f" (about {duration} here){'; ' * bool(remark)}{remark}"

@@ -209,7 +209,7 @@ def _replaced(error: Any, args: Sequence[str]) -> str | None:
 def _usage(error: typer.TyperException, args: Sequence[str]) -> str:
     """Return the message of a usage error, with the --help to read."""
     message, context = error.format_message(), getattr(error, "ctx", None)
-    path = "h2okv" if context is None else context.command_path
+    path = context.command_path if context else " ".join(["h2okv", *COMMANDS.keys() & args[:1]])
     option = str(getattr(error, "option_name", ""))
     params = [] if context is None else context.command.params
     names = [p.metavar or p.name for p in params if p.param_type_name == "argument"]
