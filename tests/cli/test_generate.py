@@ -253,7 +253,8 @@ def test_sampling_repeats_with_its_seed(generate):
 
 @pytest.mark.parametrize("policy", ["full", "recent", "sink_recent", "h2o", "heavy", "random"])
 def test_every_policy(generate, policy):
-    result = json.loads(generate(*BUDGET, "--cache", "sink=2", "--policy", policy, "--json").out)
+    budget = () if policy == "full" else BUDGET
+    result = json.loads(generate(*budget, "--cache", "sink=2", "--policy", policy, "--json").out)
     assert result["policy"] == policy
     assert (result["num_cached_tokens"] == 34) is (policy != "full")
 
@@ -415,7 +416,7 @@ def test_layer_budgets_are_read_from_a_measured_file(
     record = json.loads(generate(*options, "--json", "--max-new-tokens", 4).out)
     assert record["layer_budgets"] == factors
     heads = ("--text", text, "--out", out, "--by-head", "--budget")
-    for budget in ("64", "100%"):
+    for budget in ("64", "100%", "0%"):
         refused = h2okv_command("eval", "layers", "--model", model_folder, *heads, budget)
         assert refused.code == 2 and "must be a fraction of the text below 1" in refused.err
     outcome = h2okv_command("eval", "layers", "--model", model_folder, *heads, "30%")
