@@ -68,6 +68,18 @@ def write_tokens(args: argparse.Namespace) -> None:
             file.write(json.dumps({"sample": number, **task._samples[number]._asdict()}) + "\n")
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a file of JSON objects; ValueError names a line of another kind."""
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            reason = "is not JSON; give files that the steps before this one have written"
+            raise ValueError(f"line {number} of {path} {reason}") from error
+    return records
+
+
 def make_press(name: str, fraction: float) -> Any:
     """Return a press by its classes' names, the inner one last."""
     import kvpress
@@ -187,6 +199,7 @@ def prepare(name: str, fraction: float) -> Compressed:
 
 def run_presses(args: argparse.Namespace) -> None:
     """Add the missing rows of prompts and presses."""
+    samples = read_lines(args.prompts)  # mistakes show before models load
     import kvpress  # noqa: F401  patches attention to respect hidden entries
     from tqdm import tqdm
     from transformers import AutoModelForCausalLM
@@ -201,14 +214,12 @@ def run_presses(args: argparse.Namespace) -> None:
     }
     done = set()
     if args.out.exists():
-        rows = map(json.loads, args.out.open(encoding="utf-8"))
-        done = {(row["sample"], row["press"]) for row in rows}
+        done = {(row["sample"], row["press"]) for row in read_lines(args.out)}
     # A press's label names its fraction where there are several.
     labels = {
         name if len(args.kept) == 1 else f"{name}, {fraction:.0%}": (name, fraction)
         for name, fraction in product(names, args.kept)
     }
-    samples = [json.loads(line) for line in args.prompts.open(encoding="utf-8")]
     with args.out.open("a", encoding="utf-8") as file:
         for sample in tqdm(samples):
             missing = [label for label in labels if (sample["sample"], label) not in done]
@@ -245,8 +256,7 @@ def run_presses(args: argparse.Namespace) -> None:
 def read_fidelity(path: Path) -> dict[str, dict[int, dict[str, float]]]:
     """Return the rows of ``fidelity``'s sample file, by cache and sample."""
     results: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
-    for line in path.open(encoding="utf-8"):
-        record = json.loads(line)
+    for record in read_lines(path):
         if "result" in record:
             name = record["run"].removeprefix("fidelity: ")
             results[name][record["sample"]] = record["result"]
@@ -266,12 +276,10 @@ def make_table(args: argparse.Namespace) -> None:
     from h2okv.records import markdown_table, write_csv
 
     sources = {}
-    for line in args.prompts.open(encoding="utf-8"):
-        sample = json.loads(line)
+    for sample in read_lines(args.prompts):
         sources[sample["sample"]] = sample["source"]
     results: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
-    for line in args.rows.open(encoding="utf-8"):
-        row = json.loads(line)
+    for row in read_lines(args.rows):
         results[f"kvpress, {row['press']}"][row["sample"]] = row
     for path in args.fidelity:
         results |= read_fidelity(path)

@@ -184,7 +184,7 @@ def test_best_is_even_where_a_user_says_so():
         ({"heavy": 107, "recent": 20, "kv_bits": 4}, "best-v5:127,bits=4"),
         ({"layer_budgets": (0.5, 1.5), "positions": "rolling"}, "best-v5:20%,positions=rolling"),
         ({"sink": 2}, "h2o:17%+3%,sink=2,scoring=expected,layers=auto"),
-        ({"measured": None}, "best:20%,layers=by-head"),
+        ({"measured": None}, "best:20%,layers=by-head-ddd7092d"),
         ({"measured": 7}, "best-v7:20%"),
     ],
     ids=str,

@@ -154,8 +154,8 @@ def _check_share(name: str, value: int | float) -> None:
         problem = "is not a budget; give an int (tokens) or a float (fraction)"
     elif isinstance(value, float) and not 0.0 <= value <= 1.0:
         problem = "is not a fraction of the prompt; give a float in (0, 1], or an int for tokens"
-    elif value < 0:
-        problem = "is negative; give a number of tokens of 0 or more"
+    elif not 0 <= value < 2**31:
+        problem = f"is {'negative' if value < 0 else 'too large'}; give tokens, 0 to {2**31 - 1}"
     else:
         return
     raise ValueError(f"{name}={value!r} {problem}.")

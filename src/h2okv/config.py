@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -27,7 +28,7 @@ from h2okv.budget import (
 from h2okv.records import checked_arguments, read_text_file, refusing, short_repr
 
 Positions = Literal["original", "rolling", "clamped"]
-_UNPRINTED = ("by-layer", "by-head")  # a user's factors in labels
+_UNPRINTED = re.compile("by-(layer|head)(-[0-9a-f]{8})?")  # a user's factors in labels
 MEASURED: Literal["auto"] = "auto"  # layer budgets that are measured on the model
 EVEN: Literal["even"] = "even"
 _OF_POLICY: Literal["policy"] = "policy"  # `MEASURED` for `BEST`, `EVEN` for all others
@@ -119,7 +120,7 @@ def _read_factors(text: str) -> LayerBudgets | str:
     if text in (MEASURED, EVEN, _OF_POLICY):
         return text
     remedy = "give auto, even or a file of h2okv eval layers"
-    if text in _UNPRINTED:
+    if _UNPRINTED.fullmatch(text):
         raise ValueError(f"layer_budgets={text!r} says no factors, as labels do; {remedy}")
     problem = f"layer_budgets must be auto, even or factors in JSON, got {short_repr(text)}"
     with refusing(problem, remedy, ValueError, TypeError):
@@ -553,7 +554,7 @@ class CacheConfig:
         """The name in tables and progress bars, which ``--cache`` reads.
 
         As `spec`, but for what commands set themselves (``min=0``), the version of measured
-        factors, and the numbers of others.
+        factors, and a digest of others.
         """
         return cache_spec.write(*self._labels)
 
@@ -605,9 +606,9 @@ class CacheConfig:
             return self.layer_budgets or EVEN
         if self.measured is not None:
             return MEASURED
-        if exact:
-            return json.dumps(self.layer_budgets, separators=(",", ":"))
-        return _UNPRINTED[self.is_by_head]
+        factors = json.dumps(self.layer_budgets, separators=(",", ":"))
+        name = f"by-{'head' if self.is_by_head else 'layer'}-{zlib.crc32(factors.encode()):08x}"
+        return factors if exact else name
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that a result depends on; for a full cache only those that apply."""

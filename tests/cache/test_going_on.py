@@ -329,7 +329,10 @@ def test_options_that_make_no_sense(model, options, text):
 
 def test_prefill_refuses_other_types(model):
     cache = cache_of(model.config)
-    for ids in ([[1, 2]], torch.tensor([1, 2])):
+    for ids in ([[1, 2]], torch.tensor([1, 2]), "text", None, torch.ones(1, 2)):
+        for take in (cache.next_turn, lambda ids: h2okv.measure_layer_budgets(model, ids)):
+            with pytest.raises(ValueError, match=r"must be an int tensor \[batch, tokens\], got"):
+                take(ids)
         with pytest.raises(ValueError, match=r"must be an int tensor \[batch, tokens\], got"):
             h2okv.prefill(model, ids, cache)
     with pytest.raises(ValueError, match="cache must be an H2OCache, got DynamicCache"):

@@ -56,6 +56,8 @@ def test_they_are_measured(make_llama):
     cache_of(model.config, 0.15, 0.05, layer_budgets=budgets)
     with pytest.raises(ValueError, match="a text of 3 tokens, .* leave nothing to divide"):
         h2okv.measure_layer_budgets(model, tokens(3, 1, 3))
+    with pytest.raises(ValueError, match=r"fraction=2 and .* shares from 0 to 1"):
+        h2okv.measure_layer_budgets(model, tokens(3, 1, 200), 2)
 
 
 @pytest.mark.parametrize(

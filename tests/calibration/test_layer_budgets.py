@@ -46,7 +46,7 @@ def measured(monkeypatch, tmp_path):
         if key not in SHARES or factors.losses_by_orders is not losses:
             SHARES[key] = measure(model, ids, report=report)
         else:
-            report(0.0)
+            report(0.2), report(1.0)
         return SHARES[key]
 
     monkeypatch.setattr(layer_budgets, "measure_shares", count)
@@ -119,6 +119,24 @@ def test_shares_of_one_pass_are_those_of_each_fraction(model):
         assert (lowest, highest) == (measured[0], measured[-1])
 
 
+def test_the_time_of_a_measurement_follows_from_its_first_layers(
+    model, measured, monkeypatch, capsys
+):
+    measure, clock = layer_budgets.measure_shares, [100.0]
+
+    def slow(model, ids, report):
+        for layer in range(1, 241):  # a tenth of a second each, after half a second for nothing
+            clock[0] += 0.6 if layer == 1 else 0.1
+            report(layer / 240)
+        return measure(model, ids, lambda done: None)
+
+    monkeypatch.setattr(layer_budgets, "measure_shares", slow)
+    monkeypatch.setattr(layer_budgets.time, "perf_counter", lambda: clock[0])
+    h2okv.H2OCache(model, **BEST)
+    (line, _) = capsys.readouterr().err.splitlines()
+    assert "(about 24 s here)" in line
+
+
 def test_what_takes_long_is_measured_on_request_only(
     model, measured, tmp_path, monkeypatch, capsys
 ):
@@ -149,7 +167,7 @@ def test_progress_is_written_without_a_terminal(model, measured, monkeypatch, ca
     h2okv.H2OCache(model, **BEST)
     lines = capsys.readouterr().err.splitlines()[1:-1]
     percents = [int(re.search(": ([0-9]+) %, about .* left", line)[1]) for line in lines]
-    assert percents == sorted(percents) and percents[0] < 10 and percents[-1] > 80
+    assert percents == sorted(percents) and percents[0] < 20 and percents[-1] > 80
     assert len(percents) >= 4 * model.config.num_hidden_layers
 
 

@@ -46,6 +46,11 @@ OPTIONS = {
     "fraction above 1": (("--budget", "1.5+4"), ("heavy=1.5", "(0, 1]")),
     "fractions above 1 together": (("--budget", "0.7+0.6"), ("1.3", "at most 1")),
     "invalid amount": (("--budget", "lots"), ("--budget 'lots'", "--budget 64")),
+    "budget beyond all counts": (("--budget", "9" * 20), ("is too large", "2147483647")),
+    "budget of the full cache": (
+        ("--policy", "full", "--budget", "20%"),
+        ("--budget 20% has no effect, as policy full keeps all entries",),
+    ),
     "two budgets": (("--budget", "0,1"), ("budget 0 is too small",)),
     "amount that is not finite": (("--budget", "nan"), ("--budget 'nan'",)),
     "unknown policy": (("--policy", "h2"), ("policy 'h2'", "sink_recent")),
@@ -123,6 +128,24 @@ def test_unknown_command(h2okv_command):
     assert_one_sentence(h2okv_command("xyz"), "'xyz'; see h2okv --help.")
     outcome = h2okv_command("generate", "--heavi", "1")
     assert_one_sentence(outcome, "--heavi", "h2okv generate --help")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("generate", "--verify", "repai", "x"), ("--verify 'repai'", "--verify repair", "alone")),
+        (("generate", "--verify", "repairs"), ("--verify 'repairs'",)),
+        (("generate", "--verify=2%", "x"), ("--verify '2%'",)),
+        (("generate", "--verify", "2%", "x"), ("argument(s) (x)", "no value but repair")),
+        (("chat", "--verify", "all"), ("(all)", "--verify takes no value but repair")),
+        (("generate",), ("the prompt is empty", "some text")),
+        (("generate", "--model"), ("'--model' requires an argument", "h2okv generate --help")),
+    ],
+    ids=str,
+)
+def test_verify_names_its_values(h2okv_command, monkeypatch, args, words):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert_one_sentence(h2okv_command(*args), *words)
 
 
 def test_an_argument_given_as_an_option(h2okv_command):

@@ -157,7 +157,7 @@ def test_a_text_ends_at_the_context_window(job, tokenizer, tmp_path):
 
 BAD = {
     "no such input": (("--input", "nowhere.jsonl"), ("nowhere.jsonl", "no such file")),
-    "batch of nothing": (("--batch", "0"), ("--batch '0'", "auto")),
+    "batch of nothing": (("--batch", "0"), ("--batch '0' is not a batch size", "auto")),
     "batch of words": (("--batch", "many"), ("--batch 'many'", "auto")),
     "budget of zero": (("--budget", "0+0"), ("heavy=0",)),
     "no such scoring": (("--cache", "scoring=luck"), ("'luck'", "decay")),

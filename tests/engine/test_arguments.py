@@ -56,6 +56,10 @@ def test_a_wrong_model_or_wrong_types_are_refused(llm):
             kind()
     with pytest.raises(ValueError, match="model=int is not a model"):
         LLM(5)
+    with pytest.raises(
+        ValueError, match="device 'gpu' cannot be used .*; choose auto, cpu or a GPU"
+    ):
+        LLM("bundled", device="gpu")
     with pytest.raises(ValueError, match="5 must be given by name"):
         SamplingParams(5)
     with pytest.raises(ValueError, match="prompts must be a text or a list of texts, got 5"):

@@ -184,7 +184,9 @@ def test_a_text_that_does_not_fit_is_compared_as_far_as_it_does(
 def test_memory_for_a_full_cache_is_set_aside(make_llama, make_llm, make_prompts, greedy):
     limited = {"memory": 8 << 30, "max_num_seqs": 2}  # more than this process has by then
     llm = make_llm(make_llama(), **limited)
-    with pytest.raises(ValueError, match=r"verify=True: memory is limited.*--verify 2%"):
+    with pytest.raises(
+        ValueError, match=r"verify=True: no part of memory is for a full cache.*--verify 2%"
+    ):
         llm.generate(make_prompts([40]), greedy(4), verify=True)
     llm = make_llm(make_llama(), **limited, verify="2%")
     assert "verify: 2 % of all tokens are read again with a full cache" in llm.describe()
@@ -323,7 +325,10 @@ def test_what_cannot_be_repaired_is_refused(make_llama, make_llm, make_prompts, 
     llm = make_llm(make_llama())
     with pytest.raises(ValueError, match="verify must be true, false or 'repair', got 'always'"):
         llm.generate(make_prompts([9]), greedy(2), verify="always")
-    with pytest.raises(ValueError, match="verify='repair': one answer is repaired.*got n=2"):
+    with pytest.raises(
+        ValueError,
+        match="verify='repair': one answer is repaired; give n=1, kept_every=None, got n=2",
+    ):
         llm.generate(make_prompts([9]), greedy(2, n=2), verify="repair")
     output = llm.generate(make_prompts([9]), greedy(0), verify="repair")[0]
     assert output.text == "" and output.verified is None

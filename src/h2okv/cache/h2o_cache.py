@@ -372,9 +372,9 @@ class H2OCache(Cache):
             the left of the first turn, and ones.
 
         Raises:
-            ValueError: if padding came behind text and the model has layers that slide, which must
-                know its columns.
+            ValueError: for no tensor of tokens, or padding behind text of a model that slides.
         """
+        validation.check_ids(input_ids)
         if self._scored[-1].has_inner_padding and len(self._scored) < len(self.layers):
             raise ValueError(
                 "padding came behind text, and layers of this model that slide must know where: in"

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,18 @@ from h2okv.cache.rope import ranks_of
 from h2okv.cache.slot_state import SlotState
 from h2okv.ops.choice import protected_entries
 from h2okv.policy import Inputs
+
+
+def check_ids(input_ids: Any) -> None:
+    """Refuse what is no tensor of tokens ``[batch, tokens]``."""
+    is_tensor = isinstance(input_ids, Tensor)
+    if is_tensor and input_ids.dim() == 2 and not input_ids.is_floating_point():
+        return
+    got = f"{input_ids.dtype} {[*input_ids.shape]}" if is_tensor else type(input_ids).__name__
+    raise ValueError(
+        f"input_ids must be an int tensor [batch, tokens], got {got}; give for example"
+        " tokenizer(text, return_tensors='pt').input_ids."
+    )
 
 
 def check_prompt(layer: BaseLayer, lengths: Sequence[int], block: int) -> None:

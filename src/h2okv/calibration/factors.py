@@ -21,6 +21,7 @@ from h2okv.budget import LayerBudgets, checked_factors, flat_factors
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE
 from h2okv.cache.layer import CacheLayer
+from h2okv.cache.validation import check_ids
 from h2okv.config import BEST, BEST_HEAVY_FRACTION, CacheConfig
 from h2okv.console import write_remark
 from h2okv.integration.enable import input_device, prefill, restore_attention
@@ -151,9 +152,9 @@ def measure_shares(
     """Measure factors for several fractions, by layer and by head, in one pass over the text.
 
     Arguments are those of `measure_layer_budgets`. Fractions for which the text is too short are
-    left out, up to half of them. ``report`` is called with the part of the work that is done,
-    with 0 once it begins.
+    left out, up to half of them. ``report`` gets the part of the work that is done.
     """
+    check_ids(input_ids)
     longest = min(input_ids.shape[1], context_of(model.config) or input_ids.shape[1])
     following = min(FOLLOWING, longest // 6)
     length = min(_PROMPT, longest - following)
@@ -161,9 +162,8 @@ def measure_shares(
     if 2 * len(usable) < len(fractions):
         raise ValueError(
             f"a text of {longest} tokens, fraction={fractions[-1]:g} and least={least:g} leave"
-            " nothing to divide among the layers; give a text of a thousand tokens."
+            " nothing to divide among the layers; give a thousand tokens, and shares from 0 to 1."
         )
-    report(0.0)
     windows = list(_windows(input_ids, length + following))
     gains: list[list[Tensor]] = [[] for _ in usable]
     losses: list[list[Tensor]] = [[] for _ in usable]
@@ -243,6 +243,7 @@ class _Divided:
         return tuple(by_layer), tuple(tuple(islice(rounded, size)) for size in sizes)
 
 
+@_threads_of_free_cores()
 def expected_seconds(model: PreTrainedModel) -> float:
     """Return about how long `measure_shares` will compute, by the speed of a matrix product."""
     text, embedding = model.config.get_text_config(), model.get_input_embeddings()

@@ -21,14 +21,7 @@ from h2okv.assets import calibration_texts
 from h2okv.cache import H2OCache
 from h2okv.cache.support import unwrap
 from h2okv.calibration.factors import NUM_PASSES, WINDOW, Shares, expected_seconds, measure_shares
-from h2okv.config import (
-    BEST,
-    BEST_HEAVY_FRACTION,
-    BEST_VERSION,
-    FACTORS_VERSION,
-    MEASURED,
-    CacheConfig,
-)
+from h2okv.config import BEST, BEST_VERSION, FACTORS_VERSION, MEASURED, CacheConfig
 from h2okv.console import Progress, format_duration, write_remark
 from h2okv.models.loading import describe
 from h2okv.models.names import cache_folder
@@ -38,9 +31,10 @@ from h2okv.provenance import WeightPrint, digest, prints_agree, weight_prints, w
 from h2okv.records import first_line, parse_json, write_json
 
 # Assumed for a budget in tokens, because prompts may have any length.
-_USUAL_FRACTION = 0.2 * BEST_HEAVY_FRACTION
+_USUAL_FRACTION = float(CacheConfig(BEST).heavy)
 PATIENCE = 300.0  # seconds; what takes longer is measured on request only
 _LINE_SECONDS = 10.0
+_TIMED_SECONDS, _TIMED_PART = 2.0, 0.1  # of the work, the first of which to end gives an estimate
 _SKIP = "--policy h2o or --cache layers=even (in Python layer_budgets='even') leaves it out"
 
 
@@ -176,7 +170,7 @@ def _resolve(
             return config.before_measuring
         short = _short(name)
         try:
-            seconds = _expected_seconds(model, weights)
+            seconds = expected_seconds(model) + weights.pass_seconds * NUM_PASSES
             if seconds > PATIENCE:
                 _REFUSED.add(weights.digest)
                 return even_budgets(
@@ -208,11 +202,17 @@ def _measure(
         raise ValueError("some of its weights are not in memory")
     ids = calibration_ids(tokenizer(), model.config.get_text_config().vocab_size)
     short, begun = _short(name), time.perf_counter()
-    duration = format_duration(_expected_seconds(model, weights))
+    duration, first = "", (0.0, 0.0)  # when the first layer was read, and what was done then
 
     def report(done: float) -> None:
-        if done:
+        nonlocal duration, first
+        if duration:
             return progress.update(done)
+        now = time.perf_counter()
+        start, before = first = first if first[1] else (now, done)
+        if done == before or (now - start < _TIMED_SECONDS and done < _TIMED_PART):
+            return
+        duration = format_duration((now - start) / (done - before))
         write_remark(
             f"{BEST}: measuring how many entries each head of {short} needs, once for this model"
             f" (about {duration} here){'; ' * bool(remark)}{remark}"
@@ -236,9 +236,8 @@ def _store(config: PreTrainedConfig, weights: Weights, shares: Shares) -> tuple[
     """Return the shares that later uses will find, and a phrase that says where they are."""
     content = {"version": FACTORS_VERSION, "weights": dict(weights.prints), **asdict(shares)}
     try:
-        path = (
-            _folder() / f"{config.model_type}-{digest(f'{weights.digest} {FACTORS_VERSION}')}.json"
-        )
+        name = digest(f"{weights.digest} {FACTORS_VERSION}")
+        path = cache_folder("layer-budgets") / f"{config.model_type}-{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         if (stored := _find(config, weights)) is not None:
             return stored, "another process has stored its result"
@@ -252,11 +251,10 @@ def _store(config: PreTrainedConfig, weights: Weights, shares: Shares) -> tuple[
 def _find(config: PreTrainedConfig, weights: Weights) -> Shares | None:
     """Return the shares of an earlier measurement of these weights."""
     with suppress(OSError, ValueError):
-        for path in sorted(_folder().glob(f"{config.model_type}-*.json")):
+        for path in sorted(cache_folder("layer-budgets").glob(f"{config.model_type}-*.json")):
             with suppress(OSError, ValueError):  # damaged, or written by another version
-                if shares := _checked(
-                    parse_json(path.read_text(encoding="utf-8")), config, weights
-                ):
+                content = parse_json(path.read_text(encoding="utf-8"))
+                if shares := _checked(content, config, weights):
                     return shares
     return next(filter(None, (_checked(entry, config, weights) for entry in _UNSAVED)), None)
 
@@ -281,14 +279,6 @@ def _checked(content: Any, config: PreTrainedConfig, weights: Weights) -> Shares
 
 def _num_heads(layer: float | Sequence[float]) -> int:
     return len(layer) if isinstance(layer, Sequence) else 0
-
-
-def _folder() -> Path:
-    return cache_folder("layer-budgets")
-
-
-def _expected_seconds(model: PreTrainedModel, weights: Weights) -> float:
-    return weights.pass_seconds * NUM_PASSES + expected_seconds(model)
 
 
 def calibration_ids(

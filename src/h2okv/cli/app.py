@@ -11,6 +11,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Container, Sequence
+from difflib import get_close_matches
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import typer
@@ -34,10 +36,9 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, remaining = super().resolve_command(ctx, args)
         if name in ("chat", "generate"):  # where --verify alone is a flag
-            pairs = zip(remaining, [*remaining[1:], ""], strict=True)
             remaining = [
-                f"{word}=answer" if word == "--verify" and after != "repair" else word
-                for word, after in pairs
+                word + "=answer" * (word == "--verify" and not get_close_matches(after, ["repair"]))
+                for word, after in zip_longest(remaining, remaining[1:], fillvalue="")
             ]
         return name, command and load_command(str(name)), remaining
 
@@ -116,7 +117,7 @@ def run(args: Sequence[str]) -> int:
         _check_spaces(args)
         code = _app(args=list(args), prog_name="h2okv", standalone_mode=False)
     except typer.TyperException as error:
-        return _fail(_replaced(error, args) or _usage(error))
+        return _fail(_replaced(error, args) or _usage(error, args))
     except OutputClosedError:
         # The interpreter flushes stdout at exit, which would fail on a closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -180,8 +181,8 @@ def _share_cores() -> None:
 
 def _quieten_libraries() -> None:
     """Silence libraries on stderr; they read these variables when they are imported."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    for library in ("TRANSFORMERS", "HF_HUB"):
+        os.environ.setdefault(f"{library}_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "transformers" in sys.modules:  # it has read the variables already
         logging = importlib.import_module("transformers.utils.logging")
@@ -205,18 +206,18 @@ def _replaced(error: Any, args: Sequence[str]) -> str | None:
     return message and f"{message}; see {context.command_path} --help"
 
 
-def _usage(error: typer.TyperException) -> str:
+def _usage(error: typer.TyperException, args: Sequence[str]) -> str:
     """Return the message of a usage error, with the --help to read."""
     message, context = error.format_message(), getattr(error, "ctx", None)
-    path = "h2okv" if context is None else context.command_path
+    path = context.command_path if context else " ".join(["h2okv", *COMMANDS.keys() & args[:1]])
     option = str(getattr(error, "option_name", ""))
     params = [] if context is None else context.command.params
     names = [p.metavar or p.name for p in params if p.param_type_name == "argument"]
     if option.removeprefix("--").upper() in names:
         message = f"{option} is no option of this command: give its value alone"
-    if message.endswith("?"):
-        return f"{message} See {path} --help"
-    return f"{message.rstrip('.')}; see {path} --help"
+    if "extra argument" in message and "--verify" in args:
+        message = f"{message.rstrip('.')}; --verify takes no value but repair"
+    return f"{message.rstrip('.')}{' See' if message.endswith('?') else '; see'} {path} --help"
 
 
 def _fail(message: str) -> int:

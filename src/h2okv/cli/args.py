@@ -203,8 +203,9 @@ def choose_caches(
             raise ValueError(f"--policy {policy} has no effect, as --cache names one; omit it")
     named = [[text] if "policy" in text else [name | text for name in names] for text in texts]
     bases = list(itertools.chain(*named)) if texts else names
-    if budget is not None and all("budget" in base for base in bases):
-        raise ValueError(f"--budget {budget} has no effect, as --cache has one; omit it")
+    if budget is not None and all({"budget", "full"} & {*base, base["policy"]} for base in bases):
+        where = "--cache has one" if "budget" in bases[0] else "policy full keeps all entries"
+        raise ValueError(f"--budget {budget} has no effect, as {where}; omit it")
     amounts = _listed("budget", usual.budget if budget is None else budget)
     choices: dict[str, Choice] = {}
     for amount, base in itertools.product(amounts, bases):

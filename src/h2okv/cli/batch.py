@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def _batch_size(option: str, text: str) -> int | None:
     if text != "auto" and not (text.isdecimal() and int(text)):
-        raise ValueError(f"{option} {text!r} is not a number; give 1 or more, or auto")
+        raise ValueError(f"{option} {text!r} is not a batch size; give 1 or more, or auto")
     return None if text == "auto" else int(text)
 
 

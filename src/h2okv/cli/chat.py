@@ -402,7 +402,7 @@ def status_line(session: Chat, answer: Generation) -> str:
     }
     return (
         f"{answer.kept_text} | {answer.memory_text}"
-        f" | {'-' if speed is None else f'{speed:.1f}'} tokens/s"
+        f"{'' if speed is None else f' | {speed:.1f} tokens/s'}"
         f" | {'no token' if first is None else f'first after {first:.2f} s'}"
         f"{endings.get(answer.finish_reason, '')}"
     )

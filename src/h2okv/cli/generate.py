@@ -213,11 +213,11 @@ def report(comparison: Comparison, note: str | None = None) -> None:
 
 
 def summary_line(run: Generation) -> str:
-    return (
-        f"{len(run.token_ids)} tokens ({run.finish_reason})"
-        f" | first after {_format(run.time_to_first_token, '.3f', ' s')}"
-        f" | {_format(run.tokens_per_second, '.1f')} tokens/s | {run.memory_text} | {run.kept_text}"
-    )
+    first, speed = run.time_to_first_token, run.tokens_per_second
+    times = "" if first is None else f" | first after {first:.3f} s"
+    times += "" if speed is None else f" | {speed:.1f} tokens/s"
+    tokens = f"{len(run.token_ids)} tokens ({run.finish_reason})"
+    return f"{tokens}{times} | {run.memory_text} | {run.kept_text}"
 
 
 def few_entries_note(run: Generation) -> str | None:

@@ -40,9 +40,9 @@ def bits(option: str, number: int, allowed: Sequence[int] = (8, 4)) -> int:
 
 def verify(option: str, text: str) -> bool | str:
     """Read whether answers are read again, and repaired."""
-    if not text:
-        return False
-    return choice(option, text, ("answer", "repair")) == "answer" or text
+    if text not in ("", "answer", "repair"):  # nothing; the option alone; its value
+        raise ValueError(f"{option} {text!r} is not known; give {option} repair, or {option} alone")
+    return text == "answer" or text or False
 
 
 def count(option: str, number: int) -> int:

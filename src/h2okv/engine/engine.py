@@ -47,7 +47,7 @@ from h2okv.engine.serving import MemoryShare, config_for, prompt_limits, share_m
 from h2okv.engine.structured import GrammarCompiler
 from h2okv.engine.verify import REPAIR, Verifier, with_budget
 from h2okv.integration.enable import enable, input_device
-from h2okv.models.loading import Described, context_of, describe, load_weights
+from h2okv.models.loading import Described, context_of, describe, load_weights, parse_device
 from h2okv.prompts.chat_template import Pins, check_pinnable, encode, message_spans
 from h2okv.prompts.images import EncodedPrompt
 from h2okv.prompts.messages import Conversation
@@ -138,7 +138,7 @@ class Engine:
             longest = self.limits.max_prompt_tokens
             self.make_cache(None).pin([(longest - 1, longest)], longest)
         if isinstance(model, str):
-            target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            target = parse_device(str(device or "auto"))
             if config.memory is not None and target.type == "cpu":
                 give_memory_back()  # also what loading takes for a while
             load_options = config.tensor_parallel, True, config.weight_bits
@@ -664,16 +664,13 @@ class Engine:
             raise ValueError(f"verify must be true, false or {REPAIR!r}, got {verify!r}.")
         problem = ""
         if verify == REPAIR and (n > 1 or kept_every is not None):
-            problem = f"one answer is repaired, without reports; got {n=}, {kept_every=}"
+            problem = f"one answer is repaired; give n=1, kept_every=None, got {n=}, {kept_every=}"
         elif inputs:
             problem = "a prompt with images is not read again"
         elif self.group is not None:
             problem = "answers are read again in one process, and here are several"
         elif self.config.memory is not None and not self.config.verify:
-            problem = (
-                "memory is limited, and no part of it is for a full cache; start with verify=0.02"
-                " (--verify 2%)"
-            )
+            problem = "no part of memory is for a full cache; start with verify=0.02 (--verify 2%)"
         if problem:
             raise ValueError(f"verify={verify!r}: {problem}; or leave it out.")
 

@@ -18,6 +18,7 @@ from h2okv.budget import check_tokens
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import CACHE, cache_in
 from h2okv.cache.support import check_model, unwrap
+from h2okv.cache.validation import check_ids
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.integration.graphs import DecodeGraphs, are_on, by_name, mask_and_positions
 from h2okv.records import refusing
@@ -403,16 +404,9 @@ def prefill(
     """
     if not isinstance(cache, H2OCache):
         raise ValueError(
-            f"cache must be an H2OCache, got {type(cache).__name__}; give"
-            " h2okv.H2OCache(model.config, ...)."
+            f"cache must be an H2OCache, got {type(cache).__name__}; give H2OCache(model)."
         )
-    if not torch.is_tensor(input_ids) or input_ids.dim() != 2:
-        is_tensor = torch.is_tensor(input_ids)
-        description = list(input_ids.shape) if is_tensor else type(input_ids).__name__
-        raise ValueError(
-            f"input_ids must be an int tensor [batch, tokens], got {description}; give for example"
-            " tokenizer(text, return_tensors='pt').input_ids."
-        )
+    check_ids(input_ids)
     length, needed = input_ids.shape[1], cache.num_seen_tokens + input_ids.shape[1]
     mask = _inferred_mask(model, input_ids, cache) if attention_mask is None else attention_mask
     if tuple(mask.shape) != (input_ids.shape[0], needed):

@@ -343,10 +343,9 @@ def layers(
 ) -> None:
     fraction = cache_spec.parse_amount(budget)
     wording = None if text is None else readers.read_text("--text", text)
-    if not isinstance(fraction, float) or fraction >= 1:
-        raise ValueError(
-            f"--budget must be a fraction of the text below 1, got {budget}; give percent below 100"
-        )
+    if not isinstance(fraction, float) or not 0 < fraction < 1:
+        problem = f"--budget must be a fraction of the text below 1, got {budget}"
+        raise ValueError(f"{problem}; give percent above 0 and below 100")
     import torch
 
     from h2okv.calibration.layer_budgets import calibration_ids

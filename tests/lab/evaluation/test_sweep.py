@@ -67,9 +67,17 @@ def test_options_of_a_cache_reach_it(tmp_path):
 def test_entries_of_one_label_are_the_same_cache(tmp_path):
     twice = loaded(tmp_path, caches=["h2o", "h2o:20%"])
     assert [config.label for config in twice.configs] == ["h2o:20%", "full"]
-    caches = ["h2o,layers=[[0.5,1.5]]", "h2o,layers=[[1.5,0.5]]"]
     with pytest.raises(ValueError, match=r"caches\[1\]: .* must differ from an earlier entry"):
-        loaded(tmp_path, caches=caches)
+        loaded(tmp_path, caches=["h2o", "h2o,seed=3"])
+
+
+def test_caches_that_differ_in_their_layers_have_different_labels(tmp_path):
+    caches = ["h2o,layers=[[0.5,1.5]]", "h2o,layers=[[1.5,0.5]]", "h2o,layers=[0.5,1.5]"]
+    labels = [config.label for config in loaded(tmp_path, caches=caches).configs]
+    assert len({label.removesuffix("full") for label in labels}) == len(labels) == 4
+    assert labels[0].startswith("h2o:20%,layers=by-head-")
+    again = loaded(tmp_path, caches=["h2o,layers=[[0.50, 1.5]]"])
+    assert again.configs[0].label == labels[0]
 
 
 def test_options_for_all_caches_are_options_only(tmp_path):
