@@ -1,4 +1,4 @@
-"""The extension point: what every eviction rule says."""
+"""The extension point: what every eviction rule says; H2O says nothing else."""
 
 from __future__ import annotations
 
@@ -206,3 +206,18 @@ class Rule:
         """Whether ranks are the scores alone."""
         by_scores = type(self).priority is Rule.priority and self.uses_scores
         return by_scores and not self.has_pattern and self.inputs is not Inputs.WINDOW
+
+
+class H2O(Rule):
+    """Keeps the recent window and the highest accumulated attention (arXiv 2306.14048, Alg. 1)."""
+
+    name = "h2o"
+
+
+class Heavy(H2O):
+    """Keeps heavy hitters alone, without a recent window (arXiv 2306.14048, Table 9)."""
+
+    name = "heavy"
+
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
+        return TokenBudget(budget.sink, budget.heavy + budget.recent, recent=0)

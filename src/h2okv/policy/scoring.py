@@ -13,6 +13,9 @@ from torch import Tensor
 
 from h2okv.ops.reference import AttentionSpec, softmax, value_norms
 
+# Earlier queries decide where the newest gives an entry nothing at all.
+_FORGOTTEN = 1e-30
+
 
 class Inputs(Enum):
     """What the cache must provide of a block of tokens for a rule."""
@@ -149,6 +152,61 @@ class Mean(Scoring):
         # An entry has been seen by its own query and by each one since, whatever the blocks;
         # positions do not count padding, and neither does their difference.
         return scores / (newest.to(positions.dtype) - positions + 1)
+
+
+class Decay(Scoring):
+    """``sum_i decay ** (n - i) P[i, j]``, n the newest (A2SF, arXiv 2407.20485, section 3)."""
+
+    name = "decay"
+    default_decay = 0.995  # half of a query's attention is forgotten after 138 further ones
+    takes_decay = True
+
+
+class Last(Scoring):
+    """``P[n, j]``, the attention of the newest query n (TOVA, arXiv 2401.06104, section 3.2).
+
+    With ``policy="heavy"`` it is TOVA, except that each KV head chooses for itself.
+    """
+
+    name = "last"
+
+    @property
+    def factor(self) -> float:
+        return _FORGOTTEN
+
+
+class ValueNorm(Scoring):
+    """``sum_i P[i, j] * (L1 norm of value j)`` (VATP, arXiv 2406.12335, section 3).
+
+    The paper keeps the first tokens besides, whose values are small: ``sink=20`` in its H2O runs.
+    With a decay, `Decay`'s sum takes the place of the plain one.
+    """
+
+    name = "value_norm"
+    takes_decay = weighs_norms = True
+
+
+class Expected(Scoring):
+    """``sqrt(sum_i P'[i, j] ** 2) * (L1 norm of value j)``, P' of queries behind the block's end.
+
+    Every query of each query head sees all entries there, whichever came first; with
+    ``evict_every`` the mean of up to four query heads does, of which fewer are stored until a cut.
+    The attention that an entry has received depends on the number of queries that came after it,
+    and how soon; this does not. A single token adds ``P[i, j]``, as in `ValueNorm`. Related:
+    Expected Attention (arXiv 2510.00636) models the queries by a Gaussian, KVzip (arXiv 2505.23416)
+    has the model read the text twice.
+    """
+
+    name = "expected"
+    inputs = Inputs.QUERIES
+    weighs_norms = True
+
+    def score_block(self, block: BlockView) -> Tensor:
+        return block.attend_from_behind()
+
+
+SCORINGS: tuple[type[Scoring], ...] = (Scoring, Mean, Decay, Last, ValueNorm, Expected)
+"""The ways of counting."""
 
 
 def power(decay: float, exponent: Tensor) -> Tensor:
