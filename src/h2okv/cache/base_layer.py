@@ -90,6 +90,7 @@ class BaseLayer(CacheLayerMixin):
         self.layer_idx, self.budget, self.rule = layer_idx, budget, rule
         self.head_budgets = head_budgets  # of each KV head, where they differ
         self.position_rule, self.spans = position_rule, spans
+        self.span = 1 if spans is None else spans.length  # tokens between two evictions of steps
         # Whether entries are scored at the end of a span, by all its queries together.
         self.scores_spans = spans is not None and rule.effective_inputs is Inputs.QUERIES
         self.storage = KVStorage(kv_bits)
@@ -379,8 +380,8 @@ class BaseLayer(CacheLayerMixin):
         """Note growing budgets, by the tokens at the last cut of each sequence; mutates."""
         if not self.rule.grows or not self.holds_budgets:
             return
-        state, span = self.state, 1 if self.spans is None else self.spans.length
-        seen = [*map(operator.sub, state.lengths(), state.phases(span))]
+        state = self.state
+        seen = [*map(operator.sub, state.lengths(), state.phases(self.span))]
         has_prompts = isinstance(self.budget.sink, float)  # in the sinks, and needs them
         self._set_budgets([b.sink for b in state.budgets] if has_prompts else seen, seen)
 

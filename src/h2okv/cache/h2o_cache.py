@@ -35,7 +35,7 @@ from h2okv.cache_spec import parse
 from h2okv.config import BEST, MEASURED, CacheConfig, resolve_policy
 from h2okv.console import warn
 from h2okv.ops.attention import num_means
-from h2okv.policy import Inputs, Rule, get_rule
+from h2okv.policy import Rule, get_rule
 from h2okv.records import check_arguments, short_repr
 
 _FEW_ENTRIES = 12
@@ -538,12 +538,12 @@ class H2OCache(Cache):
     def _query_bytes(self, head_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of the queries that a layer keeps of a sequence until a span ends."""
         layer = self._scored[0]
-        if layer.spans is None or self.rule.effective_inputs is not Inputs.QUERIES:
+        if not layer.scores_spans:
             return 0
         num_heads = support.num_kv_heads(self.config)
         groups = self.config.get_text_config(decoder=True).num_attention_heads // num_heads
         size = num_heads * num_means(groups) * head_size * dtype.itemsize
-        return int(layer.spans.length * (size + 8))
+        return int(layer.span * (size + 8))
 
     @property
     def windows(self) -> list[int | None]:

@@ -202,9 +202,9 @@ def check_window(layer: BaseLayer, length: int) -> None:
     if window is None:
         return
     budget = max(tokens.total for tokens in layer.state.budgets)
-    if layer.spans is not None and budget + layer.spans.length > window:
+    if layer.span > 1 and budget + layer.span > window:
         raise ValueError(
-            f"positions='rolling': a budget of {budget} tokens and evict_every={layer.spans.length}"
+            f"positions='rolling': a budget of {budget} tokens and evict_every={layer.span}"
             f" must fit into the model's window of {window}; lower heavy, recent or evict_every."
         )
     if budget >= window:
@@ -234,8 +234,7 @@ def check_integrity(layer: BaseLayer) -> None:
     expected = newest + 1
     if layer.rule.evicts:
         # Tokens of a span that has not ended are all there.
-        phases = [0] if layer.spans is None else layer.spans.phases(state)
-        phase = torch.tensor(phases, device=state.device).view(-1, 1, 1)
+        phase = torch.tensor(state.phases(layer.span), device=state.device).view(-1, 1, 1)
         expected = torch.minimum(expected - phase, state.total) + phase
     ordered = positions.sort(dim=-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
@@ -335,8 +334,7 @@ def _problems(layer: BaseLayer, state: SlotState, seen: Tensor) -> dict[str, Ten
         of_head = ~state.of_others()
         is_free = of_head.gather(-1, free.clamp(0, last).view(*of_head.shape[:2], 1))
         counts = of_head.sum(dim=-1, keepdim=True)
-        span = 1 if layer.spans is None else layer.spans.length
-        is_wide = counts > state.total + span + layer.rule.grows
+        is_wide = counts > state.total + layer.span + layer.rule.grows
         problems["has shared slots of an invalid head"] = ~is_free | is_wide
     if state.ranks is not None:
         problems["has ranks beyond its slots"] = (state.ranks < 0) | (state.ranks > last)
