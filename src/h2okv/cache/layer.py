@@ -15,12 +15,12 @@ from torch import Tensor
 
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.drafting import StepLog
 from h2okv.cache.explanation import Explanation, standing
 from h2okv.cache.forward import place_of
 from h2okv.cache.rope import Rotations, options_of_rotation
 from h2okv.cache.slot_state import is_cast
 from h2okv.cache.spans import to_device
-from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
 from h2okv.ops.attention import expected_attention, mean_queries
 from h2okv.ops.choice import choose, protected_entries, recent_with_written
@@ -220,7 +220,7 @@ class CacheLayer(BaseLayer):
         takes_step = self._takes_step(block)
         if self.log is not None:
             if block.length == 1 and self.holds_entries:
-                self.log.add(self, takes_step)
+                self.log.add(self.state, self.plan(), takes_step)
             else:
                 self.log.forget()
         if self.rule.inputs is Inputs.WINDOW and self.holds_entries:  # tokens after the prompt stay

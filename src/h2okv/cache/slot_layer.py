@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.drafting import Plan
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
@@ -294,8 +295,7 @@ class SlotLayer(CacheLayer):
     def begin_step(self, is_padded: bool) -> None:
         """Do what the host does before a step, for sequences that may get padding; mutates."""
         operations = self.slots.operations
-        rolls_by_head = self.state.head_of_slot is not None and self.state.ranks is not None
-        is_plain = rolls_by_head or (operations is not None and operations.step is decode_step)
+        is_plain = operations is not None and operations.step is decode_step
         may_append = is_plain and self.log is None and not is_padded
         self.slots.begin_step(self.state, self.dtype, may_append)
 
@@ -314,9 +314,7 @@ class SlotLayer(CacheLayer):
 
     def _step_operation(self, query: Tensor) -> Callable[..., Tensor]:
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
-        is_seen = torch.compiler.is_compiling() and not query.is_cuda
-        # Kernels rank the entries of a row, not of the heads that share it.
-        if is_seen or (self.state.head_of_slot is not None and self.state.ranks is not None):
+        if torch.compiler.is_compiling() and not query.is_cuda:
             return decode_step
         if self.slots.operations is None:
             self._choose_operations(query)
@@ -356,10 +354,10 @@ class SlotLayer(CacheLayer):
             return None
         return StepNumbers(length, sink or None, recent)
 
-    def plan(self) -> dict[str, int | None]:
+    def plan(self) -> Plan:
         return self.slots.counters()
 
-    def restore_plan(self, plan: dict[str, int | None]) -> None:
+    def restore_plan(self, plan: Plan) -> None:
         vars(self.slots).update(plan)
 
     def end_step(self, counts: Sequence[int] | None = None) -> None:

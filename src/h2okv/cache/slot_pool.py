@@ -301,7 +301,7 @@ class SlotPool:
         """Roll back to the tokens that each sequence keeps, 1 or more; return what they evicted."""
         for layer in self.slot_layers:
             assert layer.log is not None
-            layer.log.take_back(layer, [len(layer.log) - count for count in accepted])
+            layer.take_back([len(layer.log) - count for count in accepted])
             layer.log = None
         evicted = self.count_step(accepted)
         self._show()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from h2okv.budget import TokenBudget
 from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.drafting import Plan
 from h2okv.cache.slot_state import (
     MIN_GROWN_SLOTS,
     KVStorage,
@@ -85,7 +86,7 @@ class SlotPlan:
         """Leave out of a pickle what is chosen for a machine and what the slots tell."""
         return vars(self) | {"operations": None, "tail": None, "looks_for_tail": True}
 
-    def counters(self) -> dict[str, int | None]:
+    def counters(self) -> Plan:
         """Return what steps count, for steps that are taken back."""
         names = ("capacity", "steps_left", "steps_to_cut", "is_full", "has_all_slots")
         return {name: getattr(self, name) for name in names}
