@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.policy.rule import H2O
+from h2okv.policy import H2O
 from h2okv_lab.analysis.attention_stats import read_observed
 from h2okv_lab.shared import SharedPrefill
 

@@ -374,6 +374,12 @@ class BaseLayer(CacheLayerMixin):
     def record_past(self, records: bool) -> None:
         self.log = (self.log or StepLog()) if records else None
 
+    def end_recording(self) -> None:
+        """Record nothing from now on; tokens that were read stay. Mutates the layer."""
+        if self.record_past and self.is_initialized:
+            self.crop(0)
+        self.record_past = False
+
     # --- the attention function's side ------------------------------------------------------------
 
     def require_attention(self) -> None:

@@ -134,11 +134,12 @@ def _new_tokens(arguments: dict[str, Any], seen: int) -> dict[str, Any]:
 
 
 def end_recording(layer: Any) -> None:
-    """Stop a layer of any kind from recording; mutates the layer."""
-    if not getattr(layer, "record_past", False):
+    """Stop one of transformers' layers from recording; mutates the layer."""
+    attributes = vars(layer)  # which it sets where it records
+    if not attributes.get("record_past"):
         return
-    has_states = all(getattr(layer, "is_conv_states_initialized", {}).values())
-    if has_states and getattr(layer, "is_initialized", True):
+    has_states = all(attributes.get("is_conv_states_initialized", {}).values())
+    if has_states and attributes.get("is_initialized", True):
         layer.crop(0)  # down to what the next forward needs
     layer.record_past = False
 

@@ -622,7 +622,10 @@ class H2OCache(Cache):
         """Record nothing from now on; tokens that were read stay."""
         self._drafting = None
         for layer in self.layers:
-            end_recording(layer)
+            if isinstance(layer, BaseLayer):
+                layer.end_recording()
+            else:
+                end_recording(layer)
 
     def _end_drafting(self) -> None:
         """End the recording of a ``generate`` that is over, which transformers does not.

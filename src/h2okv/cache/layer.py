@@ -194,7 +194,7 @@ class CacheLayer(BaseLayer):
         undo = placed = None
         length, rotations = query.shape[2], self.rotations
         looks_again = length > 1 or self.span > 1  # queries are re-evaluated
-        if position_ids is None and rotations.needs_positions:
+        if position_ids is None and (rotations.rolling or rotations.text) is not None:
             position_ids = self._next_positions(real, length)
         if position_ids is not None and rotations.rolling is not None:
             # Of all tokens at once: some frequencies depend on the largest position of a forward.

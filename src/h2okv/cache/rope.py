@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from h2okv.budget import check_tokens
 from h2okv.cache.argument import CACHE
 from h2okv.config import Positions
 from h2okv.ops.decode import RotaryTables
@@ -57,14 +56,6 @@ class Rotation:
         """Return factors that move rotations from these positions to ``[B or 1, 1]``."""
         there = self._factors(self.rotary, end.to(self.device)).unsqueeze(1)
         return multiply(self.of_text(position_ids), there)
-
-    def moved_to_end(self, position_ids: Tensor, real: Tensor | None, ahead: int) -> Tensor:
-        """Return factors that move rotations to one place, `ahead` of the last real position."""
-        ends = position_ids if real is None else position_ids.masked_fill(~real, 0)
-        factors = self.moved(position_ids, ends.amax(dim=1, keepdim=True) + ahead)
-        if self.layout == "half":  # `rotate` reads cosines and sines apart
-            factors = factors.movedim(-1, 0).contiguous().movedim(0, -1)
-        return factors
 
     def begin_forward(self) -> None:
         """Forgets the last forward's positions, which a caller may have overwritten in place."""
@@ -158,15 +149,14 @@ class Rotations:
         self, real: Tensor | None, position_ids: Tensor, ahead: int
     ) -> tuple[Tensor, Layout]:
         """Return what rotates queries from positions ``[B or 1, T]`` to one `ahead` of the last."""
-        assert self.text is not None
+        text, ends = self.text, position_ids
         if real is not None:
             position_ids = position_ids.expand_as(real)
-        return self.text.moved_to_end(position_ids, real, ahead), self.text.layout
-
-    @property
-    def needs_positions(self) -> bool:
-        """Whether a forward must say where the model put its tokens."""
-        return (self.rolling or self.text) is not None
+            ends = position_ids.masked_fill(~real, 0)
+        factors = text.moved(position_ids, ends.amax(dim=1, keepdim=True) + ahead)
+        if text.layout == "half":  # `rotate` reads cosines and sines apart
+            factors = factors.movedim(-1, 0).contiguous().movedim(0, -1)
+        return factors, text.layout
 
 
 def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:
@@ -192,10 +182,6 @@ class PositionRule:
     evict_every: int | None = None
     window: int | None = None  # positions that the model was trained on, if its config says so
     whole_prompts: bool = False  # whether a block is evicted from once, whatever its length
-
-    def __post_init__(self) -> None:
-        if self.evict_every is not None:
-            check_tokens("evict_every", self.evict_every, 1)
 
     @property
     def chunk(self) -> int | None:  # tokens of a block between two evictions

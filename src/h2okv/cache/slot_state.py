@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2okv.budget import TokenBudget
 from h2okv.cache.forward import LayerBudgets
-from h2okv.config import KV_BITS, check_bits
+from h2okv.config import KV_BITS
 from h2okv.ops.compaction import compact, pick
 from h2okv.ops.decode import Kind, Slots
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_bytes, unpack
@@ -148,7 +148,6 @@ class KVStorage:
     """How a layer stores keys and how it stores values, by `CacheConfig.kv_bits`."""
 
     def __init__(self, kv_bits: int | None = None) -> None:
-        check_bits(kv_bits)
         self.is_packed = kv_bits is not None
         self.keys, self.values = map(EntryStorage, KV_BITS.get(kv_bits, (None, None)))
 

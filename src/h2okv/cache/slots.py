@@ -47,8 +47,6 @@ class SlotPlan:
     def __init__(self, rule: Rule, storage: KVStorage, is_by_head: bool, span: int = 1) -> None:
         self.rule, self.storage, self.is_by_head, self.span = rule, storage, is_by_head, span
         # Every step reads these; the rule would derive them again each time.
-        self.is_plain_sum = rule.is_plain_sum
-        self.ranks_by_scores = rule.ranks_by_scores
         self.adds = span == 1 or rule.effective_inputs not in (Inputs.KEYS, Inputs.QUERIES)
         self.changes_scores = rule.scoring.factor is not None  # of all entries, in each step
         # Else a cut weighs what came since. Steps themselves know the norms of exact values.
@@ -110,10 +108,8 @@ class SlotPlan:
         num_slots, heads = indices.shape[2], None
         if state.head_of_slot is not None:  # slots of no head are copied from any
             heads = state.head_of_slot.long() % entries.key.shape[1]
-        elif self.capacity is not None and self._is_static(state):
-            num_slots = self.capacity
         else:
-            num_slots = slots_for(num_slots, self.capacity)
+            num_slots = self._num_slots(state, num_slots)
         state.keys = self.storage.keys.compact(
             entries.key, state.keys, indices, num_slots, heads, state.key_transform
         )
@@ -214,10 +210,8 @@ class SlotPlan:
         if self.is_by_head:
             self.capacity = num_slots = self.row_slots(state)
             rooms, self.has_all_slots = self._rooms(state, is_new=True), True
-        elif self.capacity is not None and self._is_static(state):
-            num_slots = self.capacity
         else:
-            num_slots = slots_for(min(limit, count), self.capacity)
+            num_slots = self._num_slots(state, min(limit, count))
         source = Rows(entries.key, entries.value, entries.scores, entries.positions, weights)
         with ordinary_tensors():
             target = _empty_rows(source, 1 if self.is_by_head else heads, num_slots)
@@ -239,6 +233,11 @@ class SlotPlan:
         kernels.move(source, slots, heads, chosen, self._rooms(state), state.free_slot)
 
     # --- what the host knows ----------------------------------------------------------------------
+
+    def _num_slots(self, state: SlotState, count: int) -> int:
+        """Return the slots of a row for the entries of one head."""
+        is_static = self.capacity is not None and self._is_static(state)
+        return self.capacity if is_static else slots_for(count, self.capacity)
 
     def row_slots(self, state: SlotState) -> int:
         """Return the slots of a row that heads share, of the sequence that needs most."""
@@ -341,7 +340,9 @@ class SlotPlan:
     def refresh(self, state: SlotState, dtype: torch.dtype) -> None:
         """Note what steps may leave out, and make slots for them."""
         counts = self.count_entries(state)
-        self.protect(state.budgets)
+        protected = {(budget.sink, budget.recent) for budget in state.budgets}
+        self.protected = protected.pop() if len(protected) == 1 else None
+        self.has_sinks = any(budget.sink for budget in state.budgets)
         self.most_slots = self.head_slots(state)
         # Sequences with different budgets are never full all together.
         is_even = self.rule.is_bounded and state.slot_mask is None and self.span == 1
@@ -359,12 +360,8 @@ class SlotPlan:
                 steps.append(state.num_slots - largest - 1)
         self.steps_left = -1 if self.is_full else min(steps, default=-1)
         if self.span > 1:
-            self.count_to_cut(state)
+            self.steps_to_cut = self.span - max(state.phases(self.span))
         self.looks_for_tail = True
-
-    def count_to_cut(self, state: SlotState) -> None:
-        """Count the steps until a sequence's span ends; mutates the plan."""
-        self.steps_to_cut = self.span - max(state.phases(self.span))
 
     def compact(self, state: SlotState, scores: Tensor, indices: Tensor, is_kept: Tensor) -> None:
         """Move kept entries to the first slots of their heads, in place; mutates the state.
@@ -421,12 +418,6 @@ class SlotPlan:
                 break
             self._add_slots(state, dtype)
         return steps
-
-    def protect(self, budgets: Sequence[TokenBudget]) -> None:
-        """Note what no step may evict; mutates the plan."""
-        protected = {(budget.sink, budget.recent) for budget in budgets}
-        self.protected = protected.pop() if len(protected) == 1 else None
-        self.has_sinks = any(budget.sink for budget in budgets)
 
     def take_tail(self, state: SlotState) -> Tail | None:
         """Return the slots that a step fills, evicting nothing; `None` where it must look.

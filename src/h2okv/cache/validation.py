@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from itertools import pairwise
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from h2okv.cache.argument import CACHE
 from h2okv.cache.base_layer import BaseLayer
-from h2okv.cache.forward import LayerBudgets, amounts
 from h2okv.cache.rope import ranks_of
 from h2okv.cache.slot_state import SlotState
 from h2okv.ops.choice import protected_entries
@@ -299,19 +297,16 @@ def _check_budgets(layer: BaseLayer, state: SlotState) -> None:
 
 def _differs_from_budgets(layer: BaseLayer, state: SlotState) -> Tensor:
     """Mark the sequences with other budgets in the tensors than in the header."""
-    expected = copy.copy(state)
-    totals = tuple((budget.total,) for budget in state.budgets)
-    table = torch.tensor(amounts(state.budgets, totals), device=state.device)
-    expected.set_budgets(LayerBudgets(state.budgets, totals, table), layer.rule.has_pattern)
+    rows = [(b.sink, b.recent, b.num_static, b.total) for b in state.budgets]
+    table = torch.tensor(rows, device=state.device).T.reshape(4, -1, 1, 1)
+    sink, recent, num_static, total = table
     # The largest of a layer's heads; what the others keep, only the file knows.
-    total = state.total.amax(dim=1, keepdim=True)
-    grown = torch.zeros_like(expected.total)
-    if layer.rule.inputs is Inputs.WINDOW:  # whatever follows the prompt is kept, the budget grows
-        grown = total - expected.total
-    differs = (state.sink != expected.sink) | (state.recent != expected.recent + grown)
-    differs |= (grown < 0) | (total != expected.total + grown)
+    grown = state.total.amax(dim=1, keepdim=True) - total
+    differs = (state.sink != sink) | (state.recent != recent + grown)
+    # Whatever follows the prompt may be kept: then the budget grows.
+    differs |= (grown < 0) if layer.rule.inputs is Inputs.WINDOW else (grown != 0)
     if state.num_static is not None:
-        differs |= state.num_static != expected.num_static
+        differs |= state.num_static != num_static
     return differs
 
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2okv.ops.decode import Slots, StepRules, decode_with_scores, keep_query, write_weight
+from h2okv.ops.decode import (
+    Slots,
+    StepRules,
+    decode_with_scores,
+    keep_query,
+    write_entry,
+    write_weight,
+)
 
 # Slots by which the products of a step grow, in dtypes of fewer bits than fp32: each new shape
 # costs their library more than the product itself.
@@ -96,13 +103,9 @@ class Tail:
             return hidden.unsqueeze(2), self.free
         groups = num_heads // slots.free_slot.shape[-1]
         hidden = (hidden | slots.of_others()).repeat_interleave(groups, dim=1).unsqueeze(1)
-        return hidden, self._of_queries(slots, groups)
-
-    def _of_queries(self, slots: Slots, groups: int) -> Tensor:
-        num_slots = slots.positions.shape[2]
-        free = slots.free_slot.view(len(slots.positions), -1, 1).expand(-1, -1, groups)
-        rows = torch.arange(free.numel(), device=free.device) * num_slots
-        return rows + free.flatten()
+        free = slots.free_slot.view(len(hidden), -1, 1).expand(-1, -1, groups)
+        rows = torch.arange(free.numel(), device=free.device) * slots.positions.shape[2]
+        return hidden, rows + free.flatten()
 
     def advance(self, slots: Slots) -> None:
         """Count a step on the device; mutates the tail and the slots."""
@@ -139,10 +142,7 @@ def append_step(
     spec = rules.spec
     keep_query(query, key, slots, rules)
     write_weight(slots, rules, value)
-    slots.keys.view(-1, key.shape[-1]).index_copy_(0, tail.free, key.reshape(-1, key.shape[-1]))
-    if slots.has_values:
-        value_size = value.shape[-1]
-        slots.values.view(-1, value_size).index_copy_(0, tail.free, value.reshape(-1, value_size))
+    write_entry(slots, key, value, tail.free)
     if rules.numbers is not None:
         slots.positions.view(-1).index_fill_(0, tail.free, rules.numbers.newest)
     else:

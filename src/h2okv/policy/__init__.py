@@ -8,14 +8,14 @@ import os
 import sys
 
 from h2okv.config import BEST
-from h2okv.policy.baselines import RULES, Random
-from h2okv.policy.rule import Rule
+from h2okv.policy.baselines import RULES, Fixed, Random, SnapKV
+from h2okv.policy.rule import H2O, Rule
 from h2okv.policy.scoring import SCORINGS, BlockView, Decay, Inputs, Scoring
 from h2okv.records import unknown_name
 
 __all__ = [
-    "BlockView", "Policy", "Rule", "Scoring", "Inputs", "get_rule", "get_scoring", "policy_names",
-    "register_policy", "scoring_names",
+    "BlockView", "Fixed", "H2O", "Inputs", "Policy", "Rule", "Scoring", "SnapKV", "get_rule",
+    "get_scoring", "policy_names", "register_policy", "scoring_names",
 ]  # fmt: skip
 
 _RULES = {rule.name: rule for rule in RULES}
