@@ -393,7 +393,7 @@ class CacheLayer(BaseLayer):
             return scores
         if isinstance(count, int):
             count = scores.new_full((self.batch_size,), count)
-        return self.rule.decayed(scores, count)
+        return self.rule.scoring.decayed(scores, count)
 
     def _view(self, block: Block, entries: BlockEntries, sums: Tensor) -> BlockView:
         """Return a block and its entries as a rule sees them."""

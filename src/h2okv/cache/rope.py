@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
@@ -230,9 +230,9 @@ def find_rotation(
     it rotates nothing, ValueError if it does in an unknown way. A new one is noted in `rotations`.
     """
     rotary = _running_rotary(module)
-    setting = _Probe(rotary, key.dtype, key.device)
-    probe = _PROBES.get(module)
-    if probe is None or probe != setting:
+    setting = rotary, key.dtype, key.device
+    former, result = _PROBES.get(module, (None, None))
+    if former != setting:
         try:
             result = _probe(module, layer_idx, key, rotary)
         except Exception as error:  # whatever a module raises that needs what it does not get
@@ -241,10 +241,10 @@ def find_rotation(
                 f"{options}: how {type(module).__name__} rotates its keys must be known, and it"
                 f" does so in another way than other models; {remedy}."
             ) from error
-        probe = _PROBES[module] = replace(setting, result=result)
-    if probe.result is None:
+        _PROBES[module] = setting, result
+    if result is None:
         return None
-    rotation, shared = replace(probe.result, rotary=rotary), rotations.shared_rotations
+    rotation, shared = replace(result, rotary=rotary), rotations.shared_rotations
     if rotation not in shared:
         shared.append(rotation)
     return shared[shared.index(rotation)]
@@ -264,17 +264,8 @@ def options_of_rotation(rotations: Rotations, rule: Rule) -> tuple[str, str]:
     return " and ".join(options), "use " + " and ".join(filter(None, remedies))
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """What a module's rotation depends on, and the result."""
-
-    rotary: torch.nn.Module | None
-    dtype: torch.dtype
-    device: torch.device
-    result: Rotation | None = field(default=None, compare=False)
-
-
-_PROBES: WeakKeyDictionary[torch.nn.Module, _Probe] = WeakKeyDictionary()
+# What each module's rotation depends on, and the result.
+_PROBES: WeakKeyDictionary[torch.nn.Module, tuple[Any, Rotation | None]] = WeakKeyDictionary()
 
 
 def _probe(module: torch.nn.Module, layer_idx: int, key: Tensor, rotary: Any) -> Rotation | None:

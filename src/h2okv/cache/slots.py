@@ -51,8 +51,9 @@ class SlotPlan:
         self.changes_scores = rule.scoring.factor is not None  # of all entries, in each step
         # Else a cut weighs what came since. Steps themselves know the norms of exact values.
         self.weighs_values = rule.weighs_values and self.adds
-        self.weighs_norms = self.weighs_values and rule.weighs_norms and not storage.is_packed
-        self.ranks_by_sums = rule.ranks_by_sums and self.weighs_norms == self.weighs_values
+        is_known = rule.scoring.weighs_norms and not storage.is_packed
+        self.weighs_norms = self.weighs_values and is_known
+        self.ranks_by_sums = rule.ranks_by_products and self.weighs_norms == self.weighs_values
         self.forget()
 
     def forget(self) -> None:

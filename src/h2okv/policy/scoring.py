@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from h2okv.ops.reference import AttentionSpec, softmax, value_norms
+from h2okv.ops.reference import AttentionSpec, softmax
 
 # Earlier queries decide where the newest gives an entry nothing at all.
 _FORGOTTEN = 1e-30
@@ -93,7 +93,7 @@ class Scoring:
     takes_decay: ClassVar[bool] = False
     """Whether a user may give a decay."""
     weighs_norms: ClassVar[bool] = False
-    """Whether the weights of values are their L1 norms, which steps of kernels know."""
+    """Whether scores are multiplied by the L1 norms of values, which steps of kernels know."""
 
     def __init__(self, decay: float | None = None) -> None:
         """Make a scoring; each query lowers what came before it by the factor ``decay``."""
@@ -104,10 +104,6 @@ class Scoring:
         """Factor of a query's attention with each later query; ``None`` for one."""
         return self.decay
 
-    def query_weights(self, later: Tensor) -> Tensor | None:
-        """Return the weight of each query, fp32 ``[B, T]``, given the real ones after it."""
-        return None if self.factor is None else power(self.factor, later)
-
     def decayed(self, scores: Tensor, count: Tensor) -> Tensor:
         """Return scores ``[B, H, N]`` after ``count`` ``[B]`` further queries."""
         return scores if self.factor is None else scores * power(self.factor, count).view(-1, 1, 1)
@@ -115,13 +111,6 @@ class Scoring:
     def score_block(self, block: BlockView) -> Tensor:
         """Return what a block adds to the scores of its N entries, fp32 ``[B, H, N]``."""
         return block.sums
-
-    def value_weights(self, values: Tensor) -> Tensor | None:
-        """Return a positive weight for each of the values ``[B, H, N, Dv]``.
-
-        It is kept with the entry, fp32 ``[B, H, N]``, and multiplies its score.
-        """
-        return value_norms(values) if self.weighs_norms else None
 
     def eviction_scores(
         self, scores: Tensor, positions: Tensor, newest: Tensor, weights: Tensor | None
@@ -132,7 +121,7 @@ class Scoring:
             scores: accumulated numbers.
             positions: int32 ``[B, H, N]``; the result is meaningless where it is -1.
             newest: position of the newest token, int64 ``[B, 1, 1]``.
-            weights: those of `value_weights`.
+            weights: those of `Rule.value_weights`.
         """
         return scores if weights is None else scores * weights
 
