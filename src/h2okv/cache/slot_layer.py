@@ -222,8 +222,8 @@ class SlotLayer(CacheLayer):
             limit = int(total.max()) if state.has_gaps else slots.most_entries(state)
         elif self.span > 1:
             total = self.spans.totals(state, positions, self.is_late)
-            slots.cut_late |= self.is_late is not None
-            is_known = self.rule.is_bounded and not (slots.cut_late or state.has_gaps)
+            state.has_gaps |= self.is_late is not None
+            is_known = self.rule.is_bounded and not state.has_gaps
             limit = slots.most_entries(state) if is_known else int(total.max())
         kernels = self.cut_kernels(positions)
         if kernels is None:
@@ -453,7 +453,6 @@ class SlotLayer(CacheLayer):
             slots.capacity = max(slots.capacity, other.slots.capacity, state.num_slots)
             state.slot_mask = slots.slots_within_budget(state)
         slots.has_all_slots &= other.slots.has_all_slots
-        slots.cut_late |= other.slots.cut_late
         self.rotations.tables = None  # of the former number of slots
         slots.refresh(state, self.dtype)
         other.reset()

@@ -220,7 +220,7 @@ class SlotPool:
         self._sequences.append(admitted)
         before = self._num_entries
         self._show()
-        if first.slots.cut_late:
+        if first.state.has_gaps:
             positions = [la.state.positions[at] for la, at in layers if la.window is None]
             num_entries = sum(int((of_layer >= 0).sum()) for of_layer in positions)
             admitted.num_lacking = self._num_entries - before - num_entries

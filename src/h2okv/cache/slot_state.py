@@ -215,7 +215,9 @@ class SlotState(Slots):
     scored_lengths: tuple[int, ...] | None = None
     # Tokens of each sequence before its first span; None: spans begin with the text.
     span_starts: tuple[int, ...] | None = None
-    has_gaps: bool = False  # whether tokens may have left that no cut has evicted
+    # Whether only the device knows how many entries there are, as tokens have left that no cut has
+    # evicted, or a cut has waited for the end of an image.
+    has_gaps: bool = False
 
     @classmethod
     def empty(cls, key: Tensor, value: Tensor, storage: KVStorage) -> SlotState:

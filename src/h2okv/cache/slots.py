@@ -77,8 +77,6 @@ class SlotPlan:
         # Whether each of the heads that share a row has all the slots that it may need.
         self.has_all_slots = False
         self.most_slots: int | None = None  # of the head that has most, if the host knows it
-        # Whether a cut has waited for an image: only the device knows how many entries stay then.
-        self.cut_late = False
         self.num_evicted = 0  # on the meta device
 
     def __getstate__(self) -> dict[str, object]:
@@ -255,7 +253,7 @@ class SlotPlan:
         """
         # A rule that decides once has counted a token that is not read yet.
         follows = self.rule.inputs is not Inputs.WINDOW and not self.rule.grows
-        if self.cut_late or state.has_gaps or not follows:
+        if state.has_gaps or not follows:
             return [heads[:, 0].tolist() for heads in state.counts()]
         counts = []
         sequences = zip(state.lengths(), state.phases(self.span), state.totals(), strict=True)

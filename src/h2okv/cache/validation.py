@@ -239,7 +239,7 @@ def check_integrity(layer: BaseLayer) -> None:
     protected = protected_entries(positions, newest, state.sink, state.recent) & is_entry
     due = torch.minimum(newest + 1, state.sink + state.recent)
     is_wrong = counts != expected
-    if state.has_gaps or layer.rule.grows:  # of tokens that were forgotten, or a budget's steps
+    if state.has_gaps or layer.rule.grows:  # or a budget's steps
         is_wrong, due = counts > expected, due * (not state.has_gaps)
     problems = {
         "holds another number of entries than the budget": is_wrong,
