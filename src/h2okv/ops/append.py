@@ -7,14 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from h2okv.ops.decode import (
-    Slots,
-    StepRules,
-    decode_with_scores,
-    keep_query,
-    write_entry,
-    write_weight,
-)
+from h2okv.ops.decode import Slots, StepRules, decode_with_scores, keep_query, write_weight
 
 # Slots by which the products of a step grow, in dtypes of fewer bits than fp32: each new shape
 # costs their library more than the product itself.
@@ -142,7 +135,10 @@ def append_step(
     spec = rules.spec
     keep_query(query, key, slots, rules)
     write_weight(slots, rules, value)
-    write_entry(slots, key, value, tail.free)
+    slots.keys.view(-1, key.shape[-1]).index_copy_(0, tail.free, key.reshape(-1, key.shape[-1]))
+    if slots.has_values:
+        value_size = value.shape[-1]
+        slots.values.view(-1, value_size).index_copy_(0, tail.free, value.reshape(-1, value_size))
     if rules.numbers is not None:
         slots.positions.view(-1).index_fill_(0, tail.free, rules.numbers.newest)
     else:

@@ -70,8 +70,8 @@ def _write_packed(slots: Packed, free: Tensor, entry: Packed) -> None:
     write_slot(slots.grid, free, entry.grid)
 
 
-def write_entry(slots: Slots, key: Tensor, value: Tensor, rows: Tensor | None = None) -> None:
-    """Write the new entry of each sequence and head; arguments as of `write_slot`."""
+def _write_both(slots: Slots, key: Tensor, value: Tensor) -> None:
+    """Write the new entry of each sequence and head."""
     keys, values = slots.keys, slots.values
     if slots.key_transform is not None:
         key, value = slots.key_transform.apply(key), value.float()
@@ -86,7 +86,8 @@ def write_entry(slots: Slots, key: Tensor, value: Tensor, rows: Tensor | None = 
             entry = packed._replace(codes=packed.codes[half], grid=packed.grid[half])
             _write_packed(store, slots.free_slot, entry)
         return
-    if rows is None and isinstance(keys, Tensor) and isinstance(values, Tensor):
+    rows = None
+    if isinstance(keys, Tensor) and isinstance(values, Tensor):
         rows = _flat_slots(keys, slots.free_slot)
     write_slot(keys, slots.free_slot, key, rows)
     if slots.has_values:
@@ -446,7 +447,7 @@ def decode_step(
     full = rules.full and real is None
     keep_query(query, key, slots, rules, real)
     query, ranks = rank_new(query, slots, rules, full, real)
-    write_entry(slots, key, value)
+    _write_both(slots, key, value)
     write_weight(slots, rules, value)
     write_position(slots, rules.numbers, real)
     slots.scores.scatter_(-1, slots.free_slot, 0.0)
