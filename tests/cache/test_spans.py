@@ -9,6 +9,7 @@ from oracle import cache_of
 from transformers import DynamicCache
 
 import h2okv
+from h2okv.ops.reference import AttentionSpec
 
 BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
 OPTIONS = [
@@ -296,3 +297,34 @@ def test_a_window_must_hold_budget_and_span(model):
     cache = cache_of(model.config, heavy=300, recent=200, evict_every=16, positions="rolling")
     with pytest.raises(ValueError, match="lower heavy, recent or evict_every"):
         read(model, cache, torch.randint(2, 97, (1, 8)), [8])
+
+
+@pytest.mark.parametrize("by_head", [None, BY_HEAD])
+def test_a_cache_whose_cut_has_waited_for_an_image_is_saved_and_goes_on(model, by_head, tmp_path):
+    """The cut at 8 waits for the end of an image at 10, and is not followed by one until 16."""
+    cache = cache_of(model.config, heavy=4, recent=4, evict_every=8, layer_budgets=by_head)
+    generator = torch.Generator().manual_seed(0)
+
+    def attend(cache, length, seen, reach=None):
+        shape, spec = (1, 4, length, 16), AttentionSpec(0.25, reach=reach)
+        for layer in cache.layers:
+            query, key, value = (torch.randn(shape, generator=generator).double() for _ in range(3))
+            layer.attend(query, *layer.update(key[:, :2], value[:, :2]), None, spec)
+        cache.check_integrity()
+        for layer in cache.layers:
+            [counts] = layer.slots.count_entries(layer.state)
+            positions = layer.state.by_head("positions")[0]
+            assert counts == (positions[0] >= 0).sum(dim=-1).tolist()
+            assert {*range(seen - 4, seen)} <= {*positions[0, 0].tolist()}
+
+    reach = torch.arange(13).unsqueeze(0)
+    reach[:, 5:11] = 10
+    attend(cache, 13, 13, reach)
+    if by_head is None:
+        assert cache.num_cached_tokens == 8 + 2
+    cache.save(tmp_path / "late.safetensors")
+    loaded = h2okv.H2OCache.load(tmp_path / "late.safetensors")
+    for seen in range(14, 19):
+        attend(loaded, 1, seen)
+    if by_head is None:
+        assert loaded.num_cached_tokens == 8 + 2

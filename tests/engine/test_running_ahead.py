@@ -150,7 +150,7 @@ def test_a_step_on_a_gpu_waits_for_nothing_but_the_tokens_before(monkeypatch, te
 
 
 def test_a_request_waits_as_often_as_one_of_a_single_layer(monkeypatch):
-    """The host reads once each: whether attention is finite, entries, first token, room."""
+    """The host reads once each: whether attention is finite, entries, the first token."""
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
     params = h2okv.SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
     prompt = [(7 * i) % 90 + 3 for i in range(40)]
@@ -165,5 +165,5 @@ def test_a_request_waits_as_often_as_one_of_a_single_layer(monkeypatch):
                 with device.count() as counts:
                     llm.generate([prompt], params)
         waits.append(counts.num_waits)
-        assert counts.num_waits <= 4, str(counts)
+        assert counts.num_waits <= 3, str(counts)
     assert waits[0] == waits[1]

@@ -6,7 +6,7 @@ from oracle import cache_of
 
 import h2okv
 from h2okv.policy import Inputs
-from h2okv.policy.keydiff import KeyDiff
+from h2okv.policy.baselines import KeyDiff
 
 
 def kept_by_definition(keys, budget):

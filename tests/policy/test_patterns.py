@@ -10,7 +10,7 @@ from oracle import cache_of
 import h2okv
 from h2okv.budget import TokenBudget
 from h2okv.policy import get_rule
-from h2okv.policy.strided import Fixed, power_of_two_from
+from h2okv.policy.baselines import Fixed, power_of_two_from
 
 NAMES = ["strided", "strided_heavy", "fixed", "fixed_heavy"]
 

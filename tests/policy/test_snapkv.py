@@ -6,7 +6,7 @@ from oracle import cache_of
 
 import h2okv
 from h2okv.policy import get_rule
-from h2okv.policy.snapkv import SnapKV
+from h2okv.policy.baselines import SnapKV
 
 
 def tokens(length, seed=0, batch=1):

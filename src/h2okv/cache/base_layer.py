@@ -15,13 +15,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.budget import Budget
 from h2okv.cache.argument import CACHE
+from h2okv.cache.drafting import Plan, StepLog
 from h2okv.cache.explanation import Departures
 from h2okv.cache.forward import Forward
 from h2okv.cache.latent import Latents, LatentState, join
 from h2okv.cache.rope import PositionRule, Rotation, Rotations
 from h2okv.cache.slot_state import KVStorage, SlotState, is_cast, ordinary_tensors
 from h2okv.cache.spans import Spans
-from h2okv.cache.step_log import StepLog
 from h2okv.ops.quant import KeyTransform
 from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import Inputs, Rule
@@ -90,6 +90,7 @@ class BaseLayer(CacheLayerMixin):
         self.layer_idx, self.budget, self.rule = layer_idx, budget, rule
         self.head_budgets = head_budgets  # of each KV head, where they differ
         self.position_rule, self.spans = position_rule, spans
+        self.span = 1 if spans is None else spans.length  # tokens between two evictions of steps
         # Whether entries are scored at the end of a span, by all its queries together.
         self.scores_spans = spans is not None and rule.effective_inputs is Inputs.QUERIES
         self.storage = KVStorage(kv_bits)
@@ -335,7 +336,7 @@ class BaseLayer(CacheLayerMixin):
             raise ValueError(f"crop takes 0 or minus a number of tokens, got {tokens_to_remove}.")
         if self.log is not None:
             num_sequences = self.batch_size if self.is_initialized else 1
-            self.log.take_back(self, [-tokens_to_remove] * num_sequences)
+            self.take_back([-tokens_to_remove] * num_sequences)
             self.grow()
         elif tokens_to_remove:
             raise ValueError(
@@ -344,15 +345,24 @@ class BaseLayer(CacheLayerMixin):
                 " prompt_lookup_num_tokens of transformers 5.24 do."
             )
 
+    def take_back(self, counts: Sequence[int]) -> None:
+        """Return each sequence to what it was before its last `counts` tokens; mutates."""
+        state, plan = self.log.take_back(vars(self).get("state"), counts)
+        self.cumulative_length -= min(counts)
+        if any(counts):
+            self.state, self.num_columns = state, None
+        if plan is not None:
+            self.restore_plan(plan)
+
     def activate_past_recording(self) -> None:
         """Record what each token changes, for `crop`; mutates the layer."""
         self.record_past = True
 
-    def plan(self) -> dict[str, int | None] | None:
+    def plan(self) -> Plan | None:
         """Return what steps count besides the state; ``None`` if they change more than slots."""
         return None
 
-    def restore_plan(self, plan: dict[str, int | None]) -> None:
+    def restore_plan(self, plan: Plan) -> None:
         """Take over what `plan` has returned; mutates the layer."""
 
     @property
@@ -363,6 +373,12 @@ class BaseLayer(CacheLayerMixin):
     @record_past.setter
     def record_past(self, records: bool) -> None:
         self.log = (self.log or StepLog()) if records else None
+
+    def end_recording(self) -> None:
+        """Record nothing from now on; tokens that were read stay. Mutates the layer."""
+        if self.record_past and self.is_initialized:
+            self.crop(0)
+        self.record_past = False
 
     # --- the attention function's side ------------------------------------------------------------
 
@@ -379,8 +395,8 @@ class BaseLayer(CacheLayerMixin):
         """Note growing budgets, by the tokens at the last cut of each sequence; mutates."""
         if not self.rule.grows or not self.holds_budgets:
             return
-        state, span = self.state, 1 if self.spans is None else self.spans.length
-        seen = [*map(operator.sub, state.lengths(), state.phases(span))]
+        state = self.state
+        seen = [*map(operator.sub, state.lengths(), state.phases(self.span))]
         has_prompts = isinstance(self.budget.sink, float)  # in the sinks, and needs them
         self._set_budgets([b.sink for b in state.budgets] if has_prompts else seen, seen)
 

@@ -73,7 +73,7 @@ def _layer_state(layer: CacheLayerMixin) -> tuple[dict[str, Tensor], dict[str, A
     """Return what a file stores of a layer: tensors, and values for the header."""
     if isinstance(layer, BaseLayer):
         # The queries of a span that has ended are not needed again.
-        has_queries = layer.state.queries is not None and any(layer.spans.phases(layer.state))
+        has_queries = layer.state.queries is not None and any(layer.state.phases(layer.span))
         tensors = {"cumulative_length": layer.cumulative_length}
         for name, tensor in layer.state.tensors().items():
             kind = layer.state.kind_of(name)
@@ -299,7 +299,7 @@ def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str,
         expected.span_starts = tuple(starts)
     expected.has_gaps = bool(values.get("has_gaps"))
     check_loaded(layer, expected, seen)
-    needs_queries = layer.scores_spans and any(layer.spans.phases(expected))
+    needs_queries = layer.scores_spans and any(expected.phases(layer.span))
     if needs_queries and expected.queries is None:
         raise ValueError(f"layer {layer.layer_idx} has no queries of the span that it reads")
     weights = values["weights"]
@@ -318,7 +318,7 @@ def _expect_queries(layer: CacheLayer, expected: SlotState, key: Tensor, tensors
     if not layer.scores_spans:
         raise ValueError(f"layer {layer.layer_idx} has queries against its options")
     batch, heads, _, size = key.shape
-    groups, length = max(1, tensors["queries"].shape[1] // heads), layer.spans.length
+    groups, length = max(1, tensors["queries"].shape[1] // heads), layer.span
     expected.queries = key.new_empty(batch, groups * heads, length, size)
     expected.query_positions = key.new_empty(batch, length, dtype=torch.int64)
 

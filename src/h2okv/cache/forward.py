@@ -21,14 +21,8 @@ class LayerBudgets(NamedTuple):
 
     budgets: list[TokenBudget]  # of each sequence, the largest of its heads'
     totals: _Totals  # K of each sequence, and of each head where they differ
-    numbers: Tensor  # int64 [B * (3 + H')], as `SlotState.set_budgets` takes them
-
-
-def amounts(budgets: Sequence[TokenBudget], totals: _Totals) -> list[int]:
-    """Return the numbers of `LayerBudgets`: each part of all sequences, then the totals."""
-    fields = [(budget.sink, budget.recent, budget.num_static) for budget in budgets]
-    numbers = [amount for field in zip(*fields, strict=True) for amount in field]
-    return numbers + [total for heads in totals for total in heads]
+    # int64 [B * (3 + H')]: each part of all sequences, then the totals.
+    numbers: Tensor
 
 
 class Forward:
@@ -109,7 +103,8 @@ class Forward:
             largest = [max(budgets, key=lambda option: option.total) for budgets in heads]
             totals = tuple(tuple(option.total for option in budgets) for budgets in heads)
             layers.append((largest, totals))
-            rows.append(amounts(largest, totals))
+            fields = [(budget.sink, budget.recent, budget.num_static) for budget in largest]
+            rows.append([number for row in (*zip(*fields, strict=True), *totals) for number in row])
         # Not from the list to the device, which would wait for all that it has to do before.
         joined = torch.tensor(sum(rows, []), dtype=torch.int64, device="cpu")
         slices = joined.to(device, non_blocking=True).split([len(row) for row in rows])

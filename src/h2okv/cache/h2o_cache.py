@@ -35,7 +35,7 @@ from h2okv.cache_spec import parse
 from h2okv.config import BEST, MEASURED, CacheConfig, resolve_policy
 from h2okv.console import warn
 from h2okv.ops.attention import num_means
-from h2okv.policy import Inputs, Rule, get_rule
+from h2okv.policy import Rule, get_rule
 from h2okv.records import check_arguments, short_repr
 
 _FEW_ENTRIES = 12
@@ -131,7 +131,6 @@ class H2OCache(Cache):
         self._last_updated: BaseLayer | None = None
         self._expects_turn = False
         self._drafting: Drafting | None = None  # the call that records
-        self._num_tokens = 0
         is_limited = cache.positions == "original" and not support.window_by_length(config)
         self._window: int | None = window if is_limited else None  # until a text was longer
         self._connect_layers()
@@ -233,7 +232,7 @@ class H2OCache(Cache):
         if layer is self._scored[0]:
             layer.forward.begin()
             if not is_device_only:
-                self._begin_forward(key_states.shape[2], key_states.is_meta)
+                self._begin_forward(key_states.shape[2])
                 if self._lacks_model and not layer.is_initialized:
                     support.warn_of_untransformed_keys()
             for rotation in layer.rotations.shared_rotations:
@@ -287,32 +286,23 @@ class H2OCache(Cache):
         if first.counts_padding is not None and not self.needs_enabling:
             validation.check_follows(first, position_ids, real, length)
 
-    def _begin_forward(self, length: int, is_meta: bool = False) -> None:
-        """Refuse a forward that cannot follow, and count its T tokens; mutates the cache."""
+    def _begin_forward(self, length: int) -> None:
+        """Refuse a forward of T tokens that cannot follow; mutates the cache."""
         self._end_drafting()
         support.check_callers()
         self._check_goes_on(length)
-        if self._window is not None and not is_meta:
-            self._count(length)
-
-    def _count(self, length: int) -> None:
-        """Count the tokens that a forward brings; reading their number waits for the device."""
-        first = self._scored[0]
-        has_numbers = first.holds_entries and first.device.type != "meta"
-        if not self._num_tokens and has_numbers:  # of a file
-            self._num_tokens = max(first.state.lengths())
-        self._num_tokens += length
 
     def _warn_past_window(self) -> None:
         """Warn once of tokens behind the last position that the model was trained on."""
         window, first = self._window, self._scored[0]
-        if window is None or self._num_tokens <= window or not first.holds_entries:
+        # What the host does not know waits for the device.
+        if window is None or (first.num_columns or 0) <= window or not first.holds_entries:
             return
-        self._num_tokens = max(first.state.lengths())  # without padding
-        if self._num_tokens > window:
+        num_tokens = max(first.state.lengths())  # without padding
+        if num_tokens > window:
             self._window = None
             warn(
-                f"the text has {self._num_tokens:,} tokens, more than the model's context window of"
+                f"the text has {num_tokens:,} tokens, more than the model's context window of"
                 f" {window:,}, and decays from there on; give H2OCache(model, positions='rolling'),"
                 " or a shorter text."
             )
@@ -454,7 +444,6 @@ class H2OCache(Cache):
         """Forget everything; the next forward is a prompt, of a batch of any size."""
         super().reset()
         self._drafting = None
-        self._num_tokens = 0
         # Linear layers of transformers keep the shapes of their states over a reset.
         for index, layer in enumerate(DynamicCache(config=self.config).layers):
             if not isinstance(self.layers[index], CacheLayer):
@@ -538,12 +527,12 @@ class H2OCache(Cache):
     def _query_bytes(self, head_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of the queries that a layer keeps of a sequence until a span ends."""
         layer = self._scored[0]
-        if layer.spans is None or self.rule.effective_inputs is not Inputs.QUERIES:
+        if not layer.scores_spans:
             return 0
         num_heads = support.num_kv_heads(self.config)
         groups = self.config.get_text_config(decoder=True).num_attention_heads // num_heads
         size = num_heads * num_means(groups) * head_size * dtype.itemsize
-        return int(layer.spans.length * (size + 8))
+        return int(layer.span * (size + 8))
 
     @property
     def windows(self) -> list[int | None]:
@@ -622,7 +611,10 @@ class H2OCache(Cache):
         """Record nothing from now on; tokens that were read stay."""
         self._drafting = None
         for layer in self.layers:
-            end_recording(layer)
+            if isinstance(layer, BaseLayer):
+                layer.end_recording()
+            else:
+                end_recording(layer)
 
     def _end_drafting(self) -> None:
         """End the recording of a ``generate`` that is over, which transformers does not.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -13,12 +15,12 @@ from torch import Tensor
 
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.drafting import StepLog
 from h2okv.cache.explanation import Explanation, standing
 from h2okv.cache.forward import place_of
 from h2okv.cache.rope import Rotations, options_of_rotation
 from h2okv.cache.slot_state import is_cast
 from h2okv.cache.spans import to_device
-from h2okv.cache.step_log import StepLog
 from h2okv.cache.validation import check_prompt, check_window
 from h2okv.ops.attention import expected_attention, mean_queries
 from h2okv.ops.choice import choose, protected_entries, recent_with_written
@@ -135,7 +137,7 @@ class CacheLayer(BaseLayer):
 
     def _split_prompt(self, block: Block) -> Iterable[Block] | None:
         chunk = self.position_rule.chunk
-        phases = self.spans.phases(self.state) if self.spans and block.length > 1 else []
+        phases = self.state.phases(self.span) if self.span > 1 and block.length > 1 else []
         if chunk is None or block.length + max(phases, default=0) <= chunk:
             return None
         return block.split(chunk, phases)
@@ -191,8 +193,8 @@ class CacheLayer(BaseLayer):
         """Build a block from new tokens and the positions that the model gave them."""
         undo = placed = None
         length, rotations = query.shape[2], self.rotations
-        looks_again = length > 1 or self.spans is not None  # queries are re-evaluated
-        if position_ids is None and rotations.needs_positions:
+        looks_again = length > 1 or self.span > 1  # queries are re-evaluated
+        if position_ids is None and (rotations.rolling or rotations.text) is not None:
             position_ids = self._next_positions(real, length)
         if position_ids is not None and rotations.rolling is not None:
             # Of all tokens at once: some frequencies depend on the largest position of a forward.
@@ -218,7 +220,7 @@ class CacheLayer(BaseLayer):
         takes_step = self._takes_step(block)
         if self.log is not None:
             if block.length == 1 and self.holds_entries:
-                self.log.add(self, takes_step)
+                self.log.add(self.state, self.plan(), takes_step)
             else:
                 self.log.forget()
         if self.rule.inputs is Inputs.WINDOW and self.holds_entries:  # tokens after the prompt stay
@@ -277,29 +279,29 @@ class CacheLayer(BaseLayer):
         rule, count = self.rule, block.counts()
         is_whole = self.whole_blocks(block)
         if self.scores_spans:
-            assert self.spans is not None
             if not any(is_whole):
-                return self.spans.score_block(self, block, entries, output)
-            entries.scores = self.spans.score_begun(self, entries, is_whole)
+                self._check_numbers(output[:, :, -1])
+                self.spans.add_queries(self.state, block)
+                self._count(block)
+                return self._score_ended(entries)
+            entries.scores = self._score_begun(entries, is_whole)
             self.spans.make_room(self.state, block)  # from here on shapes stay
-        is_block = block.length > 1 or self.spans is not None
+        is_block = block.length > 1 or self.span > 1
         by_keys = is_block and rule.effective_inputs is Inputs.KEYS
         if block.length > 1 and not rule.is_plain_sum:
-            added = rule.score_block(self.view(block, entries, sums))
+            added = rule.score_block(self._view(block, entries, sums))
             if rule.effective_inputs is Inputs.QUERIES and not isinstance(count, int):
                 # A sequence's only token adds its probabilities, with or without padding.
                 added = torch.where((count > 1).view(-1, 1, 1), added, sums)
             if self.scores_spans and not all(is_whole):  # the others' at the end of their spans
                 added = added * to_device(is_whole, self.state).view(-1, 1, 1)
             sums = added.to(sums.dtype)
-        if self.checks_numbers:
-            # The last query sees every key.
-            self.forward.check_later(self.layer_idx, output[:, :, -1] if by_keys else sums)
+        self._check_numbers(output[:, :, -1] if by_keys else sums)  # the last query sees every key
         if by_keys:
             sums = torch.zeros_like(sums)
         if self.scores_spans and not all(is_whole):
             self.spans.add_queries(self.state, block.of_others(is_whole))
-        self.count(block)
+        self._count(block)
         if self.spans is not None:
             self.spans.start_after(self.state, is_whole)
         scores = entries.scores
@@ -309,8 +311,48 @@ class CacheLayer(BaseLayer):
         is_new = entries.past == 0 and not self.prompt.pins  # whose scores are 0
         entries.scores = sums if is_new else scores + sums
         if self.scores_spans and not all(is_whole):
-            return self.spans.score(self, entries, is_whole)
+            return self._score_ended(entries, is_whole)
         return entries.scores
+
+    def _check_numbers(self, sums: Tensor) -> None:
+        """Refuse numbers that are not finite when the forward ends."""
+        if self.checks_numbers:
+            self.forward.check_later(self.layer_idx, sums)
+
+    def _score_ended(self, entries: BlockEntries, is_scored: Iterable[bool] = ()) -> Tensor:
+        """Return entries' scores ``[B, H, N]``, with those of the spans that have just ended.
+
+        But for sequences that `is_scored` marks.
+        """
+        pairs = zip_longest(self.spans.ended(self.state, self.is_late), is_scored)
+        return self._score_queries(entries, [over and not done for over, done in pairs])
+
+    def _score_begun(self, entries: BlockEntries, is_whole: Sequence[bool]) -> Tensor:
+        """Return the scores ``[B, H, N]`` with those of spans that whole blocks end early."""
+        phases = self.state.phases(self.span)
+        begun = [is_over and phase > 0 for is_over, phase in zip(is_whole, phases, strict=True)]
+        if self.state.queries is None or not any(begun):
+            return entries.scores
+        scores = entries.scores.clone()
+        scores[..., : entries.past] = self._score_queries(entries.before_block(), begun, True)
+        return scores
+
+    def _score_queries(
+        self, entries: BlockEntries, has_ended: list[bool], is_short: bool = False
+    ) -> Tensor:
+        is_late = self.is_late is not None  # the span after it is shorter
+        sequences, span = self.spans.take_queries(
+            self.state, self.attention_spec, has_ended, is_short or is_late, is_late, self.forward
+        )
+        if span is None:
+            return entries.scores
+        ended = replace(entries) if sequences is None else entries.of_sequences(sequences)
+        ended.query = span.query
+        zeros = self.forward.zeros(ended.scores.shape, self.device)
+        added = self.rule.score_block(self._view(span, ended, zeros)).to(torch.float32)
+        if sequences is None:
+            return entries.scores + added
+        return entries.scores.index_add(0, sequences, added)
 
     def _lengths(self, block: Block) -> tuple[int, ...] | None:
         """Return the real tokens of a block's sequences; ``None`` if only the device knows."""
@@ -334,7 +376,7 @@ class CacheLayer(BaseLayer):
         counts = self._lengths(block) if continues else None
         return [count > 1 for count in counts] if counts else [True] * self.batch_size
 
-    def count(self, block: Block) -> None:
+    def _count(self, block: Block) -> None:
         """Count a block's tokens; mutates the layer."""
         tokens, state = block.counts(), self.state
         if isinstance(tokens, int) and not torch.compiler.is_compiling():  # in one launch
@@ -351,9 +393,9 @@ class CacheLayer(BaseLayer):
             return scores
         if isinstance(count, int):
             count = scores.new_full((self.batch_size,), count)
-        return self.rule.decayed(scores, count)
+        return self.rule.scoring.decayed(scores, count)
 
-    def view(self, block: Block, entries: BlockEntries, sums: Tensor) -> BlockView:
+    def _view(self, block: Block, entries: BlockEntries, sums: Tensor) -> BlockView:
         """Return a block and its entries as a rule sees them."""
         return BlockView(
             entries.query, entries.attended_key, entries.attended_value, entries.is_entry,
@@ -487,21 +529,19 @@ class CacheLayer(BaseLayer):
         budget = state.budgets[sequence]
         return standing(position, positions[at], ranks[at], protected[at], budget, total)
 
-    def rank_block(self, entries: BlockEntries) -> Tensor:
-        """Rank a block's entries, fp32 ``[B, H, N]``, by numbers as they will be stored."""
-        weights = keys = None
+    def choose(self, entries: BlockEntries, total: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+        """Choose the entries that stay at a cut, by numbers as they will be stored.
+
+        Arguments and result as of `ops.choice.choose`.
+        """
+        scores, positions, weights, keys = entries.scores, entries.positions, None, None
         if self.rule.weighs_values:
             values = self.storage.values.as_stored(entries.value, entries.past)
             weights = self.rule.value_weights(values)
         if self.rule.effective_inputs is Inputs.KEYS:
             keys = self.storage.keys.as_stored(entries.key, entries.past, self.state.key_transform)
-        return self._rank(entries.scores, entries.positions, self.newest(), weights, keys)
-
-    def choose(self, entries: BlockEntries, total: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-        """Choose the entries that stay at a cut; arguments and result as of `ops.choice.choose`."""
-        positions = entries.positions
-        protected = self.protected(positions, entries.scores)
-        return choose(self.rank_block(entries), positions, protected, total, limit)
+        ranks = self._rank(scores, positions, self.newest(), weights, keys)
+        return choose(ranks, positions, self.protected(positions, scores), total, limit)
 
     def _rank(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, get_args
 from weakref import WeakKeyDictionary
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from h2okv.budget import check_tokens
 from h2okv.cache.argument import CACHE
 from h2okv.config import Positions
 from h2okv.ops.decode import RotaryTables
@@ -57,14 +56,6 @@ class Rotation:
         """Return factors that move rotations from these positions to ``[B or 1, 1]``."""
         there = self._factors(self.rotary, end.to(self.device)).unsqueeze(1)
         return multiply(self.of_text(position_ids), there)
-
-    def moved_to_end(self, position_ids: Tensor, real: Tensor | None, ahead: int) -> Tensor:
-        """Return factors that move rotations to one place, `ahead` of the last real position."""
-        ends = position_ids if real is None else position_ids.masked_fill(~real, 0)
-        factors = self.moved(position_ids, ends.amax(dim=1, keepdim=True) + ahead)
-        if self.layout == "half":  # `rotate` reads cosines and sines apart
-            factors = factors.movedim(-1, 0).contiguous().movedim(0, -1)
-        return factors
 
     def begin_forward(self) -> None:
         """Forgets the last forward's positions, which a caller may have overwritten in place."""
@@ -158,15 +149,14 @@ class Rotations:
         self, real: Tensor | None, position_ids: Tensor, ahead: int
     ) -> tuple[Tensor, Layout]:
         """Return what rotates queries from positions ``[B or 1, T]`` to one `ahead` of the last."""
-        assert self.text is not None
+        text, ends = self.text, position_ids
         if real is not None:
             position_ids = position_ids.expand_as(real)
-        return self.text.moved_to_end(position_ids, real, ahead), self.text.layout
-
-    @property
-    def needs_positions(self) -> bool:
-        """Whether a forward must say where the model put its tokens."""
-        return (self.rolling or self.text) is not None
+            ends = position_ids.masked_fill(~real, 0)
+        factors = text.moved(position_ids, ends.amax(dim=1, keepdim=True) + ahead)
+        if text.layout == "half":  # `rotate` reads cosines and sines apart
+            factors = factors.movedim(-1, 0).contiguous().movedim(0, -1)
+        return factors, text.layout
 
 
 def rotate_to_ranks(states: Tensor, ranks: Tensor, factors: Tensor) -> Tensor:
@@ -192,10 +182,6 @@ class PositionRule:
     evict_every: int | None = None
     window: int | None = None  # positions that the model was trained on, if its config says so
     whole_prompts: bool = False  # whether a block is evicted from once, whatever its length
-
-    def __post_init__(self) -> None:
-        if self.evict_every is not None:
-            check_tokens("evict_every", self.evict_every, 1)
 
     @property
     def chunk(self) -> int | None:  # tokens of a block between two evictions
@@ -244,9 +230,9 @@ def find_rotation(
     it rotates nothing, ValueError if it does in an unknown way. A new one is noted in `rotations`.
     """
     rotary = _running_rotary(module)
-    setting = _Probe(rotary, key.dtype, key.device)
-    probe = _PROBES.get(module)
-    if probe is None or probe != setting:
+    setting = rotary, key.dtype, key.device
+    former, result = _PROBES.get(module, (None, None))
+    if former != setting:
         try:
             result = _probe(module, layer_idx, key, rotary)
         except Exception as error:  # whatever a module raises that needs what it does not get
@@ -255,10 +241,10 @@ def find_rotation(
                 f"{options}: how {type(module).__name__} rotates its keys must be known, and it"
                 f" does so in another way than other models; {remedy}."
             ) from error
-        probe = _PROBES[module] = replace(setting, result=result)
-    if probe.result is None:
+        _PROBES[module] = setting, result
+    if result is None:
         return None
-    rotation, shared = replace(probe.result, rotary=rotary), rotations.shared_rotations
+    rotation, shared = replace(result, rotary=rotary), rotations.shared_rotations
     if rotation not in shared:
         shared.append(rotation)
     return shared[shared.index(rotation)]
@@ -278,17 +264,8 @@ def options_of_rotation(rotations: Rotations, rule: Rule) -> tuple[str, str]:
     return " and ".join(options), "use " + " and ".join(filter(None, remedies))
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """What a module's rotation depends on, and the result."""
-
-    rotary: torch.nn.Module | None
-    dtype: torch.dtype
-    device: torch.device
-    result: Rotation | None = field(default=None, compare=False)
-
-
-_PROBES: WeakKeyDictionary[torch.nn.Module, _Probe] = WeakKeyDictionary()
+# What each module's rotation depends on, and the result.
+_PROBES: WeakKeyDictionary[torch.nn.Module, tuple[Any, Rotation | None]] = WeakKeyDictionary()
 
 
 def _probe(module: torch.nn.Module, layer_idx: int, key: Tensor, rotary: Any) -> Rotation | None:

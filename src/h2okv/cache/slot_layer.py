@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.drafting import Plan
 from h2okv.cache.layer import CacheLayer
 from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
-from h2okv.cache.spans import Spans, to_device
+from h2okv.cache.spans import to_device
 from h2okv.ops.append import append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
 from h2okv.ops.choice import CutRules, recent_with_written
@@ -44,8 +45,7 @@ class SlotLayer(CacheLayer):
     def _forget(self) -> None:
         super()._forget()
         self._placed: tuple[list[Any], tuple[int, ...]] | None = None  # of the last `step_key`
-        span = 1 if self.spans is None else self.spans.length
-        self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None, span)
+        self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None, self.span)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what is pickled, without addresses."""
@@ -220,10 +220,10 @@ class SlotLayer(CacheLayer):
         if not self.rule.evicts:
             total = (positions >= 0).sum(dim=-1, keepdim=True)
             limit = int(total.max()) if state.has_gaps else slots.most_entries(state)
-        elif self.spans is not None:
+        elif self.span > 1:
             total = self.spans.totals(state, positions, self.is_late)
-            slots.cut_late |= self.is_late is not None
-            is_known = self.rule.is_bounded and not (slots.cut_late or state.has_gaps)
+            state.has_gaps |= self.is_late is not None
+            is_known = self.rule.is_bounded and not state.has_gaps
             limit = slots.most_entries(state) if is_known else int(total.max())
         kernels = self.cut_kernels(positions)
         if kernels is None:
@@ -247,14 +247,14 @@ class SlotLayer(CacheLayer):
 
     def _takes_step(self, block: Block) -> bool:
         # A budget that grows after each token needs a slot more now and then, as blocks find them.
-        may_evict = not (self.rule.grows and self.spans is None)
+        may_evict = not (self.rule.grows and self.span == 1)
         return block.length == 1 and self.holds_entries and self.prompt.is_read and may_evict
 
     def _takes_plain_step(self) -> bool:
         if self.log is not None or self.departures is not None or not self.holds_budgets:
             return False
         needs_more = self.rotations.rolling is not None or self.rule.inputs is Inputs.WINDOW
-        needs_more |= self.rule.grows and self.spans is None
+        needs_more |= self.rule.grows and self.span == 1
         return not needs_more and self.prompt.is_read and not torch.compiler.is_compiling()
 
     def _read_token(self, block: Block) -> Tensor:
@@ -272,7 +272,6 @@ class SlotLayer(CacheLayer):
             state.value_weights.scatter_(-1, state.free_slot, weights.view_as(state.free_slot))
         ring = None
         if self.scores_spans:
-            assert self.spans is not None
             ring = self.spans.ring(state, block)
         if slots.tail is not None:
             numbers = self._numbers(block)
@@ -296,8 +295,7 @@ class SlotLayer(CacheLayer):
     def begin_step(self, is_padded: bool) -> None:
         """Do what the host does before a step, for sequences that may get padding; mutates."""
         operations = self.slots.operations
-        rolls_by_head = self.state.head_of_slot is not None and self.state.ranks is not None
-        is_plain = rolls_by_head or (operations is not None and operations.step is decode_step)
+        is_plain = operations is not None and operations.step is decode_step
         may_append = is_plain and self.log is None and not is_padded
         self.slots.begin_step(self.state, self.dtype, may_append)
 
@@ -316,9 +314,7 @@ class SlotLayer(CacheLayer):
 
     def _step_operation(self, query: Tensor) -> Callable[..., Tensor]:
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
-        is_seen = torch.compiler.is_compiling() and not query.is_cuda
-        # Kernels rank the entries of a row, not of the heads that share it.
-        if is_seen or (self.state.head_of_slot is not None and self.state.ranks is not None):
+        if torch.compiler.is_compiling() and not query.is_cuda:
             return decode_step
         if self.slots.operations is None:
             self._choose_operations(query)
@@ -338,7 +334,7 @@ class SlotLayer(CacheLayer):
         sink = state.sink if slots.has_sinks else None
         rules = StepRules(
             block.spec, state.recent, sink, rotations.tables, rank, slots.is_full,
-            evicts=self.spans is None, adds=slots.adds, numbers=self._numbers(block),
+            evicts=self.span == 1, adds=slots.adds, numbers=self._numbers(block),
             weights=state.value_weights if slots.weighs_norms else None, ring=ring,
             most_slots=slots.most_slots,
             columns=None if run is decode_step else self.cumulative_length,
@@ -358,10 +354,10 @@ class SlotLayer(CacheLayer):
             return None
         return StepNumbers(length, sink or None, recent)
 
-    def plan(self) -> dict[str, int | None]:
+    def plan(self) -> Plan:
         return self.slots.counters()
 
-    def restore_plan(self, plan: dict[str, int | None]) -> None:
+    def restore_plan(self, plan: Plan) -> None:
         vars(self.slots).update(plan)
 
     def end_step(self, counts: Sequence[int] | None = None) -> None:
@@ -371,14 +367,57 @@ class SlotLayer(CacheLayer):
         self.note_columns(1)
         if self.slots.tail is not None:
             self.slots.tail.note_step()
-        if self.spans is not None:
-            self._count_to_cut(self.spans)
+        if self.span > 1:
+            self._count_to_cut()
 
-    def _count_to_cut(self, spans: Spans) -> None:
+    def _count_to_cut(self) -> None:
         self.slots.steps_to_cut -= 1
         if self.slots.steps_to_cut <= 0:  # padding can only delay the end
-            spans.evict(self)
+            self._evict_ended()
             self.slots.refresh(self.state, self.dtype)
+
+    def _evict_ended(self) -> None:
+        """Evict after steps that ended a span, in place: slots may be views of a pool's."""
+        state, slots, rows = self.state, self.slots, None
+        if not any(self.spans.ended(state)):
+            return
+        self.grow()
+        kernels = self.cut_kernels(state.positions)
+        if kernels is None:
+            fields = "keys", "values", "scores", "positions"
+            key, value, scores, positions = state.by_head(
+                *fields, num_slots=slots.head_slots(state)
+            )
+            key = self.storage.keys.read(key, self.dtype, state.key_transform)
+            value = self.storage.values.read(value, self.dtype)
+        else:
+            self._weigh_values()
+            rows = slots.by_head(kernels, state)
+            key, value, scores, positions, _ = rows
+        past, is_entry = positions.shape[2], positions >= 0
+        entries = BlockEntries(past, key, value, scores, positions, key, key, value, is_entry)
+        if self.scores_spans:
+            if self.rotations.rolling is not None:
+                factors = self.rotations.rolling.of_ranks(past)
+                entries.attended_key = rotate_to_ranks(key, ranks_of(positions), factors)
+            entries.scores = self._score_ended(entries)
+        total, limit = self.spans.totals(state, positions), slots.most_entries(state)
+        if kernels is None:
+            slots.compact(state, entries.scores, *self.choose(entries, total, limit))
+            self._weigh_values()
+            if state.ranks is not None:
+                state.ranks.copy_(ranks_of(state.positions))
+        else:
+            chosen = self.select(kernels, entries, rows.weights, total, limit, in_place=True)
+            slots.compact_by(kernels, state, rows._replace(scores=entries.scores), chosen)
+        if self.ends_forward or self.forward.num_layers == 1:
+            self.forward.forget_shared()
+
+    def _weigh_values(self) -> None:
+        """Weigh the values of all slots again; mutates the state."""
+        if self.state.value_weights is not None:
+            values = self.storage.values.read(self.state.values, self.dtype)
+            self.state.value_weights.copy_(self.rule.value_weights(values))
 
     def drop(self, spans: Sequence[tuple[int, int]]) -> None:
         """Take the entries at spans of positions out; mutates the layer."""
@@ -390,9 +429,7 @@ class SlotLayer(CacheLayer):
         with ordinary_tensors():
             order = (~is_kept).to(torch.uint8).argsort(dim=-1, stable=True)
             slots.compact(state, scores, order, is_kept.gather(-1, order))
-            if state.value_weights is not None:
-                values = self.storage.values.read(state.values, self.dtype)
-                state.value_weights.copy_(self.rule.value_weights(values))
+            self._weigh_values()
             state.has_gaps = True
             state.slot_mask = slots.slots_within_budget(state)
             slots.refresh(state, self.dtype)
@@ -416,7 +453,6 @@ class SlotLayer(CacheLayer):
             slots.capacity = max(slots.capacity, other.slots.capacity, state.num_slots)
             state.slot_mask = slots.slots_within_budget(state)
         slots.has_all_slots &= other.slots.has_all_slots
-        slots.cut_late |= other.slots.cut_late
         self.rotations.tables = None  # of the former number of slots
         slots.refresh(state, self.dtype)
         other.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,81 +62,24 @@ def _fill_window(layer: DynamicSlidingWindowLayer, state: SlotState, seen: int) 
     layer.keys, layer.values, layer.cumulative_length = keys, values, seen
 
 
-class SlotBookkeeping:
-    """The budget and the entries of each sequence, for layers with equal budgets.
+@dataclass
+class PooledSequence:
+    """What the host knows of a sequence in a pool; of budgets for each kind of layer."""
 
-    Heads with equal budgets have one count for all; otherwise they share a row of slots, and each
-    has its count.
-    """
+    seen: int  # its tokens
+    span_start: int  # those before its first span
+    budgets: dict[int, TokenBudget]
+    totals: dict[int, tuple[int, ...]]  # K, or that of each head where heads share a row
+    # Entries that it lacks until its span ends, as a cut has waited for the end of an image.
+    num_lacking: int = 0
 
-    def __init__(self, capacity: float, sharing_heads: int | None = None, span: int = 1) -> None:
-        self.capacity = capacity  # K of the largest sequence; of heads that share, their mean
-        self._sharing_heads, self.span = sharing_heads, span
-        self.budgets: list[TokenBudget] = []
-        self._phases: list[int] = []  # tokens of its span that each sequence has read
-        self._totals: list[list[int]] = []
-        self._room: list[list[int]] = []
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of the largest sequence's row."""
-        return round((self._sharing_heads or 1) * (self.capacity + self.span))
-
-    def admit(self, budget: TokenBudget, totals: list[int], counts: list[int], phase: int) -> None:
-        """Register a sequence: its budget and its entries, each a list by head."""
-        self._phases.append(phase % self.span)
-        assert sum(totals) + len(totals) <= self.num_slots, "the engine refuses larger ones"
-        self.budgets.append(budget)
-        self._totals.append(totals)
-        self._room.append([total - count for total, count in zip(totals, counts, strict=True)])
-
-    def release(self, index: int) -> None:
-        lists: tuple[list[Any], ...] = (self.budgets, self._totals, self._room, self._phases)
-        for values in lists:
-            values[index] = values[-1]
-            del values[-1]
-
-    def count_step(self, rows: Sequence[int]) -> int:
-        """Return how many entries a step evicts, over all heads of the sequences that take it."""
-        if self.span > 1:
-            return self._count_span_step(rows)
-        full = sum(self._room[row].count(0) for row in rows)
-        for row in rows:
-            self._room[row] = [max(room - 1, 0) for room in self._room[row]]
-        return full
-
-    def _count_span_step(self, rows: Sequence[int]) -> int:
-        evicted = 0
-        for row in rows:
-            rooms = self._room[row]
-            self._phases[row] = (self._phases[row] + 1) % self.span
-            rooms[:] = [room - 1 for room in rooms]  # below zero before the end of a span
-            if self._phases[row] == 0:
-                evicted -= sum(min(room, 0) for room in rooms)
-                rooms[:] = [max(room, 0) for room in rooms]
-        return evicted
-
-    @property
-    def num_held(self) -> int:
-        return sum(map(sum, self._totals)) - sum(map(sum, self._room))
-
-    @property
-    def fills_all_slots(self) -> bool:
-        """Whether steps need no slot mask, as every slot is within its sequence's budget."""
-        if self._sharing_heads is not None or self.span > 1:
-            return True
-        return all(budget.total == self.capacity for budget in self.budgets)
-
-    def set_flags(self, layer: SlotLayer) -> None:
-        """Set which checks a layer's steps can skip; mutates the layer."""
-        left, is_even = max(map(max, self._room)), self.fills_all_slots
-        slots = layer.slots
-        slots.steps_to_cut = self.span - max(self._phases)
-        is_even = is_even and self.span == 1
-        slots.is_full, slots.looks_for_tail = is_even and left == 0, True
-        slots.steps_left = left if is_even and left else -1
-        slots.most_slots = max(map(max, self._totals)) + self.span
-        slots.protect(self.budgets)
+    def read(self, count: int, span: int) -> int:
+        """Count tokens; return the entries that it lacked if its span has ended; mutates."""
+        left, lacking = span - (self.seen - self.span_start) % span, 0
+        self.seen += count
+        if count >= left:
+            lacking, self.num_lacking = self.num_lacking, 0
+        return lacking
 
 
 class SlotPool:
@@ -175,20 +119,17 @@ class SlotPool:
             next(sizes) if pooled.window is None else pooled.window - 1
             for pooled in self.slot_layers
         ]
-        self._books = {}
-        for index in kinds.values():
-            heads = self.slot_layers[index].head_budgets
-            sharing_heads = None if heads is None else len(heads)
-            span = self.slot_layers[index].slots.span
-            self._books[index] = SlotBookkeeping(largest[index], sharing_heads, span)
-        self._num_seen: list[int] = []
-        self._span_starts: list[int] = []  # tokens before each sequence's first span
+        self._sequences: list[PooledSequence] = []  # in use
+        self._num_entries = 0  # of these, in all heads of layers that evict by H2O
+        self._span = max(layer.slots.span for layer in self.slot_layers)
         self._states = []
         # Slots within each sequence's budget, bool [B, H, S], for layers of one kind.
         self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
         self.num_heads = 0  # KV heads of all layers that evict by H2O
         for kind, layer in zip(self._kinds, self.slot_layers, strict=True):
-            layer.slots.capacity = self._books[kind].num_slots
+            heads, span = len(layer.head_budgets or (None,)), layer.slots.span
+            layer.slots.capacity = round(heads * (largest[kind] + span))
+            layer.slots.has_all_slots = layer.head_budgets is not None
             layer.rotations.tables = None  # of as many ranks as the cache that this one is like
             self._states.append(layer.state.like(num_rows, layer.slots.capacity))
             if layer.window is None:
@@ -204,10 +145,17 @@ class SlotPool:
         """Bytes of the slots that hold an entry."""
         total = 0.0
         for kind, state in zip(self._kinds, self._states, strict=True):
-            books = self._books[kind]
-            slots = self._num_rows * books.num_slots
-            total += books.num_held / slots * sum(t.nbytes for t in state.tensors().values())
-        return int(total) + len(self._num_seen) * self.linear_bytes
+            layer = self.slot_layers[kind]
+            slots = self._num_rows * layer.slots.capacity
+            nbytes = sum(tensor.nbytes for tensor in state.tensors().values())
+            total += self._count_entries(layer) / slots * nbytes
+        return int(total) + len(self._sequences) * self.linear_bytes
+
+    def _count_entries(self, layer: SlotLayer) -> int:
+        """Return a layer's entries, of one head where all hold as many."""
+        if not self._sequences:
+            return 0
+        return sum(map(sum, layer.slots.count_entries(layer.state)))
 
     @property
     def linear_bytes(self) -> int:
@@ -222,7 +170,7 @@ class SlotPool:
     @property
     def full_bytes(self) -> int:
         """Bytes of keys, values and states that a full cache would hold for the same tokens."""
-        return sum(map(self.full_bytes_of, list(self._num_seen)))
+        return sum(self.full_bytes_of(sequence.seen) for sequence in list(self._sequences))
 
     def full_bytes_of(self, length: int) -> int:
         total = self.linear_bytes
@@ -243,23 +191,19 @@ class SlotPool:
 
     def admit(self, source: H2OCache, sequence: int = 0) -> int:
         """Copy a sequence of a cache into free slots; returns its place."""
-        layers, row = _as_slots(source, sequence), len(self._num_seen)
+        layers, row = _as_slots(source, sequence), len(self._sequences)
         for layer, _ in layers:
             if layer.head_budgets is not None:  # whose slots cannot be added one by one
                 layer.slots.make_static(layer.state, layer.dtype)
         assert row < self.max_num_seqs, "the scheduler counts them"
         if row == self._num_rows:
             self._grow(min(2 * row, self.max_num_seqs))
-        firsts = [(layers[kind][0].state, layers[kind][1]) for kind in self._books]
-        on_device = [number[i, :, 0] for s, i in firsts for number in (s.total, s.counts())]
-        sizes = [len(numbers) for numbers in on_device]
-        on_host = torch.cat([numbers.to(on_device[0].device) for numbers in on_device]).cpu()
-        lists = iter(numbers.tolist() for numbers in on_host.split(sizes))  # the host waits once
-        for books, (state, index) in zip(self._books.values(), firsts, strict=True):
-            totals, counts = next(lists), next(lists)
-            seen = state.lengths()[index]
-            start = state.span_starts[index] if state.span_starts else 0
-            books.admit(state.budgets[index], totals, counts[: len(totals)], seen - start)
+        budgets, totals = {}, {}
+        for kind in set(self._kinds):
+            layer, index = layers[kind]
+            budgets[kind], totals[kind] = layer.state.budgets[index], layer.state.totals()[index]
+            num_slots = sum(totals[kind]) + len(totals[kind])
+            assert num_slots <= self.slot_layers[kind].slots.capacity, "the engine refuses more"
         for pool_layer, (layer, index), state in zip(
             self.slot_layers, layers, self._states, strict=True
         ):
@@ -269,11 +213,17 @@ class SlotPool:
         for states, linear in zip(self._linear, _linear_layers(source), strict=True):
             states.admit(row, linear, sequence)
         for (_, _, kind), mask in self._masks.items():
-            total = self._books[kind].budgets[row].total
-            mask[row] = torch.arange(mask.shape[2], device=mask.device) <= total
-        self._num_seen.append(seen)
-        self._span_starts.append(start)
+            mask[row] = torch.arange(mask.shape[2], device=mask.device) <= budgets[kind].total
+        first, index = next(pair for pair in layers if pair[0].window is None)
+        start = first.state.span_starts[index] if first.state.span_starts else 0
+        admitted = PooledSequence(first.state.lengths()[index], start, budgets, totals)
+        self._sequences.append(admitted)
+        before = self._num_entries
         self._show()
+        if first.state.has_gaps:
+            positions = [la.state.positions[at] for la, at in layers if la.window is None]
+            num_entries = sum(int((of_layer >= 0).sum()) for of_layer in positions)
+            admitted.num_lacking = self._num_entries - before - num_entries
         return row
 
     def _grow(self, num_rows: int) -> None:
@@ -296,21 +246,18 @@ class SlotPool:
 
     def release(self, index: int) -> int | None:
         """Free a sequence's slots; the last sequence moves there. Returns that place."""
-        last = len(self._num_seen) - 1
+        last = len(self._sequences) - 1
         if index != last:
             for tensor in self._tensors():
                 tensor[index].copy_(tensor[last])
-        for books in self._books.values():
-            books.release(index)
-        for numbers in (self._num_seen, self._span_starts):
-            numbers[index] = numbers[last]
-            numbers.pop()
+        self._sequences[index] = self._sequences[last]
+        self._sequences.pop()
         self._show()
         return None if index == last else last
 
     def copy_to(self, cache: H2OCache, row: int) -> None:
         """Copy a sequence at the end of its span into an empty cache; mutates the cache."""
-        seen = self._num_seen[row]
+        seen = self._sequences[row].seen
         layers: list[Any] = cache.layers
         for states, linear in zip(self._linear, _linear_layers(cache), strict=True):
             states.copy_to(linear, row)
@@ -354,46 +301,54 @@ class SlotPool:
         """Roll back to the tokens that each sequence keeps, 1 or more; return what they evicted."""
         for layer in self.slot_layers:
             assert layer.log is not None
-            layer.log.take_back(layer, [len(layer.log) - count for count in accepted])
+            layer.take_back([len(layer.log) - count for count in accepted])
             layer.log = None
-        evicted = sum(
-            self.count_step([row for row, count in enumerate(accepted) if count > number])
-            for number in range(max(accepted))
-        )
+        evicted = self.count_step(accepted)
         self._show()
         return evicted
 
-    def count_step(self, rows: Sequence[int] | None = None) -> int:
-        """Note a decode step of some sequences, or of all; returns the entries that it evicted."""
-        rows = range(len(self._num_seen)) if rows is None else rows
-        full = {kind: books.count_step(rows) for kind, books in self._books.items()}
-        for row in rows:
-            self._num_seen[row] += 1
-        layers = zip(self._kinds, self.slot_layers, strict=True)
+    def count_step(self, counts: Sequence[int] | None = None) -> int:
+        """Note what sequences have read, a token each by default; return the entries evicted."""
+        counts, before = counts or [1] * len(self._sequences), self._num_entries
+        pairs = zip(self._sequences, counts, strict=True)
+        lacking = sum(sequence.read(count, self._span) for sequence, count in pairs)
+        for layer in self.slot_layers:
+            layer.state.known_lengths = tuple(sequence.seen for sequence in self._sequences)
+        self._num_entries = self._count_all_entries()
+        return before + sum(counts) * self.num_heads - self._num_entries - lacking
+
+    def _count_all_entries(self) -> int:
+        """Return the entries in all heads of layers that evict by H2O."""
+        counts = {kind: self._count_entries(self.slot_layers[kind]) for kind in set(self._kinds)}
         return sum(
-            full[kind] * (1 if layer.head_budgets else layer.num_kv_heads)
-            for kind, layer in layers
+            counts[kind] * (1 if layer.head_budgets else layer.num_kv_heads)
+            for kind, layer in zip(self._kinds, self.slot_layers, strict=True)
             if layer.window is None
         )
 
     def _show(self) -> None:
         """Point the cache's layers at the slots in use; mutates the layers."""
-        used = len(self._num_seen)
+        used = len(self._sequences)
         if used == 0:
+            self._num_entries = 0
             return
         for states in self._linear:
             states.show(used)
         for kind, layer, state in zip(self._kinds, self.slot_layers, self._states, strict=True):
-            books = self._books[kind]
             layer.state = state.map(lambda tensor: tensor[:used])
-            layer.state.budgets = list(books.budgets)
-            layer.state.known_lengths = tuple(self._num_seen)
-            layer.state.span_starts = tuple(self._span_starts) if layer.spans else None
-            books.set_flags(layer)
-            if not books.fills_all_slots:
-                layer.state.slot_mask = self._masks[layer.device, layer.num_kv_heads, kind][:used]
+            layer.state.budgets = [sequence.budgets[kind] for sequence in self._sequences]
+            layer.state.known_totals = tuple(sequence.totals[kind] for sequence in self._sequences)
+            layer.state.known_lengths = tuple(sequence.seen for sequence in self._sequences)
+            if layer.spans:
+                layer.state.span_starts = tuple(each.span_start for each in self._sequences)
+            mask = self._masks.get((layer.device, layer.num_kv_heads, kind))
+            is_even = all(b.total + 1 == layer.slots.capacity for b in layer.state.budgets)
+            if mask is not None and not is_even:
+                layer.state.slot_mask = mask[:used]
+            layer.slots.refresh(layer.state, layer.dtype)
             if layer.rotations.rolling is not None and layer.rotations.tables is None:
                 layer.rotations.make_tables(layer.slots.capacity)
+        self._num_entries = self._count_all_entries()
 
 
 def _as_slots(cache: H2OCache, sequence: int) -> list[tuple[SlotLayer, int]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from h2okv.budget import TokenBudget
 from h2okv.cache.forward import LayerBudgets
-from h2okv.config import KV_BITS, check_bits
+from h2okv.config import KV_BITS
 from h2okv.ops.compaction import compact, pick
 from h2okv.ops.decode import Kind, Slots
 from h2okv.ops.quant import Entries, KeyTransform, Packed, pack, packed_bytes, unpack
@@ -148,7 +148,6 @@ class KVStorage:
     """How a layer stores keys and how it stores values, by `CacheConfig.kv_bits`."""
 
     def __init__(self, kv_bits: int | None = None) -> None:
-        check_bits(kv_bits)
         self.is_packed = kv_bits is not None
         self.keys, self.values = map(EntryStorage, KV_BITS.get(kv_bits, (None, None)))
 
@@ -216,7 +215,9 @@ class SlotState(Slots):
     scored_lengths: tuple[int, ...] | None = None
     # Tokens of each sequence before its first span; None: spans begin with the text.
     span_starts: tuple[int, ...] | None = None
-    has_gaps: bool = False  # whether tokens may have left that no cut has evicted
+    # Whether only the device knows how many entries there are, as tokens have left that no cut has
+    # evicted, or a cut has waited for the end of an image.
+    has_gaps: bool = False
 
     @classmethod
     def empty(cls, key: Tensor, value: Tensor, storage: KVStorage) -> SlotState:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from h2okv.budget import TokenBudget
 from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.drafting import Plan
 from h2okv.cache.slot_state import (
     MIN_GROWN_SLOTS,
     KVStorage,
@@ -46,14 +47,13 @@ class SlotPlan:
     def __init__(self, rule: Rule, storage: KVStorage, is_by_head: bool, span: int = 1) -> None:
         self.rule, self.storage, self.is_by_head, self.span = rule, storage, is_by_head, span
         # Every step reads these; the rule would derive them again each time.
-        self.is_plain_sum = rule.is_plain_sum
-        self.ranks_by_scores = rule.ranks_by_scores
         self.adds = span == 1 or rule.effective_inputs not in (Inputs.KEYS, Inputs.QUERIES)
         self.changes_scores = rule.scoring.factor is not None  # of all entries, in each step
         # Else a cut weighs what came since. Steps themselves know the norms of exact values.
         self.weighs_values = rule.weighs_values and self.adds
-        self.weighs_norms = self.weighs_values and rule.weighs_norms and not storage.is_packed
-        self.ranks_by_sums = rule.ranks_by_sums and self.weighs_norms == self.weighs_values
+        is_known = rule.scoring.weighs_norms and not storage.is_packed
+        self.weighs_norms = self.weighs_values and is_known
+        self.ranks_by_sums = rule.ranks_by_products and self.weighs_norms == self.weighs_values
         self.forget()
 
     def forget(self) -> None:
@@ -77,15 +77,13 @@ class SlotPlan:
         # Whether each of the heads that share a row has all the slots that it may need.
         self.has_all_slots = False
         self.most_slots: int | None = None  # of the head that has most, if the host knows it
-        # Whether a cut has waited for an image: only the device knows how many entries stay then.
-        self.cut_late = False
         self.num_evicted = 0  # on the meta device
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out of a pickle what is chosen for a machine and what the slots tell."""
         return vars(self) | {"operations": None, "tail": None, "looks_for_tail": True}
 
-    def counters(self) -> dict[str, int | None]:
+    def counters(self) -> Plan:
         """Return what steps count, for steps that are taken back."""
         names = ("capacity", "steps_left", "steps_to_cut", "is_full", "has_all_slots")
         return {name: getattr(self, name) for name in names}
@@ -109,10 +107,8 @@ class SlotPlan:
         num_slots, heads = indices.shape[2], None
         if state.head_of_slot is not None:  # slots of no head are copied from any
             heads = state.head_of_slot.long() % entries.key.shape[1]
-        elif self.capacity is not None and self._is_static(state):
-            num_slots = self.capacity
         else:
-            num_slots = slots_for(num_slots, self.capacity)
+            num_slots = self._num_slots(state, num_slots)
         state.keys = self.storage.keys.compact(
             entries.key, state.keys, indices, num_slots, heads, state.key_transform
         )
@@ -213,10 +209,8 @@ class SlotPlan:
         if self.is_by_head:
             self.capacity = num_slots = self.row_slots(state)
             rooms, self.has_all_slots = self._rooms(state, is_new=True), True
-        elif self.capacity is not None and self._is_static(state):
-            num_slots = self.capacity
         else:
-            num_slots = slots_for(min(limit, count), self.capacity)
+            num_slots = self._num_slots(state, min(limit, count))
         source = Rows(entries.key, entries.value, entries.scores, entries.positions, weights)
         with ordinary_tensors():
             target = _empty_rows(source, 1 if self.is_by_head else heads, num_slots)
@@ -239,6 +233,11 @@ class SlotPlan:
 
     # --- what the host knows ----------------------------------------------------------------------
 
+    def _num_slots(self, state: SlotState, count: int) -> int:
+        """Return the slots of a row for the entries of one head."""
+        is_static = self.capacity is not None and self._is_static(state)
+        return self.capacity if is_static else slots_for(count, self.capacity)
+
     def row_slots(self, state: SlotState) -> int:
         """Return the slots of a row that heads share, of the sequence that needs most."""
         return max(sum(total + self.span for total in heads) for heads in state.totals())
@@ -254,7 +253,7 @@ class SlotPlan:
         """
         # A rule that decides once has counted a token that is not read yet.
         follows = self.rule.inputs is not Inputs.WINDOW and not self.rule.grows
-        if self.cut_late or state.has_gaps or not follows:
+        if state.has_gaps or not follows:
             return [heads[:, 0].tolist() for heads in state.counts()]
         counts = []
         sequences = zip(state.lengths(), state.phases(self.span), state.totals(), strict=True)
@@ -340,7 +339,9 @@ class SlotPlan:
     def refresh(self, state: SlotState, dtype: torch.dtype) -> None:
         """Note what steps may leave out, and make slots for them."""
         counts = self.count_entries(state)
-        self.protect(state.budgets)
+        protected = {(budget.sink, budget.recent) for budget in state.budgets}
+        self.protected = protected.pop() if len(protected) == 1 else None
+        self.has_sinks = any(budget.sink for budget in state.budgets)
         self.most_slots = self.head_slots(state)
         # Sequences with different budgets are never full all together.
         is_even = self.rule.is_bounded and state.slot_mask is None and self.span == 1
@@ -358,12 +359,8 @@ class SlotPlan:
                 steps.append(state.num_slots - largest - 1)
         self.steps_left = -1 if self.is_full else min(steps, default=-1)
         if self.span > 1:
-            self.count_to_cut(state)
+            self.steps_to_cut = self.span - max(state.phases(self.span))
         self.looks_for_tail = True
-
-    def count_to_cut(self, state: SlotState) -> None:
-        """Count the steps until a sequence's span ends; mutates the plan."""
-        self.steps_to_cut = self.span - max(state.phases(self.span))
 
     def compact(self, state: SlotState, scores: Tensor, indices: Tensor, is_kept: Tensor) -> None:
         """Move kept entries to the first slots of their heads, in place; mutates the state.
@@ -420,12 +417,6 @@ class SlotPlan:
                 break
             self._add_slots(state, dtype)
         return steps
-
-    def protect(self, budgets: Sequence[TokenBudget]) -> None:
-        """Note what no step may evict; mutates the plan."""
-        protected = {(budget.sink, budget.recent) for budget in budgets}
-        self.protected = protected.pop() if len(protected) == 1 else None
-        self.has_sinks = any(budget.sink for budget in budgets)
 
     def take_tail(self, state: SlotState) -> Tail | None:
         """Return the slots that a step fills, evicting nothing; `None` where it must look.

@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from h2okv.cache.block import Block, BlockEntries
+from h2okv.cache.block import Block
 from h2okv.cache.forward import Forward
-from h2okv.cache.rope import Rotations, ranks_of, rotate_to_ranks
-from h2okv.cache.slot_state import KVStorage, SlotState, ordinary_tensors
-from h2okv.cache.slots import SlotPlan
+from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.ops.attention import mean_queries, num_means
 from h2okv.ops.decode import QueryRing
-from h2okv.ops.dispatch import Cut
 from h2okv.ops.reference import AttentionSpec
-from h2okv.policy import BlockView, Rule
-
-
-class _Layer(Protocol):
-    layer_idx: int
-    dtype: torch.dtype
-    rule: Rule
-    state: SlotState
-    storage: KVStorage
-    rotations: Rotations
-    forward: Forward
-    checks_numbers: bool
-    ends_forward: bool
-    is_late: Tensor | None
-    attention_spec: AttentionSpec | None
-
-    @property
-    def scores_spans(self) -> bool: ...
-    def count(self, block: Block) -> None: ...
-    def view(self, block: Block, entries: BlockEntries, sums: Tensor) -> BlockView: ...
-    def choose(self, entries: BlockEntries, total: Tensor, limit: int) -> tuple[Tensor, Tensor]: ...
-
-
-class _LayerOfSlots(_Layer, Protocol):
-    slots: SlotPlan
-
-    def grow(self) -> None: ...
-    def cut_kernels(self, positions: Tensor) -> Cut | None: ...
-    @property
-    def select(self) -> Callable[..., Any]: ...
 
 
 def to_device(numbers: Sequence[bool] | Sequence[int], state: SlotState) -> Tensor:
@@ -68,17 +35,13 @@ class Spans:
     length: int  # c, at least 2; a span of one token is an ordinary step
     whole_prompts: bool = False
 
-    def phases(self, state: SlotState) -> list[int]:
-        """Return the tokens of its span that each sequence has read, 0 to c - 1."""
-        return state.phases(self.length)
-
     def ended(self, state: SlotState, is_late: Tensor | None = None) -> list[bool]:
         """Tell of each sequence whether its span has just ended.
 
         `is_late` ``[B]`` marks those in which it ended with an image (`Block.split`).
         """
         late = [False] * state.batch_size if is_late is None else is_late.tolist()
-        phases = self.phases(state)
+        phases = state.phases(self.length)
         return [phase == 0 or waited for phase, waited in zip(phases, late, strict=True)]
 
     def totals(self, state: SlotState, positions: Tensor, is_late: Tensor | None = None) -> Tensor:
@@ -199,7 +162,7 @@ class Spans:
         positions[index] = -1
         may_lack = scored is None or is_short
         if is_begun:
-            may_lack = len({self.phases(state)[row] for row in rows}) > 1
+            may_lack = len({state.phases(self.length)[row] for row in rows}) > 1
             query, position_ids = self._newest(
                 state, rows, state.num_real_tokens[index], query, position_ids
             )
@@ -228,7 +191,7 @@ class Spans:
         self, state: SlotState, rows: list[int], seen: Tensor, query: Tensor, position_ids: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the queries of begun spans, newest first; others are of drafts taken back."""
-        counts = [phase for row, phase in enumerate(self.phases(state)) if row in rows]
+        counts = [phase for row, phase in enumerate(state.phases(self.length)) if row in rows]
         ages = torch.arange(max(counts), device=state.device)
         columns = (seen.unsqueeze(1) - 1 - ages) % self.length
         where = columns[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
@@ -244,108 +207,3 @@ class Spans:
         starts = state.span_starts or (0,) * state.batch_size
         columns = to_device([(start - 1) % self.length for start in starts], state).unsqueeze(1)
         return state.query_positions.gather(1, columns).squeeze(1) >= 0
-
-    # --- scores and evictions of a layer ----------------------------------------------------------
-
-    def score_block(
-        self, layer: _Layer, block: Block, entries: BlockEntries, output: Tensor
-    ) -> Tensor:
-        """Count a block's tokens and return the scores ``[B, H, N]``; mutates the layer."""
-        if layer.checks_numbers:
-            layer.forward.check_later(layer.layer_idx, output[:, :, -1])
-        self.add_queries(layer.state, block)
-        layer.count(block)
-        return self.score(layer, entries)
-
-    def score(
-        self, layer: _Layer, entries: BlockEntries, is_scored: Sequence[bool] | None = None
-    ) -> Tensor:
-        """Return entries' scores ``[B, H, N]``, with those of the spans that have just ended.
-
-        But for sequences that `is_scored` marks.
-        """
-        ended = self.ended(layer.state, layer.is_late)
-        if is_scored is not None:
-            ended = [over and not done for over, done in zip(ended, is_scored, strict=True)]
-        return self._score_queries(layer, entries, ended)
-
-    def score_begun(self, layer: _Layer, entries: BlockEntries, is_whole: Sequence[bool]) -> Tensor:
-        """Return the scores ``[B, H, N]`` with those of spans that whole blocks end early."""
-        phases = self.phases(layer.state)
-        begun = [is_over and phase > 0 for is_over, phase in zip(is_whole, phases, strict=True)]
-        if layer.state.queries is None or not any(begun):
-            return entries.scores
-        past = entries.before_block()
-        scores = entries.scores.clone()
-        scores[..., : entries.past] = self._score_queries(layer, past, begun, True)
-        return scores
-
-    def _score_queries(
-        self, layer: _Layer, entries: BlockEntries, has_ended: list[bool], is_short: bool = False
-    ) -> Tensor:
-        is_late = layer.is_late is not None  # the span after it is shorter
-        sequences, span = self.take_queries(
-            layer.state, layer.attention_spec, has_ended, is_short or is_late, is_late,
-            layer.forward,
-        )  # fmt: skip
-        if span is None:
-            return entries.scores
-        ended = replace(entries) if sequences is None else entries.of_sequences(sequences)
-        ended.query = span.query
-        none = layer.forward.zeros(ended.scores.shape, layer.state.device)
-        added = layer.rule.score_block(layer.view(span, ended, none))
-        added = added.to(torch.float32)
-        if sequences is None:
-            return entries.scores + added
-        return entries.scores.index_add(0, sequences, added)
-
-    def evict(self, layer: _LayerOfSlots) -> None:
-        """Evict after steps that ended a span, in place: slots may be views of a pool's."""
-        state = layer.state
-        if not any(self.ended(state)):
-            return
-        layer.grow()
-        kernels = layer.cut_kernels(state.positions)
-        if kernels is not None:
-            self._evict_by(kernels, layer)
-        else:
-            self._evict_plainly(layer)
-        if layer.ends_forward or layer.forward.num_layers == 1:
-            layer.forward.forget_shared()
-
-    def _evict_plainly(self, layer: _LayerOfSlots) -> None:
-        state, slots = layer.state, layer.slots
-        fields = "keys", "values", "scores", "positions"
-        key, value, scores, positions = state.by_head(*fields, num_slots=slots.head_slots(state))
-        past = positions.shape[2]
-        key = layer.storage.keys.read(key, layer.dtype, state.key_transform)
-        value = layer.storage.values.read(value, layer.dtype)
-        entries = BlockEntries(past, key, value, scores, positions, key, key, value, positions >= 0)
-        if layer.scores_spans:
-            if layer.rotations.rolling is not None:
-                factors = layer.rotations.rolling.of_ranks(past)
-                entries.attended_key = rotate_to_ranks(key, ranks_of(positions), factors)
-            entries.scores = self.score(layer, entries)
-        total = self.totals(state, positions)
-        indices, is_kept = layer.choose(entries, total, slots.most_entries(state))
-        slots.compact(state, entries.scores, indices, is_kept)
-        if state.value_weights is not None:
-            values = layer.storage.values.read(state.values, layer.dtype)
-            state.value_weights.copy_(layer.rule.value_weights(values))
-        if state.ranks is not None:
-            state.ranks.copy_(ranks_of(state.positions))
-
-    def _evict_by(self, kernels: Cut, layer: _LayerOfSlots) -> None:
-        state, slots = layer.state, layer.slots
-        if state.value_weights is not None:
-            values = layer.storage.values.read(state.values, layer.dtype)
-            state.value_weights.copy_(layer.rule.value_weights(values))
-        rows = slots.by_head(kernels, state)
-        key, value, scores, positions, weights = rows
-        past, is_entry = positions.shape[2], positions >= 0
-        entries = BlockEntries(past, key, value, scores, positions, key, key, value, is_entry)
-        if layer.scores_spans:
-            entries.scores = self.score(layer, entries)
-        total, limit = self.totals(state, positions), slots.most_entries(state)
-        chosen = layer.select(kernels, entries, weights, total, limit, in_place=True)
-        slots.compact_by(kernels, state, rows._replace(scores=entries.scores), chosen)

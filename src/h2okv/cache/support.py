@@ -333,9 +333,7 @@ def measured_budgets(model: object, cache: CacheConfig) -> CacheConfig:
 
 def transforms_keys(cache: CacheConfig, config: PreTrainedConfig) -> bool:
     """Tell whether a cache transforms keys before it packs them (`KeyTransform`)."""
-    # Other values are refused where layers are made.
-    has_four = type(cache.kv_bits) is int and KV_BITS.get(cache.kv_bits, (8,))[0] == 4
-    return has_four and latent_sizes(config) is None
+    return KV_BITS.get(cache.kv_bits, (8,))[0] == 4 and latent_sizes(config) is None
 
 
 def measured_keys(model: object, cache: CacheConfig) -> Mapping[int, KeyTransform]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from itertools import pairwise
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from h2okv.cache.argument import CACHE
 from h2okv.cache.base_layer import BaseLayer
-from h2okv.cache.forward import LayerBudgets, amounts
 from h2okv.cache.rope import ranks_of
 from h2okv.cache.slot_state import SlotState
 from h2okv.ops.choice import protected_entries
@@ -215,9 +213,9 @@ def check_window(layer: BaseLayer, length: int) -> None:
     if window is None:
         return
     budget = max(tokens.total for tokens in layer.state.budgets)
-    if layer.spans is not None and budget + layer.spans.length > window:
+    if layer.span > 1 and budget + layer.span > window:
         raise ValueError(
-            f"positions='rolling': a budget of {budget} tokens and evict_every={layer.spans.length}"
+            f"positions='rolling': a budget of {budget} tokens and evict_every={layer.span}"
             f" must fit into the model's window of {window}; lower heavy, recent or evict_every."
         )
     if budget >= window:
@@ -247,15 +245,14 @@ def check_integrity(layer: BaseLayer) -> None:
     expected = newest + 1
     if layer.rule.evicts:
         # Tokens of a span that has not ended are all there.
-        phases = [0] if layer.spans is None else layer.spans.phases(state)
-        phase = torch.tensor(phases, device=state.device).view(-1, 1, 1)
+        phase = torch.tensor(state.phases(layer.span), device=state.device).view(-1, 1, 1)
         expected = torch.minimum(expected - phase, state.total) + phase
     ordered = positions.sort(dim=-1).values
     twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
     protected = protected_entries(positions, newest, state.sink, state.recent) & is_entry
     due = torch.minimum(newest + 1, state.sink + state.recent)
     is_wrong = counts != expected
-    if state.has_gaps or layer.rule.grows:  # of tokens that were forgotten, or a budget's steps
+    if state.has_gaps or layer.rule.grows:  # or a budget's steps
         is_wrong, due = counts > expected, due * (not state.has_gaps)
     problems = {
         "holds another number of entries than the budget": is_wrong,
@@ -313,19 +310,16 @@ def _check_budgets(layer: BaseLayer, state: SlotState) -> None:
 
 def _differs_from_budgets(layer: BaseLayer, state: SlotState) -> Tensor:
     """Mark the sequences with other budgets in the tensors than in the header."""
-    expected = copy.copy(state)
-    totals = tuple((budget.total,) for budget in state.budgets)
-    table = torch.tensor(amounts(state.budgets, totals), device=state.device)
-    expected.set_budgets(LayerBudgets(state.budgets, totals, table), layer.rule.has_pattern)
+    rows = [(b.sink, b.recent, b.num_static, b.total) for b in state.budgets]
+    table = torch.tensor(rows, device=state.device).T.reshape(4, -1, 1, 1)
+    sink, recent, num_static, total = table
     # The largest of a layer's heads; what the others keep, only the file knows.
-    total = state.total.amax(dim=1, keepdim=True)
-    grown = torch.zeros_like(expected.total)
-    if layer.rule.inputs is Inputs.WINDOW:  # whatever follows the prompt is kept, the budget grows
-        grown = total - expected.total
-    differs = (state.sink != expected.sink) | (state.recent != expected.recent + grown)
-    differs |= (grown < 0) | (total != expected.total + grown)
+    grown = state.total.amax(dim=1, keepdim=True) - total
+    differs = (state.sink != sink) | (state.recent != recent + grown)
+    # Whatever follows the prompt may be kept: then the budget grows.
+    differs |= (grown < 0) if layer.rule.inputs is Inputs.WINDOW else (grown != 0)
     if state.num_static is not None:
-        differs |= state.num_static != expected.num_static
+        differs |= state.num_static != num_static
     return differs
 
 
@@ -348,8 +342,7 @@ def _problems(layer: BaseLayer, state: SlotState, seen: Tensor) -> dict[str, Ten
         of_head = ~state.of_others()
         is_free = of_head.gather(-1, free.clamp(0, last).view(*of_head.shape[:2], 1))
         counts = of_head.sum(dim=-1, keepdim=True)
-        span = 1 if layer.spans is None else layer.spans.length
-        is_wide = counts > state.total + span + layer.rule.grows
+        is_wide = counts > state.total + layer.span + layer.rule.grows
         problems["has shared slots of an invalid head"] = ~is_free | is_wide
     if state.ranks is not None:
         problems["has ranks beyond its slots"] = (state.ranks < 0) | (state.ranks > last)

@@ -96,13 +96,9 @@ class Tail:
             return hidden.unsqueeze(2), self.free
         groups = num_heads // slots.free_slot.shape[-1]
         hidden = (hidden | slots.of_others()).repeat_interleave(groups, dim=1).unsqueeze(1)
-        return hidden, self._of_queries(slots, groups)
-
-    def _of_queries(self, slots: Slots, groups: int) -> Tensor:
-        num_slots = slots.positions.shape[2]
-        free = slots.free_slot.view(len(slots.positions), -1, 1).expand(-1, -1, groups)
-        rows = torch.arange(free.numel(), device=free.device) * num_slots
-        return rows + free.flatten()
+        free = slots.free_slot.view(len(hidden), -1, 1).expand(-1, -1, groups)
+        rows = torch.arange(free.numel(), device=free.device) * slots.positions.shape[2]
+        return hidden, rows + free.flatten()
 
     def advance(self, slots: Slots) -> None:
         """Count a step on the device; mutates the tail and the slots."""

@@ -61,10 +61,7 @@ def write_slot(
 def _flat_slots(slots: Tensor, free: Tensor) -> Tensor:
     """Return where free slots are if all rows stand one behind the other, int64 ``[B * H]``."""
     batch, heads, num_slots = slots.shape[:3]
-    if slots.device.type == "cpu" and not torch.compiler.is_compiling():
-        first = _first_slots_of(batch * heads, num_slots)
-    else:
-        first = torch.arange(0, batch * heads * num_slots, num_slots, device=slots.device)
+    first = _constant(slots.device, torch.arange, 0, batch * heads * num_slots, num_slots)
     return (first.view(batch, heads, 1) + free).flatten()
 
 
@@ -97,30 +94,23 @@ def _write_both(slots: Slots, key: Tensor, value: Tensor) -> None:
         write_slot(values, slots.free_slot, value, rows)
 
 
-@functools.lru_cache(maxsize=64)
-def _first_slots_of(rows: int, num_slots: int) -> Tensor:
-    """Return the first slot of each row; an ordinary tensor, also under inference_mode."""
-    with torch.inference_mode(False):
-        return torch.arange(0, rows * num_slots, num_slots)
+def _numbers_of_heads(count: int, device: torch.device | None = None) -> Tensor:
+    return torch.arange(count, dtype=torch.uint8, device=device).unsqueeze(-1)
 
 
-@functools.lru_cache(maxsize=64)
-def _numbers_of_heads(count: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(count, dtype=torch.uint8).unsqueeze(-1)
+def _constant(
+    device: torch.device, make: Callable[..., Tensor], *arguments: Any, **options: Any
+) -> Tensor:
+    """Return ``make(*arguments)`` on a device, made once for a CPU; nothing may write to it."""
+    if device.type == "cpu" and not torch.compiler.is_compiling():
+        return _kept_constant(make, *arguments, **options)
+    return make(*arguments, device=device, **options)
 
 
-def _ones_like(tensor: Tensor, *shape: int) -> Tensor:
-    """Return ones of a tensor's dtype, where it is."""
-    if tensor.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _kept_ones(shape, tensor.dtype)
-    return tensor.new_ones(shape)
-
-
-@functools.lru_cache(maxsize=64)
-def _kept_ones(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.ones(shape, dtype=dtype)
+@functools.lru_cache(maxsize=256)
+def _kept_constant(make: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+    with torch.inference_mode(False):  # an ordinary tensor
+        return make(*arguments, **options)
 
 
 def decode_with_scores(
@@ -186,7 +176,7 @@ def decode_with_scores(
     weights = weights.float()
     if scores is not None and groups > 1 and not torch.compiler.is_compiling():
         # One product in place of a sum and an addition.
-        row_of_ones = _ones_like(weights, rows, 1, groups)
+        row_of_ones = _constant(weights.device, torch.ones, rows, 1, groups, dtype=weights.dtype)
         scores.view(rows, 1, num_slots).baddbmm_(row_of_ones, weights)
         return output, scores
     # A sum over one query head would be a copy.
@@ -224,7 +214,8 @@ def _logits(
     is_fused = _fuses(query.shape[1], query.device)
     if ranks is None and isinstance(keys, Tensor) and not is_fused:
         # One operation for the product and the factor; what is added to does not count.
-        nothing, columns = _ones_like(query, 1, 1, 1), keys.to(query.dtype).transpose(1, 2)
+        columns = keys.to(query.dtype).transpose(1, 2)
+        nothing = _constant(query.device, torch.ones, 1, 1, 1, dtype=query.dtype)
         return torch.baddbmm(nothing, query, columns, beta=0, alpha=scale)
     scaled = query * scale
     if isinstance(keys, Indexed):
@@ -377,11 +368,7 @@ class Slots:
         """Mark, for each head, the shared slots that are not its own; bool ``[B, H, S]``."""
         assert self.head_of_slot is not None
         count, device = self.free_slot.shape[-1], self.head_of_slot.device
-        if device.type == "cpu" and not torch.compiler.is_compiling():
-            return self.head_of_slot != _numbers_of_heads(count)
-        return self.head_of_slot != torch.arange(count, dtype=torch.uint8, device=device).unsqueeze(
-            -1
-        )
+        return self.head_of_slot != _constant(device, _numbers_of_heads, count)
 
 
 class RotaryTables(NamedTuple):

@@ -8,35 +8,18 @@ import os
 import sys
 
 from h2okv.config import BEST
-from h2okv.policy.a2sf import Decay
-from h2okv.policy.baselines import Full, Random, Recent
-from h2okv.policy.expected import Expected
-from h2okv.policy.h2o import H2O, Heavy
-from h2okv.policy.keydiff import KeyDiff
-from h2okv.policy.rule import Rule
-from h2okv.policy.scoring import BlockView, Inputs, Mean, Scoring
-from h2okv.policy.snapkv import SnapKV
-from h2okv.policy.streaming_llm import StreamingLLM
-from h2okv.policy.strided import Fixed, FixedHeavy, Strided, StridedHeavy
-from h2okv.policy.tova import Last
-from h2okv.policy.vatp import ValueNorm
+from h2okv.policy.baselines import RULES, Fixed, Random, SnapKV
+from h2okv.policy.rule import H2O, Rule
+from h2okv.policy.scoring import SCORINGS, BlockView, Decay, Inputs, Scoring
 from h2okv.records import unknown_name
 
 __all__ = [
-    "BlockView", "Policy", "Rule", "Scoring", "Inputs", "get_rule", "get_scoring", "policy_names",
-    "register_policy", "scoring_names",
+    "BlockView", "Fixed", "H2O", "Inputs", "Policy", "Rule", "Scoring", "SnapKV", "get_rule",
+    "get_scoring", "policy_names", "register_policy", "scoring_names",
 ]  # fmt: skip
 
-_RULES: dict[str, type[Rule]] = {
-    rule.name: rule
-    for rule in (
-        Full, Recent, StreamingLLM, H2O, Heavy, Random, Strided, StridedHeavy, Fixed, FixedHeavy,
-        SnapKV, KeyDiff,
-    )
-}  # fmt: skip
-_SCORINGS: dict[str, type[Scoring]] = {
-    scoring.name: scoring for scoring in (Scoring, Mean, Decay, Last, ValueNorm, Expected)
-}
+_RULES = {rule.name: rule for rule in RULES}
+_SCORINGS = {scoring.name: scoring for scoring in SCORINGS}
 _SEED_LIMIT = 1 << 32
 
 Policy = Rule  # the former name

@@ -1,4 +1,4 @@
-"""The extension point: what every eviction rule says."""
+"""The extension point: what every eviction rule says; H2O says nothing else."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from h2okv.budget import TokenBudget
-from h2okv.policy.scoring import BlockView, Inputs, Scoring
+from h2okv.ops.reference import value_norms
+from h2okv.policy.scoring import BlockView, Inputs, Scoring, power
 
 
 class Rule:
@@ -146,15 +147,8 @@ class Rule:
 
     @property
     def weighs_values(self) -> bool:
-        """Whether entries carry weights of their values (`Scoring.value_weights`)."""
-        is_plain = type(self.scoring).value_weights is Scoring.value_weights
-        return self.scoring.weighs_norms or not is_plain
-
-    @property
-    def weighs_norms(self) -> bool:
-        """Whether these weights are L1 norms, which kernels compute."""
-        is_plain = type(self.scoring).value_weights is Scoring.value_weights
-        return self.scoring.weighs_norms and is_plain
+        """Whether entries carry weights of their values (`value_weights`)."""
+        return self.scoring.weighs_norms
 
     @property
     def ranks_by_products(self) -> bool:
@@ -163,19 +157,12 @@ class Rule:
         return self.ranks_by_scores and is_plain
 
     @property
-    def ranks_by_sums(self) -> bool:
-        """Whether ranks are the accumulated numbers, by their weights, as kernels take them."""
-        return self.ranks_by_products and self.weighs_norms == self.weighs_values
-
-    @property
     def weighs_queries(self) -> bool:
         """Whether some queries of a block may count for more in the sums than others."""
-        by_factor = type(self).query_weights is Rule.query_weights
-        by_factor &= type(self.scoring).query_weights is Scoring.query_weights
-        return self.inputs is Inputs.WINDOW or not by_factor or self.scoring.factor is not None
+        return self.inputs is Inputs.WINDOW or self.scoring.factor is not None
 
-    def query_weights(self, later: Tensor, recent: Tensor) -> Tensor | None:
-        """Return what each query counts for, fp32 ``[B, T]``; ``None`` for one.
+    def query_weights(self, later: Tensor, recent: Tensor) -> Tensor:
+        """Return what each query counts for, fp32 ``[B, T]``, if not all count for one.
 
         Args:
             later: number of real queries after each, int64 ``[B, T]``.
@@ -183,17 +170,15 @@ class Rule:
         """
         if self.inputs is Inputs.WINDOW:
             return (later < recent).to(torch.float32)
-        return self.scoring.query_weights(later)
-
-    def decayed(self, scores: Tensor, count: Tensor) -> Tensor:
-        """Return scores ``[B, H, N]`` after ``count`` ``[B]`` further queries."""
-        return self.scoring.decayed(scores, count)
+        assert self.scoring.factor is not None, "weighs_queries says whether there is one"
+        return power(self.scoring.factor, later)
 
     def value_weights(self, values: Tensor) -> Tensor:
-        """Return the weights of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``."""
-        weights = self.scoring.value_weights(values)
-        assert weights is not None, "weighs_values says whether there are any"
-        return weights
+        """Return positive weights of values ``[B, H, N, Dv]``, fp32 ``[B, H, N]``.
+
+        They are kept with the entries, and multiply their scores.
+        """
+        return value_norms(values)
 
     def eviction_scores(
         self, scores: Tensor, positions: Tensor, newest: Tensor, weights: Tensor | None
@@ -206,3 +191,18 @@ class Rule:
         """Whether ranks are the scores alone."""
         by_scores = type(self).priority is Rule.priority and self.uses_scores
         return by_scores and not self.has_pattern and self.inputs is not Inputs.WINDOW
+
+
+class H2O(Rule):
+    """Keeps the recent window and the highest accumulated attention (arXiv 2306.14048, Alg. 1)."""
+
+    name = "h2o"
+
+
+class Heavy(H2O):
+    """Keeps heavy hitters alone, without a recent window (arXiv 2306.14048, Table 9)."""
+
+    name = "heavy"
+
+    def allocate_budget(self, budget: TokenBudget) -> TokenBudget:
+        return TokenBudget(budget.sink, budget.heavy + budget.recent, recent=0)

@@ -11,7 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from h2okv.ops.reference import AttentionSpec, softmax, value_norms
+from h2okv.ops.reference import AttentionSpec, softmax
+
+# Earlier queries decide where the newest gives an entry nothing at all.
+_FORGOTTEN = 1e-30
 
 
 class Inputs(Enum):
@@ -90,7 +93,7 @@ class Scoring:
     takes_decay: ClassVar[bool] = False
     """Whether a user may give a decay."""
     weighs_norms: ClassVar[bool] = False
-    """Whether the weights of values are their L1 norms, which steps of kernels know."""
+    """Whether scores are multiplied by the L1 norms of values, which steps of kernels know."""
 
     def __init__(self, decay: float | None = None) -> None:
         """Make a scoring; each query lowers what came before it by the factor ``decay``."""
@@ -101,10 +104,6 @@ class Scoring:
         """Factor of a query's attention with each later query; ``None`` for one."""
         return self.decay
 
-    def query_weights(self, later: Tensor) -> Tensor | None:
-        """Return the weight of each query, fp32 ``[B, T]``, given the real ones after it."""
-        return None if self.factor is None else power(self.factor, later)
-
     def decayed(self, scores: Tensor, count: Tensor) -> Tensor:
         """Return scores ``[B, H, N]`` after ``count`` ``[B]`` further queries."""
         return scores if self.factor is None else scores * power(self.factor, count).view(-1, 1, 1)
@@ -112,13 +111,6 @@ class Scoring:
     def score_block(self, block: BlockView) -> Tensor:
         """Return what a block adds to the scores of its N entries, fp32 ``[B, H, N]``."""
         return block.sums
-
-    def value_weights(self, values: Tensor) -> Tensor | None:
-        """Return a positive weight for each of the values ``[B, H, N, Dv]``.
-
-        It is kept with the entry, fp32 ``[B, H, N]``, and multiplies its score.
-        """
-        return value_norms(values) if self.weighs_norms else None
 
     def eviction_scores(
         self, scores: Tensor, positions: Tensor, newest: Tensor, weights: Tensor | None
@@ -129,7 +121,7 @@ class Scoring:
             scores: accumulated numbers.
             positions: int32 ``[B, H, N]``; the result is meaningless where it is -1.
             newest: position of the newest token, int64 ``[B, 1, 1]``.
-            weights: those of `value_weights`.
+            weights: those of `Rule.value_weights`.
         """
         return scores if weights is None else scores * weights
 
@@ -149,6 +141,61 @@ class Mean(Scoring):
         # An entry has been seen by its own query and by each one since, whatever the blocks;
         # positions do not count padding, and neither does their difference.
         return scores / (newest.to(positions.dtype) - positions + 1)
+
+
+class Decay(Scoring):
+    """``sum_i decay ** (n - i) P[i, j]``, n the newest (A2SF, arXiv 2407.20485, section 3)."""
+
+    name = "decay"
+    default_decay = 0.995  # half of a query's attention is forgotten after 138 further ones
+    takes_decay = True
+
+
+class Last(Scoring):
+    """``P[n, j]``, the attention of the newest query n (TOVA, arXiv 2401.06104, section 3.2).
+
+    With ``policy="heavy"`` it is TOVA, except that each KV head chooses for itself.
+    """
+
+    name = "last"
+
+    @property
+    def factor(self) -> float:
+        return _FORGOTTEN
+
+
+class ValueNorm(Scoring):
+    """``sum_i P[i, j] * (L1 norm of value j)`` (VATP, arXiv 2406.12335, section 3).
+
+    The paper keeps the first tokens besides, whose values are small: ``sink=20`` in its H2O runs.
+    With a decay, `Decay`'s sum takes the place of the plain one.
+    """
+
+    name = "value_norm"
+    takes_decay = weighs_norms = True
+
+
+class Expected(Scoring):
+    """``sqrt(sum_i P'[i, j] ** 2) * (L1 norm of value j)``, P' of queries behind the block's end.
+
+    Every query of each query head sees all entries there, whichever came first; with
+    ``evict_every`` the mean of up to four query heads does, of which fewer are stored until a cut.
+    The attention that an entry has received depends on the number of queries that came after it,
+    and how soon; this does not. A single token adds ``P[i, j]``, as in `ValueNorm`. Related:
+    Expected Attention (arXiv 2510.00636) models the queries by a Gaussian, KVzip (arXiv 2505.23416)
+    has the model read the text twice.
+    """
+
+    name = "expected"
+    inputs = Inputs.QUERIES
+    weighs_norms = True
+
+    def score_block(self, block: BlockView) -> Tensor:
+        return block.attend_from_behind()
+
+
+SCORINGS: tuple[type[Scoring], ...] = (Scoring, Mean, Decay, Last, ValueNorm, Expected)
+"""The ways of counting."""
 
 
 def power(decay: float, exponent: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Batch:
         padding. The table is ``[R, columns]``, negative for no block. After `block_size` tokens a
         request goes on in another block, with a copy of the last one; ``None``: it stays.
         """
-        spans = pool.layers[0].spans
+        span = pool.layers[0].span
         counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
         active = [row for row, count in enumerate(counts) if count > 0]
         seen = [length - count for length, count in zip(lengths, counts, strict=True)]
@@ -76,11 +76,10 @@ class Batch:
         single_index = index[: len(single)] if is_first else index[_int64(single, table)]
         single_seen = [seen[row] for row in single]
         ended = None
-        if spans is not None:
-            ends = [row for row, n in enumerate(single_seen) if (n + 1) % spans.length == 0]
-            if ends:
-                counts_then = _int64([single_seen[row] + 1 for row in ends], table)
-                ended = counts_then, single_index[_int64(ends, table)]
+        ends = [row for row, n in enumerate(single_seen) if span > 1 and (n + 1) % span == 0]
+        if ends:
+            counts_then = _int64([single_seen[row] + 1 for row in ends], table)
+            ended = counts_then, single_index[_int64(ends, table)]
         return cls(
             chunks, rows, _int64(single_seen, table), single_index,
             single_index.tolist() if single_index.is_cpu else None,

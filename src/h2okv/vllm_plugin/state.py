@@ -102,10 +102,10 @@ class StateLayer(SlotLayer):
             if kind.per in ("entry", "derived") and kind.is_of(self):
                 sizes = () if kind.is_metadata else (shape.size,)
                 spec[name] = ((*slots, *sizes), kind.dtype or shape.dtype)
-        if self.spans is not None and self.scores_spans:
+        if self.scores_spans:
             query = torch.empty(1, shape.num_heads, 1, 1, device="meta")
             means = mean_queries(query, shape.num_kv_heads).shape[1]
-            spec["queries"] = ((means, self.spans.length, shape.size), shape.dtype)
+            spec["queries"] = ((means, self.span, shape.size), shape.dtype)
         return spec
 
     def bind(self, blocks: Mapping[str, Tensor]) -> None:
@@ -122,8 +122,7 @@ class StateLayer(SlotLayer):
             }
             self._constants["total"] = torch.tensor(self.totals, device=device).view(1, -1, 1)
             if self.head_budgets is not None:
-                span = 1 if self.spans is None else self.spans.length
-                counts = torch.tensor([total + span for total in self.totals])
+                counts = torch.tensor([total + self.span for total in self.totals])
                 heads = torch.arange(len(counts)).repeat_interleave(counts)
                 room = (0, self.num_slots - len(heads))
                 heads = torch.nn.functional.pad(heads, room, value=NO_HEAD).view(1, 1, -1)
@@ -132,8 +131,7 @@ class StateLayer(SlotLayer):
 
     def _forget(self) -> None:
         super()._forget()
-        span = 1 if self.spans is None else self.spans.length
-        self.slots = _BlockPlan(self.rule, self.storage, self.head_budgets is not None, span)
+        self.slots = _BlockPlan(self.rule, self.storage, self.head_budgets is not None, self.span)
 
     # --- a prompt, or a later chunk, of each of B requests ----------------------------------------
 
@@ -173,7 +171,6 @@ class StateLayer(SlotLayer):
         state = self._state(tensors, seen)
         state.known_totals = (tuple(self.totals),) * len(seen)
         if "queries" in tensors:
-            assert self.spans is not None
             state.query_positions = self.spans.positions(seen)
         return state
 
@@ -214,11 +211,10 @@ class StateLayer(SlotLayer):
         small = {name: blocks[name].index_select(0, index) for name in self._metadata}
         states = {name: Indexed(blocks[name], index, numbers) for name in ("keys", "values")}
         self.state = self._state(small | states, seen)
-        if self.spans is not None:
-            self.state.queries = blocks.get("queries")
+        self.state.queries = blocks.get("queries")
         if slots.operations is None and not torch.compiler.is_compiling():
             self._choose_operations(query)
-        slots.is_full, slots.steps_left = is_full and self.spans is None, -1
+        slots.is_full, slots.steps_left = is_full and self.span == 1, -1
         slots.drop_tail()
         slots.has_sinks = self.largest.sink > 0
         slots.most_slots = max(self.totals) + slots.span
@@ -228,17 +224,16 @@ class StateLayer(SlotLayer):
             blocks[name][index] = getattr(self.state, name)
         return output.squeeze(2)
 
-    def _count_to_cut(self, spans: Spans) -> None:
+    def _count_to_cut(self) -> None:
         """Leave it to `end_spans`: here the host does not know whose span has ended."""
 
     def end_spans(self, seen: Tensor, index: Tensor) -> None:
         """Evict from requests whose span has just ended, ``[B]`` as in `run_step`; mutates."""
-        assert self.spans is not None
         self.learn_rotation(self.rotates)
         self.state = self._copies(index, seen)
         if "queries" in self.blocks:
             self.state.query_positions = self.spans.positions(seen, is_over=True)
-        self.spans.evict(self)
+        self._evict_ended()
         self._store(index)
 
     def _state(self, tensors: Mapping[str, Any], seen: Tensor) -> SlotState:
