@@ -28,11 +28,11 @@ from h2okv.config import CacheConfig
 from h2okv.integration.enable import with_compiled_steps
 from h2okv.integration.graphs import EAGER_STEPS, DecodeGraphs
 from h2okv.offload.profile import Clock, measure_bandwidth
-from h2okv.provenance import environment
-from h2okv.records import CsvFile, first_line
+from h2okv.records import first_line
 from h2okv_lab.benchmarking.caches import SDPA_KERNELS, FixedLayer
 from h2okv_lab.benchmarking.model import Footprint, parse_shape
 from h2okv_lab.benchmarking.results import interleaved, quartiles
+from h2okv_lab.tables import CsvFile, environment
 
 COLUMNS = (
     "date", "version", "commit", "machine", "device", "python", "torch", "transformers", "part",

@@ -33,8 +33,9 @@ from h2okv.config import CacheConfig
 from h2okv.console import Progress
 from h2okv.engine.model_runner import left_padded
 from h2okv.integration.enable import enable, input_device
-from h2okv.records import check_settings, naming, read_jsonl
+from h2okv.records import check_settings, naming
 from h2okv_lab.evaluation.model import ModelUnderTest
+from h2okv_lab.tables import read_jsonl
 
 STOPS = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n```", "\nassert ", "\nimport ")
 SECONDS, MEMORY = 10, 2 << 30

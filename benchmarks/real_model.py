@@ -48,11 +48,11 @@ from h2okv.config import CacheConfig
 from h2okv.models.loading import describe
 from h2okv.models.packed_linear import pack_linear_layers
 from h2okv.offload.profile import Clock
-from h2okv.records import read_csv
 from h2okv_lab.benchmarking.caches import CacheRunner, CacheSpec, PeakRun, measure_peak, prompt_ids
 from h2okv_lab.benchmarking.comparison import CheckFailedError, check_h2o
 from h2okv_lab.benchmarking.model import ModelSource, speedup_limit
 from h2okv_lab.benchmarking.results import interleaved
+from h2okv_lab.tables import read_csv
 
 CSV = RESULTS / "real_model.csv"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

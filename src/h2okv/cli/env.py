@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import distributions
+import platform
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
 import typer
 
+import h2okv
 from h2okv.cli.args import JSON, MODEL_HELP, ModelOptions, group, model_options, option, subcommand
 from h2okv.cli.readers import readable
 from h2okv.console import format_bytes, format_table, write_json, write_remark, write_text
@@ -19,7 +21,7 @@ def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = 
 
     from h2okv.integration import graphs
     from h2okv.ops import dispatch
-    from h2okv.provenance import environment
+    from h2okv.provenance import processor
 
     device = model.device
     text = model.describe().config.get_text_config()
@@ -30,15 +32,16 @@ def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = 
         str(dtype)[6:]: dispatch.operations(device, dtype, size, size, groups)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
-    machine = environment(device)
     facts: dict[str, Any] = {
-        "h2okv": machine["version"],
-        **{name: machine[name] for name in ("python", "torch", "transformers")},
+        "h2okv": h2okv.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
         "triton": next((package.version for package in distributions(name="triton")), None),
-        "machine": machine["machine"],
+        "machine": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "gpu": machine["device"] if device.type == "cuda" else None,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         dispatch.VARIABLE: dispatch.implementation_in_use(),
         graphs.VARIABLE: graphs.SETTINGS[not graphs.are_on()],
     }

