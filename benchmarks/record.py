@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from h2okv.models.resolve import resolve_model
+from h2okv.models.loading import resolve_model
 from h2okv.offload.profile import Clock
 from h2okv.ops.dispatch import implementation_in_use
 from h2okv_lab.benchmarking.results import interleaved, quartiles, ratios

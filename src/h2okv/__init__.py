@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from h2okv.models.loading import load
     from h2okv.ops.dispatch import use as use_ops
     from h2okv.policy import Policy, Rule, policy_names, register_policy
-    from h2okv.prompts.limits import PromptTooLongError
+    from h2okv.prompts.readers import PromptTooLongError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -81,7 +81,7 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "engine.sampling_params": ("SamplingParams",),
     "integration.enable": ("disable", "enable", "prefill", "recipe_path"),
     "calibration.factors": ("measure_layer_budgets",),
-    "prompts.limits": ("PromptTooLongError",),
+    "prompts.readers": ("PromptTooLongError",),
     "models.loading": ("load",),
     "ops.dispatch": ("use_ops",),
     "policy": ("Policy", "Rule", "policy_names", "register_policy"),

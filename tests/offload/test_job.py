@@ -9,8 +9,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig
 
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.models.loading import Described
-from h2okv.models.resolve import resolve_model
+from h2okv.models.loading import Described, resolve_model
 from h2okv.offload.job import Job, PromptFile, TextCodec
 from h2okv.offload.offload_engine import BatchRequest
 

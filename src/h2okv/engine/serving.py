@@ -24,8 +24,7 @@ from h2okv.engine.memory import (
 from h2okv.engine.prefix_folder import PrefixFolder
 from h2okv.models.loading import Described, describe, loaded_dtype, weight_bytes
 from h2okv.models.packed_linear import limit_kernels
-from h2okv.prompts.limits import PromptLimits
-from h2okv.prompts.readers import UNLIMITED
+from h2okv.prompts.readers import UNLIMITED, PromptLimits
 
 _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64

@@ -25,10 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from h2okv.cache.support import check_model
 from h2okv.console import format_bytes, optional, write_remark
-from h2okv.models.end_tokens import add_end_tokens
-from h2okv.models.gguf_tokenizer import check_split, correct_tokenizer, metadata_ends
 from h2okv.models.gguf_weights import write_weights
 from h2okv.models.names import cache_folder, check_gguf, gguf_shards
+from h2okv.models.tokenization import add_end_tokens, check_split, correct_tokenizer, metadata_ends
 from h2okv.records import first_line, parse_json, refusing
 
 RECORD = "converted_from.json"  # in a converted folder: the file that it was converted from

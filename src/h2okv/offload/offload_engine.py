@@ -28,9 +28,8 @@ from h2okv.console import Progress, format_bytes
 from h2okv.engine import memory as process
 from h2okv.engine.memory import MemoryModel
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.models.loading import Described, describe, load_weights
+from h2okv.models.loading import Described, default_dtype, describe, load_weights
 from h2okv.models.names import cache_folder
-from h2okv.models.resolve import default_dtype
 from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner
 from h2okv.offload.checkpoint import (
     CheckpointFiles,
@@ -43,8 +42,7 @@ from h2okv.offload.checkpoint import (
 from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records, saved_settings
 from h2okv.offload.measure import StreamingModel, bytes_while_streaming, weights_in_files
 from h2okv.offload.meta_model import MetaModel, pack_layers
-from h2okv.offload.placement import Fractions
-from h2okv.offload.planner import MICRO_BATCH_TOKENS, Plan, Planner, Workload, interleave
+from h2okv.offload.planner import MICRO_BATCH_TOKENS, Fractions, Plan, Planner, Workload, interleave
 from h2okv.offload.profile import measure_hardware
 from h2okv.offload.tiers import CacheStore, materialise
 from h2okv.provenance import digest

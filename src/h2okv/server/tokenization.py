@@ -22,9 +22,8 @@ from h2okv.prompts.chat_template import (
     message_spans,
 )
 from h2okv.prompts.images import EncodedPrompt, ImageEncoder
-from h2okv.prompts.limits import PromptLimits
 from h2okv.prompts.messages import Conversation
-from h2okv.prompts.readers import UNLIMITED
+from h2okv.prompts.readers import UNLIMITED, PromptLimits
 from h2okv.server.errors import invalid
 
 Result = TypeVar("Result")

@@ -114,7 +114,7 @@ def fast_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
     """Return `default_dtype`, but bfloat16 on CPUs with AMX tiles; for interactive pictures."""
     import torch
 
-    from h2okv.models.resolve import default_dtype
+    from h2okv.models.loading import default_dtype
 
     usual = default_dtype(name, device)
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
