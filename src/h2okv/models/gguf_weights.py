@@ -5,97 +5,80 @@ Names and layouts are those of transformers' reader, which keeps several copies 
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from h2okv.console import Progress
+from h2okv.records import write_json
 
 _NUMBERS_AT_ONCE = 4 << 20  # of a table
 _TABLES = ("token_embd.weight", "output.weight")  # the largest tensors; no layout changes them
 # Loading keeps an entire file in memory until its last tensor is copied.
 _FILE_BYTES = 128 << 20
-_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 
 
 class _Checkpoint:
-    """Safetensors files of tensors whose shapes are known before their values."""
+    """Safetensors files, each written once enough tensors have come for it, and their index."""
 
     def __init__(
         self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
     ) -> None:
-        self.shapes, self.dtype = shapes, dtype
-        self.missing = dict.fromkeys(shapes)
-        files: list[list[str]] = []
-        room = 0
-        for name in shapes:
-            if not files or self._nbytes(name) > room:
-                files.append([])
-                room = _FILE_BYTES
-            files[-1].append(name)
-            room -= self._nbytes(name)
-        self._locations: dict[str, tuple[Path, int]] = {}
-        for number, names in enumerate(files, 1):
-            suffix = f"-{number:05}-of-{len(files):05}" if len(files) > 1 else ""
-            self._begin(folder / f"model{suffix}.safetensors", names)
-        if len(files) > 1:
-            index = {
-                "metadata": {"total_size": sum(map(self._nbytes, shapes))},
-                "weight_map": {name: path.name for name, (path, _) in self._locations.items()},
-            }
-            text = json.dumps(index, indent=2)
-            (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        self.shapes, self.dtype, self._folder = shapes, dtype, folder
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._files: list[list[str]] = []  # the names in each
+        self._size = 0
 
-    def _nbytes(self, name: str) -> int:
-        return math.prod(self.shapes[name]) * self.dtype.itemsize
+    def write(self, name: str, values: np.ndarray | torch.Tensor) -> None:
+        """Take a tensor, which is rounded to the files' dtype."""
+        if self.shapes[name] != tuple(values.shape):
+            expected = [*self.shapes[name]]
+            raise ValueError(f"{name} must have the shape {expected}, got {[*values.shape]}")
+        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)
+        self._tensors[name] = tensor.to(self.dtype).contiguous()
+        self._size += tensor.numel() * self.dtype.itemsize
+        if sum(tensor.nbytes for tensor in self._tensors.values()) >= _FILE_BYTES:
+            self._end_file()
 
-    def _begin(self, path: Path, names: Sequence[str]) -> None:
-        """Write a file's header and reserve room for its values."""
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in names:
-            start, end = end, end + self._nbytes(name)
-            kind, shape = _NAMES[self.dtype], self.shapes[name]
-            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        for name in names:
-            self._locations[name] = path, 8 + len(text) + header[name]["data_offsets"][0]
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            file.truncate(8 + len(text) + end)
+    def _end_file(self) -> None:
+        self._files.append([*self._tensors])
+        save_file(self._tensors, self._folder / str(len(self._files)), {"format": "pt"})
+        self._tensors.clear()
 
-    def write(self, name: str, values: np.ndarray, first_row: int = 0) -> None:
-        """Write float32 rows of a tensor, or all of it, rounded to the file's dtype."""
-        shape = self.shapes[name]
-        if values.shape[1:] != shape[1:] or first_row + len(values) > shape[0]:
-            raise ValueError(f"{name} must have the shape {[*shape]}, got {[*values.shape]}")
-        contiguous = np.ascontiguousarray(values)
-        writeable = contiguous if contiguous.flags.writeable else contiguous.copy()
-        tensor = torch.from_numpy(writeable).to(self.dtype)
-        path, start = self._locations[name]
-        with path.open("r+b") as file:
-            file.seek(start + first_row * math.prod(shape[1:]) * self.dtype.itemsize)
-            file.write(tensor.view(torch.uint8).numpy().data)
-        if first_row + len(values) == shape[0]:
-            self.missing.pop(name, None)
+    def close(self) -> list[str]:
+        """Give the files their names and write the index; return the names that are missing."""
+        if self._tensors:
+            self._end_file()
+        count, weight_map = len(self._files), dict[str, str]()
+        for number, names in enumerate(self._files, 1):
+            suffix = f"-{number:05}-of-{count:05}" if count > 1 else ""
+            file = f"model{suffix}.safetensors"
+            (self._folder / str(number)).rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self._size}, "weight_map": weight_map}
+            write_json(self._folder / SAFE_WEIGHTS_INDEX_NAME, index)
+        return [name for name in self.shapes if name not in weight_map]
 
-    def write_table(self, name: str, tensor: Any, progress: Progress) -> None:
-        """Write a tensor of a GGUF file a few rows at a time."""
-        from gguf import dequantize
 
-        rows = max(1, _NUMBERS_AT_ONCE // tensor.data.shape[-1])
-        for start in range(0, len(tensor.data), rows):
-            chunk = tensor.data[start : start + rows]
-            self.write(name, dequantize(chunk, tensor.tensor_type), start)
-            progress.advance(chunk.nbytes)
+def _read_table(tensor: Any, dtype: torch.dtype, progress: Progress) -> torch.Tensor:
+    """Read a tensor of a GGUF file a few rows at a time."""
+    from gguf import dequantize
+
+    rows = max(1, _NUMBERS_AT_ONCE // tensor.data.shape[-1])
+    table = torch.empty(len(tensor.data), int(tensor.shape[0]), dtype=dtype)
+    for start in range(0, len(table), rows):
+        chunk = tensor.data[start : start + rows]
+        table[start : start + rows] = torch.tensor(dequantize(chunk, tensor.tensor_type))
+        progress.advance(chunk.nbytes)
+    return table
 
 
 def write_weights(
@@ -123,13 +106,13 @@ def write_weights(
     size = sum(int(tensor.n_bytes) for tensor in reader.tensors)
     with Progress("converting", size, "bytes") as progress:
 
-        def write(name: str, values: np.ndarray) -> None:
+        def write(name: str, values: Any) -> None:
             if name in shapes:  # a tied weight is written by its other name
                 checkpoint.write(name, values)
 
         def write_joined() -> None:
             for name, tensor in parsed["tensors"].items():
-                write(name, tensor.numpy())
+                write(name, tensor)
             parsed["tensors"].clear()
 
         block = ""
@@ -139,7 +122,7 @@ def write_weights(
                 block = _block(tensor.name)
             name = names.get(tensor.name)
             if tensor.name in _TABLES and name in shapes:
-                checkpoint.write_table(name, tensor, progress)
+                checkpoint.write(name, _read_table(tensor, dtype, progress))
                 continue
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
             result = processor.process(values, name=tensor.name, **context)
@@ -147,7 +130,7 @@ def write_weights(
             progress.advance(tensor.n_bytes)
         write_joined()
     parameters = dict(model.named_parameters())
-    return model, [name for name in checkpoint.missing if name in parameters]
+    return model, [name for name in checkpoint.close() if name in parameters]
 
 
 def _block(name: str) -> str:
