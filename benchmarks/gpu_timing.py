@@ -405,10 +405,8 @@ def configs(bench: Bench, layers: int) -> dict[str, CacheConfig]:
     """Return H2O and the commands' default, with budgets in tokens."""
     entries, heads = int(SHARE * bench.sizes.context), bench.sizes.heads[1]
     factors = [[1.4, 0.6] * (heads // 2)] * layers
-    h2o = CacheConfig.from_budget(entries, min_tokens=0, sink=0)
-    best = CacheConfig.from_budget(
-        entries - SINK, policy="best", min_tokens=0, layer_budgets=factors
-    )
+    h2o = CacheConfig(budget=entries, min_tokens=0, sink=0)
+    best = CacheConfig(budget=entries - SINK, policy="best", min_tokens=0, layer_budgets=factors)
     spans = {"evict_every": bench.sizes.span}
     return {
         "h2o": h2o, "best by head": best,

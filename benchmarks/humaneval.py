@@ -161,7 +161,7 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
                 if not all(name in results for name in names):
                     mean = sum(lengths[name] for name in names) / len(names)
                     budget = None if cache == "full" else max(8, round(fraction * mean))
-                    config = CacheConfig.from_budget(budget, min_tokens=0, policy=cache)
+                    config = CacheConfig(budget=budget, min_tokens=0, policy=cache)
                     texts = [tasks[name]["prompt"] for name in names]
                     completions, _ = complete(tested, texts, config, args.max_new_tokens)
                     for name, text in zip(names, completions, strict=True):

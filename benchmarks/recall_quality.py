@@ -37,13 +37,13 @@ def caches_at(
     """Return the caches with as many bytes as H2O with a budget; ``entry`` is an entry's bytes."""
     # An fp32 norm per entry, and the sinks.
     less = math.floor(1000 * (budget * entry / (entry + 4) - SINK / tokens)) / 1000
-    configs = {"h2o": CacheConfig.from_budget(budget, min_tokens=0)}
+    configs = {"h2o": CacheConfig(budget=budget, min_tokens=0)}
     if budget == 0.25:
-        configs["sink_recent"] = CacheConfig.from_budget(budget, min_tokens=0, policy="sink_recent")
-        configs["snapkv"] = CacheConfig.from_budget(budget, min_tokens=0, policy="snapkv")
-    configs["best"] = CacheConfig.from_budget(less, min_tokens=0, policy="best")
+        configs["sink_recent"] = CacheConfig(budget=budget, min_tokens=0, policy="sink_recent")
+        configs["snapkv"] = CacheConfig(budget=budget, min_tokens=0, policy="snapkv")
+    configs["best"] = CacheConfig(budget=less, min_tokens=0, policy="best")
     for factors in layer_budgets:
-        config = CacheConfig.from_budget(less, min_tokens=0, policy="best", layer_budgets=factors)
+        config = CacheConfig(budget=less, min_tokens=0, policy="best", layer_budgets=factors)
         configs[f"best, {'by head' if config.is_by_head else 'by layer'}"] = config
     return configs
 

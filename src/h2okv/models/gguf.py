@@ -129,11 +129,6 @@ def _reader_class() -> Any:
     return LeanReader
 
 
-def open_lean(path: Path) -> Any:
-    """Open a GGUF file as ``gguf.GGUFReader`` does, but without its long lists."""
-    return _reader_class()(path)
-
-
 @contextlib.contextmanager
 def lean_transformers() -> Iterator[None]:
     """Make transformers skip long lists too, if it does not read the vocabulary from them."""
@@ -176,7 +171,7 @@ def _open(shards: Sequence[Path]) -> _File:
         check_gguf(shard)
     for name in ("gguf", "accelerate"):
         optional(name, f"model '{path}'", "gguf")
-    file = _File(path, [_attempt(shard, partial(open_lean, shard)) for shard in shards])
+    file = _File(path, [_attempt(shard, partial(_reader_class(), shard)) for shard in shards])
     fields = file.fields
     count = fields.get("split.count", 1)
     if count != len(shards):
@@ -265,7 +260,7 @@ def _write(file: _File, folder: Path, source: dict[str, Any]) -> None:
             with temporary_folder(cache, ".joining-") as joined_folder:
                 joined_file = joined_folder / f"{path.stem}.gguf"
                 _join(file, joined_file)
-                _convert(path, joined_file, open_lean(joined_file), dtype, temporary)
+                _convert(path, joined_file, _reader_class()(joined_file), dtype, temporary)
         else:
             _convert(path, path, file.readers[0], dtype, temporary)
         (temporary / RECORD).write_text(json.dumps(source), encoding="utf-8")

@@ -179,9 +179,8 @@ def _budgets_from_files(
     request: OffloadRequest, described: Described, measures: bool
 ) -> CacheConfig:
     """Replace ``"auto"`` for a model that is not loaded whole here."""
-    dtype = request.dtype or default_dtype(described.name, request.device)
     try:
-        meta, files = open_checkpoint(described.config, _checkpoint_folder(described), dtype)
+        meta, files = _open(request, described)
     except ValueError:
         if measures:
             raise
@@ -209,8 +208,7 @@ def measure(request: OffloadRequest, described: Described) -> Shares:
     """Measure a model's budgets by layer and head, loaded or streamed; once."""
     if _fits_in_memory(request, described):
         return measure_model(load_weights(described, request.dtype, request.device), described)
-    dtype = request.dtype or default_dtype(described.name, request.device)
-    meta, files = open_checkpoint(described.config, _checkpoint_folder(described), dtype)
+    meta, files = _open(request, described)
     with closing(files):
         streaming = StreamingModel(meta, files, request.device)
         return measure_model(streaming.model, described, streaming.weights())
@@ -290,13 +288,17 @@ def open_model(request: OffloadRequest, described: Described) -> tuple[MetaModel
     """Open a checkpoint for streaming; see `open_checkpoint`."""
     if request.memory is not None:
         process.give_memory_back()
-    dtype = request.dtype or default_dtype(described.name, request.device)
-    meta, files = open_checkpoint(described.config, _checkpoint_folder(described), dtype)
+    meta, files = _open(request, described)
     described.add_end_tokens(meta.model)
     if request.weight_bits is not None:
         meta = pack_layers(meta, request.weight_bits, request.device)
         files.parameters = map_weights(meta, files)
     return meta, files
+
+
+def _open(request: OffloadRequest, described: Described) -> tuple[MetaModel, CheckpointFiles]:
+    dtype = request.dtype or default_dtype(described.name, request.device)
+    return open_checkpoint(described.config, _checkpoint_folder(described), dtype)
 
 
 def _checkpoint_folder(described: Described) -> Path:

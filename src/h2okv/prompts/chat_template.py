@@ -74,7 +74,9 @@ def chat_text(
     contents, tools = list[Any](chat.messages), list[Any](chat.tools) or None
     apply: Any = tokenizer.apply_chat_template
     try:
-        if not _takes_texts(tokenizer, str(tokenizer.get_chat_template(None, tools))):
+        template = str(tokenizer.get_chat_template(None, tools))
+        # Some vision-language models leave out all contents but parts.
+        if not _writes_probe(tokenizer, template, in_tool=False, on_error=True):
             contents = [
                 {**message, "content": [{"type": "text", "text": message["content"]}]}
                 if isinstance(message["content"], str)
@@ -117,14 +119,20 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @lru_cache(maxsize=16)
-def _takes_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Tell whether contents may be texts; some vision-language models leave all but parts out."""
+def _writes_probe(
+    tokenizer: PreTrainedTokenizerBase, template: str, in_tool: bool, on_error: bool
+) -> bool:
+    """Render a probe, in a message or a tool, rather than guess from the template's source."""
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}}
+    function = {"name": _PROBE, "description": "a", "parameters": parameters}
+    tools = [{"type": "function", "function": function}] if in_tool else None
+    messages = [{"role": "user", "content": "a" if in_tool else _PROBE}]
     apply: Any = tokenizer.apply_chat_template
-    messages = [{"role": "user", "content": _PROBE}]
     try:
-        return _PROBE in str(apply(messages, chat_template=template, tokenize=False))
+        options = {"tokenize": False, "add_generation_prompt": in_tool}
+        return _PROBE in str(apply(messages, chat_template=template, tools=tools, **options))
     except Exception:  # a template may raise anything, and says it once more for the messages
-        return True
+        return on_error
 
 
 def adds_special(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
@@ -271,7 +279,7 @@ Its result comes between <tool_response> tags."""
 
 def call_form(tokenizer: PreTrainedTokenizerBase) -> CallForm:
     """Return the form of calls that a model's chat template shows it."""
-    template = _template(tokenizer, [{}])
+    template = _template(tokenizer)
     if "<tool_call>" in template or not _LLAMA.search(template):
         return "hermes"
     return "llama"
@@ -279,32 +287,12 @@ def call_form(tokenizer: PreTrainedTokenizerBase) -> CallForm:
 
 def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the chat template writes the tools into the prompt."""
-    template = _template(tokenizer, [{}])
-    return "tools" in template and _renders_tools(tokenizer, template)
+    template = _template(tokenizer)
+    return "tools" in template and _writes_probe(tokenizer, template, in_tool=True, on_error=False)
 
 
-def _template(tokenizer: PreTrainedTokenizerBase, tools: list[Any]) -> str:
-    return str(tokenizer.get_chat_template(None, tools)) if tokenizer.chat_template else ""
-
-
-@lru_cache(maxsize=16)
-def _renders_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Render one tool, rather than guess from the template's source."""
-    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}}
-    function = {"name": _PROBE, "description": "a", "parameters": parameters}
-    tools: Any = [{"type": "function", "function": function}]
-    apply: Any = tokenizer.apply_chat_template
-    try:
-        text = apply(
-            [{"role": "user", "content": "a"}],
-            chat_template=template,
-            tools=tools,
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-    except Exception:  # a template may raise anything
-        return False
-    return _PROBE in str(text)
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.get_chat_template(None, [{}])) if tokenizer.chat_template else ""
 
 
 def as_plain_messages(
