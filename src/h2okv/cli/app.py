@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import h2okv
-from h2okv.cli.commands import COMMANDS
+from h2okv.cli.commands import COMMANDS, helps
 from h2okv.console import (
     BAD_INPUT,
     INTERRUPTED,
@@ -53,13 +53,13 @@ class LazyGroup(TyperGroup):
 def load_command(name: str) -> Any:
     from h2okv.cli import args, help_page
 
-    app = pkgutil.resolve_name(COMMANDS[name][0])
+    app = pkgutil.resolve_name(COMMANDS[name])
     if not isinstance(app, typer.Typer):
         function = app
         is_foreign = name == "lm-eval"  # the harness parses its options
         settings = {"allow_extra_args": is_foreign, "ignore_unknown_options": is_foreign}
         app = typer.Typer(add_completion=False)
-        register = app.command(name, help=args.helps()[name], context_settings=settings)
+        register = app.command(name, help=helps()[name], context_settings=settings)
         register(args.expand(function))
     command = typer.main.get_command(app)
     command.name = name
@@ -85,8 +85,8 @@ def _options(
     """Heavy-Hitter Oracle (H2O) KV-cache eviction for Hugging Face models."""
 
 
-for _name, (_, _summary) in COMMANDS.items():
-    _app.command(_name, help=_summary)(lambda: None)
+for _name in COMMANDS:
+    _app.command(_name, help=helps()[_name].partition("\n")[0])(lambda: None)
 
 
 def main() -> NoReturn:
@@ -109,8 +109,6 @@ def run(args: Sequence[str]) -> int:
     _quieten_libraries()
     try:
         if not args and "_H2OKV_COMPLETE" not in os.environ:  # a shell that completes a line
-            from h2okv.cli.args import helps
-
             write_text(helps()["h2okv"])
             return 0
         _check_spaces(args)

@@ -7,11 +7,9 @@ import functools
 import inspect
 import itertools
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import typer
@@ -20,7 +18,7 @@ from typer.models import OptionInfo, ParameterInfo
 import h2okv
 from h2okv import cache_spec
 from h2okv.cli import readers
-from h2okv.cli.commands import HELP_PACKAGES
+from h2okv.cli.commands import helps
 from h2okv.cli.help_page import describe, order
 from h2okv.cli.replaced import check_placement
 from h2okv.config import BEST, POLICIES, SCORINGS, CacheConfig
@@ -44,16 +42,6 @@ Instance = TypeVar("Instance", bound="DataclassInstance")
 
 BUNDLED = "bundled"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-@functools.cache
-def helps() -> dict[str, str]:
-    """Return the texts of both packages' help.md by command."""
-    pages = (files(package).joinpath("help.md") for package in HELP_PACKAGES)
-    sections: list[str] = []
-    for page in pages:
-        sections += re.split(r"^# (.+)\n+", page.read_text("utf-8"), flags=re.MULTILINE)[1:]
-    return dict(zip(sections[::2], sections[1::2], strict=True))
 
 
 def group(name: str) -> typer.Typer:
@@ -309,15 +297,11 @@ class ModelOptions:
         return readers.torch_dtype(self.dtype_name)
 
     @property
-    def device_name(self) -> str:
-        return chosen_device()
-
-    @property
     def device(self) -> torch.device:
         """The device; ValueError if this machine does not have it."""
         from h2okv.models.loading import parse_device
 
-        return parse_device(self.device_name)
+        return parse_device(chosen_device())
 
     def describe(self) -> Described:
         """Read config and tokenizer, which shows most mistakes before the weights load."""

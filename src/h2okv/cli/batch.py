@@ -91,7 +91,7 @@ def batch(
 ) -> int:
     cache = choice.cache
     note = args.minimum_entries_note(cache)
-    args.check_copies("replicas", replicas, ray, model.device_name)
+    args.check_copies("replicas", replicas, ray, args.chosen_device())
     import torch
 
     from h2okv.offload.job import PromptFile
@@ -111,7 +111,7 @@ def batch(
         if ray:  # imported here: a job on one machine needs neither Ray nor its memory
             from h2okv.cluster.batch import run_batch_on_ray
 
-            summary = run_batch_on_ray(request, model.device_name, replicas, prompts)
+            summary = run_batch_on_ray(request, args.chosen_device(), replicas, prompts)
         else:
             summary = run(request, prompts=prompts)
     except Interrupted as stopped:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import h2okv
 from h2okv.cli import args, readers
 from h2okv.cli.args import option
+from h2okv.cli.commands import helps
 from h2okv.config import SPAN, CacheConfig
 from h2okv.console import INTERRUPTED, OutputClosedError, write_remark, write_text
 from h2okv.prompts.chat_template import check_pinnable
@@ -184,7 +185,7 @@ def run_command(session: Chat, line: str) -> None:
     if name in ("/save", "/load") and not argument:
         raise ValueError(f"{name} needs a file, such as {name} evening.chat")
     if name == "/help":
-        write_text(args.helps()["/help"])
+        write_text(helps()["/help"])
     elif name == "/cache":
         show_cache(session, argument)
     elif name == "/undo":
