@@ -81,10 +81,6 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def discard(text: str) -> None:
-    """Write nothing."""
-
-
 def format_bytes(count: int) -> str:
     """Format a number of bytes for people, in powers of 1024."""
     power = min(4, max(count.bit_length() - 1, 0) // 10)

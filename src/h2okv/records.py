@@ -221,9 +221,7 @@ class Record:
     def parse(cls, line: str | bytes, location: str, expected: str = "an object") -> Self:
         """Parse a line of JSON that must be an object."""
         try:
-            fields = json.loads(line)
-        except RecursionError as error:
-            raise ValueError(f"{location} is nested too deeply; give {expected}") from error
+            fields = parse_json(line)
         except ValueError as error:
             raise ValueError(f"{location} is not JSON ({error}); correct or remove it") from error
         if not isinstance(fields, dict):

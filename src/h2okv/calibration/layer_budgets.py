@@ -236,9 +236,8 @@ def _store(config: PreTrainedConfig, weights: Weights, shares: Shares) -> tuple[
     """Return the shares that later uses will find, and a phrase that says where they are."""
     content = {"version": FACTORS_VERSION, "weights": dict(weights.prints), **asdict(shares)}
     try:
-        path = (
-            _folder() / f"{config.model_type}-{digest(f'{weights.digest} {FACTORS_VERSION}')}.json"
-        )
+        name = digest(f"{weights.digest} {FACTORS_VERSION}")
+        path = cache_folder("layer-budgets") / f"{config.model_type}-{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         if (stored := _find(config, weights)) is not None:
             return stored, "another process has stored its result"
@@ -252,7 +251,7 @@ def _store(config: PreTrainedConfig, weights: Weights, shares: Shares) -> tuple[
 def _find(config: PreTrainedConfig, weights: Weights) -> Shares | None:
     """Return the shares of an earlier measurement of these weights."""
     with suppress(OSError, ValueError):
-        for path in sorted(_folder().glob(f"{config.model_type}-*.json")):
+        for path in sorted(cache_folder("layer-budgets").glob(f"{config.model_type}-*.json")):
             with suppress(OSError, ValueError):  # damaged, or written by another version
                 if shares := _checked(
                     parse_json(path.read_text(encoding="utf-8")), config, weights
@@ -270,21 +269,16 @@ def _checked(content: Any, config: PreTrainedConfig, weights: Weights) -> Shares
         for measured, by_head in ((shares.by_layer, False), (shares.by_head, True)):
             cache = CacheConfig(BEST, 0.1, 0.1, layer_budgets=measured[0])
             H2OCache.from_config(config, cache)  # raise for another number of layers or heads
-            shapes = {tuple(map(_num_heads, factors)) for factors in measured}
+            shapes = {
+                tuple(len(layer) if isinstance(layer, Sequence) else 0 for layer in factors)
+                for factors in measured
+            }
             if cache.is_by_head != by_head or len(shapes) > 1:
                 return None
             if len(measured) != len(shares.fractions) or sorted(shares.fractions)[0] <= 0:
                 return None
         return shares
     return None
-
-
-def _num_heads(layer: float | Sequence[float]) -> int:
-    return len(layer) if isinstance(layer, Sequence) else 0
-
-
-def _folder() -> Path:
-    return cache_folder("layer-budgets")
 
 
 def _expected_seconds(model: PreTrainedModel, weights: Weights) -> float:

@@ -177,11 +177,6 @@ class SavedChat:
     system: str
     params: SamplingParams
 
-    def to_note(self) -> str:
-        transcript, sampling = asdict(self.transcript), sampling_fields(self.params)
-        fields = {"transcript": transcript, "system": self.system, "sampling": sampling}
-        return json.dumps({"version": _VERSION, **fields})
-
     @classmethod
     def from_note(cls, note: str) -> SavedChat:
         """Parse a note; raises any of the errors that `read_chat` handles if it is damaged."""
@@ -341,8 +336,9 @@ class Chat:
             problem = f"'{path}' exists and is not a saved chat"
             with refusing(problem, "choose another file", ValueError):
                 read_notes(path)
-        chat = SavedChat(self.transcript, self.form.system, self.params)
-        self.cache.save(path, notes={_NOTE: chat.to_note()})
+        transcript, sampling = asdict(self.transcript), sampling_fields(self.params)
+        fields = {"transcript": transcript, "system": self.form.system, "sampling": sampling}
+        self.cache.save(path, notes={_NOTE: json.dumps({"version": _VERSION, **fields})})
 
     def load(self, path: Path) -> SavedChat:
         """Continue a saved chat; on an error the current one stays."""

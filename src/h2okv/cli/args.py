@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -20,7 +21,6 @@ from h2okv import cache_spec
 from h2okv.cli import readers
 from h2okv.cli.commands import helps
 from h2okv.cli.help_page import describe, order
-from h2okv.cli.replaced import check_placement
 from h2okv.config import BEST, POLICIES, SCORINGS, CacheConfig
 from h2okv.console import check_minimum
 from h2okv.models.names import check_name
@@ -164,9 +164,7 @@ class Choice(NamedTuple):
 
     def apart_from_cuts(self) -> tuple[CacheConfig, int | str | None]:
         """Return the cache without ``evict_every``, and that: ``None`` if unsaid, 0 for none."""
-        cuts: int | str = self.cache.evict_every or 0
-        if self.cache.whole_prompts:
-            cuts = cache_spec.cuts_text(self.cache.span, True)
+        cuts = self.cache.cuts if self.cache.whole_prompts else self.cache.evict_every or 0
         cache = replace(self.cache, evict_every=None, whole_prompts=False)
         return cache, cuts if "evict_every" in self.named else None
 
@@ -179,7 +177,8 @@ def choose_caches(
     What a text of --cache leaves out are those of --policy and --budget, or the command's defaults.
     """
     for text in cache:
-        check_placement(text)
+        if re.fullmatch(r"(auto|device|cpu|file)(=\d.*)?", text):  # what --cache of batch jobs was
+            raise ValueError(f"--cache {text} is gone; give --cache-placement {text}")
     texts = [cache_spec.parse(text) for text in cache]
     names = [cache_spec.parse(text) for text in usual.policies]
     if policy is not None:
