@@ -27,8 +27,7 @@ from record import RESULTS, environment, progress
 from serve_soak import free_port
 
 import h2okv
-from h2okv.plots import COLOURS, MARKERS, new_figure, save_figure
-from h2okv.records import CsvFile, read_csv, write_csv
+from h2okv_lab.tables import COLOURS, MARKERS, CsvFile, new_figure, read_csv, save_figure, write_csv
 
 CSV = RESULTS / "agent_loop.csv"
 FIELDS = (

@@ -56,9 +56,7 @@ class Subject:
 
     def runner(self, name: str, budget: int | None = None, **options: Any) -> CacheRunner:
         """Make the runner of a cache."""
-        config = (
-            None if budget is None else CacheConfig.from_budget(budget, min_tokens=0, **options)
-        )
+        config = None if budget is None else CacheConfig(budget=budget, min_tokens=0, **options)
         return CacheSpec(name, config).runner(self.model)
 
     def ready(self, runner: CacheRunner, batch: int, length: int) -> Callable[[], None]:

@@ -423,14 +423,14 @@ def part_i(bench: Bench) -> None:
     tokenizer, budget = AutoTokenizer.from_pretrained(bundled_model_path()), int(SHARE * length)
     prompts = [[3 + (n + i) % 90 for i in range(length)] for n in range(count)]
     best = configs(bench, layers)["best by head"]
-    unbounded = CacheConfig.from_budget(length + new, min_tokens=0)  # evicts nothing
+    unbounded = CacheConfig(budget=length + new, min_tokens=0)  # evicts nothing
     caches: dict[str, tuple[CacheConfig, int]] = {
         "full": (unbounded, max(1, count * budget // (length + new))),
         "full, all at once": (unbounded, count),
-        "h2o": (CacheConfig.from_budget(budget, min_tokens=0), count),
+        "h2o": (CacheConfig(budget=budget, min_tokens=0), count),
         "best by head": (
-            CacheConfig.from_budget(
-                budget, policy="best", min_tokens=0, layer_budgets=best.layer_budgets
+            CacheConfig(
+                budget=budget, policy="best", min_tokens=0, layer_budgets=best.layer_budgets
             ),
             count,
         ),

@@ -28,11 +28,11 @@ from h2okv.config import CacheConfig
 from h2okv.integration.enable import with_compiled_steps
 from h2okv.integration.graphs import EAGER_STEPS, DecodeGraphs
 from h2okv.offload.profile import Clock, measure_bandwidth
-from h2okv.provenance import environment
-from h2okv.records import CsvFile, first_line
+from h2okv.records import first_line
 from h2okv_lab.benchmarking.caches import SDPA_KERNELS, FixedLayer
 from h2okv_lab.benchmarking.model import Footprint, parse_shape
 from h2okv_lab.benchmarking.results import interleaved, quartiles
+from h2okv_lab.tables import CsvFile, environment
 
 COLUMNS = (
     "date", "version", "commit", "machine", "device", "python", "torch", "transformers", "part",
@@ -405,10 +405,8 @@ def configs(bench: Bench, layers: int) -> dict[str, CacheConfig]:
     """Return H2O and the commands' default, with budgets in tokens."""
     entries, heads = int(SHARE * bench.sizes.context), bench.sizes.heads[1]
     factors = [[1.4, 0.6] * (heads // 2)] * layers
-    h2o = CacheConfig.from_budget(entries, min_tokens=0, sink=0)
-    best = CacheConfig.from_budget(
-        entries - SINK, policy="best", min_tokens=0, layer_budgets=factors
-    )
+    h2o = CacheConfig(budget=entries, min_tokens=0, sink=0)
+    best = CacheConfig(budget=entries - SINK, policy="best", min_tokens=0, layer_budgets=factors)
     spans = {"evict_every": bench.sizes.span}
     return {
         "h2o": h2o, "best by head": best,

@@ -33,8 +33,9 @@ from h2okv.config import CacheConfig
 from h2okv.console import Progress
 from h2okv.engine.model_runner import left_padded
 from h2okv.integration.enable import enable, input_device
-from h2okv.records import check_settings, naming, read_jsonl
+from h2okv.records import check_settings, naming
 from h2okv_lab.evaluation.model import ModelUnderTest
+from h2okv_lab.tables import read_jsonl
 
 STOPS = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\n#", "\n```", "\nassert ", "\nimport ")
 SECONDS, MEMORY = 10, 2 << 30
@@ -160,7 +161,7 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
                 if not all(name in results for name in names):
                     mean = sum(lengths[name] for name in names) / len(names)
                     budget = None if cache == "full" else max(8, round(fraction * mean))
-                    config = CacheConfig.from_budget(budget, min_tokens=0, policy=cache)
+                    config = CacheConfig(budget=budget, min_tokens=0, policy=cache)
                     texts = [tasks[name]["prompt"] for name in names]
                     completions, _ = complete(tested, texts, config, args.max_new_tokens)
                     for name, text in zip(names, completions, strict=True):

@@ -273,7 +273,7 @@ def make_table(args: argparse.Namespace) -> None:
     """Means over prompts, with intervals, and differences to one cache on the same ones."""
     from quality import bytes_fraction, measures
 
-    from h2okv.records import markdown_table, write_csv
+    from h2okv_lab.tables import markdown_table, write_csv
 
     sources = {}
     for sample in read_lines(args.prompts):

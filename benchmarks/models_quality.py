@@ -37,7 +37,7 @@ def caches(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], CacheConf
         if rule == "best even":
             options["layer_budgets"] = None
         for bits in (None, *KV_BITS) if rule == "best" else (None,):
-            config = CacheConfig.from_budget(fraction, min_tokens=0, kv_bits=bits, **options)
+            config = CacheConfig(budget=fraction, min_tokens=0, kv_bits=bits, **options)
             version = BEST_VERSION if options["policy"] == BEST else ""
             columns = {"rule": rule, "kept": fraction, "kv_bits": bits or "", "version": version}
             yield columns, config

@@ -30,8 +30,9 @@ from h2okv.console import check_minimum
 from h2okv.integration.enable import read_blocks
 from h2okv.models.packed_linear import pack_linear_layers
 from h2okv.prompts.chat_template import encode
-from h2okv.records import CsvFile, naming
+from h2okv.records import naming
 from h2okv_lab.evaluation.stream_data import ConversationSource
+from h2okv_lab.tables import CsvFile
 
 COLUMNS = (
     "date", "model", "dtype", "cache", "conversation", "turn", "position", "question_tokens",

@@ -36,7 +36,7 @@ from record import Target, environment, progress, report, rows_for
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from h2okv.assets import bundled_model_path
-from h2okv.models.resolve import resolve_model
+from h2okv.models.loading import resolve_model
 
 CHILD = Path(__file__).with_name("offload_child.py")
 RESULTS = Path(__file__).parent / "results" / "offload.csv"

@@ -54,7 +54,7 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
             try:
                 for policy, name in keys:
                     budget = args.budget if policy == "h2o" else args.best_budget
-                    config = CacheConfig.from_budget(budget, min_tokens=0, policy=policy)
+                    config = CacheConfig(budget=budget, min_tokens=0, policy=policy)
                     caches.append(make_cache(config, tested.config))
                     caches[-1].pin(pins[name], len(ids))
             except ValueError:  # more is pinned than heavy entries are kept

@@ -67,7 +67,7 @@ class Engine:
         self, plain: PreTrainedModel, tokenizer: Any, args: argparse.Namespace,
         budget: int, prefix_cache: int | None,
     ) -> None:  # fmt: skip
-        cache = CacheConfig.from_budget(budget, min_tokens=0, evict_every=args.evict_every)
+        cache = CacheConfig(budget=budget, min_tokens=0, evict_every=args.evict_every)
         context = plain.config.max_position_embeddings
         self.llm = h2okv.LLM(
             with_h2o(plain), tokenizer, cache=cache, max_num_seqs=1,
@@ -164,7 +164,7 @@ class Fuzz:
 def measure_fuzz(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any) -> list[Any]:
     """Compare the answers of many conversations with those of an engine without states."""
     longest, end = 6 * args.evict_every, time.monotonic() + 60 * args.minutes
-    cache = CacheConfig.from_budget(args.budget, min_tokens=0, evict_every=args.evict_every)
+    cache = CacheConfig(budget=args.budget, min_tokens=0, evict_every=args.evict_every)
     states, cold = (
         h2okv.LLM(
             with_h2o(plain), tokenizer, cache=cache, max_num_seqs=3, max_prompt_tokens=longest,
@@ -251,7 +251,7 @@ def draft_prompts(tokenizer: Any) -> dict[str, list[int]]:
 
 def measure_drafts(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any) -> list[Any]:
     """Time answers with drafts by prompt lookup, and without, after one of each to warm up."""
-    cache = CacheConfig.from_budget(args.draft_budget, min_tokens=0, evict_every=args.evict_every)
+    cache = CacheConfig(budget=args.draft_budget, min_tokens=0, evict_every=args.evict_every)
     drafts = args.speculate or 4
     llms = {
         name: h2okv.LLM(
@@ -292,11 +292,11 @@ def measure_step(
 ) -> list[Any]:
     """Time steps of one sequence, one by one and by whole spans, which have an eviction each."""
     tokens = 4 * args.evict_every
-    spec = partial(CacheConfig.from_budget, args.budget)
+    spec = partial(CacheConfig, budget=args.budget)
     slots = args.budget + args.evict_every
     runners = {
         "h2o": CacheSpec("h2o", spec(evict_every=args.evict_every)).runner(h2o_model),
-        "static": CacheSpec("static", CacheConfig.from_budget(slots - 1)).runner(plain),
+        "static": CacheSpec("static", CacheConfig(budget=slots - 1)).runner(plain),
         "default": CacheSpec("h2o", spec()).runner(with_h2o(plain)),
     }
     ids = torch.randint(plain.config.vocab_size, (1, tokens))

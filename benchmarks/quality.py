@@ -11,10 +11,10 @@ import torch
 
 from h2okv.console import Progress
 from h2okv.models.loading import describe, load_weights, parse_device
-from h2okv.records import write_csv
 from h2okv_lab.evaluation.model import ModelUnderTest
 from h2okv_lab.evaluation.runner import Evaluation, Run, SampleFile
 from h2okv_lab.evaluation.tasks.fidelity import bootstrap
+from h2okv_lab.tables import write_csv
 
 Result = Mapping[str, Any]
 

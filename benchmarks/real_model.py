@@ -48,11 +48,11 @@ from h2okv.config import CacheConfig
 from h2okv.models.loading import describe
 from h2okv.models.packed_linear import pack_linear_layers
 from h2okv.offload.profile import Clock
-from h2okv.records import read_csv
 from h2okv_lab.benchmarking.caches import CacheRunner, CacheSpec, PeakRun, measure_peak, prompt_ids
 from h2okv_lab.benchmarking.comparison import CheckFailedError, check_h2o
 from h2okv_lab.benchmarking.model import ModelSource, speedup_limit
 from h2okv_lab.benchmarking.results import interleaved
+from h2okv_lab.tables import read_csv
 
 CSV = RESULTS / "real_model.csv"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -117,7 +117,7 @@ def measure_spans(
     """
     rows, (plain, fifth) = [], specs["static"]
     slots = fifth.entries(ids.shape[1]) + length - 1
-    static = plain, CacheConfig.from_budget(slots, min_tokens=0)
+    static = plain, CacheConfig(budget=slots, min_tokens=0)
     for name in ("h2o", "best"):
         if name not in specs:
             continue
@@ -145,7 +145,7 @@ def measure_weights(
     for name, bits in WEIGHTS[setting["dtype"]].items():
         models[name] = with_h2o(h2o_model)
         pack_linear_layers(models[name], bits)
-    spec = CacheSpec("h2o", CacheConfig.from_budget(0.2, min_tokens=0))
+    spec = CacheSpec("h2o", CacheConfig(budget=0.2, min_tokens=0))
     runners = {name: spec.runner(model) for name, model in models.items()}
     _check_packed(runners, ids[:, :256])
 
@@ -185,7 +185,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure one dtype, of a model and the same model under H2O attention."""
     rows = []
-    fifth = CacheConfig.from_budget(0.2, min_tokens=0)
+    fifth = CacheConfig(budget=0.2, min_tokens=0)
     specs = {"dynamic": (plain, None), "static": (plain, fifth), "h2o": (h2o_model, fifth)}
     if args.compile:
         specs["compiled"] = (with_h2o(plain), fifth)
@@ -193,7 +193,7 @@ def measure(
     if args.layer_budgets:
         factors = json.loads(args.layer_budgets.read_text(encoding="utf-8"))
     if args.best:
-        best = CacheConfig.from_budget(0.2, min_tokens=0, policy="best", layer_budgets=factors)
+        best = CacheConfig(budget=0.2, min_tokens=0, policy="best", layer_budgets=factors)
         specs["best"] = (h2o_model, best)
     elif factors:
         specs["uneven"] = (h2o_model, replace(fifth, layer_budgets=factors))

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from h2okv.models.resolve import resolve_model
+from h2okv.models.loading import resolve_model
 from h2okv.offload.profile import Clock
 from h2okv.ops.dispatch import implementation_in_use
-from h2okv.provenance import environment as describe
-from h2okv.records import read_csv, write_csv
 from h2okv_lab.benchmarking.results import interleaved, quartiles, ratios
+from h2okv_lab.tables import environment as describe
+from h2okv_lab.tables import read_csv, write_csv
 
 RESULTS = Path(__file__).parent / "results"
 FIELDS = (

@@ -24,7 +24,7 @@ from typing import Any
 from recall_prompts import TASKS, write_prompts
 
 import h2okv
-from h2okv.records import write_csv
+from h2okv_lab.tables import write_csv
 
 NEW = 24  # tokens after a plain text
 

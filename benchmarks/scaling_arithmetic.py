@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 import h2okv
 from h2okv.engine.memory import MemoryModel, ServingMemory
-from h2okv.records import markdown_table
 from h2okv_lab.benchmarking.model import Footprint
+from h2okv_lab.tables import markdown_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "scaling.md"
 GIB, MIB = 2**30, 2**20

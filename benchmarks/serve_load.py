@@ -31,8 +31,7 @@ from record import progress
 
 from h2okv.assets import sample_prompt
 from h2okv.console import format_table
-from h2okv.provenance import environment
-from h2okv.records import CsvFile, read_jsonl
+from h2okv_lab.tables import CsvFile, environment, read_jsonl
 
 INTERRUPTED = "interrupted"
 LONGEST_ANSWER = 4  # times the median

@@ -283,7 +283,7 @@ def draw(name: str, path: Path) -> None:
     import matplotlib
     from matplotlib.ticker import MultipleLocator
 
-    from h2okv.plots import COLOURS, MARKERS, new_figure
+    from h2okv_lab.tables import COLOURS, MARKERS, new_figure
 
     spec: Spec = specs()["pictures"][name]
     panels = series(spec)

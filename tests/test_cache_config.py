@@ -66,21 +66,21 @@ def test_an_unknown_name_is_refused_with_a_hint():
 
 @pytest.mark.parametrize(("budget", "amounts"), [(0.2, (0.1, 0.1)), (64, (32, 32)), (65, (32, 33))])
 def test_a_budget_is_divided(budget, amounts):
-    config = CacheConfig.from_budget(budget)
+    config = CacheConfig(budget=budget)
     assert (config.heavy, config.recent) == amounts
     assert type(config.heavy) is type(budget)
 
 
-@pytest.mark.parametrize("budget", [None, 1.0])
+@pytest.mark.parametrize("budget", ["full", 1.0])
 def test_a_budget_of_everything_is_the_full_cache(budget):
-    config = CacheConfig.from_budget(budget, policy="h2o")
+    config = CacheConfig(budget=budget, policy="h2o")
     assert config.is_full and config.label == "full" and config.entries(77) == 77
 
 
 @pytest.mark.parametrize("budget", [0.0, 1.5, 1])
 def test_an_invalid_budget_is_refused(budget):
     with pytest.raises(ValueError, match="give"):
-        CacheConfig.from_budget(budget)
+        CacheConfig(budget=budget)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_budget_is_an_argument(make_llama, budget, amounts):
 
 def test_the_policy_divides_the_budget():
     best = CacheConfig("best", budget=0.2)
-    assert best == CacheConfig("best") == CacheConfig.from_budget(0.2, policy="best")
+    assert best == CacheConfig("best") == CacheConfig(budget=0.2, policy="best")
     assert (best.heavy, best.recent) == (pytest.approx(0.17), pytest.approx(0.03))
     assert CacheConfig().with_options(policy="best") == best
     assert CacheConfig().with_options(policy="best", budget=100).heavy == 85
@@ -149,7 +149,7 @@ def test_identity_leaves_out_what_a_full_cache_does_not_use():
 
 
 def test_best_resolves_to_its_options(make_llama):
-    best = CacheConfig.from_budget(0.2, policy="best")
+    best = CacheConfig(budget=0.2, policy="best")
     options = {"sink": 4, "scoring": "expected", "layer_budgets": "auto"}
     assert best == CacheConfig("h2o", 0.2 * 0.85, 0.2 - 0.2 * 0.85, **options)
     assert best.label == "best:20%"
@@ -164,7 +164,7 @@ def test_best_resolves_to_its_options(make_llama):
 def test_best_is_even_where_a_user_says_so():
     assert CacheConfig().layer_budgets is None
     assert CacheConfig(policy="best").layer_budgets == "auto"
-    assert CacheConfig.from_budget(None, policy="best").layer_budgets is None
+    assert CacheConfig(budget="full", policy="best").layer_budgets is None
     for even in (None, "even"):
         assert CacheConfig(policy="best", layer_budgets=even).layer_budgets is None
     factors = ((0.5, 1.5),)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from public_names import internals
 
-from h2okv.models import resolve as models
+from h2okv.models import loading as models
 from h2okv.models.names import PACKAGED, SMOLLM2
 
 ROOT = Path(__file__).parents[1]

@@ -1,23 +1,11 @@
-"""Files that are whole or not there, results that survive kills, tables that come back."""
+"""Files that are whole or not there, results that survive kills."""
 
 import json
 
 import pytest
 
 from h2okv.provenance import digest
-from h2okv.records import (
-    CsvFile,
-    Record,
-    ResultFile,
-    atomic_write,
-    markdown_table,
-    parse_json,
-    read_csv,
-    read_jsonl,
-    unknown_name,
-    write_csv,
-    write_json,
-)
+from h2okv.records import Record, ResultFile, atomic_write, parse_json, unknown_name, write_json
 
 SETTINGS = {"policy": "h2o", "decay": None}
 
@@ -28,7 +16,9 @@ class Results(ResultFile):
         super().__init__(path, "a test", settings=settings)
 
     def take(self, record):
-        self.names.append(record.text("id"))
+        if "id" not in record.fields:
+            raise ValueError(f"{record.location} has no field id")
+        self.names.append(record.fields["id"])
 
 
 @pytest.fixture
@@ -137,9 +127,8 @@ def test_half_a_surrogate_pair_is_replaced(path):
 
 
 def test_a_missing_folder_is_refused(tmp_path):
-    for make in (Results, lambda path: CsvFile(path, ["a"]), lambda path: write_csv(path, [])):
-        with pytest.raises(ValueError, match="cannot be written .* choose another path"):
-            make(tmp_path / "nowhere" / "out")
+    with pytest.raises(ValueError, match="cannot be written .* choose another path"):
+        Results(tmp_path / "nowhere" / "out")
 
 
 def test_atomic_write_replaces_or_keeps_the_file(tmp_path):
@@ -180,56 +169,9 @@ def test_deeply_nested_json_is_refused():
         parse_json("[" * 200_000)
 
 
-def test_tables_round_trip(tmp_path):
-    path = tmp_path / "t.csv"
-    write_csv(path, [{"a": 1, "word": "7", "c": 1 / 3}, {"a": 2.0, "b": None, "word": "x,\n"}])
-    assert path.read_text().splitlines()[0] == "a,b,word,c"
-    assert read_csv(path, text=["word"]) == [
-        {"a": 1, "b": None, "word": "7", "c": 0.333333},
-        {"a": 2, "b": None, "word": "x,\n", "c": None},
-    ]
-    with pytest.raises(ValueError, match=r"its first line must be a,b\)"):
-        read_csv(path, columns=["a", "b"])
-
-
-def test_a_csv_file_is_continued_without_its_truncated_row(tmp_path):
-    path = tmp_path / "t.csv"
-    for value in (1, 2.5):
-        file = CsvFile(path, ["a", "b"])
-        file.append({"a": value, "b": "x"})
-        file.close()
-        with path.open("a") as torn:
-            torn.write("3,")
-    CsvFile(path, ["a", "b"]).close()
-    assert path.read_text() == "a,b\n1,x\n2.5,x\n"
-    with pytest.raises(ValueError, match="holds other columns"):
-        CsvFile(path, ["a", "c"])
-    path.write_text("my notes")
-    with pytest.raises(ValueError, match="holds other columns"):
-        CsvFile(path, ["a", "b"])
-    assert path.read_text() == "my notes"
-
-
-def test_lines_are_objects_with_a_location(path):
-    path.write_text('{"n": 2, "kind": "b", "text": "line\u2028end"}\n\n{"n": 0}\n')
-    first, second = read_jsonl(path)
-    assert (first.number("n", 1), first.choice("kind", ("a", "b"))) == (2, 1)
-    assert first.texts("text") == ("line\u2028end",) and second.number("m", 7) == 7
-    for read, words in (
-        (lambda: second.number("n", 1), "field n is 0; give a whole number"),
-        (lambda: second.choice("kind", ("a",)), "field kind is 'None'; give one of a"),
-        (lambda: second.text("text"), "has no field text"),
-    ):
-        with pytest.raises(ValueError, match=words) as caught:
-            read()
-        assert f"line 3 of '{path}'" in str(caught.value)
+def test_a_record_is_an_object():
     with pytest.raises(ValueError, match="is not a JSON object; give a question"):
         Record.parse("[1]", "line 1", "a question")
-
-
-def test_a_bar_in_a_cell_is_escaped():
-    table = markdown_table(["a", "b"], [["x|y", 1.0]])
-    assert table == "| a | b |\n|---|---:|\n| x\\|y | 1.0000 |\n"
 
 
 def test_an_unknown_name_has_close_matches():

@@ -11,59 +11,35 @@ from typing import TYPE_CHECKING, Any
 
 from h2okv.measures import register_measure
 
-if TYPE_CHECKING:
-    from h2okv.assets import sample_article
-    from h2okv.budget import Budget
-    from h2okv.cache import H2OCache
-    from h2okv.cache.support import check_model
-    from h2okv.calibration.factors import measure_layer_budgets
-    from h2okv.config import CacheConfig
-    from h2okv.engine.config import EngineConfig
-    from h2okv.engine.llm import LLM, AsyncLLM
-    from h2okv.engine.outputs import (
-        EngineStoppedError,
-        OutputDelta,
-        QueueFullError,
-        RequestFailedError,
-        RequestOutput,
-    )
-    from h2okv.engine.sampling_params import SamplingParams
-    from h2okv.integration.enable import disable, enable, prefill, recipe_path
-    from h2okv.models.loading import load
+if TYPE_CHECKING:  # the names of `_MODULES`; "as" tells type checkers that they are public
+    from h2okv.assets import sample_article as sample_article
+    from h2okv.budget import Budget as Budget
+    from h2okv.cache import H2OCache as H2OCache
+    from h2okv.cache.support import check_model as check_model
+    from h2okv.calibration.factors import measure_layer_budgets as measure_layer_budgets
+    from h2okv.config import CacheConfig as CacheConfig
+    from h2okv.engine.config import EngineConfig as EngineConfig
+    from h2okv.engine.llm import LLM as LLM
+    from h2okv.engine.llm import AsyncLLM as AsyncLLM
+    from h2okv.engine.outputs import EngineStoppedError as EngineStoppedError
+    from h2okv.engine.outputs import OutputDelta as OutputDelta
+    from h2okv.engine.outputs import QueueFullError as QueueFullError
+    from h2okv.engine.outputs import RequestFailedError as RequestFailedError
+    from h2okv.engine.outputs import RequestOutput as RequestOutput
+    from h2okv.engine.sampling_params import SamplingParams as SamplingParams
+    from h2okv.integration.enable import disable as disable
+    from h2okv.integration.enable import enable as enable
+    from h2okv.integration.enable import prefill as prefill
+    from h2okv.integration.enable import recipe_path as recipe_path
+    from h2okv.models.loading import load as load
     from h2okv.ops.dispatch import use as use_ops
-    from h2okv.policy import Policy, Rule, policy_names, register_policy
-    from h2okv.prompts.limits import PromptTooLongError
+    from h2okv.policy import Policy as Policy
+    from h2okv.policy import Rule as Rule
+    from h2okv.policy import policy_names as policy_names
+    from h2okv.policy import register_policy as register_policy
+    from h2okv.prompts.readers import PromptTooLongError as PromptTooLongError
 
 __version__ = "0.1.0"
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "Budget",
-    "CacheConfig",
-    "EngineConfig",
-    "EngineStoppedError",
-    "H2OCache",
-    "OutputDelta",
-    "Policy",
-    "PromptTooLongError",
-    "QueueFullError",
-    "RequestFailedError",
-    "RequestOutput",
-    "Rule",
-    "SamplingParams",
-    "check_model",
-    "disable",
-    "enable",
-    "load",
-    "measure_layer_budgets",
-    "policy_names",
-    "prefill",
-    "recipe_path",
-    "register_policy",
-    "sample_article",
-    "use_ops",
-]
-
 _MODULES: dict[str, tuple[str, ...]] = {
     "assets": ("sample_article",),
     "cache": ("H2OCache",),
@@ -81,13 +57,15 @@ _MODULES: dict[str, tuple[str, ...]] = {
     "engine.sampling_params": ("SamplingParams",),
     "integration.enable": ("disable", "enable", "prefill", "recipe_path"),
     "calibration.factors": ("measure_layer_budgets",),
-    "prompts.limits": ("PromptTooLongError",),
+    "prompts.readers": ("PromptTooLongError",),
     "models.loading": ("load",),
     "ops.dispatch": ("use_ops",),
     "policy": ("Policy", "Rule", "policy_names", "register_policy"),
 }
 """The module of each name, imported on first use: torch and transformers take seconds, and neither
 `h2okv --help` nor a Budget needs them."""
+__all__ = ["use_ops"]  # which has another name in its module
+__all__ += [name for names in _MODULES.values() for name in names if name != "use_ops"]
 
 _MODELING_UTILS = "transformers.modeling_utils"
 

@@ -281,19 +281,6 @@ class CacheConfig:
         object.__setattr__(self, "whole_prompts", is_whole)
 
     @classmethod
-    def from_budget(cls, budget: int | float | None, **options: Any) -> CacheConfig:
-        """Build a config from one budget, which its policy divides; sinks come on top of it.
-
-        Args:
-            budget: tokens (int), a fraction of the prompt (float), or ``None`` to keep everything.
-            **options: the other fields.
-
-        Raises:
-            ValueError: if the budget is out of range, or ``options`` has ``heavy`` or ``recent``.
-        """
-        return cls(budget="full" if budget is None else budget, **options)  # type: ignore[call-arg]
-
-    @classmethod
     def from_spec(cls, text: str, **defaults: Any) -> CacheConfig:
         """Build a config from its text.
 

@@ -41,7 +41,7 @@ def optional(module: str, feature: str, extra: str = "eval") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        package = module.partition(".")[0]
+        package = module.partition(".")[0].replace("PIL", "Pillow")
         raise ValueError(
             f"{package} is not installed, which {feature} needs; {install_hint(extra)}"
         ) from error
@@ -79,10 +79,6 @@ def warn(message: str) -> None:
             break
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
-
-
-def discard(text: str) -> None:
-    """Write nothing."""
 
 
 def format_bytes(count: int) -> str:

@@ -1,15 +1,10 @@
-"""Provenance of a result: versions, commit, machine, digests."""
+"""The machine, and digests of weights and contents."""
 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import platform
-import subprocess
-import time
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,50 +17,6 @@ _ROUNDING, _MIN_DIFFERENCE = 2**-8, 1e-6  # of a weight in bfloat16, and of a ti
 
 WeightPrint = tuple[str, float]
 """Of a weight: a digest of its signs, and the mean of its magnitudes."""
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the package, its libraries and the commit."""
-    return {
-        "h2okv": importlib.metadata.version("h2okv"),
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "commit": commit(),
-    }
-
-
-@cache
-def commit() -> str:
-    """Return the short commit of the source, with "+" if changed; "" outside a repository."""
-    package = Path(__file__).parent
-    if not (package.parent.parent / ".git").exists():
-        return ""
-
-    def git(*args: str) -> str:
-        with suppress(OSError, subprocess.SubprocessError):
-            command = ["git", "-C", str(package), *args]
-            process = subprocess.run(command, capture_output=True, text=True, timeout=10)
-            return process.stdout.strip()
-        return ""
-
-    name = git("rev-parse", "--short", "HEAD")
-    return name + ("+" if name and git("status", "--porcelain", "--", "*.py") else "")
-
-
-def environment(device: torch.device) -> dict[str, str]:
-    """Return date, versions, machine and device by name."""
-    code = versions()
-    return {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "version": code["h2okv"],
-        "commit": code["commit"],
-        "machine": processor(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "python": platform.python_version(),
-        "torch": code["torch"],
-        "transformers": code["transformers"],
-        "threads": str(torch.get_num_threads()),
-    }
 
 
 def processor() -> str:

@@ -10,7 +10,7 @@ import pytest
 
 import h2okv
 from h2okv.cli.app import COMMANDS
-from h2okv.cli.args import _PER_QUERY, helps
+from h2okv.cli.args import PER_QUERY, helps
 from h2okv.cli.help_page import PANELS
 from h2okv.cli.readers import memory
 from h2okv.config import BEST, POLICIES, SCORINGS
@@ -51,7 +51,7 @@ def test_every_command_has_a_summary_and_an_example(h2okv_command, name):
 def test_listed_names_match_the_registries():
     assert (*h2okv.policy_names(), BEST) == POLICIES
     assert h2okv.policy_names() == POLICIES[:-1]
-    assert tuple(masking.PER_QUERY) == _PER_QUERY
+    assert tuple(masking.PER_QUERY) == PER_QUERY
     assert scoring_names() == SCORINGS
     from h2okv_lab.analysis.measurements import MEASUREMENTS as measurements
     from h2okv_lab.benchmarking.caches import RUNNERS as runners

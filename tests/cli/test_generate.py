@@ -393,9 +393,7 @@ def test_eval_layers_measures_what_best_does(h2okv_command, tmp_path, monkeypatc
     outcome = h2okv_command("eval", "layers", *options, *["--by-head"] * by_head)
     assert outcome.code == 0 and "by 4864 tokens" in outcome.out
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    config = CacheConfig.from_budget(
-        0.2, policy="best", positions="original" if by_head else "rolling"
-    )
+    config = CacheConfig(budget=0.2, policy="best", positions="original" if by_head else "rolling")
     measured = h2okv.H2OCache.from_config(model, config).cache_config
     assert measured.is_best and measured.is_by_head == by_head
     assert json.loads(out.read_text()) == json.loads(json.dumps(measured.layer_budgets))

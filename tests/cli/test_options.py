@@ -3,7 +3,7 @@
 import pytest
 
 from h2okv.cli import app
-from h2okv.cli.replaced import _REPLACED
+from h2okv.cli.app import _REPLACED
 
 MOST_SLOTS, MOST_NAMES = 245, 91
 """Options of all commands together, and their names: an option more needs one less elsewhere."""

@@ -7,7 +7,7 @@ import pytest
 
 import h2okv
 from h2okv.engine.outputs import EngineStoppedError
-from h2okv.prompts.limits import PromptTooLongError
+from h2okv.prompts.readers import PromptTooLongError
 
 
 @pytest.fixture

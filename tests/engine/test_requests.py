@@ -9,7 +9,7 @@ import h2okv
 from h2okv.engine.outputs import OutputDelta, QueueFullError, RequestFailedError
 from h2okv.engine.request import Output
 from h2okv.engine.sampler import Sampler
-from h2okv.prompts.limits import PromptTooLongError
+from h2okv.prompts.readers import PromptTooLongError
 
 
 def run(llm):

@@ -88,23 +88,25 @@ def test_a_plan_is_what_an_engine_then_does(options, monkeypatch):
     config, _ = with_states(EngineConfig.from_options(memory=memory, **options), None)
     config, _ = in_tokens(config, "bundled")
     plan = plan_serving(config, "bundled", None, torch.device("cpu"))
-    monkeypatch.setattr("h2okv.engine.serving.data_bytes", lambda: plan.process + plan.weights)
+    monkeypatch.setattr("h2okv.engine.serving.data_bytes", lambda: plan.share.used)
     with closing(LLM("bundled", config=config, device="cpu")) as llm:
         engine = llm.engine
         stats = engine.stats()
         assert plan.weights == pytest.approx(
             sum(p.nbytes for p in engine.model.parameters()), rel=0.01
         )
-        assert plan.num_seqs == stats.max_num_seqs
-        assert plan.sequence == pytest.approx(stats.reserved_bytes / stats.max_num_seqs, rel=0.01)
+        assert plan.share.num_seqs == stats.max_num_seqs
+        assert plan.memory.sequence == pytest.approx(
+            stats.reserved_bytes / stats.max_num_seqs, rel=0.01
+        )
         assert plan.full_sequence == engine.runner.pool.full_bytes_of(plan.longest)
         if engine.prefix_cache is None:
-            assert plan.prefix_cache == 0
+            assert plan.share.states == 0
             return
-        assert plan.prefix_cache == engine.prefix_cache.max_bytes
+        assert plan.share.states == engine.prefix_cache.max_bytes
         llm.generate([[5] * 1300], SamplingParams(max_tokens=1))
         (size,) = set(engine.prefix_cache._sizes.values())
-        assert plan.state == pytest.approx(size, rel=0.01)
+        assert plan.memory.state == pytest.approx(size, rel=0.01)
 
 
 @pytest.mark.slow

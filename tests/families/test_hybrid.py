@@ -312,7 +312,7 @@ def test_loaded_models_are_planned_described_and_served(model_type, tokenizer, t
     config, note = in_tokens(config, str(tmp_path))
     assert ("on, so every text" in note) == (model_type != "jamba")
     plan = plan_serving(config, str(tmp_path), None, torch.device("cpu"))
-    assert (plan.prefix_cache > 0) == (model_type != "jamba")
+    assert (plan.share.states > 0) == (model_type != "jamba")
     prompt = prompts_of([40])[0]
     with h2okv.LLM(str(tmp_path), config=config) as llm:
         outputs = llm.generate([prompt], greedy(8))
@@ -320,7 +320,7 @@ def test_loaded_models_are_planned_described_and_served(model_type, tokenizer, t
         text = llm.describe()
     budget = {name: getattr(config.cache, name) for name in BUDGET}
     assert answers(outputs) == [alone(model, prompt, 8, **budget, evict_every=8)]
-    assert (plan.sequence, plan.state) == (memory.sequence, memory.state)
+    assert (plan.memory.sequence, plan.memory.state) == (memory.sequence, memory.state)
     assert plan.full_sequence == pool.full_bytes_of(plan.longest)
     per_token = pool.full_bytes_of(9) - pool.full_bytes_of(8)
     least = (pool.sequence_bytes - pool.linear_bytes) // per_token + 1

@@ -26,7 +26,7 @@ def settings():
             for budget in BUDGETS:
                 if name != "full":
                     configs.append(
-                        CacheConfig.from_budget(budget, min_tokens=0, policy=name, scoring=scoring)
+                        CacheConfig(budget=budget, min_tokens=0, policy=name, scoring=scoring)
                     )
     configs += [
         CacheConfig("h2o", sink=3, kv_bits=8, scoring="value_norm"),
@@ -140,9 +140,7 @@ def test_prompt_attention_is_computed_once_per_query_weighting(make_llama, monke
     monkeypatch.setattr(dispatch, "blockwise_attention_with_scores", counted)
     model = make_llama(layers=1)
     configs = [
-        CacheConfig.from_budget(b, min_tokens=0, policy=p)
-        for b in (0.5, 0.2)
-        for p in ("h2o", "recent")
+        CacheConfig(budget=b, min_tokens=0, policy=p) for b in (0.5, 0.2) for p in ("h2o", "recent")
     ]
     configs += [CacheConfig("h2o", scoring="decay"), CacheConfig("snapkv", 0.1, 0.1)]
     read(model, share(model, configs), draw(1, LENGTH))

@@ -9,8 +9,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 import h2okv
 from h2okv.cli.app import run
-from h2okv.models.end_tokens import add_end_tokens, end_token_ids
 from h2okv.models.loading import describe
+from h2okv.models.tokenization import add_end_tokens, end_token_ids
 from h2okv.offload.offload_engine import OffloadRequest, open_model
 
 WORDS = ["<unk>", "hello", "world", "</s>", "<|endoftext|>", "<s>"]

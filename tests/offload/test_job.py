@@ -3,15 +3,15 @@
 import json
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig
 
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.models.loading import Described
-from h2okv.models.resolve import resolve_model
-from h2okv.offload.job import Job, PromptFile, TextCodec
+from h2okv.models.loading import Described, resolve_model
+from h2okv.offload.job import Job, Prompt, PromptFile, TextCodec
 from h2okv.offload.offload_engine import BatchRequest
 
 SETTINGS = {"max_new_tokens": 4, "policy": "h2o"}
@@ -255,7 +255,12 @@ def codec(tokenizer, monkeypatch):
     def make(template=None, is_raw=False):
         monkeypatch.setattr(tokenizer, "chat_template", template)
         config = LlamaConfig(vocab_size=len(tokenizer))
-        return TextCodec(Described("model", "", config, tokenizer, 256), is_raw=is_raw)
+        codec = TextCodec(Described("model", "", config, tokenizer, 256), is_raw=is_raw)
+
+        def encode(content, fields=None):
+            return codec.sequence(Prompt(1, content, "", fields or {}), None).prompt
+
+        return SimpleNamespace(encode=encode)
 
     return make
 

@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, OPTConfig
 
 import h2okv
+from h2okv.cli.batch import _placement
 from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import make_meta_model
-from h2okv.offload.placement import WEIGHT_TIERS, parse_placement
 from h2okv.offload.planner import Planner, Workload
 from h2okv.offload.profile import HardwareProfile, Slowdown, measure_overhead
 
@@ -171,5 +171,5 @@ def test_the_overhead_of_a_layer_is_measured(meta, options):
 
 
 def test_percentages_may_have_no_digit_before_the_point():
-    fractions = parse_placement("weights", "device=.5,disk=99.5%", WEIGHT_TIERS)
+    fractions = _placement("--weights", "device=.5,disk=99.5%")
     assert fractions == pytest.approx({"device": 0.005, "disk": 0.995})

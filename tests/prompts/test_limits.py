@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from h2okv.prompts.limits import PromptLimits, PromptTooLongError
+from h2okv.prompts.readers import PromptLimits, PromptTooLongError
 
 
 @pytest.mark.parametrize(

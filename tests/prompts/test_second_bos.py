@@ -11,7 +11,7 @@ import h2okv
 from h2okv.cli.app import run
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.models.loading import describe
-from h2okv.offload.job import TextCodec
+from h2okv.offload.job import Prompt, TextCodec
 from h2okv.prompts.chat_template import encode, message_spans
 from h2okv.server.tokenization import PromptReader
 
@@ -72,7 +72,8 @@ def folder(tmp_path):
 def test_every_reader_of_text_drops_a_second_bos_token(folder: Path, capsys):
     described = describe(str(folder))
     assert described.encode("<s>hello") == [1, 3]
-    assert TextCodec(described, is_raw=True).encode("<s>hello") == [1, 3]
+    prompt = Prompt(1, "<s>hello", "")
+    assert TextCodec(described, is_raw=True).sequence(prompt, None).prompt == [1, 3]
     reader = PromptReader(described.tokenizer)
     assert reader.read("<s>hello").token_ids == (1, 3)
     assert reader.read("<s>hello", special=False).token_ids == (1, 3)

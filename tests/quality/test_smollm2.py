@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
-from h2okv.models.resolve import resolve_model
+from h2okv.models.loading import resolve_model
 
 ARTICLE = Path(h2okv.__file__).parent / "assets" / "article.txt"
 PROMPT = 640

@@ -23,7 +23,7 @@ from h2okv.engine.outputs import (
     TokenLogprob,
 )
 from h2okv.prompts.images import ImageEncoder
-from h2okv.prompts.limits import PromptLimits
+from h2okv.prompts.readers import PromptLimits
 from h2okv.server.app import make_app
 from h2okv.server.config import ServerSettings
 from h2okv.server.launch import Listener, open_port

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 import h2okv
-from h2okv.prompts.limits import PromptLimits
+from h2okv.prompts.readers import PromptLimits
 from h2okv.server.tokenization import PromptReader
 
 USER = {"role": "user", "content": "Who are you?"}

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from h2okv.engine.outputs import RequestFailedError
-from h2okv.prompts.limits import PromptLimits
+from h2okv.prompts.readers import PromptLimits
 from h2okv.server.errors import LOG
 
 PROMPT = "It was a bright morning, and the"

@@ -8,9 +8,8 @@ import pytest
 import h2okv
 from h2okv.engine.json_schemas import SchemaError
 from h2okv.offload.job import PromptFile
-from h2okv.prompts.limits import PromptTooLongError
 from h2okv.prompts.messages import read_conversation
-from h2okv.prompts.readers import FieldError
+from h2okv.prompts.readers import FieldError, PromptTooLongError
 from h2okv.server.protocol import ChatRequest, ResponsesRequest
 
 USER = {"role": "user", "content": "Hi"}

@@ -12,7 +12,7 @@ import pytest
 import h2okv
 from h2okv.engine.outputs import GrammarTooLargeError
 from h2okv.engine.structured import GrammarCompiler, json_grammar
-from h2okv.prompts.tool_messages import call_form
+from h2okv.prompts.chat_template import call_form
 from h2okv.server.errors import as_api_error
 from h2okv.server.protocol import ChatRequest
 from h2okv.server.structured import CallSyntax, answer_grammar

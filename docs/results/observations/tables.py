@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from h2okv.records import read_csv
 from h2okv_lab.analysis.sections import Rows, column, distinct, where
 from h2okv_lab.analysis.study import TEXT_COLUMNS
+from h2okv_lab.tables import read_csv
 
 FOLDER = Path(__file__).parent
 PAGES = (FOLDER.parent / "observations.md", FOLDER.parent / "theory.md")

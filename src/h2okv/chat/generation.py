@@ -21,7 +21,7 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.cache.linear_states import held_bytes
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.config import CacheConfig
-from h2okv.console import Progress, discard, format_bytes, write_text
+from h2okv.console import Progress, format_bytes, write_text
 from h2okv.engine.cache_engine import CacheEngine
 from h2okv.engine.outputs import Completion, OutputDelta, VerifiedAnswer
 from h2okv.engine.request import Event, PromptStart, Request
@@ -34,6 +34,7 @@ LONG_PROMPT = 512  # tokens from which reading a prompt shows a progress bar
 FULL = "full cache"
 _WARM_UP_PROMPT = 2048
 _WARM_UP_TOKENS = 4
+_discard: Callable[[str], None] = lambda text: None  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,7 @@ def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int 
     params, count = replace(job.params, stop=()), len(token_ids)
     with job.attend(cache):
         engine = CacheEngine(job.model, job.described.tokenizer, cache, forced=token_ids)
-        GenerationRun(engine, job.prompt_ids, params, count, discard, inputs=job.inputs).run()
+        GenerationRun(engine, job.prompt_ids, params, count, _discard, inputs=job.inputs).run()
     return sum(a == b for a, b in zip(engine.choices, token_ids, strict=True))
 
 
@@ -291,7 +292,7 @@ def generate_and_compare(
     job: Job, cache: CacheConfig, baselines: Sequence[CacheConfig] | None = None, quiet: bool = True
 ) -> Comparison:
     """Generate with a cache; with baselines also with the full cache and each of them."""
-    comparison, write = Comparison(), discard if quiet else write_text
+    comparison, write = Comparison(), _discard if quiet else write_text
     h2o_cache = partial(H2OCache.from_config, job.model.config)
     make: dict[str, Callable[[], Cache]] = {cache.label: partial(h2o_cache, cache)}
     if baselines is not None:
@@ -329,5 +330,5 @@ def _warm_up(job: Job, caches: Iterable[Cache]) -> None:
     prompt_ids = job.prompt_ids if job.inputs else job.prompt_ids[:_WARM_UP_PROMPT]
     short = replace(job, prompt_ids=prompt_ids, params=params, pins=(), verify=False)
     for cache in caches:
-        if generate_once(short, cache, lambda _: None).interrupted:
+        if generate_once(short, cache, _discard).interrupted:
             raise KeyboardInterrupt

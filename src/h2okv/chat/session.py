@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,14 @@ from h2okv.cache.layer import CacheLayer
 from h2okv.chat.generation import Generation, GenerationRun
 from h2okv.console import Interrupt
 from h2okv.engine.cache_engine import CacheEngine
-from h2okv.engine.detokenizer import THOUGHTS, THOUGHTS_END, Detokenizer, Thoughts
+from h2okv.engine.detokenizer import (
+    THOUGHTS,
+    THOUGHTS_END,
+    Detokenizer,
+    Thoughts,
+    TokenText,
+    is_inside_character,
+)
 from h2okv.engine.model_runner import count_kept
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.models.loading import Described
@@ -42,11 +49,6 @@ _LOOK_BACK = 16
 _TURNS_BYTES = 1 << 30  # of the caches before earlier turns
 _NOTE = "chat"
 _VERSION = 1
-# Number of earlier tokens decoded with a span: tokenizers drop a leading space.
-_LEAD = 4
-_UNFINISHED = "\ufffd"
-# A character has at most four bytes, and so at most as many tokens.
-_LONGEST_CHARACTER = 4
 _CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 
 
@@ -174,11 +176,6 @@ class SavedChat:
     transcript: Transcript
     system: str
     params: SamplingParams
-
-    def to_note(self) -> str:
-        transcript, sampling = asdict(self.transcript), sampling_fields(self.params)
-        fields = {"transcript": transcript, "system": self.system, "sampling": sampling}
-        return json.dumps({"version": _VERSION, **fields})
 
     @classmethod
     def from_note(cls, note: str) -> SavedChat:
@@ -339,8 +336,9 @@ class Chat:
             problem = f"'{path}' exists and is not a saved chat"
             with refusing(problem, "choose another file", ValueError):
                 read_notes(path)
-        chat = SavedChat(self.transcript, self.form.system, self.params)
-        self.cache.save(path, notes={_NOTE: chat.to_note()})
+        transcript, sampling = asdict(self.transcript), sampling_fields(self.params)
+        fields = {"transcript": transcript, "system": self.form.system, "sampling": sampling}
+        self.cache.save(path, notes={_NOTE: json.dumps({"version": _VERSION, **fields})})
 
     def load(self, path: Path) -> SavedChat:
         """Continue a saved chat; on an error the current one stays."""
@@ -403,44 +401,29 @@ def runs_of(
     shorten_above: int | None = None,
 ) -> Iterator[Run]:
     """Group consecutive tokens of one level."""
-
-    def text_of(start: int, end: int) -> str:
-        lead = max(0, start - _LEAD)
-        before = str(tokenizer.decode(list(token_ids[lead:start])))
-        text = str(tokenizer.decode(list(token_ids[lead:end])))[len(before) :]
-        # Show control characters; a terminal would obey them.
-        return text.translate(_CONTROL)
-
-    spans = _characters(tokenizer, token_ids, shares)
-    for level, group in groupby(spans, key=lambda span: Level.of(span[2])):
-        starts, ends, _ = zip(*group, strict=True)
-        start, end = starts[0], ends[-1]
-        count = end - start
+    for level, group in groupby(_characters(tokenizer, token_ids, shares), key=itemgetter(0)):
+        _, texts, counts = zip(*group, strict=True)
+        text, count = "".join(texts), sum(counts)
         if level is Level.NONE and shorten_above is not None and count > shorten_above:
             side = shorten_above // 3
-            left_out = f" ... {count - 2 * side:,} more evicted tokens ..."
-            text = text_of(start, start + side) + left_out + text_of(end - side, end)
-        else:
-            text = text_of(start, end)
-        yield Run(level, text, count)
+            left_out = f" ... {sum(counts[side:-side]):,} more evicted tokens ..."
+            text = "".join(texts[:side]) + left_out + "".join(texts[-side:])
+        # Show control characters; a terminal would obey them.
+        yield Run(level, text.translate(_CONTROL), count)
 
 
 def _characters(
     tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], shares: Sequence[float]
-) -> Iterator[tuple[int, int, float | None]]:
-    """Yield the spans of tokens that form whole characters: first, end, mean share."""
-
-    @functools.cache  # long chats repeat the tokens of their vocabulary
-    def is_text(*ids: int) -> bool:
-        return _UNFINISHED not in str(tokenizer.decode(list(ids)))
-
-    first = 0
-    while first < len(token_ids):
-        longest = range(first + 1, min(first + _LONGEST_CHARACTER, len(token_ids)) + 1)
-        end = next((end for end in longest if is_text(*token_ids[first:end])), first + 1)
-        span_shares = shares[first:end]
-        yield first, end, sum(span_shares) / len(span_shares) if span_shares else None
-        first = end
+) -> Iterator[Run]:
+    """Yield the tokens of each whole character as a run, of the level of their mean share."""
+    data, first = [*map(TokenText(tokenizer).data, token_ids), b""], 0
+    for end in range(1, len(data)):
+        if not is_inside_character(data[end]):
+            span_shares = shares[first:end]
+            mean = sum(span_shares) / len(span_shares) if span_shares else None
+            text = b"".join(data[first:end]).decode("utf-8", "replace")
+            yield Run(Level.of(mean), text, end - first)
+            first = end
 
 
 def render_runs(runs: Sequence[Run], with_marks: bool = False) -> Text:

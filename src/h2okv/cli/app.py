@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 import h2okv
-from h2okv.cli.commands import COMMANDS
+from h2okv.cli.commands import COMMANDS, helps
 from h2okv.console import (
     BAD_INPUT,
     INTERRUPTED,
@@ -54,13 +54,13 @@ class LazyGroup(TyperGroup):
 def load_command(name: str) -> Any:
     from h2okv.cli import args, help_page
 
-    app = pkgutil.resolve_name(COMMANDS[name][0])
+    app = pkgutil.resolve_name(COMMANDS[name])
     if not isinstance(app, typer.Typer):
         function = app
         is_foreign = name == "lm-eval"  # the harness parses its options
         settings = {"allow_extra_args": is_foreign, "ignore_unknown_options": is_foreign}
         app = typer.Typer(add_completion=False)
-        register = app.command(name, help=args.helps()[name], context_settings=settings)
+        register = app.command(name, help=helps()[name], context_settings=settings)
         register(args.expand(function))
     command = typer.main.get_command(app)
     command.name = name
@@ -86,8 +86,8 @@ def _options(
     """Heavy-Hitter Oracle (H2O) KV-cache eviction for Hugging Face models."""
 
 
-for _name, (_, _summary) in COMMANDS.items():
-    _app.command(_name, help=_summary)(lambda: None)
+for _name in COMMANDS:
+    _app.command(_name, help=helps()[_name].partition("\n")[0])(lambda: None)
 
 
 def main() -> NoReturn:
@@ -110,8 +110,6 @@ def run(args: Sequence[str]) -> int:
     _quieten_libraries()
     try:
         if not args and "_H2OKV_COMPLETE" not in os.environ:  # a shell that completes a line
-            from h2okv.cli.args import helps
-
             write_text(helps()["h2okv"])
             return 0
         _check_spaces(args)
@@ -195,15 +193,67 @@ def _quieten_libraries() -> None:
             output.reconfigure(errors="replace")
 
 
-def _replaced(error: Any, args: Sequence[str]) -> str | None:
-    """Return the message for an option of earlier versions."""
-    from h2okv.cli.replaced import replacement
+# Options of earlier versions, and what says the same now: by the option, or the command and the
+# option. {} stands for the value that the user gave.
+_REPLACED = {
+    "--heavy": "--budget with heavy+recent, such as --budget 64+64",
+    "--recent": "--budget with heavy+recent, such as --budget 64+64",
+    "--heavy-fraction": "--budget with heavy+recent, such as --budget 15%+5%",
+    "--sink": "--cache sink={}",
+    "--scoring": "--cache scoring={}",
+    "--decay": "--cache scoring=decay:{}",
+    "--positions": "--cache positions={}",
+    "--prefill-chunk": "--cache every={} (evict_every)",
+    "--evict-every": "--cache every={}",
+    "--kv-bits": "--cache bits={}",
+    "--layer-budgets": "--cache layers={}",
+    "--seed": "--cache random:20%,seed={}",
+    "--device": "the environment variable H2OKV_DEVICE={}",
+    "--gpu-memory": "--memory {}",
+    "--batch-size": "--batch {}",
+    "--actors": "--replicas {}",
+    "--layers": "the layers of a shape: --shape llama-3-8b,layers={}",
+    "--save-every": "--every, a tenth of it",
+    "--steps": "nothing: a measurement takes 8 decode steps",
+    "--max-prefill-time-fraction": "a smaller --max-prefill-tokens",
+    "--max-batch": "--memory alone, which finds the largest batch",
+    "--min-p": "the model's generation config, or min_p of h2okv.SamplingParams",
+    "--caches": "--runners {}",
+    "--threads": "the environment variable OMP_NUM_THREADS={}",
+    "needle --seed": "seeds in a file of h2okv eval sweep",
+    "recall --max-new-tokens": "max_new_tokens in a file of h2okv eval sweep",
+    "layers --tokens": "--text with a shorter text",
+    "list --json": "h2okv models path for one folder",
+    "plan --serve": "h2okv serve --dry-run",
+    "plan --prompt": "--prompt-tokens {}",
+    "plan --gen": "--new-tokens {}",
+    "--keep-pages": "nothing: streamed pages are always dropped from the page cache",
+    "view --layer": "the page's choice of a layer",
+    "view --new-tokens": "the page's field for new tokens",
+    "view --head": "the page's choice of a head",
+    "summarize --template": "template in a file of h2okv eval sweep",
+    "summarize --stemmer": "stemmer in a file of h2okv eval sweep",
+    "--converted": "the environment variable XDG_CACHE_HOME, the folder of all that is kept",
+    "--cache-folder": "another folder for --output, where the cache's file is written",
+    **dict.fromkeys(
+        ("--top-p", "--top-k", "--repetition-penalty", "--stop"),
+        "the model's generation config, or a field of a line of h2okv batch --input",
+    ),
+}
 
+
+def _replaced(error: Any, args: Sequence[str]) -> str | None:
+    """Return the message for an option that a command no longer has, if it ever had it."""
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if option is None or context is None:
         return None
-    message = replacement(context.command_path, option, args)
-    return message and f"{message}; see {context.command_path} --help"
+    command = context.command_path
+    new = _REPLACED.get(f"{command.rpartition(' ')[2]} {option}") or _REPLACED.get(option)
+    if new is None:
+        return None
+    value = re.search(rf"(?:^|\0){re.escape(option)}[=\0]([^\0]*)", "\0".join(args))
+    remedy = new.format(value[1] if value else "...")
+    return f"{option} is gone; give {remedy}; see {command} --help"
 
 
 def _usage(error: typer.TyperException, args: Sequence[str]) -> str:

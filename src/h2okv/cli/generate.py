@@ -16,18 +16,7 @@ import typer
 import h2okv
 from h2okv.assets import sample_article, sample_prompt
 from h2okv.cli import args, readers
-from h2okv.cli.args import (
-    COMPILE,
-    JSON,
-    PIN,
-    RAW,
-    VERIFY,
-    WEIGHT_BITS,
-    ModelOptions,
-    SamplingOptions,
-    Typed,
-    option,
-)
+from h2okv.cli.args import option
 from h2okv.config import BEST, CacheConfig
 from h2okv.console import (
     INTERRUPTED,
@@ -56,19 +45,19 @@ _QUESTION = "Write a short summary of this article for a newsletter."
 
 def generate(
     choice: args.Choice = args.cache_options(),
-    model: ModelOptions = args.model_options(),
-    sampling: SamplingOptions = args.sampling_options(),
+    model: args.ModelOptions = args.model_options(),
+    sampling: args.SamplingOptions = args.sampling_options(),
     prompt: str | None = typer.Argument(None, help="The prompt; - or nothing: from stdin."),
     file: Path | None = option(None, "Read the prompt from a text file.", read=readers.readable),
     image: list[Path] | None = option(None, "An image before the prompt; repeatable.", "--image"),
-    raw: bool = RAW,
+    raw: bool = args.RAW,
     system: str = option("", "System message: text or @FILE.", read=readers.text_or_file),
-    pin: Typed = PIN,
-    compile: bool = COMPILE,
-    weight_bits: int | None = WEIGHT_BITS,
+    pin: args.Typed = args.PIN,
+    compile: bool = args.COMPILE,
+    weight_bits: int | None = args.WEIGHT_BITS,
     compare: str | None = option(None, "Run the full cache too, and compare."),
-    verify: Typed = VERIFY,
-    as_json: bool = JSON,
+    verify: args.Typed = args.VERIFY,
+    as_json: bool = args.JSON,
 ) -> int:
     if compare not in (None, "full"):
         raise ValueError(f"--compare {compare!r} is not known; the only choice is --compare full")
@@ -120,7 +109,7 @@ def generate(
 
 
 def demo(
-    model: ModelOptions = args.model_options(),
+    model: args.ModelOptions = args.model_options(),
     max_new_tokens: int = option(128, "Tokens to generate.", read=readers.count),
 ) -> int:
     from h2okv.calibration.layer_budgets import with_measured_budgets
@@ -147,7 +136,7 @@ def demo(
     return INTERRUPTED if comparison.interrupted else 0
 
 
-def _load(model: ModelOptions, described: Described, *options: Any) -> PreTrainedModel:
+def _load(model: args.ModelOptions, described: Described, *options: Any) -> PreTrainedModel:
     """Load the model of a comparison and report the time, which its table does not include."""
     begun = time.perf_counter()
     loaded = model.load(described, *options)

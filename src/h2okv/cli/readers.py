@@ -7,11 +7,9 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from h2okv.assets import sample_prompt
 from h2okv.console import check_minimum
-from h2okv.plots import check_plot
 from h2okv.records import read_text_file
 
 if TYPE_CHECKING:
@@ -54,19 +52,6 @@ def count(option: str, number: int) -> int:
 def names(option: str, text: str) -> tuple[str, ...]:
     """Read a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
-def numbers(
-    option: str, text: str, kind: type = int, example: str = "2048,8192"
-) -> tuple[Any, ...]:
-    """Read a comma-separated list of numbers."""
-    try:
-        return tuple(map(kind, names(option, text)))
-    except ValueError:
-        expected = "whole numbers" if kind is int else "numbers"
-        raise ValueError(
-            f"{option} {text!r} is not a list of {expected}; give one such as {example}"
-        ) from None
 
 
 def memory(option: str, text: str, minimum: int = 1) -> int:
@@ -137,13 +122,6 @@ def writable(option: str, path: Path) -> Path:
     raise ValueError(f"{option} '{path}' cannot be written ({reason}); choose another file")
 
 
-def picture(option: str, path: Path) -> Path:
-    """Raise ValueError also for a figure that cannot be drawn."""
-    writable(option, path)
-    check_plot(path)
-    return path
-
-
 def text_or_file(option: str, text: str) -> str:
     """Return a text, or that of a file: @FILE, or a value that names a file."""
     name = text.removeprefix("@")
@@ -153,11 +131,6 @@ def text_or_file(option: str, text: str) -> str:
     if not (text.startswith("@") or is_path):
         return text
     return read_text(option, readable(option, Path(name)))
-
-
-def text_or_sample(path: Path | None) -> str:
-    """Return the text of --text; by default the opening of a novel."""
-    return sample_prompt() if path is None else read_text("--text", path)
 
 
 def read_text(option: str, path: Path) -> str:

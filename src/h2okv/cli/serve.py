@@ -58,7 +58,7 @@ def serve(
     from h2okv.server import config
 
     cache, evict_every = choice.apart_from_cuts()
-    args.check_copies("replicas", replicas, ray, model.device_name)
+    args.check_copies("replicas", replicas, ray, args.chosen_device())
     if prefix_cache_folder is not None and ray:
         raise ValueError(
             "--prefix-cache-folder is for one process, and --ray starts several; leave one of them"
@@ -68,8 +68,6 @@ def serve(
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
     if agreement is not None and not verify:
         raise ValueError("--agreement needs answers that are read again; give --verify 5% too.")
-    if verify and tensor_parallel:
-        raise ValueError("--verify and --tensor-parallel exclude each other; choose one.")
     if not ray:  # the machines of a cluster may have other models
         check_name(model.name)
     # Clients see only the last part of a path, and a Hub id as it is.
@@ -119,4 +117,4 @@ def serve(
     import_ray()
     from h2okv.cluster.serve import run_server_on_ray
 
-    return run_server_on_ray(request, model.device_name, replicas)
+    return run_server_on_ray(request, args.chosen_device(), replicas)

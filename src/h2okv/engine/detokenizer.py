@@ -1,10 +1,13 @@
-"""Incremental detokenization and stop strings."""
+"""Text of tokens: as it grows, up to stop strings, and of single tokens."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 # Tokens of the prompt that are decoded with the first new one, so that the decoder knows that the
 # new token follows a word and keeps the space before it.
@@ -12,6 +15,11 @@ _LEAD = 4
 _UNFINISHED = "\ufffd"
 THOUGHTS, THOUGHTS_END = "<think>", "</think>"
 """Tags of the templates whose answers begin with thoughts."""
+
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""Bytes by the characters that byte-level tokenizers write for them."""
 
 
 class Detokenizer:
@@ -158,3 +166,45 @@ class SequenceText:
         self._stop.add(self._detokenizer.end())
         self._stop.end()
         return self._stop.text
+
+
+def is_inside_character(data: bytes) -> bool:
+    """Return whether UTF-8 bytes begin within a character."""
+    return bool(data) and data[0] & 0xC0 == 0x80
+
+
+class TokenText:
+    """Text of single tokens, even where a token is only a part of a character."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+        self._anchor_text = self._decode(self._anchor)
+        # UTF-8 bytes of a token, perhaps only a part of a character.
+        self.data = lru_cache(maxsize=65536)(self._find_bytes)
+
+    def text(self, token: int) -> str:
+        """Return a token's text; for a part of a character its bytes in hexadecimal."""
+        token_bytes = self.data(token)
+        try:
+            return token_bytes.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+
+    def length(self, token: int) -> int:
+        """Return the number of characters that begin in a token."""
+        return sum(byte & 0xC0 != 0x80 for byte in self.data(token))
+
+    def _find_bytes(self, token: int) -> bytes:
+        # Decode after another token: a decoder may drop the space at the start of a text.
+        text = self._decode([*self._anchor, token])[len(self._anchor_text) :]
+        if "\ufffd" in text:  # a part of a character
+            piece = str(self._tokenizer.convert_ids_to_tokens(token))
+            if match := _BYTE.fullmatch(piece):
+                return bytes([int(match.group(1), 16)])
+            if all(letter in _LETTERS for letter in piece):
+                return bytes(_LETTERS[letter] for letter in piece)
+        return text.encode("utf-8")
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))

@@ -24,8 +24,7 @@ from h2okv.engine.memory import (
 from h2okv.engine.prefix_folder import PrefixFolder
 from h2okv.models.loading import Described, describe, loaded_dtype, weight_bytes
 from h2okv.models.packed_linear import limit_kernels
-from h2okv.prompts.limits import PromptLimits
-from h2okv.prompts.readers import UNLIMITED
+from h2okv.prompts.readers import UNLIMITED, PromptLimits
 
 _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64
@@ -200,40 +199,41 @@ def config_for(config: EngineConfig, cache: H2OCache) -> EngineConfig:
 class ServingPlan:
     """How many users fit, by arithmetic, before any weights are loaded; sizes in bytes."""
 
-    memory: int  # that may be used, weights included
-    process: int  # of the process before the weights
+    share: MemoryShare
+    memory: ServingMemory
     weights: int
-    num_seqs: int
     entries: float  # of a sequence, and
     span: int  # tokens until it evicts again
-    sequence: int
-    temporaries: int  # of prefill and of a step of all sequences
-    prefix_cache: int
-    state: int
     longest: int  # tokens of the longest text
     full_sequence: int  # a full cache of it
     full_seqs: int  # that the same memory holds
-    folder: str | None = None  # that keeps states over a restart
+    folder: PrefixFolder | None  # that keeps states over a restart
 
     def to_text(self) -> str:
         """Return the plan in lines for people."""
-        states = f"{format_bytes(self.prefix_cache)}, {self.prefix_cache // self.state:,} states"
-        return "\n".join(
-            [
-                f"memory: {format_bytes(self.memory)}, of which the process takes"
-                f" {format_bytes(self.process)} and the weights {format_bytes(self.weights)}",
-                f"sequences: {self.num_seqs:,} of {self.entries:,g} entries and {self.span} more"
-                f" until the next eviction, {format_bytes(self.sequence)} each,"
-                f" at most {format_bytes(self.num_seqs * self.sequence)} together",
-                f"temporaries: {format_bytes(self.temporaries)}",
-                f"prefix cache: {states} of {format_bytes(self.state)}"
-                if self.prefix_cache
-                else "prefix cache: none",
-                *([] if self.folder is None else [f"prefix cache folder: {self.folder}"]),
-                f"a full cache of {self.longest:,} tokens takes {format_bytes(self.full_sequence)};"
-                f" the same memory holds {self.full_seqs:,} of them",
-            ]
+        share, memory = self.share, self.memory
+        together = format_bytes(share.num_seqs * memory.sequence)
+        temporaries = memory.prefill + share.num_seqs * memory.step
+        lines = [
+            f"memory: {format_bytes(share.promised)}, of which the process takes"
+            f" {format_bytes(share.used - self.weights)} and the weights"
+            f" {format_bytes(self.weights)}",
+            f"sequences: {share.num_seqs:,} of {self.entries:,g} entries and {self.span} more until"
+            f" the next eviction, {format_bytes(memory.sequence)} each, at most {together}"
+            " together",
+            f"temporaries: {format_bytes(temporaries)}",
+            "prefix cache: none",
+        ]
+        if share.states:
+            count, size = share.states // memory.state, format_bytes(memory.state)
+            lines[-1] = f"prefix cache: {format_bytes(share.states)}, {count:,} states of {size}"
+        if self.folder is not None:
+            lines.append(f"prefix cache folder: {self.folder}")
+        lines.append(
+            f"a full cache of {self.longest:,} tokens takes {format_bytes(self.full_sequence)};"
+            f" the same memory holds {self.full_seqs:,} of them"
         )
+        return "\n".join(lines)
 
 
 def plan_serving(
@@ -265,21 +265,9 @@ def plan_serving(
     share = share_memory(config, memory, device, weights + _LOADING * (device.type == "cpu"))
     text = limits.max_context or longest
     full = model_memory.full_bytes(text)
-    folder = PrefixFolder.of(config)
     free = share.promised - share.used - memory.prefill
+    full_seqs = max(0, free // (full + model_memory.decode_bytes(1, text)))
     return ServingPlan(
-        memory=share.promised,
-        process=share.used - weights,
-        weights=weights,
-        num_seqs=share.num_seqs,
-        entries=max(budgets),
-        span=cache_config.span,
-        sequence=memory.sequence,
-        temporaries=memory.prefill + share.num_seqs * memory.step,
-        prefix_cache=share.states,
-        state=memory.state,
-        longest=text,
-        full_sequence=full,
-        full_seqs=max(0, free // (full + model_memory.decode_bytes(1, text))),
-        folder=None if folder is None else str(folder),
-    )
+        share, memory, weights, max(budgets), cache_config.span, text, full, full_seqs,
+        PrefixFolder.of(config),
+    )  # fmt: skip

@@ -24,20 +24,15 @@ _SPACES = r" |\n[ \t]{0,20}"
 small models may write nothing else."""
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return what a grammar has in place of a JSON value of a schema."""
-    return raw_rule(enforceable(schema))
-
-
 def raw_rule(schema: Mapping[str, Any]) -> str:
-    """Return the same of a schema that `enforceable` returned, or that was built of such ones."""
+    """Return what a grammar has in place of a JSON value of a schema from `enforceable`."""
     options = {"whitespace_pattern": _SPACES}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def json_grammar(schema: Mapping[str, Any] | None = None) -> str:
     """Return the grammar of JSON values of a schema; of any JSON object without one."""
-    return f"start: {json_rule({'type': 'object'} if schema is None else schema)}"
+    return f"start: {raw_rule(enforceable({'type': 'object'} if schema is None else schema))}"
 
 
 def fits(schema: Mapping[str, Any], text: str) -> bool:

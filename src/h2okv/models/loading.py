@@ -16,18 +16,30 @@ from transformers.distributed import DistributedConfig
 
 from h2okv.cache.support import auto_model, check_model
 from h2okv.integration.enable import enable
-from h2okv.models.end_tokens import add_end_tokens
-from h2okv.models.gguf import check_complete
-from h2okv.models.names import check_name
+from h2okv.models.gguf import check_complete, converted
+from h2okv.models.names import BUNDLED, PACKAGED, check_name, find_model
 from h2okv.models.packed_linear import check_weight_bits, int4_bytes, pack_linear_layers
-from h2okv.models.resolve import default_dtype, resolve_model
+from h2okv.models.tokenization import add_end_tokens
 from h2okv.prompts.chat_template import encode, plain_template
 from h2okv.prompts.images import ImageEncoder
-from h2okv.prompts.limits import PromptLimits
 from h2okv.prompts.messages import Conversation
+from h2okv.prompts.readers import PromptLimits
 from h2okv.records import first_line, refusing
 
 _NUMBERS_AT_ONCE = 4 << 20  # numbers at a time
+
+
+def resolve_model(name: str) -> str:
+    """Return the folder or Hub id of a model's name, converting a GGUF file the first time."""
+    source = find_model(name)
+    return str(converted(source)) if isinstance(source, Path) else source
+
+
+def default_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
+    """Return the default dtype to compute in; None for that of the checkpoint."""
+    # Packaged models are stored in half precision to be small, which many CPUs compute slowly.
+    is_packaged = name == BUNDLED or name in PACKAGED
+    return torch.float32 if is_packaged and torch.device(device).type == "cpu" else None
 
 
 @dataclass(frozen=True)

@@ -203,10 +203,6 @@ class TextCodec:
         """Whether a text is a user's message for the model's chat template."""
         return not self.is_raw and bool(self.described.tokenizer.chat_template)
 
-    def encode(self, prompt: Any, fields: Mapping[str, Any] | None = None) -> list[int]:
-        """Encode a text or messages; raise `ValueError` if they cannot be served."""
-        return self.described.encode(self._rendered(prompt, fields or {}))
-
     def _rendered(self, prompt: Any, fields: Mapping[str, Any]) -> str | Conversation:
         is_chat = isinstance(prompt, list)
         if is_chat and self.is_raw:
@@ -240,7 +236,7 @@ class TextCodec:
         )  # fmt: skip
 
     def _content(self, prompt: Prompt) -> str | Conversation | list[int]:
-        """Render a prompt as the server would, or as `encode` does a line of h2okv's format."""
+        """Render a prompt as the server would, or as a line of h2okv's format says."""
         if prompt.url != COMPLETION:
             return self._rendered(prompt.content, prompt.fields)
         listed = prompt.content if isinstance(prompt.content, list) else [prompt.content]

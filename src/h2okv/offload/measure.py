@@ -101,7 +101,9 @@ class StreamingModel:
             if missing:
                 self._install(unit.slots)
                 for slot in missing:
-                    prints[slot.name] = _print_of(slot)
+                    flat = slot.owner.get_parameter(slot.attribute).detach().reshape(-1)
+                    chunks = [flat[chunk].cpu() for chunk in chunks_of(len(flat))]
+                    prints[slot.name] = weight_print(slot.shape, torch.cat(chunks))
             _empty(unit)
         pass_seconds = seconds * size / max(1, meta.units[0].nbytes)
         return replace(weights, prints=prints, is_complete=True, pass_seconds=pass_seconds)
@@ -128,7 +130,7 @@ class StreamingModel:
             if layer is not None and torch.is_grad_enabled():
                 # Computed again, the layer must find the cache as it was.
                 if before is None:
-                    before = _state(layer)
+                    before = _copies(layer, vars(layer))
                 else:
                     vars(layer).update(_copies(layer, before))
             self._install(unit.slots)
@@ -145,17 +147,6 @@ class StreamingModel:
 def _empty(unit: Unit) -> None:
     for slot in unit.slots:
         slot.empty()
-
-
-def _print_of(slot: ParameterSlot) -> Any:
-    flat = slot.owner.get_parameter(slot.attribute).detach().reshape(-1)
-    chunks = [flat[chunk].cpu() for chunk in chunks_of(len(flat))]
-    return weight_print(slot.shape, torch.cat(chunks))
-
-
-def _state(layer: Any) -> dict[str, Any]:
-    """Return a cache layer's fields as they are."""
-    return _copies(layer, vars(layer))
 
 
 def _copies(layer: Any, fields: dict[str, Any]) -> dict[str, Any]:

@@ -28,9 +28,8 @@ from h2okv.console import Progress, format_bytes
 from h2okv.engine import memory as process
 from h2okv.engine.memory import MemoryModel
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.models.loading import Described, describe, load_weights
+from h2okv.models.loading import Described, default_dtype, describe, load_weights
 from h2okv.models.names import cache_folder
-from h2okv.models.resolve import default_dtype
 from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner
 from h2okv.offload.checkpoint import (
     CheckpointFiles,
@@ -43,8 +42,7 @@ from h2okv.offload.checkpoint import (
 from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records, saved_settings
 from h2okv.offload.measure import StreamingModel, bytes_while_streaming, weights_in_files
 from h2okv.offload.meta_model import MetaModel, pack_layers
-from h2okv.offload.placement import Fractions
-from h2okv.offload.planner import MICRO_BATCH_TOKENS, Plan, Planner, Workload, interleave
+from h2okv.offload.planner import MICRO_BATCH_TOKENS, Fractions, Plan, Planner, Workload, interleave
 from h2okv.offload.profile import measure_hardware
 from h2okv.offload.tiers import CacheStore, materialise
 from h2okv.provenance import digest
@@ -181,9 +179,8 @@ def _budgets_from_files(
     request: OffloadRequest, described: Described, measures: bool
 ) -> CacheConfig:
     """Replace ``"auto"`` for a model that is not loaded whole here."""
-    dtype = request.dtype or default_dtype(described.name, request.device)
     try:
-        meta, files = open_checkpoint(described.config, _checkpoint_folder(described), dtype)
+        meta, files = _open(request, described)
     except ValueError:
         if measures:
             raise
@@ -211,8 +208,7 @@ def measure(request: OffloadRequest, described: Described) -> Shares:
     """Measure a model's budgets by layer and head, loaded or streamed; once."""
     if _fits_in_memory(request, described):
         return measure_model(load_weights(described, request.dtype, request.device), described)
-    dtype = request.dtype or default_dtype(described.name, request.device)
-    meta, files = open_checkpoint(described.config, _checkpoint_folder(described), dtype)
+    meta, files = _open(request, described)
     with closing(files):
         streaming = StreamingModel(meta, files, request.device)
         return measure_model(streaming.model, described, streaming.weights())
@@ -292,13 +288,17 @@ def open_model(request: OffloadRequest, described: Described) -> tuple[MetaModel
     """Open a checkpoint for streaming; see `open_checkpoint`."""
     if request.memory is not None:
         process.give_memory_back()
-    dtype = request.dtype or default_dtype(described.name, request.device)
-    meta, files = open_checkpoint(described.config, _checkpoint_folder(described), dtype)
+    meta, files = _open(request, described)
     described.add_end_tokens(meta.model)
     if request.weight_bits is not None:
         meta = pack_layers(meta, request.weight_bits, request.device)
         files.parameters = map_weights(meta, files)
     return meta, files
+
+
+def _open(request: OffloadRequest, described: Described) -> tuple[MetaModel, CheckpointFiles]:
+    dtype = request.dtype or default_dtype(described.name, request.device)
+    return open_checkpoint(described.config, _checkpoint_folder(described), dtype)
 
 
 def _checkpoint_folder(described: Described) -> Path:

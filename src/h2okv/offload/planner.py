@@ -12,10 +12,11 @@ import torch
 
 from h2okv.engine.memory import MemoryModel
 from h2okv.offload.meta_model import MetaModel
-from h2okv.offload.placement import WEIGHT_TIERS, Fractions
 from h2okv.offload.profile import HardwareProfile
 from h2okv.offload.tiers import arena_bytes
 
+WEIGHT_TIERS = ("device", "cpu", "disk")
+Fractions = dict[str, float]  # by tier; they add up to 1
 MICRO_BATCH_TOKENS = 2048  # of a prefill; more do not compute faster
 Placement = tuple[str, ...]
 """Tiers of the units in the order of a forward, then of the embedding; of one on the disk, only the

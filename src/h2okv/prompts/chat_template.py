@@ -1,19 +1,19 @@
-"""Chat templates: messages to text."""
+"""Chat templates: messages and tools to text, also by a template that has no tools."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 
-from h2okv.prompts.limits import PromptLimits
 from h2okv.prompts.messages import Conversation
-from h2okv.prompts.readers import FieldError
-from h2okv.prompts.tool_messages import as_plain_messages, takes_tools
+from h2okv.prompts.readers import FieldError, PromptLimits
 from h2okv.records import refusing, unknown_name
 
 if TYPE_CHECKING:
@@ -74,7 +74,9 @@ def chat_text(
     contents, tools = list[Any](chat.messages), list[Any](chat.tools) or None
     apply: Any = tokenizer.apply_chat_template
     try:
-        if not _takes_texts(tokenizer, str(tokenizer.get_chat_template(None, tools))):
+        template = str(tokenizer.get_chat_template(None, tools))
+        # Some vision-language models leave out all contents but parts.
+        if not _writes_probe(tokenizer, template, in_tool=False, on_error=True):
             contents = [
                 {**message, "content": [{"type": "text", "text": message["content"]}]}
                 if isinstance(message["content"], str)
@@ -117,14 +119,20 @@ def plain_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 @lru_cache(maxsize=16)
-def _takes_texts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
-    """Tell whether contents may be texts; some vision-language models leave all but parts out."""
+def _writes_probe(
+    tokenizer: PreTrainedTokenizerBase, template: str, in_tool: bool, on_error: bool
+) -> bool:
+    """Render a probe, in a message or a tool, rather than guess from the template's source."""
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "a"}}}
+    function = {"name": _PROBE, "description": "a", "parameters": parameters}
+    tools = [{"type": "function", "function": function}] if in_tool else None
+    messages = [{"role": "user", "content": "a" if in_tool else _PROBE}]
     apply: Any = tokenizer.apply_chat_template
-    messages = [{"role": "user", "content": _PROBE}]
     try:
-        return _PROBE in str(apply(messages, chat_template=template, tokenize=False))
+        options = {"tokenize": False, "add_generation_prompt": in_tool}
+        return _PROBE in str(apply(messages, chat_template=template, tools=tools, **options))
     except Exception:  # a template may raise anything, and says it once more for the messages
-        return True
+        return on_error
 
 
 def adds_special(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
@@ -248,3 +256,80 @@ def _written_tools(
         raise ValueError("the chat template changes the tools, so they cannot be pinned.")
     start += len(inserted) - len(inserted.lstrip())
     return start, start + len(inserted.strip())
+
+
+# --- tools ----------------------------------------------------------------------------------------
+
+CallForm = Literal["hermes", "llama"]
+"""How a model writes a call: ``<tool_call>`` tags, or JSON with ``parameters``."""
+
+_LLAMA = re.compile(r"""python_tag|\\?"name\\?":[^{}]*\\?"parameters\\?":""")
+_INSTRUCTIONS = """\
+You may call functions to answer. Their signatures, one a line:
+<tools>
+{tools}
+</tools>
+
+To call one, write its name and its arguments as a JSON object between tags:
+<tool_call>
+{{"name": "function-name", "arguments": {{"parameter": "value"}}}}
+</tool_call>
+Its result comes between <tool_response> tags."""
+
+
+def call_form(tokenizer: PreTrainedTokenizerBase) -> CallForm:
+    """Return the form of calls that a model's chat template shows it."""
+    template = _template(tokenizer)
+    if "<tool_call>" in template or not _LLAMA.search(template):
+        return "hermes"
+    return "llama"
+
+
+def takes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template writes the tools into the prompt."""
+    template = _template(tokenizer)
+    return "tools" in template and _writes_probe(tokenizer, template, in_tool=True, on_error=False)
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.get_chat_template(None, [{}])) if tokenizer.chat_template else ""
+
+
+def as_plain_messages(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Write tools, calls and results into the texts of messages, for a template without tools.
+
+    Messages are of system, user and assistant, in the Hermes form; results are a user's message,
+    together with the user's text that follows.
+    """
+    turns: list[dict[str, Any]] = []
+    is_after_result = False
+    for message in messages:
+        turn, role = dict(message), message["role"]
+        calls = turn.pop("tool_calls", ())
+        if calls:
+            written = [turn["content"]] if turn["content"] else []
+            turn["content"] = "\n".join([*written, *(_call_text(call) for call in calls)])
+        if role == "tool":
+            content = f"<tool_response>\n{message['content']}\n</tool_response>"
+            turn = {"role": "user", "content": content}
+        if is_after_result and turn["role"] == "user":
+            turns[-1]["content"] += f"\n{turn['content']}"
+        else:
+            turns.append(turn)
+        is_after_result = role == "tool"
+    if tools:
+        lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        instructions = _INSTRUCTIONS.format(tools=lines)
+        if turns[0]["role"] == "system":
+            turns[0]["content"] += f"\n\n{instructions}"
+        else:
+            turns.insert(0, {"role": "system", "content": instructions})
+    return turns
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    fields = {"name": function["name"], "arguments": function["arguments"]}
+    return f"<tool_call>\n{json.dumps(fields, ensure_ascii=False)}\n</tool_call>"

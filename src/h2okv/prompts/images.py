@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from h2okv.cache.argument import CACHE
-from h2okv.console import install_hint
+from h2okv.console import optional
 from h2okv.integration.enable import input_device
 from h2okv.prompts import readers
 from h2okv.prompts.chat_template import Pins, adds_special, chat_text
@@ -28,6 +28,7 @@ IMAGE_TYPES = ("gemma3", "llava", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm
 """Model types whose images the tests compare with `generate`'s."""
 MAX_PIXELS = 1 << 25
 """Pixels of all images of a prompt, before the processor resizes them."""
+_pillow = partial(optional, feature="an image", extra="images")
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 
@@ -65,7 +66,7 @@ class ImageEncoder:
                 f"images need transformers 5.24, got {transformers.__version__}; install it, or"
                 " leave them out"
             )
-        _pillow("Image")
+        _pillow("PIL.Image")
         if self._processor is None and not self._source:
             raise ValueError(
                 f"this {self._config.model_type} model has no name, so its processor is unknown;"
@@ -176,15 +177,6 @@ def _load_processor(source: str, config: PreTrainedConfig, tokenizer: Any) -> An
     return WithoutVideos.from_args_and_dict([loaded.get(name) for name in names], options)
 
 
-def _pillow(name: str) -> Any:
-    """Import a module of Pillow; raise ValueError with the command that installs it."""
-    try:
-        return importlib.import_module(f"PIL.{name}")
-    except ImportError as error:
-        hint = install_hint("images")
-        raise ValueError(f"Pillow is not installed, which an image needs; {hint}") from error
-
-
 def read_image_file(option: str, path: Path) -> ImagePart:
     """Read an image's file; `option` names it in errors."""
     shown = repr(str(path))
@@ -199,7 +191,7 @@ def read_image_file(option: str, path: Path) -> ImagePart:
 
 def open_images(images: Sequence[ImagePart]) -> list[Any]:
     """Decode images as RGB, of an animation its first one."""
-    library, operations = _pillow("Image"), _pillow("ImageOps")
+    library, operations = _pillow("PIL.Image"), _pillow("PIL.ImageOps")
     opened, total = [], 0
     for file in images:
         try:

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from h2okv.budget import Budget
+from h2okv.engine.detokenizer import TokenText
 from h2okv.engine.llm import AsyncLLM
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.prompts.readers import FieldError
@@ -24,7 +25,7 @@ from h2okv.server.metrics import Metrics, RequestMetrics
 from h2okv.server.protocol import DetokenizeRequest, SampledRequest, TokenizeRequest, read_body
 from h2okv.server.responses import ResponseBuilder
 from h2okv.server.structured import CallSyntax
-from h2okv.server.tokenization import Prompt, PromptReader, TokenText, off_the_loop, work_size
+from h2okv.server.tokenization import Prompt, PromptReader, off_the_loop, work_size
 
 Result = TypeVar("Result")
 _Job = tuple[ResponseBuilder, list[SamplingParams], Budget | None]

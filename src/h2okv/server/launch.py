@@ -81,8 +81,6 @@ def announce(settings: ServerSettings, port: int, description: str) -> None:
 
 def open_port(host: str, port: int) -> socket.socket:
     """Open a port; connections wait until the server accepts them."""
-    if not 0 <= port < 2**16:
-        raise ValueError(f"--port {port} is out of range; give 0 (any that is free) to 65535.")
     local = "give an address of this machine, such as 127.0.0.1 or 0.0.0.0."
     with refusing(f"--host {host!r} is not known", local, OSError):
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

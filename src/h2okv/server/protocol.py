@@ -84,6 +84,7 @@ _SAMPLED: Mapping[str, Reader] = {
     "response_format": structured.read_response_format,
     "h2o": _read_cache,  # only of this server
 }
+_CALLING = {**_SAMPLED, **TEMPLATED, "parallel_tool_calls": readers.boolean}
 _MODEL = {"model": "the name that /v1/models has"}
 
 
@@ -261,10 +262,8 @@ class ChatRequest(CallingRequest):
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.ChatResponseBuilder
     fields: ClassVar[Fields] = request_fields(
         {
-            **_SAMPLED,
-            **TEMPLATED,
+            **_CALLING,
             "messages": read_messages,
-            "parallel_tool_calls": readers.boolean,
             "max_completion_tokens": SAMPLING["max_tokens"],
             "logprobs": readers.boolean,
             "top_logprobs": SAMPLING["logprobs"],
@@ -349,13 +348,11 @@ class ResponsesRequest(CallingRequest):
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.ResponsesBuilder
     fields: ClassVar[Fields] = request_fields(
         {
-            **_SAMPLED,
-            **TEMPLATED,
+            **_CALLING,
             "input": read_input,
             "instructions": readers.text,
             "max_output_tokens": SAMPLING["max_tokens"],
             "metadata": readers.any_value,
-            "parallel_tool_calls": readers.boolean,
             "reasoning": Fields({"effort": readers.text}, is_open=True),
             "text": Fields({"format": structured.read_text_format, "verbosity": readers.any_value}),
             "include": _read_include,

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from h2okv.engine.detokenizer import TokenText
 from h2okv.engine.outputs import (
     Completion,
     KeptTokens,
@@ -19,7 +20,7 @@ from h2okv.engine.outputs import (
     TokenLogprob,
     VerifiedAnswer,
 )
-from h2okv.server.tokenization import Prompt, TokenText
+from h2okv.server.tokenization import Prompt
 from h2okv.server.tools import Segment, ToolCall, ToolCallParser
 
 _FINGERPRINT = "h2okv"

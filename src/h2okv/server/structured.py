@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from h2okv.engine.json_schemas import SchemaError, enforceable
 from h2okv.engine.structured import json_grammar, raw_rule
 from h2okv.prompts import readers
+from h2okv.prompts.chat_template import CallForm, call_form
 from h2okv.prompts.messages import read_schema
 from h2okv.prompts.readers import EMPTY, FieldError, Fields, Reader
-from h2okv.prompts.tool_messages import CallForm, call_form
 from h2okv.server.tools import CLOSE, MARKERS, OPEN, PYTHON_TAG
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

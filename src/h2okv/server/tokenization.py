@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from h2okv.prompts.chat_template import (
     PLAIN_STOPS,
@@ -22,18 +19,14 @@ from h2okv.prompts.chat_template import (
     message_spans,
 )
 from h2okv.prompts.images import EncodedPrompt, ImageEncoder
-from h2okv.prompts.limits import PromptLimits
 from h2okv.prompts.messages import Conversation
-from h2okv.prompts.readers import UNLIMITED
+from h2okv.prompts.readers import UNLIMITED, PromptLimits
 from h2okv.server.errors import invalid
 
 Result = TypeVar("Result")
 
 _BLOCKING_SIZE = 4096
 """Characters, bytes or tokens above which work would block the event loop."""
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_LETTERS = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""Bytes by the characters that byte-level tokenizers write for them."""
 
 
 class Prompt(NamedTuple):
@@ -122,43 +115,6 @@ class PromptReader:
     def _check_length(self, length: int, field: str, got: str | None = None) -> None:
         # No tokens are an error only where something is generated.
         self._limits.check_length(max(1, length), name=field, got=got)
-
-
-class TokenText:
-    """Text of single tokens, even where a token is only a part of a character."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._anchor = list(tokenizer("a", add_special_tokens=False)["input_ids"])
-        self._anchor_text = self._decode(self._anchor)
-        # UTF-8 bytes of a token, perhaps only a part of a character.
-        self.data = lru_cache(maxsize=65536)(self._find_bytes)
-
-    def text(self, token: int) -> str:
-        """Return a token's text; for a part of a character its bytes in hexadecimal."""
-        token_bytes = self.data(token)
-        try:
-            return token_bytes.decode("utf-8")
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
-
-    def length(self, token: int) -> int:
-        """Return the number of characters that begin in a token."""
-        return sum(byte & 0xC0 != 0x80 for byte in self.data(token))
-
-    def _find_bytes(self, token: int) -> bytes:
-        # Decode after another token: a decoder may drop the space at the start of a text.
-        text = self._decode([*self._anchor, token])[len(self._anchor_text) :]
-        if "\ufffd" in text:  # a part of a character
-            piece = str(self._tokenizer.convert_ids_to_tokens(token))
-            if match := _BYTE.fullmatch(piece):
-                return bytes([int(match.group(1), 16)])
-            if all(letter in _LETTERS for letter in piece):
-                return bytes(_LETTERS[letter] for letter in piece)
-        return text.encode("utf-8")
-
-    def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
 
 def work_size(size: int, prompts: Sequence[Any]) -> int:

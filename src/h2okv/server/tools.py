@@ -208,7 +208,8 @@ class ToolCallParser:
         begun = _BEGUN.match(value)
         if begun is None or (self._has_schema and begun[2] is None):
             return False
-        return _string(begun[1]) in self._names
+        named = parse_object(f'{{"name": {begun[1]}}}', strict=False)
+        return named is not None and named["name"] in self._names
 
     def _calls(self, source: str, is_marked: bool) -> list[ToolCall]:
         """Return the calls of a JSON object or an array of them; none if any is not a call."""
@@ -296,14 +297,6 @@ def _partial_length(text: str) -> int:
         if any(tag.startswith(text[-length:]) for tag in _STARTS):
             return length
     return 0
-
-
-def _string(source: str) -> str | None:
-    """Return the text of a JSON string; ``None`` for any other source."""
-    try:
-        return str(json.loads(source, strict=False))
-    except ValueError:
-        return None
 
 
 def _is_writable(text: str) -> bool:

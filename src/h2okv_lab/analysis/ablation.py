@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from h2okv.integration.enable import input_device
-from h2okv.records import Row
 from h2okv_lab.analysis.attention_stats import LayerAttention, read_observed
+from h2okv_lab.tables import Row
 
 _CHUNK = 256
 _RESAMPLES = 2000

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from h2okv.records import Row, unknown_name, write_csv
+from h2okv.records import unknown_name
 from h2okv_lab.analysis.ablation import (
     activation_frequency,
     cost,
@@ -46,6 +46,7 @@ from h2okv_lab.analysis.study import (
     tabulate,
 )
 from h2okv_lab.analysis.theory import measure_long, measure_theory
+from h2okv_lab.tables import Row, write_csv
 
 HIDDEN = (0.05, 0.1, 0.2)
 _SEEDS = 3

@@ -11,11 +11,12 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from h2okv.records import atomic_write, read_csv
+from h2okv.records import atomic_write
 from h2okv_lab.analysis import sections
 from h2okv_lab.analysis.measurements import MEASUREMENTS
 from h2okv_lab.analysis.sections import Tables
 from h2okv_lab.analysis.study import TEXT_COLUMNS, read_settings
+from h2okv_lab.tables import read_csv
 
 REPORT_FILE = "report.html"
 _HERE = Path(__file__).parent

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from h2okv.console import optional
-from h2okv.records import Row
+from h2okv_lab.tables import Row
 
 _CANDIDATES = 40
 _LEAST_TAIL = 30

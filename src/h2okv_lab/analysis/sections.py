@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from h2okv import plots
 from h2okv.console import optional
-from h2okv.plots import BLUE, GREEN, ORANGE, PINK, RED
-from h2okv.records import Row
+from h2okv_lab import tables
 from h2okv_lab.analysis.study import DEFAULT_BUDGET
 from h2okv_lab.analysis.theory import FACTOR
+from h2okv_lab.tables import BLUE, GREEN, ORANGE, PINK, RED, Row
 
 Rows = Sequence[Row]
 Tables = Mapping[str, Rows]
@@ -47,7 +46,7 @@ def new_figure(
 ) -> tuple[Any, list[Any]]:
     """Create an empty figure with panels side by side, each with its properties."""
     with optional("matplotlib", "a picture", "analysis").rc_context(fname=_STYLE_SHEET):
-        figure = plots.new_figure(size[0], size[1])
+        figure = tables.new_figure(size[0], size[1])
         axes = list(figure.subplots(1, len(panels), squeeze=False)[0])
     for panel, properties in zip(axes, panels, strict=True):
         panel.set(**properties)

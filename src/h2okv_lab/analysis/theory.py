@@ -14,7 +14,6 @@ from transformers import LlamaConfig, PreTrainedModel
 from h2okv.budget import TokenBudget
 from h2okv.cache import H2OCache
 from h2okv.integration.attention import h2o_attention
-from h2okv.records import Row
 from h2okv_lab.analysis.attention_stats import (
     LayerAttention,
     Tick,
@@ -24,6 +23,7 @@ from h2okv_lab.analysis.attention_stats import (
 )
 from h2okv_lab.analysis.eviction_trace import split_budget
 from h2okv_lab.analysis.study import DEFAULT_BUDGET, Study, Tables, tabulate
+from h2okv_lab.tables import Row
 
 _MOST_LAYERS = 8
 

@@ -22,7 +22,7 @@ from h2okv.console import check_minimum
 from h2okv.engine.memory import available_bytes
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.offload.profile import Clock
-from h2okv.records import Row, unknown_name
+from h2okv.records import unknown_name
 from h2okv_lab.benchmarking.caches import (
     RUNNERS,
     CacheRunner,
@@ -37,6 +37,7 @@ from h2okv_lab.benchmarking.caches import (
 from h2okv_lab.benchmarking.model import Footprint, ModelSource, speedup_limit
 from h2okv_lab.benchmarking.results import interleaved, quartiles, ratios, triple
 from h2okv_lab.masking import MaskedCache
+from h2okv_lab.tables import Row
 
 
 @dataclass(frozen=True)

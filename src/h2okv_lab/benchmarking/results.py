@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 import numpy
 
 from h2okv.console import format_table
-from h2okv.plots import COLOURS, MARKERS, new_figure, save_figure
-from h2okv.records import Row
+from h2okv_lab.tables import COLOURS, MARKERS, Row, new_figure, save_figure
 
 _T = TypeVar("_T")
 

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from h2okv.cli import args, readers
-from h2okv.cli.args import TEXT, ModelOptions, Typed, option
+from h2okv.cli.args import ModelOptions, Typed, option
 from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, Progress, check_minimum, write_remark, write_text
 from h2okv.records import atomic_write, unknown_name
+from h2okv_lab.cli import options
 
 if TYPE_CHECKING:
+    import torch
+
     from h2okv_lab.analysis.measurements import Measurement
     from h2okv_lab.analysis.viewer.reading import Reader
 
@@ -47,7 +50,7 @@ def _report_folder(option: str, folder: Path) -> Path:
 def analyze(
     model: ModelOptions = args.model_options(),
     out: Path = option(..., "Folder of the report.", read=_report_folder),
-    text: Path | None = TEXT,
+    text: Path | None = options.TEXT,
     tokens: int = option(1024, "Tokens of the text."),
     only: Typed = option("", "Comma-separated: measurements (all).", read=_measurements),
     quick: bool = option(False, "Full attention only: no policies.", "--quick"),
@@ -55,7 +58,7 @@ def analyze(
 ) -> int:
     if only and quick:
         raise ValueError("--only and --quick both choose measurements; give one of them")
-    wording = readers.text_or_sample(text)
+    wording = options.text_or_sample(text)
     from h2okv_lab.analysis import measurements, study
     from h2okv_lab.analysis.ablation import find_neurons
     from h2okv_lab.analysis.report import REPORT_FILE, write_report
@@ -107,17 +110,27 @@ def shown_cache(policy: str, budget: str, sink: int | float = 0) -> CacheConfig:
     return CacheConfig.from_dict({"policy": policy, "budget": budget, "sink": sink})
 
 
+def fast_dtype(name: str, device: torch.device | str) -> torch.dtype | None:
+    """Return `default_dtype`, but bfloat16 on CPUs with AMX tiles; for interactive pictures."""
+    import torch
+
+    from h2okv.models.loading import default_dtype
+
+    usual = default_dtype(name, device)
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    return torch.bfloat16 if usual is torch.float32 and has_tiles() else usual
+
+
 def view(
-    caches: list[CacheConfig] = args.cache_lists("20%", ["h2o"]),
+    caches: list[CacheConfig] = options.cache_lists("20%", ["h2o"]),
     model: ModelOptions = args.model_options(),
-    text: Path | None = TEXT,
+    text: Path | None = options.TEXT,
     export: Path | None = option(None, "Write one HTML file and end.", read=readers.writable),
     port: int = option(8765, "Port; 0: any free one.", read=readers.port),
     tokens: int = option(2048, "Cut the text there."),
     open_browser: bool = option(True, "Open the page in the browser.", "--open/--no-open"),
 ) -> int:
-    wording = readers.text_or_sample(text)
-    from h2okv.models.resolve import fast_dtype
+    wording = options.text_or_sample(text)
     from h2okv_lab.analysis.attention_stats import full_attention_layers
     from h2okv_lab.analysis.viewer.reading import MIN_TOKENS, Reader
     from h2okv_lab.analysis.viewer.server import PageServer

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from h2okv.cli import args, readers
-from h2okv.cli.args import JSON, MODEL_HELP, ROWS, Typed, option
-from h2okv.cli.readers import numbers
+from h2okv.cli.args import JSON, MODEL_HELP, Typed, option
 from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, Progress, write_json, write_remark, write_text
 from h2okv.models.names import check_name
-from h2okv.records import CsvFile, Row, unknown_name
+from h2okv.records import unknown_name
+from h2okv_lab.cli import options
+from h2okv_lab.tables import CsvFile, Row
 
 if TYPE_CHECKING:
     import torch
@@ -54,20 +55,20 @@ def _dtypes(option: str, text: str) -> list[str]:
 
 
 def bench(
-    caches: list[CacheConfig] = args.cache_lists("20%", ["h2o"]),
+    caches: list[CacheConfig] = options.cache_lists("20%", ["h2o"]),
     model: str | None = option(None, MODEL_HELP, read=_model),
     shape: str | None = option(None, "Random weights of a shape (small).", read=_shape),
-    contexts: Typed = option("1024", "Prompt lengths in tokens.", read=numbers),
-    batches: Typed = option("1", "Batch sizes.", read=numbers),
+    contexts: Typed = option("1024", "Prompt lengths in tokens.", read=options.numbers),
+    batches: Typed = option("1", "Batch sizes.", read=options.numbers),
     runners: Typed = option("dynamic,static,quantized,h2o", "All, or some.", read=_runners),
     dtypes: Typed = option("auto", f"{', '.join(args.DTYPES)}.", "--dtype", read=_dtypes),
     rounds: int = option(5, "Times that each cache is measured."),
     peak: bool = option(True, "Measure peak memory."),
     compiled: bool = option(False, "Compile decode steps of static and h2o.", "--compile"),
     memory: Typed = option(None, "Find the largest batch in it: 8GiB.", read=readers.memory),
-    csv: Path | None = ROWS,
+    csv: Path | None = options.ROWS,
     plot: Path | None = option(
-        None, "Plot decode steps: .png, .svg or .pdf.", read=readers.picture
+        None, "Plot decode steps: .png, .svg or .pdf.", read=options.picture
     ),
     as_json: bool = JSON,
 ) -> int:
@@ -118,7 +119,7 @@ class _Rows:
     """The measured rows, each written at once to a CSV file, if there is one."""
 
     def __init__(self, csv: Path | None, columns: Sequence[str], device: torch.device) -> None:
-        from h2okv.provenance import environment
+        from h2okv_lab.tables import environment
 
         self.measured: list[Row] = []
         self.environment = environment(device)

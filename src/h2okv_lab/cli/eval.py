@@ -20,19 +20,14 @@ import h2okv
 from h2okv import cache_spec
 from h2okv.budget import flat_factors
 from h2okv.cli import args, readers
-from h2okv.cli.args import JSON, TEXT, ModelOptions, SamplingOptions, Typed, option
+from h2okv.cli.args import JSON, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import choice
 from h2okv.config import BEST, BEST_HEAVY_FRACTION, KV_BITS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
 from h2okv.models.names import check_name
-from h2okv.records import (
-    atomic_write,
-    markdown_table,
-    naming,
-    short_repr,
-    unknown_name,
-    write_csv,
-)
+from h2okv.records import atomic_write, naming, short_repr, unknown_name
+from h2okv_lab.cli import options
+from h2okv_lab.tables import markdown_table, write_csv
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -105,9 +100,9 @@ def trial_options(
     policies: Sequence[str] = (BEST,),
     csv: Any = CSV,
     draws: bool = False,  # whether the task has a seed, besides that of a policy that draws
-    **options: Any,
+    **fields: Any,
 ) -> Any:
-    caches = args.cache_lists(budgets, policies, per_query=True, **options)
+    caches = options.cache_lists(budgets, policies, per_query=True, **fields)
     fixed: dict[str, Any] = {} if draws else {"seed": 0}
     return args.Bundle(args.expand(partial(Trial, caches=caches, csv=csv, **fixed)))
 
@@ -129,13 +124,13 @@ def _compression(default: str) -> Any:
 def needle(
     trial: Trial = trial_options("20%,50%,full"),
     text: Path | None = option(None, "Haystack (the opening of a novel).", read=readers.readable),
-    plot: Path | None = option(None, "Heat map: .png, .svg or .pdf.", read=readers.picture),
+    plot: Path | None = option(None, "Heat map: .png, .svg or .pdf.", read=options.picture),
     compression: Typed = _compression("query-agnostic"),
-    lengths: Typed = option("512,1024,1536", "Tokens of the prompt.", read=readers.numbers),
+    lengths: Typed = option("512,1024,1536", "Tokens of the prompt.", read=options.numbers),
     depths: Typed = option(
         "0,0.25,0.5,0.75,1",
         "Depths of the needle.",
-        read=readers.numbers,
+        read=options.numbers,
         kind=float,
         example="0,1",
     ),
@@ -146,7 +141,7 @@ def needle(
     max_new_tokens: int = option(16, "Maximum number of new tokens.", read=readers.count),
 ) -> int:
     name = "needle" if text is None else f"needle in {text.stem}"
-    haystack = readers.text_or_sample(text)
+    haystack = options.text_or_sample(text)
     from h2okv_lab.evaluation.plots import plot_needles
     from h2okv_lab.evaluation.tasks.recall import NeedleTask
 
@@ -164,12 +159,12 @@ def needle(
 @args.subcommand(eval_app, "perplexity")
 def perplexity(
     trial: Trial = trial_options("10%,20%,50%,full", evict_every=64),
-    text: Path | None = TEXT,
+    text: Path | None = options.TEXT,
     length: int = option(1024, "Tokens of a window.", read=readers.count),
     windows: int | None = option(None, "Use the first windows only.", read=readers.count),
     every: int = option(128, "Tokens of a range of positions.", read=readers.count),
 ) -> int:
-    name, wording = "sample_prompt" if text is None else text.stem, readers.text_or_sample(text)
+    name, wording = "sample_prompt" if text is None else text.stem, options.text_or_sample(text)
     from h2okv_lab.evaluation.tasks.perplexity import Perplexity
 
     task = Perplexity(name, wording, length, windows, every)
@@ -220,7 +215,7 @@ def fidelity(
     ),
     raw: bool = option(False, "Prompts without the chat template.", "--raw"),
     plot: Path | None = option(
-        None, "Plot quality against bytes: .png, .svg or .pdf.", read=readers.picture
+        None, "Plot quality against bytes: .png, .svg or .pdf.", read=options.picture
     ),
     recommend: float | None = option(
         None, "Name the smallest cache with this agreement.", read=_fraction
@@ -230,7 +225,7 @@ def fidelity(
     from h2okv_lab.evaluation.tasks.fidelity import Fidelity, Source
 
     sources = [Source.read(path) for path in data or ()]
-    sources = sources or [Source("sample_prompt", readers.text_or_sample(None))]
+    sources = sources or [Source("sample_prompt", options.text_or_sample(None))]
     new, last = new_tokens
     task = args.build(Fidelity, locals() | {"new_tokens": new, "last": last})
 
@@ -297,7 +292,7 @@ def _rows_by_cache(trial: Trial, task: Task) -> tuple[int, list[dict[str, Any]]]
     for config in trial.caches:
         columns = Run(task, config, trial.seed).columns() | {"data": ALL}
         columns |= {n: columns.get(n) for n in ("evict_every", "grows")}  # left out if not given
-        names = {"line": config.policy_label, "flags": args.command_line(config)}
+        names = {"line": config.policy_label, "flags": options.command_line(config)}
         rows = (row for row in details if all(row.get(n) == v for n, v in columns.items()))
         results += [{**row, **names} for row in rows]
     return code, results
@@ -516,8 +511,8 @@ def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, 
 
 def _write(plan: Experiment, evaluation: Evaluation, out: Path, as_json: bool) -> None:
     """Write tables and figure of the finished runs, and print the table."""
-    from h2okv_lab.evaluation.lines import pivot, results_table
     from h2okv_lab.evaluation.plots import plot_sweep
+    from h2okv_lab.evaluation.runner import pivot, results_table
     from h2okv_lab.evaluation.sweep import report
 
     rows = evaluation.rows()

@@ -20,6 +20,7 @@ from h2okv.console import (
     write_text,
 )
 from h2okv.records import read_text_file
+from h2okv_lab.cli import options
 
 if TYPE_CHECKING:
     from h2okv.models.loading import Described
@@ -37,7 +38,7 @@ class Files:
     """Output files of a stream; the fields are the command's options."""
 
     csv: Path | None = option(None, "Write the rows to this file.", read=readers.writable)
-    plot: Path | None = option(None, "Plot them: .png, .svg or .pdf.", read=readers.picture)
+    plot: Path | None = option(None, "Plot them: .png, .svg or .pdf.", read=options.picture)
     checkpoint: Path | None = option(None, "Save the state, each 10 rows.", read=readers.writable)
     resume: bool = option(False, "Continue from --checkpoint.", "--resume")
 

@@ -17,7 +17,7 @@ from helm.common.request import Request, RequestResult
 from helm.tokenizers.tokenizer import Tokenizer
 from transformers import set_seed
 
-from h2okv.models.resolve import resolve_model
+from h2okv.models.loading import resolve_model
 from h2okv.provenance import digest
 from h2okv.records import write_json
 from h2okv_lab.evaluation.lm_eval.scorer import EvictingModel, provenance, split_settings

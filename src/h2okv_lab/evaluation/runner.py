@@ -1,19 +1,23 @@
-"""Evaluation of tasks by cache settings, with resumable results."""
+"""Evaluation of tasks by cache settings, with resumable results, and their table."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from h2okv import provenance
 from h2okv.config import CacheConfig
 from h2okv.records import Record, ResultFile, check_settings
+from h2okv_lab import tables
 from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
 from h2okv_lab.evaluation.task import Result, Task
+from h2okv_lab.tables import Entry, markdown_table
+
+FULL = "full"
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class SampleFile(ResultFile):
     """Results of samples by run, after lines with the versions and each run's identity."""
 
     def __init__(self, path: Path, versions: Mapping[str, str] | None = None) -> None:
-        versions = provenance.versions() if versions is None else versions
+        versions = tables.versions() if versions is None else versions
         self._identities: dict[str, dict[str, Any]] = {}
         self._results: dict[str, dict[int, Result]] = defaultdict(dict)
         self._versions: dict[str, list[Mapping[str, str]]] = defaultdict(list)
@@ -55,20 +59,20 @@ class SampleFile(ResultFile):
             self.append([{"versions": dict(versions)}])
 
     def take(self, record: Record) -> None:
-        fields = record.fields
+        fields, entry = record.fields, Entry(**vars(record))
         if tuple(fields) not in (("versions",), ("run", "identity"), ("run", "sample", "result")):
             raise ValueError(
                 f"{record.location} is not a result of {self.kind}; choose another file"
             )
         for name, value in fields.items():
             if not isinstance(value, {"run": str, "sample": int}.get(name, dict)):
-                record.refuse(name, f"is {value!r}; correct or remove the line")
+                entry.refuse(name, f"is {value!r}; correct or remove the line")
         if "versions" in fields:
             self._current = fields["versions"]
         elif "identity" in fields:
             self._identities[fields["run"]] = fields["identity"]
         elif fields["run"] not in self._identities:
-            record.refuse("run", f"is {fields['run']!r}, which no earlier line describes")
+            entry.refuse("run", f"is {fields['run']!r}, which no earlier line describes")
         else:
             self._results[fields["run"]][fields["sample"]] = fields["result"]
             seen = self._versions[fields["run"]]
@@ -177,3 +181,55 @@ class Evaluation:
     ) -> dict[str, Any]:
         head = {**run.columns(), "cache": run.config.label, "samples": run.task.size(results)}
         return {**head, **scores, **self._identity, **self.file.versions(run.label)}
+
+
+@dataclass
+class Line:
+    """One policy on one task: each seed's value by budget, and a seed's standard error."""
+
+    task: str
+    metric: str
+    policy: str
+    by_budget: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    stderrs: dict[str, float] = field(default_factory=dict)
+    samples: int = 0
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {budget: statistics.fmean(values) for budget, values in self.by_budget.items()}
+
+
+def pivot(runs: Sequence[Run], rows: Mapping[str, Mapping[str, Any]]) -> list[Line]:
+    """Arrange the available results as lines."""
+    lines: dict[tuple[str, str], Line] = {}
+    for run, row in ((run, rows[run.label]) for run in runs if run.label in rows):
+        key = run.task.label, run.config.policy_label
+        line = lines.setdefault(key, Line(key[0], row["metric"], key[1]))
+        line.by_budget[run.config.budget_label].append(row["value"])
+        line.samples = row["samples"]
+        if row["stderr"] is not None:
+            line.stderrs[run.config.budget_label] = row["stderr"]
+    tasks = [line.task for line in lines.values()]
+    return sorted(lines.values(), key=lambda line: (tasks.index(line.task), line.policy != FULL))
+
+
+def sorted_budgets(lines: Sequence[Line]) -> list[str]:
+    """Return the budgets of lines: tokens, then fractions, the smallest first, then full."""
+
+    def size(budget: str) -> tuple[int, float]:
+        if budget == FULL:
+            return 2, 0.0
+        return int(budget.endswith("%")), float(budget.removesuffix("%"))
+
+    return sorted({budget for line in lines for budget in line.values}, key=size)
+
+
+def results_table(
+    lines: Sequence[Line], names: Sequence[str] = ("task", "samples", "metric", "policy")
+) -> str:
+    """Render results as a table: a row per task and policy, a column per budget."""
+    budgets = sorted_budgets(lines)
+    rows = [
+        [*(getattr(line, name) for name in names), *map(line.values.get, budgets)] for line in lines
+    ]
+    return markdown_table([*names, *budgets], rows)

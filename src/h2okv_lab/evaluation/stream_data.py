@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from h2okv.prompts.chat_template import chat_text, encode
 from h2okv.provenance import digest
-from h2okv.records import Record, check_text, read_jsonl
+from h2okv.records import check_text
+from h2okv_lab.tables import Entry, read_jsonl
 
 _ROLES = ("system", "user", "assistant")
 
@@ -30,7 +31,7 @@ def read_conversations(path: Path) -> list[Conversation]:
     return [_conversation(line) for line in read_jsonl(path, "an object with turns or messages")]
 
 
-def _conversation(line: Record) -> Conversation:
+def _conversation(line: Entry) -> Conversation:
     fields = [name for name in ("turns", "messages") if name in line.fields]
     if len(fields) != 1:
         problem = "both turns and messages" if fields else "neither turns nor messages"

@@ -23,9 +23,10 @@ from h2okv.console import check_minimum
 from h2okv.engine.memory import resident_bytes
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.integration.enable import enable, read_blocks
-from h2okv.records import CsvFile, check_settings, parse_json, read_csv, write_csv
+from h2okv.records import check_settings, parse_json
 from h2okv_lab.evaluation.model import has_learned_positions
 from h2okv_lab.evaluation.stream_data import Segment, StreamSource
+from h2okv_lab.tables import CsvFile, read_csv, write_csv
 
 
 class StreamRow(NamedTuple):

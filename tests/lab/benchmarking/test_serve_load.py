@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from h2okv.provenance import environment
+from h2okv_lab.tables import environment
 
 pytestmark = pytest.mark.slow
 

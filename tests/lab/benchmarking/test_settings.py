@@ -11,7 +11,7 @@ from h2okv_lab.benchmarking.comparison import Comparison, Settings
 def make(budgets=(0.25,), **options):
     defaults = {
         "contexts": (128,), "batches": (2,), "caches": ("dynamic", "h2o"),
-        "configs": tuple(CacheConfig.from_budget(budget, min_tokens=0) for budget in budgets),
+        "configs": tuple(CacheConfig(budget=budget, min_tokens=0) for budget in budgets),
         "dtypes": (torch.float32,),
         "peak": False,
     }  # fmt: skip
@@ -27,7 +27,7 @@ def make(budgets=(0.25,), **options):
         ({"contexts": ()}, "--contexts must have at least one value"),
         ({"batches": (0,)}, "--batches 0"),
         ({"batches": (2, 2)}, "--batches must have each value once"),
-        ({"budgets": (None,)}, "--budget must not be full"),
+        ({"budgets": ("full",)}, "--budget must not be full"),
         ({"budgets": ()}, "--budget must have at least one value"),
         ({"caches": ("dynamic", "magic")}, "'magic'"),
         ({"configs": (CacheConfig(positions="clamped"),)}, "'clamped'"),
@@ -40,9 +40,9 @@ def test_invalid_bench_settings_are_refused(options, word):
 
 
 def test_a_budget_is_split_in_two_and_counts_entries():
-    quarter = CacheSpec("h2o", CacheConfig.from_budget(0.25, min_tokens=0))
+    quarter = CacheSpec("h2o", CacheConfig(budget=0.25, min_tokens=0))
     assert quarter.entries(128) == 32
-    config = CacheConfig.from_budget(33)
+    config = CacheConfig(budget=33)
     assert (config.heavy, config.recent) == (16, 17)
     assert CacheSpec("dynamic").entries(128) == 128
     assert quarter.label == "h2o:25%"

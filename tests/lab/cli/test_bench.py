@@ -11,8 +11,8 @@ import h2okv.ops.decode as step
 import h2okv_lab.benchmarking.caches as peer
 import h2okv_lab.benchmarking.comparison as comparison
 from h2okv.offload.profile import measure_bandwidth
-from h2okv.provenance import environment
 from h2okv_lab.benchmarking.comparison import COLUMNS
+from h2okv_lab.tables import environment
 
 SHAPE = "hidden=64,layers=2,heads=4,kv_heads=2,intermediate=96,vocab=300,window=1024"
 TINY = ("bench", "--shape", SHAPE, "--contexts", "64", "--batches", "1", "--budget", "0.25",

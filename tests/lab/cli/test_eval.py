@@ -237,8 +237,8 @@ def test_fidelity_refuses_before_any_work(
     "config",
     [
         CacheConfig("full"),
-        CacheConfig.from_budget(0.25, min_tokens=0, sink=4, scoring="decay", decay=0.99),
-        CacheConfig.from_budget(9, policy="recent", kv_bits=8),
+        CacheConfig(budget=0.25, min_tokens=0, sink=4, scoring="decay", decay=0.99),
+        CacheConfig(budget=9, policy="recent", kv_bits=8),
         CacheConfig("h2o", 0.3, 0.1, scoring="value_norm", min_tokens=0),
         CacheConfig("snapkv", 8, 0.2, min_tokens=0),
     ],

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from h2okv.records import read_csv
 from h2okv_lab.evaluation.streaming import COLUMNS, StreamRow
+from h2okv_lab.tables import read_csv
 
 pytestmark = pytest.mark.slow
 

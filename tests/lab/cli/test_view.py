@@ -13,6 +13,9 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from h2okv.models.names import SMOLLM2
+from h2okv_lab.cli.analyze import fast_dtype
+
 
 @pytest.fixture
 def text_file(tmp_path, prompt):
@@ -177,3 +180,12 @@ def test_ctrl_c_while_a_text_is_read_ends_with_130(save_model, text_file):
     assert process.returncode == 130
     assert err.splitlines()[-1] == "stopped while a text was being read."
     assert "Traceback" not in err and "terminate" not in err
+
+
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_pictures_take_bfloat16_where_the_cpu_multiplies_it(monkeypatch, has_tiles):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles, raising=False)
+    assert fast_dtype(SMOLLM2, "cpu") == (torch.bfloat16 if has_tiles else torch.float32)
+    assert fast_dtype(SMOLLM2, "cuda") is None and fast_dtype("owner/name", "cpu") is None
+    monkeypatch.delattr(torch.cpu, "_is_amx_tile_supported")
+    assert fast_dtype(SMOLLM2, "cpu") == torch.float32

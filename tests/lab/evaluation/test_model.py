@@ -20,10 +20,10 @@ from h2okv_lab.masking import MaskedCache
 
 
 def budget(amount, **options):
-    return CacheConfig.from_budget(amount, **options)
+    return CacheConfig(budget=amount, **options)
 
 
-@pytest.mark.parametrize("config", [CacheConfig("full"), budget(1.0), budget(None, policy="h2o")])
+@pytest.mark.parametrize("config", [CacheConfig("full"), budget(1.0), budget("full", policy="h2o")])
 def test_a_budget_of_100_percent_is_the_full_cache(config, subject):
     assert config.label == "full"
     assert not make_cache(config, subject.config).rule.evicts
@@ -88,7 +88,7 @@ def test_a_rolling_budget_must_leave_room_for_a_block(subject):
     assert "lower the budget" in subject.too_long(config, 4000)
 
 
-TIGHT = CacheConfig.from_budget(24)
+TIGHT = CacheConfig(budget=24)
 
 
 @pytest.fixture(scope="module")
@@ -126,14 +126,14 @@ def by_transformers(subject, ids, max_tokens, **options):
 
 def test_a_budget_above_the_text_gives_the_model_s_text(subject, ids):
     expected = [by_transformers(subject, p.ids, 12) for p in prompts(ids)]
-    for config in (CacheConfig("full"), CacheConfig.from_budget(400)):
+    for config in (CacheConfig("full"), CacheConfig(budget=400)):
         assert [a.text for a in answers_of(subject, config, prompts(ids))] == expected
 
 
 @pytest.mark.parametrize("chunk", [None, 16])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_answers_in_a_batch_equal_answers_alone(subject, ids, temperature, chunk):
-    config = CacheConfig.from_budget(24, evict_every=chunk)
+    config = CacheConfig(budget=24, evict_every=chunk)
     batch = prompts(ids, temperature=temperature)
     together = answers_of(subject, config, batch)
     alone = [answers_of(subject, config, [p])[0] for p in batch]
@@ -141,10 +141,10 @@ def test_answers_in_a_batch_equal_answers_alone(subject, ids, temperature, chunk
 
 
 SEVERAL = [
-    TIGHT, CacheConfig("full"), CacheConfig.from_budget(24, evict_every=16),
-    CacheConfig.from_budget(0.2, min_tokens=0, policy="snapkv"),
-    CacheConfig.from_budget(24, policy="topk"),
-    CacheConfig.from_budget(24, kv_bits=8), CacheConfig.from_budget(24, evict_every=8),
+    TIGHT, CacheConfig("full"), CacheConfig(budget=24, evict_every=16),
+    CacheConfig(budget=0.2, min_tokens=0, policy="snapkv"),
+    CacheConfig(budget=24, policy="topk"),
+    CacheConfig(budget=24, kv_bits=8), CacheConfig(budget=24, evict_every=8),
 ]  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def test_a_prompt_is_read_once_for_the_caches_that_can_share_it(subject, ids):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_repetition_penalty_ignores_padding(subject, ids, temperature):
-    config = CacheConfig.from_budget(400)
+    config = CacheConfig(budget=400)
     batch = prompts(ids, temperature=temperature)
     options = {"repetition_penalty": 1.5}
     batch = [prompt._replace(params=replace(prompt.params, **options)) for prompt in batch]
@@ -214,7 +214,7 @@ def test_each_sequence_has_its_own_length(subject, ids):
 @pytest.mark.parametrize("query_aware", [True, False])
 @pytest.mark.parametrize("chunk", [None, 32])
 def test_a_question_on_a_full_budget_gives_the_model_s_answer(subject, ids, query_aware, chunk):
-    config = CacheConfig.from_budget(500, evict_every=chunk)
+    config = CacheConfig(budget=500, evict_every=chunk)
     [answer] = answer_question(
         subject, [config], ids[:90], make_prompt(ids[90:110], 12), query_aware
     )
@@ -233,7 +233,7 @@ def test_the_question_is_read_before_or_after_the_eviction(subject, ids, monkeyp
 
     monkeypatch.setattr(h2okv, "prefill", noted)
     for query_aware in (True, False):
-        config = CacheConfig.from_budget(0.2, min_tokens=0)
+        config = CacheConfig(budget=0.2, min_tokens=0)
         answer_question(subject, [config], ids[:90], make_prompt(ids[90:100], 4), query_aware)
     # The budget is of text and question, whichever is read first: 20 of 100.
     assert read == [(0, 99, 20), (0, 90, 20), (90, 99, 20)]
@@ -241,7 +241,7 @@ def test_the_question_is_read_before_or_after_the_eviction(subject, ids, monkeyp
 
 @pytest.mark.parametrize("policy", [name for name in h2okv.policy_names() if name != "full"])
 def test_every_policy_answers_padded_batches_and_questions(subject, ids, policy):
-    config = CacheConfig.from_budget(24, policy=policy)
+    config = CacheConfig(budget=24, policy=policy)
     together = answers_of(subject, config, prompts(ids, max_tokens=4))
     alone = [answers_of(subject, config, [p])[0] for p in prompts(ids, max_tokens=4)]
     assert together == alone

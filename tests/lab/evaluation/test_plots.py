@@ -2,9 +2,9 @@ import sys
 
 import pytest
 
-from h2okv.plots import check_plot
 from h2okv_lab.evaluation.plots import plot_needles, plot_stream
 from h2okv_lab.evaluation.streaming import StreamRow
+from h2okv_lab.tables import check_plot
 
 ROWS = [StreamRow(1000 * i, 3.0 + 0.2 * i, 0.01, 10**9, 10**6) for i in range(1, 9)]
 

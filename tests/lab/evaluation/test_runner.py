@@ -11,7 +11,7 @@ from h2okv_lab.evaluation.tasks.generation import Summarization
 
 pytestmark = pytest.mark.slow
 
-CONFIGS = [CacheConfig.from_budget(16), CacheConfig("full")]
+CONFIGS = [CacheConfig(budget=16), CacheConfig("full")]
 CODE = {"h2okv": "0"}
 
 
@@ -123,7 +123,7 @@ def test_a_sample_above_the_window_is_refused_by_line_or_left_out(
         else:
             rows, count = evaluate(subject, tmp_path / "a", task, configs=configs)
             assert count == 2 and all(row["samples"] == 1 for row in rows.values())
-    rolling = [CacheConfig.from_budget(16, positions="rolling")]
+    rolling = [CacheConfig(budget=16, positions="rolling")]
     task = make_task(limit=6)
     task.prompts = [many]
     assert evaluate(subject, tmp_path / "b", task, configs=rolling)[1] == 1

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 import h2okv
 from h2okv.engine.memory import resident_bytes
-from h2okv.records import read_csv
 from h2okv_lab.evaluation.stream_data import TextSource
 from h2okv_lab.evaluation.streaming import (
     COLUMNS,
@@ -20,6 +19,7 @@ from h2okv_lab.evaluation.streaming import (
     StreamSettings,
     run_stream,
 )
+from h2okv_lab.tables import read_csv
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ import yaml
 
 import h2okv
 from h2okv.config import CacheConfig
-from h2okv_lab.evaluation.lines import pivot
 from h2okv_lab.evaluation.plots import plot_sweep
+from h2okv_lab.evaluation.runner import pivot
 from h2okv_lab.evaluation.sweep import (
     Experiment,
     Published,
@@ -171,7 +171,7 @@ class FakeRun:
 
 def results():
     """Two tasks, two policies, two budgets and the full cache, two seeds; one is not done."""
-    configs = [CacheConfig.from_budget(b, policy=p) for p in ("h2o", "recent") for b in (0.1, 0.2)]
+    configs = [CacheConfig(budget=b, policy=p) for p in ("h2o", "recent") for b in (0.1, 0.2)]
     runs = [
         FakeRun(FakeTask(task), config, seed)
         for task in ("copa, shots 5", "rte, shots 5")

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from h2okv.cache import CACHE
 from h2okv.calibration.layer_budgets import budgets_of_model
 from h2okv.integration.enable import enable
-from h2okv.models.resolve import default_dtype, resolve_model
+from h2okv.models.loading import default_dtype, resolve_model
 from h2okv_lab.evaluation.lm_eval.scorer import (
     Pair,
     Request,

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-import h2okv.provenance
 from h2okv.cache import CACHE, CacheLayer, H2OCache
 from h2okv.cache.rope import PositionRule
 from h2okv.cache.support import check_model
@@ -25,6 +24,7 @@ from h2okv.integration.enable import enable, input_device
 from h2okv.models.loading import drop_stored_modes
 from h2okv.policy import get_rule
 from h2okv.provenance import fingerprint
+from h2okv_lab import tables
 from h2okv_lab.evaluation.lm_eval.settings import SETTINGS
 from h2okv_lab.evaluation.model import make_cache
 from h2okv_lab.masking import PER_QUERY
@@ -39,7 +39,7 @@ def provenance(
     model: PreTrainedModel, name: str, config: CacheConfig, protocol: Protocol
 ) -> dict[str, Any]:
     """Describe model, cache and software of a run."""
-    versions = {"python": platform.python_version()} | h2okv.provenance.versions()
+    versions = {"python": platform.python_version()} | tables.versions()
     commit = versions.pop("commit")
     for package in ("tokenizers", "lm_eval", "crfm-helm"):
         with suppress(importlib.metadata.PackageNotFoundError):

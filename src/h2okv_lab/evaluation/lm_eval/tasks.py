@@ -12,8 +12,9 @@ from xml.etree import ElementTree
 
 from datasets import Dataset
 
-from h2okv.records import Record, parse_json, read_jsonl, read_text_file, refusing
+from h2okv.records import parse_json, read_text_file, refusing
 from h2okv_lab.evaluation.lm_eval.settings import data_file
+from h2okv_lab.tables import Entry, read_jsonl
 
 Splits = dict[str, Dataset]
 Document = dict[str, Any]
@@ -29,7 +30,7 @@ _BLANK = re.compile(
 )
 
 
-def _splits(convert: Callable[[Record], Document | None], **files: str) -> Splits:
+def _splits(convert: Callable[[Entry], Document | None], **files: str) -> Splits:
     """Read each split's file; ``convert`` returns None for a record to skip."""
     splits = {}
     for split, name in files.items():
@@ -45,34 +46,34 @@ def _splits(convert: Callable[[Record], Document | None], **files: str) -> Split
     return splits
 
 
-def _read_json_list(path: Path) -> list[Record]:
+def _read_json_list(path: Path) -> list[Entry]:
     entries = parse_json(read_text_file(path))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"'{path}' is not a JSON list of objects; get the file again")
-    return [Record(entry, f"entry {n} of '{path}'") for n, entry in enumerate(entries, start=1)]
+    return [Entry(entry, f"entry {n} of '{path}'") for n, entry in enumerate(entries, start=1)]
 
 
-def _read_tsv(path: Path) -> list[Record]:
+def _read_tsv(path: Path) -> list[Entry]:
     """Read a tab-separated table with a header line."""
     rows = csv.DictReader(read_text_file(path).split("\n"), delimiter="\t", quoting=csv.QUOTE_NONE)
-    return [Record(dict(row), f"line {rows.line_num} of '{path}'") for row in rows]
+    return [Entry(dict(row), f"line {rows.line_num} of '{path}'") for row in rows]
 
 
-def _read_items(path: Path) -> list[Record]:
+def _read_items(path: Path) -> list[Entry]:
     """Read an XML file's ``item`` elements: attributes and children's texts."""
     records = []
     for number, item in enumerate(ElementTree.parse(path).getroot().iter("item"), start=1):
         fields = dict(item.attrib) | {child.tag: child.text for child in item}
-        records.append(Record(fields, f"item {item.get('id', number)} of '{path}'"))
+        records.append(Entry(fields, f"item {item.get('id', number)} of '{path}'"))
     return records
 
 
-_READERS: dict[str, Callable[[Path], Iterable[Record]]] = {
+_READERS: dict[str, Callable[[Path], Iterable[Entry]]] = {
     ".json": _read_json_list, ".jsonl": read_jsonl, ".tsv": _read_tsv, ".xml": _read_items,
 }  # fmt: skip
 
 
-def _copa(record: Record) -> Document | None:
+def _copa(record: Entry) -> Document | None:
     if not record.text("id").isdigit():
         record.refuse("id", "is not a number")
     if int(record.text("id")) > _LAST_ORIGINAL_COPA:
@@ -87,7 +88,7 @@ def _copa(record: Record) -> Document | None:
     }
 
 
-def _rte(record: Record) -> Document:
+def _rte(record: Entry) -> Document:
     return {
         "premise": record.text("premise"),
         "hypothesis": record.text("hypothesis"),
@@ -95,7 +96,7 @@ def _rte(record: Record) -> Document:
     }
 
 
-def _open_book(record: Record) -> Document:
+def _open_book(record: Entry) -> Document:
     lettered = _LETTERED.findall(record.text("Choices"))
     if [letter for letter, _ in lettered] != list("ABCD"):
         record.refuse("Choices", "does not list (A) to (D)")
@@ -106,7 +107,7 @@ def _open_book(record: Record) -> Document:
     }
 
 
-def _winogrande(record: Record) -> Document:
+def _winogrande(record: Entry) -> Document:
     match = _BLANK.search(record.text("instruction"))
     before, blank, after = match["sentence"].partition("_") if match else ("", "", "")
     if match is None or not blank or not after.strip():
@@ -118,7 +119,7 @@ def _winogrande(record: Record) -> Document:
     }
 
 
-def _math(record: Record) -> Document:
+def _math(record: Entry) -> Document:
     problem, mark, options = record.text("instruction").rpartition(" The options: ")
     if options.startswith("["):  # some entries have the options as a printed Python list
         options = " , ".join(re.findall(r"['\"]([A-E] \) .*?)['\"](?=, ['\"]|\]$)", options))
@@ -133,7 +134,7 @@ def _math(record: Record) -> Document:
     }
 
 
-def _task(convert: Callable[[Record], Document | None], **files: str) -> Callable[..., Splits]:
+def _task(convert: Callable[[Entry], Document | None], **files: str) -> Callable[..., Splits]:
     """Return the ``custom_dataset`` function of a task file; it ignores the harness's options."""
     return lambda **_: _splits(convert, **files)
 
@@ -156,8 +157,8 @@ def piqa(**_: Any) -> Splits:
         )
     remaining = iter(labels)
 
-    def convert(record: Record) -> Document:
-        labelled = Record({"label": next(remaining)}, f"{path}, of {record.location}")
+    def convert(record: Entry) -> Document:
+        labelled = Entry({"label": next(remaining)}, f"{path}, of {record.location}")
         return {
             "goal": record.text("goal"),
             "choices": [record.text("sol1"), record.text("sol2")],

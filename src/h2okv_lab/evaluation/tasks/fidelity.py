@@ -19,11 +19,12 @@ from h2okv.console import check_minimum
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.integration.enable import enable, input_device
 from h2okv.provenance import digest
-from h2okv.records import Record, read_jsonl, read_text_file
+from h2okv.records import read_text_file
 from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
 from h2okv_lab.evaluation.stream_data import Conversation, read_conversations
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Score, Task
 from h2okv_lab.shared import SharedPrefill, shares_prompt
+from h2okv_lab.tables import Entry, read_jsonl
 
 Protocol = Literal["decode", "block"]
 DEFAULT_TEXTS = 8
@@ -59,7 +60,7 @@ class _Question(NamedTuple):
     context: str
 
 
-def _read_prompt(record: Record) -> str | _Question:
+def _read_prompt(record: Entry) -> str | _Question:
     if "answer" in record.fields:
         context = record.text("context") if "context" in record.fields else ""
         return _Question(record.text("prompt"), record.text("answer"), context)

@@ -10,10 +10,11 @@ from typing import Any
 
 from h2okv.console import check_minimum, optional
 from h2okv.provenance import digest
-from h2okv.records import Record, read_jsonl, read_text_file
+from h2okv.records import read_text_file
 from h2okv_lab.evaluation.model import Answer
 from h2okv_lab.evaluation.stream_data import read_conversations
 from h2okv_lab.evaluation.task import GenerationTask, Result, Score, TextPrompt, mean
+from h2okv_lab.tables import Entry, read_jsonl
 
 _TOKENS = 64
 _TOKENS_OF_SEVERAL = 128
@@ -36,7 +37,7 @@ def read_articles(
     return [_article(line, template) for line in read_jsonl(path, _EXPECTED)]
 
 
-def _article(line: Record, template: str | None) -> TextPrompt:
+def _article(line: Entry, template: str | None) -> TextPrompt:
     if "article" in line.fields:  # a complete prompt
         if template is not None:
             raise ValueError(

@@ -88,7 +88,7 @@ def expected(model, reading):
     """Return a function for the entries of the library's cache on the same text."""
 
     def find(policy, step, layer, head, share=0.2):
-        budget = CacheConfig.from_budget(share, min_tokens=0).budget.resolve(reading.length)
+        budget = CacheConfig(budget=share, min_tokens=0).budget.resolve(reading.length)
         trace = follow(model, reading.input_ids, policy, budget)
         return [int(i) for i in entries_after(trace.gone_at, step)[layer, head].nonzero()[0]]
 

@@ -11,12 +11,12 @@ from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
 from h2okv_lab.evaluation.tasks.fidelity import Fidelity, Source, bootstrap
 
 CONFIGS = [
-    CacheConfig.from_budget(0.5, min_tokens=0),
-    CacheConfig.from_budget(0.1, min_tokens=0, scoring="decay"),
-    CacheConfig.from_budget(12, policy="snapkv", kv_bits=8),
-    CacheConfig.from_budget(12, positions="rolling"),  # this and `evict_every=4` read alone
-    CacheConfig.from_budget(12, scoring="expected", sink=2, evict_every="prompt+4"),
-    CacheConfig.from_budget(12, evict_every=4),
+    CacheConfig(budget=0.5, min_tokens=0),
+    CacheConfig(budget=0.1, min_tokens=0, scoring="decay"),
+    CacheConfig(budget=12, policy="snapkv", kv_bits=8),
+    CacheConfig(budget=12, positions="rolling"),  # this and `evict_every=4` read alone
+    CacheConfig(budget=12, scoring="expected", sink=2, evict_every="prompt+4"),
+    CacheConfig(budget=12, evict_every=4),
 ]
 MESSAGES = {"messages": [{"role": "user", "content": "What did Holmes see in the street?"}]}
 

@@ -99,7 +99,7 @@ def test_each_prompt_is_answered_several_times(subject, make_task):
     task = make_task(copies=3)
     task.prepare(subject, [CacheConfig("full")])
     results = {}
-    for _, batch in task.run(subject, [CacheConfig.from_budget(8)], task.samples, 0):
+    for _, batch in task.run(subject, [CacheConfig(budget=8)], task.samples, 0):
         results |= batch
     assert sorted(results) == [0, 1, 2, 3, 4, 5]
     assert [results[n]["prompt"] for n in range(6)] == [0, 0, 0, 1, 1, 1]

@@ -28,7 +28,7 @@ def test_full_cache_scores_equal_the_harness_s(shared, subject, tmp_path, monkey
             limit=8,
             task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
         )["results"]["h2okv_openbookqa"]
-    for config in (CacheConfig("full"), CacheConfig.from_budget(2000)):
+    for config in (CacheConfig("full"), CacheConfig(budget=2000)):
         scores, size = run(task, subject, config)
         assert size == 8
         for name in ("acc", "acc_norm"):
@@ -41,7 +41,7 @@ def test_caches_without_chunks_share_prompts(shared, subject, tmp_path):
     data = shared / "data" / "eval"
     configs = [
         CacheConfig("full"),
-        CacheConfig.from_budget(0.1, min_tokens=0),
+        CacheConfig(budget=0.1, min_tokens=0),
         CacheConfig("recent", 8, 8),
     ]
     task = HarnessTask("openbookqa", data, tmp_path / "a", evict_every=None, limit=6)

@@ -24,7 +24,7 @@ def losses(subject, novel, length, count):
 
 
 @pytest.mark.parametrize(
-    "config", [CacheConfig("full", evict_every=32), CacheConfig.from_budget(96, evict_every=32)]
+    "config", [CacheConfig("full", evict_every=32), CacheConfig(budget=96, evict_every=32)]
 )
 def test_full_cache_perplexity_equals_the_model_s(subject, novel, config):
     task, results = run(subject, novel, config, length=96, windows=2, every=40)
@@ -42,11 +42,11 @@ def test_a_fraction_is_of_the_window_from_its_first_token_on(subject, novel):
     _, small = run(
         subject,
         novel,
-        CacheConfig.from_budget(0.125, min_tokens=0, evict_every=1),
+        CacheConfig(budget=0.125, min_tokens=0, evict_every=1),
         length=64,
         windows=1,
     )
-    _, tokens = run(subject, novel, CacheConfig.from_budget(6, evict_every=1), length=64, windows=1)
+    _, tokens = run(subject, novel, CacheConfig(budget=6, evict_every=1), length=64, windows=1)
     # A window of 64 tokens is read but for its last one: a sixteenth of 63 are 3.
     assert small[0]["positions"] == tokens[0]["positions"] == [63]
     assert small[0]["nlls"][0] == pytest.approx(tokens[0]["nlls"][0], abs=1e-6)
@@ -64,11 +64,11 @@ def test_a_fraction_is_of_the_window_from_its_first_token_on(subject, novel):
 def test_what_cannot_be_read_is_refused(subject, novel, windows, message):
     text = novel if windows["length"] != 2049 else novel * 2
     with pytest.raises(ValueError, match=message):
-        run(subject, text, CacheConfig.from_budget(64), **windows)
+        run(subject, text, CacheConfig(budget=64), **windows)
 
 
 def test_a_window_that_evicts_nothing_is_refused(subject, novel):
     with pytest.raises(ValueError, match="--length 65 is read as one block of 64 tokens"):
-        run(subject, novel, CacheConfig.from_budget(8), length=65, windows=1)
+        run(subject, novel, CacheConfig(budget=8), length=65, windows=1)
     run(subject, novel, CacheConfig("full"), length=65, windows=1)
-    run(subject, novel, CacheConfig.from_budget(8), length=66, windows=1)
+    run(subject, novel, CacheConfig(budget=8), length=66, windows=1)

@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
 
 import h2okv
-from h2okv.integration.kvpress_press import H2OPress
 from h2okv.models.names import PACKAGED, SMOLLM2
+from h2okv_lab.kvpress_press import H2OPress
 
 
 def entries_of(cache, number):
