@@ -62,6 +62,8 @@ def test_from_dict_inverts_to_dict():
 def test_an_unknown_name_is_refused_with_a_hint():
     with pytest.raises(ValueError, match=r"'hevy' is unknown; did you mean heavy\?"):
         CacheConfig.from_dict({"hevy": 3})
+    with pytest.raises(ValueError, match="values must be an object with names, got 'h2o'"):
+        CacheConfig.from_dict("h2o")
 
 
 @pytest.mark.parametrize(("budget", "amounts"), [(0.2, (0.1, 0.1)), (64, (32, 32)), (65, (32, 33))])

@@ -307,7 +307,9 @@ class CacheConfig:
         Raises:
             ValueError: if a name is unknown, or a value is invalid.
         """
-        values = {"min_tokens": 0, "evict_every": None} | dict(values)  # if files lack them
+        if not isinstance(values, Mapping):
+            raise ValueError(f"values must be an object with names, got {values!r}.")
+        values = {"min_tokens": 0, "evict_every": None, **values}  # if files lack them
         if values.get(_FORMER, 0) is None:  # and have this one
             del values[_FORMER]
         return cls(**values)

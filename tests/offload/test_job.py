@@ -102,7 +102,7 @@ def test_lines_in_openais_batch_format(tmp_path):
     ("line", "words"),
     [
         ({"prompt": "a", "extra": 1}, "line 2 of .*: extra is not known; leave it out"),
-        ({"prompt": "a", "max_token": 1}, "max_token is not known; did you mean max_tokens"),
+        ({"prompt": "a", "max_token": 1}, r"max_token is not known; did you mean max_tokens\?"),
         ({"id": 5}, "neither prompt nor messages"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens must be a whole number of 1 or more, got 0"),
         (

@@ -10,7 +10,7 @@ from typing import Any
 
 from h2okv.config import CacheConfig
 from h2okv.prompts.chat_template import check_pinnable
-from h2okv.prompts.readers import check_settings, integer
+from h2okv.prompts.readers import FieldError, check_settings, integer
 from h2okv.records import check_arguments, checked_arguments
 
 MOST_DRAFTS = 16
@@ -107,6 +107,8 @@ class EngineConfig:
                 "of=seen (grows=True) needs slots for each further token, and an engine's sequences"
                 " have a fixed number; leave it out, or use h2okv generate."
             )
+        if isinstance(self.memory, str):
+            raise FieldError(("memory",), f" must be bytes, such as {8 << 30}, got {self.memory!r}")
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
         check_settings(self, dict.fromkeys(counts, integer(1)))
         check_settings(self, dict.fromkeys(("max_waiting", "prefix_cache"), integer(0)))

@@ -180,6 +180,8 @@ def load(
         dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
     if not isinstance(dtype, torch.dtype | None):
         raise ValueError(f"dtype must be one such as 'bfloat16', got {dtype!r}.")
+    if not isinstance(name, str | Path):
+        raise ValueError(f"name must be a model's name or folder, got {name!r}.")
     described = describe(str(name))
     model = load_weights(described, dtype, parse_device(str(device or "auto")))
     enable(model)

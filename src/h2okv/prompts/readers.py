@@ -33,7 +33,7 @@ class FieldError(ValueError):
 
     def __init__(self, path: Sequence[str | int], problem: str, code: str | None = None) -> None:
         self.path, self.problem, self.code = tuple(path), problem, code or self.usual_code
-        super().__init__(f"{self.name}{problem}.")
+        super().__init__(f"{self.name}{problem}" + ("" if problem.endswith("?") else "."))
 
     def __reduce__(self) -> Any:  # it crosses processes, without `__init__`
         return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
@@ -80,7 +80,7 @@ class Fields:
                     read[name] = self.readers[name](entry, (*path, name))
             elif not self.is_open and name not in self.ignored and entry not in EMPTY:
                 near = difflib.get_close_matches(str(name), self.readers, n=1)
-                hint = f"did you mean {near[0]}" if near else "leave it out"
+                hint = f"did you mean {near[0]}?" if near else "leave it out"
                 raise FieldError((*path, name), f" is not known; {hint}", "unknown_field")
         for name, such in self.required.items():
             if value.get(name) is None:

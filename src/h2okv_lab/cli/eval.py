@@ -176,14 +176,6 @@ def perplexity(
     return trial.run([task], detailed=True)[0]
 
 
-def _fraction(option: str, value: float) -> float:
-    if not 0 < value <= 1:
-        raise ValueError(
-            f"{option} {value:g} is not a fraction of tokens; give one above 0, up to 1"
-        )
-    return value
-
-
 def _token_range(option: str, text: str) -> tuple[int, int | None]:
     """Read a number of tokens, or their first and last: the number, and how many are compared."""
     first, dash, last = text.partition("-")
@@ -217,8 +209,8 @@ def fidelity(
     plot: Path | None = option(
         None, "Plot quality against bytes: .png, .svg or .pdf.", read=options.picture
     ),
-    recommend: float | None = option(
-        None, "Name the smallest cache with this agreement.", read=_fraction
+    recommend: Typed = option(
+        None, "Name the smallest cache with this agreement: 95%.", read=readers.share
     ),
 ) -> int:
     from h2okv_lab.evaluation.plots import plot_fidelity

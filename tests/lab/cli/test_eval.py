@@ -193,7 +193,7 @@ def test_fidelity_compares_all_caches_and_recommends_one(
     assert report["recommended"] == flags and len(report["rows"]) == len(rows)
     # One more cache is measured alone, on the texts of before.
     more = fidelity(h2okv_command, model_folder, novel_file, out, "--policy", "h2o,heavy",
-                    "--budget", "50%", "--recommend", 1)  # fmt: skip
+                    "--budget", "50%", "--recommend", "100%")  # fmt: skip
     assert "2 of 4 samples are already evaluated" in more.err
     again = {row["policy"]: row["kl"] for row in table(out) if not row["kv_bits"]}
     assert again["h2o"] == rows[0]["kl"]
