@@ -149,6 +149,29 @@ def test_a_step_on_a_gpu_waits_for_nothing_but_the_tokens_before(monkeypatch, te
             assert [request.outputs[0].tokens for request in requests] == expected
 
 
+def test_a_release_launches_as_often_for_all_layers_as_for_one(monkeypatch):
+    """The last sequence moves into the released rows: a copy for each data type."""
+    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
+    prompts = [[(7 * i + length) % 90 + 3 for i in range(length)] for length in (40, 30)]
+    launches = []
+    for layers in (1, 4):
+        options = {"heavy": 8, "recent": 6, "sink": 2, "scoring": "expected", "evict_every": 16}
+        with monkeypatch.context() as patch, pretended_device(patch) as device:
+            model = device.to(make_model(layers=layers, attention="sdpa", eos_token_id=None))
+            with h2okv.LLM(model, tokenizer, prefix_cache=0, max_num_seqs=2, **options) as llm:
+                for prompt in prompts:
+                    params = h2okv.SamplingParams(max_tokens=9, ignore_eos=True, temperature=0)
+                    request = llm.engine.request(prompt, params, lambda event: None)
+                    llm.engine.scheduler.submit(request)
+                while llm.stats().running < 2:
+                    llm.engine.step()
+                with device.count() as counts:
+                    llm.engine.runner.pool.release(0)
+        launches.append(counts.num_launches)
+        assert counts.num_waits == 0, str(counts)
+    assert launches[0] == launches[1] <= 6
+
+
 def test_a_request_waits_as_often_as_one_of_a_single_layer(monkeypatch):
     """The host reads once each: whether attention is finite, entries, the first token."""
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -248,8 +249,12 @@ class SlotPool:
         """Free a sequence's slots; the last sequence moves there. Returns that place."""
         last = len(self._sequences) - 1
         if index != last:
+            groups = defaultdict[Any, list[Tensor]](list)
             for tensor in self._tensors():
-                tensor[index].copy_(tensor[last])
+                groups[tensor.device, tensor.dtype].append(tensor)
+            for group in groups.values():  # a GPU copies the tensors of all layers together
+                rows = [tensor[index] for tensor in group], [tensor[last] for tensor in group]
+                torch._foreach_copy_(*rows)
         self._sequences[index] = self._sequences[last]
         self._sequences.pop()
         self._show()
