@@ -189,7 +189,7 @@ def choose(samplers: Sequence[Sampler], logits: torch.Tensor) -> torch.Tensor:
         weights = torch.softmax(warped, dim=-1)
         noise = torch.stack([sampler.noise(logits.shape[1], device) for _, sampler in group])
         is_fine = weights.sum(dim=-1).isfinite()
-        tokens[rows] = (weights / noise).argmax(dim=-1).where(is_fine, _NONE_LEFT)
+        tokens[rows] = weights.div_(noise).argmax(dim=-1).where(is_fine, _NONE_LEFT)
     tokens = tokens.where(logits.amax(dim=-1) > -math.inf, _NONE_LEFT)
     return tokens.where(~_is_nan(logits), _NOT_A_NUMBER)
 
