@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 import h2okv
 from h2okv.assets import bundled_model_path
-from h2okv.integration.graphs import VARIABLE
+from h2okv.integration.graphs import EAGER_STEPS, VARIABLE
 from h2okv.ops import dispatch
 
 pytest.importorskip("triton")
@@ -54,12 +54,12 @@ def test_requests_that_come_and_go(monkeypatch, name, ops):
     assert num_replays["auto"] >= (10 if name != "drafts" else 1)
 
 
-def test_a_request_with_larger_heads_is_recorded_again(monkeypatch):
-    """How many programs attend to a head's slots depends on the largest head."""
+def test_a_request_with_larger_heads_is_replayed(monkeypatch):
+    """A step is recorded for the heads of the longest prompt: one graph does for all lengths."""
     options = {"heavy": 0.8, "recent": 0.1, "layer_budgets": [[1.1, 0.9]] * LAYERS}
-    requests = [prompt(20), prompt(150)]
+    requests = [prompt(20), prompt(150), prompt(90)]
     texts, num_replays = generated(
         monkeypatch, requests, 10, max_num_seqs=1, max_prompt_tokens=150, min_tokens=0, **options
     )
-    assert num_replays["auto"] >= 8
+    assert num_replays["auto"] == 3 * 9 - EAGER_STEPS
     assert texts["auto"] == texts["off"]

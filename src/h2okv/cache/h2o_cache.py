@@ -6,7 +6,7 @@ import copy
 import inspect
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -489,13 +489,15 @@ class H2OCache(Cache):
     def _entries(self, budget: Budget, length: int, seen: int | None = None) -> int:
         return self.rule.allocate_budget(budget.resolve(length, seen)).total
 
-    def layer_entries_for(self, length: int) -> tuple[float, ...]:
+    def layer_entries_for(
+        self, length: int, of_heads: Callable[[Iterable[int]], float] = mean
+    ) -> tuple[float, ...]:
         """Return `entries_for` of each layer with H2O entries, by the layer's budget.
 
-        The mean over its heads, if they have different budgets.
+        The mean over its heads, or ``max``, if they have different budgets.
         """
         return tuple(
-            mean(self._entries(budget, length) for budget in layer.head_budgets or (layer.budget,))
+            of_heads([self._entries(b, length) for b in layer.head_budgets or (layer.budget,)])
             for layer in self._scored
         )
 

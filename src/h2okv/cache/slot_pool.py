@@ -87,7 +87,8 @@ class SlotPool:
     """Slots for up to `max_num_seqs` sequences; in a layer the same number for each.
 
     ``capacities`` are the most entries of a sequence, for each layer that evicts by H2O; the mean
-    of its heads where these hold different numbers.
+    of its heads where these hold different numbers. ``most`` are those of the head that has most:
+    a step is recorded for so many slots, whatever its sequences hold.
 
     Sequences in use are the first ones, without gaps: a decode step runs on a view of these, and
     when one is released the last one takes its place. A pool that grows begins with slots for one
@@ -96,7 +97,12 @@ class SlotPool:
     """
 
     def __init__(
-        self, like: H2OCache, max_num_seqs: int, capacities: Sequence[float], grows: bool = False
+        self,
+        like: H2OCache,
+        max_num_seqs: int,
+        capacities: Sequence[float],
+        grows: bool = False,
+        most: Sequence[float] = (),
     ) -> None:
         # What the model gets for a decode step of the sequences in use; mutated by the model.
         self.cache = like.fork(1)
@@ -127,7 +133,10 @@ class SlotPool:
         # Slots within each sequence's budget, bool [B, H, S], for layers of one kind.
         self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
         self.num_heads = 0  # KV heads of all layers that evict by H2O
+        of_head = iter(most)
         for kind, layer in zip(self._kinds, self.slot_layers, strict=True):
+            if layer.window is None:
+                layer.slots.reserved = round(next(of_head, 0)) + layer.slots.span
             heads, span = len(layer.head_budgets or (None,)), layer.slots.span
             layer.slots.capacity = round(heads * (largest[kind] + span))
             layer.slots.has_all_slots = layer.head_budgets is not None

@@ -77,6 +77,7 @@ class SlotPlan:
         # Whether each of the heads that share a row has all the slots that it may need.
         self.has_all_slots = False
         self.most_slots: int | None = None  # of the head that has most, if the host knows it
+        self.reserved = 0  # slots of a pool's largest head, for which steps are recorded once
         self.num_evicted = 0  # on the meta device
 
     def __getstate__(self) -> dict[str, object]:
@@ -342,7 +343,8 @@ class SlotPlan:
         protected = {(budget.sink, budget.recent) for budget in state.budgets}
         self.protected = protected.pop() if len(protected) == 1 else None
         self.has_sinks = any(budget.sink for budget in state.budgets)
-        self.most_slots = self.head_slots(state)
+        most = self.head_slots(state)
+        self.most_slots = most and max(most, self.reserved)
         # Sequences with different budgets are never full all together.
         is_even = self.rule.is_bounded and state.slot_mask is None and self.span == 1
         steps = []

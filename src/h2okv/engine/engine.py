@@ -184,9 +184,11 @@ class Engine:
             stack.enter_context(enable(self.model))
             # On a GPU, late allocations fragment memory; a given limit must hold from the start.
             grows = config.memory is None and input_device(self.model).type == "cpu"
+            longest = self.limits.max_prompt_tokens
             self.runner = ModelRunner(
-                self.model, self.make_cache, self.max_num_seqs, self.max_budgets, self.group, grows
-            )
+                self.model, self.make_cache, self.max_num_seqs, self.max_budgets, self.group, grows,
+                probe.layer_entries_for(longest, max),
+            )  # fmt: skip
             self._prefixes: dict[tuple[int, ...], str] = {}  # keys of saved texts
             for text in config.prefixes:
                 self._save_prefix(text)
