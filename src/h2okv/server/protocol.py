@@ -54,7 +54,7 @@ class CacheChoice:
         try:
             return None if self.cache is None else server.request_budget(self.cache)
         except ValueError as error:
-            raise invalid(f"h2o: {error}", "h2o") from error
+            raise invalid(f"h2o: {str(error).rstrip('.')}.", "h2o") from error
 
 
 def _read_verify(value: Any, path: Path) -> bool | str:

@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from h2okv.cli.args import ModelOptions, cache_lists, command_line
+from h2okv.cli.args import ModelOptions
 from h2okv.config import CacheConfig
 from h2okv_lab.cli.eval import DEFAULT_CSV, Trial
+from h2okv_lab.cli.options import cache_lists, command_line
 from h2okv_lab.evaluation import plots
 from h2okv_lab.evaluation.runner import Evaluation
 
