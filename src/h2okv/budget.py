@@ -154,8 +154,8 @@ def _check_share(name: str, value: int | float) -> None:
         problem = "is not a budget; give an int (tokens) or a float (fraction)"
     elif isinstance(value, float) and not 0.0 <= value <= 1.0:
         problem = "is not a fraction of the prompt; give a float in (0, 1], or an int for tokens"
-    elif not 0 <= value < 2**31:
-        problem = f"is {'negative' if value < 0 else 'too large'}; give tokens, 0 to {2**31 - 1}"
+    elif not 0 <= value <= 2**53:
+        problem = f"is {'negative' if value < 0 else 'too large'}; give tokens, 0 to {2**53}"
     else:
         return
     raise ValueError(f"{name}={value!r} {problem}.")

@@ -46,7 +46,7 @@ OPTIONS = {
     "fraction above 1": (("--budget", "1.5+4"), ("heavy=1.5", "(0, 1]")),
     "fractions above 1 together": (("--budget", "0.7+0.6"), ("1.3", "at most 1")),
     "invalid amount": (("--budget", "lots"), ("--budget 'lots'", "--budget 64")),
-    "budget beyond all counts": (("--budget", "9" * 20), ("is too large", "2147483647")),
+    "budget beyond all counts": (("--budget", "9" * 20), ("is too large", "9007199254740992")),
     "budget of the full cache": (
         ("--policy", "full", "--budget", "20%"),
         ("--budget 20% has no effect, as policy full keeps all entries",),
