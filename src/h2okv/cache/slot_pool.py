@@ -87,8 +87,8 @@ class SlotPool:
     """Slots for up to `max_num_seqs` sequences; in a layer the same number for each.
 
     ``capacities`` are the most entries of a sequence, for each layer that evicts by H2O; the mean
-    of its heads where these hold different numbers. ``most`` are those of the head that has most:
-    a step is recorded for so many slots, whatever its sequences hold.
+    of its heads where these hold different numbers. ``largest_heads`` are those of the
+    layer's largest head: a step is recorded for its slots, whatever the sequences hold.
 
     Sequences in use are the first ones, without gaps: a decode step runs on a view of these, and
     when one is released the last one takes its place. A pool that grows begins with slots for one
@@ -102,7 +102,7 @@ class SlotPool:
         max_num_seqs: int,
         capacities: Sequence[float],
         grows: bool = False,
-        most: Sequence[float] = (),
+        largest_heads: Sequence[float] = (),
     ) -> None:
         # What the model gets for a decode step of the sequences in use; mutated by the model.
         self.cache = like.fork(1)
@@ -133,7 +133,7 @@ class SlotPool:
         # Slots within each sequence's budget, bool [B, H, S], for layers of one kind.
         self._masks: dict[tuple[torch.device, int, int], Tensor] = {}
         self.num_heads = 0  # KV heads of all layers that evict by H2O
-        of_head = iter(most)
+        of_head = iter(largest_heads)
         for kind, layer in zip(self._kinds, self.slot_layers, strict=True):
             if layer.window is None:
                 layer.slots.reserved = round(next(of_head, 0)) + layer.slots.span

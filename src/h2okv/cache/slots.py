@@ -343,8 +343,9 @@ class SlotPlan:
         protected = {(budget.sink, budget.recent) for budget in state.budgets}
         self.protected = protected.pop() if len(protected) == 1 else None
         self.has_sinks = any(budget.sink for budget in state.budgets)
-        most = self.head_slots(state)
-        self.most_slots = most and max(most, self.reserved)
+        self.most_slots = self.head_slots(state)
+        if self.most_slots is not None:
+            self.most_slots = max(self.most_slots, self.reserved)
         # Sequences with different budgets are never full all together.
         is_even = self.rule.is_bounded and state.slot_mask is None and self.span == 1
         steps = []

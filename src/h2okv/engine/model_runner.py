@@ -118,7 +118,7 @@ class ModelRunner:
         capacities: Sequence[float],  # entries of the largest sequence in each layer of H2O
         group: TensorParallelGroup | None = None,
         grows: bool = False,  # whether slots are allocated as sequences come
-        most: Sequence[float] = (),  # entries of such a sequence's largest head
+        largest_heads: Sequence[float] = (),  # entries of such a sequence's largest head
     ) -> None:
         self.group = group
         self._model: Any = model
@@ -127,7 +127,7 @@ class ModelRunner:
         self._make_cache = make_cache
         self.states: dict[str, H2OCache] = {}  # of prefixes, by keys; only copies are mutated
         self._prefilled: H2OCache | None = None
-        self._size = (max_num_seqs, capacities, grows, most)
+        self._size = (max_num_seqs, capacities, grows, largest_heads)
         self.pool = self._make_pool()
 
     def _make_pool(self) -> slot_pool.SlotPool:
