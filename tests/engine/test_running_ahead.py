@@ -113,6 +113,24 @@ def test_a_client_that_leaves_and_an_error_in_a_step_that_runs_ahead(
     assert llm.generate(prompts[1:], greedy(12)) == [expected]
 
 
+def test_a_text_that_ends_frees_its_slots_while_its_sibling_goes_on(
+    make_llama, make_llm, make_prompts, steps_ahead
+):
+    (prompt,) = make_prompts([20])
+    llm = make_llm(make_llama())
+    (both,) = llm.generate([prompt], h2okv.SamplingParams(max_tokens=30, n=2, seed=5))
+    first, second = (completion.token_ids for completion in both.completions)
+    stop = next(token for token in first[5:15] if token not in second)
+    params = h2okv.SamplingParams(max_tokens=30, n=2, seed=5, stop_token_ids=(stop,))
+    request = llm.engine.request(prompt, params, lambda event: None)
+    llm.engine.scheduler.submit(request)
+    while not (request.outputs and request.outputs[0].is_finished):
+        llm.engine.step()
+    llm.engine.step()
+    llm.engine.step()
+    assert llm.stats().running == 1 and not request.is_over
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_step_on_a_gpu_waits_for_nothing_but_the_tokens_before(monkeypatch, temperature):
     """A copy that is read before its event is reached has other numbers on the pretended device."""

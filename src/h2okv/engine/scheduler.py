@@ -123,9 +123,10 @@ class Scheduler:
             return None
         lengths = [len(output.request.prompt) + len(output.tokens) + 1 for output in outputs]
         for output, length in zip(outputs, lengths, strict=True):
-            is_last = len(output.tokens) + 1 >= output.request.max_new_tokens
+            ends = len(output.tokens) + 1 >= output.request.max_new_tokens
+            ends = ends or output.is_finished or output.request.is_over
             is_saved = cache is not None and length % cache.span == 0
-            if is_last or is_saved or output.request.is_over or not output.needs_no_host:
+            if ends or is_saved or not output.needs_no_host:
                 return None
         positions = tuple(length - 1 for length in lengths)
         return ScheduledStep(positions=positions, offsets=self._offsets())
