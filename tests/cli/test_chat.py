@@ -22,6 +22,8 @@ EMPTY = "there is nothing in the cache yet; send a message first.\n"
 @pytest.fixture
 def chat(h2okv_command, monkeypatch, chat_folder):
     def call(text, *args, model=chat_folder, budget=BUDGET):
+        if "full" in args:  # which takes no budget
+            budget = ("--max-new-tokens", "12")
         data = text if isinstance(text, bytes) else text.encode()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
         return h2okv_command("chat", "--model", model, *budget, *args)

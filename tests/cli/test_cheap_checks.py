@@ -66,7 +66,7 @@ COMMANDS = {
     "batch --input in.jsonl --output out.jsonl": BOTH | TOPK | SAMPLING | {
         "--weights moon": "--weights must be auto, device, cpu, disk, or percentages",
         "--cache-placement disk": "file=60, got 'disk'",
-        "--batch 0": "--batch '0' is not a number",
+        "--batch 0": "--batch '0' is not a batch size; give 1 or more",
         "--weight-bits 3": "--weight-bits 3 is not known",
         f"--input {MISSING}": f"--input '{MISSING}' cannot be read",
         "--output nowhere/out.jsonl": "--output 'nowhere/out.jsonl' cannot be written",

@@ -88,7 +88,7 @@ def test_summary_line_without_tokens():
         kv_bytes=0,
         kv_bytes_full=0,
     )
-    assert "0 tokens (interrupted) | first after - | - tokens/s" in summary_line(nothing)
+    assert "0 tokens (interrupted) | KV cache 0 B" in summary_line(nothing)
     assert nothing.interrupted
 
 

@@ -17,7 +17,7 @@ def refusal(served, path, body) -> openai.APIStatusError:
         served.client().post(path, body=body, cast_to=object)
     error = caught.value.body
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"].endswith(".") and "\n" not in error["message"]
+    assert error["message"].endswith((".", "?")) and "\n" not in error["message"]
     return caught.value
 
 

@@ -125,11 +125,12 @@ def plan_cache(
     is_auto = positions == "auto"
     args.check_cache(config, cache)
     cache, remark = replace(cache, positions="rolling" if is_auto else positions), None
-    if is_auto:
-        try:
-            args.check_cache(config, cache)
-        except ValueError as error:
-            cache, remark = _with_original(cache, error)
+    try:
+        args.check_cache(config, cache)
+    except ValueError as error:
+        if not is_auto:
+            raise
+        cache, remark = _with_original(cache, error)
     entries, window = cache.budget.resolve(0).total, context_window(config)
     fits = window is None or entries + SPAN <= window
     if evict_every is None and not cache.is_full and can_score_spans(cache):

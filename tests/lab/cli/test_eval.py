@@ -217,7 +217,7 @@ def test_fidelity_shows_caches_that_differ_in_one_option_once(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--recommend", 1.5), "--recommend 1.5 is not a fraction of tokens"),
+        (("--recommend", 1.5), "--recommend must be a share such as 0.02 or '2%', got '1.5'"),
         (("--protocol", "both"), "--protocol 'both' is not known; choose from decode, block"),
         (("--policy", "h3o"), "policy 'h3o' is unknown; did you mean h2o?"),
         (("--cache", "scoring=sun"), "scoring 'sun' is unknown; did you mean sum?"),
