@@ -92,7 +92,7 @@ def test_a_closed_pipe_exits_silently_with_141(start_command, endless):
 
 
 def test_an_interrupt_while_counting_choices_sets_the_exit_code(job, monkeypatch):
-    monkeypatch.setattr("h2okv.chat.generation.discard", InterruptAt(2))
+    monkeypatch.setattr("h2okv.chat.generation._discard", InterruptAt(2))
     comparison = generate_and_compare(job, CACHE, [], quiet=False)
     assert list(comparison.runs) == [CACHE.label, "full cache"]
     assert comparison.agreements[CACHE.label].same_next_token is None

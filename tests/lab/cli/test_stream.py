@@ -35,6 +35,8 @@ def chats(tmp_path):
 @pytest.fixture
 def stream(h2okv_command, model_folder):
     def call(*args, model=model_folder, budget=BUDGET):
+        if "full" in args:  # which takes no budget
+            budget = budget[2:]
         return h2okv_command("stream", "--model", model, *budget, *args)
 
     return call
