@@ -330,5 +330,5 @@ def _warm_up(job: Job, caches: Iterable[Cache]) -> None:
     prompt_ids = job.prompt_ids if job.inputs else job.prompt_ids[:_WARM_UP_PROMPT]
     short = replace(job, prompt_ids=prompt_ids, params=params, pins=(), verify=False)
     for cache in caches:
-        if generate_once(short, cache, _discard).interrupted:
+        if generate_once(short, cache, lambda text: None).interrupted:
             raise KeyboardInterrupt
