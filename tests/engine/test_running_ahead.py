@@ -134,6 +134,7 @@ def test_a_text_that_ends_frees_its_slots_while_its_sibling_goes_on(
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_step_on_a_gpu_waits_for_nothing_but_the_tokens_before(monkeypatch, temperature):
     """A copy that is read before its event is reached has other numbers on the pretended device."""
+    pytest.importorskip("triton")
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
     params = h2okv.SamplingParams(
         max_tokens=24,
@@ -169,6 +170,7 @@ def test_a_step_on_a_gpu_waits_for_nothing_but_the_tokens_before(monkeypatch, te
 
 def test_a_release_launches_as_often_for_all_layers_as_for_one(monkeypatch):
     """The last sequence moves into the released rows: a copy for each data type."""
+    pytest.importorskip("triton")
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
     prompts = [[(7 * i + length) % 90 + 3 for i in range(length)] for length in (40, 30)]
     launches = []
@@ -192,6 +194,7 @@ def test_a_release_launches_as_often_for_all_layers_as_for_one(monkeypatch):
 
 def test_a_request_waits_as_often_as_one_of_a_single_layer(monkeypatch):
     """The host reads once each: whether attention is finite, entries, the first token."""
+    pytest.importorskip("triton")
     tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
     params = h2okv.SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
     prompt = [(7 * i) % 90 + 3 for i in range(40)]
