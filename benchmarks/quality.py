@@ -42,7 +42,8 @@ def run(
     def write(args: argparse.Namespace) -> None:
         tested = under_test(args.model, getattr(torch, args.dtype), args.device)
         rows = evaluate(args, tested)
-        setting = {"model": args.model, "dtype": args.dtype}
+        path = Path(args.model)
+        setting = {"model": path.stem if path.exists() else args.model, "dtype": args.dtype}
         write_csv(args.csv, [setting | row for row in rows], [*setting, *rows[0]])
 
     run_alone(parser, write)

@@ -8,7 +8,7 @@ import torch
 import h2okv
 from h2okv.engine.outputs import OutputDelta, QueueFullError, RequestFailedError
 from h2okv.engine.request import Output
-from h2okv.engine.sampler import Sampler
+from h2okv.engine.sampler import Sampler, sample
 from h2okv.prompts.readers import PromptTooLongError
 
 
@@ -22,6 +22,18 @@ def submit(llm, prompt, params, budget=None):
     request = llm.engine.request(prompt, params, events.append, budget)
     llm.engine.scheduler.submit(request)
     return request, events
+
+
+def test_a_model_with_weights_on_a_disk_draws_on_the_cpu(make_llama):
+    """Such weights are on the meta device, which has no random numbers."""
+    params = h2okv.SamplingParams(seed=7)
+    sampler = Sampler(make_llama().to("meta"), params, [3, 4])
+    logits = torch.randn(1, 97, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(7)
+    expected = [
+        int(torch.multinomial(logits.softmax(-1)[0], 1, generator=generator)) for _ in range(5)
+    ]
+    assert [sample([sampler], [[]], logits)[0] for _ in range(5)] == expected
 
 
 def test_several_outputs_share_one_prefill(make_llama, make_llm, make_prompts):

@@ -113,8 +113,8 @@ class SlotPool:
         self.slot_layers = [layer for layer, _ in _as_slots(self.cache, 0)]
         for layer in self.slot_layers:
             layers[layer.layer_idx] = layer
-        # Layers with one window share their books, and so do those of H2O, unless each has a budget
-        # of its pooled; a kind is named by its first layer.
+        # Layers with one window have equal budgets and counts, and so have those of H2O unless each
+        # has its own budget; a kind is named by its first layer.
         has_own = like.cache_config.layer_budgets is not None
         kinds: dict[tuple[int | None, int], int] = {}
         self._kinds = [

@@ -90,7 +90,6 @@ def _describe(
 class _Unread(NamedTuple):
     """A decode step whose tokens the host has not read yet."""
 
-    step: ScheduledStep
     output: StepOutput
     tokens: Tensor  # int64 [B], on the device
     copy: Tensor  # the same on the host, from `copied` on
@@ -252,7 +251,7 @@ class Engine:
         if output.decode_logits is not None:
             self._counters.steps += 1
             if self._can_wait(step):
-                self._unread = self._choose(step, output)
+                self._unread = self._choose(output)
                 return
             self._after_decode(step, output)
         if step.prefill:
@@ -268,13 +267,13 @@ class Engine:
             return False
         return all(output.needs_no_host for output in self.scheduler.running)
 
-    def _choose(self, step: ScheduledStep, output: StepOutput) -> _Unread:
+    def _choose(self, output: StepOutput) -> _Unread:
         """Choose the tokens behind a step on the device, and begin to copy them to the host."""
         assert output.decode_logits is not None
         samplers = [each.sampler for each in self.scheduler.running]
         tokens = choose(samplers, output.decode_logits[:, 0])
         copy = tokens.to("cpu", non_blocking=True)
-        return _Unread(step, output, tokens, copy, Mark(tokens.device))
+        return _Unread(output, tokens, copy, Mark(tokens.device))
 
     def _read_behind(self, unread: _Unread) -> bool:
         """Read the tokens of a step, after the next one is launched; return whether one is."""
@@ -285,7 +284,7 @@ class Engine:
             output = self._execute(step, newest)
             self._counters.evictions += output.evictions
             self._counters.steps += 1
-            self._unread = self._choose(step, output)
+            self._unread = self._choose(output)
         unread.copied.wait()
         running, logits = list(self.scheduler.running), unread.output.decode_logits
         assert logits is not None

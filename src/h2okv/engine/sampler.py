@@ -113,7 +113,9 @@ class Sampler:
         self._token_mask = token_mask
         self.sees_text = bool(self._text_processors) or token_mask is not None
         self._prompt = prompt
-        device = "cpu" if self.sees_text else model.device  # where its logits are
+        # Where its logits are; weights that are read from a disk are on no device.
+        draws_there = model.device.type == "cuda" and not self.sees_text
+        device = model.device if draws_there else torch.device("cpu")
         self.generator = None if params.is_greedy else torch.Generator(device)
         if self.generator is not None:
             if params.seed is None:

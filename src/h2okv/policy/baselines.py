@@ -157,7 +157,7 @@ class Fixed(Strided):
 
     def static_mask(self, positions: Tensor, newest: Tensor, limit: Tensor) -> Tensor:
         cells = limit.clamp(min=1, max=self.cells)
-        # In groups of c positions, of which the last one in every block is kept.
+        # Positions form groups of c cells; the last group of each stride is kept.
         groups = newest // cells + 1
         stride = power_of_two_from(groups // (limit // cells + 1) + 1)
         group = positions // cells.to(positions.dtype)
