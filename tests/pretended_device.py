@@ -299,7 +299,17 @@ class _Event:
         return 1000 * (end.time - self.time)
 
 
+class _OnTheHost:
+    """Stand in for `torch.Generator`: a class, since annotations join it with `|`."""
+
+    def __new__(cls, device=None):
+        return _Generator()
+
+
 class _Stream:
+    def __init__(self, device=None):
+        """Take the device that a stream is for."""
+
     def wait_stream(self, stream):
         """Do nothing: all runs in order."""
 
@@ -468,10 +478,10 @@ def pretended_device(patch, runs_kernels=False, everywhere=False):
     patch.setattr(torch.cuda, "CUDAGraph", _Graph)
     patch.setattr(_Event, "device", device, raising=False)
     patch.setattr(torch.cuda, "Event", _Event)
-    patch.setattr(torch, "Generator", lambda device=None: _Generator())
+    patch.setattr(torch, "Generator", _OnTheHost)
     patch.setattr(torch.cuda, "graph", lambda graph, **options: graph.record())
     patch.setattr(torch.cuda, "make_graphed_callables", _record_callable)
-    patch.setattr(torch.cuda, "Stream", lambda device=None: _Stream())
+    patch.setattr(torch.cuda, "Stream", _Stream)
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 36, 1 << 36))
