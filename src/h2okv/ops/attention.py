@@ -107,7 +107,10 @@ def blockwise_attention_with_scores(
                 states = [tensor.gather(1, _wide(entry_columns, tensor)) for tensor in states]
         entry_sums = row_sums if entry_columns is None else row_sums.new_zeros(entry_columns.shape)
         _attend_row(
-            _Row(row_past, row_weights, needs_sums, spec._replace(reach=row_reach)),
+            _Row(
+                row_past, row_weights, needs_sums, spec._replace(reach=row_reach),
+                _onednn_is_faster(query, compute_dtype(query.dtype)),
+            ),
             row_output, entry_sums, grouped_query[row][:, :, columns], states[0], states[1], bias,
         )  # fmt: skip
         if entry_columns is not None:
@@ -144,6 +147,7 @@ class _Row(NamedTuple):
     weights: Tensor | None
     needs_sums: bool
     spec: AttentionSpec  # sinks fp32 [H, G], reach [T]
+    by_onednn: bool  # whether its products are faster; then of one head at a time
 
 
 def _attend_row(
@@ -192,6 +196,7 @@ def _attend_row(
         return
     few = _FEW_KEYS_BF16 if is_kept else _FEW_KEYS
     step = num_heads if num_heads * key.shape[1] <= few else threads
+    step = 1 if row.by_onednn else step
     for start in range(0, num_heads, step):
         attend(slice(start, start + step), slice(None), sums, _SCRATCH_ELEMENTS)
 
@@ -237,7 +242,7 @@ def _attend_heads(
     numbers. Values of fewer bits are multiplied by probabilities of as many, as in the model's own
     attention; all else is computed in fp32 (fp64 for fp64), and the sums stay fp32.
     """
-    past, weights, needs_sums, (_, softcap, sink_logits, window, reach) = row
+    past, weights, needs_sums, (_, softcap, sink_logits, window, reach), by_onednn = row
     heads, groups, length, _ = query.shape
     num_keys = key.shape[1]
     # Minus the logit of the query's own key is added by one more column of the product, not by a
@@ -246,8 +251,11 @@ def _attend_heads(
     wide = compute_dtype(query.dtype)
     keys = key.new_full((heads, num_keys, key.shape[2] + shifted), -1, dtype=wide)
     keys[..., : key.shape[2]] = key
-    rows = max(1, min(_TILE_ROWS, scratch_elements // (heads * num_keys)) // groups)
-    scratch = keys.new_empty(min(rows, length) * groups * heads * num_keys)
+    rows = _TILE_ROWS * 2 if by_onednn else _TILE_ROWS
+    rows = max(1, min(rows, scratch_elements // (heads * num_keys)) // groups)
+    if by_onednn:  # a kernel for each shape of a tile: so tiles have few widths
+        rows -= rows % min(64, 1 << rows.bit_length() - 1)
+    scratch = keys.new_empty(0 if by_onednn else min(rows, length) * groups * heads * num_keys)
 
     for top in range(0, length, rows)[share]:
         bottom = min(top + rows, length)
@@ -304,19 +312,12 @@ class _Block(NamedTuple):
     def logits(self, columns: slice) -> Tensor:
         """Compute a tile ``[h, G * R, width]`` in its part of the scratch memory."""
         past, (_, softcap, _, window, reach) = self.row.past, self.row.spec
-        (heads, height, _), width = self.queries.shape, columns.stop - columns.start
-        offset = heads * height * (columns.start - self.slices[0].start)
-        tile = self.scratch[offset : offset + heads * height * width].view(heads, height, width)
-        tile_keys = self.keys[:, columns].transpose(1, 2)
-        if self.bias is None or softcap is not None:
-            torch.bmm(self.queries, tile_keys, out=tile)
-        else:
-            bias = self.bias[:, :, columns].to(tile.dtype)
-            torch.baddbmm(bias, self.queries, tile_keys, out=tile)
+        bias = None if self.bias is None else self.bias[:, :, columns].to(self.keys.dtype)
+        tile = self._products(columns, bias if softcap is None else None)
         if softcap is not None:
             tile.tanh_().mul_(softcap * _LOG2_E)
-            if self.bias is not None:
-                tile += self.bias[:, :, columns]
+            if bias is not None:
+                tile += bias
         by_head = tile.unflatten(1, (-1, self.bottom - self.top))
         if reach is None:
             _hide(by_head, columns, past + self.top, past + self.bottom, window)
@@ -325,6 +326,18 @@ class _Block(NamedTuple):
             reached = reach[self.top : self.bottom, None]
             by_head.masked_fill_(block_columns > reached, -torch.inf)
         return tile
+
+    def _products(self, columns: slice, bias: Tensor | None) -> Tensor:
+        keys = self.keys[:, columns]
+        if self.row.by_onednn:
+            product = onednn_linear(self.queries[0], keys[0]).unsqueeze(0)
+            return product if bias is None else product.add_(bias)
+        (heads, height, _), width = self.queries.shape, columns.stop - columns.start
+        offset = heads * height * (columns.start - self.slices[0].start)
+        tile = self.scratch[offset : offset + heads * height * width].view(heads, height, width)
+        if bias is None:
+            return torch.bmm(self.queries, keys.transpose(1, 2), out=tile)
+        return torch.baddbmm(bias, self.queries, keys.transpose(1, 2), out=tile)
 
     def powers(self, shift: Tensor | None) -> tuple[list[Tensor], Tensor, Tensor]:
         """Return tiles of powers of two, relative to a shift, their sums, and the values' mix."""
@@ -336,7 +349,10 @@ class _Block(NamedTuple):
             tile.exp2_()
             tiles.append(tile)
             tile_total, product = tile.sum(dim=-1, keepdim=True), self.value[:, columns]
-            product = torch.bmm(tile.to(product.dtype), product).to(tile.dtype)
+            if self.row.by_onednn and product.dtype == tile.dtype:
+                product = onednn_linear(tile[0], product[0].T.contiguous()).unsqueeze(0)
+            else:
+                product = torch.bmm(tile.to(product.dtype), product).to(tile.dtype)
             total = tile_total if total is None else total.add_(tile_total)
             mixed = product if mixed is None else mixed.add_(product)
         assert total is not None and mixed is not None
@@ -487,6 +503,12 @@ def expected_attention(
     return sums.sqrt_() if entries is None else sums.sqrt_().masked_fill_(~entries, 0.0)
 
 
+def _onednn_is_faster(query: Tensor, wide: torch.dtype) -> bool:
+    """Tell whether products in a dtype are oneDNN's; MKL's take twice the time on AMD's CPUs."""
+    can = flash.IS_AMD and wide == torch.float32 and torch.backends.mkldnn.is_available()
+    return can and _is_plain(query)
+
+
 def onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply by a packed or dense weight; gaps between its rows take a thousand times as long."""
     product: Any = torch.ops.mkldnn._linear_pointwise.default
@@ -516,8 +538,7 @@ def _expected_squares(
     sinks = None
     if sink_logits is not None:
         sinks = (sink_logits * _LOG2_E).repeat_interleave(query.shape[2], dim=1)
-    is_faster = flash.IS_AMD and _is_plain(query) and torch.backends.mkldnn.is_available()
-    multiply = onednn_linear if is_faster and wide == torch.float32 else linear
+    multiply = onednn_linear if _onednn_is_faster(query, wide) else linear
 
     def square_head(head: int, share: slice, head_sums: Tensor) -> None:
         def powers(start: int, shifts: bool) -> tuple[Tensor, Tensor]:
