@@ -145,6 +145,37 @@ def test_a_turn_that_continues_is_as_one_that_is_read_whole(make_talk):
     torch.testing.assert_close(*map(torch.tensor, logprobs), rtol=0, atol=1e-4)
 
 
+def test_requests_come_while_an_answer_is_read_ahead(make_talk):
+    llm, say = make_talk(OPENS, max_prefill_tokens=32, max_waiting=1)
+    engine, tokenizer = llm.engine, llm.tokenizer
+    talk, _ = talk_over(llm, say, 2)
+
+    def submit(content):
+        talk.append({"role": "user", "content": content})
+        prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
+        params = h2okv.SamplingParams(max_tokens=len(say.script), ignore_eos=True)
+        request = engine.request(prompt, params, lambda event: None, kind="chat")
+        engine.scheduler.submit(request)
+        return request
+
+    answer = "It is so. " * 20
+    say.script[:] = tokenizer(f"So.</think>{answer}", add_special_tokens=False)["input_ids"]
+    before = submit("Why?")
+    while not before.is_over:
+        engine.step()
+    talk.append({"role": "assistant", "content": before.outputs[0].completion.text})
+    while not engine.scheduler.prefilling:
+        assert engine.step()
+    assert engine.scheduler.prefilling[0].is_ahead and not engine.scheduler.waiting
+    again = submit("And why that?")  # not refused, though one waits at most
+    while not again.is_over:
+        engine.step()
+    assert again.outputs[0].completion.text.strip() == answer.strip()
+    assert again.start.num_reused > len(before.prompt) + 50
+    stats = llm.stats()
+    assert (stats.finished, stats.failed, stats.aborted) == (4, 0, 0)
+
+
 @pytest.mark.parametrize("mark", ["", "<think></think>"])  # of answers, but not of a new one
 def test_answers_are_read_ahead_where_the_template_shows_them_so(make_talk, mark):
     _, outputs = talk_over(*make_talk(OPENS.replace("}}]", "}}]" + mark, 1)), turns=4)
