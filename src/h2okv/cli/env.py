@@ -17,14 +17,7 @@ import h2okv
 from h2okv.cli.args import JSON, MODEL_HELP, ModelOptions, group, model_options, option, subcommand
 from h2okv.cli.readers import readable
 from h2okv.console import format_bytes, format_table, write_json, write_remark, write_text
-from h2okv.models.names import (
-    BUNDLED,
-    PACKAGED,
-    Packaged,
-    cache_folder,
-    check_pullable,
-    find_model,
-)
+from h2okv.models.names import BUNDLED, PACKAGED, Packaged, cache_folder, check_pullable, find_model
 
 
 def env(model: ModelOptions = model_options(dtype_name="auto"), as_json: bool = JSON) -> None:

@@ -218,8 +218,7 @@ class BudgetLevels:
             self._failures[kind, level] = times, again
             self._move(kind, level - 1)
             return
-        bound = lower_bound(*zip(*answers, strict=True))
-        if bound < self.goal:
+        if lower_bound(*zip(*answers, strict=True)) < self.goal:
             return
         self.missed -= {kind}
         again = self._failures.get((kind, level + 1), (0, 0))[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -33,14 +34,7 @@ from h2okv.engine.outputs import EngineStats, OutputDelta, RequestFailedError
 from h2okv.engine.prefix_cache import PrefixCache
 from h2okv.engine.prefix_folder import PrefixFolder
 from h2okv.engine.request import Event, Output, PrefillChunk, PromptStart, Request, ScheduledStep
-from h2okv.engine.sampler import (
-    Sampler,
-    as_tokens,
-    choose,
-    eos_token_ids,
-    sample,
-    token_logprobs,
-)
+from h2okv.engine.sampler import Sampler, as_tokens, choose, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.scheduler import Scheduler
 from h2okv.engine.serving import MemoryShare, config_for, prompt_limits, share_memory
@@ -48,7 +42,7 @@ from h2okv.engine.structured import GrammarCompiler
 from h2okv.engine.verify import REPAIR, Verifier, with_budget
 from h2okv.integration.enable import enable, input_device
 from h2okv.models.loading import Described, context_of, describe, load_weights, parse_device
-from h2okv.prompts.chat_template import Pins, check_pinnable, encode, message_spans
+from h2okv.prompts.chat_template import Pins, check_pinnable, encode, message_spans, reopens_answers
 from h2okv.prompts.images import EncodedPrompt
 from h2okv.prompts.messages import Conversation
 from h2okv.prompts.readers import UNLIMITED, FieldError, integer
@@ -56,6 +50,7 @@ from h2okv.provenance import fingerprint
 from h2okv.records import refusing
 
 _MIB = 1 << 20
+_MOST_ANSWERED = 64  # conversations that wait to be read without thoughts
 _MOST_OPENING = 12  # tokens of "<think>" and the blanks behind it
 
 
@@ -105,6 +100,7 @@ class Engine:
 
     runs_ahead: bool | None = None  # None: on a GPU
     _unread: _Unread | None = None
+    _answered: deque[Request] = deque(maxlen=0)  # those to read without their thoughts
 
     def __init__(
         self,
@@ -163,6 +159,8 @@ class Engine:
         self._eos = eos_token_ids(self.model)
         template = str(getattr(self.tokenizer, "chat_template", None))
         self._thinks = THOUGHTS_END in template
+        if config.caches_prefixes and self._thinks and reopens_answers(self.tokenizer):
+            self._answered = deque(maxlen=min(_MOST_ANSWERED, config.max_waiting))
         self._grammars = GrammarCompiler(self.tokenizer, described.vocab_size, self._eos)
         self._counters = EngineStats()
 
@@ -220,7 +218,7 @@ class Engine:
     def step(self) -> bool:
         """Schedule, run, sample and report one step; return whether there was work to do.
 
-        Without requests, a chunk of a finished answer is read again.
+        Without requests, finished answers are read again: without thoughts, or with a full cache.
         """
         try:
             if self._unread is not None and self._read_behind(self._unread):
@@ -228,7 +226,7 @@ class Engine:
                 return True
             step = self.scheduler.schedule()
             if step == ScheduledStep():
-                return self.verifier.step()
+                return self._read_ahead() or self.verifier.step()
             self._after_step(step, self._execute(step))
         except BaseException as error:
             self._unread = None
@@ -292,6 +290,26 @@ class Engine:
         self._report_all(running, tokens, logits[:, 0], range(len(running)))
         self.scheduler.record_time(0.0, unread.output.seconds("decode"))
         return step is not None
+
+    def _read_ahead(self) -> bool:
+        """Read an answer without its thoughts, for the next turn; return whether one was left."""
+        if not self._answered:
+            return False
+        request = self._answered.pop()
+        answer, start = request.outputs[0].completion, request.start
+        before = request.prompt[: len(request.prompt) - (request.opening or 0)]
+        tokens = (*before, *encode(self.tokenizer, answer.text, special=False))
+        length = min(len(tokens), self.limits.max_prompt_tokens) - 1
+        tokens = tokens[: length - length % self.config.cache.span + 1]
+        # A first turn may be the only one.
+        if answer.reasoning and start.state and len(tokens) > len(before):
+            ahead = replace(
+                request, prompt=tokens, start=PromptStart(len(tokens), pins=start.pins), saves={},
+                max_new_tokens=0, outputs=[], num_prefilled=0, notify=lambda event: None,
+                opening=0, is_over=False, is_ahead=True,
+            )  # fmt: skip
+            self.scheduler.waiting.append(ahead)
+        return True
 
     @property
     def has_clients(self) -> bool:
@@ -390,6 +408,9 @@ class Engine:
 
     def _after_chunk(self, request: Request, chunk: PrefillChunk, logits: Any) -> None:
         """Record a chunk's log-probabilities, and start the outputs after the last chunk."""
+        if request.is_ahead:
+            request.is_over = chunk.is_last
+            return
         self._counters.prompt_tokens += len(chunk.tokens)
         count = request.params.prompt_logprobs
         if count is not None:
@@ -471,6 +492,8 @@ class Engine:
         """End a request, successfully or with its error."""
         if error is None:
             self._counters.finished += 1
+            if len(request.outputs) == 1 and request.uses_prefix_cache:
+                self._answered.append(request)
         else:
             self._counters.failed += 1
             if not isinstance(error, RequestFailedError):

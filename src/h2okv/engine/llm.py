@@ -287,7 +287,7 @@ class LLM(_Front):
                     progress.update(sum(request.is_over for request in requests))
                     while self.engine.verifier.num_waiting >= MOST_WAITING // 2:
                         self.engine.verifier.step()
-                while self.engine.verifier.step():
+                while self.engine.step():  # what it does without requests
                     pass
         finally:
             for request in requests:  # those that an error or Ctrl-C has left

@@ -27,7 +27,8 @@ class PrefixCache:
     prompt; the last in an answer; and where a prompt leaves a text that was read before, for then
     other prompts begin so too (arXiv 2411.19379 admits states of recurrent layers in this way).
     Where answers have thoughts, the states of a conversation's turns follow each other, and of
-    those that no other prompt has continued the newest two stay.
+    those that no other prompt has continued the newest three stay: of an answer, and of the prompt
+    and the answer behind it.
 
     Args:
         span: tokens between two evictions.
@@ -123,7 +124,7 @@ class PrefixCache:
         self.remove(key)
         self._sizes[key] = num_bytes
         self.num_bytes += num_bytes
-        before = self._before.get(key, "")
+        before = self._before.get(self._before.get(key, ""), "")
         earlier = self._before.get(before, "")
         dropped = []
         if self._after.get(earlier) == before and self.remove(earlier):

@@ -218,6 +218,7 @@ class Request:
     # Tokens at the prompt's end that begin thoughts, which are not the answer's text; None where
     # answers have no thoughts.
     opening: int | None = None
+    is_ahead: bool = False  # whether it only saves a state, for a prompt that is yet to come
     level: int | None = None  # of its budget, if the engine chose it
     verify: bool = False  # whether the client waits for its answer to be read again
     repairs: bool = False  # and gets it after that, or the full cache's if the two differ
@@ -248,8 +249,7 @@ class Request:
 
     def prompt_read(self) -> PromptRead:
         """Return the properties of the prompt, for the client."""
-        is_requested = self.params.prompt_logprobs is not None
-        logprobs = tuple(self.logprobs) if is_requested else None
+        logprobs = None if self.params.prompt_logprobs is None else tuple(self.logprobs)
         return PromptRead(self.prompt, self.start.num_reused, logprobs)
 
     def finish(self) -> None:

@@ -51,9 +51,7 @@ SAMPLING: Mapping[str, Reader] = {
     "max_tokens": readers.integer(0),
     "temperature": _read_temperature,
     "top_p": _read_top_p,
-    "top_k": lambda value, path: max(
-        0, readers.integer(-1)(value, path)
-    ),  # -1: all tokens, as in vLLM
+    "top_k": lambda value, path: max(0, readers.integer(-1)(value, path)),  # -1: all, as in vLLM
     "min_p": readers.number(0, 1),
     "repetition_penalty": readers.number(1e-3, 1e6),
     "presence_penalty": readers.number(-2, 2),

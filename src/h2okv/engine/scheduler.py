@@ -209,23 +209,19 @@ class Scheduler:
         first = self.waiting.popleft()
         self._find_state(first)
         self.prefilling = [first]
-        if self._may_save(first):
-            return
         width, seqs = len(first.prompt), len(self.running) + first.num_seqs
-        while self.waiting and first.can_batch and self.waiting[0].can_batch:
+        while self.waiting and self._can_batch(first) and self._can_batch(self.waiting[0]):
             other = self.waiting[0]
-            if self._may_save(other):
-                return
             width, seqs = max(width, len(other.prompt)), seqs + other.num_seqs
             tokens = width * (len(self.prefilling) + 1)  # padding is computed too
             if tokens > self._chunk_tokens or seqs > self.max_num_seqs:
                 return
             self.prefilling.append(self.waiting.popleft())
 
-    def _may_save(self, request: Request) -> bool:
-        """Tell whether a prompt is prefilled alone, as it may begin with a state or leave one."""
+    def _can_batch(self, request: Request) -> bool:
+        """Tell whether others may be prefilled with it: not if it may begin or leave a state."""
         cache = self.prefix_cache
-        return cache is not None and len(request.prompt) > cache.span
+        return request.can_batch and (cache is None or len(request.prompt) <= cache.span)
 
     def _find_state(self, request: Request) -> None:
         """Let a request continue from the longest state of its prompt; mutates the request."""

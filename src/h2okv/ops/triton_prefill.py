@@ -360,9 +360,7 @@ def _sums_tile(size: int, dtype: torch.dtype) -> Tile:
 
 def _launch(tile: Tile) -> dict[str, int]:
     queries, keys, num_warps, num_stages = tile
-    return {
-        "BLOCK_M": queries, "BLOCK_N": keys, "num_warps": num_warps, "num_stages": num_stages,
-    }  # fmt: skip
+    return {"BLOCK_M": queries, "BLOCK_N": keys, "num_warps": num_warps, "num_stages": num_stages}
 
 
 def _shared_arguments(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from os.path import commonprefix
@@ -166,6 +167,17 @@ def encode(
 PINNABLE = ("system", "tools", "user", "last_user")
 Pins = Sequence[tuple[int, int]]
 """Spans of a prompt's tokens, ``(start, stop)``, that are never evicted."""
+
+
+def reopens_answers(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Tell whether earlier answers begin as a new one does, but for what opens thoughts."""
+    question = {"role": "user", "content": "question"}
+    answer = {"role": "assistant", "content": _PROBE}
+    with suppress(ChatTemplateError):
+        new = chat_text(tokenizer, [question]).rstrip().removesuffix("<think>")
+        before = chat_text(tokenizer, [question, answer, question]).partition(_PROBE)[0]
+        return before.rstrip() == new.rstrip()
+    return False
 
 
 def check_pinnable(pin: Sequence[str], tokenizer: PreTrainedTokenizerBase | None = None) -> None:
