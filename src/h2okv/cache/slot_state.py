@@ -397,6 +397,10 @@ class SlotState(Slots):
         changed.set_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
         return changed
 
+    def with_rows(self, num_rows: int) -> SlotState:
+        """Return the first rows of a pool, of which these are fewer."""
+        return self.map(lambda t: t.as_strided((num_rows, *t.shape[1:]), t.stride()))
+
     def change(self, change: Callable[[Kind, Tensor], Tensor]) -> None:
         """Replace tensors one by one, so that memory holds one twice; mutates the state."""
         with ordinary_tensors():
