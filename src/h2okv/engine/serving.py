@@ -167,7 +167,7 @@ def share_memory(
         raise FieldError(
             ("max_num_seqs",),
             f"={count} needs {format_bytes(needed)}, and memory has room for {num_seqs:,}; give"
-            f" {num_seqs} or less, or lower the budget or max_prompt_tokens",
+            " no more, or lower the budget or max_prompt_tokens",
         )
     return MemoryShare(promised, used, states, count or min(num_seqs, limit), verify)
 
