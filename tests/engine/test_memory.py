@@ -146,7 +146,7 @@ def test_more_sequences_than_fit_are_refused(make_llama, make_llm, monkeypatch, 
         assert llm.engine.max_num_seqs == largest
         monkeypatch.setattr("h2okv.engine.serving.available_bytes", lambda device: None)
         llm = make_llm(make_llama(), max_num_seqs=10**6, **options)
-        assert llm.engine.max_num_seqs == 10**6  # nobody knows whether they fit
+        assert llm.engine.max_num_seqs == 10**6  # what is free is unknown
 
 
 def test_number_of_sequences_by_free_memory(make_llama, make_llm):

@@ -138,13 +138,12 @@ class SlotPool:
         for kind, layer in zip(self._kinds, self.slot_layers, strict=True):
             if layer.window is None:
                 layer.slots.reserved = round(next(of_head, 0)) + layer.slots.span
+                self.num_heads += layer.num_kv_heads
             heads, span = len(layer.head_budgets or (None,)), layer.slots.span
             layer.slots.capacity = round(heads * (largest[kind] + span))
             layer.slots.has_all_slots = layer.head_budgets is not None
             layer.rotations.tables = None  # of as many ranks as the cache that this one is like
             self._states.append(layer.state.like(num_rows, layer.slots.capacity))
-            if layer.window is None:
-                self.num_heads += layer.num_kv_heads
             if layer.window is None and layer.head_budgets is None and layer.slots.span == 1:
                 shape = (num_rows, layer.num_kv_heads, layer.slots.capacity)
                 with ordinary_tensors():
