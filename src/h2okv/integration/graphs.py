@@ -238,10 +238,8 @@ class DecodeGraphs:
             return plain(**kwargs)
         kwargs = {**kwargs, "attention_mask": mask, "position_ids": position_ids}
         kwargs = self._with_spare_rows(kwargs, cache)
-        is_padded = mask is not None or _LIVE in kwargs
-        cache.begin_step(is_padded)
         with self._lock:
-            output = self._run(plain, kwargs, cache, is_padded)
+            output = self._run(plain, kwargs, cache)
         cache.end_step(None if mask is not None else (1,) * len(tokens))
         if len(kwargs["input_ids"]) > len(tokens):
             output.logits = output.logits[: len(tokens)]
@@ -305,11 +303,11 @@ class DecodeGraphs:
             self._warned_of.add(why)
             warn(f"decode steps run launch by launch, not from a CUDA graph: {why}.")
 
-    def _run(
-        self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache, is_padded: bool
-    ) -> Any:
+    def _run(self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache) -> Any:
         """Run what a step does on the device: replay it, or record it before, or neither."""
-        graphs = self._graphs_of(cache)
+        graphs, is_padded = self._graphs_of(cache), kwargs["attention_mask"] is not None
+        is_padded |= _LIVE in kwargs
+        cache.begin_step(is_padded)
         inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         others = [(n, v) for n, v in kwargs.items() if n not in inputs and v is not cache]
         shapes = [(name, t.shape, t.dtype, t.device) for name, t in inputs.items()]
