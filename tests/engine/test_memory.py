@@ -1,5 +1,6 @@
 """The memory model equals the allocated bytes."""
 
+import re
 from itertools import product
 
 import pytest
@@ -127,6 +128,25 @@ def test_number_of_sequences_that_fit_into_memory(make_llama):
 def test_too_little_memory_raises_with_the_minimum(make_llama, make_llm):
     with pytest.raises(ValueError, match=r"no room for a single sequence; give \d+ MiB"):
         make_llm(make_llama(), max_num_seqs=None, memory=1 << 20)
+
+
+@pytest.mark.parametrize("memory", [None, 1 << 40])
+def test_more_sequences_than_fit_are_refused(make_llama, make_llm, monkeypatch, memory):
+    """The message has the largest number that is accepted."""
+    monkeypatch.setattr("h2okv.engine.serving.available_bytes", lambda device: 1 << 32)
+    options = {"memory": memory, "max_prompt_tokens": 40, "max_prefill_tokens": 40}
+    words = r"^max_num_seqs=1000000000 needs [\d.]+ TiB, and memory has room for ([\d,]+); give no"
+    with pytest.raises(ValueError, match=words) as caught:
+        make_llm(make_llama(), max_num_seqs=10**9, **options)
+    largest = int(re.search(words, str(caught.value))[1].replace(",", ""))
+    with pytest.raises(ValueError, match="more"):
+        make_llm(make_llama(), max_num_seqs=largest + 10**6, **options)
+    if memory is None:  # whose slots come with requests
+        llm = make_llm(make_llama(), max_num_seqs=largest, **options)
+        assert llm.engine.max_num_seqs == largest
+        monkeypatch.setattr("h2okv.engine.serving.available_bytes", lambda device: None)
+        llm = make_llm(make_llama(), max_num_seqs=10**6, **options)
+        assert llm.engine.max_num_seqs == 10**6  # what is free is unknown
 
 
 def test_number_of_sequences_by_free_memory(make_llama, make_llm):

@@ -153,16 +153,16 @@ def test_sizes_that_do_not_fit_are_packed_only():
 
 
 def test_a_model_without_layers_that_fit_is_refused():
-    with pytest.raises(ValueError, match="Linear has no linear layers.*leave out --weight-bits"):
+    with pytest.raises(ValueError, match="weight_bits=4: .*Linear has no linear layers.*leave it"):
         pack_linear_layers(nn.Linear(48, 32, dtype=torch.bfloat16), 4)
 
 
 @pytest.mark.parametrize(
     ("bits", "dtype", "device", "words"),
     [
-        (8, None, "cpu", "--weight-bits 8 .*give 4"),
-        (4, torch.float32, "cpu", "in float32.*--dtype bfloat16"),
-        (4, None, "cuda", "not for cuda; leave out"),
+        (8, None, "cpu", "^weight_bits=8 is not known .*give 4"),
+        (4, torch.float32, "cpu", "not in float32; give dtype bfloat16"),
+        (4, None, "cuda", "not for cuda; .*leave it out"),
     ],
 )
 def test_where_few_bits_do_not_pay_they_are_refused(bits, dtype, device, words):

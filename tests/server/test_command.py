@@ -267,6 +267,8 @@ def test_dry_run_says_what_fits_without_the_weights(command, no_weights, capsys,
     assert "prefix cache: 1.0 GiB, " in out and "a full cache of 2,048 tokens takes" in out
     assert run(["serve", "--dry-run", "--prefix-cache-folder", str(tmp_path / "states")]) == 0
     assert "states' has 0 states of " in capsys.readouterr().out
+    code, err = command("--dry-run", "--max-num-seqs", "100000000")
+    assert code == 2 and "--max-num-seqs 100000000 needs " in err and "has room for" in err
     code, err = command("--dry-run", "--memory", "10MiB")
     assert code == 2 and "has no room for a single sequence" in err
 

@@ -227,7 +227,7 @@ class StepLog:
                 _restore(state, record, slice(None))
             plan = plan_before
         if count:
-            state.forget_known()
+            state.known_lengths = state.known_totals = state.scored_lengths = None
         self.num_drafts = 0
         self.forget()
         return state, plan

@@ -71,6 +71,7 @@ class H2OCache(Cache):
     """
 
     layer_class: type[CacheLayer] = SlotLayer
+    num_rows = 0  # of the pool of which it has the first ones
 
     def __init__(
         self,
@@ -730,16 +731,25 @@ class H2OCache(Cache):
             layer.begin_step(is_padded)
 
     @contextmanager
-    def on_device_alone(self) -> Iterator[None]:
-        """Let steps run without what the host counts: a recorded step replays nothing of it."""
+    def on_device_alone(self, live: Tensor | None = None) -> Iterator[None]:
+        """Let steps run without what the host counts: a recorded step replays nothing of it.
+
+        Args:
+            live: of steps through further rows of a pool, bool ``[B', 1]``, which are in use.
+        """
         layers = self._slot_layers
+        states = [] if live is None else [(layer, layer.state) for layer in layers]
         for layer in layers:
-            layer.forward.leaves_host = True
+            layer.forward.leaves_host, layer.forward.live = True, live
+        for layer, state in states:
+            layer.state = state.with_rows(len(live))
         try:
             yield
         finally:
             for layer in layers:
-                layer.forward.leaves_host = False
+                layer.forward.leaves_host, layer.forward.live = False, None
+            for layer, state in states:
+                layer.state = state
 
     def end_step(self, counts: Sequence[int] | None = None) -> None:
         """Do what the host does after a step that was compiled or replayed; mutates the layers.
@@ -753,9 +763,9 @@ class H2OCache(Cache):
             scored.num_forwards = self._scored[0].num_forwards
         self._warn_past_window()
 
-    def step_key(self) -> tuple[Any, ...]:
+    def step_key(self, is_padded: bool) -> tuple[Any, ...]:
         """Return what a recorded step has of the cache; `begin_step` has been called."""
-        return tuple(layer.step_key() for layer in self._slot_layers)
+        return tuple(layer.step_key(is_padded) for layer in self._slot_layers)
 
     @property
     def num_seen_tokens(self) -> int:

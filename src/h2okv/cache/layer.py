@@ -98,6 +98,8 @@ class CacheLayer(BaseLayer):
         else:
             self._begin(query.shape[2], real)
         block = self._block(query, key, value, real, spec, position_ids)
+        if self.forward.live is not None:
+            block = block._replace(real=self.forward.live)
         self.awaits_attention = True  # an error or Ctrl-C from here on leaves half a forward
         blocks = None if is_plain else self._split(block)
         if blocks is None:

@@ -299,7 +299,7 @@ class SlotLayer(CacheLayer):
         may_append = is_plain and self.log is None and not is_padded
         self.slots.begin_step(self.state, self.dtype, may_append)
 
-    def step_key(self) -> tuple[Any, ...]:
+    def step_key(self, is_padded: bool) -> tuple[Any, ...]:
         """Return what a recorded step has of the layer besides its options: addresses, sizes."""
         state, tables = self.state, self.rotations.tables or ()
         now = (*_fields_of(state), self.cumulative_length, *tables)
@@ -310,7 +310,7 @@ class SlotLayer(CacheLayer):
             # Weakly, as entries that move shall not stay too; packed ones are asked each time.
             former = [ref(value) if torch.is_tensor(value) else value for value in now]
             self._placed = former, addresses
-        return *self.slots.step_key(), *self._placed[1]
+        return *self.slots.step_key(is_padded), *self._placed[1]
 
     def _step_operation(self, query: Tensor) -> Callable[..., Tensor]:
         # On a CPU inductor makes more of operations that it sees than of a package of its own.

@@ -108,6 +108,7 @@ class SlotPool:
         self.cache = like.fork(1)
         self.max_num_seqs = max_num_seqs
         self._num_rows = num_rows = 1 if grows else max_num_seqs  # sequences that have slots
+        self.cache.num_rows = num_rows
         layers: list[Any] = self.cache.layers
         self._linear = [LinearStates(layer, num_rows) for layer in _linear_layers(self.cache)]
         self.slot_layers = [layer for layer, _ in _as_slots(self.cache, 0)]
@@ -137,13 +138,12 @@ class SlotPool:
         for kind, layer in zip(self._kinds, self.slot_layers, strict=True):
             if layer.window is None:
                 layer.slots.reserved = round(next(of_head, 0)) + layer.slots.span
+                self.num_heads += layer.num_kv_heads
             heads, span = len(layer.head_budgets or (None,)), layer.slots.span
             layer.slots.capacity = round(heads * (largest[kind] + span))
             layer.slots.has_all_slots = layer.head_budgets is not None
             layer.rotations.tables = None  # of as many ranks as the cache that this one is like
             self._states.append(layer.state.like(num_rows, layer.slots.capacity))
-            if layer.window is None:
-                self.num_heads += layer.num_kv_heads
             if layer.window is None and layer.head_budgets is None and layer.slots.span == 1:
                 shape = (num_rows, layer.num_kv_heads, layer.slots.capacity)
                 with ordinary_tensors():
@@ -252,7 +252,7 @@ class SlotPool:
             for states in self._linear:
                 states.map(grow)
             self._masks = {key: grow(mask) for key, mask in self._masks.items()}
-        self._num_rows = num_rows
+        self._num_rows = self.cache.num_rows = num_rows
 
     def release(self, index: int) -> int | None:
         """Free a sequence's slots; the last sequence moves there. Returns that place."""
@@ -264,6 +264,8 @@ class SlotPool:
             for group in groups.values():  # a GPU copies the tensors of all layers together
                 rows = [tensor[index] for tensor in group], [tensor[last] for tensor in group]
                 torch._foreach_copy_(*rows)
+        # A step through a row that is not in use reads no entries.
+        torch._foreach_clamp_max_([state.positions[last] for state in self._states], -1)
         self._sequences[index] = self._sequences[last]
         self._sequences.pop()
         self._show()

@@ -265,10 +265,6 @@ class SlotState(Slots):
             self.known_totals = tuple(map(tuple, self.total.squeeze(-1).tolist()))
         return self.known_totals
 
-    def forget_known(self) -> None:
-        """Drop the host's copies of numbers, after the tensors were changed; mutates the state."""
-        self.known_lengths = self.known_totals = self.scored_lengths = None
-
     def note_count(self, counts: Sequence[int] | None) -> None:
         """Add tokens to the host's copy of a count that is kept on the device."""
         if torch.compiler.is_compiling() or counts is None or self.known_lengths is None:
@@ -300,11 +296,6 @@ class SlotState(Slots):
         """Bytes of all slots: keys, values, scores, positions, ranks and weights."""
         others = "mask", "head", "sequence"
         return sum(t.nbytes for n, t in self.tensors().items() if self.kind_of(n).per not in others)
-
-    @property
-    def span_nbytes(self) -> int:
-        """Bytes of a span's queries, a part of `nbytes`."""
-        return sum(t.nbytes for n, t in self.tensors().items() if self.kind_of(n).per == "span")
 
     def by_head(self, *names: str, num_slots: int | None = None) -> tuple[Any, ...]:
         """Return fields with a row of slots for each head, ``[B, H, S', ...]``.
@@ -396,6 +387,10 @@ class SlotState(Slots):
         changed = copy.copy(self)
         changed.set_tensors({name: change(tensor) for name, tensor in self.tensors().items()})
         return changed
+
+    def with_rows(self, num_rows: int) -> SlotState:
+        """Return the first rows of a pool, of which these are fewer."""
+        return self.map(lambda t: t.as_strided((num_rows, *t.shape[1:]), t.stride()))
 
     def change(self, change: Callable[[Kind, Tensor], Tensor]) -> None:
         """Replace tensors one by one, so that memory holds one twice; mutates the state."""

@@ -319,12 +319,13 @@ class SlotPlan:
         if not may_append or self.take_tail(state) is None:
             self.drop_tail()
 
-    def step_key(self) -> tuple[Any, ...]:
+    def step_key(self, is_padded: bool) -> tuple[Any, ...]:
         """Return what a recorded step has of the plan; `begin_step` has been called.
 
         Every number of the host that decides what a step launches must be here.
         """
-        numbers, tail = (self.is_full, self.has_sinks, self.most_slots), self.tail
+        is_full = self.is_full and not is_padded
+        numbers, tail = (is_full, self.has_sinks, self.most_slots), self.tail
         if tail is None:
             return numbers
         addresses = [tensor.data_ptr() for tensor in (tail.free, tail.bias) if tensor is not None]

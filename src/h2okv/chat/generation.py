@@ -186,7 +186,8 @@ def break_even_tokens(cache: H2OCache) -> int | None:
     for layer in layers:
         state, slots = layer.state, layer.state.num_slots
         # A span's queries take the same memory however many slots there are.
-        queries = state.span_nbytes
+        tensors = state.tensors().items()
+        queries = sum(t.nbytes for name, t in tensors if state.kind_of(name).per == "span")
         limit += queries + (state.nbytes - queries) / slots * (layer.slots.capacity or slots)
     each = sum(layer.full_nbytes for layer in layers) / cache.num_seen_tokens
     return math.floor(limit / each) + 1

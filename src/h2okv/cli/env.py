@@ -134,12 +134,9 @@ def list_models() -> None:
     paths += [(name, package.find()) for name, package in PACKAGED.items()]
     converted = gguf.converted_folders()
     paths += [(record.get("file", folder.name), folder) for folder, record in converted]
-    rows: list[dict[str, Any]] = []
     for name, path in paths:
-        files = () if path is None else path.rglob("*") if path.is_dir() else (path,)
-        size = sum(file.stat().st_size for file in files)
-        rows.append({"name": name, "path": None if path is None else str(path), "bytes": size})
-    for row in rows:
-        location = f"{format_bytes(row['bytes'])} in {row['path']}"
-        status = location if row["path"] else f"not here; h2okv models pull {row['name']}"
-        write_text(f"{row['name']}: {status}\n")
+        status = f"not here; h2okv models pull {name}"
+        if path is not None:
+            files = path.rglob("*") if path.is_dir() else (path,)
+            status = f"{format_bytes(sum(file.stat().st_size for file in files))} in {path}"
+        write_text(f"{name}: {status}\n")

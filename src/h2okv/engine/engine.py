@@ -645,7 +645,8 @@ class Engine:
             level, budget = self.verifier.budget(kind)
         prefix: tuple[int, ...] = ()
         if budget is None and params.prompt_logprobs is None and not pins and not inputs:
-            prefix = self._saved_prefix(tokens)
+            matches = (saved for saved in self._prefixes if tokens[:-1][: len(saved)] == saved)
+            prefix = max(matches, key=len, default=())  # which leaves a token of the prompt
         return Request(
             prompt=tokens,
             params=params,
@@ -674,11 +675,6 @@ class Engine:
                     f"the budget of {keeps:g} entries is larger than the {room:g} that a sequence"
                     " has slots for; lower heavy, recent or sink."
                 )
-
-    def _saved_prefix(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the longest saved prefix that leaves at least one token of a prompt."""
-        matches = (saved for saved in self._prefixes if tokens[:-1][: len(saved)] == saved)
-        return max(matches, key=len, default=())
 
     def _check_verify(
         self, verify: bool | str, inputs: Mapping[str, Any], n: int, kept_every: int | None

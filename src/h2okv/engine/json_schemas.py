@@ -337,7 +337,9 @@ class _Facts:
         self.types &= _types_of(schema)
         values = _listed_values(schema)
         if values is not None and all(not isinstance(value, (dict, list)) for value in values):
-            listed = {_as_key(value) for value in values}
+            listed = {  # equal numbers alike
+                json.dumps(int(v) if isinstance(v, float) and v.is_integer() else v) for v in values
+            }
             self.values = listed if self.values is None else self.values & listed
         for name, subschema in _mapped(schema, "properties").items():
             self.properties.setdefault(name, []).append(subschema)
@@ -401,12 +403,6 @@ _MAX_REFERENCES = 16
 def _apart(first: Any, second: Any, root: Mapping[str, Any]) -> bool:
     """Return whether two schemas surely share no value."""
     return _Facts.of(first, root)._are_apart(_Facts.of(second, root))
-
-
-def _as_key(value: Any) -> str:
-    """Return a scalar as JSON, with equal numbers alike."""
-    is_number = isinstance(value, float) and value.is_integer()
-    return json.dumps(int(value) if is_number else value)
 
 
 def _is_any_of(root: Mapping[str, Any]) -> bool:

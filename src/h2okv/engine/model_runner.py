@@ -239,8 +239,12 @@ class ModelRunner:
         positions = chunk.position + (mask.cumsum(1) - 1).clamp(min=0)
         is_padded = min(lengths) < max(lengths)
         if "image_grid_thw" in chunk.inputs:
-            axes, output.position_offset = self._axes(ids, chunk.inputs)
+            get_rope_index = self._model.model.get_rope_index
+            names = inspect.signature(get_rope_index).parameters
+            options = {name: value for name, value in chunk.inputs.items() if name in names}
+            axes, offset = get_rope_index(input_ids=ids, **options)
             positions = torch.cat([positions.unsqueeze(0), axes])
+            output.position_offset = int(offset)  # what these add to a later token's
         logits = self._forward(
             ids,
             positions,
@@ -271,14 +275,6 @@ class ModelRunner:
         if cache.position_rule.chunk is None and slot_pool.can_split_blocks(cache):
             slot_pool.expect_partial_block(cache, not chunks[0].is_last)
         return cache
-
-    def _axes(self, ids: Tensor, inputs: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-        """Return the positions of M-RoPE ``[3, 1, T]``, and what they add to a later token's."""
-        get_rope_index = self._model.model.get_rope_index
-        names = inspect.signature(get_rope_index).parameters
-        options = {name: value for name, value in inputs.items() if name in names}
-        axes, offset = get_rope_index(input_ids=ids, **options)
-        return axes, int(offset)
 
     def full_cache(self) -> DynamicCache:
         """Return an empty cache of transformers' own, which keeps everything."""

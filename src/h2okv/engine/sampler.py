@@ -52,13 +52,6 @@ def model_sampling(config: GenerationConfig | None) -> dict[str, Any]:
     return standard | {name: value for name, value in values.items() if value is not None}
 
 
-def _warpers(params: SamplingParams) -> LogitsProcessorList:
-    """Return the warpers whose parameters differ from the neutral ones."""
-    values = {} if params.is_greedy else {name: getattr(params, name) for name in _WARPERS}
-    changed = {n: v for n, v in values.items() if v != getattr(SamplingParams, n)}
-    return LogitsProcessorList([_WARPERS[name](value) for name, value in changed.items()])
-
-
 def _text_processors(
     model: PreTrainedModel, params: SamplingParams, prompt_length: int
 ) -> LogitsProcessorList:
@@ -106,9 +99,11 @@ class Sampler:
         token_mask: GrammarMask | None = None,
     ) -> None:
         self.params = params
-        self.warpers = _warpers(params)
         # Samplers with equal values share one call of the warpers.
         self.warping = tuple(getattr(params, name) for name in _WARPERS)
+        values = [] if params.is_greedy else zip(_WARPERS, self.warping, strict=True)
+        changed = [(n, value) for n, value in values if value != getattr(SamplingParams, n)]
+        self.warpers = LogitsProcessorList([_WARPERS[n](value) for n, value in changed])
         self._text_processors = _text_processors(model, params, len(prompt))
         self._token_mask = token_mask
         self.sees_text = bool(self._text_processors) or token_mask is not None

@@ -24,7 +24,7 @@ from h2okv.engine.memory import (
 from h2okv.engine.prefix_folder import PrefixFolder
 from h2okv.models.loading import Described, describe, loaded_dtype, weight_bytes
 from h2okv.models.packed_linear import limit_kernels
-from h2okv.prompts.readers import UNLIMITED, PromptLimits
+from h2okv.prompts.readers import UNLIMITED, FieldError, PromptLimits
 
 _DEFAULT_PROMPT = 8192
 _DEFAULT_SEQS = 64
@@ -128,8 +128,9 @@ def share_memory(
     Raises:
         ValueError: If not even one sequence fits, or not even one state into a given prefix_cache.
     """
-    used, limit = unloaded, _DEFAULT_SEQS
-    promised = int(_FREE_FRACTION * max((available_bytes(device) or 0) - unloaded, 0)) + unloaded
+    used, limit, count = unloaded, _DEFAULT_SEQS, config.max_num_seqs
+    free = max((available_bytes(device) or 0) - unloaded, 0)
+    promised = int(_FREE_FRACTION * free) + unloaded
     if config.memory is not None:
         promised, limit = config.memory, UNLIMITED
         if device.type == "cpu":
@@ -151,17 +152,24 @@ def share_memory(
     verify = 0
     if config.memory is not None and config.verify:
         verify = min(memory.verify, max(promised - used, 0) // 8)
-    if config.max_num_seqs is not None:
-        return MemoryShare(promised, used, states, config.max_num_seqs, verify)
-    num_seqs = min(memory.num_seqs(promised - used - states - verify), limit)
-    if num_seqs < 1:
+    # A number that is given may take all that is free now, where no amount is.
+    takes_all = count is not None and config.memory is None
+    num_seqs = memory.num_seqs(free if takes_all else promised - used - states - verify)
+    if num_seqs < 1 and not takes_all:
         needed = used + states + verify + memory.minimum
         raise ValueError(
             f"memory of {promised / _MIB:.0f} MiB has no room for a single sequence; give "
             f"{needed / _MIB + 1:.0f} MiB, or lower the budget, max_prompt_tokens or "
             "max_prefill_tokens."
         )
-    return MemoryShare(promised, used, states, num_seqs, verify)
+    if count is not None and count > num_seqs > 0:
+        needed = memory.prefill + count * (memory.sequence + memory.step)
+        raise FieldError(
+            ("max_num_seqs",),
+            f"={count} needs {format_bytes(needed)}, and memory has room for {num_seqs:,}; give"
+            " no more, or lower the budget or max_prompt_tokens",
+        )
+    return MemoryShare(promised, used, states, count or min(num_seqs, limit), verify)
 
 
 def config_for(config: EngineConfig, cache: H2OCache) -> EngineConfig:

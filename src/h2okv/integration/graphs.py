@@ -34,6 +34,7 @@ SETTINGS = ("auto", "off")
 # as some of them: short answers shall not pay for it.
 EAGER_STEPS = 3
 MOST_GRAPHS = 64  # of a model
+_LIVE = "rows in use"  # among what a step reads
 NEEDED_BYTES = 256 << 20  # that must be free before a step is recorded
 # Of torch's warnings: that of a wait, and the one of a mode that looks for them.
 _WAITS, _LOOKS = "synchronizing CUDA operation", "Synchronization debug mode"
@@ -77,6 +78,17 @@ def mask_and_positions(
         options = {"q_length": 1, "kv_length": length, "q_offset": seen, "kv_offset": seen}
         mask = h2o_mask(attention_mask=mask.to(tokens.device), **options)
     return mask, position_ids
+
+
+def rows_for(count: int, limit: int) -> int:
+    """Return the rows, ``count`` up to ``limit``, of the graph for a number of sequences.
+
+    A power of two, or half way to the next. A row that is not in use reads no entries, and the
+    weights are read once for all; so half as many rows again cost little beside a recording.
+    """
+    power = 1 << (count - 1).bit_length()
+    rows = power if 4 * count > 3 * power else 3 * power // 4
+    return max(count, min(rows, limit))
 
 
 class _Modules:
@@ -154,6 +166,8 @@ class _Graphs:
     def __init__(self) -> None:
         self.graphs: dict[Any, _Graph] = {}
         self.counts: Counter[Any] = Counter()  # of eager steps
+        # By the sequences in use, whose numbers each row reads, and which rows are in use.
+        self.rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.why: str | None = None  # it cannot be recorded
         self.may_have_moved = False  # the cache, in a block
 
@@ -165,7 +179,8 @@ class DecodeGraphs:
     position and mask are copied to constant addresses, and the cache's tensors stay where they
     are. After some steps at the same addresses it is recorded by hand, and then replayed; what the
     host counts of a step, and cuts, `H2OCache.begin_step` and `end_step` do around it. Everything
-    else, and what speaks against it, runs launch by launch; a line says why.
+    else, and what speaks against it, runs launch by launch; a line says why. Sequences of a pool
+    come and go: a graph has rows for a few more than there are, which change nothing (`rows_for`).
 
     It takes the place of a model's ``forward``; `h2okv.enable` sees to that.
     """
@@ -222,11 +237,29 @@ class DecodeGraphs:
             self._say(why)
             return plain(**kwargs)
         kwargs = {**kwargs, "attention_mask": mask, "position_ids": position_ids}
-        cache.begin_step(mask is not None)
+        kwargs = self._with_spare_rows(kwargs, cache)
         with self._lock:
             output = self._run(plain, kwargs, cache)
         cache.end_step(None if mask is not None else (1,) * len(tokens))
+        if len(kwargs["input_ids"]) > len(tokens):
+            output.logits = output.logits[: len(tokens)]
         return output
+
+    def _with_spare_rows(self, kwargs: dict[str, Any], cache: H2OCache) -> dict[str, Any]:
+        """Return a step's arguments for the rows of a graph that serves other batches of a pool."""
+        count, limit = len(kwargs["input_ids"]), cache.num_rows
+        num_rows = rows_for(count, limit)
+        is_shared = num_rows > count or (count > 1 and rows_for(count - 1, limit) == count)
+        if not is_shared or sum(isinstance(value, Tensor) for value in kwargs.values()) > 2:
+            return kwargs
+        rows = self._graphs_of(cache).rows
+        if count not in rows:
+            with ordinary_tensors():
+                order = torch.arange(num_rows, device=kwargs["input_ids"].device)
+                rows[count] = order.clamp(max=count - 1), (order < count).unsqueeze(1)
+        order, live = rows[count]
+        names = "input_ids", "position_ids"
+        return kwargs | {n: kwargs[n].index_select(-2, order) for n in names} | {_LIVE: live}
 
     def _why_not(self, kwargs: Mapping[str, Any], cache: H2OCache) -> str | None:
         """Return why a step runs as it is, or ``None``; an empty text if it needs no line."""
@@ -272,11 +305,13 @@ class DecodeGraphs:
 
     def _run(self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache) -> Any:
         """Run what a step does on the device: replay it, or record it before, or neither."""
-        graphs = self._graphs_of(cache)
+        graphs, is_padded = self._graphs_of(cache), kwargs["attention_mask"] is not None
+        is_padded |= _LIVE in kwargs
+        cache.begin_step(is_padded)
         inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
         others = [(n, v) for n, v in kwargs.items() if n not in inputs and v is not cache]
         shapes = [(name, t.shape, t.dtype, t.device) for name, t in inputs.items()]
-        key: Any = (*shapes, *others, cache.step_key())
+        key: Any = (*shapes, *others, cache.step_key(is_padded))
         try:
             graph = graphs.graphs.get(key)
         except TypeError:
@@ -302,7 +337,7 @@ class DecodeGraphs:
             if self._modules is None or not self._modules.are_same():
                 self._modules = None
             return output
-        with cache.on_device_alone():
+        with cache.on_device_alone(kwargs.pop(_LIVE, None)):
             if graphs.why is None and graphs.counts[key] == EAGER_STEPS:
                 with _noting_waits(graphs):
                     return plain(**kwargs)
@@ -331,14 +366,15 @@ class DecodeGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         with ordinary_tensors():
             constant = {name: tensor.clone() for name, tensor in inputs.items()}
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), cache.on_device_alone(), _without_collector():
+        graph, arguments = torch.cuda.CUDAGraph(), {**kwargs, **constant}
+        on_device = cache.on_device_alone(arguments.pop(_LIVE, None))
+        with torch.cuda.device(device), on_device, _without_collector():
             self._stream.wait_stream(self._home)
             with torch.cuda.stream(self._stream):
                 # Other threads may go on using the device.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    output = plain(**{**kwargs, **constant})
+                    output = plain(**arguments)
                 finally:
                     graph.capture_end()
             self._home.wait_stream(self._stream)

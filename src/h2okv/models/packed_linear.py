@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from h2okv.cache.latent import EXPANDS_LATENTS
 from h2okv.ops.attention import onednn_linear
+from h2okv.prompts.readers import FieldError
 
 _X86 = ("x86_64", "AMD64")  # the products were not measured elsewhere
 _READ_BY_OTHERS = (EXPANDS_LATENTS, "dt_proj")  # attention (MLA), Jamba's mixers
@@ -73,26 +74,20 @@ class Int4Linear(PackedLinear):
 
 
 def check_weight_bits(bits: int, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Refuse ``--weight-bits`` where it is not supported or not faster."""
-    remedy = "leave out --weight-bits"
+    """Refuse ``weight_bits`` where they are not supported or not faster."""
+    problem = ""
     if bits != 4:
-        raise ValueError(
-            f"--weight-bits {bits} is not known here (a product with 8 bits takes as long as with"
-            f" 16); give 4, or {remedy}"
-        )
-    if device.type != "cpu" or platform.machine() not in _X86:
+        problem = "is not known here (a product with 8 bits takes as long as with 16); give 4"
+    elif device.type != "cpu" or platform.machine() not in _X86:
         where = platform.machine() if device.type == "cpu" else device.type
-        raise ValueError(f"--weight-bits 4 is for x86 CPUs, not for {where}; {remedy}")
-    if not _multiplies(torch.bfloat16):
-        raise ValueError(
-            f"--weight-bits 4 needs a CPU that multiplies bfloat16 (AVX-512); {remedy}"
-        )
-    if dtype not in (None, torch.bfloat16):
+        problem = f"is for x86 CPUs, not for {where}; choose such a device"
+    elif not _multiplies(torch.bfloat16):
+        problem = "needs a CPU that multiplies bfloat16 (AVX-512); use another machine"
+    elif dtype not in (None, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        raise ValueError(
-            f"--weight-bits 4 is fast in bfloat16 only (in {name} a product takes many times as"
-            " long as without it); add --dtype bfloat16, or leave it out"
-        )
+        problem = f"is fast in bfloat16 only, not in {name}; give dtype bfloat16"
+    if problem:
+        raise FieldError(("weight_bits",), f"={bits} {problem}, or leave it out")
 
 
 def limit_kernels(number: int = _MOST_KERNELS) -> None:
@@ -151,10 +146,9 @@ def pack_linear_layers(model: nn.Module, weight_bits: int | None = None) -> int:
             _trim_memory()
     has_int4 = any(type(module) is Int4Linear for module in model.modules())
     if weight_bits is not None and not has_int4:
-        raise ValueError(
-            f"{type(model).__name__} has no linear layers whose weights could have {weight_bits}"
-            " bits; leave out --weight-bits"
-        )
+        name = type(model).__name__
+        problem = f"={weight_bits}: {name} has no linear layers that it fits; leave it out"
+        raise FieldError(("weight_bits",), problem)
     return len(layers)
 
 

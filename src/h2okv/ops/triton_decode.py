@@ -461,7 +461,7 @@ def launch(
 
     def pointer(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         # The free slot stands for pointers that are not read.
-        return free_slot if tensor is None else tensor.to(dtype or tensor.dtype).contiguous()
+        return free_slot if tensor is None else tensor.view(dtype or tensor.dtype).contiguous()
 
     mask, heads = pointer(real, torch.uint8), pointer(head_of_slot)
     ring = free_slot if queries is None else queries
