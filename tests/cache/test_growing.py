@@ -117,17 +117,6 @@ def test_other_bad_input(make_llama):
         read(model, cache, ids, [30])
 
 
-def test_sizes_without_numbers_are_those_with_them(make_llama):
-    model = make_llama()
-    empty = h2okv.H2OCache(model.config, "h2o:20%,of=seen,min=0", evict_every=4)
-    full = h2okv.H2OCache(model.config, "h2o:20%,of=seen,min=0", evict_every=4)
-    ids = torch.ones(1, 90, dtype=torch.long)
-    read(model, full, ids, [50] + [1] * 40)
-    read(model.to("meta"), empty, ids.to("meta"), [50] + [1] * 40)
-    assert abs(empty.nbytes / full.nbytes - 1) < 0.4
-    assert empty.nbytes < 0.5 * empty.full_nbytes * 1.2
-
-
 def test_a_rule_of_two_caches_grows_in_one_alone(make_llama):
     rule, config = get_rule("h2o"), make_llama().config
     growing = h2okv.H2OCache(config, rule, heavy=0.1, recent=0.1, grows=True)

@@ -213,8 +213,7 @@ class BaseLayer(CacheLayerMixin):
         self.dtype, self.num_kv_heads = key_states.dtype, key_states.shape[1]
         self.state = self.empty_state(key_states, value_states)
         with torch.inference_mode(False):
-            device = "cpu" if key_states.is_meta else key_states.device  # slots are counted by it
-            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=device)
+            self.cumulative_length = torch.zeros((), dtype=torch.int64, device=key_states.device)
             self.num_columns = 0
 
     def empty_state(self, key: Tensor, value: Tensor) -> SlotState:
@@ -256,6 +255,11 @@ class BaseLayer(CacheLayerMixin):
 
     def _take(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self.require_attention()
+        if key_states.is_meta:
+            raise ValueError(
+                "H2OCache holds numbers and must get keys of a CPU or GPU, got the meta device's; "
+                "`h2okv plan` says what a cache takes."
+            )
         # Autocast gives some models (OPT) keys in another dtype inside than outside.
         self.is_cast = self.is_cast or is_cast(key_states.device)
         if self.is_initialized:
@@ -266,16 +270,9 @@ class BaseLayer(CacheLayerMixin):
                 self.move(key_states.device)
         else:
             self.lazy_initialization(key_states, value_states)
-        if key_states.is_meta:  # there is nothing but sizes, whatever the attention
-            self._count_on_meta(key_states.shape[2])
-            return key_states, value_states
         setattr(key_states, LAYER_ATTRIBUTE, self)
         self.awaits_attention = True
         return key_states, value_states
-
-    def _count_on_meta(self, length: int) -> None:
-        """Count T more tokens of a model on the meta device; mutates the layer."""
-        raise NotImplementedError
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Reorder the sequences by int64 indices ``[B]``, scores included (beam search)."""
@@ -471,11 +468,6 @@ class BaseLayer(CacheLayerMixin):
 def check_match(layer: BaseLayer, key_states: Tensor) -> None:
     """Refuse keys ``[B, H, T, D]`` of another batch or model than the cached entries."""
     batch, heads, _, size = key_states.shape
-    if layer.device.type == "meta" and not key_states.is_meta:
-        raise ValueError(
-            "H2OCache was sized on the meta device and holds no numbers; call cache.reset() or make"
-            " a new H2OCache."
-        )
     if batch != layer.batch_size:
         raise ValueError(
             f"H2OCache holds a batch of {layer.batch_size} and got a batch of {batch}; "

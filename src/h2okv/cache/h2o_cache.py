@@ -273,10 +273,8 @@ class H2OCache(Cache):
         """
         first, real = self._scored[0], None
         # A step on a GPU must not wait for what it would read.
-        is_readable = first.is_initialized and first.device.type != "meta"
-        if not (is_readable and first.holds_budgets) or (
-            length == 1 and first.device.type != "cpu"
-        ):
+        is_first = not (first.is_initialized and first.holds_budgets)
+        if is_first or (length == 1 and first.device.type != "cpu"):
             return
         end = self.num_seen_tokens + length
         # A mask that ends before the block does is refused where the model's is made.
@@ -783,11 +781,7 @@ class H2OCache(Cache):
     @property
     def nbytes(self) -> int:
         """Bytes held by all layers: keys, values, states, and H2O's scores and positions."""
-        total = sum(layer.nbytes for layer in self._scored) + self._other_nbytes()
-        for layer in self._scored:
-            if layer.is_initialized and layer.state.positions.is_meta:  # where no query comes
-                total += layer.batch_size * self._query_bytes(layer.key_size, layer.dtype)
-        return total
+        return sum(layer.nbytes for layer in self._scored) + self._other_nbytes()
 
     @property
     def full_nbytes(self) -> int:

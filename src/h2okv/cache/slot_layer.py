@@ -56,17 +56,6 @@ class SlotLayer(CacheLayer):
         self.slots.operations = None
         self.slots.drop_tail()
 
-    def _count_on_meta(self, length: int) -> None:
-        options = self.head_budgets or (self.budget,)
-        if not self.state.budgets:
-            prompt = self.prompt.expected_length or length
-            self._set_budgets([prompt] * self.batch_size)
-            self.slots.begin_on_meta(self, [option.resolve(prompt) for option in options], length)
-        self.count_columns(length)
-        self.num_forwards += 1
-        seen, prompt = int(self.get_seq_length()), self.state.budgets[0].sink  # where it matters
-        self.slots.grow_on_meta(self.state, seen, [each.resolve(prompt, seen) for each in options])
-
     # --- a block ----------------------------------------------------------------------------------
 
     def _place(self, block: Block) -> BlockEntries:

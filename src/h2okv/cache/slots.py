@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from h2okv.budget import TokenBudget
 from h2okv.cache.block import Block, BlockEntries
 from h2okv.cache.drafting import Plan
 from h2okv.cache.slot_state import (
@@ -78,7 +76,6 @@ class SlotPlan:
         self.has_all_slots = False
         self.most_slots: int | None = None  # of the head that has most, if the host knows it
         self.reserved = 0  # slots of a pool's largest head, for which steps are recorded once
-        self.num_evicted = 0  # on the meta device
 
     def __getstate__(self) -> dict[str, object]:
         """Leave out of a pickle what is chosen for a machine and what the slots tell."""
@@ -273,35 +270,6 @@ class SlotPlan:
     def most_entries(self, state: SlotState) -> int:
         """Return the entries of the head that holds most."""
         return max(map(max, self.count_entries(state)))
-
-    # --- sizes on the meta device: all slots of a budget from the first block on ------------------
-
-    def begin_on_meta(self, layer: Any, budgets: Sequence[TokenBudget], length: int) -> None:
-        """Give a layer's state what slots will have, for a first block of T tokens; mutates."""
-        state = layer.state
-        if self.is_by_head:
-            state.change(lambda kind, tensor: tensor[:, :1] if kind.has_slots else tensor)
-            state.free_slot = state.free_slot.view(state.batch_size, 1, -1)
-            state.head_of_slot = state.positions.to(torch.uint8)
-        for name, kind in state.kinds.items():
-            if kind.per == "derived" and kind.is_of(layer):
-                setattr(state, name, torch.empty_like(state.positions, dtype=kind.dtype))
-        num_slots = self._sum_slots(budgets)
-        self.capacity = num_slots if self.rule.is_bounded else None
-        # A rule that keeps everything after the prompt evicts once.
-        evicts_once = self.rule.inputs is Inputs.WINDOW
-        self.num_evicted = max(0, length + 1 - num_slots) if evicts_once else 0
-
-    def _sum_slots(self, budgets: Sequence[TokenBudget]) -> int:
-        return sum(self.rule.allocate_budget(budget).total + self.span for budget in budgets)
-
-    def grow_on_meta(self, state: SlotState, seen: int, budgets: Sequence[TokenBudget]) -> None:
-        """Add the slots that the tokens seen need, with these budgets; mutates the state."""
-        needed = seen - self.num_evicted
-        if self.rule.grows:
-            needed = min(needed * len(budgets), self._sum_slots(budgets))
-        if state.num_slots <= needed and state.num_slots != self.capacity:
-            state.resize(self.capacity or slots_for(needed))
 
     # --- what steps may leave out -----------------------------------------------------------------
 
