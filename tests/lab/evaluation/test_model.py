@@ -19,6 +19,11 @@ from h2okv_lab.evaluation.task import sample_seed
 from h2okv_lab.masking import MaskedCache
 
 
+@pytest.fixture(scope="module")
+def subject(short_subject):
+    return short_subject
+
+
 def budget(amount, **options):
     return CacheConfig(budget=amount, **options)
 
