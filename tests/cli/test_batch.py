@@ -155,28 +155,6 @@ def test_a_text_ends_at_the_context_window(job, tokenizer, tmp_path):
     assert record["prompt_tokens"] + record["new_tokens"] == 256
 
 
-BAD = {
-    "no such input": (("--input", "nowhere.jsonl"), ("nowhere.jsonl", "no such file")),
-    "batch of nothing": (("--batch", "0"), ("--batch '0' is not a batch size", "auto")),
-    "batch of words": (("--batch", "many"), ("--batch 'many'", "auto")),
-    "budget of zero": (("--budget", "0+0"), ("heavy=0",)),
-    "no such scoring": (("--cache", "scoring=luck"), ("'luck'", "decay")),
-    "decay of nothing": (("--cache", "scoring=sum:0.9"), ("decay",)),
-    "no such bits": (("--cache", "bits=5"), ("kv_bits must be 8, 6 or 4, got 5",)),
-    "no tokens": (("--max-new-tokens", "0"), ("--max-new-tokens 0",)),
-    "output in no folder": (("--output", "/nowhere/out.jsonl"), ("cannot be written",)),
-}
-
-
-@pytest.mark.parametrize(("args", "words"), BAD.values(), ids=BAD.keys())
-def test_bad_input(job, prompts, args, words):
-    outcome, _ = job(prompts, *args, code=2)
-    assert outcome.err.startswith("h2okv: ")
-    assert outcome.err.count("\n") == 1
-    for word in words:
-        assert word in outcome.err
-
-
 def test_duplicate_ids_are_refused(job, prompts):
     text = prompts.read_text()
     prompts.write_text(text + text.splitlines()[2])

@@ -97,21 +97,8 @@ def test_a_late_first_result_has_a_warning(plan, rated, h2okv_command, model_fol
     assert "the first result comes after" in more.err
 
 
-BAD = {
-    "no prompt": (("--prompt-tokens", "0"), ("--prompt-tokens 0", "1 or more")),
-    "too little": (("--memory", "2MiB"), ("--memory 2MiB is too little",)),
-    "no amount": (("--memory", "much"), ("--memory 'much'",)),
-    "no such bits": (("--cache", "bits=5"), ("kv_bits must be 8, 6 or 4, got 5",)),
-    "no such weights": (("--weight-bits", "5"), ("--weight-bits 5", "8 or 4")),
-    "no place": (("--weights", "attic"), ("--weights must be", "got 'attic'")),
-}
-
-
-@pytest.mark.parametrize(("args", "words"), BAD.values(), ids=BAD.keys())
-def test_bad_input(plan, rated, args, words):
-    error = plan(*args, code=2)
-    for word in words:
-        assert word in error
+def test_too_little_memory_is_refused(plan, rated):
+    assert "--memory 2MiB is too little" in plan("--memory", "2MiB", code=2)
 
 
 def test_a_server_is_planned_by_its_own_command(plan, h2okv_command, model_folder, monkeypatch):

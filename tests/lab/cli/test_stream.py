@@ -164,32 +164,6 @@ def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
     assert nlls(rows) == before
 
 
-@pytest.mark.parametrize(
-    ("args", "complaint"),
-    [
-        (("--every", 0), "--every 0 is too few"),
-        (("--cache", "every=8"), "several caches are chosen, and this command has one"),
-        (("--tokens", -1), "--tokens -1 is too few"),
-        (("--max-new-tokens", 0), "--max-new-tokens 0 is too few"),
-        (("--policy", "h20"), "policy 'h20' is unknown; did you mean h2o?"),
-        (("--budget", "1.5+4"), "heavy=1.5"),
-        (("--cache-placement", "cpu"), "No such option: --cache-placement"),
-        (("--resume",), "--resume needs --checkpoint FILE"),
-        (("--plot", "picture.bmp"), "must end in .png, .svg, .pdf"),
-        (("--csv", "no/where.csv"), "its folder does not exist"),
-        (("--csv", "."), "is a folder"),
-        (("--checkpoint", "none", "--resume"), "nothing to resume"),
-    ],
-)
-def test_bad_options_are_one_sentence(stream, book, monkeypatch, tmp_path, args, complaint):
-    monkeypatch.chdir(tmp_path)
-    outcome = stream("--text", book, "--tokens", 50, *args)
-    assert outcome.code == 2
-    assert outcome.out == ""
-    assert complaint in outcome.err
-    assert outcome.err.count("\n") == 1
-
-
 def test_learned_positions_end_with_the_window(stream, book, model_folder, tmp_path):
     config = OPTConfig(
         vocab_size=300, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2,
