@@ -1,5 +1,7 @@
 """A tiny model with a byte-level tokenizer in a folder, and the command run on it."""
 
+import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,16 @@ class Outcome:
     code: int
     out: str
     err: str
+
+
+def write_prompts(path: Path, count: int, more: dict | None = None) -> Path:
+    """Write a batch job's prompts of random words, and others by their ids."""
+    generator, words = random.Random(0), PROMPT.split()[:13]
+    texts = {f"p{n}": " ".join(generator.choices(words, k=generator.randint(1, 40)))
+             for n in range(count)}  # fmt: skip
+    lines = [json.dumps({"id": n, "prompt": text}) for n, text in (texts | (more or {})).items()]
+    path.write_text("\n".join(lines) + "\n")
+    return path
 
 
 def make_tokenizer(*turn_tokens: str, **options) -> PreTrainedTokenizerFast:

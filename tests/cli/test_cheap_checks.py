@@ -148,6 +148,8 @@ COMMANDS = {
     "view": MODEL | TEXT | {
         "--policy h20": "policy 'h20' is unknown",
         "--export nowhere/page.html": "--export 'nowhere/page.html' cannot be written",
+        "--export .": "--export '.' cannot be written (it is a folder)",
+        "--policy h2o,h3o": "policy 'h3o' is unknown",
         "--port 99999": "--port 99999 is out of range",
     },
     "models pull": {"smolm2": "did you mean smollm2"},

@@ -196,11 +196,6 @@ def test_unknown_model_is_404(served):
     assert error.status_code == 404 and error.body["param"] == "model"
 
 
-def test_invalid_streamed_request_is_refused(served):
-    error = refusal(served, "/completions", {**BODY, "stream": True, "temperature": -1})
-    assert error.status_code == 400
-
-
 def post(served, data, content_type="application/json", path="/v1/completions"):
     request = urllib.request.Request(
         served.address + path, data=data, headers={"Content-Type": content_type}
@@ -213,8 +208,8 @@ def post(served, data, content_type="application/json", path="/v1/completions"):
 @pytest.mark.parametrize(
     "data",
     [b"", b"hello", b'{"model": "fake"', b'{"model": "\xff\xfe"}', b"\x00", b'{"a": "\\ud800"}',
-     b"[" * 100_000],
-    ids=["nothing", "words", "half", "not UTF-8", "zero", "half a character", "deep"],
+     b'{"model": "fake", "prompt": "a", "temperature": NaN}', b"[" * 100_000],
+    ids=["nothing", "words", "half", "not UTF-8", "zero", "half a character", "NaN", "deep"],
 )  # fmt: skip
 def test_body_must_be_json(served, data):
     code, error = post(served, data)
@@ -228,11 +223,6 @@ def test_body_must_be_json(served, data):
 def test_body_must_be_an_object(served, data):
     code, error = post(served, data)
     assert code == 400 and "the body must be a JSON object, got" in error["message"]
-
-
-def test_nan_in_json_is_refused(served):
-    data = b'{"model": "fake", "prompt": "a", "temperature": NaN}'
-    assert post(served, data)[0] == 400
 
 
 def test_content_type_must_be_json(served):

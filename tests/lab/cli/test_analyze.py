@@ -52,8 +52,6 @@ def test_only_runs_the_named_measurements(h2okv_command, model_folder, text_file
     done = h2okv_command(*base, "--only", "sinks,ablation")
     assert done.code == 0, done.err
     assert {path.stem for path in (tmp_path / "new").glob("*.csv")} == {"sinks", "ablation"}
-    done = h2okv_command(*base, "--only", "sink")
-    assert done.code == 2 and "'sink' is unknown; did you mean sinks" in done.err
     done = h2okv_command(*base, "--only", "sinks", "--quick")
     assert done.code == 2 and "give one of them" in done.err
 
@@ -117,8 +115,6 @@ def test_a_too_short_text_is_refused(h2okv_command, model_folder, tmp_path, cont
 
 def test_bad_options(h2okv_command, model_folder, text_file, tmp_path):
     base = ["analyze", "--model", model_folder, "--out", tmp_path / "report"]
-    done = h2okv_command(*base, "--text", "nowhere.txt")
-    assert done.code == 2 and "--text 'nowhere.txt' cannot be read" in done.err
     done = h2okv_command(*base, "--text", text_file, "--tokens", 5)
     assert done.code == 2 and "--tokens 5 is too few; give 128 or more" in done.err
     done = h2okv_command("analyze", "--model", model_folder, "--text", text_file)
