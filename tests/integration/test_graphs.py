@@ -256,17 +256,17 @@ OBSTACLES = {
 @pytest.mark.parametrize("why", OBSTACLES)
 def test_what_cannot_be_replayed_says_why_once(device, monkeypatch, why):
     monkeypatch.setenv(VARIABLE, "off")
-    model = make_model(device)
+    model, few = make_model(device), {"max_new_tokens": EAGER_STEPS + 4}
     cache = h2okv.H2OCache(model.config, **OPTIONS[FAST])
     with h2okv.enable(model):
-        expected = generate(model, cache, prompt()).tolist(), host(cache)
+        expected = generate(model, cache, prompt(), **few).tolist(), host(cache)
         monkeypatch.setenv(VARIABLE, "auto")
     vars(model)["patch"] = monkeypatch
     OBSTACLES[why](model)
     with h2okv.enable(model), pytest.warns(UserWarning, match=why) as caught:
         for _ in range(2):
             cache = h2okv.H2OCache(model.config, **OPTIONS[FAST])
-            assert (generate(model, cache, prompt()).tolist(), host(cache)) == expected
+            assert (generate(model, cache, prompt(), **few).tolist(), host(cache)) == expected
             cache.check_integrity()
     assert device.num_replays == 0
     assert sum("CUDA graph" in str(warning.message) for warning in caught) == 1
