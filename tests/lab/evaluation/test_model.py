@@ -41,12 +41,6 @@ def test_full_caches_have_one_identity_for_all_options(subject):
     assert resolve_config(other, subject.config) == plain
 
 
-def test_options_other_than_defaults_are_in_the_label():
-    config = budget("5%+15%", sink=4, scoring="mean")
-    assert config.label == "h2o:5%+15%,sink=4,scoring=mean"
-    assert budget(65).label == "h2o:65"  # a token more or less is not another division
-
-
 def test_top_k_is_masked_because_it_cannot_drop(subject):
     kinds = [make_cache(budget(0.2, policy=p), subject.config) for p in ("topk", "h2o")]
     assert [isinstance(cache, MaskedCache) for cache in kinds] == [True, False]

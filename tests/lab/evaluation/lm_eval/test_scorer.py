@@ -228,7 +228,6 @@ def test_invalid_settings_are_refused(options, words):
 
 def test_evict_every_1_defaults_to_protocol_whole():
     assert split_settings(dict(evict_every=1))[1] == "whole"
-    assert split_settings(dict(evict_every=1))[1] == "whole"
     assert split_settings(dict(evict_every=8, protocol="whole"))[1] == "whole"
     assert split_settings(dict(evict_every=64))[1] == "prompt"
     assert split_settings(dict(evict_every=1, protocol="prompt"))[1] == "prompt"
