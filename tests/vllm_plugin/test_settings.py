@@ -124,10 +124,7 @@ def test_budgets_of_another_model_are_refused(factors, words):
         ("best:20%", "a budget of 20% is a fraction of a text"),
         ("h2o:512,bit=8", "did you mean bits"),
         ({"heavy": 0.1, "recent": 0.1}, "fraction of a text"),
-        ({"heavy": -1, "recent": 4}, "negative"),
         ({"heavy": 0, "recent": 0}, "keep nothing"),
-        (SETTING | {"hevy": 3}, "did you mean heavy"),
-        (SETTING | {"policy": "h20"}, "policy 'h20' is unknown"),
         ({"policy": "full"}, "leave the h2okv setting out for a full cache"),
         (SETTING | {"policy": "snapkv"}, "keeps more with every token"),
         (SETTING | {"policy": "keydiff"}, "ranks by keys"),
@@ -135,9 +132,6 @@ def test_budgets_of_another_model_are_refused(factors, words):
         (SETTING | {"policy": "recent", "scoring": "mean"}, "has no effect"),
         (SETTING | {"positions": "rolling"}, "use positions='original'"),
         (SETTING | {"kv_bits": 8}, "kv_bits=8"),
-        (SETTING | {"evict_every": 0}, "evict_every=0"),
-        (SETTING | {"prefill_chunk": 8}, "'prefill_chunk' is unknown; did you mean evict_every"),
-        (SETTING | {"scoring": "men"}, "scoring 'men' is unknown"),
     ],
 )
 def test_refused_settings(options, words):
@@ -178,10 +172,7 @@ def test_refused_engines(changes, words):
 
 
 def test_a_chunk_that_no_step_has_room_for_is_refused():
-    config = CacheConfig(**SETTING, evict_every=4096)
     with pytest.raises(ValueError, match="evict_every=4096 is above max_num_batched_tokens=2048"):
-        check_engine(engine(), config)
-    with pytest.raises(ValueError, match="evict_every=4096 is above"):
         check_engine(engine(), CacheConfig(**SETTING, evict_every=4096))
 
 
