@@ -568,8 +568,8 @@ def test_stored_stop_strings_end_the_text_unless_others_are_given(generate, save
     assert (record["text"], record["finish_reason"]) == (free[: free.index(free[4:7])], "stop")
     other = json.loads(generate(*options, "--stop", "no such text", model=model).out)
     assert (other["text"], other["finish_reason"]) == (free, "length")
-    given = json.loads(generate(*options, "--stop", free[10:13]).out)
-    assert (given["text"], given["finish_reason"]) == (free[: free.index(free[10:13])], "stop")
+    stopped = json.loads(generate(*options, "--stop", free[10:13]).out)
+    assert (stopped["text"], stopped["finish_reason"]) == (free[: free.index(free[10:13])], "stop")
 
 
 def test_generation_config_sets_the_sampling_defaults(generate, save_model):
