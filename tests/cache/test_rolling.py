@@ -367,19 +367,14 @@ def _needs_more(query, key, cos, sin, **options):
     ("options", "named", "remedy"),
     [
         ({"positions": "rolling"}, "positions='rolling'", "use positions='original'."),
-        (
-            {"policy": "best", "layer_budgets": "even"},
-            "scoring='expected' (of policy='best')",
-            "use policy='h2o' (--policy h2o), without that scoring.",
-        ),
-        (
-            {"scoring": "expected", "positions": "rolling"},
-            "positions='rolling' and scoring='expected' (of policy='best')",
-            "use positions='original' and policy='h2o' (--policy h2o), without that scoring.",
-        ),
+        ({"policy": "best", "layer_budgets": "even"}, "scoring='expected' (of policy='best')",
+         "use policy='h2o' (--policy h2o), without that scoring."),
+        ({"scoring": "expected", "positions": "rolling"},
+         "positions='rolling' and scoring='expected' (of policy='best')",
+         "use positions='original' and policy='h2o' (--policy h2o), without that scoring."),
     ],
     ids=["rolling", "best", "both"],
-)
+)  # fmt: skip
 def test_an_unknown_rotation_is_refused_by_the_options_given(
     make_llama, monkeypatch, rotates, options, named, remedy
 ):

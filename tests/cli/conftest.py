@@ -56,17 +56,10 @@ def make_tokenizer(*turn_tokens: str, **options) -> PreTrainedTokenizerFast:
 
 def make_model(context: int = CONTEXT, eos: int | None = None, **options) -> LlamaForCausalLM:
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=300,
-        max_position_embeddings=context,
-        bos_token_id=0,
-        eos_token_id=eos,
-        **options,
-    )
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=300, max_position_embeddings=context, bos_token_id=0,
+        eos_token_id=eos, **options,
+    )  # fmt: skip
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
 

@@ -40,17 +40,14 @@ OPTIONS = {
     "decay above 1": (("--cache", "scoring=decay:1.5"), ("got 1.5", "0.995")),
     "decay without its scoring": (("--cache", "scoring=sum:0.9"), ("decay=0.9", "scoring='decay'")),
     "scoring of no use": (
-        ("--cache", "scoring=mean", "--policy", "recent"),
-        ("scoring='mean'", "policy='recent'"),
+        ("--cache", "scoring=mean", "--policy", "recent"), ("scoring='mean'", "policy='recent'"),
     ),
     "negative temperature": (
-        ("--temperature", "-1"),
-        ("--temperature must be", "0 to 100, got -1"),
+        ("--temperature", "-1"), ("--temperature must be", "0 to 100, got -1"),
     ),
     "infinite temperature": (("--temperature", "inf"), ("--temperature must be", "got inf")),
     "top-p above 1": (
-        ("--temperature", "1", "--top-p", "1.1"),
-        ("--top-p must be a number from 0 to 1",),
+        ("--temperature", "1", "--top-p", "1.1"), ("--top-p must be a number from 0 to 1",),
     ),
     "top-p without sampling": (("--top-p", "0.9"), ("--top-p 0.9", "--temperature")),
     "invalid seed": (("--seed", "x"), ("--seed", "--help")),
@@ -61,14 +58,13 @@ OPTIONS = {
     "blank prompt": (("  \n",), ("prompt is empty",)),
     "prompt that is not text": (("\udcff",), ("not UTF-8",)),
     "prompt beyond the context": (
-        (WIDE_PROMPT,),
-        ("tokens", "context", "256", "--cache positions=rolling"),
+        (WIDE_PROMPT,), ("tokens", "context", "256", "--cache positions=rolling"),
     ),
     "prompt given twice": (
         ("--file", __file__, "a prompt"),
         ("both an argument and in --file", "leave one of them out"),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("args", "words"), OPTIONS.values(), ids=OPTIONS.keys())

@@ -14,49 +14,19 @@ from h2okv.config import CacheConfig
 
 BUDGET = ("--policy", "h2o", "--budget", "16+16")
 RUN_FIELDS = {
-    "text": str,
-    "token_ids": list,
-    "finish_reason": str,
-    "time_to_first_token_s": float,
-    "tokens_per_second": float,
-    "kv_bytes": int,
-    "kv_bytes_full": int,
-    "num_seen_tokens": int,
-    "num_cached_tokens": int,
-    "mean_cached_tokens": float,
-    "smaller_from": int,
-}
+    "text": str, "token_ids": list, "finish_reason": str, "time_to_first_token_s": float,
+    "tokens_per_second": float, "kv_bytes": int, "kv_bytes_full": int, "num_seen_tokens": int,
+    "num_cached_tokens": int, "mean_cached_tokens": float, "smaller_from": int,
+}  # fmt: skip
 SETTINGS_FIELDS = {
-    "model": str,
-    "cache": str,
-    "policy": str,
-    "heavy": int,
-    "recent": float,
-    "sink": int,
-    "positions": str,
-    "evict_every": type(None),
-    "whole_prompts": bool,
-    "max_tokens": type(None),
-    "min_tokens": int,
-    "grows": bool,
-    "chat_template": bool,
-    "scoring": str,
-    "decay": type(None),
-    "kv_bits": type(None),
-    "layer_budgets": type(None),
-    "measured": type(None),
-    "max_new_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "stop": list,
-    "seed": int,
-    "dtype": str,
-    "device": str,
+    "model": str, "cache": str, "policy": str, "heavy": int, "recent": float, "sink": int,
+    "positions": str, "evict_every": type(None), "whole_prompts": bool, "max_tokens": type(None),
+    "min_tokens": int, "grows": bool, "chat_template": bool, "scoring": str, "decay": type(None),
+    "kv_bits": type(None), "layer_budgets": type(None), "measured": type(None),
+    "max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "min_p": float,
+    "repetition_penalty": float, "stop": list, "seed": int, "dtype": str, "device": str,
     "prompt_tokens": int,
-}
+}  # fmt: skip
 
 
 @pytest.fixture

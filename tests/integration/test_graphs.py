@@ -25,17 +25,13 @@ REPLAYED = 2 * (NEW - 1 - EAGER_STEPS) - 1  # in two turns; a model's first step
 BUDGET = {"heavy": 8, "recent": 6, "sink": 2}
 BY_HEAD = BUDGET | {"scoring": "expected", "layer_budgets": [[1.2, 0.8]] * LAYERS}
 OPTIONS = {
-    "h2o": BUDGET | {"sink": 0},
-    "best by default": BY_HEAD,
-    "best by head": BY_HEAD | {"evict_every": None},
-    "h2o, spans": BUDGET | {"evict_every": 7},
+    "h2o": BUDGET | {"sink": 0}, "best by default": BY_HEAD,
+    "best by head": BY_HEAD | {"evict_every": None}, "h2o, spans": BUDGET | {"evict_every": 7},
     "best by head, spans": BY_HEAD | {"evict_every": 7},
-    "budget not reached": {"heavy": 20, "recent": 12},
-    "rolling": BUDGET | {"positions": "rolling"},
-    "8 bits": BUDGET | {"kv_bits": 8},
-    "decay": BUDGET | {"scoring": "decay"},
+    "budget not reached": {"heavy": 20, "recent": 12}, "rolling": BUDGET | {"positions": "rolling"},
+    "8 bits": BUDGET | {"kv_bits": 8}, "decay": BUDGET | {"scoring": "decay"},
     "value norm": BUDGET | {"scoring": "value_norm"},
-}
+}  # fmt: skip
 FAST = "best by head"
 
 

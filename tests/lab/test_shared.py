@@ -172,12 +172,8 @@ def test_sliding_window_layers_are_copied_to_every_cache():
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        CacheConfig("h2o", evict_every=8),
-        CacheConfig("h2o", positions="rolling"),
-    ],
-)
+    "config", [CacheConfig("h2o", evict_every=8), CacheConfig("h2o", positions="rolling")],
+)  # fmt: skip
 def test_configs_that_cannot_share_the_prompt_are_refused(make_llama, config):
     with pytest.raises(ValueError, match="cannot share the prompt with other caches"):
         share(make_llama(), [config])

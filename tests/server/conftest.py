@@ -117,13 +117,9 @@ class FakeEngine:
                     logprobs = tuple(token_logprob(token, params.logprobs) for token in tokens)
                 self.counts["new_tokens"] += len(tokens)
                 yield OutputDelta(
-                    index,
-                    self.tokenizer.decode(list(tokens)),
-                    tokens,
-                    logprobs,
-                    self.ending if is_last else None,
-                    prompt=read if index == step == 0 else None,
-                )
+                    index, self.tokenizer.decode(list(tokens)), tokens, logprobs,
+                    self.ending if is_last else None, prompt=read if index == step == 0 else None,
+                )  # fmt: skip
 
     def stats(self):
         zeros = dict.fromkeys((entry.name for entry in dataclasses.fields(EngineStats)), 0)

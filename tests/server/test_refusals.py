@@ -29,11 +29,8 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"temperature": "hot"}, "temperature", "must be a number from 0 to 100, got 'hot'"),
         ({"temperature": -1}, "temperature", "must be a number from 0 to 100, got -1"),
         ({"top_p": 0}, "top_p", "leaves no token to draw"),
-        (
-            {"max_tokens": 1.5},
-            "max_tokens",
-            "max_tokens must be a whole number of 0 or more, got 1.5",
-        ),
+        ({"max_tokens": 1.5}, "max_tokens",
+         "max_tokens must be a whole number of 0 or more, got 1.5"),
         ({"max_tokens": -1}, "max_tokens", "must be a whole number of 0 or more, got -1"),
         ({"max_tokens": 99}, "max_tokens", "max_tokens=99 is more than this server writes"),
         ({"n": 0}, "n", "n must be a whole number of 1 or more, got 0"),
@@ -48,17 +45,13 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"stop": ["x"] * 65}, "stop", "at most 64 entries, got 65"),
         ({"logprobs": 21}, "logprobs", "logprobs must be a whole number from 0 to 20, got 21"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "the key 'x', which is not a token"),
-        (
-            {"logit_bias": {"5": 1000}},
-            "logit_bias[5]",
-            "must be a number from -100 to 100, got 1000",
-        ),
+        ({"logit_bias": {"5": 1000}}, "logit_bias[5]",
+         "must be a number from -100 to 100, got 1000"),
         ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "99..., which is not a token"),
         ({"repetition_penalty": 1e-38}, "repetition_penalty", "must be a number from 0.001 to"),
         ({"best_of": 3}, "best_of", "does not rank outputs"),
         ({"suffix": "the end"}, "suffix", "suffix='the end': prompts are only continued"),
-        ({"prompt": ""}, None, None),
-        ({"prompt": []}, "prompt", "none of the lists empty"),
+        ({"prompt": ""}, None, None), ({"prompt": []}, "prompt", "none of the lists empty"),
         ({"prompt": [[]]}, "prompt", "none of the lists empty"),
         ({"prompt": [1, "a"]}, "prompt", "must be a text, tokens, or a list of"),
         ({"prompt": [True]}, "prompt", "must be a text, tokens, or a list of"),
@@ -73,14 +66,11 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"h2o": "much"}, "h2o", "of a request has policy much"),
         ({"h2o": {"heavy": 64}}, "h2o.heavy", "it is part of cache, a text such as"),
         ({"h2o": {"light": 1}}, "h2o.light", "h2o.light is not known"),
-        (
-            {"h2o": {"kept_every": 0}},
-            "h2o.kept_every",
-            "h2o.kept_every must be a whole number of 1 or more",
-        ),
+        ({"h2o": {"kept_every": 0}}, "h2o.kept_every",
+         "h2o.kept_every must be a whole number of 1 or more"),
         ({"seed": "x"}, "seed", "seed must be a whole number, got 'x'"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_completion_names_field_and_remedy(served, fake, change, param, words):
     if words is None:  # it is the model's tokenizer that decides whether nothing is something
         served.client().post("/completions", body={**BODY, **change}, cast_to=object)

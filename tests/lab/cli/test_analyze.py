@@ -75,13 +75,9 @@ def test_ctrl_c_keeps_finished_measurements(model_folder, text_file, tmp_path):
     command = [sys.executable, "-m", "h2okv", "analyze", "--model", str(model_folder)]
     command += ["--text", str(text_file), "--out", str(tmp_path)]
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        start_new_session=True,
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, start_new_session=True,
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while not (tmp_path / "ablation.csv").is_file() and time.monotonic() < deadline:
         time.sleep(0.01)

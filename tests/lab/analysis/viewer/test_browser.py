@@ -18,16 +18,9 @@ from h2okv_lab.analysis.viewer.server import PageServer, build_page
 
 TEXT = "The hatter opened his eyes very wide on hearing this; but all he said was, why?\n" * 2
 CHOICE = {
-    "policies": ["full", "recent", "h2o", "heavy"],
-    "budgets": ["20%", "10%"],
-    "policy": "h2o",
-    "beside": "",
-    "other": "recent",
-    "layer": 1,
-    "head": 0,
-    "new_tokens": 6,
-    "text": TEXT,
-}
+    "policies": ["full", "recent", "h2o", "heavy"], "budgets": ["20%", "10%"], "policy": "h2o",
+    "beside": "", "other": "recent", "layer": 1, "head": 0, "new_tokens": 6, "text": TEXT,
+}  # fmt: skip
 READY = (
     "document.getElementById('viewer').hidden === false && !message()"
     " && view.panes[0].trace?.layerScores.has(view.layer)"

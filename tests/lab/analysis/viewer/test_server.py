@@ -79,13 +79,9 @@ def test_a_bad_trace_is_a_sentence(port, query, sentence):
 
 @pytest.mark.parametrize(
     ("text", "new_tokens", "sentence"),
-    [
-        ("  ", 0, "text is empty"),
-        ("short", 0, "got 5;"),
-        ("long enough a text", 299, "0 to 292"),
-        (7, 0, "the request needs"),
-    ],
-)
+    [("  ", 0, "text is empty"), ("short", 0, "got 5;"), ("long enough a text", 299, "0 to 292"),
+     (7, 0, "the request needs")],
+)  # fmt: skip
 def test_a_bad_text_is_a_sentence(port, text, new_tokens, sentence):
     status, answer = read(port, text, new_tokens)
     assert status == 400

@@ -78,13 +78,9 @@ def test_the_scan_equals_token_by_token(make_llama, budget):
 @pytest.mark.parametrize("policy", [p for p in h2okv.policy_names() if p != "snapkv"])
 def test_texts_of_a_batch_are_scored_as_alone(make_llama, chunk, policy):
     options = {
-        "heavy": 0.2,
-        "recent": 0.2,
-        "min_tokens": 0,
-        "sink": 1,
-        "policy": policy,
+        "heavy": 0.2, "recent": 0.2, "min_tokens": 0, "sink": 1, "policy": policy,
         "evict_every": chunk,
-    }
+    }  # fmt: skip
     scoring = scorer(make_llama(), **options)
     lengths, counts = (33, 2, 17, 33), (5, 1, 16, 1)
     pairs = [cut(draw(n, n), count) for n, count in zip(lengths, counts, strict=True)]
