@@ -79,7 +79,6 @@ def test_client_hints_change_no_response(served, fake, change):
         ("/completions", {"tools": [{"type": "function"}]}, "tools"),
         ("/chat/completions", {"min_tokens": 5}, "min_tokens"),
         ("/chat/completions", {"skip_special_tokens": False}, "skip_special_tokens"),
-        ("/chat/completions", {"messages": [{**USER, "mood": "good"}]}, "messages[0].mood"),
         ("/responses", {"include": ["message.output_text.logprobs"]}, "include"),
         ("/responses", {"top_logprobs": 2}, "top_logprobs"),
         ("/responses", {"truncation": "auto"}, "truncation"),
