@@ -282,7 +282,7 @@ def test_a_model_that_is_not_supported_is_refused():
 
 
 def test_helm_needs_no_harness(monkeypatch):
-    """The laboratory's modules are imported anew, and those of before come back."""
+    """The laboratory's modules are imported again, and those of before come back."""
 
     def laboratory():
         return {name for name in sys.modules if name.partition(".")[0] == "h2okv_lab"}
@@ -291,8 +291,8 @@ def test_helm_needs_no_harness(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     try:
-        anew = importlib.import_module("h2okv_lab.evaluation.lm_eval.scorer")
+        scorer_again = importlib.import_module("h2okv_lab.evaluation.lm_eval.scorer")
     finally:
         for name in laboratory():
             del sys.modules[name]
-    assert anew.EvictingModel is not EvictingModel
+    assert scorer_again.EvictingModel is not EvictingModel
