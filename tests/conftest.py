@@ -184,18 +184,11 @@ def make_llama():
         **options,
     ) -> LlamaForCausalLM:
         config = LlamaConfig(
-            hidden_size=16 * heads,
-            intermediate_size=64,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            vocab_size=97,
-            max_position_embeddings=512,
-            bos_token_id=1,
-            eos_token_id=None,
-            pad_token_id=0,
+            hidden_size=16 * heads, intermediate_size=64, num_hidden_layers=layers,
+            num_attention_heads=heads, num_key_value_heads=kv_heads, vocab_size=97,
+            max_position_embeddings=512, bos_token_id=1, eos_token_id=None, pad_token_id=0,
             **options,
-        )
+        )  # fmt: skip
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config).eval().double()
         for layer in model.model.layers:

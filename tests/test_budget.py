@@ -26,19 +26,14 @@ def test_tokens_and_fractions_mix():
         ({"heavy": 0.0, "recent": 0.0, "sink": 4}, "keep nothing"),
         ({"heavy": -1}, "heavy=-1 is negative"),
         ({"recent": -0.1}, r"recent=-0\.1 is not a fraction"),
-        ({"heavy": 1.5}, r"heavy=1\.5 is not a fraction"),
-        ({"heavy": float("nan")}, "heavy=nan"),
-        ({"heavy": 0.7, "recent": 0.7}, "at most 1"),
-        ({"heavy": True}, "heavy=True"),
-        ({"heavy": "0.1"}, "heavy='0.1'"),
-        ({"sink": -1}, "sink=-1"),
-        ({"sink": 1.1}, r"sink=1\.1"),
+        ({"heavy": 1.5}, r"heavy=1\.5 is not a fraction"), ({"heavy": float("nan")}, "heavy=nan"),
+        ({"heavy": 0.7, "recent": 0.7}, "at most 1"), ({"heavy": True}, "heavy=True"),
+        ({"heavy": "0.1"}, "heavy='0.1'"), ({"sink": -1}, "sink=-1"), ({"sink": 1.1}, r"sink=1\.1"),
         ({"heavy": 60, "recent": 50, "max_tokens": 100}, "110 tokens is above max_tokens=100"),
-        ({"max_tokens": 0}, "max_tokens=0"),
-        ({"min_tokens": -1}, "min_tokens=-1"),
+        ({"max_tokens": 0}, "max_tokens=0"), ({"min_tokens": -1}, "min_tokens=-1"),
         ({"min_tokens": 0.5}, r"min_tokens=0\.5"),
     ],
-)
+)  # fmt: skip
 def test_invalid_budgets_are_refused_by_name_and_value(options, message):
     with pytest.raises(ValueError, match=message):
         Budget(**options)

@@ -34,14 +34,8 @@ def test_every_field_reaches_the_cache_and_the_text(make_llama):
     text = "h2o:7+6,sink=1,scoring=decay:0.9,positions=rolling,every=prompt+7,bits=8,min=2,max=20"
     assert config.spec == config.label == text and CacheConfig.from_spec(text) == config
     assert {
-        "policy",
-        "heavy",
-        "recent",
-        "decay",
-        "measured",
-        "whole_prompts",
-        *OPTIONS.values(),
-    } == set(values)
+        "policy", "heavy", "recent", "decay", "measured", "whole_prompts", *OPTIONS.values(),
+    } == set(values)  # fmt: skip
 
 
 def test_records_of_earlier_versions_stay_the_same():

@@ -90,13 +90,9 @@ def tiny_tokenizer(model_type: str) -> PreTrainedTokenizerFast:
     if model_type == "gemma3":
         names |= {"boi_token": before, "eoi_token": after}
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<s>",
-        unk_token="?",
-        additional_special_tokens=marks,
-        **names,
-    )
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", unk_token="?",
+        additional_special_tokens=marks, **names,
+    )  # fmt: skip
     placeholder = _PLACES.get(model_type, "<|vision_start|><|image_pad|><|vision_end|>")
     template = _PARTS if model_type == "llava" else _EITHER
     fast.chat_template = template.replace("PLACE", repr(placeholder))

@@ -48,15 +48,10 @@ def saved(model, tmp_path, batch=1, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"positions": "rolling", "evict_every": 16},
-        {"policy": "random", "seed": 7},
-        {"policy": "full"},
-        {"policy": "sink_recent", "max_tokens": 30},
-    ],
+    [{}, {"positions": "rolling", "evict_every": 16}, {"policy": "random", "seed": 7},
+     {"policy": "full"}, {"policy": "sink_recent", "max_tokens": 30}],
     ids=lambda options: "-".join(map(str, options.values())) or "plain",
-)
+)  # fmt: skip
 def test_a_loaded_cache_goes_on_as_if_nothing_had_happened(model, tmp_path, options, dtype):
     model = model.to(dtype)
     cache, path = saved(model, tmp_path, **options)

@@ -32,16 +32,9 @@ def decode(model, forward, ids, budget, prompt):
 @pytest.mark.parametrize("budget", [{"heavy": 6, "recent": 5}, {"heavy": 9, "recent": 16}])
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"sink": 2},
-        {"policy": "sink_recent"},
-        {"positions": "rolling"},
-        {"scoring": "mean"},
-        {"scoring": "decay"},
-        {"scoring": "value_norm", "positions": "rolling"},
-    ],
-)
+    [{}, {"sink": 2}, {"policy": "sink_recent"}, {"positions": "rolling"}, {"scoring": "mean"},
+     {"scoring": "decay"}, {"scoring": "value_norm", "positions": "rolling"}],
+)  # fmt: skip
 @torch.no_grad()
 def test_decode_compiles_once(make_llama, budget, options):
     model = make_llama(heads=4, kv_heads=2)

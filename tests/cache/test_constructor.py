@@ -95,27 +95,19 @@ def test_arguments_of_generate_are_told_apart(config):
     ("options", "text"),
     [
         ({"budget": 0.2}, "H2OCache(policy='h2o', heavy=0.1, recent=0.1, sink=0, layers=2)"),
-        (
-            {"policy": "best", **EVEN},
-            "H2OCache(policy='best', heavy=0.17, recent=0.03, sink=4, budgets even, layers=2)",
-        ),
-        (
-            {"policy": "best", "budget": 200, "layer_budgets": ((0.5, 1.5),) * 2, "kv_bits": 8},
-            "H2OCache(policy='best', heavy=170, recent=30, sink=4, budgets by head, kv_bits=8,"
-            " layers=2)",
-        ),
-        (
-            {"budget": 12345, "layer_budgets": (0.5, 1.5)},
-            "H2OCache(policy='h2o', heavy=6172, recent=6173, sink=0, budgets by layer, layers=2)",
-        ),
-        (
-            {"policy": "best", "sink": 8, "scoring": "mean", **EVEN},
-            "H2OCache(policy='best', heavy=0.17, recent=0.03, sink=8, scoring='mean',"
-            " budgets even, layers=2)",
-        ),
+        ({"policy": "best", **EVEN},
+         "H2OCache(policy='best', heavy=0.17, recent=0.03, sink=4, budgets even, layers=2)"),
+        ({"policy": "best", "budget": 200, "layer_budgets": ((0.5, 1.5),) * 2, "kv_bits": 8},
+         "H2OCache(policy='best', heavy=170, recent=30, sink=4, budgets by head, kv_bits=8,"
+         " layers=2)"),
+        ({"budget": 12345, "layer_budgets": (0.5, 1.5)},
+         "H2OCache(policy='h2o', heavy=6172, recent=6173, sink=0, budgets by layer, layers=2)"),
+        ({"policy": "best", "sink": 8, "scoring": "mean", **EVEN},
+         "H2OCache(policy='best', heavy=0.17, recent=0.03, sink=8, scoring='mean',"
+         " budgets even, layers=2)"),
         ({"budget": "full"}, "H2OCache(policy='full', layers=2)"),
     ],
-)
+)  # fmt: skip
 def test_it_prints_the_policy_that_was_given(config, options, text):
     assert repr(H2OCache(config, **options)) == text
 

@@ -8,15 +8,11 @@ from h2okv.cache.argument import CACHE
 
 BY_HEAD = [[0.5, 1.5], [1.25, 0.75]]
 OPTIONS = [
-    {},
-    {"sink": 2},
-    {"evict_every": 8},
+    {}, {"sink": 2}, {"evict_every": 8},
     {"evict_every": 8, "scoring": "expected", "layer_budgets": BY_HEAD, "sink": 1},
-    {"layer_budgets": BY_HEAD, "scoring": "value_norm"},
-    {"masks": True},
-    {"policy": "sink_recent", "sink": 2},
-    {"policy": "full"},
-]
+    {"layer_budgets": BY_HEAD, "scoring": "value_norm"}, {"masks": True},
+    {"policy": "sink_recent", "sink": 2}, {"policy": "full"},
+]  # fmt: skip
 
 
 def read(model, options, steps=20, record=True):

@@ -189,6 +189,8 @@ def test_an_interrupted_forward_is_noticed(make_llama, layer, length):
     with pytest.raises(KeyboardInterrupt):
         read(model, tokens(1), cache)
     hook.remove()
+    with pytest.raises(ValueError, match="interrupted"):
+        cache.check_integrity()
     before = [int(cache_layer.cumulative_length) for cache_layer in cache.layers]
     with pytest.raises(ValueError, match=r"interrupted.*cache\.reset"):
         read(model, tokens(length), cache)

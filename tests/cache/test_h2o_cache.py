@@ -222,21 +222,6 @@ def test_crop_takes_back_the_tokens_of_a_forward(model, drafted, options):
         caches[0].crop(3)
 
 
-def test_interrupted_forward_is_found(model):
-    cache = cache_of(model.config, heavy=4, recent=4)
-    read(model, cache)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    hook = model.model.layers[0].register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        read(model, cache, length=1)
-    hook.remove()
-    with pytest.raises(ValueError, match="interrupted"):
-        cache.check_integrity()
-
-
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [

@@ -11,14 +11,10 @@ from h2okv.ops.compaction import NO_HEAD, share_slots
 
 FACTORS = ((0.25, 1.75), (1.5, 0.5), (0.0, 2.0))
 OPTIONS = [
-    {},
-    {"sink": 2, "evict_every": 15},
-    {"scoring": "decay"},
-    {"scoring": "expected", "sink": 4},
+    {}, {"sink": 2, "evict_every": 15}, {"scoring": "decay"}, {"scoring": "expected", "sink": 4},
     {"policy": "heavy", "scoring": "value_norm", "decay": 0.9},
-    {"kv_bits": 8, "scoring": "expected", "sink": 4},
-    {"kv_bits": 4},
-]
+    {"kv_bits": 8, "scoring": "expected", "sink": 4}, {"kv_bits": 4},
+]  # fmt: skip
 
 
 def both(model, budget, input_ids, blocks, mask=None, **options):

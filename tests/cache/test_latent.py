@@ -17,20 +17,11 @@ from h2okv_lab.analysis.eviction_trace import follow, split_budget
 
 pytestmark = pytest.mark.skipif(CACHE != "cache", reason="needs transformers 5.24")
 _SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "vocab_size": 89,
-    "max_position_embeddings": 256,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "first_k_dense_replace": 9,
+    "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "vocab_size": 89, "max_position_embeddings": 256, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "first_k_dense_replace": 9,
     "initializer_range": 0.3,
-}
+}  # fmt: skip
 _SEEN = []
 
 
@@ -134,18 +125,10 @@ def test_a_slot_holds_a_latent_and_a_rotated_part_once():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"kv_bits": 8},
-        {"evict_every": 4},
-        {"positions": "rolling"},
-        {"scoring": "expected"},
-        {"scoring": "value_norm"},
-        {"policy": "keydiff"},
-        {"layer_budgets": (0.5, 1.5)},
-    ],
+    [{}, {"kv_bits": 8}, {"evict_every": 4}, {"positions": "rolling"}, {"scoring": "expected"},
+     {"scoring": "value_norm"}, {"policy": "keydiff"}, {"layer_budgets": (0.5, 1.5)}],
     ids=lambda options: next(iter(options.values()), "plain"),
-)
+)  # fmt: skip
 def test_options_drop_what_they_mask(options):
     model, ids, blocks = _model(), _ids(50, rows=2), (34, 1, 1, 7, 1, 1, 1, 1, 1, 1, 1)
     caches = [

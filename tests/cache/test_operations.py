@@ -51,13 +51,9 @@ def _by_head(config):
 
 @pytest.mark.parametrize(
     ("dtype", "scoring", "is_by_head", "limit"),
-    [
-        (torch.float32, "sum", False, 11),
-        (torch.bfloat16, "sum", False, 15),
-        (torch.float32, "expected", False, 16),
-        (torch.float32, "expected", True, 19),
-    ],
-)
+    [(torch.float32, "sum", False, 11), (torch.bfloat16, "sum", False, 15),
+     (torch.float32, "expected", False, 16), (torch.float32, "expected", True, 19)],
+)  # fmt: skip
 def test_a_step_that_evicts_has_few_more_operations_a_layer_than_a_static_cache(
     make_llama, dtype, scoring, is_by_head, limit
 ):

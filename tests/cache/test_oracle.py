@@ -26,14 +26,10 @@ def fitting(policy, positions, chunk):
 
 @settings(max_examples=examples(120), deadline=None, derandomize=True)
 @given(
-    policy=st.sampled_from(POLICIES),
-    kv_heads=st.sampled_from([1, 2, 4]),
-    budget=BUDGETS,
-    sink=st.integers(0, 3),
-    positions=st.sampled_from(["original", "rolling"]),
-    chunk=st.sampled_from([None, 1, 5, 16]),
-    batch=st.fixed_dictionaries(BATCHES),
-)
+    policy=st.sampled_from(POLICIES), kv_heads=st.sampled_from([1, 2, 4]), budget=BUDGETS,
+    sink=st.integers(0, 3), positions=st.sampled_from(["original", "rolling"]),
+    chunk=st.sampled_from([None, 1, 5, 16]), batch=st.fixed_dictionaries(BATCHES),
+)  # fmt: skip
 def test_dropping_equals_masking(
     make_llama, kept_sets, policy, kv_heads, budget, sink, positions, chunk, batch
 ):

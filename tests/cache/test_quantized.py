@@ -33,16 +33,11 @@ from h2okv.ops.quant import pack, unpack
 
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
 @given(
-    bits=st.sampled_from(list(KV_BITS)),
-    policy=st.sampled_from(POLICIES),
-    scoring=st.sampled_from(["sum", "value_norm", "expected"]),
-    kv_heads=st.sampled_from([1, 2, 4]),
-    budget=BUDGETS,
-    sink=st.integers(0, 3),
-    positions=st.sampled_from(["original", "rolling"]),
-    chunk=st.sampled_from([None, 1, 5, 16]),
-    batch=st.fixed_dictionaries(BATCHES),
-)
+    bits=st.sampled_from(list(KV_BITS)), policy=st.sampled_from(POLICIES),
+    scoring=st.sampled_from(["sum", "value_norm", "expected"]), kv_heads=st.sampled_from([1, 2, 4]),
+    budget=BUDGETS, sink=st.integers(0, 3), positions=st.sampled_from(["original", "rolling"]),
+    chunk=st.sampled_from([None, 1, 5, 16]), batch=st.fixed_dictionaries(BATCHES),
+)  # fmt: skip
 def test_dropping_equals_masking(
     make_llama, kept_sets, bits, policy, scoring, kv_heads, budget, sink, positions, chunk, batch
 ):

@@ -58,22 +58,6 @@ def test_a_million_tokens_in_bf16_are_as_precise_as_a_short_text(make_llama, fre
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("positions", ["original", "rolling"])
-def test_blocks_inside_a_forward_are_blocks_fed_by_hand(make_llama, kept_sets, positions):
-    model = make_llama(sharpness=2.0)
-    ids = tokens(100, batch=2)
-    results = []
-    for chunk, blocks in ((16, [100]), (16, [16] * 6 + [4]), (16, [40, 60]), (12, [100])):
-        cache = cache_of(model.config, 6, 6, positions=positions, evict_every=chunk)
-        logits = [model(block, past_key_values=cache).logits for block in ids.split(blocks, dim=1)]
-        results.append((torch.cat(logits, dim=1), kept_sets(cache)))
-    for result in results[1:3]:
-        assert results[0][1] == result[1]
-        torch.testing.assert_close(results[0][0], result[0], atol=1e-4, rtol=1e-4)
-    assert not torch.allclose(results[0][0], results[3][0], atol=1e-3)  # cut elsewhere
-
-
-@torch.no_grad()
 def test_a_block_never_sees_more_than_the_budget_and_itself(make_llama, monkeypatch):
     seen = []
     plain = dispatch.blockwise_attention_with_scores
@@ -383,19 +367,14 @@ def _needs_more(query, key, cos, sin, **options):
     ("options", "named", "remedy"),
     [
         ({"positions": "rolling"}, "positions='rolling'", "use positions='original'."),
-        (
-            {"policy": "best", "layer_budgets": "even"},
-            "scoring='expected' (of policy='best')",
-            "use policy='h2o' (--policy h2o), without that scoring.",
-        ),
-        (
-            {"scoring": "expected", "positions": "rolling"},
-            "positions='rolling' and scoring='expected' (of policy='best')",
-            "use positions='original' and policy='h2o' (--policy h2o), without that scoring.",
-        ),
+        ({"policy": "best", "layer_budgets": "even"}, "scoring='expected' (of policy='best')",
+         "use policy='h2o' (--policy h2o), without that scoring."),
+        ({"scoring": "expected", "positions": "rolling"},
+         "positions='rolling' and scoring='expected' (of policy='best')",
+         "use positions='original' and policy='h2o' (--policy h2o), without that scoring."),
     ],
     ids=["rolling", "best", "both"],
-)
+)  # fmt: skip
 def test_an_unknown_rotation_is_refused_by_the_options_given(
     make_llama, monkeypatch, rotates, options, named, remedy
 ):

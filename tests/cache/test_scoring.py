@@ -24,16 +24,12 @@ def options_of(scoring, decay):
 
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
-    scoring=st.sampled_from(VARIANTS),
-    decay=st.sampled_from([0.3, 0.9, 0.99, 1.0]),
-    policy=st.sampled_from(["h2o", "heavy", "full"]),
-    kv_heads=st.sampled_from([1, 2, 4]),
-    sink=st.integers(0, 3),
-    positions=st.sampled_from(["original", "rolling"]),
-    chunk=st.sampled_from([None, 1, 5, 16]),
-    fractions=st.booleans(),
+    scoring=st.sampled_from(VARIANTS), decay=st.sampled_from([0.3, 0.9, 0.99, 1.0]),
+    policy=st.sampled_from(["h2o", "heavy", "full"]), kv_heads=st.sampled_from([1, 2, 4]),
+    sink=st.integers(0, 3), positions=st.sampled_from(["original", "rolling"]),
+    chunk=st.sampled_from([None, 1, 5, 16]), fractions=st.booleans(),
     batch=st.fixed_dictionaries(BATCHES),
-)
+)  # fmt: skip
 def test_dropping_equals_masking(
     make_llama, kept_sets, scoring, decay, policy, kv_heads, sink, positions, chunk, fractions,
     batch,
@@ -49,14 +45,10 @@ def test_dropping_equals_masking(
 
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(
-    scoring=st.sampled_from(VARIANTS),
-    pads=st.lists(st.integers(0, 20), min_size=2, max_size=3),
-    fraction=st.booleans(),
-    holes=st.sampled_from([0.0, 0.3]),
-    chunk=st.sampled_from([None, 4]),
-    masks=st.booleans(),
-    seed=st.integers(0, 10**6),
-)
+    scoring=st.sampled_from(VARIANTS), pads=st.lists(st.integers(0, 20), min_size=2, max_size=3),
+    fraction=st.booleans(), holes=st.sampled_from([0.0, 0.3]), chunk=st.sampled_from([None, 4]),
+    masks=st.booleans(), seed=st.integers(0, 10**6),
+)  # fmt: skip
 def test_padded_row_equals_the_row_alone(
     make_llama, kept_sets, scoring, pads, fraction, holes, chunk, masks, seed
 ):

@@ -45,18 +45,11 @@ def follow(model, cache, ids, mask, blocks):
 @pytest.mark.parametrize("budget", [(30, 20, 1), (25, 0.4, 0), (300, 200, 0)], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"positions": "rolling"},
-        {"kv_bits": 4},
-        {"scoring": "value_norm", "positions": "rolling"},
-        {"scoring": "decay"},
-        {"policy": "strided_heavy"},
-        {"policy": "snapkv"},
-        {"policy": "full"},
-    ],
+    [{}, {"positions": "rolling"}, {"kv_bits": 4},
+     {"scoring": "value_norm", "positions": "rolling"}, {"scoring": "decay"},
+     {"policy": "strided_heavy"}, {"policy": "snapkv"}, {"policy": "full"}],
     ids=lambda options: "-".join(map(str, options.values())) or "plain",
-)
+)  # fmt: skip
 def test_growing_changes_nothing(make_llama, kept_sets, monkeypatch, options, budget, padding):
     monkeypatch.setattr(slot_state, "MIN_GROWN_SLOTS", 0)
     model, ids = make_llama(layers=1), tokens(75, batch=2)

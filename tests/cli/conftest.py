@@ -1,5 +1,7 @@
 """A tiny model with a byte-level tokenizer in a folder, and the command run on it."""
 
+import json
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,16 @@ class Outcome:
     err: str
 
 
+def write_prompts(path: Path, count: int, more: dict | None = None) -> Path:
+    """Write a batch job's prompts of random words, and others by their ids."""
+    generator, words = random.Random(0), PROMPT.split()[:13]
+    texts = {f"p{n}": " ".join(generator.choices(words, k=generator.randint(1, 40)))
+             for n in range(count)}  # fmt: skip
+    lines = [json.dumps({"id": n, "prompt": text}) for n, text in (texts | (more or {})).items()]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
 def make_tokenizer(*turn_tokens: str, **options) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -44,17 +56,10 @@ def make_tokenizer(*turn_tokens: str, **options) -> PreTrainedTokenizerFast:
 
 def make_model(context: int = CONTEXT, eos: int | None = None, **options) -> LlamaForCausalLM:
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=300,
-        max_position_embeddings=context,
-        bos_token_id=0,
-        eos_token_id=eos,
-        **options,
-    )
+        hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=300, max_position_embeddings=context, bos_token_id=0,
+        eos_token_id=eos, **options,
+    )  # fmt: skip
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from cli.conftest import write_prompts
 from safetensors.torch import load_file, save_file
 
 from h2okv.cli.app import run
@@ -17,19 +18,7 @@ from h2okv.config import BEST_VERSION, CacheConfig
 
 pytestmark = pytest.mark.slow
 
-WORDS = ["the", "cat", "sat", "on", "the", "mat", "and", "the", "dog", "sat", "on", "the", "log,"]
 STEPS = 6
-
-
-def write_prompts(path, count, seed=0, **more):
-    generator = random.Random(seed)
-    prompts = {
-        f"p{n}": " ".join(generator.choices(WORDS, k=generator.randint(1, 40)))
-        for n in range(count)
-    } | more
-    lines = [json.dumps({"id": name, "prompt": text}) for name, text in prompts.items()]
-    path.write_text("\n".join(lines) + "\n")
-    return path
 
 
 def read(path):
@@ -128,9 +117,8 @@ def test_results_do_not_depend_on_the_batch_or_the_order(job, prompts, tmp_path,
 
 
 def test_invalid_prompts_get_error_records(job, tmp_path):
-    prompts = write_prompts(
-        tmp_path / "in.jsonl", 3, empty=" \n", long="cat " * 300, none=None, odd="\ud800"
-    )
+    odd = {"empty": " \n", "long": "cat " * 300, "none": None, "odd": "\ud800"}
+    prompts = write_prompts(tmp_path / "in.jsonl", 3, odd)
     outcome, records = job(prompts, code=1)
     assert "4 with an error record" in outcome.err
     errors = {name: record["error"] for name, record in records.items() if "error" in record}
@@ -148,50 +136,11 @@ def test_a_text_ends_at_the_context_window(job, tokenizer, tmp_path):
     long = "x"
     while len(tokenizer(long)["input_ids"]) < 253:
         long += " x"
-    prompts = write_prompts(tmp_path / "in.jsonl", 1, long=long)
+    prompts = write_prompts(tmp_path / "in.jsonl", 1, {"long": long})
     _, records = job(prompts)
     record = records["long"]
     assert record["finish_reason"] == "context"
     assert record["prompt_tokens"] + record["new_tokens"] == 256
-
-
-BAD = {
-    "no such input": (("--input", "nowhere.jsonl"), ("nowhere.jsonl", "no such file")),
-    "batch of nothing": (("--batch", "0"), ("--batch '0' is not a batch size", "auto")),
-    "batch of words": (("--batch", "many"), ("--batch 'many'", "auto")),
-    "budget of zero": (("--budget", "0+0"), ("heavy=0",)),
-    "no such scoring": (("--cache", "scoring=luck"), ("'luck'", "decay")),
-    "decay of nothing": (("--cache", "scoring=sum:0.9"), ("decay",)),
-    "no such bits": (("--cache", "bits=5"), ("kv_bits must be 8, 6 or 4, got 5",)),
-    "no tokens": (("--max-new-tokens", "0"), ("--max-new-tokens 0",)),
-    "output in no folder": (("--output", "/nowhere/out.jsonl"), ("cannot be written",)),
-}
-
-
-@pytest.mark.parametrize(("args", "words"), BAD.values(), ids=BAD.keys())
-def test_bad_input(job, prompts, args, words):
-    outcome, _ = job(prompts, *args, code=2)
-    assert outcome.err.startswith("h2okv: ")
-    assert outcome.err.count("\n") == 1
-    for word in words:
-        assert word in outcome.err
-
-
-def test_duplicate_ids_are_refused(job, prompts):
-    text = prompts.read_text()
-    prompts.write_text(text + text.splitlines()[2])
-    outcome, records = job(prompts, code=2)
-    assert "line 13 of " in outcome.err and 'id "p2" is that of line 3 too' in outcome.err
-    assert not records
-
-
-def test_output_of_another_job_is_refused(job, prompts):
-    job(prompts)
-    outcome, _ = job(prompts, "--budget", "5+0.03", code=2)
-    assert "begun with heavy 0.17" in outcome.err and ", not 5" in outcome.err
-    write_prompts(prompts, 12, seed=1)
-    outcome, _ = job(prompts, code=2)
-    assert "a result for another prompt with id" in outcome.err
 
 
 def test_output_of_other_weights_is_refused(job, save_model, prompts, tmp_path, h2okv_command):

@@ -190,27 +190,6 @@ def test_a_conversion_without_disk_space_is_refused(job, model_folder, cache_hom
     assert "XDG_CACHE_HOME" in error
 
 
-BAD = {
-    "no place": (("--weights", "moon"), ("--weights must be auto, device", "got 'moon'")),
-    "too much": (("--weights", "disk=70,cpu=70"), ("adds up to 140 percent",)),
-    "twice": (("--weights", "disk=50,disk=50"), ("--weights must", "got 'disk=50,disk=50'")),
-    "no amount": (("--memory", "lots"), ("--memory 'lots'", "8GiB")),
-    "no such bits": (("--weight-bits", "3"), ("--weight-bits 3", "give 8 or 4")),
-    "no place for the cache": (
-        ("--cache-placement", "disk"),
-        ("--cache-placement must be auto, device", "got 'disk'"),
-    ),
-    "next to nothing": (("--memory", "1MiB"), ("--memory 1MiB is too little", "give more")),
-}
-
-
-@pytest.mark.parametrize(("args", "words"), BAD.values(), ids=BAD.keys())
-def test_bad_input(job, model_folder, args, words):
-    error, _ = job(model_folder, *args, code=2)
-    for word in words:
-        assert word in error
-
-
 @pytest.mark.parametrize("memory", ["1MiB", "half of the model"])
 def test_too_little_memory_names_a_sufficient_amount(
     processes, model_folder, prompts, tmp_path, memory
@@ -246,26 +225,12 @@ def test_freed_memory_is_kept_if_the_limit_is_ample(job, model_folder, monkeypat
     assert calls == ["give", "give", "keep"]
 
 
-def damaged(model_folder, tmp_path, change):
+def test_nan_weights_are_refused(job, model_folder, tmp_path):
     folder = tmp_path / "damaged"
     shutil.copytree(model_folder, folder)
-    change(folder / "model.safetensors")
-    return folder
-
-
-def test_a_truncated_shard_is_refused(job, model_folder, tmp_path):
-    folder = damaged(model_folder, tmp_path, lambda p: os.truncate(p, p.stat().st_size - 9))
-    error, _ = job(folder, "--weights", "disk", code=2)
-    assert "is damaged or cut off" in error
-
-
-def test_nan_weights_are_refused(job, model_folder, tmp_path):
-    def spoil(path):
-        weights = load_file(path)
-        weights["model.layers.1.self_attn.q_proj.weight"][:] = torch.nan
-        save_file(weights, path, metadata={"format": "pt"})
-
-    folder = damaged(model_folder, tmp_path, spoil)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.weight"][:] = torch.nan
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     error, _ = job(folder, "--weights", "disk", code=2)
     assert "not finite" in error
 

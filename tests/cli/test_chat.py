@@ -67,11 +67,6 @@ def test_answers_are_read_again_with_the_full_cache(chat):
     assert sum(line.startswith(note) for line in outcome.err.splitlines()) > 2
 
 
-def test_a_chat_cannot_repair(chat):
-    outcome = chat("the cat\n", "--verify", "repair")
-    assert outcome.code == 2 and "--verify repair makes one answer again" in outcome.err
-
-
 def test_a_chat_continues_beyond_the_context_window(chat):
     outcome = chat("the dog sat on the log? " + "a heron, a fox; 7 owls? " * 3 + "\n" + "9\n" * 12)
     assert outcome.code == 0
@@ -247,22 +242,16 @@ def test_a_chat_of_another_model_or_without_a_chat_is_refused(chat, save_model, 
 
 OPTIONS = {
     "share": (("--budget", "10%"), ("a budget of 10%", "--budget 512")),
-    "positions": (("--cache", "positions=round"), ("positions='round'", "rolling")),
-    "no chunk": (("--cache", "every=-1"), ("every=-1", "1 or more")),
     "long chunk": (("--cache", "every=225"), ("every=225", "224")),
     "budget beyond the window": (("--budget", "240+16"), ("256", "lower")),
     "clamped RoPE": (("--cache", "positions=clamped"), ("clamped", "rolling")),
-    "nothing kept": (("--budget", "0+0"), ("heavy=0",)),
-    "policy": (("--policy", "h2"), ("policy 'h2'",)),
     "one prompt": (("--policy", "snapkv"), ("a chat has many turns; choose best or h2o",)),
-    "full and rolling": (("--policy", "full", "--cache", "positions=rolling"), ("original",)),
     "system of a saved chat": (
         ("--load", bundled_model_path() / "model.safetensors", "--system", "y"),
         ("--system", "--load"),
     ),
-    "no such file": (("--load", "nowhere.chat"), ("--load 'nowhere.chat' cannot be read",)),
-    "top-p": (("--top-p", "0.5"), ("--top-p", "--temperature")),
     "pin": (("--pin", "systm"), ("pin 'systm'", "did you mean system?")),
+    "repair": (("--verify", "repair"), ("--verify repair makes one answer again",)),
 }
 
 

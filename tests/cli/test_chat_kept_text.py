@@ -35,13 +35,9 @@ def test_kept_shares_of_one_layer_and_one_head(cache, kept_sets):
 
 @pytest.mark.parametrize(
     ("indices", "words"),
-    [
-        ((3, None), "got 3"),
-        ((-1, None), "got -1"),
-        ((1, 2), "KV heads 0 to 1"),
-        ((1, -1), "KV heads 0 to 1"),
-    ],
-)
+    [((3, None), "got 3"), ((-1, None), "got -1"), ((1, 2), "KV heads 0 to 1"),
+     ((1, -1), "KV heads 0 to 1")],
+)  # fmt: skip
 def test_a_missing_layer_or_head_is_refused(cache, indices, words):
     with pytest.raises(ValueError, match=words):
         kept_shares(cache, *indices)
@@ -49,17 +45,9 @@ def test_a_missing_layer_or_head_is_refused(cache, indices, words):
 
 @pytest.mark.parametrize(
     ("share", "level"),
-    [
-        (1.0, Level.ALL),
-        (0.99, Level.MOST),
-        (2 / 3, Level.MOST),
-        (0.5, Level.SOME),
-        (1 / 3, Level.SOME),
-        (0.01, Level.FEW),
-        (0.0, Level.NONE),
-        (None, Level.WAITING),
-    ],
-)
+    [(1.0, Level.ALL), (0.99, Level.MOST), (2 / 3, Level.MOST), (0.5, Level.SOME),
+     (1 / 3, Level.SOME), (0.01, Level.FEW), (0.0, Level.NONE), (None, Level.WAITING)],
+)  # fmt: skip
 def test_levels(share, level):
     assert Level.of(share) is level
 

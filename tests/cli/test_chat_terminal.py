@@ -26,21 +26,15 @@ class Terminal:
         self._screen, inside = pty.openpty()
         termios.tcsetwinsize(inside, (500, 100))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "h2okv", *map(str, args)],
-            stdin=inside,
-            stdout=inside,
-            stderr=inside,
-            start_new_session=True,
+            [sys.executable, "-m", "h2okv", *map(str, args)], stdin=inside, stdout=inside,
+            stderr=inside, start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             env={
                 **{name: value for name, value in os.environ.items() if name != "NO_COLOR"},
-                "HF_HUB_OFFLINE": "1",
-                "OMP_NUM_THREADS": "1",
-                "TERM": "xterm-256color",
-                "PAGER": "cat",
-                "INPUTRC": os.devnull,
+                "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TERM": "xterm-256color",
+                "PAGER": "cat", "INPUTRC": os.devnull,
             },
-        )
+        )  # fmt: skip
         os.close(inside)
         self.shown = b""
 

@@ -14,49 +14,19 @@ from h2okv.config import CacheConfig
 
 BUDGET = ("--policy", "h2o", "--budget", "16+16")
 RUN_FIELDS = {
-    "text": str,
-    "token_ids": list,
-    "finish_reason": str,
-    "time_to_first_token_s": float,
-    "tokens_per_second": float,
-    "kv_bytes": int,
-    "kv_bytes_full": int,
-    "num_seen_tokens": int,
-    "num_cached_tokens": int,
-    "mean_cached_tokens": float,
-    "smaller_from": int,
-}
+    "text": str, "token_ids": list, "finish_reason": str, "time_to_first_token_s": float,
+    "tokens_per_second": float, "kv_bytes": int, "kv_bytes_full": int, "num_seen_tokens": int,
+    "num_cached_tokens": int, "mean_cached_tokens": float, "smaller_from": int,
+}  # fmt: skip
 SETTINGS_FIELDS = {
-    "model": str,
-    "cache": str,
-    "policy": str,
-    "heavy": int,
-    "recent": float,
-    "sink": int,
-    "positions": str,
-    "evict_every": type(None),
-    "whole_prompts": bool,
-    "max_tokens": type(None),
-    "min_tokens": int,
-    "grows": bool,
-    "chat_template": bool,
-    "scoring": str,
-    "decay": type(None),
-    "kv_bits": type(None),
-    "layer_budgets": type(None),
-    "measured": type(None),
-    "max_new_tokens": int,
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "repetition_penalty": float,
-    "stop": list,
-    "seed": int,
-    "dtype": str,
-    "device": str,
+    "model": str, "cache": str, "policy": str, "heavy": int, "recent": float, "sink": int,
+    "positions": str, "evict_every": type(None), "whole_prompts": bool, "max_tokens": type(None),
+    "min_tokens": int, "grows": bool, "chat_template": bool, "scoring": str, "decay": type(None),
+    "kv_bits": type(None), "layer_budgets": type(None), "measured": type(None),
+    "max_new_tokens": int, "temperature": float, "top_p": float, "top_k": int, "min_p": float,
+    "repetition_penalty": float, "stop": list, "seed": int, "dtype": str, "device": str,
     "prompt_tokens": int,
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -71,6 +41,20 @@ def generate(h2okv_command, model_folder, prompt):
 
 
 @pytest.fixture
+def by_transformers(model_folder, prompt):
+    """Return a function that continues a text by ``generate`` on a cache with the options."""
+
+    def call(count, text=prompt, options=None, **settings):
+        model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
+        ids = AutoTokenizer.from_pretrained(model_folder)(text, return_tensors="pt").input_ids
+        cache = h2okv.H2OCache(model.config, 16, 16, **options or {})
+        settings |= {"max_new_tokens": count, "do_sample": False, "eos_token_id": 1}
+        return model.generate(ids, past_key_values=cache, **settings)[0, ids.shape[1] :].tolist()
+
+    return call
+
+
+@pytest.fixture
 def stdin(monkeypatch):
     def give(data: bytes):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
@@ -79,7 +63,9 @@ def stdin(monkeypatch):
 
 
 @pytest.mark.parametrize("chunk", ["", ",every=40"], ids=["default", "given"])
-def test_rolling_positions_generate_past_the_context_window(generate, prompt, model_folder, chunk):
+def test_rolling_positions_generate_past_the_context_window(
+    generate, prompt, by_transformers, chunk
+):
     text = prompt * 8  # the window is 256
     outcome = generate(
         *BUDGET, "--cache", f"positions=rolling{chunk}", "--max-new-tokens", 90, "--json",
@@ -90,13 +76,8 @@ def test_rolling_positions_generate_past_the_context_window(generate, prompt, mo
     assert record["prompt_tokens"] > 256 and record["finish_reason"] == "length"
     since = (record["prompt_tokens"] + 89) % (40 if chunk else 64)
     assert record["num_cached_tokens"] == 32 + since
-    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
-    ids = AutoTokenizer.from_pretrained(model_folder)(text, return_tensors="pt").input_ids
-    cache = h2okv.H2OCache(
-        model.config, 16, 16, positions="rolling", evict_every=40 if chunk else 64
-    )
-    expected = model.generate(ids, past_key_values=cache, max_new_tokens=90, do_sample=False)
-    assert record["token_ids"] == expected[0, ids.shape[1] :].tolist()
+    options = {"positions": "rolling", "evict_every": 40 if chunk else 64}
+    assert record["token_ids"] == by_transformers(90, text, options)
 
 
 def test_compiled_steps_give_the_same_text(generate, monkeypatch):
@@ -317,17 +298,6 @@ def test_generation_ends_at_the_end_token(generate, save_model):
     result = json.loads(generate(*BUDGET, "--json", model=model).out)
     assert result["finish_reason"] == "eos"
     assert result["token_ids"] == free[: free.index(free[5]) + 1]
-
-
-@pytest.mark.parametrize(
-    "wish", [{"cache_implementation": "static"}, {"use_cache": False}, {"num_beams": 3}], ids=str
-)
-def test_generation_config_of_a_checkpoint_does_not_change_greedy_text(generate, save_model, wish):
-    model = save_model()
-    (model / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, **wish}))
-    outcome = generate(*BUDGET, model=model)
-    assert outcome.code == 0
-    assert outcome.out == generate(*BUDGET).out
 
 
 def test_the_bundled_model_is_the_default(h2okv_command):
@@ -568,6 +538,8 @@ def test_stored_stop_strings_end_the_text_unless_others_are_given(generate, save
     assert (record["text"], record["finish_reason"]) == (free[: free.index(free[4:7])], "stop")
     other = json.loads(generate(*options, "--stop", "no such text", model=model).out)
     assert (other["text"], other["finish_reason"]) == (free, "length")
+    stopped = json.loads(generate(*options, "--stop", free[10:13]).out)
+    assert (stopped["text"], stopped["finish_reason"]) == (free[: free.index(free[10:13])], "stop")
 
 
 def test_generation_config_sets_the_sampling_defaults(generate, save_model):
@@ -582,60 +554,19 @@ def test_generation_config_sets_the_sampling_defaults(generate, save_model):
     assert greedy["token_ids"] == json.loads(generate(*BUDGET, "--json").out)["token_ids"]
 
 
-def test_a_stop_string_ends_the_text_and_is_not_shown(generate):
-    free = json.loads(generate(*BUDGET, "--json", "--max-new-tokens", 40).out)["text"]
-    stop = free[10:13]
-    record = json.loads(generate(*BUDGET, "--json", "--stop", stop).out)
-    assert record["finish_reason"] == "stop"
-    assert record["text"] == free[: free.index(stop)]
-
-
-def test_a_repetition_penalty_reaches_the_model(generate, model_folder, prompt):
+def test_a_repetition_penalty_reaches_the_model(generate, by_transformers):
     record = json.loads(generate(*BUDGET, "--json", "--repetition-penalty", 1.7).out)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    expected = model.generate(
-        ids,
-        past_key_values=h2okv.H2OCache(model.config, 16, 16),
-        max_new_tokens=24,
-        eos_token_id=tokenizer.eos_token_id,
-        do_sample=False,
-        repetition_penalty=1.7,
-    )
-    assert record["token_ids"] == expected[0, ids.shape[1] :].tolist()
+    assert record["token_ids"] == by_transformers(24, repetition_penalty=1.7)
 
 
-def test_a_tiny_temperature_is_greedy(generate):
-    cold = json.loads(generate(*BUDGET, "--json", "--temperature", "1e-40").out)
-    assert cold["token_ids"] == json.loads(generate(*BUDGET, "--json").out)["token_ids"]
-
-
-def test_help_shows_an_example(h2okv_command):
-    outcome = h2okv_command("generate", "--help")
-    assert outcome.code == 0
-    assert "h2okv generate --file chapter.txt --budget 20%" in outcome.out
-
-
-def test_no_command_shows_the_commands(h2okv_command):
-    outcome = h2okv_command()
-    assert outcome.code == 0
-    assert "generate" in outcome.out
-    assert "demo" in outcome.out
-
-
-def test_scoring_and_its_decay_reach_the_cache(generate, model_folder, prompt):
+def test_scoring_and_its_decay_reach_the_cache(generate, by_transformers):
     options = ("--cache", "scoring=decay:0.5", "--json", "--max-new-tokens", 30)
     record = json.loads(generate(*BUDGET, *options).out)
     assert (record["scoring"], record["decay"]) == ("decay", 0.5)
-    model = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="h2o").eval()
-    ids = AutoTokenizer.from_pretrained(model_folder)(prompt, return_tensors="pt").input_ids
-    cache = h2okv.H2OCache(model.config, 16, 16, scoring="decay", decay=0.5)
-    expected = model.generate(ids, past_key_values=cache, max_new_tokens=30, do_sample=False)
-    assert record["token_ids"] == expected[0, ids.shape[1] :].tolist()
+    assert record["token_ids"] == by_transformers(30, options={"scoring": "decay", "decay": 0.5})
 
 
-def test_kv_bits_reach_the_cache(generate, model_folder, prompt):
+def test_kv_bits_reach_the_cache(generate):
     options = ("--json", "--max-new-tokens", 5)
     full, packed = (
         json.loads(generate(*options, *more).out) for more in ((), ("--cache", "bits=4"))

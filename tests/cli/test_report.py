@@ -6,31 +6,20 @@ from h2okv.cli.generate import comparison_table, few_entries_note, summary_line
 
 def make_generation(**values):
     defaults = {
-        "text": "a text",
-        "token_ids": [1, 2, 3],
-        "finish_reason": "length",
-        "time_to_first_token": 0.25,
-        "tokens_per_second": 12.34,
-        "kv_bytes": 512,
-        "kv_bytes_full": 2048,
-        "num_seen_tokens": 400,
-        "num_cached_tokens": 80,
-        "mean_cached_tokens": 80.0,
-        "smaller_from": 110,
-    }
+        "text": "a text", "token_ids": [1, 2, 3], "finish_reason": "length",
+        "time_to_first_token": 0.25, "tokens_per_second": 12.34, "kv_bytes": 512,
+        "kv_bytes_full": 2048, "num_seen_tokens": 400, "num_cached_tokens": 80,
+        "mean_cached_tokens": 80.0, "smaller_from": 110,
+    }  # fmt: skip
     return Generation(**(defaults | values))
 
 
 @pytest.mark.parametrize(
     ("tokens", "others", "expected"),
-    [
-        ([1, 2, 3], [1, 2, 3], Agreement(3, 3, None)),
-        ([1, 2, 3], [1, 9, 3], Agreement(3, 2, 1)),
-        ([1, 2], [1, 2, 3], Agreement(3, 2, 2)),
-        ([], [1], Agreement(1, 0, 0)),
-        ([], [], Agreement(0, 0, None)),
-    ],
-)
+    [([1, 2, 3], [1, 2, 3], Agreement(3, 3, None)), ([1, 2, 3], [1, 9, 3], Agreement(3, 2, 1)),
+     ([1, 2], [1, 2, 3], Agreement(3, 2, 2)), ([], [1], Agreement(1, 0, 0)),
+     ([], [], Agreement(0, 0, None))],
+)  # fmt: skip
 def test_agreement(tokens, others, expected):
     assert Agreement.of(tokens, others) == expected
 
@@ -56,24 +45,16 @@ def test_summary_line():
 @pytest.mark.parametrize(
     ("values", "memory", "tokens_kept"),
     [
-        (
-            {"kv_bytes": 2100, "num_cached_tokens": 400, "mean_cached_tokens": 400.0},
-            "KV cache 2.1 KiB (nothing evicted yet; saves memory from 110 tokens on)",
-            "400 tokens seen, all kept",
-        ),
-        (
-            {"kv_bytes": 2100},
-            "KV cache 2.1 KiB (saves memory from 110 tokens on)",
-            "400 tokens seen, 80 kept",
-        ),
-        (
-            {"num_cached_tokens": 290},
-            "KV cache 512 B, a full one 2.0 KiB (25 %)",
-            "400 tokens seen, 80 kept by a head on average, 290 by the largest",
-        ),
+        ({"kv_bytes": 2100, "num_cached_tokens": 400, "mean_cached_tokens": 400.0},
+         "KV cache 2.1 KiB (nothing evicted yet; saves memory from 110 tokens on)",
+         "400 tokens seen, all kept"),
+        ({"kv_bytes": 2100}, "KV cache 2.1 KiB (saves memory from 110 tokens on)",
+         "400 tokens seen, 80 kept"),
+        ({"num_cached_tokens": 290}, "KV cache 512 B, a full one 2.0 KiB (25 %)",
+         "400 tokens seen, 80 kept by a head on average, 290 by the largest"),
         ({"kv_bytes": 2100, "smaller_from": None}, "KV cache 2.1 KiB", "400 tokens seen, 80 kept"),
     ],
-)
+)  # fmt: skip
 def test_memory_is_compared_only_if_smaller(values, memory, tokens_kept):
     run = make_generation(**values)
     assert (run.memory_text, run.kept_text) == (memory, tokens_kept)
@@ -81,13 +62,9 @@ def test_memory_is_compared_only_if_smaller(values, memory, tokens_kept):
 
 def test_summary_line_without_tokens():
     nothing = make_generation(
-        token_ids=[],
-        finish_reason="interrupted",
-        time_to_first_token=None,
-        tokens_per_second=None,
-        kv_bytes=0,
-        kv_bytes_full=0,
-    )
+        token_ids=[], finish_reason="interrupted", time_to_first_token=None, tokens_per_second=None,
+        kv_bytes=0, kv_bytes_full=0,
+    )  # fmt: skip
     assert "0 tokens (interrupted) | KV cache 0 B" in summary_line(nothing)
     assert nothing.interrupted
 

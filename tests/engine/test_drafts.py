@@ -59,13 +59,14 @@ def test_outputs_are_those_without_drafts(make_llm, double_model, greedy, always
         assert layer.log is None or len(layer.log) <= 5
 
 
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_batches_draft_too(make_llm, double_model, greedy, always, options):
+def test_batches_draft_too(make_llm, double_model, greedy, always, options, rounds):
     """Each sequence keeps as many of its drafts as are right; entries and scores are the same."""
     options = {"heavy": 8, "recent": 6, "max_prompt_tokens": 200, "max_num_seqs": 4} | options
     plain, drafting = (make_llm(double_model, speculate=n, **options) for n in (0, 4))
     rng = random.Random(5)
-    for _ in range(2):
+    for _ in range(rounds):
         prompts = []
         for _ in range(4):
             base = [rng.randrange(2, 97) for _ in range(rng.randint(3, 9))]

@@ -238,42 +238,20 @@ def test_sliding_window_equal_to_a_layer_index_is_not_a_budget(
 
 def sliding_model(layers=("sliding_attention", "full_attention", "sliding_attention"), window=8):
     torch.manual_seed(0)
-    return (
-        Gemma3ForCausalLM(
-            Gemma3TextConfig(
-                hidden_size=32,
-                intermediate_size=32,
-                num_hidden_layers=len(layers),
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                head_dim=16,
-                vocab_size=97,
-                sliding_window=window,
-                layer_types=list(layers),
-                initializer_range=0.4,
-                eos_token_id=None,
-            )  # fmt: skip
-        )
-        .eval()
-        .double()
-    )
+    config = Gemma3TextConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=len(layers), num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, vocab_size=97, sliding_window=window,
+        layer_types=list(layers), initializer_range=0.4, eos_token_id=None,
+    )  # fmt: skip
+    return Gemma3ForCausalLM(config).eval().double()
 
 
 def chunked_model():
     torch.manual_seed(0)
-    return Llama4ForCausalLM(
-        Llama4TextConfig(
-            hidden_size=32,
-            intermediate_size=32,
-            intermediate_size_mlp=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            vocab_size=97,
-            num_local_experts=2,
-            layer_types=["chunked_attention", "full_attention"],
-            attention_chunk_size=8,
-            no_rope_layers=[1, 0],
-        )  # fmt: skip
-    ).eval()
+    config = Llama4TextConfig(
+        hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, vocab_size=97,
+        num_local_experts=2, layer_types=["chunked_attention", "full_attention"],
+        attention_chunk_size=8, no_rope_layers=[1, 0],
+    )  # fmt: skip
+    return Llama4ForCausalLM(config).eval()

@@ -43,7 +43,11 @@ def prompt(length):
     return [(7 * i + length) % 90 + 3 for i in range(length)]
 
 
-@pytest.mark.parametrize("ops", ["plain", pytest.param("auto", marks=pytest.mark.slow)])
+# In the slow run the kernels of the GPU do the steps, in Triton's interpreter.
+all_ops = pytest.mark.parametrize("ops", ["plain", pytest.param("auto", marks=pytest.mark.slow)])
+
+
+@all_ops
 @pytest.mark.parametrize("name", OPTIONS)
 def test_requests_that_come_and_go(monkeypatch, name, ops):
     """Batches of each size have graphs, and give the same tokens as without."""
@@ -54,12 +58,20 @@ def test_requests_that_come_and_go(monkeypatch, name, ops):
     assert num_replays["auto"] >= (10 if name != "drafts" else 1)
 
 
-def test_a_request_with_larger_heads_is_replayed(monkeypatch):
+@all_ops
+def test_a_request_with_larger_heads_is_replayed(monkeypatch, ops):
     """A step is recorded for the heads of the longest prompt: one graph does for all lengths."""
     options = {"heavy": 0.8, "recent": 0.1, "layer_budgets": [[1.1, 0.9]] * LAYERS}
     requests = [prompt(20), prompt(150), prompt(90)]
     texts, num_replays = generated(
-        monkeypatch, requests, 10, max_num_seqs=1, max_prompt_tokens=150, min_tokens=0, **options
+        monkeypatch,
+        requests,
+        10,
+        ops,
+        max_num_seqs=1,
+        max_prompt_tokens=150,
+        min_tokens=0,
+        **options,
     )
     assert num_replays["auto"] > 3 * (9 - EAGER_STEPS)  # as many if each was recorded
     assert texts["auto"] == texts["off"]

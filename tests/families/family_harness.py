@@ -77,14 +77,9 @@ def generate(
     model = _fresh(model)
     model.set_attn_implementation(attention)
     output = model.generate(
-        ids,
-        past_key_values=cache,
-        max_new_tokens=6,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-        **options,
-    )
+        ids, past_key_values=cache, max_new_tokens=6, do_sample=False, output_logits=True,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
     return output.sequences[:, ids.shape[1] :], torch.stack(output.logits, dim=1)
 
 

@@ -34,13 +34,9 @@ def _rope(kind: str, **options: float) -> dict[str, Any]:
 
 _LATENT = "MLA: latents of one kept set for all heads"
 _MLA = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-}
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 10,
+}  # fmt: skip
 _ROUTED = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,

@@ -68,16 +68,10 @@ def alone(model, prompt, pins=(), **options):
     cache.pin(pins)
     with h2okv.enable(model):
         output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            **prompt.inputs,
-            **{CACHE: cache},
-            max_new_tokens=8,
-            do_sample=False,
-            eos_token_id=None,
-            output_logits=True,
+            ids, attention_mask=torch.ones_like(ids), **prompt.inputs, **{CACHE: cache},
+            max_new_tokens=8, do_sample=False, eos_token_id=None, output_logits=True,
             return_dict_in_generate=True,
-        )
+        )  # fmt: skip
     tokens = output.sequences[0, ids.shape[1] :]
     logprobs = torch.cat(output.logits).log_softmax(-1)
     return tokens.tolist(), logprobs.gather(1, tokens.unsqueeze(1)).flatten()

@@ -29,13 +29,9 @@ def generate(family, inputs, cache, attention="h2o"):
     model = tiny_vision_model(family)
     model.set_attn_implementation(attention)
     generated = model.generate(
-        **inputs,
-        **{CACHE: cache},
-        max_new_tokens=NEW,
-        do_sample=False,
-        output_logits=True,
+        **inputs, **{CACHE: cache}, max_new_tokens=NEW, do_sample=False, output_logits=True,
         return_dict_in_generate=True,
-    )
+    )  # fmt: skip
     return generated.sequences, torch.stack(generated.logits, dim=1)
 
 

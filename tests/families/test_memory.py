@@ -29,19 +29,10 @@ class SquareTensors(TorchDispatchMode):
 
 def _model(model_type: str, **options):
     config = AutoConfig.for_model(
-        model_type,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=4 * LENGTH,
-        pad_token_id=0,
-        eos_token_id=None,
-        **options,
-    )
+        model_type, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, vocab_size=VOCABULARY,
+        max_position_embeddings=4 * LENGTH, pad_token_id=0, eos_token_id=None, **options,
+    )  # fmt: skip
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config, attn_implementation="h2o").eval()
 

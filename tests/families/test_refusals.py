@@ -12,16 +12,10 @@ from h2okv.cache.support import REFUSED
 from h2okv.integration.attention import h2o_attention
 
 _SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 89,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 89, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": None,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", sorted(REFUSED))

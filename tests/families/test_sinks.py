@@ -30,15 +30,10 @@ GPT_OSS = next(family for family in FAMILIES if family.model_type == "gpt_oss")
 FULL = replace(GPT_OSS, options=GPT_OSS.options | {"layer_types": ["full_attention"] * 2})
 BUDGET = {"heavy": 6, "recent": 4}
 OPTIONS = [
-    {"policy": "best"},
-    {"scoring": "expected", "evict_every": 4},
-    {"scoring": "decay"},
-    {"policy": "snapkv"},
-    {"kv_bits": 8},
-    {"evict_every": 7},
-    {"positions": "rolling"},
+    {"policy": "best"}, {"scoring": "expected", "evict_every": 4}, {"scoring": "decay"},
+    {"policy": "snapkv"}, {"kv_bits": 8}, {"evict_every": 7}, {"positions": "rolling"},
     {"layer_budgets": [[0.5, 1.5], [1.25, 0.75]]},
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

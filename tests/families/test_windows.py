@@ -161,17 +161,11 @@ def test_h2o_attention_with_another_cache(kind, cache_type):
 
 def _model(kind: str):
     options = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 89,
-        "sliding_window": 8,
-        "initializer_range": 0.3,
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 89,
+        "sliding_window": 8, "initializer_range": 0.3,
         "layer_types": ["sliding_attention", "full_attention"],
-    }
+    }  # fmt: skip
     torch.manual_seed(0)
     if kind == "gpt_oss":
         config = GptOssConfig(**options, num_local_experts=4, num_experts_per_tok=2)

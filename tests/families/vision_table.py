@@ -25,22 +25,13 @@ _TEXT = {
     "initializer_range": 0.3,
 }
 _TOWER = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": PIXELS,
-    "patch_size": 4,
-    "initializer_range": 0.3,
-}
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": PIXELS, "patch_size": 4, "initializer_range": 0.3,
+}  # fmt: skip
 _QWEN_TOWER = {
-    "depth": 1,
-    "num_heads": 2,
-    "patch_size": 2,
-    "spatial_merge_size": 2,
-    "temporal_patch_size": 1,
+    "depth": 1, "num_heads": 2, "patch_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 1,
     "initializer_range": 0.3,
-}
+}  # fmt: skip
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 Pixels = Callable[[list[int]], dict[str, torch.Tensor]]
 
@@ -106,103 +97,61 @@ _MROPE_NOTE = "positions of three axes; no rolling positions"
 
 VISION_FAMILIES = (
     VisionFamily(
-        "Llava",
-        "llava",
-        {
-            "vision_config": {"model_type": "clip_vision_model", **_TOWER},
-            "text_config": {"model_type": "llama", **_TEXT},
-            "image_token_index": IMAGE,
-            "vision_feature_layer": -1,
-        },
-        16,
-        _pictures,
+        "Llava", "llava",
+        {"vision_config": {"model_type": "clip_vision_model", **_TOWER},
+         "text_config": {"model_type": "llama", **_TEXT}, "image_token_index": IMAGE,
+         "vision_feature_layer": -1},
+        16, _pictures,
     ),
     VisionFamily(
-        "SmolVLM",
-        "smolvlm",
-        {
-            "vision_config": {"model_type": "smolvlm_vision", **_TOWER},
-            "text_config": {"model_type": "llama", **_TEXT},
-            "image_token_id": IMAGE,
-            "scale_factor": 2,
-        },
-        4,
-        _rows_of_pictures,
+        "SmolVLM", "smolvlm",
+        {"vision_config": {"model_type": "smolvlm_vision", **_TOWER},
+         "text_config": {"model_type": "llama", **_TEXT}, "image_token_id": IMAGE,
+         "scale_factor": 2},
+        4, _rows_of_pictures,
     ),
     VisionFamily(
-        "Gemma 3",
-        "gemma3",
+        "Gemma 3", "gemma3",
         {
             "vision_config": {"model_type": "siglip_vision_model", **_TOWER},
             "text_config": {
-                **_TEXT,
-                "head_dim": 12,
-                "query_pre_attn_scalar": 4,
-                "layer_types": ["sliding_attention", "full_attention"],
-                "sliding_window": 8,
+                **_TEXT, "head_dim": 12, "query_pre_attn_scalar": 4,
+                "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
             },
-            "image_token_index": IMAGE,
-            "mm_tokens_per_image": 16,
+            "image_token_index": IMAGE, "mm_tokens_per_image": 16,
         },
-        16,
-        _pictures,
-        "token_type_ids",
+        16, _pictures, "token_type_ids",
         note="tokens of an image see each other both ways; no cut falls inside an image",
     ),
     VisionFamily(
-        "Qwen2-VL",
-        "qwen2_vl",
-        {
-            "vision_config": {**_QWEN_TOWER, "embed_dim": 16, "hidden_size": 32},
-            "text_config": {**_TEXT, "rope_parameters": _MROPE},
-            **_QWEN_IDS,
-        },
-        8,
-        _patches(3 * 2 * 2),
-        "mm_token_type_ids",
-        _MROPE_NOTE,
+        "Qwen2-VL", "qwen2_vl",
+        {"vision_config": {**_QWEN_TOWER, "embed_dim": 16, "hidden_size": 32},
+         "text_config": {**_TEXT, "rope_parameters": _MROPE}, **_QWEN_IDS},
+        8, _patches(3 * 2 * 2), "mm_token_type_ids", _MROPE_NOTE,
     ),
     VisionFamily(
-        "Qwen2.5-VL",
-        "qwen2_5_vl",
+        "Qwen2.5-VL", "qwen2_5_vl",
         {
             "vision_config": {
-                **_QWEN_TOWER,
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "out_hidden_size": 32,
-                "window_size": 8,
-                "fullatt_block_indexes": [0],
+                **_QWEN_TOWER, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
+                "window_size": 8, "fullatt_block_indexes": [0],
             },
-            "text_config": {**_TEXT, "rope_parameters": _MROPE},
-            **_QWEN_IDS,
+            "text_config": {**_TEXT, "rope_parameters": _MROPE}, **_QWEN_IDS,
         },
-        8,
-        _patches(3 * 2 * 2),
-        "mm_token_type_ids",
-        _MROPE_NOTE,
+        8, _patches(3 * 2 * 2), "mm_token_type_ids", _MROPE_NOTE,
     ),
     VisionFamily(
-        "Qwen3-VL",
-        "qwen3_vl",
+        "Qwen3-VL", "qwen3_vl",
         {
             "vision_config": {
-                **_QWEN_TOWER,
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "out_hidden_size": 32,
-                "num_position_embeddings": 64,
-                "deepstack_visual_indexes": [0],
+                **_QWEN_TOWER, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": 32,
+                "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
             },
-            "text_config": {**_TEXT, "head_dim": 8, "rope_parameters": _MROPE},
-            **_QWEN_IDS,
+            "text_config": {**_TEXT, "head_dim": 8, "rope_parameters": _MROPE}, **_QWEN_IDS,
         },
-        8,
-        _patches(3 * 2 * 2),
-        "mm_token_type_ids",
-        _MROPE_NOTE,
+        8, _patches(3 * 2 * 2), "mm_token_type_ids", _MROPE_NOTE,
     ),
-)
+)  # fmt: skip
 
 
 @lru_cache(maxsize=8)

@@ -51,28 +51,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # Numbers of a config by their names, first match first; what none matches stays.
 _RULES = (
-    (r"initializer_range", 0.3),
-    (r"pad_token_id", 0),
-    (r"bos_token_id", 1),
-    (r"eos_token_id", 2),
+    (r"initializer_range", 0.3), (r"pad_token_id", 0), (r"bos_token_id", 1), (r"eos_token_id", 2),
     (r"(sliding_window|window_size|chunk_size|chunk_length|local_attention|index_topk)", 8),
     (r"vocab", VOCABULARY),
     (r"(position_embeddings|n_positions|n_ctx|max_seq_len|max_length)$", 256),
     (r"first_k_dense|num_nextn|num_kv_shared", 0),
     (r"mamba_(n|num)_heads$|linear_num_value_heads", 8),
     (r"(key_value|kv|query_groups|linear_num_key|linear_key).*heads|num_query_groups", 2),
-    (r"(^|_)(heads|n_head)$", 4),
-    (r"experts_per_tok|top_?k$", 2),
-    (r"experts$", 4),
-    (r"n_group|topk_group|shared_experts", 1),
-    (r"(layers|n_layer|num_blocks)$", 4),
+    (r"(^|_)(heads|n_head)$", 4), (r"experts_per_tok|top_?k$", 2), (r"experts$", 4),
+    (r"n_group|topk_group|shared_experts", 1), (r"(layers|n_layer|num_blocks)$", 4),
     (r"(head_dim|head_size|kv_channels|d_head|dim_head|d_kv|headdim)$", 8),
-    (r"rotary_dim|d_rel", 8),
-    (r"intermediate|ffn|d_ff|dim_ff|dff|inner|feed_forward", 48),
+    (r"rotary_dim|d_rel", 8), (r"intermediate|ffn|d_ff|dim_ff|dff|inner|feed_forward", 48),
     (r"hidden_size|d_model|n_embd|embedding_size|embd|emb_dim|hidden_dim|word_embed", 32),
-    (r"rank", 16),
-    (r"d_state|state_size", 8),
-)
+    (r"rank", 16), (r"d_state|state_size", 8),
+)  # fmt: skip
 
 
 # Of latent attention; all sizes are different.

@@ -33,24 +33,15 @@ pytestmark = [
 ]
 NEW = 24
 OPTIONS = {
-    "h2o": {},
-    "whole": {"heavy": 200, "recent": 200},
-    "recent": {"policy": "recent"},
-    "sinks kept": {"policy": "sink_recent", "sink": 4},
-    "snapkv": {"policy": "snapkv"},
-    "best": {"policy": "best", "layer_budgets": None},
-    "mean": {"scoring": "mean"},
-    "decay": {"scoring": "decay"},
-    "value norm": {"scoring": "value_norm"},
-    "rolling": {"positions": "rolling"},
-    "8 bits": {"kv_bits": 8},
-    "6 bits": {"kv_bits": 6},
-    "4 bits": {"kv_bits": 4},
-    "in chunks": {"evict_every": 16},
-    "at fixed places": {"evict_every": 16},
-    "by layer": {"layer_budgets": [0.8, 1.2]},
+    "h2o": {}, "whole": {"heavy": 200, "recent": 200}, "recent": {"policy": "recent"},
+    "sinks kept": {"policy": "sink_recent", "sink": 4}, "snapkv": {"policy": "snapkv"},
+    "best": {"policy": "best", "layer_budgets": None}, "mean": {"scoring": "mean"},
+    "decay": {"scoring": "decay"}, "value norm": {"scoring": "value_norm"},
+    "rolling": {"positions": "rolling"}, "8 bits": {"kv_bits": 8}, "6 bits": {"kv_bits": 6},
+    "4 bits": {"kv_bits": 4}, "in chunks": {"evict_every": 16},
+    "at fixed places": {"evict_every": 16}, "by layer": {"layer_budgets": [0.8, 1.2]},
     "by head": {"layer_budgets": [[0.6, 1.2], [1.5, 0.7]]},
-}
+}  # fmt: skip
 BEST_BY_HEAD = {"scoring": "expected", "sink": 4} | OPTIONS["by head"]
 OPTIONS |= {
     "best by head": BEST_BY_HEAD | {"evict_every": 1},

@@ -94,15 +94,11 @@ def test_scores_are_summed_in_fp32(make_llama, dtype):
 @pytest.mark.parametrize("masks", [False, True], ids=["dropping", "masking"])
 @pytest.mark.parametrize(
     "modes",
-    [
-        (torch.inference_mode,),
-        (torch.inference_mode, torch.no_grad),
-        (torch.no_grad, torch.inference_mode),
-        (torch.inference_mode, nullcontext),
-        (nullcontext, torch.inference_mode, torch.no_grad),
-    ],
+    [(torch.inference_mode,), (torch.inference_mode, torch.no_grad),
+     (torch.no_grad, torch.inference_mode), (torch.inference_mode, nullcontext),
+     (nullcontext, torch.inference_mode, torch.no_grad)],
     ids=lambda modes: "-".join(mode.__name__ for mode in modes),
-)
+)  # fmt: skip
 def test_modes_may_be_mixed(make_llama, modes, masks, budget):
     model = make_llama()
     expected = _forced_logits(model, cache_of(model.config, **budget, masks=masks))
@@ -156,13 +152,9 @@ def test_device_map(checkpoint, tmp_path, kind, budget):
         device = model.get_input_embeddings().weight.device
         device = "cpu" if device.type == "meta" else device
         output = model.generate(
-            ids.to(device),
-            attention_mask=mask.to(device),
-            past_key_values=cache,
-            max_new_tokens=10,
-            do_sample=False,
-            num_beams=2,
-        )
+            ids.to(device), attention_mask=mask.to(device), past_key_values=cache,
+            max_new_tokens=10, do_sample=False, num_beams=2,
+        )  # fmt: skip
         cache.check_integrity()
         logits_by_map[name] = output.cpu()
         if name == "spread" and kind == "gpu":

@@ -106,19 +106,15 @@ def test_prompt_learning_is_refused_however_the_cache_was_made(prompted, tmp_pat
             pass
 
     refused = [
-        lambda: h2okv.H2OCache(prompted),
-        lambda: h2okv.check_model(prompted),
+        lambda: h2okv.H2OCache(prompted), lambda: h2okv.check_model(prompted),
         lambda: h2okv.H2OCache.load(tmp_path / "cache", prompted),
-        lambda: h2okv.prefill(prompted, ids, h2okv.H2OCache(model)),
-        enable,
-        lambda: go_on(h2okv.H2OCache(model)),
-        lambda: go_on(h2okv.H2OCache(prompted.config)),
+        lambda: h2okv.prefill(prompted, ids, h2okv.H2OCache(model)), enable,
+        lambda: go_on(h2okv.H2OCache(model)), lambda: go_on(h2okv.H2OCache(prompted.config)),
         lambda: go_on(h2okv.H2OCache.from_config(model.config, CacheConfig())),
-        lambda: go_on(h2okv.H2OCache.load(tmp_path / "cache")),
-        lambda: go_on(full.fork(1)),
+        lambda: go_on(h2okv.H2OCache.load(tmp_path / "cache")), lambda: go_on(full.fork(1)),
         lambda: prompted(input_ids=ids, **{CACHE: h2okv.H2OCache(model)}),
         lambda: prompted.generate(input_ids=ids, **recipe, **OPTIONS),
-    ]
+    ]  # fmt: skip
     for call in refused:
         with pytest.raises(ValueError, match=message):
             call()

@@ -49,15 +49,10 @@ def test_generate_compiles_for_a_static_cache(make_llama):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"heavy": 0.2, "min_tokens": 0},
-        {"positions": "rolling"},
-        {"policy": "full"},
-        {"masks": True},
-    ],
+    [{}, {"heavy": 0.2, "min_tokens": 0}, {"positions": "rolling"}, {"policy": "full"},
+     {"masks": True}],
     ids=str,
-)
+)  # fmt: skip
 def test_generate_does_not_compile_for_an_h2o_cache(make_llama, options):
     model = make_llama()
     options = {"heavy": 5, "recent": 6} | options if "policy" not in options else options

@@ -173,7 +173,12 @@ BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("mode", ["assistant", "itself", "early_exit", "lookup"])
+@pytest.mark.parametrize(
+    "mode",
+    # The other ways of drafting are quick in cache/test_drafting.py, where it runs.
+    ["assistant", *(pytest.param(mode, marks=[pytest.mark.slow] * (CACHE == "cache"))
+                    for mode in ("itself", "early_exit", "lookup"))],
+)  # fmt: skip
 def test_drafted_tokens_give_the_text_and_the_state_of_plain_decoding(make_llama, mode, options):
     model = make_llama(sharpness=3.0).double()
     drafts = {

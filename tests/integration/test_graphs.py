@@ -25,17 +25,13 @@ REPLAYED = 2 * (NEW - 1 - EAGER_STEPS) - 1  # in two turns; a model's first step
 BUDGET = {"heavy": 8, "recent": 6, "sink": 2}
 BY_HEAD = BUDGET | {"scoring": "expected", "layer_budgets": [[1.2, 0.8]] * LAYERS}
 OPTIONS = {
-    "h2o": BUDGET | {"sink": 0},
-    "best by default": BY_HEAD,
-    "best by head": BY_HEAD | {"evict_every": None},
-    "h2o, spans": BUDGET | {"evict_every": 7},
+    "h2o": BUDGET | {"sink": 0}, "best by default": BY_HEAD,
+    "best by head": BY_HEAD | {"evict_every": None}, "h2o, spans": BUDGET | {"evict_every": 7},
     "best by head, spans": BY_HEAD | {"evict_every": 7},
-    "budget not reached": {"heavy": 20, "recent": 12},
-    "rolling": BUDGET | {"positions": "rolling"},
-    "8 bits": BUDGET | {"kv_bits": 8},
-    "decay": BUDGET | {"scoring": "decay"},
+    "budget not reached": {"heavy": 20, "recent": 12}, "rolling": BUDGET | {"positions": "rolling"},
+    "8 bits": BUDGET | {"kv_bits": 8}, "decay": BUDGET | {"scoring": "decay"},
     "value norm": BUDGET | {"scoring": "value_norm"},
-}
+}  # fmt: skip
 FAST = "best by head"
 
 
@@ -256,17 +252,17 @@ OBSTACLES = {
 @pytest.mark.parametrize("why", OBSTACLES)
 def test_what_cannot_be_replayed_says_why_once(device, monkeypatch, why):
     monkeypatch.setenv(VARIABLE, "off")
-    model = make_model(device)
+    model, few = make_model(device), {"max_new_tokens": EAGER_STEPS + 4}
     cache = h2okv.H2OCache(model.config, **OPTIONS[FAST])
     with h2okv.enable(model):
-        expected = generate(model, cache, prompt()).tolist(), host(cache)
+        expected = generate(model, cache, prompt(), **few).tolist(), host(cache)
         monkeypatch.setenv(VARIABLE, "auto")
     vars(model)["patch"] = monkeypatch
     OBSTACLES[why](model)
     with h2okv.enable(model), pytest.warns(UserWarning, match=why) as caught:
         for _ in range(2):
             cache = h2okv.H2OCache(model.config, **OPTIONS[FAST])
-            assert (generate(model, cache, prompt()).tolist(), host(cache)) == expected
+            assert (generate(model, cache, prompt(), **few).tolist(), host(cache)) == expected
             cache.check_integrity()
     assert device.num_replays == 0
     assert sum("CUDA graph" in str(warning.message) for warning in caught) == 1

@@ -151,8 +151,15 @@ def test_a_padded_row_equals_the_row_alone(models, kept_sets, options, width):
         assert rows == [alone[layer][0] for alone in kept_alone]
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("by_place", [False, True])
+def compiled(*quick):
+    """Return cases of a width and a switch; others than these are slow, as each compiles."""
+    cases = [(width, switch) for width in WIDTHS for switch in (False, True)]
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (case not in quick)) for case in cases]
+
+
+@pytest.mark.parametrize(
+    ("width", "by_place"), compiled(("exact", False), ("+many ones", False), ("+1 zeros", True))
+)
 def test_a_compiled_step_reads_its_own_column(models, monkeypatch, width, by_place):
     torch._dynamo.reset()
     counter, plain = CompileCounterWithBackend("eager"), torch.compile
@@ -323,8 +330,9 @@ def test_a_turn_after_padding_behind_text(models, family):
     )
 
 
-@pytest.mark.parametrize("is_compiled", [False, True])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(
+    ("width", "is_compiled"), compiled(*((width, False) for width in WIDTHS), ("+many ones", True))
+)
 def test_positions_that_a_model_counts_in_its_mask(monkeypatch, width, is_compiled):
     """OPT does, and fails on shapes where a mask is wider, unless its positions are clamped."""
     torch._dynamo.reset()

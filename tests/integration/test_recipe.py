@@ -71,13 +71,9 @@ def test_recipe_takes_a_budget(model):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"scoring": "decay", "decay": 0.5},
-        {"scoring": "mean"},
-        {"kv_bits": 4},
-        {"policy": "random", "seed": 3},
-    ],
-)
+    [{"scoring": "decay", "decay": 0.5}, {"scoring": "mean"}, {"kv_bits": 4},
+     {"policy": "random", "seed": 3}],
+)  # fmt: skip
 def test_recipe_takes_what_the_cache_takes(model, options):
     options = {"heavy": 3, "recent": 2} | options
     cache = cache_of(model, **options)

@@ -13,17 +13,17 @@ from h2okv_lab.masking import MaskedCache
 from h2okv_lab.shared import SharedPrefill
 
 LENGTH, STEPS = 70, 8
-BUDGETS = (0.5, 0.1, 9, 200)
+FEW, ALL = (0.1, 9), (0.5, 0.1, 9, 200)
 
 
-def settings():
+def settings(budgets=FEW):
     """Return every policy, every scoring that matters for it, budgets, sinks and bits."""
     configs = [CacheConfig("full"), CacheConfig("full", kv_bits=8)]
     for name in policy_names():
         rule = get_rule(name)
         counts = rule.uses_scores and rule.inputs is not Inputs.WINDOW
         for scoring in SCORINGS if counts else ("sum",):
-            for budget in BUDGETS:
+            for budget in budgets:
                 if name != "full":
                     configs.append(
                         CacheConfig(budget=budget, min_tokens=0, policy=name, scoring=scoring)
@@ -90,15 +90,16 @@ def assert_same(cache, alone):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads"), [pytest.param(4, 4, marks=pytest.mark.slow), (4, 2)]
+    ("kv_heads", "budgets"),
+    [(2, FEW), *(pytest.param(heads, ALL, marks=pytest.mark.slow) for heads in (4, 2))],
 )
-def test_shared_prefill_leaves_the_same_entries_as_separate_prefill(make_llama, heads, kv_heads):
-    model = make_llama(heads, kv_heads)
+def test_shared_prefill_leaves_the_same_entries_as_separate_prefill(make_llama, kv_heads, budgets):
+    model, configs = make_llama(4, kv_heads), settings(budgets)
     prompt, later = draw(1, LENGTH), draw(1, STEPS, seed=1)
-    shared = share(model, settings())
+    shared = share(model, configs)
     first = read(model, shared, prompt)
     shared.split()
-    for config, cache in zip(settings(), shared.caches, strict=True):
+    for config, cache in zip(configs, shared.caches, strict=True):
         alone, logits = read_alone(model, config, prompt)
         torch.testing.assert_close(first, logits, atol=1e-5, rtol=0)
         assert_same(cache, alone)
@@ -171,13 +172,8 @@ def test_sliding_window_layers_are_copied_to_every_cache():
 
 
 @pytest.mark.parametrize(
-    "config",
-    [
-        CacheConfig("h2o", evict_every=8),
-        CacheConfig("h2o", positions="rolling"),
-        CacheConfig("h2o", evict_every=8),
-    ],
-)
+    "config", [CacheConfig("h2o", evict_every=8), CacheConfig("h2o", positions="rolling")],
+)  # fmt: skip
 def test_configs_that_cannot_share_the_prompt_are_refused(make_llama, config):
     with pytest.raises(ValueError, match="cannot share the prompt with other caches"):
         share(make_llama(), [config])

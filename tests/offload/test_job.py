@@ -105,12 +105,6 @@ def test_lines_in_openais_batch_format(tmp_path):
         ({"prompt": "a", "max_token": 1}, r"max_token is not known; did you mean max_tokens\?"),
         ({"id": 5}, "neither prompt nor messages"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens must be a whole number of 1 or more, got 0"),
-        (
-            {"prompt": "a", "max_tokens": "3"},
-            "max_tokens must be a whole number of 1 or more, got '3'",
-        ),
-        ({"prompt": "a", "temperature": -1}, "temperature must be a number from 0 to 100, got -1"),
-        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias has the key 'x'"),
         ({"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}, "contradict each other"),
         ({"prompt": "a", "stream": True}, "stream=True: the answers of a batch are whole"),
         ({"prompt": "a", "n": 2}, "n=2: a line of a batch has one answer"),
@@ -120,10 +114,8 @@ def test_lines_in_openais_batch_format(tmp_path):
         ({"custom_id": "a"}, "url is missing; give /v1/chat"),
         ({"body": {}}, "custom_id is missing; give a text"),
         (openai_line(5), "custom_id must be a text, got 5"),
-        (
-            openai_line(url="/v1/embeddings"),
-            "url must be /v1/chat/completions or /v1/completions, got '/v1/emb",
-        ),
+        (openai_line(url="/v1/embeddings"),
+         "url must be /v1/chat/completions or /v1/completions, got '/v1/emb"),
         (openai_line(method="GET"), "method must be POST, got 'GET'"),
         ({**openai_line(), "id": 5}, "id is not known"),
         (openai_line(prompt="a"), "body.messages is missing|body.prompt is not known"),
@@ -132,7 +124,7 @@ def test_lines_in_openais_batch_format(tmp_path):
         (openai_line(messages="a"), "body.messages must be a list, got 'a'"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_fields_that_are_refused_by_their_line(tmp_path, line, words):
     text = "\n".join(map(json.dumps, [{"id": "first", "prompt": "a"}, line]))
     with pytest.raises(ValueError, match=words):

@@ -17,6 +17,7 @@ from h2okv.calibration.layer_budgets import Weights
 from h2okv.config import CacheConfig
 from h2okv.offload import measure, offload_engine
 from h2okv.offload.checkpoint import open_checkpoint
+from h2okv.offload.profile import HardwareProfile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
 from family_table import FAMILIES, config_options  # noqa: E402
@@ -76,8 +77,10 @@ def best(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path, monkeypatch):
     """Runs a batch job on the bundled model; returns its texts and its cache."""
+    rates = HardwareProfile(1e9, 1e10, 1e10, ((1, 1e10), (256, 2e11)))
+    monkeypatch.setattr(offload_engine, "measure_hardware", lambda *_: rates)  # which takes seconds
     prompts = tmp_path / "in.jsonl"
     text = sample_prompt()
     lines = [{"id": n, "prompt": text[100 * n : 700 + 300 * n]} for n in range(4)]

@@ -10,17 +10,11 @@ from h2okv.offload.tiers import CacheStore
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"scoring": "decay", "decay": 0.9},
-        {"scoring": "value_norm"},
-        {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))},
-        {"policy": "strided_heavy"},
-        {"policy": "fixed"},
-        {"policy": "snapkv"},
-    ],
+    [{}, {"scoring": "decay", "decay": 0.9}, {"scoring": "value_norm"},
+     {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))}, {"policy": "strided_heavy"},
+     {"policy": "fixed"}, {"policy": "snapkv"}],
     ids=lambda options: "-".join(map(str, options.values())) or "plain",
-)
+)  # fmt: skip
 @pytest.mark.parametrize("share", [0.3, 7])
 def test_joined_rows_go_on_as_alone(make_llama, kept_sets, options, share):
     model = make_llama()

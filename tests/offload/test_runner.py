@@ -39,17 +39,11 @@ def model(make_llama):
 )
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"heavy": 3, "recent": 2},
-        {"heavy": 0, "recent": 1},
-        {"policy": "full"},
-        {"positions": "rolling", "heavy": 6, "recent": 4},
-        {"positions": "rolling"},
-        {"evict_every": 5, "sink": 1},
-    ],
+    [{}, {"heavy": 3, "recent": 2}, {"heavy": 0, "recent": 1}, {"policy": "full"},
+     {"positions": "rolling", "heavy": 6, "recent": 4}, {"positions": "rolling"},
+     {"evict_every": 5, "sink": 1}],
     ids=["fractions", "tokens", "budget of one", "full", "rolling", "rolling shares", "chunks"],
-)
+)  # fmt: skip
 def test_tokens_equal_those_of_each_prompt_alone(
     model, make_sequences, run_engine, alone, limits, options
 ):

@@ -175,15 +175,9 @@ def test_rolling_positions(device, dtype, width, num_entries):
 @pytest.mark.parametrize("num_entries", [40, 62])
 def test_entries_in_the_blocks_of_a_pool(device, dtype, num_entries):
     run(
-        device,
-        dtype,
-        groups=3,
-        num_entries=num_entries,
-        size=40,
-        value_size=16,
-        cores=9,
+        device, dtype, groups=3, num_entries=num_entries, size=40, value_size=16, cores=9,
         indexed=True,
-    )
+    )  # fmt: skip
 
 
 def test_sequences_with_budgets_of_their_own(device):

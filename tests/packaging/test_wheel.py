@@ -28,26 +28,18 @@ def names(wheel) -> set[str]:
 @pytest.mark.parametrize(
     "path",
     [
-        "h2okv/py.typed",
-        "h2okv/assets/sample_prompt.txt",
-        "h2okv/assets/sample_chat.txt",
-        "h2okv/assets/sample_code.txt",
-        "h2okv/assets/sample_manual.txt",
-        "h2okv/cli/help.md",
-        "h2okv_lab/cli/help.md",
-        "h2okv/assets/books-llama/config.json",
-        "h2okv/assets/books-llama/model.safetensors",
-        "h2okv/assets/books-llama/tokenizer.json",
-        "h2okv_lab/analysis/report.html",
-        "h2okv_lab/analysis/report.mplstyle",
-        "h2okv_lab/analysis/sections.toml",
-        "h2okv_lab/benchmarking/shapes.toml",
+        "h2okv/py.typed", "h2okv/assets/sample_prompt.txt", "h2okv/assets/sample_chat.txt",
+        "h2okv/assets/sample_code.txt", "h2okv/assets/sample_manual.txt", "h2okv/cli/help.md",
+        "h2okv_lab/cli/help.md", "h2okv/assets/books-llama/config.json",
+        "h2okv/assets/books-llama/model.safetensors", "h2okv/assets/books-llama/tokenizer.json",
+        "h2okv_lab/analysis/report.html", "h2okv_lab/analysis/report.mplstyle",
+        "h2okv_lab/analysis/sections.toml", "h2okv_lab/benchmarking/shapes.toml",
         "h2okv_lab/evaluation/experiments/figure4.yaml",
         "h2okv_lab/evaluation/lm_eval/task_files/h2okv_copa.yaml",
         "h2okv/integration/hub_recipe/custom_generate/generate.py",
         "h2okv-0.1.0.dist-info/licenses/LICENSE",
     ],
-)
+)  # fmt: skip
 def test_holds(names, path):
     assert path in names
 

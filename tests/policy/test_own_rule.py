@@ -88,13 +88,13 @@ def test_a_command_takes_a_rule_by_module_and_class(tmp_path):
         "        return -positions.float()\n",
         encoding="utf-8",
     )
-    command = [sys.executable, "-m", "h2okv", "generate", "--model", "bundled", "--raw"]
-    command += ["--budget", "16", "--max-new-tokens", "4", "Once upon a time there was", "--policy"]
-    run = subprocess.run(
-        [*command, "my_rules:Oldest"], cwd=tmp_path, capture_output=True, text=True, check=False
+    words = ["generate", "--model", "bundled", "--raw", "--budget", "16", "--max-new-tokens", "4"]
+    words += ["Once upon a time there was", "--policy"]
+    both = f"from h2okv.cli.app import run; words = {words}; run([*words, 'my_rules:Newest'])"
+    both += "; raise SystemExit(run([*words, 'my_rules:Oldest']))"
+    done = subprocess.run(
+        [sys.executable, "-c", both], cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    assert run.returncode == 0, run.stderr
-    run = subprocess.run(
-        [*command, "my_rules:Newest"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 2 and "my_rules:Oldest" in run.stderr
+    refused, *others = done.stderr.splitlines()
+    assert refused.startswith("h2okv: ") and "my_rules:Oldest" in refused
+    assert done.returncode == 0 and others, done.stderr

@@ -78,13 +78,9 @@ def test_powers_of_two():
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [
-        ("strided", TokenBudget(2, 0, 6, 6)),
-        ("fixed", TokenBudget(2, 0, 6, 6)),
-        ("strided_heavy", TokenBudget(2, 5, 4, 3)),
-        ("fixed_heavy", TokenBudget(2, 5, 4, 3)),
-    ],
-)
+    [("strided", TokenBudget(2, 0, 6, 6)), ("fixed", TokenBudget(2, 0, 6, 6)),
+     ("strided_heavy", TokenBudget(2, 5, 4, 3)), ("fixed_heavy", TokenBudget(2, 5, 4, 3))],
+)  # fmt: skip
 def test_how_the_budget_is_divided(name, expected):
     assert get_rule(name).allocate_budget(TokenBudget(sink=2, heavy=5, recent=7)) == expected
 

@@ -117,13 +117,9 @@ class FakeEngine:
                     logprobs = tuple(token_logprob(token, params.logprobs) for token in tokens)
                 self.counts["new_tokens"] += len(tokens)
                 yield OutputDelta(
-                    index,
-                    self.tokenizer.decode(list(tokens)),
-                    tokens,
-                    logprobs,
-                    self.ending if is_last else None,
-                    prompt=read if index == step == 0 else None,
-                )
+                    index, self.tokenizer.decode(list(tokens)), tokens, logprobs,
+                    self.ending if is_last else None, prompt=read if index == step == 0 else None,
+                )  # fmt: skip
 
     def stats(self):
         zeros = dict.fromkeys((entry.name for entry in dataclasses.fields(EngineStats)), 0)
@@ -141,10 +137,11 @@ class FakeEngine:
 
 @dataclass
 class Served:
-    """A server in a thread."""
+    """A server in a thread: ``leave`` lets it end by itself, ``stop`` waits until it has."""
 
     engine: object
     address: str
+    leave: Callable[[], None]
     stop: Callable[[], None]
     key: str = "none"
     clients: list = field(default_factory=list)
@@ -175,12 +172,15 @@ def start():
         thread = threading.Thread(target=listener.run, args=([opened],))
         thread.start()
 
-        def stop():
+        def leave():
             listener.should_exit = True
+
+        def stop():
+            leave()
             thread.join(30)
             assert not thread.is_alive()
 
-        return Served(engine, address, stop, settings.api_key or "none")
+        return Served(engine, address, leave, stop, settings.api_key or "none")
 
     return begin
 
@@ -215,9 +215,18 @@ def calm(shared_server):
     return shared_server
 
 
+@pytest.fixture(scope="module")
+def left():
+    """Return a list of servers that end by themselves, which the end of the module waits for."""
+    servers = []
+    yield servers
+    for served in servers:
+        served.stop()
+
+
 @pytest.fixture
-def serve(start):
-    """Return a function that starts servers which stop at the end of the test."""
+def serve(start, left):
+    """Return a function that starts servers which are left at the end of the test."""
     running = []
 
     def begin(engine, **options) -> Served:
@@ -226,7 +235,8 @@ def serve(start):
 
     yield begin
     for served in running:
-        served.stop()
+        served.leave()
+    left += running
 
 
 @pytest.fixture

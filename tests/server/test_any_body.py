@@ -20,21 +20,14 @@ ODD = st.sampled_from(
 )  # fmt: skip
 FITTING = {
     "temperature": st.floats(0, 100) | st.sampled_from([1, 2, 1e-40]),
-    "top_p": st.floats(0, 1, exclude_min=True),
-    "top_k": st.integers(-1, 100),
-    "min_p": st.floats(0, 1),
-    "n": st.integers(1, 3),
-    "seed": st.integers(),
-    "stop": st.text(min_size=1, max_size=3),
-    "presence_penalty": st.floats(-2, 2),
+    "top_p": st.floats(0, 1, exclude_min=True), "top_k": st.integers(-1, 100),
+    "min_p": st.floats(0, 1), "n": st.integers(1, 3), "seed": st.integers(),
+    "stop": st.text(min_size=1, max_size=3), "presence_penalty": st.floats(-2, 2),
     "repetition_penalty": st.floats(1e-3, 1e6),
     "logit_bias": st.dictionaries(st.integers(0, 96).map(str), st.floats(-100, 100), max_size=3),
-    "ignore_eos": st.booleans(),
-    "stop_token_ids": st.lists(st.integers(0, 96), max_size=3),
-    "logprobs": st.integers(0, 20),
-    "echo": st.booleans(),
-    "stream": st.booleans(),
-}
+    "ignore_eos": st.booleans(), "stop_token_ids": st.lists(st.integers(0, 96), max_size=3),
+    "logprobs": st.integers(0, 20), "echo": st.booleans(), "stream": st.booleans(),
+}  # fmt: skip
 NAMES = ["prompt", "max_tokens", "frequency_penalty", "best_of", "h2o", *FITTING]
 BODIES = st.builds(
     lambda fitting, odd: fitting | odd,

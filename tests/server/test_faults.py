@@ -6,9 +6,11 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 
 import openai
 import pytest
+import uvicorn
 
 from h2okv.engine.outputs import RequestFailedError
 from h2okv.prompts.readers import PromptLimits
@@ -155,7 +157,7 @@ def test_failed_request_leaves_others_unchanged(serve, slow, at, streams):
     async def neighbours():
         async with served.client(openai.AsyncOpenAI) as others:
             completions = [
-                others.completions.create(model="fake", prompt=PROMPT, max_tokens=30)
+                others.completions.create(model="fake", prompt=PROMPT, max_tokens=15)
                 for _ in range(2)
             ]
             running = [asyncio.create_task(completion) for completion in completions]
@@ -179,7 +181,7 @@ def test_failed_request_leaves_others_unchanged(serve, slow, at, streams):
             assert caught.value.status_code == 500
         assert caught.value.body["code"] == "request_failed"
 
-    assert asyncio.run(neighbours()) == [30, 30]
+    assert asyncio.run(neighbours()) == [15, 15]
 
 
 @pytest.fixture
@@ -252,16 +254,23 @@ def ends_within(connection, seconds):
     return data
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """Shorten what a server waits for, of ours and of uvicorn's; ask for it before the server."""
+    monkeypatch.setattr("h2okv.server.launch.HEAD_SECONDS", 0.2)
+    monkeypatch.setattr("h2okv.server.protocol.BODY_PAUSE", 0.2)
+    monkeypatch.setattr("h2okv.server.errors._LINGER", 0.2)
+    monkeypatch.setattr(uvicorn, "Config", partial(uvicorn.Config, timeout_keep_alive=0.2))
+
+
 @pytest.mark.parametrize("head", [b"", b"GET /health HTTP/1.1\r\nHost: 127.0", b"GET /hea"])
-def test_half_a_head_does_not_hold_a_connection(served, monkeypatch, head):
-    monkeypatch.setattr("h2okv.server.launch.HEAD_SECONDS", 0.5)
+def test_half_a_head_does_not_hold_a_connection(impatient, served, head):
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(head)
         assert ends_within(connection, 10) == b""
 
 
-def test_half_a_second_request_does_not_hold_a_connection(served, monkeypatch):
-    monkeypatch.setattr("h2okv.server.launch.HEAD_SECONDS", 0.5)
+def test_half_a_second_request_does_not_hold_a_connection(impatient, served):
     request = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(request + request[:9])
@@ -269,8 +278,7 @@ def test_half_a_second_request_does_not_hold_a_connection(served, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-def test_half_a_body_does_not_hold_a_connection(served, monkeypatch, path):
-    monkeypatch.setattr("h2okv.server.protocol.BODY_PAUSE", 0.3)
+def test_half_a_body_does_not_hold_a_connection(impatient, served, path):
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
         connection.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())

@@ -306,32 +306,17 @@ def test_no_answer_ends_the_chat(browser, page, answer):
 
 
 LONG_TEXTS = [
-    "'**a '.repeat(n / 4)",
-    "'__a '.repeat(n / 4)",
-    "'~~a '.repeat(n / 4)",
-    "'*a '.repeat(n / 3) + 'x*'",
-    "'*'.repeat(n / 2) + 'a' + '*'.repeat(n / 2)",
-    "'['.repeat(n)",
-    "'['.repeat(n) + '](x'",
-    "'![a]('.repeat(n / 5)",
+    "'**a '.repeat(n / 4)", "'__a '.repeat(n / 4)", "'~~a '.repeat(n / 4)",
+    "'*a '.repeat(n / 3) + 'x*'", "'*'.repeat(n / 2) + 'a' + '*'.repeat(n / 2)", "'['.repeat(n)",
+    "'['.repeat(n) + '](x'", "'![a]('.repeat(n / 5)",
     "Array.from({ length: 1400 }, (_, k) => '`'.repeat(k + 1)).join(' ')",
-    "'# ' + '#'.repeat(n) + 'x'",
-    "'# a' + ' '.repeat(n) + '#x'",
-    "'a|b\\n' + ' '.repeat(n) + 'x'",
-    "'a|b\\n' + '|-'.repeat(n / 2) + 'x'",
-    "'```' + ' '.repeat(n) + '`'",
-    "'~'.repeat(n) + '`'",
-    "'a|b\\n|-|-|\\n' + '|' + '\\\\|'.repeat(n / 2)",
-    "'```py\\n\"' + 'a'.repeat(n)",
-    "'http://'.repeat(n / 7)",
-    "'- '.repeat(n / 2) + 'x'",
-    "'> - '.repeat(n / 4)",
-    "'> a\\n'.repeat(n / 4)",
-    "'a\\n\\n'.repeat(n / 3)",
-    "'- a\\n1. b\\n'.repeat(n / 9)",
-    "'\\\\*'.repeat(n / 2)",
-    "'\\ud800'.repeat(n)",
-]
+    "'# ' + '#'.repeat(n) + 'x'", "'# a' + ' '.repeat(n) + '#x'", "'a|b\\n' + ' '.repeat(n) + 'x'",
+    "'a|b\\n' + '|-'.repeat(n / 2) + 'x'", "'```' + ' '.repeat(n) + '`'", "'~'.repeat(n) + '`'",
+    "'a|b\\n|-|-|\\n' + '|' + '\\\\|'.repeat(n / 2)", "'```py\\n\"' + 'a'.repeat(n)",
+    "'http://'.repeat(n / 7)", "'- '.repeat(n / 2) + 'x'", "'> - '.repeat(n / 4)",
+    "'> a\\n'.repeat(n / 4)", "'a\\n\\n'.repeat(n / 3)", "'- a\\n1. b\\n'.repeat(n / 9)",
+    "'\\\\*'.repeat(n / 2)", "'\\ud800'.repeat(n)",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("script", LONG_TEXTS)

@@ -373,15 +373,8 @@ def test_invalid_records_are_ignored(browser, page):
     page()
     ask(browser, "good")
     broken = [
-        "",
-        "{",
-        "null",
-        "7",
-        "[]",
-        "{}",
-        '{"question": 3}',
-        '{"question": "x", "answer": {}}',
-    ]
+        "", "{", "null", "7", "[]", "{}", '{"question": 3}', '{"question": "x", "answer": {}}',
+    ]  # fmt: skip
     for name in ("turn/1/1", "turn/x", "turn/", "draft/1/1", "setting/system", "setting/colours"):
         for record in broken:
             browser.run(f"localStorage.setItem('h2okv/{name}', {json.dumps(record)})")

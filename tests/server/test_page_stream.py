@@ -68,22 +68,16 @@ CUT = "Cut short. The stream ended before the answer did."
 @pytest.mark.parametrize(
     ("stream", "note"),
     [
-        ([BEGIN, event(end="stop"), DONE], ""),
-        ([BEGIN, event(end="stop")], ""),
-        ([BEGIN, DONE], ""),
-        ([BEGIN, event(end="length"), DONE], "Ended by Max tokens."),
+        ([BEGIN, event(end="stop"), DONE], ""), ([BEGIN, event(end="stop")], ""),
+        ([BEGIN, DONE], ""), ([BEGIN, event(end="length"), DONE], "Ended by Max tokens."),
         ([BEGIN + event(end="stop"), b'data: {"choices": [], "usage": null}\n\n' + DONE], ""),
-        ([b": ping\n\n", BEGIN.replace(b"\n", b"\r\n"), b":\r\n\r\n", DONE], ""),
-        ([BEGIN], CUT),
-        ([BEGIN[:-20], BEGIN[-20:] + event(" more")[:-9]], CUT),
-        ([BEGIN, None], "Cut short."),
-        (
-            [BEGIN, b'data: {"error": {"message": "The engine has stopped."}}\n\n'],
-            "Cut short. The engine has stopped.",
-        ),
+        ([b": ping\n\n", BEGIN.replace(b"\n", b"\r\n"), b":\r\n\r\n", DONE], ""), ([BEGIN], CUT),
+        ([BEGIN[:-20], BEGIN[-20:] + event(" more")[:-9]], CUT), ([BEGIN, None], "Cut short."),
+        ([BEGIN, b'data: {"error": {"message": "The engine has stopped."}}\n\n'],
+         "Cut short. The engine has stopped."),
         ([BEGIN, b'data: {"error": "bad"}\n\n', DONE], "Cut short. bad"),
     ],
-)
+)  # fmt: skip
 def test_incomplete_answer_is_marked(browser, page, stream, note):
     served = page()
     with proxied(browser, served) as proxy:

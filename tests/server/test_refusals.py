@@ -26,14 +26,10 @@ def refusal(served, path, body) -> openai.APIStatusError:
     [
         ({"temperture": 1}, "temperture", "not known; did you mean temperature"),
         ({"nonsense": 1}, "nonsense", "nonsense is not known; leave it out"),
-        ({"temperature": "hot"}, "temperature", "must be a number from 0 to 100, got 'hot'"),
         ({"temperature": -1}, "temperature", "must be a number from 0 to 100, got -1"),
         ({"top_p": 0}, "top_p", "leaves no token to draw"),
-        (
-            {"max_tokens": 1.5},
-            "max_tokens",
-            "max_tokens must be a whole number of 0 or more, got 1.5",
-        ),
+        ({"max_tokens": 1.5}, "max_tokens",
+         "max_tokens must be a whole number of 0 or more, got 1.5"),
         ({"max_tokens": -1}, "max_tokens", "must be a whole number of 0 or more, got -1"),
         ({"max_tokens": 99}, "max_tokens", "max_tokens=99 is more than this server writes"),
         ({"n": 0}, "n", "n must be a whole number of 1 or more, got 0"),
@@ -43,22 +39,12 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
         ({"stream_options": {}}, "stream_options", "needs stream=true"),
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "is not known"),
-        ({"stop": 5}, "stop", "stop must be a text or a list of texts, got 5"),
         ({"stop": [""]}, "stop[0]", "must be a text that is not empty, got ''"),
-        ({"stop": ["x"] * 65}, "stop", "at most 64 entries, got 65"),
         ({"logprobs": 21}, "logprobs", "logprobs must be a whole number from 0 to 20, got 21"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "the key 'x', which is not a token"),
-        (
-            {"logit_bias": {"5": 1000}},
-            "logit_bias[5]",
-            "must be a number from -100 to 100, got 1000",
-        ),
-        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", "99..., which is not a token"),
-        ({"repetition_penalty": 1e-38}, "repetition_penalty", "must be a number from 0.001 to"),
         ({"best_of": 3}, "best_of", "does not rank outputs"),
         ({"suffix": "the end"}, "suffix", "suffix='the end': prompts are only continued"),
-        ({"prompt": ""}, None, None),
-        ({"prompt": []}, "prompt", "none of the lists empty"),
+        ({"prompt": ""}, None, None), ({"prompt": []}, "prompt", "none of the lists empty"),
         ({"prompt": [[]]}, "prompt", "none of the lists empty"),
         ({"prompt": [1, "a"]}, "prompt", "must be a text, tokens, or a list of"),
         ({"prompt": [True]}, "prompt", "must be a text, tokens, or a list of"),
@@ -73,14 +59,10 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"h2o": "much"}, "h2o", "of a request has policy much"),
         ({"h2o": {"heavy": 64}}, "h2o.heavy", "it is part of cache, a text such as"),
         ({"h2o": {"light": 1}}, "h2o.light", "h2o.light is not known"),
-        (
-            {"h2o": {"kept_every": 0}},
-            "h2o.kept_every",
-            "h2o.kept_every must be a whole number of 1 or more",
-        ),
-        ({"seed": "x"}, "seed", "seed must be a whole number, got 'x'"),
+        ({"h2o": {"kept_every": 0}}, "h2o.kept_every",
+         "h2o.kept_every must be a whole number of 1 or more"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_completion_names_field_and_remedy(served, fake, change, param, words):
     if words is None:  # it is the model's tokenizer that decides whether nothing is something
         served.client().post("/completions", body={**BODY, **change}, cast_to=object)
@@ -101,23 +83,9 @@ def test_a_bad_completion_names_field_and_remedy(served, fake, change, param, wo
         ({"modalities": ["text", "audio"]}, "modalities", "answers are text only"),
         ({"audio": {"voice": "a"}}, "audio", "answers are text only"),
         ({"messages": []}, "messages", "messages is empty"),
-        ({"messages": "hello"}, "messages", "messages must be a list of {"),
-        ({"messages": [{"role": "function", "content": "4", "name": "f"}]},
-         "messages[0].role", "must be system, developer, user, assistant or tool, got"),
-        ({"messages": [{"content": "4"}]}, "messages[0].role", "messages[0].role is missing"),
-        ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content",
-         "messages[0].content must be a text, or a list of parts"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
-         "messages[0].content[0].type", "or image, got 'input_audio'"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-         "messages[0].content[0].image_url", "is missing; give data:image/png;base64"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]},
          "messages[0].content[0].image_url.url",
          "='data:image/png;base64,iVBORw==': images are not supported with model type 'llama'"),
-        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
-         "messages[0].tool_calls", "is for messages of role assistant, got role='user'"),
-        ({"messages": [{"role": "user", "content": "a", "mood": "good"}]},
-         "messages[0].mood", "not known"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs",
          "top_logprobs must be a whole number from 0 to 20, got 21"),
@@ -196,11 +164,6 @@ def test_unknown_model_is_404(served):
     assert error.status_code == 404 and error.body["param"] == "model"
 
 
-def test_invalid_streamed_request_is_refused(served):
-    error = refusal(served, "/completions", {**BODY, "stream": True, "temperature": -1})
-    assert error.status_code == 400
-
-
 def post(served, data, content_type="application/json", path="/v1/completions"):
     request = urllib.request.Request(
         served.address + path, data=data, headers={"Content-Type": content_type}
@@ -213,8 +176,8 @@ def post(served, data, content_type="application/json", path="/v1/completions"):
 @pytest.mark.parametrize(
     "data",
     [b"", b"hello", b'{"model": "fake"', b'{"model": "\xff\xfe"}', b"\x00", b'{"a": "\\ud800"}',
-     b"[" * 100_000],
-    ids=["nothing", "words", "half", "not UTF-8", "zero", "half a character", "deep"],
+     b'{"model": "fake", "prompt": "a", "temperature": NaN}', b"[" * 100_000],
+    ids=["nothing", "words", "half", "not UTF-8", "zero", "half a character", "NaN", "deep"],
 )  # fmt: skip
 def test_body_must_be_json(served, data):
     code, error = post(served, data)
@@ -228,11 +191,6 @@ def test_body_must_be_json(served, data):
 def test_body_must_be_an_object(served, data):
     code, error = post(served, data)
     assert code == 400 and "the body must be a JSON object, got" in error["message"]
-
-
-def test_nan_in_json_is_refused(served):
-    data = b'{"model": "fake", "prompt": "a", "temperature": NaN}'
-    assert post(served, data)[0] == 400
 
 
 def test_content_type_must_be_json(served):

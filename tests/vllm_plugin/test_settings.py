@@ -25,45 +25,26 @@ def engine(**changes) -> SimpleNamespace:
         additional_config={"h2okv": SETTING},
         model_config=SimpleNamespace(
             architecture="LlamaForCausalLM",
-            hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]),
-            hf_text_config=text,
-            max_model_len=1024,
-            runner_type="generate",
-            multimodal_config=None,
-            model_impl="auto",
-            model="folder",
-            dtype="torch.bfloat16",
-            using_transformers_backend=lambda: False,
+            hf_config=SimpleNamespace(architectures=["LlamaForCausalLM"]), hf_text_config=text,
+            max_model_len=1024, runner_type="generate", multimodal_config=None, model_impl="auto",
+            model="folder", dtype="torch.bfloat16", using_transformers_backend=lambda: False,
         ),
         cache_config=SimpleNamespace(
-            cache_dtype="auto",
-            kv_offloading_size=None,
-            sliding_window=None,
-            enable_prefix_caching=True,
-            mamba_cache_mode="align",
-            mamba_block_size=None,
-            block_size=128,
-            user_specified_block_size=False,
-            prefix_cache_retention_interval=0,
+            cache_dtype="auto", kv_offloading_size=None, sliding_window=None,
+            enable_prefix_caching=True, mamba_cache_mode="align", mamba_block_size=None,
+            block_size=128, user_specified_block_size=False, prefix_cache_retention_interval=0,
         ),
         compilation_config=SimpleNamespace(splitting_ops=None, _attention_ops=["vllm::other"]),
         parallel_config=SimpleNamespace(
-            data_parallel_size=1,
-            pipeline_parallel_size=1,
-            decode_context_parallel_size=1,
+            data_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
         ),
         scheduler_config=SimpleNamespace(
-            max_num_batched_tokens=2048,
-            max_num_seqs=64,
-            scheduler_cls=None,
-            async_scheduling=None,
+            max_num_batched_tokens=2048, max_num_seqs=64, scheduler_cls=None, async_scheduling=None,
             long_prefill_token_threshold=0,
         ),
-        speculative_config=None,
-        kv_transfer_config=None,
-        use_v2_model_runner=False,
-    )
+        speculative_config=None, kv_transfer_config=None, use_v2_model_runner=False,
+    )  # fmt: skip
     for path, value in changes.items():
         section, _, name = path.rpartition("__")
         setattr(getattr(config, section) if section else config, name, value)
@@ -124,10 +105,7 @@ def test_budgets_of_another_model_are_refused(factors, words):
         ("best:20%", "a budget of 20% is a fraction of a text"),
         ("h2o:512,bit=8", "did you mean bits"),
         ({"heavy": 0.1, "recent": 0.1}, "fraction of a text"),
-        ({"heavy": -1, "recent": 4}, "negative"),
         ({"heavy": 0, "recent": 0}, "keep nothing"),
-        (SETTING | {"hevy": 3}, "did you mean heavy"),
-        (SETTING | {"policy": "h20"}, "policy 'h20' is unknown"),
         ({"policy": "full"}, "leave the h2okv setting out for a full cache"),
         (SETTING | {"policy": "snapkv"}, "keeps more with every token"),
         (SETTING | {"policy": "keydiff"}, "ranks by keys"),
@@ -135,9 +113,6 @@ def test_budgets_of_another_model_are_refused(factors, words):
         (SETTING | {"policy": "recent", "scoring": "mean"}, "has no effect"),
         (SETTING | {"positions": "rolling"}, "use positions='original'"),
         (SETTING | {"kv_bits": 8}, "kv_bits=8"),
-        (SETTING | {"evict_every": 0}, "evict_every=0"),
-        (SETTING | {"prefill_chunk": 8}, "'prefill_chunk' is unknown; did you mean evict_every"),
-        (SETTING | {"scoring": "men"}, "scoring 'men' is unknown"),
     ],
 )
 def test_refused_settings(options, words):
@@ -178,10 +153,7 @@ def test_refused_engines(changes, words):
 
 
 def test_a_chunk_that_no_step_has_room_for_is_refused():
-    config = CacheConfig(**SETTING, evict_every=4096)
     with pytest.raises(ValueError, match="evict_every=4096 is above max_num_batched_tokens=2048"):
-        check_engine(engine(), config)
-    with pytest.raises(ValueError, match="evict_every=4096 is above"):
         check_engine(engine(), CacheConfig(**SETTING, evict_every=4096))
 
 

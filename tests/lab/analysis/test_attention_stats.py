@@ -74,14 +74,9 @@ def test_a_model_without_attention_access_is_refused(sample):
 
 def test_sliding_layers_are_not_shown(sample):
     config = MistralConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=97,
-        sliding_window=16,
-    )
+        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, vocab_size=97, sliding_window=16,
+    )  # fmt: skip
     with pytest.raises(ValueError, match="no full-attention layer"):
         full_attention_layers(config)
 

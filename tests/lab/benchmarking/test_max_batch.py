@@ -53,14 +53,9 @@ def find(source, build, monkeypatch):
         fixed = weights + RUNTIME + CONSTANT
         memory = fixed + batch_of_full * (FULL + ACTIVATION)
         settings = Settings(
-            (CONTEXT,),
-            (1,),
-            (CacheConfig(min_tokens=0),),
-            ("dynamic",),
-            (torch.float32,),
-            rounds=1,
-            steps=1,
-        )
+            (CONTEXT,), (1,), (CacheConfig(min_tokens=0),), ("dynamic",), (torch.float32,),
+            rounds=1, steps=1,
+        )  # fmt: skip
         device, model = torch.device("cpu"), build()
         monkeypatch.setattr(ModelSource, "build", lambda *_: model)
         finder = MaxBatch(source, settings, torch.float32, device, memory, limit)

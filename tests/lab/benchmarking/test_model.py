@@ -42,16 +42,12 @@ def test_random_weights_are_the_same_every_time(source, build):
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("llama-9", "llama-3-8b"),
-        ("small,colour=3", "'colour'"),
-        ("hidden=64,layers=2", "lacks heads"),
-        ("small,kv_heads=5", "kv_heads=5"),
-        ("small,hidden=many", "'many'"),
-        ("small,head_dim=7", "head_dim=7"),
-        ("small,layers=0", "layers=0"),
-        ("small,tied=2", "tied=2"),
+        ("llama-9", "llama-3-8b"), ("small,colour=3", "'colour'"),
+        ("hidden=64,layers=2", "lacks heads"), ("small,kv_heads=5", "kv_heads=5"),
+        ("small,hidden=many", "'many'"), ("small,head_dim=7", "head_dim=7"),
+        ("small,layers=0", "layers=0"), ("small,tied=2", "tied=2"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_shape_is_refused(text, word):
     with pytest.raises(ValueError, match=word):
         parse_shape(text)

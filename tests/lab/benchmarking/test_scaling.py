@@ -38,14 +38,9 @@ def test_waiting_is_allowed(arithmetic):
 
 def test_bytes_and_traffic_of_ranks(arithmetic):
     config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=100,
-        tie_word_embeddings=False,
-    )
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=100, tie_word_embeddings=False,
+    )  # fmt: skip
     subject = arithmetic.Subject(config, "tiny")
     split = 3 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 2 * 100 * 64
     norms = 7 * 64

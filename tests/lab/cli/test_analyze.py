@@ -52,8 +52,6 @@ def test_only_runs_the_named_measurements(h2okv_command, model_folder, text_file
     done = h2okv_command(*base, "--only", "sinks,ablation")
     assert done.code == 0, done.err
     assert {path.stem for path in (tmp_path / "new").glob("*.csv")} == {"sinks", "ablation"}
-    done = h2okv_command(*base, "--only", "sink")
-    assert done.code == 2 and "'sink' is unknown; did you mean sinks" in done.err
     done = h2okv_command(*base, "--only", "sinks", "--quick")
     assert done.code == 2 and "give one of them" in done.err
 
@@ -77,13 +75,9 @@ def test_ctrl_c_keeps_finished_measurements(model_folder, text_file, tmp_path):
     command = [sys.executable, "-m", "h2okv", "analyze", "--model", str(model_folder)]
     command += ["--text", str(text_file), "--out", str(tmp_path)]
     process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        start_new_session=True,
-    )
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}, start_new_session=True,
+    )  # fmt: skip
     deadline = time.monotonic() + 120
     while not (tmp_path / "ablation.csv").is_file() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -117,8 +111,6 @@ def test_a_too_short_text_is_refused(h2okv_command, model_folder, tmp_path, cont
 
 def test_bad_options(h2okv_command, model_folder, text_file, tmp_path):
     base = ["analyze", "--model", model_folder, "--out", tmp_path / "report"]
-    done = h2okv_command(*base, "--text", "nowhere.txt")
-    assert done.code == 2 and "--text 'nowhere.txt' cannot be read" in done.err
     done = h2okv_command(*base, "--text", text_file, "--tokens", 5)
     assert done.code == 2 and "--tokens 5 is too few; give 128 or more" in done.err
     done = h2okv_command("analyze", "--model", model_folder, "--text", text_file)

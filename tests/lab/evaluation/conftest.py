@@ -70,11 +70,22 @@ def chat_tokenizer():
     return tokenizer
 
 
+def under_test(tokenizer, layers, dtype):
+    path = bundled_model_path()
+    model = AutoModelForCausalLM.from_pretrained(path, num_hidden_layers=layers, dtype=dtype)
+    return ModelUnderTest(model.eval, model.config, tokenizer, "bundled", 2048)
+
+
 @pytest.fixture(scope="session")
 def subject(plain_tokenizer):
     """Return the bundled model as a model under test."""
-    model = AutoModelForCausalLM.from_pretrained(bundled_model_path(), dtype=torch.float32)
-    return ModelUnderTest(model.eval, model.config, plain_tokenizer, "bundled", 2048)
+    return under_test(plain_tokenizer, 6, torch.float32)
+
+
+@pytest.fixture(scope="session")
+def short_subject(plain_tokenizer):
+    """Return its first layers in float64: other shapes of products flip no code and no choice."""
+    return under_test(plain_tokenizer, 2, torch.float64)
 
 
 @pytest.fixture(scope="session")

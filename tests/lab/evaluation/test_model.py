@@ -19,6 +19,11 @@ from h2okv_lab.evaluation.task import sample_seed
 from h2okv_lab.masking import MaskedCache
 
 
+@pytest.fixture(scope="module")
+def subject(short_subject):
+    return short_subject
+
+
 def budget(amount, **options):
     return CacheConfig(budget=amount, **options)
 
@@ -34,12 +39,6 @@ def test_full_caches_have_one_identity_for_all_options(subject):
     other = budget(1.0, policy="recent", sink=4, positions="rolling")
     assert plain.identity() == other.identity()
     assert resolve_config(other, subject.config) == plain
-
-
-def test_options_other_than_defaults_are_in_the_label():
-    config = budget("5%+15%", sink=4, scoring="mean")
-    assert config.label == "h2o:5%+15%,sink=4,scoring=mean"
-    assert budget(65).label == "h2o:65"  # a token more or less is not another division
 
 
 def test_top_k_is_masked_because_it_cannot_drop(subject):

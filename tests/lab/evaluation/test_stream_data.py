@@ -14,13 +14,9 @@ from h2okv_lab.evaluation.stream_data import (
 VOCAB = 4096
 TWO_TURNS = (Message("user", "one"), Message("user", " two "))
 RECORDED = (
-    Message("system", "be kind"),
-    Message("user", "one"),
-    Message("assistant", "yes"),
-    Message("user", "two"),
-    Message("user", "three"),
-    Message("assistant", "no"),
-)
+    Message("system", "be kind"), Message("user", "one"), Message("assistant", "yes"),
+    Message("user", "two"), Message("user", "three"), Message("assistant", "no"),
+)  # fmt: skip
 
 
 def test_without_a_template(plain_tokenizer):
@@ -137,10 +133,8 @@ def test_mt_bench_is_read(shared):
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
-        ('{"turns": ["a"', "is not JSON"),
-        ("[" * 100_000, "nested too deeply"),
-        ("[1, 2]", "is not a JSON object"),
-        ('{"prompt": "a"}', "has neither turns nor messages"),
+        ('{"turns": ["a"', "is not JSON"), ("[" * 100_000, "nested too deeply"),
+        ("[1, 2]", "is not a JSON object"), ('{"prompt": "a"}', "has neither turns nor messages"),
         ('{"turns": ["a"], "messages": []}', "has both turns and messages"),
         ('{"turns": []}', "turns must be a list with at least one entry"),
         ('{"turns": "a"}', "turns must be a list with at least one entry"),
@@ -148,27 +142,19 @@ def test_mt_bench_is_read(shared):
         ('{"turns": ["a", "  "]}', "turns[1] is not a text"),
         ('{"turns": ["a\\ud800"]}', "turns[0] has half of a surrogate pair"),
         ('{"messages": ["a"]}', "messages[0] must be an object"),
-        (
-            '{"messages": [{"content": "a"}]}',
-            "messages[0].role must be one of system, user, assistant, got None",
-        ),
-        (
-            '{"messages": [{"role": "tool", "content": "a"}]}',
-            "messages[0].role must be one of system, user, assistant, got 'tool'",
-        ),
+        ('{"messages": [{"content": "a"}]}',
+         "messages[0].role must be one of system, user, assistant, got None"),
+        ('{"messages": [{"role": "tool", "content": "a"}]}',
+         "messages[0].role must be one of system, user, assistant, got 'tool'"),
         ('{"messages": [{"role": "user"}]}', "messages[0].content is not a text"),
         ('{"messages": [{"role": "user", "content": [{}]}]}', "messages[0].content is not a text"),
         ('{"messages": [{"role": "system", "content": "a"}]}', "must have a message of the user"),
-        (
-            '{"messages": [{"role": "assistant", "content": "a"}]}',
-            "messages[0].role is 'assistant'",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}',
-            "messages[1].role must not be 'system'",
-        ),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}',
+         "messages[0].role is 'assistant'"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}]}',
+         "messages[1].role must not be 'system'"),
     ],
-)
+)  # fmt: skip
 def test_a_malformed_line_is_named(write, line, complaint):
     path = write(GOOD, "", line)
     with pytest.raises(ValueError) as error:

@@ -7,8 +7,12 @@ import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+
+from h2okv_lab.analysis.viewer.reading import Reader
+from h2okv_lab.cli.analyze import shown_cache
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 TIMEOUT = 60
@@ -140,3 +144,21 @@ def browser(tmp_path_factory):
     instance = Browser(binary, tmp_path_factory.mktemp("profile"))
     yield instance
     instance.close()
+
+
+class LetterTokenizer:
+    """A token for each character."""
+
+    pad_token_id, eos_token_id, bos_token_id = 0, None, None
+
+    def __call__(self, text, **_):
+        return {"input_ids": [2 + ord(letter) % 90 for letter in text]}
+
+    def decode(self, ids, **_):
+        return "".join(chr(32 + (int(i) + 56) % 90) for i in ids)
+
+
+@pytest.fixture(scope="module")
+def reader(model):
+    described = SimpleNamespace(tokenizer=LetterTokenizer(), name="tiny", context=512)
+    return Reader(model, described, 300, shown_cache)

@@ -4,7 +4,6 @@ import json
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,22 +13,14 @@ from h2okv.budget import TokenBudget
 from h2okv.config import CacheConfig
 from h2okv_lab.analysis.attention_stats import of_layers
 from h2okv_lab.analysis.eviction_trace import entries_after, follow
-from h2okv_lab.analysis.viewer.reading import Desk, Reader
+from h2okv_lab.analysis.viewer.reading import Desk
 from h2okv_lab.analysis.viewer.server import PageServer, build_page
-from h2okv_lab.cli.analyze import shown_cache
 
 TEXT = "The hatter opened his eyes very wide on hearing this; but all he said was, why?\n" * 2
 CHOICE = {
-    "policies": ["full", "recent", "h2o", "heavy"],
-    "budgets": ["20%", "10%"],
-    "policy": "h2o",
-    "beside": "",
-    "other": "recent",
-    "layer": 1,
-    "head": 0,
-    "new_tokens": 6,
-    "text": TEXT,
-}
+    "policies": ["full", "recent", "h2o", "heavy"], "budgets": ["20%", "10%"], "policy": "h2o",
+    "beside": "", "other": "recent", "layer": 1, "head": 0, "new_tokens": 6, "text": TEXT,
+}  # fmt: skip
 READY = (
     "document.getElementById('viewer').hidden === false && !message()"
     " && view.panes[0].trace?.layerScores.has(view.layer)"
@@ -41,24 +32,6 @@ globalThis.kept = (place) => view.panes[place].spans
   .filter((i) => i >= 0);
 globalThis.text = (id) => document.getElementById(id).textContent;
 """
-
-
-class LetterTokenizer:
-    """A token for each character."""
-
-    pad_token_id, eos_token_id, bos_token_id = 0, None, None
-
-    def __call__(self, text, **_):
-        return {"input_ids": [2 + ord(letter) % 90 for letter in text]}
-
-    def decode(self, ids, **_):
-        return "".join(chr(32 + (int(i) + 56) % 90) for i in ids)
-
-
-@pytest.fixture(scope="module")
-def reader(model):
-    described = SimpleNamespace(tokenizer=LetterTokenizer(), name="tiny", context=512)
-    return Reader(model, described, 300, shown_cache)
 
 
 @pytest.fixture(scope="module")

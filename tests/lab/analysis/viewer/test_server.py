@@ -4,35 +4,14 @@ import socket
 import struct
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from h2okv_lab.analysis.viewer.reading import Desk, Reader, export_content
+from h2okv_lab.analysis.viewer.reading import Desk, export_content
 from h2okv_lab.analysis.viewer.server import HOST, PageServer, build_page
-from h2okv_lab.cli.analyze import shown_cache
-
-
-class LetterTokenizer:
-    """A token for each character."""
-
-    pad_token_id, eos_token_id, bos_token_id = 0, None, None
-
-    def __call__(self, text, **_):
-        return {"input_ids": [2 + ord(letter) % 90 for letter in text]}
-
-    def decode(self, ids, **_):
-        return "".join(chr(32 + int(i) % 90) for i in ids)
-
 
 TEXT = "some words and some more words"
 CHOICE = {"policies": ["h2o", "recent"], "budgets": ["20%"], "policy": "h2o", "text": "</script>"}
-
-
-@pytest.fixture(scope="module")
-def reader(model):
-    described = SimpleNamespace(tokenizer=LetterTokenizer(), name="tiny", context=512)
-    return Reader(model, described, 300, shown_cache)
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +79,9 @@ def test_a_bad_trace_is_a_sentence(port, query, sentence):
 
 @pytest.mark.parametrize(
     ("text", "new_tokens", "sentence"),
-    [
-        ("  ", 0, "text is empty"),
-        ("short", 0, "got 5;"),
-        ("long enough a text", 299, "0 to 292"),
-        (7, 0, "the request needs"),
-    ],
-)
+    [("  ", 0, "text is empty"), ("short", 0, "got 5;"), ("long enough a text", 299, "0 to 292"),
+     (7, 0, "the request needs")],
+)  # fmt: skip
 def test_a_bad_text_is_a_sentence(port, text, new_tokens, sentence):
     status, answer = read(port, text, new_tokens)
     assert status == 400

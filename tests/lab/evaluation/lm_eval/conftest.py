@@ -126,13 +126,9 @@ def evaluate(monkeypatch):
 
     def run(model, tasks=("h2okv_tasks",), shots=0, limit=4):
         results = lm_eval.simple_evaluate(
-            model=model,
-            tasks=list(tasks),
-            num_fewshot=shots,
-            limit=limit,
-            bootstrap_iters=0,
+            model=model, tasks=list(tasks), num_fewshot=shots, limit=limit, bootstrap_iters=0,
             task_manager=manager,
-        )
+        )  # fmt: skip
         scores = {
             (task, sample["doc_id"]): [answer[0][0] for answer in sample["resps"]]
             for task, samples in results["samples"].items()

@@ -133,8 +133,6 @@ def test_an_empty_continuation_is_named(harness_model):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"hevy": 3}, "perhaps 'heavy'"),
-        ({"policy": "h3o"}, "did you mean h2o"),
         ({"positions": "roling"}, "original, rolling"),
         ({"positions": "rolling", "batch_size": "auto"}, "batch_size=auto"),
     ],

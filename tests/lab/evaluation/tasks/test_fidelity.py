@@ -1,4 +1,3 @@
-import copy
 import json
 import math
 
@@ -22,10 +21,8 @@ MESSAGES = {"messages": [{"role": "user", "content": "What did Holmes see in the
 
 
 @pytest.fixture(scope="module")
-def subject(subject):
-    """Return the bundled model in float64: products of another shape flip no code of an entry."""
-    model = copy.deepcopy(subject.model).double()
-    return ModelUnderTest(lambda: model, subject.config, subject.tokenizer, subject.name, 2048)
+def subject(short_subject):
+    return short_subject
 
 
 def compared(subject, sources, configs=CONFIGS, **reading):
