@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 import h2okv
 from h2okv.cache.argument import CACHE
 from h2okv.cache.slot_layer import SlotLayer
+from h2okv.integration import graphs
 from h2okv.integration.graphs import EAGER_STEPS, VARIABLE, DecodeGraphs
 from h2okv.ops import dispatch
 
@@ -266,6 +267,23 @@ def test_what_cannot_be_replayed_says_why_once(device, monkeypatch, why):
             cache.check_integrity()
     assert device.num_replays == 0
     assert sum("CUDA graph" in str(warning.message) for warning in caught) == 1
+
+
+@pytest.mark.parametrize("error", [torch.nan, 3.0])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != FAST)) for name in OPTIONS]
+)
+def test_a_replay_of_other_numbers_is_the_last(device, monkeypatch, name, error):
+    replay = graphs._Graph.replay
+
+    def wrong(graph, inputs, cache):
+        output = replay(graph, inputs, cache)
+        output.logits += error
+        return output
+
+    monkeypatch.setattr(graphs._Graph, "replay", wrong)
+    with pytest.warns(UserWarning, match="its first replay's logits are off by"):
+        assert compare(device, monkeypatch, name)[1] == 1  # and texts and states are the same
 
 
 def test_a_hook_that_comes_late_is_called(device):
