@@ -235,7 +235,10 @@ class NaiveH2O:
             for vector, sink in zip(query, sinks, strict=True):
                 squares += _softmax(keys, self._rotated(vector, last + AHEAD), sink) ** 2
         for entry, square in zip(entries, squares, strict=True):
-            entry.received += math.sqrt(square)
+            if self.options["whole_prompts"]:
+                entry.received += math.sqrt(square)
+            else:
+                entry.received = max(entry.received, math.sqrt(square))
 
     def score(self, entry, newest):
         if entry.is_pinned:

@@ -42,7 +42,8 @@ OPTIONS = [
     {"evict_every": 8}, {"evict_every": 8, "scoring": "expected", "layer_budgets": BY_HEAD},
     {"evict_every": 3}, {"policy": "snapkv"}, {"policy": "full"}, {"masks": True},
 ]  # fmt: skip
-GREEDY = {"do_sample": False, "max_new_tokens": NEW}
+# Without the token of padding, which a mask made from the text would leave out.
+GREEDY = {"do_sample": False, "max_new_tokens": NEW, "suppress_tokens": [0]}
 LOOKUP = {"prompt_lookup_num_tokens": 3}
 
 

@@ -352,9 +352,10 @@ class CacheLayer(BaseLayer):
         ended.query = span.query
         zeros = self.forward.zeros(ended.scores.shape, self.device)
         added = self.rule.score_block(self._view(span, ended, zeros)).to(torch.float32)
-        if sequences is None:
-            return entries.scores + added
-        return entries.scores.index_add(0, sequences, added)
+        if sequences is not None:
+            added = torch.zeros_like(entries.scores).index_copy(0, sequences, added)
+        # Spans of a prompt would add up for what stands in front, and forget what one span needs.
+        return entries.scores + added if self.spans.whole_prompts else entries.scores.maximum(added)
 
     def _lengths(self, block: Block) -> tuple[int, ...] | None:
         """Return the real tokens of a block's sequences; ``None`` if only the device knows."""
