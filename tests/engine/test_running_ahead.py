@@ -1,5 +1,7 @@
 """Decode steps that are launched before the tokens of the one before are read."""
 
+from dataclasses import replace
+
 import pytest
 from pretended_device import make_model, pretended_device
 from transformers import AutoTokenizer
@@ -206,7 +208,7 @@ def test_a_request_waits_as_often_as_one_of_a_single_layer(monkeypatch):
         with monkeypatch.context() as patch, pretended_device(patch) as device:
             model = device.to(make_model(layers=layers, attention="sdpa", eos_token_id=None))
             with h2okv.LLM(model, tokenizer, prefix_cache=0, max_num_seqs=2, **options) as llm:
-                llm.generate([prompt], params)
+                llm.generate([prompt], replace(params, max_tokens=9))  # and a step is recorded
                 with device.count() as counts:
                     llm.generate([prompt], params)
         waits.append(counts.num_waits)
