@@ -171,7 +171,11 @@ def compare(eager, replayed):
                     assert torch.equal(other, tensor), name
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True], ids=["reads first", "runs ahead"])
+@pytest.mark.parametrize(
+    "runs_ahead",
+    [pytest.param(False, marks=pytest.mark.slow, id="reads first"),
+     pytest.param(True, id="runs ahead")],
+)  # fmt: skip
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in OPTIONS]
 )
