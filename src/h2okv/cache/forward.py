@@ -33,7 +33,7 @@ class Forward:
 
     # Whether steps leave out what the host counts, as `H2OCache.begin_step` and `end_step` do it.
     leaves_host = False
-    # Of such a step, bool [B, 1]: the rows in use of a pool's, of which the others change nothing.
+    # Of such a step: which rows of a pool have a sequence, bool [B, 1]. Other rows change nothing.
     live: Tensor | None = None
 
     def __init__(self) -> None:

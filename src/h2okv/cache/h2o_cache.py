@@ -71,7 +71,7 @@ class H2OCache(Cache):
     """
 
     layer_class: type[CacheLayer] = SlotLayer
-    num_rows = 0  # of the pool of which it has the first ones
+    num_rows = 0  # of the pool, if its sequences are the first rows of one
 
     def __init__(
         self,
@@ -733,7 +733,8 @@ class H2OCache(Cache):
         """Let steps run without what the host counts: a recorded step replays nothing of it.
 
         Args:
-            live: of steps through further rows of a pool, bool ``[B', 1]``, which are in use.
+            live: which rows of a pool have a sequence, bool ``[B', 1]``, for steps through more
+                rows than there are sequences; ``None`` for others.
         """
         layers = self._slot_layers
         states = [] if live is None else [(layer, layer.state) for layer in layers]

@@ -354,7 +354,7 @@ class CacheLayer(BaseLayer):
         added = self.rule.score_block(self._view(span, ended, zeros)).to(torch.float32)
         if sequences is not None:
             added = torch.zeros_like(entries.scores).index_copy(0, sequences, added)
-        # Spans of a prompt would add up for what stands in front, and forget what one span needs.
+        # Where spans cut the prompt too, a sum would favour old entries.
         return entries.scores + added if self.spans.whole_prompts else entries.scores.maximum(added)
 
     def _lengths(self, block: Block) -> tuple[int, ...] | None:

@@ -389,7 +389,7 @@ class SlotState(Slots):
         return changed
 
     def with_rows(self, num_rows: int) -> SlotState:
-        """Return the first rows of a pool, of which these are fewer."""
+        """Return the first rows of the pool to which this state's rows belong."""
         return self.map(lambda t: t.as_strided((num_rows, *t.shape[1:]), t.stride()))
 
     def change(self, change: Callable[[Kind, Tensor], Tensor]) -> None:

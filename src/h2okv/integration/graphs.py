@@ -84,8 +84,8 @@ def mask_and_positions(
 def rows_for(count: int, limit: int) -> int:
     """Return the rows, ``count`` up to ``limit``, of the graph for a number of sequences.
 
-    A power of two, or half way to the next. A row that is not in use reads no entries, and the
-    weights are read once for all; so half as many rows again cost little beside a recording.
+    A power of two, or half way to the next. A row without a sequence reads no entries, and all
+    rows share one reading of the weights: up to half as many again cost less than a recording.
     """
     power = 1 << (count - 1).bit_length()
     rows = power if 4 * count > 3 * power else 3 * power // 4
@@ -167,7 +167,7 @@ class _Graphs:
     def __init__(self) -> None:
         self.graphs: dict[Any, _Graph] = {}
         self.counts: Counter[Any] = Counter()  # of eager steps
-        # By the sequences in use, whose numbers each row reads, and which rows are in use.
+        # By the number of sequences: the sequence whose token each row reads, the rows in use.
         self.rows: dict[int, tuple[Tensor, Tensor]] = {}
         self.why: str | None = None  # it cannot be recorded
         self.may_have_moved = False  # the cache, in a block
@@ -357,19 +357,21 @@ class DecodeGraphs:
         kwargs: dict[str, Any],
         cache: H2OCache,
     ) -> Any:
-        """Run the first step that was replayed launch by launch, and replay none if they differ.
+        """Run a graph's first step again, launch by launch, and replay none if the two differ.
 
-        Waits for the device once for each graph. Mutates tensors back to what they were `before`.
+        Waits for the device once. Restores the cache's tensors to what they were `before`.
         """
         for tensor, former in before:
             tensor.copy_(former)
         live = kwargs.pop(_LIVE, None)
         with cache.on_device_alone(live):
             output = plain(**kwargs)
-        rows = slice(None) if live is None else slice(int(live.sum()))
         name = next(name for name, value in output.items() if isinstance(value, Tensor))
-        wrong, right = replayed[name][rows].float(), output[name][rows].float()
-        error, largest = torch.stack([wrong - right, right]).abs().flatten(1).amax(1).tolist()
+        wrong, right = replayed[name].float(), output[name].float()
+        both = torch.stack([wrong - right, right]).abs().flatten(2).amax(2)
+        if live is not None:
+            both = both.masked_fill(~live[:, 0], 0.0)
+        error, largest = both.amax(1).tolist()
         if not error <= _LARGEST_ERROR * largest:
             graphs.graphs.clear()
             graphs.why = f"its first replay's {name} are off by {error:.2g} of {largest:.2g}"

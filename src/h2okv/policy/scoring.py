@@ -180,7 +180,7 @@ class Expected(Scoring):
 
     Every query of each query head sees all entries there, whichever came first; with
     ``evict_every`` the mean of up to four query heads does, of which fewer are stored until a cut.
-    Where spans cut a prompt too, the largest of them counts: a sum would favour what is old.
+    Where spans cut a prompt too, an entry's largest score counts: a sum would favour old entries.
     The attention that an entry has received depends on the number of queries that came after it,
     and how soon; this does not. A single token adds ``P[i, j]``, as in `ValueNorm`. Related:
     Expected Attention (arXiv 2510.00636) models the queries by a Gaussian, KVzip (arXiv 2505.23416)
