@@ -7,6 +7,7 @@ from reading import run, tokens
 
 import h2okv
 from h2okv.budget import TokenBudget
+from h2okv.ops import append
 from h2okv.ops.compaction import NO_HEAD, share_slots
 
 FACTORS = ((0.25, 1.75), (1.5, 0.5), (0.0, 2.0))
@@ -55,6 +56,18 @@ def test_dropping_equals_masking_and_each_head_keeps_its_own(
     for layer in cache.layers:
         limit = int(layer.state.total.sum(dim=1).max()) + 2 * span
         assert layer.state.num_slots == limit or (layer.state.num_slots < limit and span > 1)
+
+
+@pytest.mark.parametrize("evict_every", [15, "prompt+8"])
+def test_heads_that_read_alone_are_exact(make_llama, kept_sets, evict_every, monkeypatch):
+    """As on a CPU where the products with others' slots would take longer."""
+    monkeypatch.setattr(append, "_WASTED_PRODUCTS", -1)
+    monkeypatch.setattr(append, "_attend", None)
+    model, input_ids, blocks = make_llama(layers=3), tokens(1, 2, 60), [30, *[1] * 22, 8]
+    options = {"scoring": "expected", "sink": 4, "evict_every": evict_every}
+    (dropped, cache), (masked, simulated) = both(model, (0.2, 0.1), input_ids, blocks, **options)
+    assert kept_sets(cache) == kept_sets(simulated)
+    torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2])

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from h2okv.budget import Budget, TokenBudget
+from h2okv.ops.append import Appended, finish_steps
 from h2okv.policy import Rule
 
 _Totals = tuple[tuple[int, ...], ...]
@@ -46,6 +47,7 @@ class Forward:
         self._prompt: tuple[Any, list[LayerBudgets]] | None = None
         self._padding: tuple[Tensor, tuple[int, ...]] | None = None
         self._shared: dict[Any, Any] = {}
+        self.appended: list[Appended] = []  # steps of layers that are not finished yet
 
     def shared(self, key: Any, compute: Callable[[], _T]) -> _T:
         """Return ``compute()``, which the first layer calls that asks for `key` in a forward."""
@@ -114,6 +116,12 @@ class Forward:
             LayerBudgets(*layer, numbers) for layer, numbers in zip(layers, slices, strict=True)
         ]
 
+    def finish_steps(self) -> None:
+        """Finish what steps of layers have left to the end of the forward; mutates their states."""
+        steps, self.appended = self.appended, []
+        if steps:
+            finish_steps(steps)
+
     def counts(self, real: Tensor) -> tuple[int, ...]:
         """Return the real tokens of each sequence of a block, of bool ``[B, T]``.
 
@@ -130,7 +138,8 @@ class Forward:
         self._sums.append((layer_idx, sums.sum(dtype=torch.float32)))
 
     def end(self, dtype: torch.dtype) -> None:
-        """Forget the prompt's budgets; refuse a forward with numbers that are not finite."""
+        """Finish steps, forget the prompt's budgets; refuse numbers that are not finite."""
+        self.finish_steps()
         sums, self._sums = self._sums, []
         self._prompt = self._padding = None
         self.forget_shared()

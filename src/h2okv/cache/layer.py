@@ -240,6 +240,7 @@ class CacheLayer(BaseLayer):
             block = block._replace(query=query, key=key.to(self.dtype))
         read = self._read_token if takes_step else self._read_block
         output = read(block).to(self.dtype)
+        self.forward.finish_steps()
         if self.departures is not None:
             self.departures.note(self.state.by_head("positions")[0], self.state.num_real_tokens)
         return output

@@ -17,7 +17,7 @@ from h2okv.cache.rope import ranks_of, rotate_to_ranks
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.cache.slots import SlotPlan
 from h2okv.cache.spans import to_device
-from h2okv.ops.append import append_step
+from h2okv.ops.append import Appended, append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
 from h2okv.ops.choice import CutRules, recent_with_written
 from h2okv.ops.decode import QueryRing, StepNumbers, StepRules, decode_step
@@ -267,13 +267,16 @@ class SlotLayer(CacheLayer):
             weights = state.value_weights if slots.weighs_norms else None
             rules = StepRules(
                 block.spec, state.recent, adds=slots.adds, numbers=numbers, weights=weights,
-                ring=ring,
+                ring=ring, columns=self.cumulative_length,
             )  # fmt: skip
             output = append_step(block.query, block.key, block.value, state, rules, slots.tail)
+            self.forward.appended.append(Appended(block.query, block.key, state, rules, slots.tail))
+            if self.forward.num_layers == 1 or self._ends_span():
+                self.forward.finish_steps()
         else:
             output = self._evicting_step(run, block, ring)
-        if run is decode_step:  # kernels count by themselves
-            self.cumulative_length += 1
+            if run is decode_step:  # kernels count by themselves
+                self.cumulative_length += 1
         if is_compiling:
             state.note_count(None)
             self.note_columns(1)
@@ -358,6 +361,10 @@ class SlotLayer(CacheLayer):
             self.slots.tail.note_step()
         if self.span > 1:
             self._count_to_cut()
+
+    def _ends_span(self) -> bool:
+        """Tell whether `end_step` may evict, for which the slots must be up to date."""
+        return self.span > 1 and self.slots.steps_to_cut <= 1 and not self.forward.leaves_host
 
     def _count_to_cut(self) -> None:
         self.slots.steps_to_cut -= 1

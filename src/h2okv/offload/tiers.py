@@ -276,6 +276,7 @@ class CacheStore:
         layer: Any = cache.layers[layer_idx]
         if not isinstance(layer, SlotLayer) or not layer.holds_entries:
             return
+        layer.forward.finish_steps()  # which a forward does at its end
         entries = layer.state.entry_tensors()
         specs = [(tensor.shape, tensor.dtype) for tensor in entries.values()]
         num_tokens = int(layer.get_seq_length())

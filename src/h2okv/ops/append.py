@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from h2okv.ops.attention import mean_queries
 from h2okv.ops.decode import Slots, StepRules, decode_with_scores, keep_query, write_weight
+from h2okv.ops.reference import AttentionSpec
 
 # Slots by which the products of a step grow, in dtypes of fewer bits than fp32: each new shape
 # costs their library more than the product itself.
 _SHAPE_STEP = 64
+# A product of all query heads with a row that heads share computes H times what they need. Numbers
+# that a core multiplies in the time of one more product, beyond which each head reads its own.
+_WASTED_PRODUCTS = 320_000
 
 
 @dataclass
@@ -29,6 +37,10 @@ class Tail:
     # entries, -inf for other slots. Made by the first step that needs it.
     bias: Tensor | None = None
     free_bias: Tensor | None = None  # int64, where it becomes 0 next
+    # Of heads that share rows on a CPU: the first slot of each head of each sequence, and the one
+    # behind its entries `num_steps` steps ago.
+    segments: list[tuple[int, int]] | None = None
+    num_steps: int = 0
 
     @classmethod
     def of(cls, slots: Slots, former: Tail | None = None) -> Tail | None:
@@ -58,9 +70,10 @@ class Tail:
         starts = torch.arange(0, batch * rows * num_slots, num_slots, device=index.device)
         flat = (starts.view(batch, rows, 1) + slots.free_slot).flatten()
         end = first if first == last and rows == free.shape[1] else None
-        tail = cls(slots.positions, steps, flat, end)
+        tail = cls(slots.positions, steps, flat, end, segments=_segments(slots, of_head))
         if former is not None and former.is_of(slots) and former.free.shape == flat.shape:
             former.steps, former.end = steps, end
+            former.segments, former.num_steps = tail.segments, 0
             former.free.copy_(flat)
             former._fill_again(slots)
             return former
@@ -100,18 +113,37 @@ class Tail:
         rows = torch.arange(free.numel(), device=free.device) * slots.positions.shape[2]
         return hidden, rows + free.flatten()
 
-    def advance(self, slots: Slots) -> None:
-        """Count a step on the device; mutates the tail and the slots."""
+    def counters(self, slots: Slots) -> list[Tensor]:
+        """Return what counts steps on the device."""
         counters = [self.free, slots.free_slot, slots.num_real_tokens]
         if self.free_bias is not None and self.free_bias is not self.free:
             counters.append(self.free_bias)
-        torch._foreach_add_(counters, 1)
+        return counters
 
     def note_step(self) -> None:
         """Note on the host what the device has counted; mutates the tail."""
         self.steps -= 1
+        self.num_steps += 1
         if self.end is not None:
             self.end += 1
+
+
+def _segments(slots: Slots, of_head: Tensor) -> list[tuple[int, int]] | None:
+    """Return `Tail.segments`, where bool `of_head`, ``[B, H, S]``, marks the slots of each head."""
+    if slots.head_of_slot is None or slots.positions.device.type != "cpu":
+        return None
+    firsts = of_head.to(torch.uint8).argmax(dim=-1).flatten().tolist()
+    return list(zip(firsts, slots.free_slot.flatten().tolist(), strict=True))
+
+
+class Appended(NamedTuple):
+    """A step that has appended and attended, and what `finish_steps` needs of it."""
+
+    query: Tensor
+    key: Tensor
+    slots: Slots
+    rules: StepRules
+    tail: Tail
 
 
 def append_step(
@@ -119,13 +151,15 @@ def append_step(
 ) -> Tensor:
     """Run one token of each sequence, none of them padding, through slots that have room for it.
 
+    `finish_steps` must follow before anything else reads the slots.
+
     Args:
         query: ``[B, HQ, 1, D]``.
         key: ``[B, H, 1, D]``.
         value: ``[B, H, 1, Dv]``.
         slots: the cached entries; mutated.
         rules: of which the step reads `spec`, `adds` and `numbers`.
-        tail: that of the slots; mutated, but for `Tail.note_step`.
+        tail: that of the slots; its bias is mutated.
 
     Returns:
         ``[B, HQ, 1, Dv]`` in the values' dtype.
@@ -133,7 +167,6 @@ def append_step(
     assert isinstance(slots.keys, Tensor)
     assert isinstance(slots.values, Tensor)
     spec = rules.spec
-    keep_query(query, key, slots, rules)
     write_weight(slots, rules, value)
     slots.keys.view(-1, key.shape[-1]).index_copy_(0, tail.free, key.reshape(-1, key.shape[-1]))
     if slots.has_values:
@@ -144,31 +177,117 @@ def append_step(
     else:
         position = slots.num_real_tokens.to(torch.int32).view(-1, 1, 1)
         slots.positions.scatter_(-1, slots.free_slot, position.expand_as(slots.free_slot))
-    end, is_even = slots.positions.shape[2], tail.end is not None
-    if tail.end is not None:
-        end = tail.end + 1
-        if value.dtype.itemsize < 4:
-            end = min(-(-end // _SHAPE_STEP) * _SHAPE_STEP, slots.positions.shape[2])
-            is_even = end == tail.end + 1
-    keys, values = slots.keys.narrow(2, 0, end), slots.values.narrow(2, 0, end)
     if rules.adds or spec.softcap is not None or spec.sinks is not None:
-        hidden = None if is_even else slots.positions.narrow(2, 0, end) < 0
-        if slots.head_of_slot is not None and hidden is not None:
-            hidden = hidden | slots.of_others()
-        scores = slots.scores.narrow(2, 0, end) if rules.adds else None
-        output, _ = decode_with_scores(query, keys, values, hidden, spec, None, scores)
-    else:
-        bias = None
-        if not is_even:
-            bias = tail.bias_of(slots, query)
-            if tail.free_bias is not None:
-                bias.view(-1).index_fill_(0, tail.free_bias, 0.0)
-            bias = bias.narrow(-1, 0, end)
-        # The query heads of a row as several tokens, which all see the same slots.
-        rows = query.reshape(*keys.shape[:2], -1, query.shape[-1])
-        output = torch.nn.functional.scaled_dot_product_attention(
-            rows, keys, values, bias, scale=spec.scale
-        )
-        output = output.reshape(*query.shape[:3], -1)
-    tail.advance(slots)
-    return output
+        return _attend_and_add(query, slots, rules, tail)
+    if tail.segments is not None and _reads_alone(query, slots):
+        return _attend_by_segments(query, slots, spec, tail)
+    return _attend(query, slots, spec, tail)
+
+
+def finish_steps(steps: Sequence[Appended]) -> None:
+    """Keep the queries of steps and count them on the device; mutates slots, rings and tails.
+
+    Those of all layers together: it is the number of operations that takes time.
+    """
+    alike: dict[Any, list[Appended]] = {}
+    counters = []
+    for step in steps:
+        query, key, slots, rules, tail = step
+        counters += tail.counters(slots)
+        if rules.columns is not None:
+            counters.append(rules.columns)
+        if rules.ring is None:
+            continue
+        span, numbers = rules.ring.queries.shape[2], rules.numbers
+        if numbers is None or len(steps) == 1:
+            keep_query(query, key, slots, rules)
+            continue
+        kind = query.shape, query.dtype, query.device, key.shape[1], span, numbers.newest
+        alike.setdefault(kind, []).append(step)
+    for (*_, num_kv_heads, span, newest), group in alike.items():
+        column, rings = newest % span, [step.rules.ring for step in group if step.rules.ring]
+        means = mean_queries(torch.cat([step.query for step in group]), num_kv_heads).squeeze(2)
+        columns = [ring.queries.select(2, column) for ring in rings]
+        torch._foreach_copy_(columns, means.chunk(len(group)))
+        for ring in rings:
+            if ring.positions is not None:
+                ring.positions[:, column] = 0 if ring.placed is None else ring.placed
+    torch._foreach_add_(counters, 1)
+
+
+def _extent(slots: Slots, tail: Tail, itemsize: int) -> tuple[int, bool]:
+    """Return the slots of a row that a step reads, and whether all of them are entries."""
+    num_slots = slots.positions.shape[2]
+    if tail.end is None:
+        return num_slots, False
+    end = tail.end + 1
+    if itemsize < 4:
+        end = min(-(-end // _SHAPE_STEP) * _SHAPE_STEP, num_slots)
+    return end, end == tail.end + 1
+
+
+def _read(slots: Slots, start: int, length: int) -> tuple[Tensor, Tensor]:
+    """Return keys and values of some slots of all rows."""
+    assert isinstance(slots.keys, Tensor)
+    assert isinstance(slots.values, Tensor)
+    return slots.keys.narrow(2, start, length), slots.values.narrow(2, start, length)
+
+
+def _attend_and_add(query: Tensor, slots: Slots, rules: StepRules, tail: Tail) -> Tensor:
+    """Attend by single operations, which add the probabilities to the scores where rules say so."""
+    end, is_even = _extent(slots, tail, query.dtype.itemsize)
+    hidden = None if is_even else slots.positions.narrow(2, 0, end) < 0
+    if slots.head_of_slot is not None and hidden is not None:
+        hidden = hidden | slots.of_others()
+    scores = slots.scores.narrow(2, 0, end) if rules.adds else None
+    keys, values = _read(slots, 0, end)
+    return decode_with_scores(query, keys, values, hidden, rules.spec, None, scores)[0]
+
+
+def _attend(query: Tensor, slots: Slots, spec: AttentionSpec, tail: Tail) -> Tensor:
+    """Attend to whole rows, masked where they have more than entries."""
+    end, is_even = _extent(slots, tail, query.dtype.itemsize)
+    keys, values = _read(slots, 0, end)
+    bias = None if is_even else _open_bias(query, slots, tail).narrow(-1, 0, end)
+    # The query heads of a row as several tokens, which all see the same slots.
+    rows = query.reshape(*keys.shape[:2], -1, query.shape[-1])
+    output = scaled_dot_product_attention(rows, keys, values, bias, scale=spec.scale)
+    return output.reshape(*query.shape[:3], -1)
+
+
+def _open_bias(query: Tensor, slots: Slots, tail: Tail) -> Tensor:
+    """Return the bias of a tail with the new tokens' slots open; mutates the tail."""
+    bias = tail.bias_of(slots, query)
+    if tail.free_bias is not None:
+        bias.view(-1).index_fill_(0, tail.free_bias, 0.0)
+    return bias
+
+
+def _reads_alone(query: Tensor, slots: Slots) -> bool:
+    """Tell whether one product for each head takes less time than one for all."""
+    num_heads, num_kv_heads, size = query.shape[1], slots.free_slot.shape[-1], query.shape[-1]
+    wasted = num_heads * size * slots.positions.shape[2] * (num_kv_heads - 1) // num_kv_heads
+    return wasted > _WASTED_PRODUCTS * num_kv_heads
+
+
+def _attend_by_segments(query: Tensor, slots: Slots, spec: AttentionSpec, tail: Tail) -> Tensor:
+    """Attend with each head of each sequence to its own slots of a row."""
+    assert tail.segments is not None
+    batch, num_heads, _, size = query.shape
+    num_kv_heads, num_slots = len(tail.segments) // batch, slots.positions.shape[2]
+    groups = num_heads // num_kv_heads
+    rows = query.reshape(batch * num_kv_heads, 1, 1, groups, size)
+    bias = None
+    if query.dtype.itemsize < 4:  # by whole steps of the shape, which takes a mask
+        bias = _open_bias(query, slots, tail).view(batch, num_kv_heads, 1, groups, num_slots)
+    outputs = []
+    for number, (start, stop) in enumerate(tail.segments):
+        sequence, head = divmod(number, num_kv_heads)
+        length, mask = stop + tail.num_steps + 1 - start, None
+        if bias is not None:
+            length = min(-(-length // _SHAPE_STEP) * _SHAPE_STEP, num_slots - start)
+            mask = bias[sequence, head].narrow(-1, start, length).unsqueeze(0)
+        key, value = (states[sequence, None] for states in _read(slots, start, length))
+        output = scaled_dot_product_attention(rows[number], key, value, mask, scale=spec.scale)
+        outputs.append(output)
+    return torch.cat(outputs, dim=2).reshape(batch, num_heads, 1, -1)
