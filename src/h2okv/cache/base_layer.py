@@ -254,7 +254,8 @@ class BaseLayer(CacheLayerMixin):
         return self._take(key_states, value_states)
 
     def _take(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        self.require_attention()
+        if self.awaits_attention:
+            self.require_attention()
         if key_states.is_meta:
             raise ValueError(
                 "H2OCache holds numbers and must get keys of a CPU or GPU, got the meta device's; "
@@ -266,7 +267,7 @@ class BaseLayer(CacheLayerMixin):
             if self.is_cast:
                 key_states = key_states.to(self.dtype)
             check_match(self, key_states)
-            if key_states.device != self.device:  # after loading from a file
+            if key_states.device != self.state.positions.device:  # after loading from a file
                 self.move(key_states.device)
         else:
             self.lazy_initialization(key_states, value_states)

@@ -36,18 +36,24 @@ class Forward:
     leaves_host = False
     # Of such a step: which rows of a pool have a sequence, bool [B, 1]. Other rows change nothing.
     live: Tensor | None = None
+    # Steps that layers have left to the forward's end; None where a layer is called alone.
+    appended: list[Appended] | None = None
 
     def __init__(self) -> None:
         self._budgets: list[tuple[Rule, Budget, Sequence[Budget] | None]] = []
-        self.begin()
+        self.num_layers = 0
+        self._reset()
 
     def begin(self) -> None:
-        """Reset after an earlier forward, which may have been interrupted; mutates."""
+        """Begin a forward of all layers, also after one that was interrupted; mutates."""
+        self._reset()
+        self.appended = []
+
+    def _reset(self) -> None:
         self._sums: list[tuple[int, Tensor]] = []
         self._prompt: tuple[Any, list[LayerBudgets]] | None = None
         self._padding: tuple[Tensor, tuple[int, ...]] | None = None
         self._shared: dict[Any, Any] = {}
-        self.appended: list[Appended] = []  # steps of layers that are not finished yet
 
     def shared(self, key: Any, compute: Callable[[], _T]) -> _T:
         """Return ``compute()``, which the first layer calls that asks for `key` in a forward."""
@@ -80,11 +86,8 @@ class Forward:
     def add_layer(self, rule: Rule, budget: Budget, by_head: Sequence[Budget] | None) -> int:
         """Note a layer's budget, and that of each head where they differ; returns its number."""
         self._budgets.append((rule, budget, by_head))
-        return len(self._budgets) - 1
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._budgets)
+        self.num_layers = len(self._budgets)
+        return self.num_layers - 1
 
     def budgets(
         self, number: int, lengths: list[int], device: torch.device, seen: list[int] | None = None
@@ -116,10 +119,19 @@ class Forward:
             LayerBudgets(*layer, numbers) for layer, numbers in zip(layers, slices, strict=True)
         ]
 
+    def add_step(self, step: Appended, is_last: bool) -> None:
+        """Finish a layer's step at the forward's end; now, with those before it, if it is last."""
+        if self.appended is None:
+            finish_steps([step])
+            return
+        self.appended.append(step)
+        if is_last:
+            self.finish_steps()
+
     def finish_steps(self) -> None:
         """Finish what steps of layers have left to the end of the forward; mutates their states."""
-        steps, self.appended = self.appended, []
-        if steps:
+        if self.appended:
+            steps, self.appended = self.appended, []
             finish_steps(steps)
 
     def counts(self, real: Tensor) -> tuple[int, ...]:
@@ -140,6 +152,7 @@ class Forward:
     def end(self, dtype: torch.dtype) -> None:
         """Finish steps, forget the prompt's budgets; refuse numbers that are not finite."""
         self.finish_steps()
+        self.appended = None
         sums, self._sums = self._sums, []
         self._prompt = self._padding = None
         self.forget_shared()

@@ -226,7 +226,7 @@ class H2OCache(Cache):
         """
         # The layer before must have been attended to by now; asking here, not at the next
         # forward, stops a model without H2O attention before it has made a single token.
-        if self._last_updated is not None:
+        if self._last_updated is not None and self._last_updated.awaits_attention:
             self._last_updated.require_attention()
         layer = self.layers[layer_idx]
         is_device_only = torch.compiler.is_compiling() or self._scored[0].forward.leaves_host

@@ -270,9 +270,8 @@ class SlotLayer(CacheLayer):
                 ring=ring, columns=self.cumulative_length,
             )  # fmt: skip
             output = append_step(block.query, block.key, block.value, state, rules, slots.tail)
-            self.forward.appended.append(Appended(block.query, block.key, state, rules, slots.tail))
-            if self.forward.num_layers == 1 or self._ends_span():
-                self.forward.finish_steps()
+            step = Appended(block.query, block.key, state, rules, slots.tail)
+            self.forward.add_step(step, self._ends_span())
         else:
             output = self._evicting_step(run, block, ring)
             if run is decode_step:  # kernels count by themselves
@@ -336,7 +335,7 @@ class SlotLayer(CacheLayer):
     def _numbers(self, block: Block) -> StepNumbers | None:
         """Return the host's numbers for a step; ``None`` if sequences differ, or on a GPU."""
         # A compiled step would be compiled again for each number.
-        if block.real is not None or torch.compiler.is_compiling() or self.device.type != "cpu":
+        if block.real is not None or torch.compiler.is_compiling() or not block.query.is_cpu:
             return None
         lengths, protected = self.state.known_lengths, self.slots.protected
         if not lengths or protected is None or self.rule.inputs is Inputs.WINDOW:

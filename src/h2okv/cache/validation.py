@@ -126,13 +126,14 @@ def check_follows(
     """
     if position_ids is None or position_ids.dim() != 2 or not layer.is_initialized:
         return
-    if not layer.begins_forward and layer.device.type != "cpu":
+    state, has_budgets = layer.state, layer.holds_budgets
+    is_cpu = state.positions.is_cpu
+    if not layer.begins_forward and not is_cpu:
         return
-    is_step = length == 1 and layer.holds_budgets
-    if is_step and (layer.counts_padding is None or layer.device.type != "cpu"):
+    if length == 1 and has_budgets and (layer.counts_padding is None or not is_cpu):
         return
-    state, position_ids = layer.state, position_ids.to(layer.device)
-    if layer.holds_budgets:
+    position_ids = position_ids.to(layer.device)
+    if has_budgets:
         last, before = position_ids.amax(dim=1), state.num_real_tokens
         new = torch.full_like(before, length) if real is None else real.sum(dim=1)
         # Positions count the real tokens (generate) or all of them (a bare forward).
