@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis_examples import examples
 
-from h2okv.ops.choice import choose, protected_entries
+from h2okv.ops.choice import choose, choose_all, protected_entries
 from h2okv.ops.compaction import compact
 from h2okv.ops.decode import Slots, StepRules, evict_one
 from h2okv.ops.reference import AttentionSpec
@@ -125,6 +125,20 @@ def test_the_freed_slot_against_a_sort(data, layer):
                 # With everything protected any entry is as good: the budget rules that out.
                 if not protected[row, head][positions[row, head] >= 0].all():
                     assert slot == order[0]
+
+
+@pytest.mark.parametrize("has_gaps", [False, True])
+@pytest.mark.parametrize("limit", [5, 9])
+def test_where_none_has_to_leave_all_are_chosen(has_gaps, limit):
+    positions = torch.tensor([[[7, -1, 2, 3, 0, -1, 5], [0, 1, -1, -1, 4, 6, 2]]])
+    if not has_gaps:
+        positions, limit = positions.masked_fill(positions < 0, 9), limit + 2
+    total = torch.full((1, 2, 1), limit)
+    scores, protected = torch.randn(1, 2, 7), torch.zeros(1, 2, 7, dtype=torch.bool)
+    indices, is_kept = choose_all(positions, has_gaps, limit)
+    expected, expected_kept = choose(scores, positions, protected, total, limit)
+    assert torch.equal(is_kept, expected_kept)
+    assert torch.equal(indices[is_kept], expected[is_kept])
 
 
 def test_equal_priorities_lose_the_oldest_wherever_it_lies():

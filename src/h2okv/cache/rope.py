@@ -222,14 +222,19 @@ class _KeyTaker(DynamicCache):
 
 
 def find_rotation(
-    module: torch.nn.Module, layer_idx: int, rotations: Rotations, rule: Rule, key: Tensor
+    module: torch.nn.Module,
+    layer_idx: int,
+    rotations: Rotations,
+    rule: Rule,
+    key: Tensor,
+    rotary: Any,
 ) -> Rotation | None:
     """Return how an attention module rotates its keys, one object for modules that do so alike.
 
     Probes a module once and remembers the result, which does not depend on its weights; ``None`` if
     it rotates nothing, ValueError if it does in an unknown way. A new one is noted in `rotations`.
+    `rotary` is the module's `running_rotary`.
     """
-    rotary = _running_rotary(module)
     setting = rotary, key.dtype, key.device
     former, result = _PROBES.get(module, (None, None))
     if former != setting:
@@ -338,7 +343,7 @@ def _keys(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, embeddi
     raise ValueError("the module hands its cache no keys")
 
 
-def _running_rotary(module: torch.nn.Module) -> Any:
+def running_rotary(module: torch.nn.Module) -> Any:
     """Return the rotary embeddings of the model that runs a module, up the stack, if any."""
     family = type(module).__module__
     # Not this very frame: its locals would hold the frame itself, a cycle with all that the callers

@@ -19,7 +19,7 @@ from h2okv.cache.slots import SlotPlan
 from h2okv.cache.spans import to_device
 from h2okv.ops.append import Appended, append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
-from h2okv.ops.choice import CutRules, recent_with_written
+from h2okv.ops.choice import CutRules, choose_all, recent_with_written
 from h2okv.ops.decode import QueryRing, StepNumbers, StepRules, decode_step
 from h2okv.ops.dispatch import Cut, Operations, operations
 from h2okv.ops.reference import Visibility
@@ -215,7 +215,10 @@ class SlotLayer(CacheLayer):
             is_known = self.rule.is_bounded and not state.has_gaps
             limit = slots.most_entries(state) if is_known else int(total.max())
         kernels = self.cut_kernels(positions)
-        if kernels is None:
+        if kernels is None and self._keeps_all(positions.shape[2]):
+            all_entries = choose_all(positions, entries.is_entry is not None, limit)
+            slots.store(state, entries, *all_entries)
+        elif kernels is None:
             slots.store(state, entries, *self.choose(entries, total, limit))
         else:
             weights = self.rule.value_weights(entries.value) if self.rule.weighs_values else None
@@ -231,6 +234,12 @@ class SlotLayer(CacheLayer):
         if self.device.type == "cuda" and not torch.compiler.is_compiling():
             for tensor in (*state.tensors().values(), self.cumulative_length):
                 torch._dynamo.mark_static_address(tensor)
+
+    def _keeps_all(self, count: int) -> bool:
+        """Tell whether no head has to evict any of that many entries after a block."""
+        if not self.rule.evicts or (self.span > 1 and not any(self.spans.ended(self.state, self.is_late))):
+            return True
+        return min(map(min, self.state.totals())) >= count
 
     # --- a single token ---------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from h2okv.cache.argument import CACHE
 from h2okv.cache.base_layer import LAYER_ATTRIBUTE
 from h2okv.cache.latent import Latents, absorb, check_expansion
 from h2okv.cache.layer import CacheLayer
-from h2okv.cache.rope import find_rotation
+from h2okv.cache.rope import find_rotation, running_rotary
 from h2okv.cache.slot_state import is_cast
 from h2okv.cache.validation import check_follows, going_on
 from h2okv.console import warn
@@ -327,8 +327,9 @@ def h2o_attention(
             )
         layer.is_placed = False
     if not layer.rotations.is_known:
-        rotations = layer.rotations
-        rotation = find_rotation(module, layer.layer_idx, rotations, layer.rule, key)
+        rotations, family = layer.rotations, type(module).__module__
+        rotary = layer.forward.shared(("rotary", family), lambda: running_rotary(module))
+        rotation = find_rotation(module, layer.layer_idx, rotations, layer.rule, key, rotary)
         layer.learn_rotation(rotation)
     if real is not None and layer.ends_forward and not is_compiling:
         _note_padding(layer, real)

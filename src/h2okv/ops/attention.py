@@ -31,6 +31,9 @@ _MANY_LOGITS = 1 << 25
 # Up to this number of keys of all heads they are read at once: in fp32 while their tiles stay in a
 # core's cache, while products of bf16 gain more from fewer operations.
 _FEW_KEYS, _FEW_KEYS_BF16 = 1 << 12, 1 << 15
+# Up to this number of logits of a sequence (120 tokens of 9 heads) MKL reads all heads at once on
+# AMD's CPUs too.
+_FEW_LOGITS = 1 << 17
 # Replaces -inf as the maximum of a row that sees nothing: inf - inf would be NaN.
 _LOWEST = -1e30
 # Sums of powers of two that lose nothing to fp32, and those whose squares do not.
@@ -109,7 +112,7 @@ def blockwise_attention_with_scores(
         _attend_row(
             _Row(
                 row_past, row_weights, needs_sums, spec._replace(reach=row_reach),
-                _onednn_is_faster(query, compute_dtype(query.dtype)),
+                _onednn_is_faster(query[0], key),
             ),
             row_output, entry_sums, grouped_query[row][:, :, columns], states[0], states[1], bias,
         )  # fmt: skip
@@ -503,10 +506,15 @@ def expected_attention(
     return sums.sqrt_() if entries is None else sums.sqrt_().masked_fill_(~entries, 0.0)
 
 
-def _onednn_is_faster(query: Tensor, wide: torch.dtype) -> bool:
-    """Tell whether products in a dtype are oneDNN's; MKL's take twice the time on AMD's CPUs."""
-    can = flash.IS_AMD and wide == torch.float32 and torch.backends.mkldnn.is_available()
-    return can and _is_plain(query)
+def _onednn_is_faster(query: Tensor, key: Tensor) -> bool:
+    """Tell whether products in fp32 are oneDNN's; MKL's take twice the time on AMD's CPUs.
+
+    But for queries ``[..., T, D]`` and keys ``[..., N, D]`` of so few logits that fewer operations
+    gain more.
+    """
+    is_wide = compute_dtype(key.dtype) == torch.float32 and torch.backends.mkldnn.is_available()
+    is_large = query.shape[:-1].numel() * key.shape[-2] > _FEW_LOGITS
+    return flash.IS_AMD and is_wide and is_large and _is_plain(query)
 
 
 def onednn_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -538,7 +546,7 @@ def _expected_squares(
     sinks = None
     if sink_logits is not None:
         sinks = (sink_logits * _LOG2_E).repeat_interleave(query.shape[2], dim=1)
-    multiply = onednn_linear if _onednn_is_faster(query, wide) else linear
+    multiply = onednn_linear if _onednn_is_faster(query, key) else linear
 
     def square_head(head: int, share: slice, head_sums: Tensor) -> None:
         def powers(start: int, shifts: bool) -> tuple[Tensor, Tensor]:

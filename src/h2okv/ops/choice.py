@@ -66,6 +66,19 @@ def _like(positions: Tensor, limit: Any) -> Any:
     return limit.to(positions.dtype) if isinstance(limit, Tensor) else limit
 
 
+def choose_all(positions: Tensor, has_gaps: bool, limit: int) -> tuple[Tensor, Tensor]:
+    """Choose all entries, where none has to leave; arguments and result as of `choose`.
+
+    Without gaps, all of ``[B, H, N]`` are entries.
+    """
+    num_entries = positions.shape[-1]
+    indices = torch.arange(num_entries, device=positions.device).expand(positions.shape)
+    if has_gaps:
+        indices = torch.where(positions >= 0, indices, num_entries).sort(dim=-1).values
+    indices = indices[..., : min(limit, num_entries)]
+    return indices.clamp(max=num_entries - 1), indices < num_entries
+
+
 def choose(
     priority: Tensor, positions: Tensor, protected: Tensor, total: Tensor, limit: int
 ) -> tuple[Tensor, Tensor]:
