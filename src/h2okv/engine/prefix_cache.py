@@ -233,8 +233,8 @@ class PrefixFolder:
                 files.append((status.st_mtime_ns, match[1], status.st_size, match[2]))
             elif entry.stat().st_mtime < time.time() - _STALE:
                 os.unlink(entry)
-        for _, *state in sorted(files):
-            self._add(*state)
+        for _, key, size, signature in sorted(files):
+            self._add(key, size, signature)
         if others:
             count, first = len(others), min(others)
             _LOG.warning(

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from h2okv.cache import CacheLayer, H2OCache
-from h2okv.cache.support import check_model, latent_sizes
+from h2okv.cache.support import check_model
 from h2okv.integration.attention import h2o_mask, plain_attention
 from h2okv.integration.enable import input_device
 from h2okv.ops.reference import softmax
@@ -117,15 +117,6 @@ def full_attention_layers(config: PreTrainedConfig) -> tuple[int, ...]:
     """Return the indices of the layers whose entries H2O evicts."""
     layers = H2OCache(config).layers
     return tuple(i for i, layer in enumerate(layers) if isinstance(layer, CacheLayer))
-
-
-def num_kv_heads(config: PreTrainedConfig) -> int:
-    """Return the number of KV heads of a layer, as a cache holds them."""
-    if latent_sizes(config) is not None:
-        return 1
-    config = config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 1 if getattr(config, "multi_query", False) else int(heads)
 
 
 @torch.inference_mode()

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from h2okv.records import unknown_name
 from h2okv_lab.analysis.ablation import (
     activation_frequency,
     cost,
@@ -279,12 +278,6 @@ def choose_measurements(
     only: Sequence[str] = (), quick: bool = False, neurons: bool = False
 ) -> tuple[Measurement, ...]:
     """Return the measurements that the options choose."""
-    by_name = {measurement.name: measurement for measurement in MEASUREMENTS}
-    for name in only:
-        if name not in by_name:
-            raise unknown_name("--only: measurement", name, by_name)
-    if only and quick:
-        raise ValueError("--only and --quick both choose measurements; give one of them")
     names = set(only) or {m.name for m in MEASUREMENTS if not m.is_option}
     if quick:
         names = {m.name for m in MEASUREMENTS if m.quick}

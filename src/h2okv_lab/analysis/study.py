@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -165,15 +164,6 @@ _OTHER_FOLDER = "choose another folder for the report"
 
 TEXT_COLUMNS = ("word", "policy", "condition", "case", "of", "against", "measure", "h", "objective")
 """Columns of the tables that hold text, even where it reads as a number (a word may be "7")."""
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a report's folder that cannot be created or written, before a model is loaded."""
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    # Only writing tells whether a folder is writable: access() ignores read-only file systems, and
-    # nothing can be created in /proc.
-    with refusing(f"--out '{folder}' cannot be written", _OTHER_FOLDER, OSError):
-        tempfile.TemporaryDirectory(prefix=".h2okv-", dir=parent).cleanup()
 
 
 def open_folder(folder: Path, model_name: str, text: str, tokens: int) -> None:

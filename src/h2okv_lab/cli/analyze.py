@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 import webbrowser
 from contextlib import suppress
 from functools import partial
@@ -13,7 +13,7 @@ from h2okv.cli import args, readers
 from h2okv.cli.args import ModelOptions, Typed, option
 from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, Progress, check_minimum, write_remark, write_text
-from h2okv.records import atomic_write, unknown_name
+from h2okv.records import atomic_write, refusing, unknown_name
 from h2okv_lab.cli import options
 
 if TYPE_CHECKING:
@@ -42,8 +42,10 @@ def _measurements(option: str, text: str) -> tuple[str, ...]:
 def _report_folder(option: str, folder: Path) -> Path:
     """Raise ValueError for a folder that cannot be written or created."""
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"{option} '{folder}' cannot be written; choose another folder")
+    # Only writing tells whether a folder is writable: access() ignores read-only file systems, and
+    # nothing can be created in /proc.
+    with refusing(f"{option} '{folder}' cannot be written", "choose another folder", OSError):
+        tempfile.TemporaryDirectory(prefix=".h2okv-", dir=parent).cleanup()
     return folder
 
 
@@ -67,7 +69,6 @@ def analyze(
 
     chosen = measurements.choose_measurements(only, quick, neurons)
     check_minimum(study.MIN_TOKENS, tokens=tokens)
-    study.check_folder(out)
     # Missing packages must show before the long work, not in the middle of it.
     load_scipy("stats")
     new_figure()

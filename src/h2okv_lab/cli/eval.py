@@ -470,12 +470,10 @@ def _check_harness(words: Sequence[str]) -> None:
 
 def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, Evaluation]:
     """Evaluate the remaining samples under a progress bar; Ctrl-C loses none of the finished."""
-    from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
+    from h2okv_lab.evaluation.model import ModelUnderTest
     from h2okv_lab.evaluation.runner import Evaluation, SampleFile
 
     described = model.describe()
-    for run in runs:  # a bad budget leaves no file behind
-        make_cache(run.config.before_measuring, described.config, run.seed)
     model_fields = described.config, described.tokenizer, described.name, described.context
     tested = ModelUnderTest(lambda: model.load(described), *model_fields)
     is_new = not path.exists()

@@ -70,12 +70,6 @@ class ModelUnderTest:
             return config  # without loading the model
         return with_measured_budgets(config, self.model, self)
 
-    @property
-    def pad_token_id(self) -> int:
-        """The token that pads a batch on its left; always masked, so any token will do."""
-        token_id = self.tokenizer.pad_token_id
-        return int((self.tokenizer.eos_token_id or 0) if token_id is None else token_id)
-
     def encode(self, prompt: str | Sequence[Mapping[str, str]], special: bool = True) -> list[int]:
         return encode(self.tokenizer, prompt, self.config.get_text_config().vocab_size, special)
 

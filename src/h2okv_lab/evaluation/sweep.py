@@ -229,11 +229,8 @@ def experiment_names() -> list[str]:
 def load_experiment(name: str) -> Experiment:
     """Read a bundled experiment, or a YAML file."""
     yaml = optional("yaml", "an experiment file")
-    path = Path(name).expanduser()
-    if name in experiment_names():
-        path = EXPERIMENTS / f"{name}.yaml"
-    elif path.suffix not in (".yaml", ".yml") and not path.is_file():
-        raise unknown_name("experiment", name, experiment_names())
+    included = EXPERIMENTS / f"{name}.yaml"
+    path = included if included.is_file() else Path(name).expanduser()
     try:
         content = yaml.safe_load(read_text_file(path))
     except yaml.YAMLError as error:

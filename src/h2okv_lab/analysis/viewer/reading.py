@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from h2okv.cache.support import num_kv_heads
 from h2okv.config import CacheConfig
 from h2okv.integration.enable import input_device
 from h2okv.models.loading import Described
@@ -23,7 +24,6 @@ from h2okv_lab.analysis.attention_stats import (
     Tick,
     full_attention_layers,
     no_tick,
-    num_kv_heads,
     of_layers,
     strongest_queries,
 )
@@ -83,12 +83,6 @@ def tokens_a_step(length: int) -> int:
     return 1 if length <= 256 else math.ceil(min(256, length / 128 * max(1, length / 1024)))
 
 
-def check_new_tokens(new_tokens: int, limit: int) -> None:
-    """Refuse a number of new tokens that the text leaves no room for."""
-    if not 0 <= new_tokens <= limit - MIN_TOKENS:
-        raise ValueError(f"new tokens must be from 0 to {limit - MIN_TOKENS}, got {new_tokens}.")
-
-
 @dataclass(frozen=True)
 class Reader:
     """A model that reads texts for the viewer."""
@@ -103,7 +97,9 @@ class Reader:
         """Tokenize a text and let the model continue it, with the full cache."""
         tokenizer = self.described.tokenizer
         limit = min(self.max_tokens, self.described.context or MOST_TOKENS, MOST_TOKENS)
-        check_new_tokens(new_tokens, limit)
+        if not 0 <= new_tokens <= limit - MIN_TOKENS:
+            room = limit - MIN_TOKENS
+            raise ValueError(f"new tokens must be from 0 to {room}, got {new_tokens}.")
         sample = make_sample(tokenizer, text, limit - new_tokens, MIN_TOKENS)
         ids = sample.input_ids.to(input_device(self.model))
         if new_tokens:
