@@ -114,7 +114,7 @@ def serve(
             return announce_plan(request)
         is_follower = tensor_parallel and os.environ.get("RANK", "0") != "0"
         return follow(request) if is_follower else run_server(request)
-    from h2okv.cluster.ray_cluster import import_ray
+    from h2okv.cluster import import_ray
 
     import_ray()
     from h2okv.cluster.serve import run_server_on_ray

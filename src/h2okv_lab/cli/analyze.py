@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from h2okv_lab.analysis.measurements import Measurement
-    from h2okv_lab.analysis.viewer.reading import Reader
+    from h2okv_lab.analysis.viewer import Reader
 
 
 # Listed here because the module that defines them imports torch.
@@ -133,8 +133,7 @@ def view(
 ) -> int:
     wording = options.text_or_sample(text)
     from h2okv_lab.analysis.attention_stats import full_attention_layers
-    from h2okv_lab.analysis.viewer.reading import MIN_TOKENS, Reader
-    from h2okv_lab.analysis.viewer.server import PageServer
+    from h2okv_lab.analysis.viewer import MIN_TOKENS, PageServer, Reader
 
     check_minimum(MIN_TOKENS, tokens=tokens)
     is_page = export is None
@@ -172,8 +171,7 @@ def view(
 
 
 def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:
-    from h2okv_lab.analysis.viewer.reading import export_content
-    from h2okv_lab.analysis.viewer.server import build_page
+    from h2okv_lab.analysis.viewer import build_page, export_content
 
     with Progress("computing", 1.0) as progress:
         try:
@@ -190,8 +188,7 @@ def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:
 
 
 def _serve(reader: Reader, choice: dict[str, Any], port: int, open_browser: bool) -> int:
-    from h2okv_lab.analysis.viewer.reading import Desk
-    from h2okv_lab.analysis.viewer.server import HOST, PageServer
+    from h2okv_lab.analysis.viewer import HOST, Desk, PageServer
 
     with PageServer(port, Desk(reader, choice)) as server:
         address = f"http://{HOST}:{server.server_address[1]}/"

@@ -32,9 +32,8 @@ from h2okv_lab.tables import markdown_table, write_csv
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from h2okv_lab.evaluation.runner import Evaluation, Run
     from h2okv_lab.evaluation.sweep import Experiment
-    from h2okv_lab.evaluation.task import Task
+    from h2okv_lab.evaluation.task import Evaluation, Run, Task
 
 EXPERIMENTS = Path(__file__).parents[1] / "evaluation" / "experiments"
 NEEDLE = "The city of {name} is {answer}."
@@ -69,7 +68,7 @@ class Trial:
         Returns:
             The exit code, and the rows of all details.
         """
-        from h2okv_lab.evaluation.runner import Run
+        from h2okv_lab.evaluation.task import Run
 
         runs = [Run(task, config, self.seed) for task in tasks for config in self.caches]
         code, evaluation = run_all(self.model, runs, self._samples_path(tasks))
@@ -276,7 +275,7 @@ def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _rows_by_cache(trial: Trial, task: Task) -> tuple[int, list[dict[str, Any]]]:
     """Run fidelity; return the exit code, and the row of each cache that has finished."""
-    from h2okv_lab.evaluation.runner import Run
+    from h2okv_lab.evaluation.task import Run
     from h2okv_lab.evaluation.tasks.fidelity import ALL
 
     code, details = trial.run([task], detailed=True, shown=False)
@@ -421,8 +420,8 @@ def sweep(
     cache: str = option("", "Options for each cache of the file: every=64."),
     as_json: bool = JSON,
 ) -> int:
-    from h2okv_lab.evaluation.runner import Run
     from h2okv_lab.evaluation.sweep import Surroundings, load_experiment
+    from h2okv_lab.evaluation.task import Run
 
     plan = load_experiment(experiment)
     configs = plan.with_options(cache)
@@ -471,7 +470,7 @@ def _check_harness(words: Sequence[str]) -> None:
 def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, Evaluation]:
     """Evaluate the remaining samples under a progress bar; Ctrl-C loses none of the finished."""
     from h2okv_lab.evaluation.model import ModelUnderTest
-    from h2okv_lab.evaluation.runner import Evaluation, SampleFile
+    from h2okv_lab.evaluation.task import Evaluation, SampleFile
 
     described = model.describe()
     model_fields = described.config, described.tokenizer, described.name, described.context
@@ -502,8 +501,8 @@ def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, 
 def _write(plan: Experiment, evaluation: Evaluation, out: Path, as_json: bool) -> None:
     """Write tables and figure of the finished runs, and print the table."""
     from h2okv_lab.evaluation.plots import plot_sweep
-    from h2okv_lab.evaluation.runner import pivot, results_table
     from h2okv_lab.evaluation.sweep import report
+    from h2okv_lab.evaluation.task import pivot, results_table
 
     rows = evaluation.rows()
     table, result_rows = out / "results.csv", list(rows.values())

@@ -27,9 +27,8 @@ from h2okv.config import CacheConfig
 from h2okv.console import optional
 from h2okv.policy import get_rule
 from h2okv.records import read_text_file, unknown_name
-from h2okv_lab.evaluation.lm_eval.settings import data_file
-from h2okv_lab.evaluation.runner import FULL, Line, results_table
-from h2okv_lab.evaluation.task import Task
+from h2okv_lab.evaluation.lm_eval import data_file
+from h2okv_lab.evaluation.task import FULL, Line, Task, results_table
 from h2okv_lab.evaluation.tasks.generation import Diversity, Summarization
 from h2okv_lab.evaluation.tasks.harness import HarnessTask
 from h2okv_lab.evaluation.tasks.perplexity import Perplexity

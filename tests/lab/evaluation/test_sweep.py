@@ -7,7 +7,6 @@ import h2okv
 from h2okv.config import CacheConfig
 from h2okv_lab.cli.eval import _experiment
 from h2okv_lab.evaluation.plots import plot_sweep
-from h2okv_lab.evaluation.runner import pivot
 from h2okv_lab.evaluation.sweep import (
     Experiment,
     Published,
@@ -16,6 +15,7 @@ from h2okv_lab.evaluation.sweep import (
     load_experiment,
     report,
 )
+from h2okv_lab.evaluation.task import pivot
 from h2okv_lab.masking import PER_QUERY
 
 

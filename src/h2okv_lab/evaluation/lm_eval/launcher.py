@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from h2okv.console import optional
-from h2okv_lab.evaluation.lm_eval.settings import (
+from h2okv_lab.evaluation.lm_eval import (
     FILES,
     MODEL,
     PREFIX,

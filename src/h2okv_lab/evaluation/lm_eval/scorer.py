@@ -25,7 +25,7 @@ from h2okv.models.loading import drop_stored_modes
 from h2okv.policy import get_rule
 from h2okv.provenance import fingerprint
 from h2okv_lab import tables
-from h2okv_lab.evaluation.lm_eval.settings import SETTINGS
+from h2okv_lab.evaluation.lm_eval import SETTINGS
 from h2okv_lab.evaluation.model import make_cache
 from h2okv_lab.masking import PER_QUERY
 from h2okv_lab.shared import SharedPrefill
