@@ -12,14 +12,18 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from h2okv_lab.analysis.ablation import (
+from h2okv_lab.analysis.attention_stats import (
+    Tick,
     activation_frequency,
     cost,
     heaviest,
     losses_with_hidden,
+    no_tick,
     random_tokens,
+    retained,
+    sink_mass,
+    small_entries,
 )
-from h2okv_lab.analysis.attention_stats import Tick, no_tick, retained, sink_mass, small_entries
 from h2okv_lab.analysis.eviction_trace import (
     chance_similarity,
     durations,

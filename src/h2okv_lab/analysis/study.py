@@ -18,8 +18,13 @@ from h2okv.policy import Rule
 from h2okv.prompts.chat_template import encode
 from h2okv.records import Record, atomic_write, check_settings, refusing, write_json
 from h2okv_lab.analysis import attention_stats
-from h2okv_lab.analysis.ablation import dense_losses
-from h2okv_lab.analysis.attention_stats import Tick, full_attention_layers, no_tick, of_layers
+from h2okv_lab.analysis.attention_stats import (
+    Tick,
+    dense_losses,
+    full_attention_layers,
+    no_tick,
+    of_layers,
+)
 from h2okv_lab.analysis.eviction_trace import GlobalPolicy, follow, split_budget
 from h2okv_lab.tables import Row
 

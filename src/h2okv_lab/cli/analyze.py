@@ -62,7 +62,7 @@ def analyze(
         raise ValueError("--only and --quick both choose measurements; give one of them")
     wording = options.text_or_sample(text)
     from h2okv_lab.analysis import measurements, study
-    from h2okv_lab.analysis.ablation import find_neurons
+    from h2okv_lab.analysis.attention_stats import find_neurons
     from h2okv_lab.analysis.report import REPORT_FILE, write_report
     from h2okv_lab.analysis.score_stats import load_scipy
     from h2okv_lab.analysis.sections import new_figure
