@@ -108,8 +108,7 @@ class WeightStream:
         """Return the current unit's buffer to the reader; call it after a weight pass."""
         if self._current is None:
             return
-        for slot in self._current.slots:
-            slot.empty()
+        self._current.empty()
         self._current = None
         number = self._num_loaded - 1
         if self._copies is not None:
@@ -423,7 +422,7 @@ class StreamingModel:
                     flat = slot.owner.get_parameter(slot.attribute).detach().reshape(-1)
                     chunks = [flat[chunk].cpu() for chunk in chunks_of(len(flat))]
                     prints[slot.name] = weight_print(slot.shape, torch.cat(chunks))
-            _empty(unit)
+            unit.empty()
         pass_seconds = seconds * size / max(1, meta.units[0].nbytes)
         return replace(weights, prints=prints, is_complete=True, pass_seconds=pass_seconds)
 
@@ -456,16 +455,11 @@ class StreamingModel:
             try:
                 return forward(*args, **kwargs)
             finally:
-                _empty(unit)
+                unit.empty()
 
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def _empty(unit: Unit) -> None:
-    for slot in unit.slots:
-        slot.empty()
 
 
 def _copies(layer: Any, fields: dict[str, Any]) -> dict[str, Any]:

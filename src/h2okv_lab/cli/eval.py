@@ -445,7 +445,7 @@ def lm_eval(
     data: Path | None = option(None, "Folder of data files (H2OKV_EVAL_DATA).", read=_folder),
 ) -> int:
     _check_harness(context.args)
-    from h2okv_lab.evaluation.lm_eval.launcher import run_harness
+    from h2okv_lab.evaluation.lm_eval import run_harness
 
     try:
         return run_harness(context.args, data)

@@ -244,9 +244,7 @@ class SampleFile(ResultFile):
     def take(self, record: Record) -> None:
         fields, entry = record.fields, Entry(**vars(record))
         if tuple(fields) not in (("versions",), ("run", "identity"), ("run", "sample", "result")):
-            raise ValueError(
-                f"{record.location} is not a result of {self.kind}; choose another file"
-            )
+            raise self.foreign(record.location)
         for name, value in fields.items():
             if not isinstance(value, {"run": str, "sample": int}.get(name, dict)):
                 entry.refuse(name, f"is {value!r}; correct or remove the line")
