@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +23,6 @@ from h2okv.cli.args import JSON, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import choice
 from h2okv.config import BEST, BEST_HEAVY_FRACTION, KV_BITS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
-from h2okv.models.names import check_name
 from h2okv.records import atomic_write, naming, short_repr, unknown_name
 from h2okv_lab.cli import options
 from h2okv_lab.tables import markdown_table, write_csv
@@ -444,7 +442,6 @@ def lm_eval(
     context: typer.Context,
     data: Path | None = option(None, "Folder of data files (H2OKV_EVAL_DATA).", read=_folder),
 ) -> int:
-    _check_harness(context.args)
     from h2okv_lab.evaluation.lm_eval import run_harness
 
     try:
@@ -452,19 +449,6 @@ def lm_eval(
     except KeyboardInterrupt:
         write_remark("stopped; the same command continues from answers that --use_cache stored.")
         return INTERRUPTED
-
-
-def _check_harness(words: Sequence[str]) -> None:
-    """Raise ValueError for a model, policy or scoring in `--model_args` that does not exist."""
-    text = " ".join(words)
-    if re.search(r"--model[ =](?!h2okv)|--config[ =]", text):
-        return  # another model, or one that a file names
-    match = re.search(r"(?:--model_args|-a)[ =](\S+)", text)
-    options = dict(pair.partition("=")[::2] for pair in (match[1] if match else "").split(","))
-    if "pretrained" in options:
-        check_name(options["pretrained"])
-    options |= cache_spec.parse(options["cache"]) if "cache" in options else {}
-    args.check_names(options.get("policy", "h2o"), options.get("scoring"), per_query=True)
 
 
 def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, Evaluation]:

@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from h2okv.cache_spec import parse
+from h2okv.cli.args import check_names
 from h2okv.config import CacheConfig
 from h2okv.console import optional
+from h2okv.models.names import check_name
 
 DATA_VARIABLE = "H2OKV_EVAL_DATA"  # names the data folder; ``h2okv lm-eval --data`` sets it
 TASKS = Path(__file__).parent / "task_files"  # for ``lm_eval --include_path``
@@ -87,10 +90,14 @@ def _check_early(parsed: Namespace) -> None:
     if not parsed.config:
         parsed.model = parsed.model or MODEL
     if parsed.model == MODEL:
-        arguments = parsed.model_args or {}
+        arguments = dict(parsed.model_args or {})
         if "pretrained" not in arguments and not parsed.config:
             raise ValueError("--model_args must name a model; add pretrained=bundled or another.")
         check_arguments(arguments)
+        if "pretrained" in arguments:
+            check_name(arguments["pretrained"])
+        arguments |= parse(arguments["cache"]) if "cache" in arguments else {}
+        check_names(arguments.get("policy", "h2o"), arguments.get("scoring"), per_query=True)
     for task, files in FILES.items():
         if {f"{PREFIX}{task}", f"{PREFIX}tasks"} & set(parsed.tasks or ()):
             for name in files:
