@@ -282,7 +282,7 @@ class ModelOptions:
 
     name: str = option(BUNDLED, MODEL_HELP, "--model")
     dtype_name: str = option(
-        "auto", f"{', '.join(DTYPES)}.", "--dtype", read=readers.choice, words=DTYPES
+        "auto", f"{', '.join(DTYPES)}.", "--dtype", read=readers.choice(*DTYPES)
     )
     is_here: bool = True  # False if other machines load the model
 

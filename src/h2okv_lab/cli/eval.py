@@ -42,7 +42,7 @@ DEFAULT_CSV = Path("fidelity.csv")
 CSV = option(..., _CSV_HELP, read=readers.writable)
 LIMIT = option(None, "Use the first samples only.")
 TOO_LONG = option(
-    "refuse", "refuse or skip what exceeds the context.", read=choice, words=("refuse", "skip")
+    "refuse", "refuse or skip what exceeds the context.", read=choice("refuse", "skip")
 )
 
 eval_app = args.group("eval")
@@ -109,7 +109,7 @@ COMPRESSIONS = ("query-aware", "query-agnostic")  # the module that defines them
 
 def _compressions(option: str, text: str) -> tuple[Any, ...]:
     """Parse how a cache is compressed: with the question, without it, or both."""
-    choice(option, text, (*COMPRESSIONS, "both"))
+    choice(*COMPRESSIONS, "both")(option, text)
     return tuple(name for name in COMPRESSIONS if text in (name, "both"))
 
 
@@ -199,8 +199,7 @@ def fidelity(
     protocol: Typed = option(
         "decode",
         "decode: token by token; block: all at once.",
-        read=choice,
-        words=("decode", "block"),
+        read=choice("decode", "block"),
     ),
     raw: bool = option(False, "Prompts without the chat template.", "--raw"),
     plot: Path | None = option(
