@@ -27,6 +27,7 @@ def of_field(read: fields.Reader) -> Callable[[str, Any], Any]:
 
 count = of_field(fields.integer(1))
 port = of_field(fields.integer(0, 65535))
+share = of_field(fields.share)
 
 
 def choice(*words: str) -> Callable[[str, Any], Any]:
@@ -63,13 +64,6 @@ def memory(option: str, text: str, minimum: int = 1) -> int:
         if amount >= minimum:
             return amount
     raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
-
-
-def share(option: str, text: str) -> float | None:
-    """Read a share, such as 0.02 or 2%."""
-    from h2okv.engine.config import read_share
-
-    return read_share(option, text)
 
 
 def torch_dtype(name: str) -> torch.dtype | None:

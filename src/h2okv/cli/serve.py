@@ -66,8 +66,6 @@ def serve(
         )
     if tensor_parallel and ray:
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
-    if verify and tensor_parallel:
-        raise ValueError("--verify and --tensor-parallel exclude each other; choose one.")
     if agreement is not None and not verify:
         raise ValueError("--agreement needs answers that are read again; give --verify 5% too.")
     if not ray:  # the machines of a cluster may have other models
