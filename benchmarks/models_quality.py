@@ -20,7 +20,7 @@ from recall_prompts import TASKS, write_prompts
 
 from h2okv.config import BEST, BEST_VERSION, KV_BITS, CacheConfig
 from h2okv_lab.evaluation.model import ModelUnderTest
-from h2okv_lab.evaluation.runner import Run
+from h2okv_lab.evaluation.task import Run
 from h2okv_lab.evaluation.tasks.fidelity import Fidelity, Source, bootstrap
 
 _ITEMS = 40  # prompts written for each task; a count uses the first of them

@@ -31,7 +31,7 @@ from h2okv.integration.enable import read_blocks
 from h2okv.models.packed_linear import pack_linear_layers
 from h2okv.prompts.chat_template import encode
 from h2okv.records import naming
-from h2okv_lab.evaluation.stream_data import ConversationSource
+from h2okv_lab.evaluation.streaming import ConversationSource
 from h2okv_lab.tables import CsvFile
 
 COLUMNS = (

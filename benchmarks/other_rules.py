@@ -24,7 +24,7 @@ from h2okv.budget import TokenBudget
 from h2okv.config import CacheConfig
 from h2okv.policy import BlockView, Inputs, Rule, register_policy
 from h2okv_lab.evaluation.model import ModelUnderTest
-from h2okv_lab.evaluation.runner import Run
+from h2okv_lab.evaluation.task import Run
 from h2okv_lab.evaluation.tasks.fidelity import Fidelity, Source
 
 # Queries that see fewer keys than this give each of them too much to be compared.

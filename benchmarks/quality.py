@@ -12,7 +12,7 @@ import torch
 from h2okv.console import Progress
 from h2okv.models.loading import describe, load_weights, parse_device
 from h2okv_lab.evaluation.model import ModelUnderTest
-from h2okv_lab.evaluation.runner import Evaluation, Run, SampleFile
+from h2okv_lab.evaluation.task import Evaluation, Run, SampleFile
 from h2okv_lab.evaluation.tasks.fidelity import bootstrap
 from h2okv_lab.tables import write_csv
 

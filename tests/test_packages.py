@@ -7,8 +7,8 @@ import pytest
 import h2okv
 
 SOURCE = Path(h2okv.__file__).parents[1]
-LIMITS = {"h2okv": (34_450, 140), "h2okv_lab": (9_500, 51)}
-"""Lines and files of Python in each package, in whole hundreds; lower them when code goes."""
+LIMITS = {"h2okv": (34_450, 137), "h2okv_lab": (9_350, 44)}
+"""Lines, in fifties, and files of Python in each package; lower them when code goes."""
 
 
 def read(package):

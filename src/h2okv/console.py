@@ -31,6 +31,15 @@ def check_minimum(minimum: int = 1, /, **counts: int | None) -> None:
             raise ValueError(f"--{option} {count} is too few; give {minimum} or more")
 
 
+def check_distinct(**lists: Sequence[Any]) -> None:
+    """Raise ValueError for an empty list, or one with a value twice; keywords as above."""
+    for name, values in lists.items():
+        if not values:
+            raise ValueError(f"--{name} must have at least one value, got none; add one")
+        if len(set(values)) != len(values):
+            raise ValueError(f"--{name} must have each value once, got {values!r}")
+
+
 def install_hint(extra: str) -> str:
     """Return how to install an extra; the package is on no index, so pip does not know its name."""
     return f"in the clone of h2okv: pip install '.[{extra}]'"
@@ -86,6 +95,11 @@ def format_bytes(count: int) -> str:
     power = min(4, max(count.bit_length() - 1, 0) // 10)
     unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
     return f"{count / 1024**power:.{min(power, 1)}f} {unit}"
+
+
+def format_number(value: float) -> str:
+    """Format a number: three digits of a small one, all before the point of a large one."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def format_table(

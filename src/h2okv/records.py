@@ -287,6 +287,10 @@ class ResultFile:
     def take(self, record: Record) -> None:
         """Process a record; raise ValueError for one of another kind of file."""
 
+    def foreign(self, location: str) -> ValueError:
+        """Return the error of a line that is of another kind of file."""
+        return ValueError(f"{location} is not a result of {self.kind}; choose another file")
+
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append all records; on an error, restore the file."""
         added = [dict(record) for record in records]
@@ -312,19 +316,16 @@ class ResultFile:
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 location = f"line {number} of '{self.path}'"
-                foreign = ValueError(
-                    f"{location} is not a result of {self.kind}; choose another file"
-                )
                 if not line.endswith(b"\n"):
                     # An unfinished first line is dropped only if this package began it.
                     is_begun = not self._header and self.settings_path.exists()
                     if size or is_begun or self._header.startswith(line):
                         break
-                    raise foreign
+                    raise self.foreign(location)
                 if number > 1 or not self._header:
                     self.take(Record.parse(line, location, f"a result of {self.kind}"))
                 elif line != self._header:
-                    raise foreign
+                    raise self.foreign(location)
                 size += len(line)
         return size
 

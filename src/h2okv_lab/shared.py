@@ -186,3 +186,15 @@ class SharedPrefill(H2OCache):
             for cache in self.caches:
                 cache.layers[index] = copy.deepcopy(layer)
             layer.reorder_cache(order)
+
+
+def read_together(caches: Sequence[H2OCache], read: Callable[[H2OCache], object]) -> None:
+    """Let ``read`` read a prompt onto empty caches, once for all that can share it."""
+    sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
+    if len(sharing) > 1:
+        shared = SharedPrefill(sharing)
+        read(shared)
+        shared.split()
+    for cache in caches:
+        if not cache.num_seen_tokens:
+            read(cache)

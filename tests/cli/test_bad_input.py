@@ -218,7 +218,7 @@ def test_nan_logits_are_refused_with_a_hint_on_the_dtype(h2okv_command, save_mod
 
 
 BEFORE_THE_WEIGHTS = {
-    "serve --max-num-seqs 0": "--max-num-seqs 0 is too few",
+    "serve --max-num-seqs 0": "--max-num-seqs must be a whole number of 1 or more, got 0",
     "serve --max-prompt-tokens 5000": "max_prompt_tokens=5000 is more than the model's context",
     "serve --cache sink=-1": "sink=-1",
     "view --export k.html --tokens 3": "--tokens 3 is too few; give 8 or more",

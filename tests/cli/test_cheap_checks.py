@@ -28,11 +28,14 @@ MODEL = {
     "--model nowhere.gguf": "--model 'nowhere.gguf' does not exist",
     "--model no-gguf.gguf": "--model 'no-gguf.gguf' is not a GGUF file",
     "--model no-such-user/nothing": "the Hub cannot be reached",
-    "--dtype int4": "--dtype 'int4' is not known",
+    "--dtype int4": "--dtype must be auto, float32, bfloat16 or float16, got 'int4'",
     "--device cuda:1": "--device is gone; give the environment variable H2OKV_DEVICE=cuda:1",
 }
 TOPK = {"--policy topk": "policy topk chooses entries for each query"}
-SAMPLING = {"--max-new-tokens 0": "--max-new-tokens 0 is too few", "--seed -1": "--seed -1"}
+SAMPLING = {
+    "--max-new-tokens 0": "--max-new-tokens must be a whole number",
+    "--seed -1": "--seed -1",
+}
 BOTH = CACHE | MODEL
 TEXT = {f"--text {MISSING}": f"--text '{MISSING}' cannot be read"}
 COMMANDS = {
@@ -42,10 +45,10 @@ COMMANDS = {
         "--file empty.txt": "--file 'empty.txt' is empty",
         "--file latin1.txt": "--file 'latin1.txt' is not UTF-8",
         "--pin robot hello": "pin 'robot' is unknown",
-        "--compare recent hello": "--compare 'recent' is not known",
+        "--compare recent hello": "--compare must be full, got 'recent'",
         "--weight-bits 8 hello": "--weight-bits 8 is not known; give 4",
     },
-    "demo": MODEL | {"--max-new-tokens 0": "--max-new-tokens 0 is too few"},
+    "demo": MODEL | {"--max-new-tokens 0": "--max-new-tokens must be a whole number"},
     "chat": BOTH | TOPK | SAMPLING | {
         f"--load {MISSING}": f"--load '{MISSING}' cannot be read",
         "--load latin1.txt": "--load 'latin1.txt' is not a saved chat",
@@ -53,7 +56,7 @@ COMMANDS = {
         "--cache positions=rolled": "positions='rolled' is unknown",
     },
     "serve": BOTH | TOPK | {
-        "--port 99999": "--port 99999 is out of range",
+        "--port 99999": "--port must be a whole number from 0 to 65535",
         "--pin robot": "pin 'robot' is unknown",
         f"--prefix {MISSING}": f"--prefix '{MISSING}' cannot be read",
         f"--system @{MISSING}": f"--system '{MISSING}' cannot be read",
@@ -81,7 +84,7 @@ COMMANDS = {
         "smolm2": "did you mean smollm2",
         "--weights moon": "got 'moon'",
         "--weight-bits 5": "--weight-bits 5 is not known; give 8 or 4",
-        "--prompt-tokens 0": "--prompt-tokens 0 is too few; give 1 or more",
+        "--prompt-tokens 0": "--prompt-tokens must be a whole number of 1 or more, got 0",
         "--memory much": "--memory 'much' is not an amount of memory",
     },
     "stream --text text.txt": BOTH | TOPK | TEXT | {
@@ -92,19 +95,19 @@ COMMANDS = {
         "--csv .": "is a folder",
         "--resume": "--resume needs --checkpoint FILE",
         "--plot picture.bmp": "must end in .png, .svg, .pdf",
-        "--every 0": "--every 0 is too few",
+        "--every 0": "--every must be a whole number of 1 or more, got 0",
         "--cache h2o:8 --cache every=8": "several caches are chosen, and this command has one",
         "--cache-placement cpu": "No such option: --cache-placement",
     },
     "eval needle --csv rows.csv": BOTH | TEXT | {
-        "--compression none": "--compression 'none' is not known",
+        "--compression none": "--compression must be query-aware, query-agnostic or both, got",
         "--lengths much": "--lengths 'much' is not a list",
         "--csv nowhere/rows.csv": "--csv 'nowhere/rows.csv' cannot be written",
     },
     "eval perplexity --csv rows.csv": BOTH | TEXT,
     "eval fidelity": BOTH | {
         f"--data {MISSING}": f"--data '{MISSING}' cannot be read",
-        "--protocol none": "--protocol 'none' is not known",
+        "--protocol none": "--protocol must be decode or block, got 'none'",
         "--plot curve.txt": "is not the name of a figure",
         "--recommend 1.5": "--recommend must be a share such as 0.02 or '2%', got '1.5'",
     },
@@ -119,7 +122,7 @@ COMMANDS = {
         f"--input {MISSING}": f"--input '{MISSING}' cannot be read",
         f"--references {MISSING}": f"--references '{MISSING}' cannot be read",
         "--budget ,": "--budget is empty",
-        "--too-long cut": "--too-long 'cut' is not known",
+        "--too-long cut": "--too-long must be refuse or skip, got 'cut'",
         "--temperature -1": "--temperature must be a number from 0 to 100",
         "--csv none/x.csv": "its folder does not exist",
     },
@@ -137,7 +140,7 @@ COMMANDS = {
     },
     "bench": BOTH | TOPK | {
         "--shape giant": "--shape 'giant' is unknown",
-        "--runners dynamic,none": "--runners 'none' is not known",
+        "--runners dynamic,none": "--runners must be dynamic, static, quantized or h2o, got",
         "--max-batch": "--max-batch is gone; give --memory alone",
         "--csv nowhere/rows.csv": "--csv 'nowhere/rows.csv' cannot be written",
     },
@@ -150,7 +153,7 @@ COMMANDS = {
         "--export nowhere/page.html": "--export 'nowhere/page.html' cannot be written",
         "--export .": "--export '.' cannot be written (it is a folder)",
         "--policy h2o,h3o": "policy 'h3o' is unknown",
-        "--port 99999": "--port 99999 is out of range",
+        "--port 99999": "--port must be a whole number from 0 to 65535",
     },
     "models pull": {"smolm2": "did you mean smollm2"},
     "env": {"--model smolm2": "did you mean smollm2"},

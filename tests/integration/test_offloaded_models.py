@@ -11,7 +11,7 @@ from h2okv.assets import bundled_model_path
 from h2okv.calibration.factors import measure_layer_budgets
 from h2okv.config import CacheConfig
 from h2okv.integration.enable import input_device
-from h2okv_lab.analysis.ablation import dense_losses
+from h2okv_lab.analysis.attention_stats import dense_losses
 from h2okv_lab.evaluation.lm_eval.scorer import Scorer
 
 SMALL = {"heavy": 5, "recent": 6}

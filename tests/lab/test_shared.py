@@ -8,9 +8,9 @@ import h2okv
 from h2okv import policy_names
 from h2okv.config import SCORINGS, CacheConfig
 from h2okv.policy import Inputs, get_rule
-from h2okv_lab.evaluation.model import make_cache, read_together
+from h2okv_lab.evaluation.model import make_cache
 from h2okv_lab.masking import MaskedCache
-from h2okv_lab.shared import SharedPrefill
+from h2okv_lab.shared import SharedPrefill, read_together
 
 LENGTH, STEPS = 70, 8
 FEW, ALL = (0.1, 9), (0.5, 0.1, 9, 200)
@@ -179,10 +179,13 @@ def test_configs_that_cannot_share_the_prompt_are_refused(make_llama, config):
         share(make_llama(), [config])
 
 
-def test_read_together_reads_configs_that_cannot_share_alone(make_llama, monkeypatch):
+def test_read_together_reads_configs_that_cannot_share_alone(make_llama):
     model, prompt, read = make_llama(), draw(1, 40), []
-    prefill = h2okv.prefill
-    monkeypatch.setattr(h2okv, "prefill", lambda *args: read.append(args[2]) or prefill(*args))
+
+    def prefill(cache):
+        read.append(cache)
+        h2okv.prefill(model, prompt, cache, torch.ones_like(prompt))
+
     configs = [
         CacheConfig("h2o"), CacheConfig("h2o", evict_every=8), CacheConfig("recent"),
         CacheConfig("h2o", positions="rolling"),
@@ -190,12 +193,12 @@ def test_read_together_reads_configs_that_cannot_share_alone(make_llama, monkeyp
     caches = [make_cache(config, model.config, 0) for config in configs]
     for cache in caches:
         cache.expect(60)  # a question follows
-    read_together(model, prompt, caches)
+    read_together(caches, prefill)
     assert [type(layer).__name__ for layer in read] == ["SharedPrefill", "H2OCache", "H2OCache"]
     for config, cache in zip(configs, caches, strict=True):
         alone = make_cache(config, model.config, 0)
         alone.expect(60)
-        prefill(model, prompt, alone)
+        h2okv.prefill(model, prompt, alone)
         assert cache.num_cached_tokens == alone.num_cached_tokens <= 12 + 64
         for layer, other in zip(cache.layers, alone.layers, strict=True):
             assert torch.equal(by_position(layer, "positions"), by_position(other, "positions"))

@@ -15,7 +15,7 @@ from h2okv.assets import bundled_model_path, sample_prompt
 from h2okv.calibration import factors, layer_budgets
 from h2okv.calibration.layer_budgets import Weights
 from h2okv.config import CacheConfig
-from h2okv.offload import measure, offload_engine
+from h2okv.offload import offload_engine, tiers
 from h2okv.offload.checkpoint import open_checkpoint
 from h2okv.offload.profile import HardwareProfile
 
@@ -50,8 +50,8 @@ def test_families_are_measured_as_in_memory(tmp_path, name):
     ids = torch.randint(3, model.config.vocab_size, (1, 150))
     expected = factors.measure_shares(model, ids, SHARE)
     meta, files = opened(tmp_path)
-    before = measure.weights_in_files(meta, files)
-    streaming = measure.StreamingModel(meta, files, CPU)
+    before = tiers.weights_in_files(meta, files)
+    streaming = tiers.StreamingModel(meta, files, CPU)
     weights, in_memory = streaming.weights(), Weights.of(model)
     assert weights.is_complete and weights.prints == in_memory.prints
     assert before.match(in_memory.prints) and weights.pass_seconds > 0

@@ -149,7 +149,7 @@ def command(capsys, monkeypatch):
         (("--policy", "h2o", "--memory", "10MiB"), "has no room for a single sequence"),
         (("--verify", "much"), "--verify must be a share such as 0.02 or '2%', got 'much'"),
         (("--agreement", 0.95), "--agreement needs answers that are read again; give --verify"),
-        (("--verify", "2%", "--tensor-parallel"), "--verify and --tensor-parallel exclude"),
+        (("--verify", "2%", "--tensor-parallel"), "--verify 0.02 is for one process"),
         (("--pin", "system", "--policy", "sink_recent"), "keeps 0 heavy ones"),
         (("--pin", "tools", "--verify", "2%", "--agreement", 0.9), "agreement lowers them"),
     ],

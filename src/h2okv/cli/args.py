@@ -23,7 +23,7 @@ from h2okv.cli.commands import helps
 from h2okv.cli.help_page import describe, order
 from h2okv.config import BEST, POLICIES, SCORINGS, CacheConfig
 from h2okv.console import check_minimum
-from h2okv.models.names import check_name
+from h2okv.models.names import BUNDLED, check_name
 from h2okv.records import unknown_name
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ else:
 Command = TypeVar("Command", bound=Callable[..., Any])
 Instance = TypeVar("Instance", bound="DataclassInstance")
 
-BUNDLED = "bundled"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -283,7 +282,7 @@ class ModelOptions:
 
     name: str = option(BUNDLED, MODEL_HELP, "--model")
     dtype_name: str = option(
-        "auto", f"{', '.join(DTYPES)}.", "--dtype", read=readers.choice, words=DTYPES
+        "auto", f"{', '.join(DTYPES)}.", "--dtype", read=readers.choice(*DTYPES)
     )
     is_here: bool = True  # False if other machines load the model
 

@@ -16,6 +16,7 @@ from h2okv.console import (
     INTERRUPTED,
     format_bytes,
     format_duration,
+    format_number,
     format_table,
     write_json,
     write_remark,
@@ -178,14 +179,9 @@ def _warning(planned: PlannedJob) -> str:
     return (
         f"{text}; --batch {sooner.batch_size} gives one after"
         f" {format_duration(sooner.estimate.first_result_seconds)}, with"
-        f" {_number(sooner.estimate.tokens_per_second)} new tokens/s instead of"
-        f" {_number(estimate.tokens_per_second)}"
+        f" {format_number(sooner.estimate.tokens_per_second)} new tokens/s instead of"
+        f" {format_number(estimate.tokens_per_second)}"
     )
-
-
-def _number(value: float) -> str:
-    """Format a number: three digits of a small one, all before the point of a large one."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
@@ -196,7 +192,7 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
     layers = ", ".join(f"{n} {names[tier]}" for tier, n in chosen.counts.items())
     placement = chosen.cache_placement.items()
     caches = [f"{100 * share:.0f} % {names[tier]}" for tier, share in placement]
-    gemm = [f"{_number(rate / 1e9)} ({n})" for n, rate in hardware.gemm]
+    gemm = [f"{format_number(rate / 1e9)} ({n})" for n, rate in hardware.gemm]
     return [
         ("layers and head", layers),
         ("keys and values", ", ".join(caches)),
@@ -220,6 +216,6 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
         ("slowest of them", f"{step[estimate.limit]:.3f} s ({estimate.limit})"),
         ("prefill", f"{estimate.prefill_seconds:.1f} s for each batch"),
         ("the first result", f"after {format_duration(estimate.first_result_seconds)}"),
-        ("decoding", f"{_number(estimate.decode_tokens_per_second)} tokens/s"),
-        ("prefill included", f"{_number(estimate.tokens_per_second)} new tokens/s"),
+        ("decoding", f"{format_number(estimate.decode_tokens_per_second)} tokens/s"),
+        ("prefill included", f"{format_number(estimate.tokens_per_second)} new tokens/s"),
     ]

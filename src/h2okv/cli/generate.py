@@ -55,12 +55,12 @@ def generate(
     pin: args.Typed = args.PIN,
     compile: bool = args.COMPILE,
     weight_bits: int | None = args.WEIGHT_BITS,
-    compare: str | None = option(None, "Run the full cache too, and compare."),
+    compare: str | None = option(
+        None, "Run the full cache too, and compare.", read=readers.choice("full")
+    ),
     verify: args.Typed = args.VERIFY,
     as_json: bool = args.JSON,
 ) -> int:
-    if compare not in (None, "full"):
-        raise ValueError(f"--compare {compare!r} is not known; the only choice is --compare full")
     check_pinnable(pin)
     text = read_prompt(prompt, file)
     from h2okv.calibration.layer_budgets import with_measured_budgets

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from h2okv.console import check_minimum
+from h2okv.prompts import readers as fields
 from h2okv.records import read_text_file
 
 if TYPE_CHECKING:
@@ -20,11 +20,19 @@ _UNITS = {"": 1, "b": 1, **{u: 1000**n for n, u in enumerate(("kb", "mb", "gb", 
 _UNITS |= {u: 1024**n for n, u in enumerate(("kib", "mib", "gib", "tib"), 1)}
 
 
-def choice(option: str, text: str, words: Sequence[str]) -> str:
-    """Read one of a few words."""
-    if text not in words:
-        raise ValueError(f"{option} {text!r} is not known; choose from {', '.join(words)}")
-    return text
+def of_field(read: fields.Reader) -> Callable[[str, Any], Any]:
+    """Return the reader of an option from that of a request's field."""
+    return lambda option, value: read(value, (option,))
+
+
+count = of_field(fields.integer(1))
+port = of_field(fields.integer(0, 65535))
+share = of_field(fields.share)
+
+
+def choice(*words: str) -> Callable[[str, Any], Any]:
+    """Return the reader of one of a few words."""
+    return of_field(fields.one_of(*words))
 
 
 def bits(option: str, number: int, allowed: Sequence[int] = (8, 4)) -> int:
@@ -43,12 +51,6 @@ def verify(option: str, text: str) -> bool | str:
     return text == "answer" or text or False
 
 
-def count(option: str, number: int) -> int:
-    """Read a number of 1 or more."""
-    check_minimum(**{option[2:]: number})
-    return number
-
-
 def names(option: str, text: str) -> tuple[str, ...]:
     """Read a comma-separated list."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
@@ -62,13 +64,6 @@ def memory(option: str, text: str, minimum: int = 1) -> int:
         if amount >= minimum:
             return amount
     raise ValueError(f"{option} {text!r} is not an amount of memory; give one such as 8GiB")
-
-
-def share(option: str, text: str) -> float | None:
-    """Read a share, such as 0.02 or 2%."""
-    from h2okv.engine.config import read_share
-
-    return read_share(option, text)
 
 
 def torch_dtype(name: str) -> torch.dtype | None:
@@ -86,13 +81,6 @@ def device(option: str, text: str) -> str:
         remedy = "choose auto, cpu or a GPU that torch can see, such as cuda:0"
         raise ValueError(f"{option} {text!r} is not known; {remedy}")
     return text
-
-
-def port(option: str, number: int) -> int:
-    """Read a port."""
-    if not 0 <= number <= 65535:
-        raise ValueError(f"{option} {number} is out of range; give 0 (any that is free) to 65535")
-    return number
 
 
 def readable(option: str, path: Path) -> Path:

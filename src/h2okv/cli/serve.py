@@ -66,8 +66,6 @@ def serve(
         )
     if tensor_parallel and ray:
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
-    if verify and tensor_parallel:
-        raise ValueError("--verify and --tensor-parallel exclude each other; choose one.")
     if agreement is not None and not verify:
         raise ValueError("--agreement needs answers that are read again; give --verify 5% too.")
     if not ray:  # the machines of a cluster may have other models
@@ -114,7 +112,7 @@ def serve(
             return announce_plan(request)
         is_follower = tensor_parallel and os.environ.get("RANK", "0") != "0"
         return follow(request) if is_follower else run_server(request)
-    from h2okv.cluster.ray_cluster import import_ray
+    from h2okv.cluster import import_ray
 
     import_ray()
     from h2okv.cluster.serve import run_server_on_ray

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from h2okv.cluster.ray_cluster import cluster, import_ray, place_copies, reason
+from h2okv.cluster import cluster, import_ray, place_copies, reason
 from h2okv.console import Progress
 from h2okv.models.loading import Described, parse_device
 from h2okv.offload.job import Job, Prompt, PromptFile, Summary, TextCodec, generate_records

@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from h2okv.cluster.ray_cluster import cluster, place_copies, reason
+from h2okv.cluster import cluster, place_copies, reason
 from h2okv.cluster.router import ReplicaLostError, Router, messages_of
 from h2okv.engine.llm import AsyncLLM
 from h2okv.engine.outputs import EngineStoppedError, QueueFullError

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from h2okv.config import CacheConfig
 from h2okv.prompts.chat_template import check_pinnable
-from h2okv.prompts.readers import FieldError, check_settings, integer
+from h2okv.prompts.readers import FieldError, check_settings, integer, share
 from h2okv.records import check_arguments, checked_arguments
 
 MOST_DRAFTS = 16
-
-
-def read_share(name: str, share: Any) -> float | None:
-    """Read a share of 1, or a text such as ``2%``; ``None`` stays."""
-    value = share
-    if isinstance(share, str):
-        with suppress(ValueError):
-            value = float(share.removesuffix("%")) / (100 if share.endswith("%") else 1)
-    if share is None or (type(value) in (int, float) and 0 <= value <= 1):
-        return None if share is None else float(value)
-    raise ValueError(f"{name} must be a share such as 0.02 or '2%', got {share!r}.")
-
-
 DEFAULT_STATES = 1 << 30  # bytes
 
 
@@ -113,8 +99,9 @@ class EngineConfig:
         check_settings(self, dict.fromkeys(counts, integer(1)))
         check_settings(self, dict.fromkeys(("max_waiting", "prefix_cache"), integer(0)))
         check_settings(self, {"speculate": integer(0, MOST_DRAFTS)})
-        object.__setattr__(self, "verify", read_share("verify", self.verify) or 0.0)
-        object.__setattr__(self, "agreement", read_share("agreement", self.agreement))
+        if self.verify is None:
+            object.__setattr__(self, "verify", 0.0)
+        check_settings(self, {"verify": share, "agreement": share})
         if self.agreement is not None and not self.verify:
             raise ValueError(
                 f"agreement={self.agreement:g} is judged by answers that are read again; give"
@@ -127,10 +114,8 @@ class EngineConfig:
                 " leave one of them out."
             )
         if self.verify and self.tensor_parallel:
-            raise ValueError(
-                f"verify={self.verify:g} is for one process, and tensor_parallel has several; leave"
-                " one of them out."
-            )
+            problem = "is for one process, and tensor_parallel has several; leave one of them out"
+            raise FieldError(("verify",), f"={self.verify:g} {problem}")
         if not 0 < self.max_prefill_time_fraction < 1:
             raise ValueError(
                 "max_prefill_time_fraction must be a number between 0 and 1, got"

@@ -31,8 +31,7 @@ from h2okv.engine.model_runner import (
     check_divides,
 )
 from h2okv.engine.outputs import EngineStats, OutputDelta, RequestFailedError
-from h2okv.engine.prefix_cache import PrefixCache
-from h2okv.engine.prefix_folder import PrefixFolder
+from h2okv.engine.prefix_cache import PrefixCache, PrefixFolder
 from h2okv.engine.request import Event, Output, PrefillChunk, PromptStart, Request, ScheduledStep
 from h2okv.engine.sampler import Sampler, as_tokens, choose, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import SamplingParams

@@ -21,7 +21,7 @@ from h2okv.engine.memory import (
     data_bytes,
     give_memory_back,
 )
-from h2okv.engine.prefix_folder import PrefixFolder
+from h2okv.engine.prefix_cache import PrefixFolder
 from h2okv.models.loading import Described, describe, loaded_dtype, weight_bytes
 from h2okv.models.packed_linear import limit_kernels
 from h2okv.prompts.readers import UNLIMITED, FieldError, PromptLimits

@@ -390,9 +390,7 @@ class Job(ResultFile):
         elif "custom_id" in fields and str(fields.get("id")).startswith(_REQUEST_ID):
             prompt_id, name = fields["custom_id"], fields["id"].removeprefix(_REQUEST_ID)
         else:
-            raise ValueError(
-                f"{record.location} is not a result of {self.kind}; choose another file"
-            )
+            raise self.foreign(record.location)
         self.finished[json.dumps(prompt_id)] = name
         self.num_errors += fields.get("error") is not None
 

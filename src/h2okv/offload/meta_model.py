@@ -95,6 +95,11 @@ class Unit:
         for slot, view in zip(self.slots, views_of(block, self.specs), strict=True):
             slot.fill(view)
 
+    def empty(self) -> None:
+        """Install meta tensors; see `ParameterSlot.empty`."""
+        for slot in self.slots:
+            slot.empty()
+
 
 @dataclass(frozen=True)
 class MetaModel:

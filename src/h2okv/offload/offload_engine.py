@@ -40,11 +40,16 @@ from h2okv.offload.checkpoint import (
     weights_digest,
 )
 from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records, saved_settings
-from h2okv.offload.measure import StreamingModel, bytes_while_streaming, weights_in_files
 from h2okv.offload.meta_model import MetaModel, pack_layers
 from h2okv.offload.planner import MICRO_BATCH_TOKENS, Fractions, Plan, Planner, Workload, interleave
 from h2okv.offload.profile import measure_hardware
-from h2okv.offload.tiers import CacheStore, materialise
+from h2okv.offload.tiers import (
+    CacheStore,
+    StreamingModel,
+    bytes_while_streaming,
+    materialise,
+    weights_in_files,
+)
 from h2okv.provenance import digest
 
 PATIENCE = 60.0  # seconds until the first result, above which the user is told

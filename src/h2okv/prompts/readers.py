@@ -9,6 +9,7 @@ import copyreg
 import difflib
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Self
@@ -160,6 +161,17 @@ def number(minimum: float, maximum: float, kind: type = float) -> Reader:
         return kind(value)
 
     return read
+
+
+def share(value: Any, path: Path) -> float:
+    """Read a share of 1, also as a text such as ``2%``."""
+    read = value
+    if isinstance(value, str):
+        with suppress(ValueError):
+            read = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
+    if type(read) not in (int, float) or not 0 <= read <= 1:
+        raise unlike("a share such as 0.02 or '2%'", value, path)
+    return float(read)
 
 
 def one_of(*choices: str) -> Reader:

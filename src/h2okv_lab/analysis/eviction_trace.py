@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from h2okv.budget import TokenBudget
 from h2okv.cache import CACHE, H2OCache
+from h2okv.cache.support import num_kv_heads
 from h2okv.integration.enable import enable, input_device
 from h2okv.policy import Rule
-from h2okv_lab.analysis.attention_stats import Tick, full_attention_layers, no_tick, num_kv_heads
+from h2okv_lab.analysis.attention_stats import Tick, full_attention_layers, no_tick
 from h2okv_lab.analysis.score_stats import load_scipy
 
 

@@ -12,15 +12,18 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from h2okv.records import unknown_name
-from h2okv_lab.analysis.ablation import (
+from h2okv_lab.analysis.attention_stats import (
+    Tick,
     activation_frequency,
     cost,
     heaviest,
     losses_with_hidden,
+    no_tick,
     random_tokens,
+    retained,
+    sink_mass,
+    small_entries,
 )
-from h2okv_lab.analysis.attention_stats import Tick, no_tick, retained, sink_mass, small_entries
 from h2okv_lab.analysis.eviction_trace import (
     chance_similarity,
     durations,
@@ -279,12 +282,6 @@ def choose_measurements(
     only: Sequence[str] = (), quick: bool = False, neurons: bool = False
 ) -> tuple[Measurement, ...]:
     """Return the measurements that the options choose."""
-    by_name = {measurement.name: measurement for measurement in MEASUREMENTS}
-    for name in only:
-        if name not in by_name:
-            raise unknown_name("--only: measurement", name, by_name)
-    if only and quick:
-        raise ValueError("--only and --quick both choose measurements; give one of them")
     names = set(only) or {m.name for m in MEASUREMENTS if not m.is_option}
     if quick:
         names = {m.name for m in MEASUREMENTS if m.quick}

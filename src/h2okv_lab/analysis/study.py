@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,8 +18,13 @@ from h2okv.policy import Rule
 from h2okv.prompts.chat_template import encode
 from h2okv.records import Record, atomic_write, check_settings, refusing, write_json
 from h2okv_lab.analysis import attention_stats
-from h2okv_lab.analysis.ablation import dense_losses
-from h2okv_lab.analysis.attention_stats import Tick, full_attention_layers, no_tick, of_layers
+from h2okv_lab.analysis.attention_stats import (
+    Tick,
+    dense_losses,
+    full_attention_layers,
+    no_tick,
+    of_layers,
+)
 from h2okv_lab.analysis.eviction_trace import GlobalPolicy, follow, split_budget
 from h2okv_lab.tables import Row
 
@@ -165,15 +169,6 @@ _OTHER_FOLDER = "choose another folder for the report"
 
 TEXT_COLUMNS = ("word", "policy", "condition", "case", "of", "against", "measure", "h", "objective")
 """Columns of the tables that hold text, even where it reads as a number (a word may be "7")."""
-
-
-def check_folder(folder: Path) -> None:
-    """Refuse a report's folder that cannot be created or written, before a model is loaded."""
-    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    # Only writing tells whether a folder is writable: access() ignores read-only file systems, and
-    # nothing can be created in /proc.
-    with refusing(f"--out '{folder}' cannot be written", _OTHER_FOLDER, OSError):
-        tempfile.TemporaryDirectory(prefix=".h2okv-", dir=parent).cleanup()
 
 
 def open_folder(folder: Path, model_name: str, text: str, tokens: int) -> None:

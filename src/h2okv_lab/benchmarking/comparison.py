@@ -18,7 +18,7 @@ import h2okv
 from h2okv.cache import CACHE, CacheLayer
 from h2okv.cache.support import context_window
 from h2okv.config import CacheConfig, Positions
-from h2okv.console import check_minimum
+from h2okv.console import check_distinct, check_minimum
 from h2okv.engine.memory import available_bytes
 from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.offload.profile import Clock
@@ -55,15 +55,8 @@ class Settings:
     compiled: bool = False
 
     def __post_init__(self) -> None:
-        lists = {
-            "contexts": self.contexts, "batches": self.batches, "budget": self.configs,
-            "runners": self.caches, "dtype": self.dtypes,
-        }  # fmt: skip
-        for option, values in lists.items():
-            if not values:
-                raise ValueError(f"--{option} must have at least one value, got none; add one")
-            if len(set(values)) != len(values):
-                raise ValueError(f"--{option} must have each value once, got {values!r}")
+        check_distinct(contexts=self.contexts, batches=self.batches, budget=self.configs)
+        check_distinct(runners=self.caches, dtype=self.dtypes)
         check_minimum(rounds=self.rounds, steps=self.steps)
         check_minimum(8, contexts=min(self.contexts))
         check_minimum(batches=min(self.batches))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy
 
-from h2okv.console import format_table
+from h2okv.console import format_number, format_table
 from h2okv_lab.tables import COLOURS, MARKERS, Row, new_figure, save_figure
 
 _T = TypeVar("_T")
@@ -56,11 +56,8 @@ def _several(form: str, *texts: str) -> str:
     return _NONE if _NONE in texts else form.format(*texts)
 
 
-def _shown(value: float | None, factor: float = 1.0, digits: int = 3) -> str:
-    if value is None:
-        return _NONE
-    value *= factor
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
+def _shown(value: float | None, factor: float = 1.0) -> str:
+    return _NONE if value is None else format_number(value * factor)
 
 
 def _label(row: Row) -> str:

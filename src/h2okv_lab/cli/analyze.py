@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 import webbrowser
 from contextlib import suppress
 from functools import partial
@@ -13,14 +13,14 @@ from h2okv.cli import args, readers
 from h2okv.cli.args import ModelOptions, Typed, option
 from h2okv.config import CacheConfig
 from h2okv.console import INTERRUPTED, Progress, check_minimum, write_remark, write_text
-from h2okv.records import atomic_write, unknown_name
+from h2okv.records import atomic_write, refusing, unknown_name
 from h2okv_lab.cli import options
 
 if TYPE_CHECKING:
     import torch
 
     from h2okv_lab.analysis.measurements import Measurement
-    from h2okv_lab.analysis.viewer.reading import Reader
+    from h2okv_lab.analysis.viewer import Reader
 
 
 # Listed here because the module that defines them imports torch.
@@ -42,8 +42,10 @@ def _measurements(option: str, text: str) -> tuple[str, ...]:
 def _report_folder(option: str, folder: Path) -> Path:
     """Raise ValueError for a folder that cannot be written or created."""
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"{option} '{folder}' cannot be written; choose another folder")
+    # Only writing tells whether a folder is writable: access() ignores read-only file systems, and
+    # nothing can be created in /proc.
+    with refusing(f"{option} '{folder}' cannot be written", "choose another folder", OSError):
+        tempfile.TemporaryDirectory(prefix=".h2okv-", dir=parent).cleanup()
     return folder
 
 
@@ -60,14 +62,13 @@ def analyze(
         raise ValueError("--only and --quick both choose measurements; give one of them")
     wording = options.text_or_sample(text)
     from h2okv_lab.analysis import measurements, study
-    from h2okv_lab.analysis.ablation import find_neurons
+    from h2okv_lab.analysis.attention_stats import find_neurons
     from h2okv_lab.analysis.report import REPORT_FILE, write_report
     from h2okv_lab.analysis.score_stats import load_scipy
     from h2okv_lab.analysis.sections import new_figure
 
     chosen = measurements.choose_measurements(only, quick, neurons)
     check_minimum(study.MIN_TOKENS, tokens=tokens)
-    study.check_folder(out)
     # Missing packages must show before the long work, not in the middle of it.
     load_scipy("stats")
     new_figure()
@@ -132,8 +133,7 @@ def view(
 ) -> int:
     wording = options.text_or_sample(text)
     from h2okv_lab.analysis.attention_stats import full_attention_layers
-    from h2okv_lab.analysis.viewer.reading import MIN_TOKENS, Reader
-    from h2okv_lab.analysis.viewer.server import PageServer
+    from h2okv_lab.analysis.viewer import MIN_TOKENS, PageServer, Reader
 
     check_minimum(MIN_TOKENS, tokens=tokens)
     is_page = export is None
@@ -171,8 +171,7 @@ def view(
 
 
 def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:
-    from h2okv_lab.analysis.viewer.reading import export_content
-    from h2okv_lab.analysis.viewer.server import build_page
+    from h2okv_lab.analysis.viewer import build_page, export_content
 
     with Progress("computing", 1.0) as progress:
         try:
@@ -189,8 +188,7 @@ def _export(reader: Reader, choice: dict[str, Any], path: Path) -> int:
 
 
 def _serve(reader: Reader, choice: dict[str, Any], port: int, open_browser: bool) -> int:
-    from h2okv_lab.analysis.viewer.reading import Desk
-    from h2okv_lab.analysis.viewer.server import HOST, PageServer
+    from h2okv_lab.analysis.viewer import HOST, Desk, PageServer
 
     with PageServer(port, Desk(reader, choice)) as server:
         address = f"http://{HOST}:{server.server_address[1]}/"

@@ -44,14 +44,14 @@ def _shape(option: str, text: str) -> str:
 
 def _runners(option: str, text: str) -> tuple[str, ...]:
     """Parse names of caches."""
-    return tuple(readers.choice(option, name, RUNNERS) for name in readers.names(option, text))
+    return tuple(readers.choice(*RUNNERS)(option, name) for name in readers.names(option, text))
 
 
 def _dtypes(option: str, text: str) -> list[str]:
     names = readers.names(option, text)
     if "auto" in names and len(names) > 1:
         raise ValueError(f"{option} {text!r} mixes auto with others; give auto alone, or others")
-    return [readers.choice(option, name, args.DTYPES) for name in names]
+    return [readers.choice(*args.DTYPES)(option, name) for name in names]
 
 
 def bench(

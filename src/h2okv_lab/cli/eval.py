@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
-import re
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +23,6 @@ from h2okv.cli.args import JSON, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import choice
 from h2okv.config import BEST, BEST_HEAVY_FRACTION, KV_BITS, CacheConfig
 from h2okv.console import INTERRUPTED, Progress, install_hint, write_json, write_remark, write_text
-from h2okv.models.names import check_name
 from h2okv.records import atomic_write, naming, short_repr, unknown_name
 from h2okv_lab.cli import options
 from h2okv_lab.tables import markdown_table, write_csv
@@ -32,9 +30,8 @@ from h2okv_lab.tables import markdown_table, write_csv
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from h2okv_lab.evaluation.runner import Evaluation, Run
     from h2okv_lab.evaluation.sweep import Experiment
-    from h2okv_lab.evaluation.task import Task
+    from h2okv_lab.evaluation.task import Evaluation, Run, Task
 
 EXPERIMENTS = Path(__file__).parents[1] / "evaluation" / "experiments"
 NEEDLE = "The city of {name} is {answer}."
@@ -45,7 +42,7 @@ DEFAULT_CSV = Path("fidelity.csv")
 CSV = option(..., _CSV_HELP, read=readers.writable)
 LIMIT = option(None, "Use the first samples only.")
 TOO_LONG = option(
-    "refuse", "refuse or skip what exceeds the context.", read=choice, words=("refuse", "skip")
+    "refuse", "refuse or skip what exceeds the context.", read=choice("refuse", "skip")
 )
 
 eval_app = args.group("eval")
@@ -69,7 +66,7 @@ class Trial:
         Returns:
             The exit code, and the rows of all details.
         """
-        from h2okv_lab.evaluation.runner import Run
+        from h2okv_lab.evaluation.task import Run
 
         runs = [Run(task, config, self.seed) for task in tasks for config in self.caches]
         code, evaluation = run_all(self.model, runs, self._samples_path(tasks))
@@ -112,7 +109,7 @@ COMPRESSIONS = ("query-aware", "query-agnostic")  # the module that defines them
 
 def _compressions(option: str, text: str) -> tuple[Any, ...]:
     """Parse how a cache is compressed: with the question, without it, or both."""
-    choice(option, text, (*COMPRESSIONS, "both"))
+    choice(*COMPRESSIONS, "both")(option, text)
     return tuple(name for name in COMPRESSIONS if text in (name, "both"))
 
 
@@ -202,8 +199,7 @@ def fidelity(
     protocol: Typed = option(
         "decode",
         "decode: token by token; block: all at once.",
-        read=choice,
-        words=("decode", "block"),
+        read=choice("decode", "block"),
     ),
     raw: bool = option(False, "Prompts without the chat template.", "--raw"),
     plot: Path | None = option(
@@ -276,7 +272,7 @@ def _fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
 
 def _rows_by_cache(trial: Trial, task: Task) -> tuple[int, list[dict[str, Any]]]:
     """Run fidelity; return the exit code, and the row of each cache that has finished."""
-    from h2okv_lab.evaluation.runner import Run
+    from h2okv_lab.evaluation.task import Run
     from h2okv_lab.evaluation.tasks.fidelity import ALL
 
     code, details = trial.run([task], detailed=True, shown=False)
@@ -421,8 +417,8 @@ def sweep(
     cache: str = option("", "Options for each cache of the file: every=64."),
     as_json: bool = JSON,
 ) -> int:
-    from h2okv_lab.evaluation.runner import Run
     from h2okv_lab.evaluation.sweep import Surroundings, load_experiment
+    from h2okv_lab.evaluation.task import Run
 
     plan = load_experiment(experiment)
     configs = plan.with_options(cache)
@@ -445,8 +441,7 @@ def lm_eval(
     context: typer.Context,
     data: Path | None = option(None, "Folder of data files (H2OKV_EVAL_DATA).", read=_folder),
 ) -> int:
-    _check_harness(context.args)
-    from h2okv_lab.evaluation.lm_eval.launcher import run_harness
+    from h2okv_lab.evaluation.lm_eval import run_harness
 
     try:
         return run_harness(context.args, data)
@@ -455,27 +450,12 @@ def lm_eval(
         return INTERRUPTED
 
 
-def _check_harness(words: Sequence[str]) -> None:
-    """Raise ValueError for a model, policy or scoring in `--model_args` that does not exist."""
-    text = " ".join(words)
-    if re.search(r"--model[ =](?!h2okv)|--config[ =]", text):
-        return  # another model, or one that a file names
-    match = re.search(r"(?:--model_args|-a)[ =](\S+)", text)
-    options = dict(pair.partition("=")[::2] for pair in (match[1] if match else "").split(","))
-    if "pretrained" in options:
-        check_name(options["pretrained"])
-    options |= cache_spec.parse(options["cache"]) if "cache" in options else {}
-    args.check_names(options.get("policy", "h2o"), options.get("scoring"), per_query=True)
-
-
 def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, Evaluation]:
     """Evaluate the remaining samples under a progress bar; Ctrl-C loses none of the finished."""
-    from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
-    from h2okv_lab.evaluation.runner import Evaluation, SampleFile
+    from h2okv_lab.evaluation.model import ModelUnderTest
+    from h2okv_lab.evaluation.task import Evaluation, SampleFile
 
     described = model.describe()
-    for run in runs:  # a bad budget leaves no file behind
-        make_cache(run.config.before_measuring, described.config, run.seed)
     model_fields = described.config, described.tokenizer, described.name, described.context
     tested = ModelUnderTest(lambda: model.load(described), *model_fields)
     is_new = not path.exists()
@@ -504,8 +484,8 @@ def run_all(model: ModelOptions, runs: Sequence[Run], path: Path) -> tuple[int, 
 def _write(plan: Experiment, evaluation: Evaluation, out: Path, as_json: bool) -> None:
     """Write tables and figure of the finished runs, and print the table."""
     from h2okv_lab.evaluation.plots import plot_sweep
-    from h2okv_lab.evaluation.runner import pivot, results_table
     from h2okv_lab.evaluation.sweep import report
+    from h2okv_lab.evaluation.task import pivot, results_table
 
     rows = evaluation.rows()
     table, result_rows = out / "results.csv", list(rows.values())

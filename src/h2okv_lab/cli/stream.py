@@ -24,8 +24,7 @@ from h2okv_lab.cli import options
 
 if TYPE_CHECKING:
     from h2okv.models.loading import Described
-    from h2okv_lab.evaluation.stream_data import ConversationSource, TextSource
-    from h2okv_lab.evaluation.streaming import Step, Stream
+    from h2okv_lab.evaluation.streaming import ConversationSource, Step, Stream, TextSource
 
 _ROWS_A_CHECKPOINT = 10
 _ROW = 1000  # tokens of a text between two rows
@@ -78,8 +77,12 @@ def stream(
     wording = None if text is None else read_text_file(text)
     from h2okv.cache.support import context_window
     from h2okv.calibration.layer_budgets import with_measured_budgets
-    from h2okv_lab.evaluation.stream_data import ConversationSource, TextSource
-    from h2okv_lab.evaluation.streaming import Stream, StreamSettings
+    from h2okv_lab.evaluation.streaming import (
+        ConversationSource,
+        Stream,
+        StreamSettings,
+        TextSource,
+    )
 
     cache = choice.cache if "evict_every" in choice.named else choice.cache.with_cuts(_BLOCK)
     every = every or (None if text is None else _ROW)
@@ -124,8 +127,7 @@ def stream(
 def _run(running: Stream, described: Described, label: str, files: Files, as_json: bool) -> int:
     """Run the stream, write its files and its summary; return the exit code."""
     from h2okv_lab.evaluation.plots import plot_stream
-    from h2okv_lab.evaluation.stream_data import TextSource
-    from h2okv_lab.evaluation.streaming import StreamFile, run_stream
+    from h2okv_lab.evaluation.streaming import StreamFile, TextSource, run_stream
 
     source, state, total = running.source, running.state, running.settings.tokens
     if isinstance(source, TextSource):

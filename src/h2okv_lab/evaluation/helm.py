@@ -20,8 +20,8 @@ from transformers import set_seed
 from h2okv.models.loading import resolve_model
 from h2okv.provenance import digest
 from h2okv.records import write_json
+from h2okv_lab.evaluation.lm_eval import check_arguments
 from h2okv_lab.evaluation.lm_eval.scorer import EvictingModel, provenance, split_settings
-from h2okv_lab.evaluation.lm_eval.settings import check_arguments
 
 
 class H2OClient(HuggingFaceClient):

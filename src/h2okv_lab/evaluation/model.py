@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 import h2okv
@@ -25,7 +24,7 @@ from h2okv.policy import Inputs
 from h2okv.prompts.chat_template import encode
 from h2okv.provenance import fingerprint
 from h2okv_lab.masking import PER_QUERY, MaskedCache
-from h2okv_lab.shared import SharedPrefill, shares_prompt
+from h2okv_lab.shared import SharedPrefill, read_together, shares_prompt
 
 _ROLLING_SPAN = 64
 
@@ -69,12 +68,6 @@ class ModelUnderTest:
         if config.layer_budgets != MEASURED:
             return config  # without loading the model
         return with_measured_budgets(config, self.model, self)
-
-    @property
-    def pad_token_id(self) -> int:
-        """The token that pads a batch on its left; always masked, so any token will do."""
-        token_id = self.tokenizer.pad_token_id
-        return int((self.tokenizer.eos_token_id or 0) if token_id is None else token_id)
 
     def encode(self, prompt: str | Sequence[Mapping[str, str]], special: bool = True) -> list[int]:
         return encode(self.tokenizer, prompt, self.config.get_text_config().vocab_size, special)
@@ -174,10 +167,11 @@ def answer_question(
             cache.expect(last + 1)
     results = []
     with h2okv.enable(model.model):
-        read_together(model.model, ids[:, :first], caches)
+        mask = torch.ones_like(ids[:, :last])  # also of tokens that may be padding
+        prefill = partial(h2okv.prefill, model.model, ids[:, :first])
+        read_together(caches, lambda cache: prefill(cache, mask[:, :first]))
         for cache in caches:
             if last > first:
-                mask = torch.ones_like(ids[:, :last])  # also of tokens that may be padding
                 h2okv.prefill(model.model, ids[:, first:last], cache, mask)
             requests = _requests([prompt], seen=last)
             CacheEngine(model.model, model.tokenizer, cache).run(requests)
@@ -210,16 +204,3 @@ def _answers(subject: ModelUnderTest, requests: Sequence[Request]) -> list[Answe
                 text.add(token)
         answers.append(Answer(text.end(), len(tokens)))
     return answers
-
-
-def read_together(model: PreTrainedModel, input_ids: Tensor, caches: Sequence[H2OCache]) -> None:
-    """Read a prompt ``[B, T]`` without padding onto empty caches, once for all that can share."""
-    mask = torch.ones_like(input_ids)
-    sharing = [cache for cache in caches if shares_prompt(cache.cache_config)]
-    if len(sharing) > 1:
-        shared = SharedPrefill(sharing)
-        h2okv.prefill(model, input_ids, shared, mask)
-        shared.split()
-    for cache in caches:
-        if not cache.num_seen_tokens:
-            h2okv.prefill(model, input_ids, cache, mask)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from h2okv_lab.evaluation.runner import FULL, Line, sorted_budgets
 from h2okv_lab.evaluation.streaming import StreamRow
+from h2okv_lab.evaluation.task import FULL, Line, sorted_budgets
 from h2okv_lab.tables import COLOURS, MARKERS, new_figure, save_figure
 
 _STYLES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))

@@ -27,9 +27,8 @@ from h2okv.config import CacheConfig
 from h2okv.console import optional
 from h2okv.policy import get_rule
 from h2okv.records import read_text_file, unknown_name
-from h2okv_lab.evaluation.lm_eval.settings import data_file
-from h2okv_lab.evaluation.runner import FULL, Line, results_table
-from h2okv_lab.evaluation.task import Task
+from h2okv_lab.evaluation.lm_eval import data_file
+from h2okv_lab.evaluation.task import FULL, Line, Task, results_table
 from h2okv_lab.evaluation.tasks.generation import Diversity, Summarization
 from h2okv_lab.evaluation.tasks.harness import HarnessTask
 from h2okv_lab.evaluation.tasks.perplexity import Perplexity
@@ -229,11 +228,8 @@ def experiment_names() -> list[str]:
 def load_experiment(name: str) -> Experiment:
     """Read a bundled experiment, or a YAML file."""
     yaml = optional("yaml", "an experiment file")
-    path = Path(name).expanduser()
-    if name in experiment_names():
-        path = EXPERIMENTS / f"{name}.yaml"
-    elif path.suffix not in (".yaml", ".yml") and not path.is_file():
-        raise unknown_name("experiment", name, experiment_names())
+    included = EXPERIMENTS / f"{name}.yaml"
+    path = included if included.is_file() else Path(name).expanduser()
     try:
         content = yaml.safe_load(read_text_file(path))
     except yaml.YAMLError as error:

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from h2okv_lab.analysis.ablation import (
+from h2okv_lab.analysis.attention_stats import (
     dense_losses,
     heaviest,
     losses_with_hidden,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from h2okv_lab.analysis import measurements as module
-from h2okv_lab.analysis.ablation import activation_frequency
+from h2okv_lab.analysis.attention_stats import activation_frequency
 from h2okv_lab.analysis.measurements import MEASUREMENTS, analyze, choose_measurements, is_finished
 from h2okv_lab.analysis.report import SECTIONS, write_report
 from h2okv_lab.analysis.study import TEXT_COLUMNS, Study, make_sample, open_folder, token_pieces

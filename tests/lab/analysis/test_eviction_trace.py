@@ -5,8 +5,7 @@ from oracle import cache_of
 
 import h2okv
 from h2okv.budget import TokenBudget
-from h2okv_lab.analysis.ablation import dense_losses
-from h2okv_lab.analysis.attention_stats import accumulated, of_layers
+from h2okv_lab.analysis.attention_stats import accumulated, dense_losses, of_layers
 from h2okv_lab.analysis.eviction_trace import GlobalPolicy, entries_after, follow
 
 BUDGET = TokenBudget(sink=2, heavy=10, recent=8)

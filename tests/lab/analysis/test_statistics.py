@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from h2okv_lab.analysis.ablation import cost
+from h2okv_lab.analysis.attention_stats import cost
 from h2okv_lab.analysis.eviction_trace import chance_similarity, durations, overlap, similarity
 from h2okv_lab.analysis.score_stats import by_word, count_words, fit_power_law, spearman
 

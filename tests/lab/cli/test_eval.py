@@ -15,7 +15,7 @@ from h2okv.config import CacheConfig
 from h2okv_lab.cli.eval import DEFAULT_CSV, Trial
 from h2okv_lab.cli.options import cache_lists, command_line
 from h2okv_lab.evaluation import plots
-from h2okv_lab.evaluation.runner import Evaluation
+from h2okv_lab.evaluation.task import Evaluation
 
 
 @pytest.fixture

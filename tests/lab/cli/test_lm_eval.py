@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (h2okv[eval])")
 
-from h2okv_lab.evaluation.lm_eval import launcher
+from h2okv_lab.evaluation import lm_eval as launcher
 
 RTE = '{{"premise": "The cat sat on mat {}.", "hypothesis": "The cat sat.", "label": "{}"}}\n'
 

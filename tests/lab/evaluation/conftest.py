@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from h2okv.assets import bundled_model_path, sample_prompt
 from h2okv_lab.evaluation.model import ModelUnderTest
-from h2okv_lab.evaluation.stream_data import Segment, TextSource
+from h2okv_lab.evaluation.streaming import Segment, TextSource
 
 VOCAB = 97
 TEMPLATE = (

@@ -5,8 +5,7 @@ import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
 from h2okv.config import CacheConfig
-from h2okv_lab.evaluation.runner import Evaluation, Run, SampleFile
-from h2okv_lab.evaluation.task import TextPrompt
+from h2okv_lab.evaluation.task import Evaluation, Run, SampleFile, TextPrompt
 from h2okv_lab.evaluation.tasks.generation import Summarization
 
 pytestmark = pytest.mark.slow

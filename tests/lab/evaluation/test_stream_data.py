@@ -3,7 +3,7 @@ import json
 import pytest
 
 from h2okv.records import read_text_file
-from h2okv_lab.evaluation.stream_data import (
+from h2okv_lab.evaluation.streaming import (
     ConversationSource,
     Message,
     TextSource,

@@ -9,13 +9,13 @@ import torch.nn.functional as F
 
 import h2okv
 from h2okv.engine.memory import resident_bytes
-from h2okv_lab.evaluation.stream_data import TextSource
 from h2okv_lab.evaluation.streaming import (
     COLUMNS,
     Stream,
     StreamFile,
     StreamRow,
     StreamSettings,
+    TextSource,
     run_stream,
 )
 from h2okv_lab.tables import read_csv

@@ -5,8 +5,8 @@ import yaml
 
 import h2okv
 from h2okv.config import CacheConfig
+from h2okv_lab.cli.eval import _experiment
 from h2okv_lab.evaluation.plots import plot_sweep
-from h2okv_lab.evaluation.runner import pivot
 from h2okv_lab.evaluation.sweep import (
     Experiment,
     Published,
@@ -15,6 +15,7 @@ from h2okv_lab.evaluation.sweep import (
     load_experiment,
     report,
 )
+from h2okv_lab.evaluation.task import pivot
 from h2okv_lab.masking import PER_QUERY
 
 
@@ -137,7 +138,7 @@ def test_without_a_data_folder_the_missing_file_is_named(tmp_path):
 
 def test_an_unknown_experiment_is_refused_with_suggestions():
     with pytest.raises(ValueError, match="did you mean figure4"):
-        load_experiment("figure_4")
+        _experiment("figure_4")
 
 
 def test_a_file_that_is_not_yaml_is_refused(tmp_path):

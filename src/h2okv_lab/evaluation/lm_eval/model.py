@@ -18,6 +18,7 @@ from h2okv.cache import CACHE
 from h2okv.calibration.layer_budgets import budgets_of_model
 from h2okv.integration.enable import enable
 from h2okv.models.loading import default_dtype, resolve_model
+from h2okv_lab.evaluation.lm_eval import check_arguments
 from h2okv_lab.evaluation.lm_eval.scorer import (
     Pair,
     Request,
@@ -26,7 +27,6 @@ from h2okv_lab.evaluation.lm_eval.scorer import (
     provenance,
     split_settings,
 )
-from h2okv_lab.evaluation.lm_eval.settings import check_arguments
 
 _SETTINGS_KEY = "h2okv settings"
 # The window of a cache with rolling positions: a number, because the harness calculates with it.

@@ -25,10 +25,10 @@ from h2okv.models.loading import drop_stored_modes
 from h2okv.policy import get_rule
 from h2okv.provenance import fingerprint
 from h2okv_lab import tables
-from h2okv_lab.evaluation.lm_eval.settings import SETTINGS
+from h2okv_lab.evaluation.lm_eval import SETTINGS
 from h2okv_lab.evaluation.model import make_cache
 from h2okv_lab.masking import PER_QUERY
-from h2okv_lab.shared import SharedPrefill
+from h2okv_lab.shared import read_together
 
 Protocol = Literal["prompt", "whole"]
 # Continuations are scored on the prompt, evicted before them, or on the whole text, evicted block
@@ -147,12 +147,8 @@ class Scorer:
         """Read contexts onto empty caches of the group; each scorer scores the continuations."""
         caches = [scorer.new_cache() for scorer in self.group]
         ids, mask = left_padded(contexts, input_device(self.model))
-        if ids.shape[1] and len(caches) == 1:
-            self._forward(ids, mask, caches[0], keep=1)
-        elif ids.shape[1]:
-            together = SharedPrefill(caches)
-            self._forward(ids, mask, together, keep=1)
-            together.split()
+        if ids.shape[1]:
+            read_together(caches, lambda cache: self._forward(ids, mask, cache, keep=1))
         for scorer, cache in zip(self.group, caches, strict=True):
             scorer._continue(cache, mask, jobs, size)
 

@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 from datasets import Dataset
 
 from h2okv.records import parse_json, read_text_file, refusing
-from h2okv_lab.evaluation.lm_eval.settings import data_file
+from h2okv_lab.evaluation.lm_eval import data_file
 from h2okv_lab.tables import Entry, read_jsonl
 
 Splits = dict[str, Dataset]

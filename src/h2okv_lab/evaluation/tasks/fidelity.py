@@ -21,7 +21,7 @@ from h2okv.integration.enable import enable, input_device
 from h2okv.provenance import digest
 from h2okv.records import read_text_file
 from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
-from h2okv_lab.evaluation.stream_data import Conversation, read_conversations
+from h2okv_lab.evaluation.streaming import Conversation, read_conversations
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Score, Task
 from h2okv_lab.shared import SharedPrefill, shares_prompt
 from h2okv_lab.tables import Entry, read_jsonl

@@ -18,8 +18,8 @@ from h2okv.config import CacheConfig
 from h2okv.console import check_minimum, optional
 from h2okv.provenance import digest
 from h2okv.records import unknown_name
+from h2okv_lab.evaluation.lm_eval import FILES, PREFIX, TASKS, data_folder
 from h2okv_lab.evaluation.lm_eval.scorer import Scorer
-from h2okv_lab.evaluation.lm_eval.settings import FILES, PREFIX, TASKS, data_folder
 from h2okv_lab.evaluation.model import ModelUnderTest, resolve_config
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Score, Task
 from h2okv_lab.shared import shares_prompt

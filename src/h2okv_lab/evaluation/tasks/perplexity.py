@@ -14,8 +14,7 @@ from h2okv.config import CacheConfig
 from h2okv.console import check_minimum
 from h2okv.provenance import digest
 from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
-from h2okv_lab.evaluation.stream_data import TextSource
-from h2okv_lab.evaluation.streaming import Stream, StreamSettings, run_stream
+from h2okv_lab.evaluation.streaming import Stream, StreamSettings, TextSource, run_stream
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Score, Task
 
 # Tokens that are read before each eviction, unless the cache has a `block`.

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from h2okv.console import check_minimum, optional
+from h2okv.console import check_distinct, check_minimum, optional
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.provenance import digest
 from h2okv_lab.evaluation.model import ModelUnderTest, Prompt, answer_question
@@ -133,11 +133,7 @@ class NeedleTask(QuestionTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, values in (("lengths", self.lengths), ("depths", self.depths)):
-            if not values:
-                raise ValueError(f"--{name} must have at least one value, got none; add one")
-            if len(set(values)) != len(values):
-                raise ValueError(f"--{name} must have each value once, got {values!r}")
+        check_distinct(lengths=self.lengths, depths=self.depths)
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 raise ValueError(f"--depths must be fractions from 0 to 1, got {depth:g}")

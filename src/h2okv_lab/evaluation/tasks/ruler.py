@@ -25,7 +25,7 @@ from h2okv.console import check_minimum
 from h2okv.prompts.chat_template import chat_text
 from h2okv.provenance import digest
 from h2okv.records import read_text_file, unknown_name
-from h2okv_lab.evaluation.lm_eval.settings import data_file
+from h2okv_lab.evaluation.lm_eval import data_file
 from h2okv_lab.evaluation.model import ModelUnderTest
 from h2okv_lab.evaluation.task import Configs
 from h2okv_lab.evaluation.tasks.recall import QuestionTask

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from h2okv_lab.analysis.viewer.reading import Reader
+from h2okv_lab.analysis.viewer import Reader
 from h2okv_lab.cli.analyze import shown_cache
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -13,8 +13,7 @@ from h2okv.budget import TokenBudget
 from h2okv.config import CacheConfig
 from h2okv_lab.analysis.attention_stats import of_layers
 from h2okv_lab.analysis.eviction_trace import entries_after, follow
-from h2okv_lab.analysis.viewer.reading import Desk
-from h2okv_lab.analysis.viewer.server import PageServer, build_page
+from h2okv_lab.analysis.viewer import Desk, PageServer, build_page
 
 TEXT = "The hatter opened his eyes very wide on hearing this; but all he said was, why?\n" * 2
 CHOICE = {

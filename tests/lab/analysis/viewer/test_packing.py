@@ -10,7 +10,7 @@ import torch
 import h2okv
 from h2okv.budget import TokenBudget
 from h2okv_lab.analysis.eviction_trace import entries_after, follow
-from h2okv_lab.analysis.viewer.reading import (
+from h2okv_lab.analysis.viewer import (
     LOWEST_SCORE,
     Reader,
     Reading,

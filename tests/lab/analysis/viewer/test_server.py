@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from h2okv_lab.analysis.viewer.reading import Desk, export_content
-from h2okv_lab.analysis.viewer.server import HOST, PageServer, build_page
+from h2okv_lab.analysis.viewer import HOST, Desk, PageServer, build_page, export_content
 
 TEXT = "some words and some more words"
 CHOICE = {"policies": ["h2o", "recent"], "budgets": ["20%"], "policy": "h2o", "text": "</script>"}

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from h2okv.assets import bundled_model_path
-from h2okv_lab.evaluation.lm_eval.settings import DATA_VARIABLE
+from h2okv_lab.evaluation.lm_eval import DATA_VARIABLE
 
 COPA_ITEM = (
     '<item id="{id}" asks-for="{asks}" most-plausible-alternative="{best}">'
@@ -117,7 +117,7 @@ def evaluate(monkeypatch):
     lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
     from lm_eval.tasks import TaskManager
 
-    from h2okv_lab.evaluation.lm_eval.settings import TASKS
+    from h2okv_lab.evaluation.lm_eval import TASKS
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # Collecting installed packages takes longer than everything else.

@@ -1,6 +1,6 @@
 import pytest
 
-from h2okv_lab.evaluation.lm_eval import launcher
+from h2okv_lab.evaluation import lm_eval as launcher
 
 
 @pytest.mark.parametrize(("tasks", "alone"), [("h2okv_copa,h2okv_rte", True), ("h2okv_x,x", False)])

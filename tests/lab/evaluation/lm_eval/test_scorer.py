@@ -11,8 +11,8 @@ import h2okv
 from h2okv.cache.argument import cache_in
 from h2okv.config import CacheConfig
 from h2okv.integration.enable import read_blocks
+from h2okv_lab.evaluation.lm_eval import check_arguments
 from h2okv_lab.evaluation.lm_eval.scorer import EvictingModel, Scorer, batches, split_settings
-from h2okv_lab.evaluation.lm_eval.settings import check_arguments
 
 VOCAB = 97
 TOLERANCE = 2e-5

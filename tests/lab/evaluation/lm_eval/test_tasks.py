@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("datasets", reason="lm-evaluation-harness is not installed (h2okv[eval])")
 
+from h2okv_lab.evaluation.lm_eval import DATA_VARIABLE
 from h2okv_lab.evaluation.lm_eval import tasks as documents
-from h2okv_lab.evaluation.lm_eval.settings import DATA_VARIABLE
 
 TASKS = ("copa", "rte", "piqa", "openbookqa", "winogrande", "mathqa")
 

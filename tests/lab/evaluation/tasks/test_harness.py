@@ -5,7 +5,7 @@ from lm_eval.tasks import TaskManager
 
 from h2okv.cache.argument import cache_in
 from h2okv.config import CacheConfig
-from h2okv_lab.evaluation.lm_eval.settings import DATA_VARIABLE, TASKS
+from h2okv_lab.evaluation.lm_eval import DATA_VARIABLE, TASKS
 from h2okv_lab.evaluation.tasks.harness import HarnessTask, quietly
 
 
