@@ -10,7 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from h2okv.cache.checkpoint import CONTRACT
 from h2okv.config import CacheConfig
+from h2okv.console import write_remark
 from h2okv.records import Record, ResultFile, check_settings
 from h2okv_lab import tables
 from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
@@ -18,6 +20,7 @@ from h2okv_lab.evaluation.task import Result, Task
 from h2okv_lab.tables import Entry, markdown_table
 
 FULL = "full"
+_RULE = "rule"  # its version is 1 in files that do not name it
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,8 @@ class SampleFile(ResultFile):
             self._current = fields["versions"]
         elif "identity" in fields:
             self._identities[fields["run"]] = fields["identity"]
+            self._results.pop(fields["run"], None)  # of an earlier rule
+            self._versions.pop(fields["run"], None)
         elif fields["run"] not in self._identities:
             entry.refuse("run", f"is {fields['run']!r}, which no earlier line describes")
         else:
@@ -80,8 +85,15 @@ class SampleFile(ResultFile):
                 seen.append(self._current)
 
     def open_run(self, run: str, identity: Mapping[str, Any]) -> None:
-        if run in self._identities:
-            check_settings(self._identities[run], identity, f"'{self.path}': {run}")
+        saved = self._identities.get(run)
+        if saved is not None and saved.get(_RULE, 1) != identity.get(_RULE, 1):
+            count = len(self._results[run])
+            write_remark(
+                f"note: {count} samples of {run} are of an earlier rule, and measured again"
+            )
+            saved = None
+        if saved is not None:
+            check_settings(saved, identity, f"'{self.path}': {run}")
         else:
             self.append([{"run": run, "identity": json.loads(json.dumps(identity))}])
 
@@ -117,7 +129,9 @@ class Evaluation:
         self.runs = runs = [replace(run, config=model.measured(run.config)) for run in runs]
         self._identity = model.identity()
         for run in runs:
-            file.open_run(run.label, {**self._identity, **run.columns(), **run.task.identity()})
+            identity = {**self._identity, **run.columns(), **run.task.identity()}
+            rule = {} if run.config.is_full else {_RULE: CONTRACT}
+            file.open_run(run.label, identity | rule)
 
     @property
     def total(self) -> int:
