@@ -78,6 +78,7 @@ COMMANDS = {
         "--weight-bits 3": "--weight-bits 3 is not known",
         f"--input {MISSING}": f"--input '{MISSING}' cannot be read",
         "--output nowhere/out.jsonl": "--output 'nowhere/out.jsonl' cannot be written",
+        "--output /dev/null": "--output '/dev/null' cannot be written (it is not a file)",
     },
     "plan": CACHE | {
         "smolm2": "did you mean smollm2",
