@@ -128,14 +128,9 @@ def batch(
 
 def _check_for_ray(offload: OffloadOptions) -> None:
     """Raise ValueError for options that --ray does not support."""
-    options = {
-        "--memory": offload.memory,
-        "--weights": offload.weight_placement,
-        "--cache-placement": offload.cache_placement,
-        "--weight-bits": offload.weight_bits,
-    }
-    for name, value in options.items():
-        if value:
+    for name, value in vars(offload).items():
+        if value and name != "batch_size":
+            name = "--weights" if name == "weight_placement" else f"--{name.replace('_', '-')}"
             reason = "is for one machine, and with --ray every actor holds the whole model"
             raise ValueError(f"{name} {reason}; leave out {name} or --ray")
 
