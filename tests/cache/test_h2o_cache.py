@@ -127,6 +127,13 @@ def test_another_model_is_refused(make_llama, model):
         read(copy.deepcopy(model).bfloat16(), cache)
 
 
+@pytest.mark.parametrize(("layers", "problem"), [(1, "this one has more"), (3, "fewer layers")])
+def test_a_model_of_another_depth_is_refused(make_llama, model, layers, problem):
+    cache = cache_of(make_llama(layers=layers).config, heavy=4, recent=4)
+    with pytest.raises(ValueError, match=problem):
+        model.generate(torch.randint(2, 97, (1, 8)), past_key_values=cache, max_new_tokens=3)
+
+
 def test_a_text_read_anew_is_refused(model):
     """Without use_cache, generate feeds the whole text again at every step."""
     input_ids = torch.randint(2, 97, (1, 8))

@@ -91,6 +91,15 @@ def test_a_closed_pipe_exits_silently_with_141(start_command, endless):
     assert err == b""
 
 
+@pytest.mark.parametrize("words", [("--help",), ("generate", "--help")])
+def test_help_that_nobody_reads_exits_silently_with_141(start_command, words):
+    process = start_command(*words)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=WAIT) == 141
+
+
 def test_an_interrupt_while_counting_choices_sets_the_exit_code(job, monkeypatch):
     monkeypatch.setattr("h2okv.chat.generation._discard", InterruptAt(2))
     comparison = generate_and_compare(job, CACHE, [], quiet=False)

@@ -203,10 +203,14 @@ def test_nan_of_a_released_sequence_does_not_reach_the_next_one(make_llama, kept
     assert block.full_bytes == block.full_bytes_of(36)
 
 
-def test_caches_that_cannot_be_pooled_raise(make_llama, make_llm):
+def test_caches_that_cannot_be_pooled_raise(make_llama, make_llm, tokenizer):
     for policy in ("full", "snapkv"):
-        with pytest.raises(ValueError, match=f"policy='{policy}' evicts nothing while decoding"):
+        with pytest.raises(ValueError, match=f"policy='{policy}' evicts nothing while") as refused:
             make_llm(make_llama(), policy=policy)
+    # The remedy for a full cache holds the longest text.
+    remedy = str(refused.value).rpartition(", ")[2].strip("'.")
+    with h2okv.LLM(make_llama(), tokenizer, cache=remedy) as llm:
+        assert llm.max_budget == 512
     with pytest.raises(ValueError, match="not held in slots; use h2okv batch"):
         make_llm(chunked_model())
 

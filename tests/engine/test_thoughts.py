@@ -69,6 +69,7 @@ def make_talk(tokenizer, monkeypatch):
         )  # fmt: skip
         usual = {"heavy": 32, "recent": 32, "evict_every": 32, "max_prompt_tokens": 1 << 13}
         llm = h2okv.LLM(LlamaForCausalLM(config).eval(), talking, **(usual | options))
+        llm.engine.reads_ahead = True  # as servers do
 
         def say(messages, answer, **sampling):
             script[:] = talking(answer, add_special_tokens=False)["input_ids"]
@@ -174,6 +175,31 @@ def test_requests_come_while_an_answer_is_read_ahead(make_talk):
     assert again.start.num_reused > len(before.prompt) + 50
     stats = llm.stats()
     assert (stats.finished, stats.failed, stats.aborted) == (4, 0, 0)
+
+
+def test_llm_returns_before_an_answer_is_read_ahead(make_talk):
+    llm, say = make_talk(OPENS)
+    llm.engine.reads_ahead = type(llm.engine).reads_ahead
+    _, outputs = talk_over(llm, say, 3)
+    read = sum(len(output.prompt.token_ids) - output.prompt.num_reused for output in outputs)
+    assert llm.stats().prompt_tokens == read
+
+
+def test_an_answer_that_cannot_be_read_ahead_is_no_failed_request(make_talk, monkeypatch):
+    llm, say = make_talk(OPENS)
+    failures, after_chunk = [], type(llm.engine)._after_chunk
+
+    def fail(engine, request, *args):
+        if request.is_ahead:
+            failures.append(request)
+            raise ValueError("no number")
+        after_chunk(engine, request, *args)
+
+    monkeypatch.setattr(type(llm.engine), "_after_chunk", fail)
+    talk_over(llm, say, 2)
+    stats = llm.stats()
+    assert failures
+    assert (stats.finished, stats.failed, stats.aborted) == (2, 0, 0)
 
 
 @pytest.mark.parametrize("mark", ["", "<think></think>"])  # of answers, but not of a new one

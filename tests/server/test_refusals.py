@@ -204,3 +204,4 @@ def test_unknown_path_and_method(served):
     assert post(served, b"{}", path="/v1/embeddings")[0] == 404
     code, error = post(served, b"{}", path="/v1/models")
     assert code == 405 and "/v1/chat/completions" in error["message"]
+    assert "/v1/models/NAME" in error["message"]

@@ -26,7 +26,7 @@ from h2okv.config import CacheConfig
 from h2okv.policy import Rule, get_rule
 from h2okv.records import atomic_write, refusing
 
-CONTRACT = 1  # counts up when older entries would be evicted by another rule
+CONTRACT = 2  # counts up when older entries would be evicted by another rule
 FORMAT = 2  # counts up when the file is laid out differently; 1 had no number
 _KEY = "h2okv"
 _NOTES = "h2okv.notes"

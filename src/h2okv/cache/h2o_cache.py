@@ -228,6 +228,11 @@ class H2OCache(Cache):
         # forward, stops a model without H2O attention before it has made a single token.
         if self._last_updated is not None and self._last_updated.awaits_attention:
             self._last_updated.require_attention()
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"H2OCache was made for a model of {len(self.layers)} layers, and this one has"
+                " more; make it as H2OCache(model, ...) of the model that runs."
+            )
         layer = self.layers[layer_idx]
         is_device_only = torch.compiler.is_compiling() or self._scored[0].forward.leaves_host
         if layer is self._scored[0]:
@@ -882,7 +887,8 @@ class H2OCache(Cache):
         if len(counts) > 1:
             raise ValueError(
                 f"H2OCache: layers have seen different {counted} ({sorted(counts)}), because a"
-                " forward was interrupted; call cache.reset() and read the prompt again."
+                " forward was interrupted, or the model has fewer layers than the cache; call"
+                " cache.reset() and read the prompt again, or make the cache of this model."
             )
 
 

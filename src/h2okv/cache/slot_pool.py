@@ -419,8 +419,8 @@ def check_poolable(cache: H2OCache) -> None:
     if not cache.rule.is_bounded:
         raise ValueError(
             f"policy={cache.rule.name!r} evicts nothing while decoding, and sequences have a fixed"
-            " number of slots; use policy='h2o' (for a full cache with a budget as large as the"
-            " longest text)."
+            " number of slots; give a cache that evicts, such as 'h2o:512', or one that holds the"
+            f" longest text, 'h2o:{cache.position_rule.window or 8192}'."
         )
 
 

@@ -120,6 +120,8 @@ def run(args: Sequence[str]) -> int:
         # The interpreter flushes stdout at exit, which would fail on a closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
+    except SystemExit as error:  # rich's, if its help is not read, or that of a completion
+        return OUTPUT_CLOSED if error.code == 1 else int(error.code or 0)
     except ValueError as error:
         return _fail(_with_option(error, {arg.partition("=")[0] for arg in args}))
     except RuntimeError as error:

@@ -24,7 +24,7 @@ from h2okv.console import (
 )
 
 if TYPE_CHECKING:
-    from h2okv.offload.offload_engine import BatchRequest, PlannedJob
+    from h2okv.offload.offload_engine import PlannedJob
 
 
 def _batch_size(option: str, text: str) -> int | None:
@@ -93,6 +93,8 @@ def batch(
     cache = choice.cache
     note = args.minimum_entries_note(cache)
     args.check_copies("replicas", replicas, ray, args.chosen_device())
+    if ray:
+        _check_for_ray(offload)
     import torch
 
     from h2okv.offload.job import PromptFile
@@ -103,8 +105,6 @@ def batch(
         "device": torch.device("cpu") if ray else model.device,
     }  # fmt: skip
     request = args.build(BatchRequest, locals(), **vars(offload), **fields)
-    if ray:
-        _check_for_ray(request)
     prompts = PromptFile(input)  # mistakes in the file show before the model is read
     params = sampling.params(model.describe())
     request = replace(request, sampling=params, cache=cache.seeded(int(params.seed or 0)))
@@ -127,16 +127,11 @@ def batch(
     return 1 if summary.errors else 0
 
 
-def _check_for_ray(request: BatchRequest) -> None:
+def _check_for_ray(offload: OffloadOptions) -> None:
     """Raise ValueError for options that --ray does not support."""
-    options = {
-        "--memory": request.memory,
-        "--weights": request.weight_placement,
-        "--cache-placement": request.cache_placement,
-        "--weight-bits": request.weight_bits,
-    }
-    for name, value in options.items():
-        if value:
+    for name, value in vars(offload).items():
+        if value and name != "batch_size":
+            name = "--weights" if name == "weight_placement" else f"--{name.replace('_', '-')}"
             reason = "is for one machine, and with --ray every actor holds the whole model"
             raise ValueError(f"{name} {reason}; leave out {name} or --ray")
 

@@ -99,8 +99,8 @@ def readable(option: str, path: Path) -> Path:
 
 def writable(option: str, path: Path) -> Path:
     """Raise ValueError, before the work, for a file that cannot be written."""
-    if path.is_dir():
-        reason = "it is a folder"
+    if path.exists() and not path.is_file():
+        reason = "it is a folder" if path.is_dir() else "it is not a file"
     elif not path.parent.is_dir():
         reason = "its folder does not exist"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):

@@ -98,6 +98,7 @@ class Engine:
     """
 
     runs_ahead: bool | None = None  # None: on a GPU
+    reads_ahead = False  # whether it reads answers without their thoughts when there is no request
     _unread: _Unread | None = None
     _answered: deque[Request] = deque(maxlen=0)  # those to read without their thoughts
 
@@ -491,10 +492,10 @@ class Engine:
         """End a request, successfully or with its error."""
         if error is None:
             self._counters.finished += 1
-            if len(request.outputs) == 1 and request.uses_prefix_cache:
+            if self.reads_ahead and len(request.outputs) == 1 and request.uses_prefix_cache:
                 self._answered.append(request)
         else:
-            self._counters.failed += 1
+            self._counters.failed += not request.is_ahead
             if not isinstance(error, RequestFailedError):
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 cause, error = error, RequestFailedError(f"{kind}{error}")

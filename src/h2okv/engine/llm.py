@@ -329,6 +329,7 @@ class AsyncLLM(_Front):
     """
 
     def _start(self) -> None:
+        self.engine.reads_ahead = True
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stops = self._drains = False
         self._error: BaseException | None = None

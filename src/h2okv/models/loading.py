@@ -194,13 +194,12 @@ def load(
 
 # Fields of a checkpoint's generation config that do not decide which token comes next.
 _STORED_MODES = (
-    "cache_implementation", "cache_config", "max_cache_len", "use_cache", "prefill_chunk_size",
-    "compile_config", "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty",
-    "early_stopping", "num_return_sequences", "constraints", "force_words_ids", "penalty_alpha",
-    "dola_layers", "use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit",
-    "speculation_type", "token_healing", "max_time", "guidance_scale", "forced_eos_token_id",
-    "output_attentions", "output_hidden_states",
-    "output_scores", "output_logits", "return_dict_in_generate", "low_memory",
+    "cache_implementation", "max_cache_len", "use_cache", "prefill_chunk_size", "compile_config",
+    "num_beams", "num_beam_groups", "diversity_penalty", "length_penalty", "early_stopping",
+    "num_return_sequences", "constraints", "force_words_ids", "penalty_alpha", "dola_layers",
+    "use_mtp", "prompt_lookup_num_tokens", "assistant_early_exit", "speculation_type",
+    "token_healing", "max_time", "guidance_scale", "forced_eos_token_id", "output_attentions",
+    "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
 )  # fmt: skip
 
 

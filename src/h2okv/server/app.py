@@ -140,7 +140,7 @@ async def _refused(request: Request, error: Any) -> Response:
 
 async def _no_route(request: Request, error: Any) -> Response:
     """Return the error of an unknown path or method."""
-    paths = ", ".join(route.path for route in request.app.routes)
+    paths = ", ".join(route.path.replace("{name:path}", "NAME") for route in request.app.routes)
     message = f"{request.method} {request.url.path}: {error.detail}; there are {paths}."
     code = "not_found" if error.status_code == 404 else None
     return ApiError(error.status_code, message, code=code).response(**(error.headers or {}))

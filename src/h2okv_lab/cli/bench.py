@@ -62,7 +62,7 @@ def bench(
     batches: Typed = option("1", "Batch sizes.", read=options.numbers),
     runners: Typed = option("dynamic,static,quantized,h2o", "All, or some.", read=_runners),
     dtypes: Typed = option("auto", f"{', '.join(args.DTYPES)}.", "--dtype", read=_dtypes),
-    rounds: int = option(5, "Times that each cache is measured."),
+    rounds: int = option(5, "Times that each cache is measured.", read=readers.count),
     peak: bool = option(True, "Measure peak memory."),
     compiled: bool = option(False, "Compile decode steps of static and h2o.", "--compile"),
     memory: Typed = option(None, "Find the largest batch in it: 8GiB.", read=readers.memory),

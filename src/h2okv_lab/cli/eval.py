@@ -40,7 +40,7 @@ QUESTION = "\nThe city of {name} is"
 _CSV_HELP = "Table; samples go to NAME.samples.jsonl."
 DEFAULT_CSV = Path("fidelity.csv")
 CSV = option(..., _CSV_HELP, read=readers.writable)
-LIMIT = option(None, "Use the first samples only.")
+LIMIT = option(None, "Use the first samples only.", read=readers.count)
 TOO_LONG = option(
     "refuse", "refuse or skip what exceeds the context.", read=choice("refuse", "skip")
 )
@@ -375,8 +375,8 @@ def summarize(
     sampling: SamplingOptions = args.sampling_options(None, few=True),
     input: Path = option(..., "JSONL of articles, or of LongBench.", read=readers.readable),
     references: Path | None = option(None, "JSONL of reference summaries.", read=readers.readable),
-    max_new_tokens: int | None = option(None, "Of a summary (the file's)."),
-    batch_size: int = option(8, "Articles at a time.", "--batch"),
+    max_new_tokens: int | None = option(None, "Of a summary (the file's).", read=readers.count),
+    batch_size: int = option(8, "Articles at a time.", "--batch", read=readers.count),
     limit: int | None = LIMIT,
     too_long: Typed = TOO_LONG,
 ) -> int:
@@ -413,7 +413,7 @@ def sweep(
     data: Path | None = option(None, "Folder of the tasks' data files.", read=_folder),
     only: Typed = option(None, "Comma-separated: tasks to run.", read=readers.names),
     limit: int | None = LIMIT,
-    batch_size: int | None = option(None, "Prompts at a time.", "--batch"),
+    batch_size: int | None = option(None, "Prompts at a time.", "--batch", read=readers.count),
     cache: str = option("", "Options for each cache of the file: every=64."),
     as_json: bool = JSON,
 ) -> int:

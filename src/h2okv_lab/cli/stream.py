@@ -64,7 +64,7 @@ def stream(
     input: Path | None = option(
         None, 'JSONL of {"turns": ..} or {"messages": ..}.', read=readers.readable
     ),
-    tokens: int | None = option(None, "Stop after this many."),
+    tokens: int | None = option(None, "Stop after this many.", read=readers.count),
     max_new_tokens: int = option(128, "Maximum number of new tokens.", read=readers.count),
     every: int | None = option(
         None, "Tokens between rows (1000; with --input a turn).", read=readers.count

@@ -13,8 +13,9 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from h2okv.cache.checkpoint import CONTRACT
 from h2okv.config import CacheConfig
-from h2okv.console import check_minimum
+from h2okv.console import check_minimum, write_remark
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.records import Record, ResultFile, check_settings
 from h2okv_lab import tables
@@ -201,6 +202,7 @@ def sample_seed(seed: int, sample: int) -> int:
 
 
 FULL = "full"
+_RULE = "rule"  # its version is 1 in files that do not name it
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,8 @@ class SampleFile(ResultFile):
             self._current = fields["versions"]
         elif "identity" in fields:
             self._identities[fields["run"]] = fields["identity"]
+            self._results.pop(fields["run"], None)  # of an earlier rule
+            self._versions.pop(fields["run"], None)
         elif fields["run"] not in self._identities:
             entry.refuse("run", f"is {fields['run']!r}, which no earlier line describes")
         else:
@@ -261,8 +265,15 @@ class SampleFile(ResultFile):
                 seen.append(self._current)
 
     def open_run(self, run: str, identity: Mapping[str, Any]) -> None:
-        if run in self._identities:
-            check_settings(self._identities[run], identity, f"'{self.path}': {run}")
+        saved = self._identities.get(run)
+        if saved is not None and saved.get(_RULE, 1) != identity.get(_RULE, 1):
+            count = len(self._results[run])
+            write_remark(
+                f"note: {count} samples of {run} are of an earlier rule, and measured again"
+            )
+            saved = None
+        if saved is not None:
+            check_settings(saved, identity, f"'{self.path}': {run}")
         else:
             self.append([{"run": run, "identity": json.loads(json.dumps(identity))}])
 
@@ -298,7 +309,9 @@ class Evaluation:
         self.runs = runs = [replace(run, config=model.measured(run.config)) for run in runs]
         self._identity = model.identity()
         for run in runs:
-            file.open_run(run.label, {**self._identity, **run.columns(), **run.task.identity()})
+            identity = {**self._identity, **run.columns(), **run.task.identity()}
+            rule = {} if run.config.is_full else {_RULE: CONTRACT}
+            file.open_run(run.label, identity | rule)
 
     @property
     def total(self) -> int:
