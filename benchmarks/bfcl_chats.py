@@ -288,8 +288,10 @@ def play(
     args: argparse.Namespace, tested: ModelUnderTest, name: str, share: float, chats: list[Chat]
 ) -> list[dict[str, Any]]:
     """Go through chats with one cache; return what the file keeps of each."""
-    first = mean(len(tested.encode(chat.ask(chat.questions[0]))) for chat in chats)
-    entries = args.longest if name == "full" else round(share * first)
+    firsts = [len(tested.encode(chat.ask(chat.questions[0]))) for chat in chats]
+    if args.longest < (least := max(firsts) + ROOM):
+        raise ValueError(f"--longest must be at least {least}, got {args.longest}")
+    entries = args.longest if name == "full" else round(share * mean(firsts))
     rule = "h2o" if name == "full" else name
     llm = h2okv.LLM(
         tested.model, tested.tokenizer, cache=f"{rule}:{entries},every={args.every}",

@@ -208,3 +208,27 @@ def test_data_without_its_classes_are_refused(bfcl, data):
     path.unlink()
     with pytest.raises(ValueError, match="--data must be bfcl_eval/data of the unpacked wheel"):
         bfcl.read_class(KIND, data)
+
+
+def test_chats_continue_from_states_and_end_before_they_outgrow_the_longest(
+    bfcl, data, import_benchmark, monkeypatch
+):
+    monkeypatch.setattr(bfcl, "ROOM", 16)
+    tested = import_benchmark("quality").under_test("bundled")
+
+    def turns(name, longest):
+        args = Namespace(every=16, steps=2, longest=longest)
+        chats = [bfcl.Chat(*source, data, 2) for source in bfcl.read_chats(data, [KIND], 2)]
+        return bfcl.play(args, tested, name, 0.1, chats)
+
+    full, tenth = turns("full", 512), turns("h2o", 512)
+    [[first, reused]], [[second, more]] = (turn["answers"] for turn in full[0]["turns"])
+    assert first - 32 <= reused < first < second and reused < more < second
+    assert [row["entries"] for row in (*full, *tenth)] == [512] * 2 + [round(first / 10)] * 2
+    assert not any(row["is_over"] for row in (*full, *tenth))
+    assert full[0]["messages"] != tenth[0]["messages"]
+    short = turns("full", second + bfcl.ROOM - 1)
+    assert all(row["is_over"] for row in short)
+    assert [turn["answers"] for turn in short[0]["turns"]] == [[[first, reused]], []]
+    with pytest.raises(ValueError, match=f"--longest must be at least {first + bfcl.ROOM}, got 9"):
+        turns("full", 9)
