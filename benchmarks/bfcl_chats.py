@@ -79,14 +79,14 @@ def read_class(name: str, data: Path) -> type:
         )
     sys.path.insert(0, str(data.resolve().parents[1]))
     try:
-        found: type = getattr(importlib.import_module(f"{SOURCES}.{CLASSES[name]}"), name)
+        simulated: type = getattr(importlib.import_module(f"{SOURCES}.{CLASSES[name]}"), name)
     except ModuleNotFoundError as error:
         raise ValueError(
             f"the classes of --data need '{error.name}'; pip install {error.name}"
         ) from error
     finally:
         sys.path.remove(str(data.resolve().parents[1]))
-    return found
+    return simulated
 
 
 class Simulation:
@@ -310,13 +310,13 @@ def play(
     ]  # fmt: skip
 
 
-def ratio(parts: Sequence[float], wholes: Sequence[float]) -> tuple[str, str]:
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[str, str]:
     """Return a ratio of sums over chats and its standard error, blank if there are none."""
-    count, total = len(parts), sum(wholes)
+    count, total = len(numerators), sum(denominators)
     if not total:
         return "", ""
-    value = sum(parts) / total
-    squares = sum((part - value * whole) ** 2 for part, whole in zip(parts, wholes, strict=True))
+    value = sum(numerators) / total
+    squares = sum((a - value * b) ** 2 for a, b in zip(numerators, denominators, strict=True))
     error = f"{sqrt(count / (count - 1) * squares) / total:.4f}" if count > 1 else ""
     return f"{value:.4f}", error
 

@@ -88,7 +88,7 @@ def scripted(bfcl, *turns):
                 answers.append(None)
                 continue
             calls = [CALLS[name] for name in (script[step] if step < len(script) else ())]
-            text = [json.dumps({"name": name, "arguments": given}) for name, given in calls]
+            text = [json.dumps({"name": name, "arguments": values}) for name, values in calls]
             answers.append(bfcl.Answer("".join(f"<tool_call>{each}</tool_call>" for each in text)))
         return answers
 
