@@ -9,19 +9,19 @@ true calls run on a second object.
 The cache is that of `h2okv serve`: one budget in tokens, here a fraction of the mean first prompt,
 evictions at multiples of ``--every`` tokens, and states from which prompts continue. The full
 cache, which runs first, has room for ``--longest`` tokens; a chat that would outgrow them gets no
-further answers, with any cache. All chats go on together, so that a stopped run resumes at the
-cache that had not finished; answers are kept in a JSONL file.
+further answers, with any cache. Answers are kept in a JSONL file; as all chats go on together, a
+stopped run resumes at the cache that it had not finished.
 
 After a turn the state is true if the class has the public attributes that the true calls lead to,
 from the first turn on. A turn is right if the results of its true calls are also among those that
 the model has seen, and it has called something (BFCL's rule; it calls a chat right if all its turns
 are). Many true calls only read: the row "no calls" counts states that are true without any.
 
-Calls are compared with the full cache's, turn by turn and in their order, by name and arguments.
-Standard errors take chats as independent, not turns.
+Calls are compared with the full cache's, turn by turn and in their order: function and arguments,
+and the function alone. Standard errors take chats as independent, not turns.
 
-The data is the folder ``bfcl_eval/data`` of the unpacked wheel ``bfcl-eval``; the classes, which
-need ``mpmath``, are read from beside it. They are its authors' programs, and are run.
+The data is the folder ``bfcl_eval/data`` of the unpacked wheel ``bfcl-eval``. The classes beside it
+are imported, and run.
 """
 
 from __future__ import annotations
@@ -321,10 +321,14 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[s
     return f"{value:.4f}", error
 
 
-def compare(turns: Sequence[Case], full: Sequence[Case]) -> list[tuple[int, int]]:
-    """Return for each turn how many calls are those of the full cache, and of how many."""
+def compare(turns: Sequence[Case], full: Sequence[Case]) -> list[tuple[int, int, int]]:
+    """Return for each turn how many calls, and functions, are the full cache's, and of how many."""
     pairs = [(a["calls"], b["calls"]) for a, b in zip(turns, full, strict=True)]
-    return [(sum(map(eq, *calls)), max(map(len, calls))) for calls in pairs]
+    return [
+        (sum(map(eq, *calls)), sum(a[0] == b[0] for a, b in zip(*calls, strict=False)),
+         max(map(len, calls)))
+        for calls in pairs
+    ]  # fmt: skip
 
 
 def row_of(name: str, share: float, tasks: Sequence[str], completed: Completions) -> dict[str, Any]:
@@ -337,7 +341,7 @@ def row_of(name: str, share: float, tasks: Sequence[str], completed: Completions
     firsts = [
         at
         for each in compared
-        if (at := next((n for n, (same, of) in enumerate(each, 1) if same < of), 0))
+        if (at := next((n for n, (same, _, of) in enumerate(each, 1) if same < of), 0))
     ]
     read = [tokens for tokens, _ in answers] or [0]
     row: dict[str, Any] = {
@@ -355,8 +359,9 @@ def row_of(name: str, share: float, tasks: Sequence[str], completed: Completions
         changes = [a - b for a, b in zip(sums, base, strict=True)]
         row[field] = sum(sums)
         row[f"{field}_minus_full"], row[f"{field}_minus_full_stderr"] = ratio(changes, counts)
-    same, of = ([sum(each[at] for each in chat) for chat in compared] for at in (0, 1))
-    row["same_calls"], row["same_calls_stderr"] = ratio(same, of)
+    *same, of = ([sum(each[at] for each in chat) for chat in compared] for at in range(3))
+    for field, counted in zip(("same_calls", "same_functions"), same, strict=True):
+        row[field], row[f"{field}_stderr"] = ratio(counted, of)
     row["unchanged"] = len(chats) - len(firsts)
     row["first_difference"] = f"{mean(firsts):.2f}" if firsts else ""
     return row
@@ -373,7 +378,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="JSONL of chats")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="classes")
     parser.add_argument("--chats", type=int, default=3, help="chats of each class (3)")
-    parser.add_argument("--turns", type=int, default=3, help="first turns of a chat (3)")
+    parser.add_argument("--turns", type=int, default=2, help="first turns of a chat (2)")
     parser.add_argument("--steps", type=int, default=3, help="answers in a turn (3)")
     parser.add_argument("--every", type=int, default=256, help="tokens between evictions (256)")
     parser.add_argument("--longest", type=int, default=5120, help="tokens of a chat (5120)")

@@ -155,8 +155,10 @@ def test_rows_compare_calls_with_the_full_caches(bfcl, data):
     full, best = (bfcl.row_of(*cache, ["x", "y"], completed) for cache in scripts)
     assert (full["turns"], full["state"], full["right"], full["chats_right"]) == (8, 8, 8, 2)
     assert (full["same_calls"], full["unchanged"], full["first_difference"]) == ("1.0000", 2, "")
-    # Of x, 2 of 5 calls are the same; of y, 4 of 4.
-    assert (best["same_calls"], best["unchanged"]) == ("0.6667", 1)
+    # Of x, 2 of 5 calls are the same, and 4 functions; of y, 4 of 4.
+    assert (best["same_calls"], best["same_functions"]) == ("0.6667", "0.8889")
+    assert (full["same_functions"], full["same_functions_stderr"]) == ("1.0000", "0.0000")
+    assert best["unchanged"] == 1
     assert best["first_difference"] == "2.00"
     assert (best["state"], best["right"], best["chats_right"], best["entries"]) == (6, 6, 1, 7)
     # Changes of -2 and 0 in 4 turns each: the standard error of the mean of -0.5 and 0.
