@@ -264,6 +264,7 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
     def begin() -> list[Chat]:
         return [Chat(*source, args.data, args.turns) for source in sources]
 
+    silent = begin()
     names = ("model", "dtype", "every", "turns", "steps", "longest", "kinds", "chats")
     completed = read_completions(args.out, {name: getattr(args, name) for name in names})
     caches = [("full", 1.0), *product(args.rules, args.fractions)]
@@ -276,7 +277,6 @@ def evaluate(args: argparse.Namespace, tested: ModelUnderTest) -> list[dict[str,
                     print(json.dumps(row), file=file, flush=True)
                     finished[row["task"]] = row
             bar.update(1)
-    silent = begin()
     converse(silent, lambda conversations: [Answer("")] * len(conversations), 1)
     completed["no calls", 0.0] = {
         chat.task: {"turns": chat.turns, "entries": 0, "is_over": False} for chat in silent

@@ -208,8 +208,13 @@ def test_data_without_its_classes_are_refused(bfcl, data):
     with pytest.raises(ValueError, match="need 'a_module_that_is_nowhere'; pip install"):
         bfcl.read_class(KIND, data)
     path.unlink()
+    args = Namespace(
+        turns=2, steps=2, every=256, kinds=[KIND], chats=2, data=data, out=data / "out.jsonl",
+        fractions=[0.5],
+    )  # fmt: skip
     with pytest.raises(ValueError, match="--data must be bfcl_eval/data of the unpacked wheel"):
-        bfcl.read_class(KIND, data)
+        bfcl.evaluate(args, Namespace(name="m"))
+    assert not args.out.exists()
 
 
 def test_chats_continue_from_states_and_end_before_they_outgrow_the_longest(
