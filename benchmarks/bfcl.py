@@ -119,14 +119,20 @@ def read_call(text: str, functions: Sequence[dict[str, Any]]) -> dict[str, dict[
     return {call.func.id: {name: ast.literal_eval(node) for name, node in values.items()}}
 
 
-def turns_of(line: Case, truth: Sequence[Sequence[str]], data: Path) -> Iterator[Case]:
-    """Yield the later turns of a chat for which one call is right, with the true calls before."""
-    [involved] = line["involved_classes"]
+def read_tools(involved: str, data: Path) -> tuple[list[Case], list[Case]]:
+    """Read the functions of a class, as BFCL describes them and as tools of a chat."""
     functions = read_lines(data / "multi_turn_func_doc" / f"{CLASSES[involved]}.json")
     tools = [
         {"type": "function", "function": {name: as_schema(f[name]) for name in DESCRIBED}}
         for f in functions
     ]
+    return functions, tools
+
+
+def turns_of(line: Case, truth: Sequence[Sequence[str]], data: Path) -> Iterator[Case]:
+    """Yield the later turns of a chat for which one call is right, with the true calls before."""
+    [involved] = line["involved_classes"]
+    functions, tools = read_tools(involved, data)
     messages: list[dict[str, Any]] = []
     for number, (question, calls) in enumerate(zip(line["question"], truth, strict=True)):
         messages = [*messages, *question]
