@@ -237,9 +237,9 @@ class SlotLayer(CacheLayer):
 
     def _keeps_all(self, count: int) -> bool:
         """Tell whether no head has to evict any of that many entries after a block."""
-        if not self.rule.evicts or (self.span > 1 and not any(self.spans.ended(self.state, self.is_late))):
+        if self.span > 1 and not any(self.spans.ended(self.state, self.is_late)):
             return True
-        return min(map(min, self.state.totals())) >= count
+        return not self.rule.evicts or min(map(min, self.state.totals())) >= count
 
     # --- a single token ---------------------------------------------------------------------------
 
