@@ -163,9 +163,11 @@ class Spans:
         may_lack = scored is None or is_short
         if is_begun:
             may_lack = len({state.phases(self.length)[row] for row in rows}) > 1
-            query, position_ids = self._newest(
-                state, rows, state.num_real_tokens[index], query, position_ids
+            columns, position_ids = forward.shared(
+                (*key, "newest"), lambda: self._newest(state, rows, index, position_ids)
             )
+            where = columns[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
+            query = query.gather(2, where)
         real = position_ids >= 0 if may_lack else None
         if real is not None and bool(real.all()):
             real = None
@@ -188,18 +190,20 @@ class Spans:
         return [row for row, is_over in enumerate(ended) if is_over and is_new[row]]
 
     def _newest(
-        self, state: SlotState, rows: list[int], seen: Tensor, query: Tensor, position_ids: Tensor
+        self, state: SlotState, rows: list[int], index: Any, position_ids: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the queries of begun spans, newest first; others are of drafts taken back."""
+        """Return columns and positions of begun spans, newest first.
+
+        Other columns are of drafts that were taken back.
+        """
         counts = [phase for row, phase in enumerate(state.phases(self.length)) if row in rows]
         ages = torch.arange(max(counts), device=state.device)
-        columns = (seen.unsqueeze(1) - 1 - ages) % self.length
-        where = columns[:, None, :, None].expand(-1, query.shape[1], -1, query.shape[3])
-        query, position_ids = query.gather(2, where), position_ids.gather(1, columns)
+        columns = (state.num_real_tokens[index].unsqueeze(1) - 1 - ages) % self.length
+        position_ids = position_ids.gather(1, columns)
         if len(set(counts)) > 1:
             is_older = ages >= to_device(counts, state).unsqueeze(1)
             position_ids = position_ids.masked_fill(is_older, -1)
-        return query, position_ids
+        return columns, position_ids
 
     def _last_queries(self, state: SlotState) -> Tensor:
         """Tell of each sequence whether there is a query of the last token of its span."""
