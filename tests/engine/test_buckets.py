@@ -177,7 +177,7 @@ def compare(eager, replayed):
      pytest.param(True, id="runs ahead")],
 )  # fmt: skip
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in OPTIONS]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "h2o")) for n in OPTIONS]
 )
 def test_requests_that_come_and_go(monkeypatch, tokenizer, records, name, runs_ahead):
     """Few graphs serve all numbers of sequences; tokens and states are those of eager steps."""
@@ -256,6 +256,7 @@ def test_a_row_that_is_not_in_use(monkeypatch, device, tokenizer, name, ops):
         assert tokens == alone(name, text, new)
 
 
+@pytest.mark.slow
 def test_layers_that_slide(monkeypatch, device, make_llm, make_prompts, gemma, records, greedy):
     """Windows are slots of a pool too."""
     monkeypatch.setenv(dispatch.VARIABLE, "plain")

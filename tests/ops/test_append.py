@@ -86,6 +86,15 @@ def test_heads_that_read_alone_equal_the_formula(counts, dtype, monkeypatch):
     check(append_step, counts, dtype)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 64])
+def test_threads_share_the_slots_of_heads_that_read_alone(dtype, num_threads, monkeypatch):
+    monkeypatch.setattr(append, "_WASTED_PRODUCTS", -1)
+    monkeypatch.setattr(append, "_SHARE_STEP", 4)
+    monkeypatch.setattr(append.torch, "get_num_threads", lambda: num_threads)
+    check(append_step, [[70, 40, 91], [50, 38, 64]], dtype)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("garbage")
 @pytest.mark.parametrize("counts", COUNTS)
@@ -96,7 +105,8 @@ def test_steps_of_kernels_equal_the_formula(counts, dtype, options):
 
 
 def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
-    slots, entries = draw(COUNTS[counts], dtype)
+    is_even, counts = counts == "heads and sequences alike", COUNTS.get(str(counts), counts)
+    slots, entries = draw(counts, dtype)
     sinks, scale = torch.randn(HEADS * GROUPS) if sinks else None, 0.4
     spec, span = AttentionSpec(scale, softcap, sinks), 4
     ring = QueryRing(torch.randn(2, HEADS, span, SIZE).to(dtype), torch.full((2, span), -1), None)
@@ -104,7 +114,7 @@ def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
     rules = StepRules(spec, torch.zeros(2, 1, 1), evicts=False, adds=adds, columns=torch.tensor(3))
     tail, totals = Tail.of(slots), {}
     assert tail.steps == 6
-    assert (tail.end is not None) == (counts == "heads and sequences alike")
+    assert (tail.end is not None) == is_even
     for number in range(6):
         query = torch.randn(2, HEADS * GROUPS, 1, SIZE).to(dtype)
         key, value = (torch.randn(2, HEADS, 1, SIZE).to(dtype) for _ in "kv")
@@ -115,7 +125,7 @@ def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
                 entries[sequence][head] = [torch.cat(states) for states in pair]
         placed = torch.tensor([number + 50, 9][: 1 + number % 2])
         rules = rules._replace(ring=ring._replace(placed=placed))
-        for sequence, heads in enumerate(COUNTS[counts]):
+        for sequence, heads in enumerate(counts):
             column = (max(heads) + number) % span
             means = query[sequence, :, 0].unflatten(0, (HEADS, -1)).mean(1)
             expected_queries[sequence, :, column] = means
@@ -144,10 +154,10 @@ def check(step, counts, dtype, softcap=None, sinks=False, adds=False):
         expected = total if adds else torch.zeros_like(total)
         torch.testing.assert_close(scores, expected, atol=1e-5, rtol=1e-4)
         length = len(total) - 6
-        seen = max(COUNTS[counts][sequence])
+        seen = max(counts[sequence])
         positions = [*range(length), *range(seen, seen + 6)]
         assert slots.positions[sequence, row][of_head].tolist() == positions
-    assert slots.num_real_tokens.tolist() == [max(heads) + 6 for heads in COUNTS[counts]]
+    assert slots.num_real_tokens.tolist() == [max(heads) + 6 for heads in counts]
 
 
 @pytest.mark.parametrize("counts", COUNTS)

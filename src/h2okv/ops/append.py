@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from h2okv.ops.attention import mean_queries
-from h2okv.ops.decode import Slots, StepRules, decode_with_scores, keep_query, write_weight
+from h2okv.ops.decode import (
+    Slots,
+    StepRules,
+    decode_with_scores,
+    keep_query,
+    write_position,
+    write_weight,
+)
 from h2okv.ops.reference import AttentionSpec
 
 # Slots by which the products of a step grow, in dtypes of fewer bits than fp32: each new shape
@@ -20,6 +28,9 @@ _SHAPE_STEP = 64
 # A product of all query heads with a row that heads share computes H times what they need. Numbers
 # that a core multiplies in the time of one more product, beyond which each head reads its own.
 _WASTED_PRODUCTS = 320_000
+# By this many slots and more the threads' shares of a head's slots grow. Each share of n has more
+# than n times as many, so that it has an entry; fewer are not worth sharing.
+_SHARE_STEP = 64
 
 
 @dataclass
@@ -172,11 +183,7 @@ def append_step(
     if slots.has_values:
         value_size = value.shape[-1]
         slots.values.view(-1, value_size).index_copy_(0, tail.free, value.reshape(-1, value_size))
-    if rules.numbers is not None:
-        slots.positions.view(-1).index_fill_(0, tail.free, rules.numbers.newest)
-    else:
-        position = slots.num_real_tokens.to(torch.int32).view(-1, 1, 1)
-        slots.positions.scatter_(-1, slots.free_slot, position.expand_as(slots.free_slot))
+    write_position(slots, rules.numbers, None)
     if rules.adds or spec.softcap is not None or spec.sinks is not None:
         return _attend_and_add(query, slots, rules, tail)
     if tail.segments is not None and _reads_alone(query, slots):
@@ -271,23 +278,45 @@ def _reads_alone(query: Tensor, slots: Slots) -> bool:
 
 
 def _attend_by_segments(query: Tensor, slots: Slots, spec: AttentionSpec, tail: Tail) -> Tensor:
-    """Attend with each head of each sequence to its own slots of a row."""
+    """Attend with each head of each sequence to its own slots of a row, shared among threads."""
     assert tail.segments is not None
     batch, num_heads, _, size = query.shape
     num_kv_heads, num_slots = len(tail.segments) // batch, slots.positions.shape[2]
     groups = num_heads // num_kv_heads
-    rows = query.reshape(batch * num_kv_heads, 1, 1, groups, size)
+    lengths = [stop + tail.num_steps + 1 - start for start, stop in tail.segments]
+    shares = min(torch.get_num_threads(), isqrt(min(lengths) // _SHARE_STEP)) or 1
+    step = shares * _SHARE_STEP
+    if shares == 1 or slots.values.shape[-1] != size:
+        shares, step = 1, _SHAPE_STEP if query.dtype.itemsize < 4 else 1
     bias = None
-    if query.dtype.itemsize < 4:  # by whole steps of the shape, which takes a mask
-        bias = _open_bias(query, slots, tail).view(batch, num_kv_heads, 1, groups, num_slots)
-    outputs = []
-    for number, (start, stop) in enumerate(tail.segments):
+    if step > 1:
+        bias = _open_bias(query, slots, tail).view(batch, num_kv_heads, groups, num_slots)
+    rows = query.reshape(batch * num_kv_heads, 1, groups, size)
+    outputs, log_sums = [], []
+    for number, ((start, _), length) in enumerate(zip(tail.segments, lengths, strict=True)):
         sequence, head = divmod(number, num_kv_heads)
-        length, mask = stop + tail.num_steps + 1 - start, None
+        length = min(-(-length // step) * step, num_slots)
+        start = min(start, num_slots - length)  # the mask hides other heads' slots
+        key, value = (
+            states[sequence, 0].unflatten(0, (shares, 1, -1))
+            for states in _read(slots, start, length)
+        )
+        mask = None
         if bias is not None:
-            length = min(-(-length // _SHAPE_STEP) * _SHAPE_STEP, num_slots - start)
-            mask = bias[sequence, head].narrow(-1, start, length).unsqueeze(0)
-        key, value = (states[sequence, None] for states in _read(slots, start, length))
-        output = scaled_dot_product_attention(rows[number], key, value, mask, scale=spec.scale)
+            mask = bias[sequence, head].narrow(-1, start, length)
+            mask = mask.unflatten(-1, (shares, 1, -1)).permute(1, 2, 0, 3)
+        options: Any = {"attn_mask": mask, "scale": spec.scale}
+        states = rows[number].expand(shares, 1, -1, -1), key, value
+        if shares == 1:
+            outputs.append(scaled_dot_product_attention(*states, **options))
+            continue
+        output, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *states, **options
+        )
         outputs.append(output)
-    return torch.cat(outputs, dim=2).reshape(batch, num_heads, 1, -1)
+        log_sums.append(log_sum)
+    output = torch.stack(outputs)
+    if log_sums:
+        weights = torch.stack(log_sums).softmax(dim=1).unsqueeze(-1)
+        output = (output * weights).sum(dim=1).to(query.dtype)
+    return output.reshape(batch, num_heads, 1, -1)

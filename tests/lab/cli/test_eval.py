@@ -285,7 +285,7 @@ def test_sweep_writes_its_folder(h2okv_command, model_folder, articles, tmp_path
 
 def test_bad_input_is_one_sentence(h2okv_command, model_folder, articles, tmp_path):
     for words, message in (
-        (("--batch", "0"), "--batch 0 is too few"),
+        (("--batch", "0"), "--batch must be a whole number of 1 or more, got 0"),
         (("--max-new-tokens", "250"), "more than the model's context window of 256"),
     ):
         done = summarize(h2okv_command, model_folder, articles, tmp_path / "s.csv", *words)
