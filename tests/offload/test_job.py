@@ -112,6 +112,7 @@ def test_lines_in_openais_batch_format(tmp_path):
         ({"messages": MESSAGES, "tools": [{}]}, "tools=.*: a batch calls no tools"),
         ({"messages": MESSAGES, "response_format": {"type": "json_object"}}, "plain text"),
         ({"custom_id": "a"}, "url is missing; give /v1/chat"),
+        ({"custom_id": "a", "prompt": "b"}, "custom_id is for a line with a body; give id instead"),
         ({"body": {}}, "custom_id is missing; give a text"),
         (openai_line(5), "custom_id must be a text, got 5"),
         (openai_line(url="/v1/embeddings"),

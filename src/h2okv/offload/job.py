@@ -73,6 +73,7 @@ _OPENAI_LINE = Fields(
     },
     {"custom_id": "a text", "url": " or ".join(_BODIES), "body": "a request"},
 )
+_REQUEST_FIELDS = {"prompt", "messages"}
 
 
 class Prompt(NamedTuple):
@@ -151,7 +152,7 @@ class PromptFile:
 
 def _parse(data: bytes, location: str, number: int) -> Prompt:
     fields = Record.parse(decode_text(data, location).strip(), location, _LINE).fields
-    is_openai = "custom_id" in fields or "body" in fields
+    is_openai = "body" in fields or ("custom_id" in fields and not fields.keys() & _REQUEST_FIELDS)
     try:
         return _read_openai_line(fields) if is_openai else _read_line(fields, number)
     except ValueError as error:
@@ -160,9 +161,11 @@ def _parse(data: bytes, location: str, number: int) -> Prompt:
 
 def _read_line(fields: dict[str, Any], number: int) -> Prompt:
     """Read a line of h2okv's format: an id, a prompt or messages, and fields of a request."""
-    if not fields.keys() & {"prompt", "messages"}:
+    if not fields.keys() & _REQUEST_FIELDS:
         names = ", ".join(map(short_repr, [*fields][:5])) or "no fields"
         raise ValueError(f"it has neither prompt nor messages, only {names}; give one of them")
+    if "custom_id" in fields:
+        raise ValueError("custom_id is for a line with a body; give id instead")
     prompt_id = fields.get("id", number)
     if isinstance(prompt_id, bool) or not isinstance(prompt_id, (str, int)):
         problem = f"id {json.dumps(prompt_id)} is not a name; give a text or a whole number"
