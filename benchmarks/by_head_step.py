@@ -87,18 +87,23 @@ def measure(length: int, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]
 
 
 def main() -> None:
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--prompts", default="2048,8192")
+    parser.add_argument("--prompts", type=numbers, default=[2048, 8192], help="tokens")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--csv", type=Path, default=RESULTS / "by_head_step.csv")
     args = parser.parse_args()
+    if min(*args.prompts, args.threads, args.rounds) < 1:
+        parser.error("--prompts, --threads and --rounds must be 1 or more")
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
-        for length in map(int, args.prompts.split(",")):
+        for length in args.prompts:
             report(args.csv, measure(length, dtype, args.rounds))
 
 

@@ -1,5 +1,7 @@
 """Budgets that differ by head: slots that heads share, exact, saved, measured, and refused."""
 
+from unittest import mock
+
 import pytest
 import torch
 from oracle import cache_of
@@ -61,11 +63,13 @@ def test_dropping_equals_masking_and_each_head_keeps_its_own(
 @pytest.mark.parametrize("evict_every", [15, "prompt+8"])
 def test_heads_that_read_alone_are_exact(make_llama, kept_sets, evict_every, monkeypatch):
     """As on a CPU where the products with others' slots would take longer."""
+    attend = mock.Mock(wraps=append._attend_by_segments)
     monkeypatch.setattr(append, "_WASTED_PRODUCTS", -1)
-    monkeypatch.setattr(append, "_attend", None)
+    monkeypatch.setattr(append, "_attend_by_segments", attend)
     model, input_ids, blocks = make_llama(layers=3), tokens(1, 2, 60), [30, *[1] * 22, 8]
     options = {"scoring": "expected", "sink": 4, "evict_every": evict_every}
     (dropped, cache), (masked, simulated) = both(model, (0.2, 0.1), input_ids, blocks, **options)
+    assert attend.call_count == 3 * 22  # each step of each layer
     assert kept_sets(cache) == kept_sets(simulated)
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 

@@ -42,6 +42,20 @@ def test_dropping_equals_masking(
     same_as_masking(kept_sets, model, make_cache, **batch)
 
 
+@pytest.mark.parametrize("length", [13, 14, 15, 17])
+@pytest.mark.parametrize("options", [{}, {"scoring": "expected"}, {"evict_every": 5}], ids=str)
+def test_blocks_as_long_as_the_budget(make_llama, kept_sets, length, options):
+    """Where none has to leave nothing is ranked: one token decides."""
+    model, input_ids = make_llama(), tokens(1, 2, 40)
+    blocks = [length, 1, 1, 3, 34 - length, 1]
+    caches, logits = [], []
+    for masks in (False, True):
+        caches.append(cache_of(model.config, 8, 4, 2, masks=masks, **options))
+        logits.append(run(model, caches[-1], input_ids, blocks))
+    assert kept_sets(caches[0]) == kept_sets(caches[1])
+    torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
+
+
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(
     policy=st.sampled_from(POLICIES),

@@ -108,6 +108,10 @@ def test_unknown_command(h2okv_command):
         (("generate", "--verify=2%", "x"), ("--verify '2%'",)),
         (("generate", "--verify", "2%", "x"), ("argument(s) (x)", "no value but repair")),
         (("chat", "--verify", "all"), ("(all)", "--verify takes no value but repair")),
+        (
+            ("serve", "--verify", "2%", "--tensor-parallel", "2"),
+            ("argument(s) (2); see h2okv serve",),
+        ),
         (("generate",), ("the prompt is empty", "some text")),
         (("generate", "--model"), ("'--model' requires an argument", "h2okv generate --help")),
     ],

@@ -36,7 +36,7 @@ class Forward:
     leaves_host = False
     # Of such a step: which rows of a pool have a sequence, bool [B, 1]. Other rows change nothing.
     live: Tensor | None = None
-    # Steps that layers have left to the forward's end; None where a layer is called alone.
+    # Steps to be finished when the forward ends; None outside one, where a layer is called alone.
     appended: list[Appended] | None = None
 
     def __init__(self) -> None:
@@ -119,17 +119,17 @@ class Forward:
             LayerBudgets(*layer, numbers) for layer, numbers in zip(layers, slices, strict=True)
         ]
 
-    def add_step(self, step: Appended, is_last: bool) -> None:
-        """Finish a layer's step at the forward's end; now, with those before it, if it is last."""
+    def add_step(self, step: Appended, at_once: bool) -> None:
+        """Note a layer's step, to be finished when the forward ends, or at once; mutates both."""
         if self.appended is None:
             finish_steps([step])
             return
         self.appended.append(step)
-        if is_last:
+        if at_once:
             self.finish_steps()
 
     def finish_steps(self) -> None:
-        """Finish what steps of layers have left to the end of the forward; mutates their states."""
+        """Finish the steps noted so far; mutates their layers' states."""
         if self.appended:
             steps, self.appended = self.appended, []
             finish_steps(steps)

@@ -267,7 +267,8 @@ def _usage(error: typer.TyperException, args: Sequence[str]) -> str:
     names = [p.metavar or p.name for p in params if p.param_type_name == "argument"]
     if option.removeprefix("--").upper() in names:
         message = f"{option} is no option of this command: give its value alone"
-    if "extra argument" in message and "--verify" in args:
+    takes_share = args[:1] == ["serve"]
+    if "extra argument" in message and "--verify" in args and not takes_share:
         message = f"{message.rstrip('.')}; --verify takes no value but repair"
     return f"{message.rstrip('.')}{' See' if message.endswith('?') else '; see'} {path} --help"
 

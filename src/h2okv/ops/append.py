@@ -25,11 +25,12 @@ from h2okv.ops.reference import AttentionSpec
 # Slots by which the products of a step grow, in dtypes of fewer bits than fp32: each new shape
 # costs their library more than the product itself.
 _SHAPE_STEP = 64
-# A product of all query heads with a row that heads share computes H times what they need. Numbers
-# that a core multiplies in the time of one more product, beyond which each head reads its own.
+# One product of all query heads with a row that H heads share computes H times what they need. Each
+# head reads its own slots where that wastes more than this many products of numbers a head, which
+# take a core as long as one more call.
 _WASTED_PRODUCTS = 320_000
-# By this many slots and more the threads' shares of a head's slots grow. Each share of n has more
-# than n times as many, so that it has an entry; fewer are not worth sharing.
+# A head's slots are divided among n threads where each gets n times this many or more. Lengths are
+# rounded up by less than one share, so that every share has an entry.
 _SHARE_STEP = 64
 
 

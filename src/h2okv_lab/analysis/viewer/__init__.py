@@ -127,7 +127,7 @@ class Reader:
 
 
 class Reading:
-    """A text as tokens, int64 ``[1, T]``, of which the first ``num_given`` are the user's."""
+    """The tokens of a text, int64 ``[1, T]``; the first ``num_given`` are the user's."""
 
     def __init__(self, reader: Reader, input_ids: torch.Tensor, num_given: int) -> None:
         self.reader, self.input_ids, self.length = reader, input_ids, input_ids.shape[1]
