@@ -27,6 +27,7 @@ class Block(NamedTuple):
     index: Any = None  # ``[B, T]`` index of its tokens in the block that was split
     is_late: Tensor | None = None  # bool [B], whether a cut has waited for the end of an image
     counted: tuple[int, ...] | None = None  # real tokens of each sequence, where the host has them
+    is_inner: bool = False  # whether the next block of a forward follows, and is no step
 
     @property
     def length(self) -> int:
@@ -91,6 +92,16 @@ class Block(NamedTuple):
             padding = None if min(counted) == widest else real
             yield self._take((sequences, index), padding, block_reach, late, counted)
             starts, ends = stops, [end + chunk for end in ends]
+
+    def split_prompt(self, chunk: int, phases: Sequence[int] = ()) -> Iterator[Block]:
+        """Yield smaller blocks as `split` does, those before others marked as inner."""
+        before: Block | None = None
+        for block in self.split(chunk, phases):
+            if before is not None:
+                yield before._replace(is_inner=block.length > 1)
+            before = block
+        if before is not None:
+            yield before
 
     def of_others(self, is_left_out: Sequence[bool]) -> Block:
         """Return the block with the left-out sequences replaced by padding."""

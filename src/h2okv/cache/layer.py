@@ -46,7 +46,11 @@ class CacheLayer(BaseLayer):
     """One attention layer's entries; subclasses say where entries are and what evicting means."""
 
     checks_numbers = True  # refuses attention that is not finite; one rank alone must not stop
-    is_late: Tensor | None = None  # of the block that is read (`Block.is_late`)
+    # Of the block that is read, as in `Block`.
+    is_late: Tensor | None = None
+    is_inner = False
+    # Whether cached entries are in the order of the text: an inner block came before.
+    is_in_order = False
     # Called with the operation and its arguments in place of a block's attention.
     _shared_attention: BlockAttention | None = None
 
@@ -142,7 +146,7 @@ class CacheLayer(BaseLayer):
         phases = self.state.phases(self.span) if self.span > 1 and block.length > 1 else []
         if chunk is None or block.length + max(phases, default=0) <= chunk:
             return None
-        return block.split(chunk, phases)
+        return block.split_prompt(chunk, phases)
 
     def _prompt_columns(self, log: StepLog, block: Block) -> int:
         """Return the columns of a block before its drafts, which are read as a block."""
@@ -218,7 +222,7 @@ class CacheLayer(BaseLayer):
         return seen + torch.arange(length, device=self.device)
 
     def _read(self, block: Block) -> Tensor:
-        self.is_late = block.is_late
+        self.is_late, self.is_inner = block.is_late, block.is_inner
         takes_step = self._takes_step(block)
         if self.log is not None:
             if block.length == 1 and self.holds_entries:
@@ -545,7 +549,9 @@ class CacheLayer(BaseLayer):
         if self.rule.effective_inputs is Inputs.KEYS:
             keys = self.storage.keys.as_stored(entries.key, entries.past, self.state.key_transform)
         ranks = self._rank(scores, positions, self.newest(), weights, keys)
-        return choose(ranks, positions, self.protected(positions, scores), total, limit)
+        is_in_order = self.is_in_order or entries.past == 0
+        protected = self.protected(positions, scores)
+        return choose(ranks, positions, protected, total, limit, is_in_order)
 
     def _rank(
         self,

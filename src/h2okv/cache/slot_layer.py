@@ -45,6 +45,8 @@ class SlotLayer(CacheLayer):
     def _forget(self) -> None:
         super()._forget()
         self._placed: tuple[list[Any], tuple[int, ...]] | None = None  # of the last `step_key`
+        # Whether every slot has an entry, between the blocks of a forward.
+        self.is_in_order = self._is_dense = False
         self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None, self.span)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,7 +82,9 @@ class SlotLayer(CacheLayer):
         query = block.query
         if self.rotations.rolling is not None:
             query, attended_key = self._rotate_block(query, attended_key, positions, past)
-        is_entry = None if past == 0 and block.real is None else positions >= 0
+        is_entry = None
+        if block.real is not None or (past > 0 and not self._is_dense):
+            is_entry = positions >= 0
         return BlockEntries(
             past, key, value, scores, positions, query, attended_key, attended_value, is_entry
         )
@@ -217,9 +221,9 @@ class SlotLayer(CacheLayer):
         kernels = self.cut_kernels(positions)
         if kernels is None and self._keeps_all(positions.shape[2]):
             all_entries = choose_all(positions, entries.is_entry is not None, limit)
-            slots.store(state, entries, *all_entries)
+            slots.store(state, entries, *all_entries, self.is_inner)
         elif kernels is None:
-            slots.store(state, entries, *self.choose(entries, total, limit))
+            slots.store(state, entries, *self.choose(entries, total, limit), self.is_inner)
         else:
             weights = self.rule.value_weights(entries.value) if self.rule.weighs_values else None
             chosen = self.select(kernels, entries, weights, total, limit)
@@ -228,6 +232,13 @@ class SlotLayer(CacheLayer):
             with ordinary_tensors():
                 state.ranks = ranks_of(state.positions)
                 self.rotations.make_tables(self._rank_limit(1))
+        self.is_in_order, self._is_dense = self.is_inner and kernels is None, False
+        if self.is_inner:  # no step follows, which would need the rest
+            state.slot_mask = None
+            if self.is_in_order and not state.has_gaps:
+                counts = {n for heads in slots.count_entries(state) for n in heads}
+                self._is_dense = counts == {state.num_slots}
+            return
         state.slot_mask = slots.slots_within_budget(state)
         slots.refresh(state, self.dtype)
         # CUDA graphs must be told that steps write where they read.

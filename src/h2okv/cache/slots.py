@@ -87,26 +87,43 @@ class SlotPlan:
         return {name: getattr(self, name) for name in names}
 
     def store(
-        self, state: SlotState, entries: BlockEntries, indices: Tensor, is_kept: Tensor
+        self,
+        state: SlotState,
+        entries: BlockEntries,
+        indices: Tensor,
+        is_kept: Tensor,
+        is_inner: bool,
     ) -> None:
-        """Fill new slots with the entries of indices ``[B, H, K]`` that are kept; mutates both."""
+        """Fill new slots with the entries of indices ``[B, H, K]`` that are kept; mutates both.
+
+        Between the blocks of a forward (`Block.is_inner`) each head has a row of K slots, and none
+        is free.
+        """
+        if is_inner:
+            with ordinary_tensors():
+                self._fill(state, entries, indices, is_kept, indices.shape[2], weighs=False)
+            return
         if self.is_by_head:
             self.capacity = self.row_slots(state) if self.rule.is_bounded else None
             self._share(state, entries, indices, is_kept, self._is_static(state))
             return
         with ordinary_tensors():
-            self._fill(state, entries, indices, is_kept)
+            self._fill(state, entries, indices, is_kept, self._num_slots(state, indices.shape[2]))
             state.free_slot = (state.positions < 0).to(torch.uint8).argmax(dim=-1, keepdim=True)
 
     def _fill(
-        self, state: SlotState, entries: BlockEntries, indices: Tensor, is_kept: Tensor
+        self,
+        state: SlotState,
+        entries: BlockEntries,
+        indices: Tensor,
+        is_kept: Tensor,
+        num_slots: int,
+        weighs: bool = True,
     ) -> None:
         """Put entries into new slots, whose heads are those of the state; mutates the state."""
-        num_slots, heads = indices.shape[2], None
+        heads = None
         if state.head_of_slot is not None:  # slots of no head are copied from any
             heads = state.head_of_slot.long() % entries.key.shape[1]
-        else:
-            num_slots = self._num_slots(state, num_slots)
         state.keys = self.storage.keys.compact(
             entries.key, state.keys, indices, num_slots, heads, state.key_transform
         )
@@ -119,7 +136,7 @@ class SlotPlan:
             if empty := (kind := state.kinds[name]).empty_value(num_slots):  # what is 0 may stay
                 picked = torch.where(is_kept, picked, empty)
             setattr(state, name, kind.resized(picked, num_slots))
-        if self.rule.weighs_values:
+        if weighs and self.rule.weighs_values:
             values = self.storage.values.read(state.values, entries.key.dtype)
             state.value_weights = self.rule.value_weights(values)
 
@@ -136,7 +153,7 @@ class SlotPlan:
         indices, is_kept, head_of_slot = share_slots(indices, is_kept, room, num_slots)
         with ordinary_tensors():
             state.head_of_slot = head_of_slot.clone()
-            self._fill(state, entries, indices, is_kept)
+            self._fill(state, entries, indices, is_kept, num_slots)
             state.free_slot = state.free_slot.view(len(head_of_slot), 1, -1)
             is_empty = (state.positions < 0) & ~state.of_others()
             state.free_slot = is_empty.to(torch.uint8).argmax(dim=-1).unsqueeze(1)

@@ -80,7 +80,12 @@ def choose_all(positions: Tensor, has_gaps: bool, limit: int) -> tuple[Tensor, T
 
 
 def choose(
-    priority: Tensor, positions: Tensor, protected: Tensor, total: Tensor, limit: int
+    priority: Tensor,
+    positions: Tensor,
+    protected: Tensor,
+    total: Tensor,
+    limit: int,
+    is_in_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Chooses what stays after a block, for each sequence and head.
 
@@ -90,6 +95,7 @@ def choose(
         protected: bool ``[B, H, N]``, entries that stay.
         total: budget ``K`` of each sequence, int64 ``[B, 1, 1]``, or ``[B, H, 1]`` by head.
         limit: the largest ``K`` of the batch.
+        is_in_order: whether the positions of entries ascend.
 
     Returns:
         ``(indices, kept)``: int64 and bool ``[B, H, min(limit, N)]``. ``indices`` ascend; where
@@ -98,9 +104,12 @@ def choose(
     num_entries = priority.shape[-1]
     rank = torch.where(protected, torch.inf, priority)
     rank = torch.where(positions < 0, -torch.inf, rank)
-    # Two stable sorts, by position, then by rank: equal ranks stay in order of age.
-    by_age = positions.argsort(dim=-1, stable=True)
-    order = by_age.gather(-1, rank.gather(-1, by_age).argsort(dim=-1, stable=True))
+    # A stable sort by position, then one by rank: equal ranks stay in order of age.
+    if is_in_order:
+        order = rank.argsort(dim=-1, stable=True)
+    else:
+        by_age = positions.argsort(dim=-1, stable=True)
+        order = by_age.gather(-1, rank.gather(-1, by_age).argsort(dim=-1, stable=True))
     size = min(limit, num_entries)
     order = order[..., num_entries - size :]
     place_from_end = torch.arange(size, 0, -1, device=priority.device)
