@@ -41,7 +41,7 @@ POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
 # the version: a text stays reproducible when a later version chooses others.
 BEST = "best"
 BEST_VERSION = 5  # of these options and of what they do
-FACTORS_VERSION = 4  # of how factors are measured
+FACTORS_VERSION = 5  # of how factors are measured
 _VERSIONED = re.compile(rf"{BEST}-v(\d+)")  # as results name it
 _BEST_SINK, _BEST_SCORING, _SPAN_OF_BEST = 4, "expected", 32
 BEST_HEAVY_FRACTION = 0.85

@@ -32,6 +32,7 @@ _PROMPT, FOLLOWING, _WINDOWS = 1024, 192, 4  # tokens of a window; windows of a 
 WINDOW = _PROMPT + FOLLOWING
 _SINKS = CacheConfig(BEST).sink
 _QUERIES_OF_A_GATE = 4
+_DRAWS = 4  # of the labels by which losses are estimated; at a tenth one decides too much
 _AFTER_ALL = torch.iinfo(torch.int32).max
 _SAME_FRACTION = 1e-6  # fractions that differ by less are one, up to rounding
 NUM_PASSES = _WINDOWS * 3  # over the weights
@@ -198,7 +199,7 @@ def _losses_or_none(
 ) -> list[dict[int, Tensor]] | None:
     """Return `losses_by_orders`; ``None``, with a line on stderr, of a model without gradients."""
     try:
-        return losses_by_orders(model, window, orders, cache=cache)
+        return losses_by_orders(model, window, orders, _DRAWS, cache=cache)
     except (ValueError, TypeError, AttributeError, RuntimeError) as error:
         reason = first_line(error)
         write_remark(f"note: the heads are measured by their attention alone ({reason})")
