@@ -33,7 +33,6 @@ from h2okv_lab.evaluation.tasks.generation import Diversity, Summarization
 from h2okv_lab.evaluation.tasks.harness import HarnessTask
 from h2okv_lab.evaluation.tasks.perplexity import Perplexity
 from h2okv_lab.evaluation.tasks.recall import COMPRESSIONS, NeedleTask, Recall
-from h2okv_lab.evaluation.tasks.ruler import Ruler
 from h2okv_lab.masking import PER_QUERY
 
 EXPERIMENTS = Path(__file__).parent / "experiments"  # the bundled ones
@@ -44,7 +43,6 @@ KINDS: dict[str, type[Task]] = {
     "perplexity": Perplexity,
     "needle": NeedleTask,
     "recall": Recall,
-    "ruler": Ruler,
     "diversity": Diversity,
 }
 # Fields of tasks that are not names of an entry.
@@ -89,8 +87,6 @@ class Surroundings:
             return {"name": entry.get("name") or kind, "text": sample_prompt()}
         if not isinstance(file, str):
             raise ValueError(f"{where}: {kind} must be a name, got {file!r}")
-        if kind == "ruler":
-            return {"name": file, "data": self.data}
         if self.data is None and entry.get("own", True):
             raise ValueError(
                 f"{where}: {kind} {file!r} needs data files; give their folder by --data DIR"

@@ -26,7 +26,8 @@ def loaded(tmp_path, **overrides):
     return load_experiment(str(path))
 
 
-@pytest.mark.parametrize("name", experiment_names())
+# RULER's files are written by a script, and read in its test.
+@pytest.mark.parametrize("name", sorted({*experiment_names()} - {"ruler"}))
 def test_bundled_experiments_can_be_built(name, shared, tmp_path):
     experiment = load_experiment(name)
     tasks = experiment.make_tasks(Surroundings(shared / "data" / "eval", tmp_path))
