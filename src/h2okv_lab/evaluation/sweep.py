@@ -87,12 +87,12 @@ class Surroundings:
             return {"name": entry.get("name") or kind, "text": sample_prompt()}
         if not isinstance(file, str):
             raise ValueError(f"{where}: {kind} must be a name, got {file!r}")
-        if self.data is None and entry.get("own", True):
+        if kind == "harness":
+            return {"name": file, "data": self.data, "work": self.work}
+        if self.data is None:
             raise ValueError(
                 f"{where}: {kind} {file!r} needs data files; give their folder by --data DIR"
             )
-        if kind == "harness":
-            return {"name": file, "data": self.data, "work": self.work}
         if reads_text:
             name = entry.get("name") or f"{kind}, {Path(file).stem}"
             return {"name": name, "text": read_text_file(data_file(file, self.data))}

@@ -120,7 +120,7 @@ def test_an_error_names_its_place_in_the_file(tmp_path, content, message):
         ({"needle": None, "compression": "both"}, "query-aware"),
         ({"perplexity": None, "name": ["a", "b"]}, "name: Input should be a valid string"),
         ({"summarize": "none.jsonl"}, "'none.jsonl' is not in .*; put it there"),
-        ({"harness": "coppa"}, "did you mean copa"),
+        ({"harness": 3}, "harness must be a name, got 3"),
     ],
 )
 def test_an_error_in_a_task_names_the_task(tmp_path, task, message):
