@@ -228,18 +228,19 @@ def _run_here(
         """Yield the tokens of each unfinished prompt that can be served."""
         unfinished = job.unfinished()
         with Progress("counting tokens", len(unfinished), "prompts") as progress:
-            for prompt in map(job.prompts.read, unfinished):
+            for prompt in unfinished:
                 with suppress(ValueError):
                     yield len(codec.sequence(prompt, None).prompt)
                 progress.advance()
 
-    limits = [line.max_tokens or request.max_new_tokens for line in job.prompts.lines.values()]
+    usual, prompts = request.max_new_tokens, job.prompts.lines.values()
+    limits = [prompt.sampling.get("max_tokens") or usual for prompt in prompts]
     # The plan must have room for the longest answer of any line.
     longest = replace(request.sampling, max_tokens=max(limits))
     request = replace(request, sampling=longest)
     runner, chosen = open_runner(request, described, lengths(), model)
     count, total, scheduler = len(limits), sum(limits), runner.scheduler
-    unfinished = map(job.prompts.read, job.unfinished())
+    unfinished = job.unfinished()
 
     def report(seconds: float, _: int) -> None:
         speed = runner.num_new_tokens / max(seconds, 1e-9)
