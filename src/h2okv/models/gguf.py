@@ -11,7 +11,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -363,25 +363,19 @@ _TABLES = ("token_embd.weight", "output.weight")  # the largest tensors; no layo
 _FILE_BYTES = 128 << 20
 
 
-class _Checkpoint:
-    """Safetensors files, each written once enough tensors have come for it, and their index."""
+class CheckpointWriter:
+    """Writes safetensors files, each once enough tensors have come for it, and their index."""
 
-    def __init__(
-        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-    ) -> None:
-        self.shapes, self.dtype, self._folder = shapes, dtype, folder
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._tensors: dict[str, torch.Tensor] = {}
         self._files: list[list[str]] = []  # the names in each
         self._size = 0
 
-    def write(self, name: str, values: np.ndarray | torch.Tensor) -> None:
-        """Take a tensor, which is rounded to the files' dtype."""
-        if self.shapes[name] != tuple(values.shape):
-            expected = [*self.shapes[name]]
-            raise ValueError(f"{name} must have the shape {expected}, got {[*values.shape]}")
-        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)
-        self._tensors[name] = tensor.to(self.dtype).contiguous()
-        self._size += tensor.numel() * self.dtype.itemsize
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor."""
+        self._tensors[name] = tensor.contiguous()
+        self._size += tensor.nbytes
         if sum(tensor.nbytes for tensor in self._tensors.values()) >= _FILE_BYTES:
             self._end_file()
 
@@ -390,8 +384,8 @@ class _Checkpoint:
         save_file(self._tensors, self._folder / str(len(self._files)), {"format": "pt"})
         self._tensors.clear()
 
-    def close(self) -> list[str]:
-        """Give the files their names and write the index; return the names that are missing."""
+    def close(self) -> set[str]:
+        """Give the files their names and write the index; return the names that were written."""
         if self._tensors:
             self._end_file()
         count, weight_map = len(self._files), dict[str, str]()
@@ -403,7 +397,7 @@ class _Checkpoint:
         if count > 1:
             index = {"metadata": {"total_size": self._size}, "weight_map": weight_map}
             write_json(self._folder / SAFE_WEIGHTS_INDEX_NAME, index)
-        return [name for name in self.shapes if name not in weight_map]
+        return {*weight_map}
 
 
 def _read_table(tensor: Any, dtype: torch.dtype, progress: Progress) -> torch.Tensor:
@@ -440,13 +434,18 @@ def write_weights(
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}  # a layer's experts, stacked
     context = {"tensor_key_mapping": names, "parsed_parameters": parsed}
-    checkpoint = _Checkpoint(folder, shapes, dtype)
+    checkpoint = CheckpointWriter(folder)
     size = sum(int(tensor.n_bytes) for tensor in reader.tensors)
     with Progress("converting", size, "bytes") as progress:
 
         def write(name: str, values: Any) -> None:
-            if name in shapes:  # a tied weight is written by its other name
-                checkpoint.write(name, values)
+            if name not in shapes:  # a tied weight is written by its other name
+                return
+            if shapes[name] != tuple(values.shape):
+                expected = [*shapes[name]]
+                raise ValueError(f"{name} must have the shape {expected}, got {[*values.shape]}")
+            tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)
+            checkpoint.write(name, tensor.to(dtype))
 
         def write_joined() -> None:
             for name, tensor in parsed["tensors"].items():
@@ -460,15 +459,15 @@ def write_weights(
                 block = _block(tensor.name)
             name = names.get(tensor.name)
             if tensor.name in _TABLES and name in shapes:
-                checkpoint.write(name, _read_table(tensor, dtype, progress))
+                write(name, _read_table(tensor, dtype, progress))
                 continue
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
             result = processor.process(values, name=tensor.name, **context)
             write(names.get(result.name, ""), result.weights)
             progress.advance(tensor.n_bytes)
         write_joined()
-    parameters = dict(model.named_parameters())
-    return model, [name for name in checkpoint.close() if name in parameters]
+    written = checkpoint.close()
+    return model, [name for name, _ in model.named_parameters() if name not in written]
 
 
 def _block(name: str) -> str:
