@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from h2okv.cache.support import check_model
-from h2okv.console import Progress, format_bytes, optional, write_remark
+from h2okv.console import Progress, format_bytes, install_hint, optional, write_remark
 from h2okv.models.names import cache_folder, check_gguf, gguf_shards
 from h2okv.models.tokenization import add_end_tokens, check_split, correct_tokenizer, metadata_ends
 from h2okv.records import first_line, parse_json, refusing, write_json
@@ -133,14 +133,9 @@ def _reader_class() -> Any:
 
 @contextlib.contextmanager
 def lean_transformers() -> Iterator[None]:
-    """Make transformers skip long lists too, if it does not read the vocabulary from them."""
+    """Make transformers skip long lists too."""
     import gguf
 
-    try:
-        from transformers.integrations.gguf import convert_gguf_tokenizer  # noqa: F401
-    except ImportError:  # earlier releases read the vocabulary from the list
-        yield
-        return
     with mock.patch.object(gguf, "GGUFReader", _reader_class()):
         yield
 
@@ -173,6 +168,11 @@ def _open(shards: Sequence[Path]) -> _File:
         check_gguf(shard)
     for name in ("gguf", "accelerate"):
         optional(name, f"model '{path}'", "gguf")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+        raise ValueError(
+            f"model '{path}' needs transformers 5.24 or later, and {transformers.__version__} is"
+            f" installed; {install_hint('gguf')}"
+        )
     file = _File(path, [_attempt(shard, partial(_reader_class(), shard)) for shard in shards])
     fields = file.fields
     count = fields.get("split.count", 1)
@@ -243,28 +243,20 @@ def _stored_dtype(file: _File) -> torch.dtype:
 def _write(file: _File, folder: Path, source: dict[str, Any]) -> None:
     path, dtype = file.path, _stored_dtype(file)
     weights = sum(int(tensor.n_elements) for tensor in file.tensors) * dtype.itemsize
-    joined_bytes = source["bytes"] if len(file.readers) > 1 else 0
     cache, name = folder.parent, str(dtype).removeprefix("torch.")
     with temporary_folder(cache, ".converting-") as temporary:
         free = shutil.disk_usage(temporary).free
-        if free < weights + joined_bytes + _SPARE_BYTES:
+        if free < weights + _SPARE_BYTES:
             raise ValueError(
-                f"'{cache}' has {free:,} bytes free and model '{path}' takes"
-                f" {weights + joined_bytes:,} when converted; make room there, or set"
-                " XDG_CACHE_HOME to another folder"
+                f"'{cache}' has {free:,} bytes free and model '{path}' takes {weights:,} when"
+                " converted; make room there, or set XDG_CACHE_HOME to another folder"
             )
         other = "twice that in float32" if dtype.itemsize == 2 else "half with --dtype bfloat16"
         write_remark(
             f"writing {format_bytes(weights)} of {name} weights to '{folder}'; they take that much"
             f" memory, {other}"
         )
-        if joined_bytes:
-            with temporary_folder(cache, ".joining-") as joined_folder:
-                joined_file = joined_folder / f"{path.stem}.gguf"
-                _join(file, joined_file)
-                _convert(path, joined_file, _reader_class()(joined_file), dtype, temporary)
-        else:
-            _convert(path, path, file.readers[0], dtype, temporary)
+        _convert(file, dtype, temporary)
         (temporary / RECORD).write_text(json.dumps(source), encoding="utf-8")
         if folder.is_dir() and not _is_current(folder):  # of an earlier version of this package
             shutil.rmtree(folder)
@@ -275,50 +267,34 @@ def _write(file: _File, folder: Path, source: dict[str, Any]) -> None:
                 raise
 
 
-def _join(file: _File, path: Path) -> None:
-    """Merge the shards of a split model into one file, because transformers reads no shards."""
-    import gguf
+def _convert(file: _File, dtype: torch.dtype, temporary: Path) -> None:
+    from transformers.integrations.gguf import is_gguf_arch_supported
 
-    first = gguf.GGUFReader(file.path).fields
-    writer = gguf.GGUFWriter(path, first["general.architecture"].contents())
-    # The writer adds these itself, with the alignment that it uses.
-    automatic = ("general.architecture", "general.alignment")
-    for key, field in first.items():
-        if key not in automatic and not key.startswith(("GGUF.", "split.")) and len(field.data):
-            is_list = field.types[0].name == "ARRAY"
-            listed = field.types[-1] if is_list else None
-            writer.add_key_value(key, field.contents(), field.types[0], listed)
-    for tensor in file.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _convert(path: Path, file: Path, reader: Any, dtype: torch.dtype, temporary: Path) -> None:
-    """Convert one file; messages name it `path`."""
-    options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    path, fields = file.path, file.fields
+    options: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
 
     def load(kind: Any) -> Any:
-        return _attempt(path, lambda: kind.from_pretrained(file.parent, **options))
+        return _attempt(path, lambda: kind.from_pretrained(path.parent, **options))
 
-    fields = _File(path, [reader]).fields
     with lean_transformers():
         config = load(AutoConfig)
         check_model(config)
         tokenizer = load(AutoTokenizer)
     correct_tokenizer(tokenizer, fields)
     architecture = fields["general.architecture"]
-    if _has_layout(architecture):
+    if not is_gguf_arch_supported(architecture):  # its layout is in the tables of `write_weights`
         model, missing = _attempt(
-            path, lambda: write_weights(reader, architecture, config, dtype, temporary)
+            path, lambda: write_weights(file.tensors, architecture, config, dtype, temporary)
         )
         model.config.dtype, model.config.architectures = dtype, [type(model).__name__]
         model.config.save_pretrained(temporary)
     else:
-        if hasattr(transformers, "GgufConfig"):  # earlier releases always dequantize
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        if len(file.readers) > 1:
+            raise ValueError(
+                f"model '{path}' has {len(file.readers)} parts, which transformers does not read"
+                f" for {architecture}; join them with llama-gguf-split --merge"
+            )
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         options |= {"config": config, "dtype": dtype, "output_loading_info": True}
         # The progress bars of transformers are for a terminal only.
         bars = sys.stderr if sys.stderr.isatty() else io.StringIO()
@@ -334,15 +310,6 @@ def _convert(path: Path, file: Path, reader: Any, dtype: torch.dtype, temporary:
     add_end_tokens(ends, tokenizer, config.get_text_config().vocab_size)
     ends.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-
-
-def _has_layout(architecture: str) -> bool:
-    """Return whether transformers has an architecture's tensor names and layouts in tables."""
-    try:
-        from transformers.integrations.gguf import is_gguf_arch_supported
-    except ImportError:  # earlier releases have nothing else
-        return True
-    return not is_gguf_arch_supported(architecture)
 
 
 def check_complete(name: str, missing: list[str]) -> None:
@@ -414,7 +381,11 @@ def _read_table(tensor: Any, dtype: torch.dtype, progress: Progress) -> torch.Te
 
 
 def write_weights(
-    reader: Any, architecture: str, config: PreTrainedConfig, dtype: torch.dtype, folder: Path
+    tensors_of_file: Sequence[Any],
+    architecture: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    folder: Path,
 ) -> tuple[transformers.PreTrainedModel, list[str]]:
     """Write weights, without a config, as transformers would load them in `dtype`.
 
@@ -435,7 +406,7 @@ def write_weights(
     parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}  # a layer's experts, stacked
     context = {"tensor_key_mapping": names, "parsed_parameters": parsed}
     checkpoint = CheckpointWriter(folder)
-    size = sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    size = sum(int(tensor.n_bytes) for tensor in tensors_of_file)
     with Progress("converting", size, "bytes") as progress:
 
         def write(name: str, values: Any) -> None:
@@ -453,7 +424,7 @@ def write_weights(
             parsed["tensors"].clear()
 
         block = ""
-        for tensor in sorted(reader.tensors, key=lambda tensor: _block(tensor.name)):
+        for tensor in sorted(tensors_of_file, key=lambda tensor: _block(tensor.name)):
             if _block(tensor.name) != block:
                 write_joined()
                 block = _block(tensor.name)
