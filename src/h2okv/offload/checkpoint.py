@@ -320,7 +320,7 @@ def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
         writer = CheckpointWriter(temporary)
         with Progress("rewriting the weights", total, "bytes") as bar:
             for group in groups:
-                tensors = read_group(meta, files, named, group)
+                tensors = _load(meta, files, named, group)
                 for slot, tensor in zip(group, tensors, strict=True):
                     writer.write(slot.name, tensor)
                     bar.advance(tensor.nbytes)
@@ -331,18 +331,6 @@ def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
         writer.close()
         with contextlib.suppress(OSError):  # another process wrote it first
             temporary.rename(path)
-
-
-def read_group(
-    meta: MetaModel,
-    files: CheckpointFiles,
-    named: dict[str, tuple[str, str | None]],
-    group: list[ParameterSlot],
-) -> Iterator[torch.Tensor]:
-    """Yield the tensor of each slot as transformers converts it; `named` is of `named_keys`."""
-    names = {slot.name for slot in group}
-    keys = [key for key, (name, _) in named.items() if name in names]
-    yield from _load(meta, group, {key: _LazyTensor(files, key) for key in keys})
 
 
 class _LazyTensor:
@@ -375,11 +363,18 @@ def _groups(meta: MetaModel, named: dict[str, tuple[str, str | None]]) -> list[l
 
 
 def _load(
-    meta: MetaModel, group: list[ParameterSlot], tensors: dict[str, Any]
+    meta: MetaModel,
+    files: CheckpointFiles,
+    named: dict[str, tuple[str, str | None]],
+    group: list[ParameterSlot],
 ) -> Iterator[torch.Tensor]:
-    """Load parameters as transformers does, and yield the tensors to write for them."""
+    """Load parameters as transformers converts them, and yield the tensors to write for them."""
     if not group:
         return
+    names = {slot.name for slot in group}
+    tensors: dict[str, Any] = {
+        key: _LazyTensor(files, key) for key, (name, _) in named.items() if name in names
+    }
     model: Any = meta.model
     transforms: list[Any] = list(get_model_conversion_mapping(model))
     config = LoadStateDictConfig(dtype=model.dtype, weight_mapping=transforms)
