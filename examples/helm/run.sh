@@ -10,9 +10,9 @@ done
 here=$(cd "$(dirname "$0")" && pwd)
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 instances=${2:-20}
-export HF_HUB_OFFLINE=1
+export HF_HUB_OFFLINE=1 PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 export MODEL OUT="$out"
-MODEL=$(python -c 'import sys; from h2okv.models.resolve import resolve_model
+MODEL=$(python -c 'import sys; from h2okv.models.loading import resolve_model
 print(resolve_model(sys.argv[1]))' "${3:-bundled}")
 
 # HELM reads models and tokenizers from prod_env beside where it runs.

@@ -31,15 +31,6 @@ def check_minimum(minimum: int = 1, /, **counts: int | None) -> None:
             raise ValueError(f"--{option} {count} is too few; give {minimum} or more")
 
 
-def check_distinct(**lists: Sequence[Any]) -> None:
-    """Raise ValueError for an empty list, or one with a value twice; keywords as above."""
-    for name, values in lists.items():
-        if not values:
-            raise ValueError(f"--{name} must have at least one value, got none; add one")
-        if len(set(values)) != len(values):
-            raise ValueError(f"--{name} must have each value once, got {values!r}")
-
-
 def install_hint(extra: str) -> str:
     """Return how to install an extra; the package is on no index, so pip does not know its name."""
     return f"in the clone of h2okv: pip install '.[{extra}]'"

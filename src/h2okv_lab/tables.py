@@ -63,6 +63,15 @@ class Entry(Record):
         return self.fields[name]
 
 
+def check_distinct(**lists: Sequence[Any]) -> None:
+    """Raise ValueError for an empty list, or one with a value twice; keywords are options."""
+    for name, values in lists.items():
+        if not values:
+            raise ValueError(f"--{name} must have at least one value, got none; add one")
+        if len(set(values)) != len(values):
+            raise ValueError(f"--{name} must have each value once, got {values!r}")
+
+
 def read_jsonl(path: Path, expected: str = "an object") -> list[Entry]:
     """Read a file with one JSON object on each line; skip blank lines."""
     # splitlines would also split at characters that a JSON string may contain.

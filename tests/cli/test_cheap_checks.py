@@ -141,7 +141,7 @@ COMMANDS = {
         "figure5": "experiment 'figure5' is unknown; did you mean",
         "nowhere.yaml": "experiment 'nowhere.yaml' cannot be read",
     },
-    "lm-eval --tasks h2okv_copa": {
+    "lm-eval --tasks copa": {
         "--model_args pretrained=smolm2": "did you mean smollm2",
         "--model_args pretrained=bundled,policy=h20": "policy 'h20' is unknown",
         f"--data {MISSING}": f"--data '{MISSING}' is not a folder",

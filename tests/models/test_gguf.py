@@ -12,10 +12,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Kind
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+    pytest.skip("needs transformers 5.24", allow_module_level=True)
 
 import h2okv
 from h2okv.cli.app import run
@@ -205,6 +209,21 @@ def test_split_gguf_files(tmp_path, cache, monkeypatch, capsys):
         assert "'tiny-00002-of-00003.gguf' is not in its folder" in stderr
     with pytest.raises(ValueError, match="is part 2 of 3 of a model.*-00001-of-00003.gguf"):
         converted(tmp_path / "other.gguf")
+
+
+def test_parts_that_transformers_itself_reads_are_refused(tmp_path, monkeypatch):
+    write_gguf(tmp_path / "tiny.gguf", split=7)
+    architectures = "transformers.integrations.gguf.utils.GGUF_ARCHS"
+    monkeypatch.setattr(architectures, {"llama": None})
+    with pytest.raises(ValueError, match="has 3 parts.*join them with llama-gguf-split"):
+        converted(sorted(tmp_path.glob("*.gguf"))[0])
+
+
+def test_an_earlier_transformers_is_refused(tmp_path, monkeypatch):
+    path = write_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr("transformers.__version__", "5.17.0")
+    with pytest.raises(ValueError, match="needs transformers 5.24 or later.*5.17.0 is installed"):
+        converted(path)
 
 
 def test_conversion_is_reported_on_stderr(tmp_path, capsys):

@@ -1,7 +1,6 @@
 """A job's prompts, results and texts: what is refused, resumed, and read by the model."""
 
 import json
-import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,19 +28,19 @@ def test_prompts_come_back(tmp_path):
     path = write(tmp_path, '\ufeff{"id": 1, "prompt": "ä"}\r\n\n\ufeff{"id": "1", "prompt": ["?"]}')
     file = PromptFile(path)
     assert list(file.lines) == ["1", '"1"']
-    read = [file.read(name) for name in reversed(file.lines)]
+    read = [*reversed(file.lines.values())]
     assert [prompt[:2] for prompt in read] == [("1", ["?"]), (1, "ä")]
 
 
 def test_a_line_without_an_id_has_its_number(tmp_path):
     file = PromptFile(write(tmp_path, '\n{"prompt": "a"}\n{"id": "x", "prompt": "b"}\n'))
     assert list(file.lines) == ["2", '"x"']
-    assert file.read("2")[:2] == (2, "a")
+    assert file.lines["2"][:2] == (2, "a")
 
 
 def test_messages_come_back(tmp_path):
     line = json.dumps({"id": 1, "messages": MESSAGES})
-    assert PromptFile(write(tmp_path, line)).read("1").content == MESSAGES
+    assert PromptFile(write(tmp_path, line)).lines["1"].content == MESSAGES
 
 
 @pytest.mark.parametrize(
@@ -73,10 +72,9 @@ def test_a_line_has_the_fields_of_a_request(tmp_path):
             "top_k": -1, "logit_bias": {"5": 2}, "user": "me", "stream": False, "model": "m",
             "continue_final_message": False, "metadata": {"a": 1}, "anything": None}  # fmt: skip
     file = PromptFile(write(tmp_path, json.dumps(line)))
-    prompt = file.read("1")
+    prompt = file.lines["1"]
     assert prompt.sampling == {"max_tokens": 3, "top_k": 0, "logit_bias": {5: 2}}
     assert prompt.fields == {"continue_final_message": False}
-    assert file.lines["1"].max_tokens == 3
 
 
 def openai_line(name="r", url="/v1/chat/completions", method="POST", **body):
@@ -92,7 +90,7 @@ def test_lines_in_openais_batch_format(tmp_path):
     ]
     file = PromptFile(write(tmp_path, "\n".join(map(json.dumps, lines))))
     assert list(file.lines) == ['"a"', '"b"', "3"]
-    first, second, third = map(file.read, file.lines)
+    first, second, third = file.lines.values()
     assert (first.id, first.content, first.url) == ("a", MESSAGES, "/v1/chat/completions")
     assert first.sampling == {"max_tokens": 8, "stop": ["x"]}
     assert (second.content, second.url, third.url) == ("the cat", "/v1/completions", None)
@@ -142,32 +140,6 @@ def test_a_prompt_with_other_parameters_is_another(tmp_path):
 def test_a_file_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="'.*nowhere.jsonl' cannot be read.*JSONL"):
         PromptFile(tmp_path / "nowhere.jsonl")
-
-
-@pytest.mark.parametrize("change", ["other text", "other id", "shorter", "gone"])
-def test_a_file_that_changes(tmp_path, change):
-    path = write(tmp_path, '{"id": 1, "prompt": "a"}\n{"id": 2, "prompt": "b"}\n')
-    file = PromptFile(path)
-    if change == "gone":
-        path.unlink()
-    else:
-        first, other = '{"id": 1, "prompt": "a"}\n', {"id": 2, "prompt": "b"}
-        other |= {"prompt": "x"} if change == "other text" else {"id": 3}
-        path.write_text("{}\n" if change == "shorter" else first + json.dumps(other) + "\n")
-    with pytest.raises(ValueError, match="has changed while it was read|cannot be read"):
-        file.read("2")
-
-
-def test_prompts_stay_in_the_file(tmp_path):
-    lines = (json.dumps({"id": n, "prompt": "x" * 50_000}) for n in range(200))
-    path = write(tmp_path, "\n".join(lines))
-    tracemalloc.start()
-    file = PromptFile(path)
-    sizes = [len(file.read(name).content) for name in file.lines]
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert sizes == [50_000] * 200
-    assert peak < path.stat().st_size / 10
 
 
 def record(name, **values):
@@ -222,7 +194,7 @@ def test_other_settings(open_job):
 
 def test_other_prompts(open_job):
     with open_job(a="one", b="two") as job:
-        job.append([record("a", prompt_digest=job.prompts.read('"a"').digest)])
+        job.append([record("a", prompt_digest=job.prompts.lines['"a"'].digest)])
         job.check_prompts()
     with (
         open_job(a="changed") as job,

@@ -35,7 +35,6 @@ def names(wheel) -> set[str]:
         "h2okv_lab/analysis/report.html", "h2okv_lab/analysis/report.mplstyle",
         "h2okv_lab/analysis/sections.toml", "h2okv_lab/benchmarking/shapes.toml",
         "h2okv_lab/evaluation/experiments/figure4.yaml",
-        "h2okv_lab/evaluation/lm_eval/task_files/h2okv_copa.yaml",
         "h2okv/integration/hub_recipe/custom_generate/generate.py",
         "h2okv-0.1.0.dist-info/licenses/LICENSE",
     ],

@@ -47,9 +47,8 @@ def _results(
     remote = ray.remote(Worker).options(max_restarts=-1, max_task_retries=-1, **resources)
     workers = [remote.remote(request, device) for _ in range(count)]
     try:
-        # Only this machine reads the file, and a block when an actor is free.
         yield from ray.util.ActorPool(workers).map_unordered(
-            lambda worker, block: worker.generate.remote([*map(job.prompts.read, block)]), blocks
+            lambda worker, block: worker.generate.remote(block), blocks
         )
     except ray.exceptions.RayError as error:
         raise ValueError(

@@ -11,7 +11,7 @@ import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from h2okv.cache.support import check_model
-from h2okv.console import Progress, format_bytes, optional, write_remark
+from h2okv.console import Progress, format_bytes, install_hint, optional, write_remark
 from h2okv.models.names import cache_folder, check_gguf, gguf_shards
 from h2okv.models.tokenization import add_end_tokens, check_split, correct_tokenizer, metadata_ends
 from h2okv.records import first_line, parse_json, refusing, write_json
@@ -133,14 +133,9 @@ def _reader_class() -> Any:
 
 @contextlib.contextmanager
 def lean_transformers() -> Iterator[None]:
-    """Make transformers skip long lists too, if it does not read the vocabulary from them."""
+    """Make transformers skip long lists too."""
     import gguf
 
-    try:
-        from transformers.integrations.gguf import convert_gguf_tokenizer  # noqa: F401
-    except ImportError:  # earlier releases read the vocabulary from the list
-        yield
-        return
     with mock.patch.object(gguf, "GGUFReader", _reader_class()):
         yield
 
@@ -173,6 +168,11 @@ def _open(shards: Sequence[Path]) -> _File:
         check_gguf(shard)
     for name in ("gguf", "accelerate"):
         optional(name, f"model '{path}'", "gguf")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 24):
+        raise ValueError(
+            f"model '{path}' needs transformers 5.24 or later, and {transformers.__version__} is"
+            f" installed; {install_hint('gguf')}"
+        )
     file = _File(path, [_attempt(shard, partial(_reader_class(), shard)) for shard in shards])
     fields = file.fields
     count = fields.get("split.count", 1)
@@ -243,28 +243,20 @@ def _stored_dtype(file: _File) -> torch.dtype:
 def _write(file: _File, folder: Path, source: dict[str, Any]) -> None:
     path, dtype = file.path, _stored_dtype(file)
     weights = sum(int(tensor.n_elements) for tensor in file.tensors) * dtype.itemsize
-    joined_bytes = source["bytes"] if len(file.readers) > 1 else 0
     cache, name = folder.parent, str(dtype).removeprefix("torch.")
     with temporary_folder(cache, ".converting-") as temporary:
         free = shutil.disk_usage(temporary).free
-        if free < weights + joined_bytes + _SPARE_BYTES:
+        if free < weights + _SPARE_BYTES:
             raise ValueError(
-                f"'{cache}' has {free:,} bytes free and model '{path}' takes"
-                f" {weights + joined_bytes:,} when converted; make room there, or set"
-                " XDG_CACHE_HOME to another folder"
+                f"'{cache}' has {free:,} bytes free and model '{path}' takes {weights:,} when"
+                " converted; make room there, or set XDG_CACHE_HOME to another folder"
             )
         other = "twice that in float32" if dtype.itemsize == 2 else "half with --dtype bfloat16"
         write_remark(
             f"writing {format_bytes(weights)} of {name} weights to '{folder}'; they take that much"
             f" memory, {other}"
         )
-        if joined_bytes:
-            with temporary_folder(cache, ".joining-") as joined_folder:
-                joined_file = joined_folder / f"{path.stem}.gguf"
-                _join(file, joined_file)
-                _convert(path, joined_file, _reader_class()(joined_file), dtype, temporary)
-        else:
-            _convert(path, path, file.readers[0], dtype, temporary)
+        _convert(file, dtype, temporary)
         (temporary / RECORD).write_text(json.dumps(source), encoding="utf-8")
         if folder.is_dir() and not _is_current(folder):  # of an earlier version of this package
             shutil.rmtree(folder)
@@ -275,50 +267,34 @@ def _write(file: _File, folder: Path, source: dict[str, Any]) -> None:
                 raise
 
 
-def _join(file: _File, path: Path) -> None:
-    """Merge the shards of a split model into one file, because transformers reads no shards."""
-    import gguf
+def _convert(file: _File, dtype: torch.dtype, temporary: Path) -> None:
+    from transformers.integrations.gguf import is_gguf_arch_supported
 
-    first = gguf.GGUFReader(file.path).fields
-    writer = gguf.GGUFWriter(path, first["general.architecture"].contents())
-    # The writer adds these itself, with the alignment that it uses.
-    automatic = ("general.architecture", "general.alignment")
-    for key, field in first.items():
-        if key not in automatic and not key.startswith(("GGUF.", "split.")) and len(field.data):
-            is_list = field.types[0].name == "ARRAY"
-            listed = field.types[-1] if is_list else None
-            writer.add_key_value(key, field.contents(), field.types[0], listed)
-    for tensor in file.tensors:
-        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def _convert(path: Path, file: Path, reader: Any, dtype: torch.dtype, temporary: Path) -> None:
-    """Convert one file; messages name it `path`."""
-    options: dict[str, Any] = {"gguf_file": file.name, "trust_remote_code": False}
+    path, fields = file.path, file.fields
+    options: dict[str, Any] = {"gguf_file": path.name, "trust_remote_code": False}
 
     def load(kind: Any) -> Any:
-        return _attempt(path, lambda: kind.from_pretrained(file.parent, **options))
+        return _attempt(path, lambda: kind.from_pretrained(path.parent, **options))
 
-    fields = _File(path, [reader]).fields
     with lean_transformers():
         config = load(AutoConfig)
         check_model(config)
         tokenizer = load(AutoTokenizer)
     correct_tokenizer(tokenizer, fields)
     architecture = fields["general.architecture"]
-    if _has_layout(architecture):
+    if not is_gguf_arch_supported(architecture):  # its layout is in the tables of `write_weights`
         model, missing = _attempt(
-            path, lambda: write_weights(reader, architecture, config, dtype, temporary)
+            path, lambda: write_weights(file.tensors, architecture, config, dtype, temporary)
         )
         model.config.dtype, model.config.architectures = dtype, [type(model).__name__]
         model.config.save_pretrained(temporary)
     else:
-        if hasattr(transformers, "GgufConfig"):  # earlier releases always dequantize
-            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        if len(file.readers) > 1:
+            raise ValueError(
+                f"model '{path}' has {len(file.readers)} parts, which transformers does not read"
+                f" for {architecture}; join them with llama-gguf-split --merge"
+            )
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         options |= {"config": config, "dtype": dtype, "output_loading_info": True}
         # The progress bars of transformers are for a terminal only.
         bars = sys.stderr if sys.stderr.isatty() else io.StringIO()
@@ -334,15 +310,6 @@ def _convert(path: Path, file: Path, reader: Any, dtype: torch.dtype, temporary:
     add_end_tokens(ends, tokenizer, config.get_text_config().vocab_size)
     ends.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
-
-
-def _has_layout(architecture: str) -> bool:
-    """Return whether transformers has an architecture's tensor names and layouts in tables."""
-    try:
-        from transformers.integrations.gguf import is_gguf_arch_supported
-    except ImportError:  # earlier releases have nothing else
-        return True
-    return not is_gguf_arch_supported(architecture)
 
 
 def check_complete(name: str, missing: list[str]) -> None:
@@ -363,25 +330,19 @@ _TABLES = ("token_embd.weight", "output.weight")  # the largest tensors; no layo
 _FILE_BYTES = 128 << 20
 
 
-class _Checkpoint:
-    """Safetensors files, each written once enough tensors have come for it, and their index."""
+class CheckpointWriter:
+    """Writes safetensors files, each once enough tensors have come for it, and their index."""
 
-    def __init__(
-        self, folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-    ) -> None:
-        self.shapes, self.dtype, self._folder = shapes, dtype, folder
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._tensors: dict[str, torch.Tensor] = {}
         self._files: list[list[str]] = []  # the names in each
         self._size = 0
 
-    def write(self, name: str, values: np.ndarray | torch.Tensor) -> None:
-        """Take a tensor, which is rounded to the files' dtype."""
-        if self.shapes[name] != tuple(values.shape):
-            expected = [*self.shapes[name]]
-            raise ValueError(f"{name} must have the shape {expected}, got {[*values.shape]}")
-        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)
-        self._tensors[name] = tensor.to(self.dtype).contiguous()
-        self._size += tensor.numel() * self.dtype.itemsize
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor."""
+        self._tensors[name] = tensor.contiguous()
+        self._size += tensor.nbytes
         if sum(tensor.nbytes for tensor in self._tensors.values()) >= _FILE_BYTES:
             self._end_file()
 
@@ -390,8 +351,8 @@ class _Checkpoint:
         save_file(self._tensors, self._folder / str(len(self._files)), {"format": "pt"})
         self._tensors.clear()
 
-    def close(self) -> list[str]:
-        """Give the files their names and write the index; return the names that are missing."""
+    def close(self) -> set[str]:
+        """Give the files their names and write the index; return the names that were written."""
         if self._tensors:
             self._end_file()
         count, weight_map = len(self._files), dict[str, str]()
@@ -403,7 +364,7 @@ class _Checkpoint:
         if count > 1:
             index = {"metadata": {"total_size": self._size}, "weight_map": weight_map}
             write_json(self._folder / SAFE_WEIGHTS_INDEX_NAME, index)
-        return [name for name in self.shapes if name not in weight_map]
+        return {*weight_map}
 
 
 def _read_table(tensor: Any, dtype: torch.dtype, progress: Progress) -> torch.Tensor:
@@ -420,7 +381,11 @@ def _read_table(tensor: Any, dtype: torch.dtype, progress: Progress) -> torch.Te
 
 
 def write_weights(
-    reader: Any, architecture: str, config: PreTrainedConfig, dtype: torch.dtype, folder: Path
+    tensors_of_file: Sequence[Any],
+    architecture: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    folder: Path,
 ) -> tuple[transformers.PreTrainedModel, list[str]]:
     """Write weights, without a config, as transformers would load them in `dtype`.
 
@@ -440,13 +405,18 @@ def write_weights(
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     parsed: dict[str, dict[str, torch.Tensor]] = {"tensors": {}}  # a layer's experts, stacked
     context = {"tensor_key_mapping": names, "parsed_parameters": parsed}
-    checkpoint = _Checkpoint(folder, shapes, dtype)
-    size = sum(int(tensor.n_bytes) for tensor in reader.tensors)
+    checkpoint = CheckpointWriter(folder)
+    size = sum(int(tensor.n_bytes) for tensor in tensors_of_file)
     with Progress("converting", size, "bytes") as progress:
 
         def write(name: str, values: Any) -> None:
-            if name in shapes:  # a tied weight is written by its other name
-                checkpoint.write(name, values)
+            if name not in shapes:  # a tied weight is written by its other name
+                return
+            if shapes[name] != tuple(values.shape):
+                expected = [*shapes[name]]
+                raise ValueError(f"{name} must have the shape {expected}, got {[*values.shape]}")
+            tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)
+            checkpoint.write(name, tensor.to(dtype))
 
         def write_joined() -> None:
             for name, tensor in parsed["tensors"].items():
@@ -454,21 +424,21 @@ def write_weights(
             parsed["tensors"].clear()
 
         block = ""
-        for tensor in sorted(reader.tensors, key=lambda tensor: _block(tensor.name)):
+        for tensor in sorted(tensors_of_file, key=lambda tensor: _block(tensor.name)):
             if _block(tensor.name) != block:
                 write_joined()
                 block = _block(tensor.name)
             name = names.get(tensor.name)
             if tensor.name in _TABLES and name in shapes:
-                checkpoint.write(name, _read_table(tensor, dtype, progress))
+                write(name, _read_table(tensor, dtype, progress))
                 continue
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
             result = processor.process(values, name=tensor.name, **context)
             write(names.get(result.name, ""), result.weights)
             progress.advance(tensor.n_bytes)
         write_joined()
-    parameters = dict(model.named_parameters())
-    return model, [name for name in checkpoint.close() if name in parameters]
+    written = checkpoint.close()
+    return model, [name for name, _ in model.named_parameters() if name not in written]
 
 
 def _block(name: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
@@ -56,8 +56,8 @@ def add_end_tokens(
 
 # --- GGUF files: how text is split before it is merged --------------------------------------------
 
-# Values of `tokenizer.ggml.pre`, with the expressions of llama.cpp. The default of transformers for
-# unknown names is right for these only.
+# Values of `tokenizer.ggml.pre`. The default of transformers for unknown names is right for these
+# only.
 _GPT2 = frozenset(
     ["gpt-2", "gpt2", "phi-2", "jina-es", "jina-de", "jina-v1-en", "jina-v2-es", "jina-v2-de",
      "jina-v2-code", "roberta-bpe", "gigachat", "a.x-4.0", "mellum", "modern-bert", "exaone4",
@@ -67,20 +67,9 @@ _DIGITS = frozenset(
     ["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"]
 )
 """As GPT-2, but each digit alone."""
-_THREE_DIGITS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_EXPRESSIONS = dict.fromkeys(
-    ["llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
-     "dbrx", "smaug-bpe", "glm4", "chatglm-bpe"],
-    _THREE_DIGITS,
-)  # fmt: skip
-_EXPRESSIONS |= dict.fromkeys(
-    ["qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan",
-     "solar-open", "grok-2"],
-    _THREE_DIGITS.replace(r"\p{N}{1,3}", r"\p{N}"),
-)  # fmt: skip
+_SAME = dict.fromkeys(["glm4", "chatglm-bpe"], "llama-bpe")
+_SAME |= dict.fromkeys(["stablelm2", "hunyuan", "solar-open", "grok-2"], "qwen2")
+"""Names that transformers does not know, and those that it does with the same expression."""
 _METADATA_ENDS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
@@ -91,7 +80,7 @@ def check_split(fields: Mapping[str, Any]) -> str | None:
     split = fields.get("tokenizer.ggml.pre") or "default"
     if split == "default":
         return "does not say how its tokenizer splits text (tokenizer.ggml.pre); taking GPT-2's way"
-    if split in _GPT2 | _DIGITS | {*_EXPRESSIONS, *_names_in_transformers()}:
+    if split in _GPT2 | _DIGITS | {*_SAME, *_splits_of_transformers()}:
         return None
     raise ValueError(
         f"splits text in a way that transformers {transformers.__version__} does not know"
@@ -100,29 +89,23 @@ def check_split(fields: Mapping[str, Any]) -> str | None:
     )
 
 
-def _names_in_transformers() -> Collection[str]:
-    """Return the names that this release of transformers supports; earlier releases have none."""
-    try:
-        from transformers.integrations.gguf import gguf_tokenizer_mapping
-    except ImportError:
-        return ()
-    names: Collection[str] = getattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS", ())
-    return names
+def _splits_of_transformers() -> Mapping[str, str]:
+    """Return transformers' expressions by the values of `tokenizer.ggml.pre`."""
+    from transformers.integrations.gguf import gguf_tokenizer_mapping  # slow to import
+
+    splits: Mapping[str, str] = gguf_tokenizer_mapping.GGUF_PRE_TOKENIZER_SPLITS
+    return splits
 
 
 def correct_tokenizer(tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any]) -> None:
-    """Set the special tokens and the pre-tokenizer that the file names. Mutates the tokenizer."""
-    for name in ("bos", "eos"):  # early releases confuse them
-        token = fields.get(f"tokenizer.ggml.{name}_token_id")
-        if token is not None and token != getattr(tokenizer, f"{name}_token_id"):
-            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
+    """Set the pre-tokenizer that the file names. Mutates the tokenizer."""
     if fields.get("tokenizer.ggml.model") != "gpt2":
         return
     split = fields.get("tokenizer.ggml.pre")
     if split in _DIGITS:
         first, byte_level = r"\p{N}", pre_tokenizers.ByteLevel(add_prefix_space=False)
-    elif split in _EXPRESSIONS:
-        first = _EXPRESSIONS[split]
+    elif split in _SAME:
+        first = _splits_of_transformers()[_SAME[split]]
         byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     else:
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import glob
 import json
 import math
@@ -30,6 +29,7 @@ from transformers.modeling_utils import LoadStateDictConfig, str_to_torch_dtype
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from h2okv.console import Progress
+from h2okv.models.gguf import CheckpointWriter, temporary_folder
 from h2okv.offload.meta_model import (
     MetaModel,
     ParameterSlot,
@@ -43,7 +43,6 @@ from h2okv.provenance import digest
 from h2okv.records import naming, parse_json, refusing
 
 _AGAIN = "get the model again"
-_NAMES = {dtype: name for name, dtype in str_to_torch_dtype.items()}
 _COMPARED = 1 << 20  # bytes of embedding and head that are compared at once
 _SAMPLES = 64  # offsets in a file; another training run changes the bytes at all of them
 _SAMPLE_BYTES = 4096  # read at each
@@ -289,15 +288,14 @@ def open_converted(meta: MetaModel, files: CheckpointFiles, folder: Path) -> Che
     keys = (str(source), files.identity, [forms, type(meta.model).__name__])
     source_digest, content_digest, form_digest = (digest(json.dumps(key))[:12] for key in keys)
     stem = f"{source.parent.name}-{source_digest}"
-    path = folder / f"{stem}-{content_digest}-{form_digest}.safetensors"
-    if not path.exists():
+    path = folder / f"{stem}-{content_digest}-{form_digest}"
+    if not path.is_dir():
         convert(meta, files, path)
-        for other in folder.glob(f"{glob.escape(stem)}-*-*.safetensors*"):
+        for other in folder.glob(f"{glob.escape(stem)}-*"):
             if not other.name.startswith(f"{stem}-{content_digest}-"):
-                with contextlib.suppress(OSError):
-                    other.unlink()
+                shutil.rmtree(other, ignore_errors=True)
     with contextlib.suppress(ValueError):
-        copy = CheckpointFiles([path])
+        copy = CheckpointFiles.in_folder(path)
         copy.parameters = map_weights(meta, copy)
         if copy.parameters:
             return copy
@@ -308,55 +306,31 @@ def open_converted(meta: MetaModel, files: CheckpointFiles, folder: Path) -> Che
 
 
 def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
-    """Write each layer contiguously, as transformers converts it; one at a time is in memory."""
-    import fcntl
-
+    """Write a folder of weights as transformers converts them; one layer at a time is loaded."""
     named = named_keys(meta, files)
     groups = _groups(meta, named)
-    header, total = _header([slot for group in groups for slot in group])
-    draft = path.with_name(f"{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("ab") as file, Progress("rewriting the weights", total, "bytes") as bar:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if path.exists():
-                return
-            file.truncate(0)
-            if shutil.disk_usage(path.parent).free < total:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            file.write(header)
+    total = sum(slot.nbytes for group in groups for slot in group)
+    with temporary_folder(path.parent, ".rewriting-") as temporary:
+        if shutil.disk_usage(temporary).free < total:
+            raise ValueError(
+                f"the weights must be rewritten to be streamed, {total} bytes to '{path}', and"
+                " there is no room for them; give XDG_CACHE_HOME another folder with room, or"
+                " --weights device"
+            )
+        writer = CheckpointWriter(temporary)
+        with Progress("rewriting the weights", total, "bytes") as bar:
             for group in groups:
+                tensors = _load(meta, files, named, group)
+                for slot, tensor in zip(group, tensors, strict=True):
+                    writer.write(slot.name, tensor)
+                    bar.advance(tensor.nbytes)
                 written = {slot.name for slot in group}
-                for tensor in read_group(meta, files, named, group):
-                    file.write(bytes_of(tensor))
                 for slot in meta.slots:
                     if slot.name in written:
                         slot.empty()
-                bar.update(file.tell())
-            file.flush()
-            os.fsync(file.fileno())
-            draft.replace(path)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ValueError(
-            f"the weights must be rewritten to be streamed, {total} bytes to '{path}', and that"
-            f" failed ({reason}); give XDG_CACHE_HOME another folder with room, or --weights device"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-
-
-def read_group(
-    meta: MetaModel,
-    files: CheckpointFiles,
-    named: dict[str, tuple[str, str | None]],
-    group: list[ParameterSlot],
-) -> Iterator[torch.Tensor]:
-    """Yield the tensor of each slot as transformers converts it; `named` is of `named_keys`."""
-    names = {slot.name for slot in group}
-    keys = [key for key, (name, _) in named.items() if name in names]
-    yield from _load(meta, group, {key: _LazyTensor(files, key) for key in keys})
+        writer.close()
+        with contextlib.suppress(OSError):  # another process wrote it first
+            temporary.rename(path)
 
 
 class _LazyTensor:
@@ -389,11 +363,18 @@ def _groups(meta: MetaModel, named: dict[str, tuple[str, str | None]]) -> list[l
 
 
 def _load(
-    meta: MetaModel, group: list[ParameterSlot], tensors: dict[str, Any]
+    meta: MetaModel,
+    files: CheckpointFiles,
+    named: dict[str, tuple[str, str | None]],
+    group: list[ParameterSlot],
 ) -> Iterator[torch.Tensor]:
-    """Load parameters as transformers does, and yield the tensors to write for them."""
+    """Load parameters as transformers converts them, and yield the tensors to write for them."""
     if not group:
         return
+    names = {slot.name for slot in group}
+    tensors: dict[str, Any] = {
+        key: _LazyTensor(files, key) for key, (name, _) in named.items() if name in names
+    }
     model: Any = meta.model
     transforms: list[Any] = list(get_model_conversion_mapping(model))
     config = LoadStateDictConfig(dtype=model.dtype, weight_mapping=transforms)
@@ -416,18 +397,3 @@ def _load(
                 f"{slot.name} is in the weights, but transformers {transformers.__version__} could"
                 " not convert it for streaming; give --weights device"
             )
-
-
-def _header(slots: list[ParameterSlot]) -> tuple[bytes, int]:
-    """Return the header of a safetensors file, and the bytes of the file."""
-    entries: dict[str, Any] = {}
-    end = 0
-    for slot in slots:
-        offsets = [end, end + slot.nbytes]
-        shape, dtype = list(slot.shape), _NAMES[slot.dtype]
-        entries[slot.name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-        end += slot.nbytes
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)  # the format's alignment
-    header = len(text).to_bytes(8, "little") + text
-    return header, len(header) + end

@@ -85,43 +85,30 @@ class Prompt(NamedTuple):
     fields: dict[str, Any] = {}  # those that control how the content is rendered
     sampling: dict[str, Any] = {}  # parameters that replace those of the job
     url: str | None = None  # of a line in OpenAI's batch format
-    model: str | None = None
-
-
-class PromptLine(NamedTuple):
-    """A prompt's line in the input, and the digest of its content."""
-
-    number: int
-    start: int  # its first byte
-    digest: str
-    max_tokens: int | None  # of the line's parameters
-    model: str | None  # the name that the line gives
+    model: str | None = None  # the name that the line gives
+    number: int = 0  # of the line, from 1
 
 
 class PromptFile:
     """Lines ``{"id", "prompt"}`` or ``{"id", "messages"}``, or those of OpenAI's batch format.
 
-    A line without an id has its number as id, from 1. A line that changes later is detected.
+    A line without an id has its number as id, from 1.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines: dict[str, PromptLine] = {}  # by the prompt's id as JSON
-        start = 0
+        self.lines: dict[str, Prompt] = {}  # by the prompt's id as JSON
         with naming(path, "read", "give a JSONL file"), path.open("rb") as file:
             for number, data in enumerate(file, start=1):
                 if data.strip(b"\xef\xbb\xbf \t\r\n"):
                     location = f"line {number} of '{path}'"
-                    prompt = _parse(data, location, number)
+                    prompt = _parse(data, location, number)._replace(number=number)
                     name = json.dumps(prompt.id)
-                    limit = prompt.sampling.get("max_tokens")
-                    line = PromptLine(number, start, prompt.digest, limit, prompt.model)
-                    if (first := self.lines.setdefault(name, line)) is not line:
+                    if (first := self.lines.setdefault(name, prompt)) is not prompt:
                         raise ValueError(
                             f"{location}: id {name} is that of line {first.number} too; give every"
                             " prompt an id of its own"
                         )
-                start += len(data)
         if not self.lines:
             raise ValueError(f"'{path}' has no prompts; give lines such as {_LINE}")
 
@@ -133,21 +120,6 @@ class PromptFile:
                     f"line {line.number} of '{self.path}': model={short_repr(line.model)} is not"
                     f" this command's model; give {names[0]!r}, or leave it out"
                 )
-
-    def read(self, name: str) -> Prompt:
-        """Read a prompt again, by its id as JSON."""
-        line = self.lines[name]
-        with naming(self.path, "read", "give a JSONL file"), self.path.open("rb") as file:
-            file.seek(line.start)
-            data = file.readline()
-        with suppress(ValueError):
-            prompt = _parse(data, name, line.number)
-            if (json.dumps(prompt.id), prompt.digest) == (name, line.digest):
-                return prompt
-        raise ValueError(
-            f"'{self.path}' has changed while it was read (id {name}); leave it as it is during a"
-            " job, and run the command again"
-        )
 
 
 def _parse(data: bytes, location: str, number: int) -> Prompt:
@@ -409,9 +381,9 @@ class Job(ResultFile):
                     " the input that it was begun with"
                 )
 
-    def unfinished(self) -> list[str]:
-        """Return the prompts without a result, by their ids as JSON."""
-        return [name for name in self.prompts.lines if name not in self.finished]
+    def unfinished(self) -> list[Prompt]:
+        """Return the prompts without a result."""
+        return [prompt for name, prompt in self.prompts.lines.items() if name not in self.finished]
 
     def collect(
         self, blocks: Iterable[list[dict[str, Any]]], report: Callable[[float, int], None]

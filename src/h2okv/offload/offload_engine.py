@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -201,9 +201,9 @@ def _budgets_from_files(
         if measures and (room is None or needed <= room):
             if room is not None:
                 process.give_memory_back()
-            streaming = StreamingModel(meta, files, request.device)
-            weights = streaming.weights()
-            return with_measured_budgets(request.cache, streaming.model, described, weights)
+            with _streaming(meta, files, request.device) as streaming:
+                weights = streaming.weights()
+                return with_measured_budgets(request.cache, streaming.model, described, weights)
         if measures:
             reason = f"--memory leaves less than the {format_bytes(needed)} that measuring takes"
     return even_budgets(request.cache, reason, measuring_command(described.name))
@@ -214,9 +214,20 @@ def measure(request: OffloadRequest, described: Described) -> Shares:
     if _fits_in_memory(request, described):
         return measure_model(load_weights(described, request.dtype, request.device), described)
     meta, files = _open(request, described)
-    with closing(files):
-        streaming = StreamingModel(meta, files, request.device)
+    with closing(files), _streaming(meta, files, request.device) as streaming:
         return measure_model(streaming.model, described, streaming.weights())
+
+
+@contextmanager
+def _streaming(
+    meta: MetaModel, files: CheckpointFiles, device: torch.device
+) -> Iterator[StreamingModel]:
+    """Open a model that reads its layers one by one, from their converted copy if there must be."""
+    if files.parameters:
+        yield StreamingModel(meta, files, device)
+        return
+    with closing(open_converted(meta, files, cache_folder("weights"))) as copy:
+        yield StreamingModel(meta, copy, device)
 
 
 def _run_here(
@@ -228,18 +239,19 @@ def _run_here(
         """Yield the tokens of each unfinished prompt that can be served."""
         unfinished = job.unfinished()
         with Progress("counting tokens", len(unfinished), "prompts") as progress:
-            for prompt in map(job.prompts.read, unfinished):
+            for prompt in unfinished:
                 with suppress(ValueError):
                     yield len(codec.sequence(prompt, None).prompt)
                 progress.advance()
 
-    limits = [line.max_tokens or request.max_new_tokens for line in job.prompts.lines.values()]
+    usual, prompts = request.max_new_tokens, job.prompts.lines.values()
+    limits = [prompt.sampling.get("max_tokens") or usual for prompt in prompts]
     # The plan must have room for the longest answer of any line.
     longest = replace(request.sampling, max_tokens=max(limits))
     request = replace(request, sampling=longest)
     runner, chosen = open_runner(request, described, lengths(), model)
     count, total, scheduler = len(limits), sum(limits), runner.scheduler
-    unfinished = map(job.prompts.read, job.unfinished())
+    unfinished = job.unfinished()
 
     def report(seconds: float, _: int) -> None:
         speed = runner.num_new_tokens / max(seconds, 1e-9)

@@ -29,7 +29,7 @@ from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import ordinary_tensors
 from h2okv.calibration.factors import FOLLOWING, FRACTIONS, WINDOW
 from h2okv.calibration.layer_budgets import Weights
-from h2okv.offload.checkpoint import CheckpointFiles, StoredTensor, bytes_of, named_keys, read_group
+from h2okv.offload.checkpoint import CheckpointFiles, StoredTensor, bytes_of, named_keys
 from h2okv.offload.meta_model import (
     MetaModel,
     ParameterSlot,
@@ -178,11 +178,8 @@ class EmbeddingReader:
         self._slot.fill(torch.empty(shape, dtype=self._slot.dtype, device=self._device))
 
 
-def materialise(
-    meta: MetaModel, files: CheckpointFiles, placement: Sequence[str], device: torch.device
-) -> tuple[WeightStream | None, EmbeddingReader | None]:
-    """Load resident weights, and stream the others; the last tier is the embedding's."""
-    *unit_places, embedding_place = placement
+def _place_others(meta: MetaModel, files: CheckpointFiles, device: torch.device) -> None:
+    """Load buffers, and parameters outside the units but the embedding's."""
     for name, buffer in [*meta.model.named_buffers(remove_duplicate=False)]:
         owner, _, attribute = name.rpartition(".")
         if name in files.parameters:  # the model has computed the others
@@ -190,6 +187,14 @@ def materialise(
         meta.model.get_submodule(owner)._buffers[attribute] = buffer.to(device)
     for slot in meta.others:
         slot.fill(files.read(files.parameters[slot.name]).to(device))
+
+
+def materialise(
+    meta: MetaModel, files: CheckpointFiles, placement: Sequence[str], device: torch.device
+) -> tuple[WeightStream | None, EmbeddingReader | None]:
+    """Load resident weights, and stream the others; the last tier is the embedding's."""
+    *unit_places, embedding_place = placement
+    _place_others(meta, files, device)
     streamed = []
     in_host_memory: dict[str, torch.Tensor] = {}
     for unit, tier in zip(meta.units, unit_places, strict=True):
@@ -386,21 +391,14 @@ class StreamingModel:
     """A model that reads each layer's weights whenever it computes the layer, without a thread.
 
     For a backward pass a layer is computed again, so that one layer's activations and weights are
-    in memory. The embedding stays there.
+    in memory. The embedding stays there. The files have the `parameters` of the model.
     """
 
     def __init__(self, meta: MetaModel, files: CheckpointFiles, device: torch.device) -> None:
         self.model: PreTrainedModel = meta.model
         self._meta, self._files, self._device = meta, files, device
-        self._named = named_keys(meta, files)
-        self._install([meta.embedding, *meta.others])
-        for name, buffer in [*meta.model.named_buffers(remove_duplicate=False)]:
-            owner, _, attribute = name.rpartition(".")
-            location = meta.model.get_submodule(owner)
-            if any(stored == name for stored, _ in self._named.values()):
-                slot = ParameterSlot(name, location, attribute, buffer.shape, buffer.dtype)
-                (buffer,) = read_group(meta, files, self._named, [slot])
-            location._buffers[attribute] = buffer.to(device)
+        _place_others(meta, files, device)
+        meta.embedding.fill(files.read(files.parameters[meta.embedding.name]).to(device))
         self._cache: Any = None  # of the current forward
         hook: Any = lambda _, args, kwargs: setattr(self, "_cache", cache_in(kwargs))  # noqa: E731
         meta.model.register_forward_pre_hook(hook, with_kwargs=True)
@@ -408,35 +406,22 @@ class StreamingModel:
             unit.module.forward = partial(self._forward, index, unit, unit.module.forward)
 
     def weights(self) -> Weights:
-        """Return what tells the weights from others; reads all if some are converted."""
-        meta, begun = self._meta, time.perf_counter()
-        self._install(meta.units[0].slots)
+        """Return what tells the weights from others, and the time of reading them once."""
+        unit, begun = self._meta.units[0], time.perf_counter()
+        self._install(unit)
         seconds = time.perf_counter() - begun
-        size = sum(unit.nbytes for unit in meta.units)
-        weights = weights_in_files(meta, self._files)
-        prints = dict(weights.prints)
-        for unit in meta.units:
-            missing = [slot for slot in unit.slots if slot.name not in prints]
-            if missing:
-                self._install(unit.slots)
-                for slot in missing:
-                    flat = slot.owner.get_parameter(slot.attribute).detach().reshape(-1)
-                    chunks = [flat[chunk].cpu() for chunk in chunks_of(len(flat))]
-                    prints[slot.name] = weight_print(slot.shape, torch.cat(chunks))
-            unit.empty()
-        pass_seconds = seconds * size / max(1, meta.units[0].nbytes)
-        return replace(weights, prints=prints, is_complete=True, pass_seconds=pass_seconds)
+        unit.empty()
+        size = sum(unit.nbytes for unit in self._meta.units)
+        weights = weights_in_files(self._meta, self._files)
+        return replace(weights, pass_seconds=seconds * size / max(1, unit.nbytes))
 
-    def _install(self, slots: Any) -> None:
-        """Read parameters to the device; a tied head shares the embedding's."""
+    def _install(self, unit: Unit) -> None:
+        """Read a unit to the device; a tied head shares the embedding's weights."""
         table = self._meta.embedding
-        group = [slot for slot in slots if slot is table or slot.name != table.name]
-        tensors = list(read_group(self._meta, self._files, self._named, group))
-        for slot, tensor in zip(group, tensors, strict=True):
-            slot.fill(tensor.to(self._device))
-        for slot in slots:
-            if slot not in group:
-                slot.fill(table.owner.get_parameter(table.attribute).data)
+        unshared = replace(unit, slots=tuple(s for s in unit.slots if s.name != table.name))
+        unshared.fill(self._files.read_unit(unshared).to(self._device))
+        for slot in set(unit.slots) - set(unshared.slots):
+            slot.fill(table.owner.get_parameter(table.attribute).data)
 
     def _forward(self, index: int, unit: Unit, forward: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a layer or the head with weights that are read for it."""
@@ -452,7 +437,7 @@ class StreamingModel:
                     before = _copies(layer, vars(layer))
                 else:
                     vars(layer).update(_copies(layer, before))
-            self._install(unit.slots)
+            self._install(unit)
             try:
                 return forward(*args, **kwargs)
             finally:

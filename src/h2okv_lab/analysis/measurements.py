@@ -48,7 +48,6 @@ from h2okv_lab.analysis.study import (
     Tables,
     tabulate,
 )
-from h2okv_lab.analysis.theory import measure_long, measure_theory
 from h2okv_lab.tables import Row, write_csv
 
 HIDDEN = (0.05, 0.1, 0.2)
@@ -268,8 +267,6 @@ MEASUREMENTS = (
     Measurement("retention", ("retention",), measure_retention),
     Measurement("lifetimes", ("stays",), measure_stays),
     Measurement("overlap", ("agreement",), measure_agreement),
-    Measurement("theory", ("theory", "theory_steps", "theory_mass"), measure_theory),
-    Measurement("theory-long", ("theory_long",), measure_long),
     Measurement("neurons", ("neurons",), measure_neurons, is_option=True),
 )
 """In the order in which they run."""

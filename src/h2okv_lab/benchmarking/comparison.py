@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -12,15 +12,12 @@ from itertools import product
 from typing import Any, ClassVar
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
 
 import h2okv
-from h2okv.cache import CACHE, CacheLayer
 from h2okv.cache.support import context_window
 from h2okv.config import CacheConfig, Positions
-from h2okv.console import check_distinct, check_minimum
+from h2okv.console import check_minimum
 from h2okv.engine.memory import available_bytes
-from h2okv.integration.attention import ATTENTION_NAME
 from h2okv.offload.profile import Clock
 from h2okv.records import unknown_name
 from h2okv_lab.benchmarking.caches import (
@@ -36,8 +33,7 @@ from h2okv_lab.benchmarking.caches import (
 )
 from h2okv_lab.benchmarking.model import Footprint, ModelSource, speedup_limit
 from h2okv_lab.benchmarking.results import interleaved, quartiles, ratios, triple
-from h2okv_lab.masking import MaskedCache
-from h2okv_lab.tables import Row
+from h2okv_lab.tables import Row, check_distinct
 
 
 @dataclass(frozen=True)
@@ -115,93 +111,6 @@ class Settings:
             )
 
 
-_BATCH, _PROMPT, _STEPS = 2, 96, 8
-# In fp32, and in half precision, where rounding may swap entries of nearly equal score.
-_LARGEST_ERROR = (1e-3, 5e-2)
-_LARGEST_DIFFERENCE = (0.002, 0.02)
-
-
-class CheckFailedError(Exception):
-    """H2O computes wrong results: its speed means nothing."""
-
-
-def _difference(first: h2okv.H2OCache, second: h2okv.H2OCache, layers: Sequence[int]) -> float:
-    """Return the share of entries that only one of two caches keeps, over layers and heads."""
-    total = differing = 0
-    for layer_idx in layers:
-        pair = (cache.kept_positions(layer_idx).flatten(0, 1) for cache in (first, second))
-        for heads in zip(*pair, strict=True):
-            left, right = (set(positions[positions >= 0].tolist()) for positions in heads)
-            total += len(right)
-            differing += max(len(left - right), len(right - left))
-    return differing / total
-
-
-def check_h2o(model: PreTrainedModel, **options: Any) -> dict[str, float | None]:
-    """Check H2O against full attention, with K >= length, and against masking.
-
-    Returns the largest differences of logits, relative to the largest logit, and the fraction of
-    entries that masking does not keep. In half precision there is no ``drop_error``, because
-    rounding separates two correct results, and only the first layer counts, whose input is the same
-    for both.
-    """
-    is_half = model.dtype != torch.float32
-    ids = prompt_ids(model, _BATCH, _PROMPT + _STEPS)
-
-    def logits(
-        heavy: int | float, kind: Any = h2okv.H2OCache
-    ) -> tuple[torch.Tensor, h2okv.H2OCache]:
-        amounts = {"heavy": heavy, "recent": heavy, "min_tokens": 0}
-        cache = kind(model, **amounts, **options)
-        return _logits(model, ids, cache, ATTENTION_NAME), cache
-
-    full = exact = _logits(model, ids, DynamicCache(config=model.config), "sdpa")
-    if options.get("kv_bits") is not None:
-        full, _ = logits(_PROMPT, MaskedCache)
-    uncut, _ = logits(_PROMPT)
-    dropped, dropping = logits(0.1)
-    masked, masking = logits(0.1, MaskedCache)
-    largest = full.abs().max()
-    error = float((uncut - full).abs().max() / largest)
-    drop_error = float((dropped - masked).abs().max() / largest)
-    evicting = [n for n, layer in enumerate(dropping.layers) if isinstance(layer, CacheLayer)]
-    difference = _difference(dropping, masking, evicting[: 1 if is_half else None])
-    # Rounding may move a value to the next code, which changes it as much as packing does.
-    packing = float((full - exact).abs().max() / largest)
-    limit = max(_LARGEST_ERROR[is_half], packing)
-    if is_half and error > limit:
-        # Deep models round more: by how much, two ways to compute full attention show.
-        other = _logits(model, ids, DynamicCache(config=model.config), "eager")
-        limit = max(limit, 2 * float((other - exact).abs().max() / largest))
-    for problem, value, largest_right in (
-        ("with K >= length it differs from full attention", error, limit),
-        ("it keeps other entries than its simulation", difference, _LARGEST_DIFFERENCE[is_half]),
-        ("it differs from its simulation", 0.0 if is_half else drop_error, limit),
-    ):
-        # Not "value > largest_right", which NaN would pass.
-        if not value <= largest_right:
-            raise CheckFailedError(
-                f"the check of H2O in {dtype_name(model.dtype)} failed: {problem} by {value:.2g}"
-                f" (at most {largest_right:.2g} is rounding), so no speed is reported"
-            )
-    return {
-        "full_error": error,
-        "drop_error": None if is_half else drop_error,
-        "kept_difference": difference,
-    }
-
-
-def _logits(
-    model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache | h2okv.H2OCache, attention: str
-) -> torch.Tensor:
-    """Return logits after the prompt and after each step, fp32 ``[B, 1 + steps, V]``."""
-    model.set_attn_implementation(attention)
-    with torch.inference_mode():
-        blocks = (ids[:, :_PROMPT], *ids[:, _PROMPT:].split(1, dim=1))
-        outputs = [model(block, logits_to_keep=1, **{CACHE: cache}).logits for block in blocks]
-    return torch.cat(outputs, dim=1).float()
-
-
 COLUMNS = (
     "model", "dtype", "positions", "context", "batch", "budget", "cache", "spec", "kv_bits",
     "status", "rounds", "steps", "evict_every", "compiled", "entries", "cache_bytes",
@@ -232,7 +141,6 @@ class Bench(ABC):
             if spec.name == "h2o" and spec.config is not None:
                 h2okv.H2OCache.from_config(config, spec.config)
         self.footprint = Footprint(config, self.dtype, self.settings.positions)
-        self.checks: dict[str, dict[str, float | None]] = {}
         self.bandwidth: float | None = None  # of the device's memory, in bytes a second
         self.check_fits(self.settings)
 
@@ -262,15 +170,10 @@ class Bench(ABC):
                 )
 
     def rows(self, report: Callable[[int, str], None], bandwidth: float) -> Iterator[Row]:
-        """Build the model, check H2O on it, then measure; `num_units` reports."""
+        """Build the model, then measure; `num_units` reports."""
         self.report, self.bandwidth = partial(report, 1), bandwidth
         report(0, "building the model")
         self.model = self.source.build(self.dtype, self.device)
-        report(0, "checking correctness")
-        positions = self.settings.positions
-        for bits in dict.fromkeys([None, *(config.kv_bits for config in self.settings.configs)]):
-            name = dtype_name(self.dtype) + ("" if bits is None else f", {bits} bits")
-            self.checks[name] = check_h2o(self.model, positions=positions, kv_bits=bits)
         yield from self.measured()
         del self.model  # free memory for the next dtype
 
@@ -281,7 +184,7 @@ class Bench(ABC):
 
     @abstractmethod
     def measured(self) -> Iterator[Row]:
-        """Measure the model that `rows` has checked."""
+        """Measure the model that `rows` has built."""
 
     def described(self, spec: CacheSpec, context: int) -> dict[str, Any]:
         """Return the columns that describe the run."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # Listed here because the module that defines them imports torch.
 MEASUREMENTS = (
     "sparsity", "scores", "words", "sinks", "ablation", "policies", "predicted", "retention",
-    "lifetimes", "overlap", "theory", "theory-long", "neurons",
+    "lifetimes", "overlap", "neurons",
 )  # fmt: skip
 
 

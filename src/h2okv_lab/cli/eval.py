@@ -439,7 +439,7 @@ def sweep(
 
 def lm_eval(
     context: typer.Context,
-    data: Path | None = option(None, "Folder of data files (H2OKV_EVAL_DATA).", read=_folder),
+    data: Path | None = option(None, "Folder of task files.", read=_folder),
 ) -> int:
     from h2okv_lab.evaluation.lm_eval import run_harness
 

@@ -33,7 +33,6 @@ from h2okv_lab.evaluation.tasks.generation import Diversity, Summarization
 from h2okv_lab.evaluation.tasks.harness import HarnessTask
 from h2okv_lab.evaluation.tasks.perplexity import Perplexity
 from h2okv_lab.evaluation.tasks.recall import COMPRESSIONS, NeedleTask, Recall
-from h2okv_lab.evaluation.tasks.ruler import Ruler
 from h2okv_lab.masking import PER_QUERY
 
 EXPERIMENTS = Path(__file__).parent / "experiments"  # the bundled ones
@@ -44,7 +43,6 @@ KINDS: dict[str, type[Task]] = {
     "perplexity": Perplexity,
     "needle": NeedleTask,
     "recall": Recall,
-    "ruler": Ruler,
     "diversity": Diversity,
 }
 # Fields of tasks that are not names of an entry.
@@ -89,14 +87,12 @@ class Surroundings:
             return {"name": entry.get("name") or kind, "text": sample_prompt()}
         if not isinstance(file, str):
             raise ValueError(f"{where}: {kind} must be a name, got {file!r}")
-        if kind == "ruler":
-            return {"name": file, "data": self.data}
-        if self.data is None and entry.get("own", True):
+        if kind == "harness":
+            return {"name": file, "data": self.data, "work": self.work}
+        if self.data is None:
             raise ValueError(
                 f"{where}: {kind} {file!r} needs data files; give their folder by --data DIR"
             )
-        if kind == "harness":
-            return {"name": file, "data": self.data, "work": self.work}
         if reads_text:
             name = entry.get("name") or f"{kind}, {Path(file).stem}"
             return {"name": name, "text": read_text_file(data_file(file, self.data))}

@@ -1,5 +1,7 @@
 import re
 import shutil
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,7 +10,14 @@ from h2okv_lab.analysis import measurements as module
 from h2okv_lab.analysis.attention_stats import activation_frequency
 from h2okv_lab.analysis.measurements import MEASUREMENTS, analyze, choose_measurements, is_finished
 from h2okv_lab.analysis.report import SECTIONS, write_report
-from h2okv_lab.analysis.study import TEXT_COLUMNS, Study, make_sample, open_folder, token_pieces
+from h2okv_lab.analysis.study import (
+    CACHE_FOLDER,
+    TEXT_COLUMNS,
+    Study,
+    make_sample,
+    open_folder,
+    token_pieces,
+)
 from h2okv_lab.tables import read_csv, write_csv
 
 pytestmark = pytest.mark.slow
@@ -24,6 +33,12 @@ def folder(model, sample, tmp_path_factory):
     path = tmp_path_factory.mktemp("analysis")
     open_folder(path, "tiny", TEXT, sample.length)
     analyze(model, sample, path, MEASUREMENTS)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+    theory = pytest.importorskip("theory", reason="the benchmarks are not beside these tests")
+    study = Study(model, sample, path / CACHE_FOLDER)
+    for measure in (theory.measure_theory, theory.measure_long):
+        for name, rows in measure(study).items():
+            write_csv(path / f"{name}.csv", rows)
     return path
 
 
@@ -66,7 +81,7 @@ def test_a_stopped_analysis_resumes(folder, model, sample, tmp_path):
     )
     assert [name for name, done in calls if done == 0.0][0] == stop_in.name
     for path in folder.glob("*.csv"):
-        if path.stem != "neurons":
+        if path.stem != "neurons" and not path.stem.startswith("theory"):
             assert (tmp_path / path.name).read_text() == path.read_text(), path.name
 
 
@@ -112,7 +127,7 @@ def test_the_report_begins_with_the_paper_s_findings(folder):
 def test_missing_measurements_name_their_option(folder, tmp_path):
     for name in ("settings.json", "sparsity.csv", "perplexity.csv"):
         shutil.copy(folder / name, tmp_path)
-    assert len(write_report(tmp_path)) == 12
+    assert len(write_report(tmp_path)) == 9
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Neurons (--neurons)" in page and "Heads and layers (--only overlap)" in page
     assert "Policies by budget (--only retention)" in page

@@ -1,6 +1,8 @@
 """The theorem on small matrices, checked exhaustively."""
 
+import sys
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,10 @@ from hypothesis_examples import examples
 from h2okv.budget import TokenBudget
 from h2okv_lab.analysis.attention_stats import of_layers
 from h2okv_lab.analysis.eviction_trace import entries_after, follow
-from h2okv_lab.analysis.theory import (
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+pytest.importorskip("theory", reason="the benchmarks are not beside these tests")
+from theory import (  # noqa: E402
     CONCAVE,
     FACTOR,
     OBJECTIVES,

@@ -28,7 +28,7 @@ def test_analyze_writes_a_report(h2okv_command, model_folder, text_file, tmp_pat
     done = h2okv_command("analyze", "--model", model_folder, "--text", text_file, "--out", out)
     assert (done.code, done.out) == (0, f"{out / 'report.html'}\n"), done.err
     page = (out / "report.html").read_text(encoding="utf-8")
-    assert page.count("<img ") == 12 + 3
+    assert page.count("<img ") == 9 + 3
     assert "Not measured: Neurons (--neurons)." in page
     tables = {table for m in MEASUREMENTS if not m.is_option for table in m.tables}
     assert {path.stem for path in out.glob("*.csv")} == tables

@@ -13,9 +13,10 @@ RTE = '{{"premise": "The cat sat on mat {}.", "hypothesis": "The cat sat.", "lab
 
 
 @pytest.fixture
-def data(tmp_path):
+def data(tmp_path, add_task_files):
     folder = tmp_path / "data"
     folder.mkdir()
+    add_task_files(folder)
     lines = [RTE.format(i, ("entailment", "not_entailment")[i % 2]) for i in range(4)]
     (folder / "rte_val.jsonl").write_text("".join(lines))
     return folder
@@ -24,9 +25,8 @@ def data(tmp_path):
 @pytest.fixture
 def run(h2okv_command, model_folder, monkeypatch):
     monkeypatch.setenv("LMEVAL_LOG_LEVEL", "ERROR")
-    monkeypatch.delenv("H2OKV_EVAL_DATA", raising=False)
 
-    def call(*args, task="h2okv_rte", options="heavy=0.1,recent=0.1"):
+    def call(*args, task="rte", options="heavy=0.1,recent=0.1"):
         model = f"pretrained={model_folder},{options}"
         return h2okv_command("lm-eval", "--tasks", task, "--model_args", model, *args)
 
@@ -44,14 +44,14 @@ def test_lm_eval_prints_the_table_and_records_its_options(run, data, tmp_path):
         options="heavy=0.1,recent=0.1,evict_every=1",
     )  # fmt: skip
     assert outcome.code == 0, outcome.err
-    assert "|h2okv_rte|" in outcome.out and "|acc " in outcome.out
+    assert "|rte " in outcome.out and "|acc " in outcome.out
     results = results_in(out)
     assert results["config"]["model"] == "h2okv"
     record = results["config"]["h2okv"]
     assert record["cache"]["protocol"] == "whole"
     assert (record["cache"]["heavy"], record["cache"]["recent"]) == (0.1, 0.1)
-    assert results["n-shot"] == {"h2okv_rte": 1}
-    assert results["n-samples"]["h2okv_rte"] == {"original": 4, "effective": 4}
+    assert results["n-shot"] == {"rte": 1}
+    assert results["n-samples"]["rte"] == {"original": 4, "effective": 4}
 
 
 def test_a_stopped_run_continues_from_stored_answers(run, data, tmp_path, monkeypatch):
@@ -79,7 +79,7 @@ def test_ctrl_c_names_the_way_to_continue(run, data, monkeypatch):
 
 def test_the_tasks_run_with_a_model_of_the_harness(h2okv_command, model_folder, data, monkeypatch):
     monkeypatch.setenv("LMEVAL_LOG_LEVEL", "ERROR")
-    args = ("--model", "hf", "--model_args", f"pretrained={model_folder}", "--tasks", "h2okv_rte")
+    args = ("--model", "hf", "--model_args", f"pretrained={model_folder}", "--tasks", "rte")
     outcome = h2okv_command("lm-eval", "run", "--data", data, *args)
     assert outcome.code == 0, outcome.err
     assert outcome.out.startswith("hf (")
@@ -88,13 +88,12 @@ def test_the_tasks_run_with_a_model_of_the_harness(h2okv_command, model_folder, 
 @pytest.mark.parametrize(
     ("args", "changes", "words"),
     [
-        ((), {}, "'rte_val.jsonl'"),
         (("--data", "nowhere"), {}, "--data 'nowhere' is not a folder"),
-        ((), {"task": "h2okv_rta"}, "did you mean h2okv_rte"),
+        (("--data", "DATA"), {"task": "opnbookqa"}, "did you mean openbookqa"),
         ((), {"options": "hevy=0.1"}, "perhaps 'heavy' is meant"),
         (("--data", "DATA"), {"options": "policy=h20"}, "did you mean h2o"),
         (
-            ("--data", "DATA", "--limit", "2", "--samples", '{"h2okv_rte": [0]}'),
+            ("--data", "DATA", "--limit", "2", "--samples", '{"rte": [0]}'),
             {},
             "--limit must be None",
         ),
@@ -107,10 +106,11 @@ def test_bad_input_is_one_sentence(run, data, args, changes, words):
     assert "Traceback" not in outcome.err
 
 
-def test_a_missing_file_is_named_with_its_folder(run, tmp_path):
-    outcome = run("--data", tmp_path)
+def test_a_missing_file_is_named_with_its_folder(run, data):
+    (data / "rte_val.jsonl").unlink()
+    outcome = run("--data", data)
     assert outcome.code == 2
-    assert f"'rte_val.jsonl' is not in '{tmp_path}'" in outcome.err
+    assert f"'rte_val.jsonl' is not in '{data}'" in outcome.err
 
 
 def test_unknown_options_are_an_error_of_the_harness(run, data, capsys):
@@ -127,7 +127,7 @@ def test_without_the_harness_the_extra_is_named(run, monkeypatch):
 def test_help_has_an_example(h2okv_command):
     outcome = h2okv_command("lm-eval", "--help")
     assert outcome.code == 0
-    assert "--tasks h2okv_copa" in outcome.out and "--data" in outcome.out
+    assert "--tasks copa" in outcome.out and "--data" in outcome.out
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_help_has_an_example(h2okv_command):
 )
 def test_command_and_model_have_defaults(h2okv_command, monkeypatch, words, command, model, tasks):
     calls = []
-    monkeypatch.setattr(launcher, "_evaluate", calls.append)
+    monkeypatch.setattr(launcher, "_evaluate", lambda parsed, data: calls.append(parsed))
     assert h2okv_command("lm-eval", *words).code == 0
     names = ("command", "model", "tasks")
     assert [getattr(calls[0], name, None) for name in names] == [command, model, tasks]
@@ -154,24 +154,16 @@ def test_lm_eval_without_options_shows_help(h2okv_command):
     assert outcome.code == 0 and "usage: lm-eval" in outcome.out
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"options": "heavy=0.1,hevy=0.1"}, "'hevy' is unknown; perhaps 'heavy'"),
-        ({}, "'rte_val.jsonl'"),
-        ({"task": "h2okv_tasks"}, "'copa_balanced_dev.xml'"),
-    ],
-)
-def test_invalid_options_are_refused_before_the_harness_runs(run, monkeypatch, changes, words):
+def test_invalid_options_are_refused_before_the_harness_runs(run, monkeypatch):
     monkeypatch.setattr(launcher, "_evaluate", None)
-    outcome = run(**changes)
-    assert outcome.code == 2 and words in outcome.err
+    outcome = run(options="heavy=0.1,hevy=0.1")
+    assert outcome.code == 2 and "'hevy' is unknown; perhaps 'heavy'" in outcome.err
 
 
 def test_a_run_without_a_model_is_refused_and_its_help_is_not(h2okv_command, monkeypatch):
     calls = []
-    monkeypatch.setattr(launcher, "_evaluate", calls.append)
-    refused = h2okv_command("lm-eval", "--model_args", "heavy=0.1", "--tasks", "h2okv_rte")
+    monkeypatch.setattr(launcher, "_evaluate", lambda parsed, data: calls.append(parsed))
+    refused = h2okv_command("lm-eval", "--model_args", "heavy=0.1", "--tasks", "rte")
     assert refused.code == 2 and "--model_args must name a model; add pretrained" in refused.err
     assert not calls
     assert h2okv_command("lm-eval", "run", "--help").code == 0

@@ -26,7 +26,8 @@ def loaded(tmp_path, **overrides):
     return load_experiment(str(path))
 
 
-@pytest.mark.parametrize("name", experiment_names())
+# RULER's files are written by a script, and read in its test.
+@pytest.mark.parametrize("name", sorted({*experiment_names()} - {"ruler"}))
 def test_bundled_experiments_can_be_built(name, shared, tmp_path):
     experiment = load_experiment(name)
     tasks = experiment.make_tasks(Surroundings(shared / "data" / "eval", tmp_path))
@@ -119,7 +120,7 @@ def test_an_error_names_its_place_in_the_file(tmp_path, content, message):
         ({"needle": None, "compression": "both"}, "query-aware"),
         ({"perplexity": None, "name": ["a", "b"]}, "name: Input should be a valid string"),
         ({"summarize": "none.jsonl"}, "'none.jsonl' is not in .*; put it there"),
-        ({"harness": "coppa"}, "did you mean copa"),
+        ({"harness": 3}, "harness must be a name, got 3"),
     ],
 )
 def test_an_error_in_a_task_names_the_task(tmp_path, task, message):

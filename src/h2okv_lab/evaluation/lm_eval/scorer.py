@@ -7,7 +7,6 @@ import platform
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -215,27 +214,6 @@ class Scorer:
             is_greedy = (predicted.argmax(-1) == targets).tolist()
             scores.append(TokenScores(log_probs.tolist(), is_greedy))
         return scores
-
-
-class EvictingModel:
-    """HELM's model: ``generate``, and a forward for scores."""
-
-    def __init__(self, model: PreTrainedModel, config: CacheConfig) -> None:
-        prepare_model(model)
-        self.model: Any = model
-        self.config = config
-        # In one block nothing would be evicted before a text is scored: read it token by token,
-        # unless the user set larger blocks.
-        self._scan_config = config.with_cuts(1)
-
-    def generate(self, **inputs: Any) -> Any:
-        cache = make_cache(self.config, self.model, self.config.seed)
-        with enable(self.model):
-            return self.model.generate(**{CACHE: cache}, **inputs)
-
-    def __call__(self, input_ids: torch.Tensor) -> SimpleNamespace:
-        """Return logits ``[B, T, V]`` of texts ``[B, T]`` without padding, under eviction."""
-        return SimpleNamespace(logits=Scorer(self.model, self._scan_config).logits(input_ids))
 
 
 def prepare_model(model: PreTrainedModel) -> None:

@@ -17,8 +17,8 @@ from tqdm import tqdm
 from h2okv.config import CacheConfig
 from h2okv.console import check_minimum, optional
 from h2okv.provenance import digest
-from h2okv.records import unknown_name
-from h2okv_lab.evaluation.lm_eval import FILES, PREFIX, TASKS, data_folder
+from h2okv.records import refusing
+from h2okv_lab.evaluation.lm_eval import task_manager
 from h2okv_lab.evaluation.lm_eval.scorer import Scorer
 from h2okv_lab.evaluation.model import ModelUnderTest, resolve_config
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Score, Task
@@ -32,23 +32,19 @@ _FEWSHOT_SEED = 1234
 class HarnessTask(Task):
     """A task of lm-evaluation-harness, as one sample: its examples depend on earlier ones."""
 
-    data: Path | None  # the folder with the data files of this package's tasks
+    data: Path | None  # a folder of task files, which come before those of the harness
     work: Path  # the folder of the harness's store
     shots: int = 0  # examples in a prompt
     evict_every: int | None = 1  # None evicts once, after the prompt
     batch_size: int = 16
     limit: int | None = None  # use the first documents only
-    own: bool = True  # whether it is this package's task; word-ok: a field of experiment files
     metrics = ("acc", "acc_norm")
 
     def __post_init__(self) -> None:
         optional("lm_eval", "a task of the harness")
-        if self.own and self.name not in FILES:
-            raise unknown_name("task of the harness", self.name, sorted(FILES))
         check_minimum(0, shots=self.shots)
         check_minimum(batch_size=self.batch_size, limit=self.limit, evict_every=self.evict_every)
         self.samples = (0,)
-        self._task_name = f"{PREFIX}{self.name}" if self.own else self.name
 
     @property
     def columns(self) -> Mapping[str, Any]:
@@ -63,8 +59,12 @@ class HarnessTask(Task):
         }
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        with quietly(), data_folder(self.data):
-            self._manager().load([self._task_name])
+        problem = f"harness: {self.name!r} cannot be loaded"
+        remedy = "give a folder with its task file by --data, or check the network"
+        with quietly(), refusing(problem, remedy, OSError):
+            manager = self._manager()
+            manager.match_tasks([self.name])
+            manager.load([self.name])
 
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
@@ -94,8 +94,8 @@ class HarnessTask(Task):
             protocol = None if self.evict_every in (None, 1) else "whole"
         stored = {**config.identity(), "seed": seed, "block": self.evict_every}
         options = {"protocol": protocol, "batch_size": self.batch_size, **cache.to_dict()}
-        attention, name = model.config._attn_implementation, self._task_name
-        with quietly(), data_folder(self.data):
+        attention, name = model.config._attn_implementation, self.name
+        with quietly():
             harness_model = H2OLM(model.model, tokenizer=model.tokenizer, **options)
             harness_model.scorer = scorer or harness_model.scorer
             try:
@@ -130,9 +130,7 @@ class HarnessTask(Task):
         return int(results[0]["documents"])
 
     def _manager(self) -> Any:
-        from lm_eval.tasks import TaskManager
-
-        return TaskManager(include_path=str(TASKS), include_defaults=not self.own)
+        return task_manager(self.data, [self.name], "harness:")()
 
 
 @contextmanager

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from h2okv.console import check_distinct, check_minimum, optional
+from h2okv.console import check_minimum, optional
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.provenance import digest
 from h2okv_lab.evaluation.model import ModelUnderTest, Prompt, answer_question
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Task, TooLong
 from h2okv_lab.evaluation.tasks.generation import load_rouge
-from h2okv_lab.tables import read_jsonl
+from h2okv_lab.tables import check_distinct, read_jsonl
 
 Compression = Literal["query-aware", "query-agnostic"]
 # Whether the cache is compressed with the question at hand, or before it is known.
@@ -38,7 +38,7 @@ class QuestionTask(Task):
 
     compression: Compression = "query-agnostic"
     max_new_tokens: int = 16
-    stops: ClassVar[tuple[str, ...]] = ("\n",)
+    stop: tuple[str, ...] = ("\n",)  # strings that end an answer
 
     def __post_init__(self) -> None:
         check_minimum(max_new_tokens=self.max_new_tokens)
@@ -55,7 +55,7 @@ class QuestionTask(Task):
     def run(
         self, model: ModelUnderTest, configs: Configs, samples: Sequence[int], seed: int
     ) -> CacheResults:
-        params = SamplingParams(temperature=0, max_tokens=self.max_new_tokens, stop=self.stops)
+        params = SamplingParams(temperature=0, max_tokens=self.max_new_tokens, stop=self.stop)
         aware = self.compression == "query-aware"
         for sample in samples:
             context, question, expected, columns = self._questions[sample]
@@ -78,13 +78,19 @@ class Question(NamedTuple):
 
 
 def read_ruler(path: Path) -> list[Question]:
-    """Read a file of RULER (arXiv 2404.06654), as its scripts write it."""
+    """Read a file of RULER (arXiv 2404.06654), as its scripts write it.
+
+    The question is the field ``question``, with which the input ends, or else the last line.
+    """
     questions = []
     for line in read_jsonl(path, "an object with input and outputs"):
-        context, end, question = line.text("input").rpartition("\n")
-        if not context.strip() or not question.strip():
+        text = line.text("input")
+        context, end, last = text.rpartition("\n")
+        question = line.text("question") if "question" in line.fields else end + last
+        context = text.removesuffix(question)
+        if not context.strip() or not question.strip() or not text.endswith(question):
             raise ValueError(f"{line.location}: field input has no last line; give RULER's form")
-        questions.append(Question(context, end + question, line.texts("outputs"), line.location))
+        questions.append(Question(context, question, line.texts("outputs"), line.location))
     return questions
 
 
@@ -96,6 +102,7 @@ class Recall(QuestionTask):
     max_new_tokens: int = field(default=128, kw_only=True)  # RULER's value for needles
     limit: int | None = None
     too_long: TooLong = "skip"
+    match: Literal["all", "any"] = "all"  # answers that count; any for questions about documents
     metrics = ("string_match",)
 
     def __post_init__(self) -> None:
@@ -105,7 +112,15 @@ class Recall(QuestionTask):
 
     def identity(self) -> Mapping[str, Any]:
         content = repr([question[:3] for question in self.questions])
-        return {"data": digest(content), "max_new_tokens": self.max_new_tokens}
+        others = {"match": self.match, "stop": list(self.stop)}
+        usual = {"match": "all", "stop": ["\n"]}  # files from before these options stay valid
+        others = {name: value for name, value in others.items() if value != usual[name]}
+        return {"data": digest(content), "max_new_tokens": self.max_new_tokens, **others}
+
+    def judge(self, text: str, answers: Sequence[str]) -> dict[str, float]:
+        if self.match == "all":
+            return super().judge(text, answers)
+        return {"string_match": max(self._match([text], [[answer]]) for answer in answers)}
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         self._questions = []

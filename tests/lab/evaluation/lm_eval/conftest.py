@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from h2okv.assets import bundled_model_path
-from h2okv_lab.evaluation.lm_eval import DATA_VARIABLE
 
+TASKS = ("copa", "rte", "piqa", "openbookqa", "winogrande", "mathqa")
 COPA_ITEM = (
     '<item id="{id}" asks-for="{asks}" most-plausible-alternative="{best}">'
     "<p>{premise}</p><a1>{first}</a1><a2>{second}</a2></item>"
@@ -70,20 +70,12 @@ def write_data(folder):
 
 
 @pytest.fixture
-def tiny_data(tmp_path, monkeypatch):
-    """Return a folder of small data files, which the tasks read."""
+def tiny_data(tmp_path, add_task_files):
+    """Return a folder of small data files and the tasks that read them."""
     folder = tmp_path / "data"
     folder.mkdir()
     write_data(folder)
-    monkeypatch.setenv(DATA_VARIABLE, str(folder))
-    return folder
-
-
-@pytest.fixture
-def shared_data(shared, monkeypatch):
-    """Return the folder of the published data files, which the tasks read."""
-    monkeypatch.setenv(DATA_VARIABLE, str(shared / "data" / "eval"))
-    return shared / "data" / "eval"
+    return add_task_files(folder)
 
 
 @pytest.fixture(scope="session")
@@ -115,19 +107,16 @@ def harness_model(bundled):
 def evaluate(monkeypatch):
     """Run tasks through the harness; return its results and each sample's log-probabilities."""
     lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
-    from lm_eval.tasks import TaskManager
-
-    from h2okv_lab.evaluation.lm_eval import TASKS
+    from h2okv_lab.evaluation.lm_eval import task_manager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # Collecting installed packages takes longer than everything else.
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)
-    manager = TaskManager(include_path=str(TASKS), include_defaults=False)
 
-    def run(model, tasks=("h2okv_tasks",), shots=0, limit=4):
+    def run(model, data, tasks=TASKS, shots=0, limit=4):
         results = lm_eval.simple_evaluate(
             model=model, tasks=list(tasks), num_fewshot=shots, limit=limit, bootstrap_iters=0,
-            task_manager=manager,
+            task_manager=task_manager(data, tasks, "tasks")(),
         )  # fmt: skip
         scores = {
             (task, sample["doc_id"]): [answer[0][0] for answer in sample["resps"]]

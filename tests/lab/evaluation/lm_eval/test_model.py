@@ -38,10 +38,10 @@ def close(left, right, tolerance=1e-3):
     ] == [b[1] for b in right]
 
 
-def test_a_large_budget_gives_the_harness_s_scores(harness_model, evaluate, shared_data):
-    plain, expected = evaluate(harness_model(is_plain=True), shots=1, limit=1)
+def test_a_large_budget_gives_the_harness_s_scores(harness_model, evaluate, published_data):
+    plain, expected = evaluate(harness_model(is_plain=True), published_data, shots=1, limit=1)
     for options in (LARGE, LARGE | {"evict_every": 1}, {"heavy": 512, "evict_every": 64}):
-        results, scores = evaluate(harness_model(**options), shots=1, limit=1)
+        results, scores = evaluate(harness_model(**options), published_data, shots=1, limit=1)
         assert scores.keys() == expected.keys() and len(scores) == 6
         for key, values in expected.items():
             assert scores[key] == pytest.approx(values, abs=1e-3), key
@@ -169,7 +169,8 @@ def test_stored_answers_of_other_settings_are_refused(harness_model, tmp_path):
 
 
 def test_a_run_records_settings_and_versions(harness_model, evaluate, tiny_data):
-    results, _ = evaluate(harness_model(**SMALL, policy="random", seed=5), tasks=["h2okv_copa"])
+    model = harness_model(**SMALL, policy="random", seed=5)
+    results, _ = evaluate(model, tiny_data, tasks=["copa"])
     record = results["config"]["h2okv"]
     assert (
         record["cache"] | SMALL | {"policy": "random", "seed": 5, "protocol": "prompt"}

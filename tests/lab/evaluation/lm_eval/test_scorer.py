@@ -12,7 +12,7 @@ from h2okv.cache.argument import cache_in
 from h2okv.config import CacheConfig
 from h2okv.integration.enable import read_blocks
 from h2okv_lab.evaluation.lm_eval import check_arguments
-from h2okv_lab.evaluation.lm_eval.scorer import EvictingModel, Scorer, batches, split_settings
+from h2okv_lab.evaluation.lm_eval.scorer import Scorer, batches, split_settings
 
 VOCAB = 97
 TOLERANCE = 2e-5
@@ -243,11 +243,13 @@ def text():
     return torch.randint(2, 97, (1, 40), generator=torch.Generator().manual_seed(1))
 
 
-def evicting(model, **options):
-    return EvictingModel(model, CacheConfig(**BUDGET | options))
+@pytest.fixture
+def evicting(load_script):
+    kind = load_script("examples/helm/evicting.py").EvictingModel
+    return lambda model, **options: kind(model, CacheConfig(**BUDGET | options))
 
 
-def test_it_generates_on_a_new_cache_each_time(make_llama, text):
+def test_it_generates_on_a_new_cache_each_time(make_llama, text, evicting):
     model = make_llama(attention="sdpa")
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     full = model.generate(text, **options)
@@ -260,7 +262,7 @@ def test_it_generates_on_a_new_cache_each_time(make_llama, text):
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 8])
-def test_helm_scores_are_under_eviction(make_llama, text, chunk):
+def test_helm_scores_are_under_eviction(make_llama, text, evicting, chunk):
     model = make_llama()
     logits = evicting(model, evict_every=chunk)(text).logits
     cache = h2okv.H2OCache(model.config, **BUDGET)
@@ -270,7 +272,7 @@ def test_helm_scores_are_under_eviction(make_llama, text, chunk):
     assert not torch.allclose(logits, full, atol=1e-2)
 
 
-def test_a_model_that_is_not_supported_is_refused():
+def test_a_model_that_is_not_supported_is_refused(evicting):
     from transformers import BertConfig, BertLMHeadModel
 
     config = BertConfig(
@@ -295,4 +297,4 @@ def test_helm_needs_no_harness(monkeypatch):
     finally:
         for name in laboratory():
             del sys.modules[name]
-    assert scorer_again.EvictingModel is not EvictingModel
+    assert scorer_again.Scorer is not Scorer

@@ -5,7 +5,6 @@ from lm_eval.tasks import TaskManager
 
 from h2okv.cache.argument import cache_in
 from h2okv.config import CacheConfig
-from h2okv_lab.evaluation.lm_eval import DATA_VARIABLE, TASKS
 from h2okv_lab.evaluation.tasks.harness import HarnessTask, quietly
 
 
@@ -15,19 +14,17 @@ def run(task, subject, config):
     return task.scores(results), task.size(results)
 
 
-def test_full_cache_scores_equal_the_harness_s(shared, subject, tmp_path, monkeypatch):
-    data = shared / "data" / "eval"
+def test_full_cache_scores_equal_the_harness_s(published_data, subject, tmp_path):
     before = subject.config._attn_implementation
-    task = HarnessTask("openbookqa", data, tmp_path, shots=1, limit=8)
-    monkeypatch.setenv(DATA_VARIABLE, str(data))
+    task = HarnessTask("openbookqa", published_data, tmp_path, shots=1, limit=8)
     with quietly():
         expected = simple_evaluate(
             HFLM(subject.model, tokenizer=subject.tokenizer, batch_size=8),
-            tasks=["h2okv_openbookqa"],
+            tasks=["openbookqa"],
             num_fewshot=1,
             limit=8,
-            task_manager=TaskManager(include_path=str(TASKS), include_defaults=False),
-        )["results"]["h2okv_openbookqa"]
+            task_manager=TaskManager(include_path=published_data, include_defaults=False),
+        )["results"]["openbookqa"]
     for config in (CacheConfig("full"), CacheConfig(budget=2000)):
         scores, size = run(task, subject, config)
         assert size == 8
@@ -37,15 +34,14 @@ def test_full_cache_scores_equal_the_harness_s(shared, subject, tmp_path, monkey
     assert subject.config._attn_implementation == before
 
 
-def test_caches_without_chunks_share_prompts(shared, subject, tmp_path):
-    data = shared / "data" / "eval"
+def test_caches_without_chunks_share_prompts(published_data, subject, tmp_path):
     configs = [
         CacheConfig("full"),
         CacheConfig(budget=0.1, min_tokens=0),
         CacheConfig("recent", 8, 8),
     ]
-    task = HarnessTask("openbookqa", data, tmp_path / "a", evict_every=None, limit=6)
-    alone = HarnessTask("openbookqa", data, tmp_path / "b", evict_every=None, limit=6)
+    task = HarnessTask("openbookqa", published_data, tmp_path / "a", evict_every=None, limit=6)
+    alone = HarnessTask("openbookqa", published_data, tmp_path / "b", evict_every=None, limit=6)
     for folder in (tmp_path / "a", tmp_path / "b"):
         folder.mkdir()
     task.prepare(subject, configs)
@@ -62,14 +58,26 @@ def test_caches_without_chunks_share_prompts(shared, subject, tmp_path):
         assert results[number] == expected
 
 
-def test_unknown_tasks_and_invalid_options_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="did you mean winogrande"):
-        HarnessTask("winogrand", tmp_path, tmp_path)
+def test_unknown_tasks_and_invalid_options_are_refused(subject, add_task_files, tmp_path):
+    task = HarnessTask("winogrand", add_task_files(tmp_path), tmp_path)
+    with pytest.raises(
+        ValueError, match="harness: 'winogrand' is unknown; did you mean winogrande"
+    ):
+        task.prepare(subject, [CacheConfig("full")])
     with pytest.raises(ValueError, match="shots -1"):
         HarnessTask("copa", tmp_path, tmp_path, shots=-1)
 
 
-def test_a_missing_data_file_is_named_before_anything_runs(subject, tmp_path):
-    task = HarnessTask("copa", tmp_path, tmp_path)
+def test_a_missing_data_file_is_named_before_anything_runs(subject, add_task_files, tmp_path):
+    task = HarnessTask("copa", add_task_files(tmp_path), tmp_path)
     with pytest.raises(ValueError, match="'copa_balanced_dev.xml' is not in"):
+        task.prepare(subject, [CacheConfig("full")])
+
+
+def test_a_task_that_cannot_be_fetched_is_one_sentence(subject, add_task_files, tmp_path):
+    (add_task_files(tmp_path) / "tasks.py").write_text(
+        "def copa(**_):\n    raise ConnectionError('the Hub cannot be reached')\n"
+    )
+    task = HarnessTask("copa", tmp_path, tmp_path)
+    with pytest.raises(ValueError, match="'copa' cannot be loaded .*Hub.*; give a folder .*--data"):
         task.prepare(subject, [CacheConfig("full")])

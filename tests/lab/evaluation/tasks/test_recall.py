@@ -114,6 +114,24 @@ def test_the_last_line_is_the_question(questions, novel):
     assert questions[1].answers == ("Lisbon",)
 
 
+def test_a_question_of_several_lines_is_a_field(tmp_path):
+    line = {"input": "a text\nWhat?\nIt is", "question": "What?\nIt is", "outputs": ["a", "b"]}
+    ((context, question, *_),) = read_ruler(written(tmp_path / "r.jsonl", line))
+    assert (context, question) == ("a text\n", "What?\nIt is")
+    with pytest.raises(ValueError, match="field input has no last line"):
+        read_ruler(written(tmp_path / "r.jsonl", line | {"question": "Who?"}))
+
+
+def test_all_answers_count_or_any(questions):
+    every = Recall("cities", questions)
+    some = Recall("cities", questions, match="any", stop=())
+    assert every.judge("it is 12 and AB", ["12", "ab", "x", "y"])["string_match"] == 0.5
+    assert some.judge("it is ab", ["12", "AB"])["string_match"] == 1
+    assert some.judge("it is", ["12", "AB"])["string_match"] == 0
+    assert every.identity().keys() == {"data", "max_new_tokens"}
+    assert some.identity() == {**every.identity(), "match": "any", "stop": []}
+
+
 @pytest.mark.parametrize("compression", ["query-aware", "query-agnostic"])
 def test_values_are_recalled_with_a_full_cache(subject, questions, compression):
     task = Recall("cities", questions, compression=compression, max_new_tokens=8)

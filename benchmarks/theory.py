@@ -1,19 +1,32 @@
-"""A brute-force test of the paper's theorem."""
+"""A brute-force test of the paper's theorem, for the report of ``h2okv analyze``.
+
+    python benchmarks/theory.py --model smollm2 --text book.txt --out reports/book
+    h2okv analyze --model smollm2 --text book.txt --out reports/book
+
+The first command writes the tables theory*.csv, and the second draws them beside its own. Real
+attention over short excerpts and adversarial matrices are compared with the best of all sets, and
+greedy eviction on the whole text with the entries of the highest scores.
+"""
 
 from __future__ import annotations
 
-import math
+import argparse
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import combinations, product
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
+from h2okv.assets import sample_prompt
 from h2okv.budget import TokenBudget
 from h2okv.cache import H2OCache
 from h2okv.integration.attention import h2o_attention
+from h2okv.models.loading import describe, load_weights
+from h2okv.records import read_text_file
 from h2okv_lab.analysis.attention_stats import (
     LayerAttention,
     Tick,
@@ -22,8 +35,17 @@ from h2okv_lab.analysis.attention_stats import (
     of_layers,
 )
 from h2okv_lab.analysis.eviction_trace import split_budget
-from h2okv_lab.analysis.study import DEFAULT_BUDGET, Study, Tables, tabulate
-from h2okv_lab.tables import Row
+from h2okv_lab.analysis.sections import FACTOR
+from h2okv_lab.analysis.study import (
+    CACHE_FOLDER,
+    DEFAULT_BUDGET,
+    Study,
+    Tables,
+    make_sample,
+    open_folder,
+    tabulate,
+)
+from h2okv_lab.tables import Row, write_csv
 
 _MOST_LAYERS = 8
 
@@ -194,8 +216,6 @@ def best_retained_mass(rows: np.ndarray, capacity: int) -> float:
 
 
 SIZE, CAPACITY, EXCERPTS = 14, 4, 4
-# Greedy reaches at least this fraction of the optimum for a submodular function of a growing set.
-FACTOR = 1 - 1 / math.e
 
 _BUDGETS = {"heavy": TokenBudget(sink=0, heavy=CAPACITY, recent=0), "h2o": split_budget(CAPACITY)}
 _TOLERANCE = 1e-9
@@ -305,3 +325,29 @@ def measure_long(study: Study, tick: Tick = no_tick) -> Tables:
         ratios = study.of_layers(measure).swapaxes(1, 2)
         rows += tabulate({**axes, "step": steps}, ratio=ratios)
     return {"theory_long": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", type=Path, help="text file (the opening of a novel)")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of the text")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the report")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", ".* too few for good text")  # meant: sets are to be counted
+    text = sample_prompt() if args.text is None else read_text_file(args.text)
+    described = describe(args.model)
+    sample = make_sample(
+        described.tokenizer, text, min(args.tokens, described.context or args.tokens)
+    )
+    open_folder(args.out, described.name, text, sample.length)
+    model = load_weights(described, None, torch.device("cpu"))
+    study = Study(model, sample, args.out / CACHE_FOLDER)
+    for measure in (measure_theory, measure_long):
+        for name, rows in measure(study).items():
+            write_csv(args.out / f"{name}.csv", rows)
+            print(args.out / f"{name}.csv", flush=True)
+
+
+if __name__ == "__main__":
+    main()

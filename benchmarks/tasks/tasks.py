@@ -1,4 +1,8 @@
-"""Local copies of harness tasks."""
+"""Documents of the harness's tasks from files in the folder of this one.
+
+A folder with these task files and the data (docs/results/paper.md) is what ``h2okv lm-eval`` and
+``h2okv eval sweep`` take by ``--data``; its tasks come before the harness's of the same names.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from datasets import Dataset
 from h2okv.records import parse_json, read_text_file, refusing
 from h2okv_lab.evaluation.lm_eval import data_file
 from h2okv_lab.tables import Entry, read_jsonl
+
+FOLDER = Path(__file__).parent
 
 Splits = dict[str, Dataset]
 Document = dict[str, Any]
@@ -34,7 +40,7 @@ def _splits(convert: Callable[[Entry], Document | None], **files: str) -> Splits
     """Read each split's file; ``convert`` returns None for a record to skip."""
     splits = {}
     for split, name in files.items():
-        path = data_file(name)
+        path = data_file(name, FOLDER)
         problem = f"'{path}' is not a readable {path.suffix[1:].upper()} file"
         kinds = (json.JSONDecodeError, ElementTree.ParseError, OSError)
         with refusing(problem, "get the file again", *kinds):
@@ -148,9 +154,9 @@ mathqa = _task(_math, test="llm_adapters/mathqa_test.json")
 
 def piqa(**_: Any) -> Splits:
     """Read PIQA's validation set (Bisk et al. 2020) and its labels."""
-    path = data_file("piqa/valid-labels.lst")
+    path = data_file("piqa/valid-labels.lst", FOLDER)
     labels = path.read_text(encoding="utf-8").split()
-    records = read_jsonl(data_file("piqa/valid.jsonl"))
+    records = read_jsonl(data_file("piqa/valid.jsonl", FOLDER))
     if len(labels) != len(records):
         raise ValueError(
             f"{path} has {len(labels)} labels for {len(records)} questions; get both files again."

@@ -1,13 +1,18 @@
-"""RULER's 13 tasks (Hsieh et al., arXiv 2404.06654), generated from their definitions.
+"""Write RULER's 13 tasks (Hsieh et al., arXiv 2404.06654), generated from their definitions.
+
+    python benchmarks/ruler_tasks.py --model MODEL --data DIR --out ruler --limit 10
+    h2okv eval sweep ruler --model MODEL --data ruler --out results
 
 A context, then a question that the cache has not seen when it is compressed. Sizes are the paper's
-defaults, the words of the prompts are ours. What the paper takes from the network comes from files:
-a book in place of essays and word lists, and SQuAD and HotpotQA for the two tasks that ask about
-documents.
+defaults, the words of the prompts are ours, in the chat template of the model if it has one. What
+the paper takes from the network comes from files of DIR: a book in place of essays and word lists,
+and SQuAD (dev-v2.0.json) and HotpotQA (hotpot_dev_distractor_v1.json) for the two tasks that ask
+about documents; --only leaves tasks out. Lines are RULER's, with the field ``question`` beside.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
@@ -15,23 +20,18 @@ import re
 import string
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from h2okv.assets import sample_prompt
-from h2okv.console import check_minimum
-from h2okv.prompts.chat_template import chat_text
-from h2okv.provenance import digest
-from h2okv.records import read_text_file, unknown_name
+from h2okv.models.loading import describe
+from h2okv.prompts.chat_template import chat_text, encode
+from h2okv.records import atomic_write, read_text_file
 from h2okv_lab.evaluation.lm_eval import data_file
-from h2okv_lab.evaluation.model import ModelUnderTest
-from h2okv_lab.evaluation.task import Configs
-from h2okv_lab.evaluation.tasks.recall import QuestionTask
 
 _SEED = 42
-_SAMPLES = 500
 _NOISE = "Rain falls on the hills. The road is long and dry. A dog sleeps. No one passes by today."
 _DEPTHS = 40  # places where needles may lie
 _MARK = "<<<the question>>>"
@@ -255,81 +255,68 @@ def largest(
     return build(low)
 
 
-@dataclass(eq=False)
-class Ruler(QuestionTask):
-    """One of RULER's tasks, which its name says."""
-
-    data: Path | None = None  # the folder of the files below
-    book: str | None = None  # a file there; by default the sample text, for short lengths
-    length: int = 4096  # tokens with the answer's
-    max_new_tokens: int | None = field(default=None, kw_only=True)  # type: ignore[assignment]
-    limit: int | None = None
-    stops = ()
-    metrics = ("string_match",)
-
-    def __post_init__(self) -> None:
-        if self.name not in KINDS:
-            raise unknown_name("task of RULER", self.name, KINDS)
-        self.max_new_tokens = self.max_new_tokens or KINDS[self.name].max_new_tokens
-        super().__post_init__()
-        check_minimum(limit=self.limit, length=self.length)
-
-    @cached_property
-    def sources(self) -> Sources:
-        """What its contexts are of; read with the first sample."""
-        book = None if self.book is None else read_text_file(data_file(self.book, self.data))
-        return Sources(book or sample_prompt(), self.data, self.length)
-
-    def identity(self) -> Mapping[str, Any]:
-        new = self.max_new_tokens
-        return {"data": digest(self.sources.text), "length": self.length, "max_new_tokens": new}
-
-    def sample(self, number: int, count: Callable[[Sample], int]) -> Sample:
-        """Generate a sample as long as the length allows.
-
-        Raises:
-            ValueError: if not even the smallest one fits, or the book is too short.
-        """
-        kind = KINDS[self.name]
-        room = self.length - (self.max_new_tokens or 0)
-
-        def build(size: int) -> Sample:
-            rng = random.Random(f"{_SEED} {self.name} {number}")
-            return kind.build(size, rng, self.sources, **kind.options)
-
-        sample = largest(build, lambda sample: count(sample) <= room, self.length)
-        if not room // 2 <= count(sample) <= room:
-            raise ValueError(
-                f"{self.name} makes {count(sample)} tokens for a length of {self.length}; give"
-                " another length, or a longer book"
-            )
-        return sample
-
-    def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
-        self._questions = []
-        lengths = []
-        for number in range(self.limit or _SAMPLES):
-            sample = self.sample(number, lambda sample: sum(map(len, _encode(model, sample))))
-            ids, question = _encode(model, sample)
-            answers = list(sample.answers)
-            self._questions.append((ids, question, answers, {"expected": answers}))
-            lengths.append((len(ids) + len(question) + (self.max_new_tokens or 0), self.name))
-        self.samples = self.within_window(model, configs, lengths)
-
-    def judge(self, text: str, answers: Sequence[str]) -> dict[str, float]:
-        """Score by string match: all answers, or for questions about documents any of them."""
-        matches = [answer.lower() in text.lower() for answer in answers]
-        any_counts = KINDS[self.name].build is documents
-        return {"string_match": float(any(matches)) if any_counts else sum(matches) / len(matches)}
-
-
-def _encode(model: ModelUnderTest, sample: Sample) -> tuple[list[int], list[int]]:
-    """Return the context and the question as tokens, in a chat if the model has a template."""
-    if not model.tokenizer.chat_template:
-        question = f"{sample.question} {sample.prefix}"
-        return model.encode(sample.context), model.encode(question, special=False)
+def rendered(tokenizer: Any, sample: Sample) -> tuple[str, str]:
+    """Return context and question, in a chat if the tokenizer has a template."""
+    if not tokenizer.chat_template:
+        return sample.context, f"{sample.question} {sample.prefix}"
     content = sample.context + _MARK
-    text = chat_text(model.tokenizer, [{"role": "user", "content": content}], to_answer=True)
+    text = chat_text(tokenizer, [{"role": "user", "content": content}], to_answer=True)
     context, _, suffix = text.partition(_MARK)
-    question = sample.question + suffix + sample.prefix
-    return model.encode(context, special=False), model.encode(question, special=False)
+    # Where a tokenizer begins a text with this token, it is not written twice.
+    is_doubled = tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
+    start = tokenizer.bos_token if is_doubled else ""
+    return context.removeprefix(start), sample.question + suffix + sample.prefix
+
+
+def generate(name: str, number: int, sources: Sources, tokenizer: Any) -> dict[str, Any]:
+    """Generate a line of a task's file, as long as the length allows.
+
+    Raises:
+        ValueError: if not even the smallest one fits, or the book is too short.
+    """
+    kind = KINDS[name]
+    room = sources.length - kind.max_new_tokens
+
+    def build(size: int) -> Sample:
+        rng = random.Random(f"{_SEED} {name} {number}")
+        return kind.build(size, rng, sources, **kind.options)
+
+    def count(sample: Sample) -> int:
+        context, question = rendered(tokenizer, sample)
+        return len(encode(tokenizer, context)) + len(encode(tokenizer, question, special=False))
+
+    sample = largest(build, lambda sample: count(sample) <= room, sources.length)
+    tokens = count(sample)
+    if not room // 2 <= tokens <= room:
+        raise ValueError(
+            f"{name} makes {tokens} tokens for a length of {sources.length}; give another"
+            " --length, or a longer --book"
+        )
+    context, question = rendered(tokenizer, sample)
+    answers = list(sample.answers)
+    return {"input": context + question, "question": question, "outputs": answers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", required=True, help="whose tokenizer counts")
+    parser.add_argument("--data", type=Path, help="folder of the book and the documents")
+    parser.add_argument("--book", help="a file there (the sample text, for short lengths)")
+    parser.add_argument("--length", type=int, default=4096, help="tokens with the answer's")
+    parser.add_argument("--limit", type=int, default=500, help="samples of each task")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--out", type=Path, required=True, help="folder of the files")
+    args = parser.parse_args()
+    book = None if args.book is None else read_text_file(data_file(args.book, args.data))
+    sources = Sources(book or sample_prompt(), args.data, args.length)
+    tokenizer = describe(args.model).tokenizer
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        with atomic_write(args.out / f"{name}.jsonl") as file:
+            for number in range(args.limit):
+                file.write(json.dumps(generate(name, number, sources, tokenizer)) + "\n")
+        print(args.out / f"{name}.jsonl", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from evicting import EvictingModel
 from helm.clients.huggingface_client import (
     HuggingFaceClient,
     HuggingFaceServer,
@@ -21,7 +22,7 @@ from h2okv.models.loading import resolve_model
 from h2okv.provenance import digest
 from h2okv.records import write_json
 from h2okv_lab.evaluation.lm_eval import check_arguments
-from h2okv_lab.evaluation.lm_eval.scorer import EvictingModel, provenance, split_settings
+from h2okv_lab.evaluation.lm_eval.scorer import provenance, split_settings
 
 
 class H2OClient(HuggingFaceClient):
