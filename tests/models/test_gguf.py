@@ -272,6 +272,7 @@ def test_converts_once(tmp_path, cache, monkeypatch):
     assert converted(copy) == folder  # by its digest
     monkeypatch.setattr(conversion, "sha256", fail)
     assert converted(path) == folder  # by its size and time, which is faster
+    assert converted(copy) == folder
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
     write_gguf(path, Kind.Q4_1)
