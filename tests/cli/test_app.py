@@ -83,6 +83,17 @@ def test_an_interrupt_before_anything_is_imported_is_one_line(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "h2okv: interrupted.\n")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+def test_a_full_disk_under_stdout_is_one_line():
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "h2okv", "--version"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("h2okv: the output has an error (No space left on device)")
+
+
 def test_shell_completion_lists_commands(monkeypatch):
     done = subprocess.run(
         [sys.executable, "-m", "h2okv"],

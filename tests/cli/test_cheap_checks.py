@@ -80,7 +80,7 @@ COMMANDS = {
         "--ray --weights cpu": "--weights is for one machine, and with --ray",
         "--weight-bits 3": "--weight-bits 3 is not known",
         f"--input {MISSING}": f"--input '{MISSING}' cannot be read",
-        "--input -": "--input '-' cannot be read (standard input is not read here)",
+        "--input -": "--input '-' cannot be read (standard input is not a file)",
         "--output -": "--output '-' cannot be written (standard output is not a file)",
         "--output nowhere/out.jsonl": "--output 'nowhere/out.jsonl' cannot be written",
         "--output /dev/null": "--output '/dev/null' cannot be written (it is not a file)",

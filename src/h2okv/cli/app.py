@@ -116,10 +116,10 @@ def run(args: Sequence[str]) -> int:
         code = _app(args=list(args), prog_name="h2okv", standalone_mode=False)
     except typer.TyperException as error:
         return _fail(_replaced(error, args) or _usage(error, args))
-    except OutputClosedError:
-        # The interpreter flushes stdout at exit, which would fail on a closed pipe.
+    except OutputClosedError as error:
+        # The interpreter flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OUTPUT_CLOSED
+        return OUTPUT_CLOSED if isinstance(error.__cause__, BrokenPipeError) else _fail(str(error))
     except SystemExit as error:  # rich's, if its help is not read, or that of a completion
         return OUTPUT_CLOSED if error.code == 1 else int(error.code or 0)
     except ValueError as error:

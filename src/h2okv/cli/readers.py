@@ -87,7 +87,7 @@ def readable(option: str, path: Path) -> Path:
     """Return the path of a file, expanded; raise ValueError unless it can be read."""
     expanded = path.expanduser()
     if str(path) == "-":
-        reason = "standard input is not read here"
+        reason = "standard input is not a file"
     elif expanded.is_dir():
         reason = "it is a folder"
     elif not expanded.exists():

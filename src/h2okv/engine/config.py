@@ -150,11 +150,9 @@ class EngineConfig:
         cache_names = [entry.name for entry in fields(CacheConfig)]
         check_arguments("LLM", options, (*own_names, "budget", *cache_names))
         changed = {name: options.pop(name) for name in own_names if name in options}
-        if isinstance(text := changed.get("cache"), str) and "policy" in options:
-            policy = cache_spec.parse(text).get("policy", options["policy"])
-            if policy != options["policy"]:
-                raise ValueError(
-                    f"policy={options['policy']!r} contradicts cache={text!r}; leave one out."
-                )
+        text, policy = changed.get("cache"), options.get("policy")
+        named = cache_spec.parse(text) if isinstance(text, str) else {}
+        if policy is not None and named.get("policy", policy) != policy:
+            raise ValueError(f"policy={policy!r} contradicts cache={text!r}; leave one out.")
         config = replace(config or cls(), **changed)
         return replace(config, cache=config.cache.with_options(**options))

@@ -62,15 +62,9 @@ class PromptReader:
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         tokenizer("a")  # the first call may initialize the tokenizer, which is not thread-safe
 
-    def read(
-        self,
-        prompt: Conversation | Sequence[Any],
-        *,
-        special: bool = True,
-        field: str = "prompt",
-    ) -> Prompt:
+    def read(self, prompt: Conversation | Sequence[Any], *, special: bool = True) -> Prompt:
         """Tokenize a text, tokens, or a chat up to the start of the answer."""
-        stops, strips_start = tuple[str, ...](), False
+        field, stops, strips_start = "prompt", tuple[str, ...](), False
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, Conversation):
@@ -86,7 +80,7 @@ class PromptReader:
                 raise invalid(str(error), field) from error
             special = adds_special(self.tokenizer, text)
         else:
-            return self._read_tokens(tuple(prompt), field)
+            return self.read_tokens(tuple(prompt), field)
         if len(text) > (limit := self._max_characters):
             problem = f"must have at most {limit} characters here, got {len(text)}"
             raise invalid(f"{field} {problem}; send it in parts.", field)
@@ -112,7 +106,8 @@ class PromptReader:
         text = self.tokenizer.decode(list(encoded.token_ids), clean_up_tokenization_spaces=False)
         return Prompt(encoded.token_ids, str(text), False, encoded=encoded)
 
-    def _read_tokens(self, token_ids: tuple[int, ...], field: str) -> Prompt:
+    def read_tokens(self, token_ids: tuple[int, ...], field: str) -> Prompt:
+        """Check tokens, the value of a field."""
         self._check_length(len(token_ids), field)
         self._limits.check_tokens(token_ids, field)
         text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)

@@ -40,7 +40,8 @@ QUESTION = "\nThe city of {name} is"
 
 def _table(option: str, path: Path) -> Path:
     """Raise ValueError also for a file that is no table of these commands, which replace it."""
-    first = readers.writable(option, path) and path.exists() and path.read_bytes().split(b"\n")[0]
+    readers.writable(option, path)
+    first = path.read_bytes().split(b"\n")[0] if path.exists() else b""
     if first and b"policy" not in first.split(b","):
         raise ValueError(f"{option} '{path}' is not a table of h2okv eval; choose another file")
     return path
