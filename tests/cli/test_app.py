@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import h2okv
-from h2okv.cli.app import COMMANDS
+from h2okv.cli.app import COMMANDS, main
 from h2okv.cli.args import PER_QUERY, helps
 from h2okv.cli.help_page import PANELS
 from h2okv.cli.readers import memory
@@ -81,6 +82,18 @@ def test_an_interrupt_before_anything_is_imported_is_one_line(tmp_path):
         env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "h2okv: interrupted.\n")
+
+
+def test_a_further_interrupt_while_the_process_ends_has_no_traceback(monkeypatch):
+    monkeypatch.setattr("h2okv.cli.app.run", lambda _: 3)
+    monkeypatch.setattr("threading.enumerate", list)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit, match="3"):
+            main()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
