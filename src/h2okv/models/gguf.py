@@ -65,8 +65,9 @@ def converted(path: Path) -> Path:
         start = time.perf_counter()
         _write(file, folder, source)
         write_remark(f"converted in {time.perf_counter() - start:.0f} s")
-    else:  # from a file that was copied or moved since
-        write_json(folder / RECORD, {**dict(converted_folders())[folder], "also": source})
+    else:  # from a file that was copied or moved since; the folder may be read-only
+        with contextlib.suppress(OSError, ValueError):
+            write_json(folder / RECORD, {**dict(converted_folders())[folder], "also": source})
     return folder
 
 
