@@ -70,7 +70,7 @@ def test_a_text_is_a_cache(text):
         ("h2o,layers=none.json", "layer_budgets must be .* got 'none.json' .*cannot be read"),
         ("best:20%,layers=by-head", "layer_budgets='by-head' says no factors"),
         ("best:20%,layers=by-layer-0a1b2c3d", "layer_budgets='by-layer-0a1b2c3d' says no factors"),
-        ("h2o:200%", "budget 2 is out of range"),
+        ("h2o:200%", "budget 200% is out of range"),
         (3, "cache must be a text such as 'best:20%', got 3"),
     ],
 )

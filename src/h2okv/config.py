@@ -107,7 +107,7 @@ def divided(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"budget {parsed} is too small; give 2 tokens or more, or a fraction")
     if not is_tokens and not 0 < parsed < 1:
         raise ValueError(
-            f"budget {parsed:g} is out of range; give a fraction above 0 and up to 1 (100 %),"
+            f"budget {budget} is out of range; give a fraction above 0 and up to 1 (100 %),"
             " tokens (64), or full"
         )
     heavy = parsed * (BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5)
@@ -355,8 +355,8 @@ class CacheConfig:
         if others or policy not in (self._base, self.policy_name, "full"):
             problem = f"{', '.join(sorted(others))}" if others else f"policy {policy}"
             raise ValueError(
-                f"budget={budget!r} of a request has {problem}, which is the engine's; give a"
-                " budget only, such as 256 or 64+64,sink=4."
+                f"budget={budget!r} of a request has {problem}, which only the engine's cache can"
+                " set; give a budget only, such as 256 or 64+64,sink=4."
             )
         if policy == "full":
             named["budget"] = "full"

@@ -48,7 +48,7 @@ def optional(module: str, feature: str, extra: str = "eval") -> Any:
 
 
 class OutputClosedError(ValueError):
-    """The reader of stdout has closed it."""
+    """Stdout cannot be written: its reader has closed it, or the disk is full."""
 
 
 def write_text(text: str) -> None:
@@ -56,9 +56,11 @@ def write_text(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError as error:
-        problem = "the output was closed by its reader, so the remaining text is lost"
-        raise OutputClosedError(f"{problem}; write to a file, or read it to the end") from error
+    except OSError as error:
+        is_closed = isinstance(error, BrokenPipeError)
+        problem = "was closed by its reader" if is_closed else f"has an error ({error.strerror})"
+        remedy = "so the remaining text is lost; write to a file with room, or read it to the end"
+        raise OutputClosedError(f"the output {problem}, {remedy}") from error
 
 
 def write_json(values: object) -> None:

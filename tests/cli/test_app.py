@@ -3,20 +3,22 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import h2okv
-from h2okv.cli.app import COMMANDS
+from h2okv.cli.app import COMMANDS, main
 from h2okv.cli.args import PER_QUERY, helps
 from h2okv.cli.help_page import PANELS
 from h2okv.cli.readers import memory
 from h2okv.config import BEST, POLICIES, SCORINGS
 from h2okv.policy import scoring_names
 from h2okv_lab import masking
-from h2okv_lab.cli.analyze import MEASUREMENTS
+from h2okv_lab.cli.analyze import MEASUREMENTS, MIN_TOKENS, MIN_VIEWED
 from h2okv_lab.cli.bench import RUNNERS, SHAPES
 from h2okv_lab.cli.eval import COMPRESSIONS, EXPERIMENTS
 
@@ -54,6 +56,8 @@ def test_listed_names_match_the_registries():
     assert tuple(masking.PER_QUERY) == PER_QUERY
     assert scoring_names() == SCORINGS
     from h2okv_lab.analysis.measurements import MEASUREMENTS as measurements
+    from h2okv_lab.analysis.study import MIN_TOKENS as min_tokens
+    from h2okv_lab.analysis.viewer import MIN_TOKENS as min_viewed
     from h2okv_lab.benchmarking.caches import RUNNERS as runners
     from h2okv_lab.benchmarking.model import SHAPES as shapes
     from h2okv_lab.cli.eval import NEEDLE, QUESTION
@@ -62,11 +66,45 @@ def test_listed_names_match_the_registries():
     from h2okv_lab.evaluation.tasks.recall import NeedleTask, Recall
 
     assert tuple(measurement.name for measurement in measurements) == MEASUREMENTS
+    assert (min_tokens, min_viewed) == (MIN_TOKENS, MIN_VIEWED)
     assert recall.COMPRESSIONS == COMPRESSIONS
     assert EXPERIMENTS == sweep.EXPERIMENTS
     assert (NeedleTask.statement, NeedleTask.question) == (NEEDLE, QUESTION)
     assert (NeedleTask.max_new_tokens, Recall.max_new_tokens) == (16, 128)
     assert (tuple(runners), tuple(shapes)) == (RUNNERS, SHAPES)
+
+
+def test_an_interrupt_before_anything_is_imported_is_one_line(tmp_path):
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    paths = os.pathsep.join((str(tmp_path), str(Path(h2okv.__file__).parents[1])))
+    done = subprocess.run(
+        [sys.executable, "-m", "h2okv", "--help"],
+        env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "h2okv: interrupted.\n")
+
+
+def test_a_further_interrupt_while_the_process_ends_has_no_traceback(monkeypatch):
+    monkeypatch.setattr("h2okv.cli.app.run", lambda _: 3)
+    monkeypatch.setattr("threading.enumerate", list)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(SystemExit, match="3"):
+            main()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+def test_a_full_disk_under_stdout_is_one_line():
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "h2okv", "--version"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("h2okv: the output has an error (No space left on device)")
 
 
 def test_shell_completion_lists_commands(monkeypatch):

@@ -80,6 +80,8 @@ COMMANDS = {
         "--ray --weights cpu": "--weights is for one machine, and with --ray",
         "--weight-bits 3": "--weight-bits 3 is not known",
         f"--input {MISSING}": f"--input '{MISSING}' cannot be read",
+        "--input -": "--input '-' cannot be read (standard input is not a file)",
+        "--output -": "--output '-' cannot be written (standard output is not a file)",
         "--output nowhere/out.jsonl": "--output 'nowhere/out.jsonl' cannot be written",
         "--output /dev/null": "--output '/dev/null' cannot be written (it is not a file)",
     },
@@ -113,6 +115,7 @@ COMMANDS = {
         f"--data {MISSING}": f"--data '{MISSING}' cannot be read",
         "--protocol none": "--protocol must be decode or block, got 'none'",
         "--plot curve.txt": "is not the name of a figure",
+        "--csv text.txt": "--csv 'text.txt' is not a table of h2okv eval; choose another file",
         "--recommend 1.5": "--recommend must be a share such as 0.02 or '2%', got '1.5'",
     },
     "eval layers": MODEL | TEXT | {
@@ -154,9 +157,11 @@ COMMANDS = {
     },
     "analyze --out report": MODEL | TEXT | {
         "--only sink": "--only: measurement 'sink' is unknown; did you mean sinks",
+        "--tokens 127": "--tokens 127 is too few; give 128 or more",
         "--out text.txt/report": "--out 'text.txt/report' cannot be written",
     },
     "view": MODEL | TEXT | {
+        "--tokens 7": "--tokens 7 is too few; give 8 or more",
         "--policy h20": "policy 'h20' is unknown",
         "--export nowhere/page.html": "--export 'nowhere/page.html' cannot be written",
         "--export .": "--export '.' cannot be written (it is a folder)",

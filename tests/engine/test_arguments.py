@@ -151,3 +151,11 @@ def test_the_other_front_end_takes_the_same_keywords():
         return sum(len(delta.token_ids) for delta in deltas)
 
     assert asyncio.run(run()) == 3
+
+
+def test_an_llm_that_is_closed_says_so():
+    with LLM(Path(bundled_model_path()), max_num_seqs=1, max_prompt_tokens=64) as engine:
+        pass
+    for function in (engine.generate, engine.chat):
+        with pytest.raises(h2okv.EngineStoppedError, match="this LLM is closed; make another"):
+            function("Hi", max_tokens=1)

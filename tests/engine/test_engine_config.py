@@ -31,6 +31,7 @@ def test_options_reach_the_config_that_declares_them():
         ({"max_prefill_time_fraction": 1.0}, "max_prefill_time_fraction must be .* got 1.0"),
         ({"cache": {"heavy": 3}}, "cache must be a CacheConfig or a text .*, got {.heavy.: 3}"),
         ({"heavy": -1}, "heavy=-1 is negative"),
+        ({"cache": "h2o:512", "policy": "best"}, "policy='best' contradicts cache='h2o:512'"),
         ({"memory": "8 GB"}, "memory must be bytes, such as 8589934592, got '8 GB'"),
     ],
     ids=str,

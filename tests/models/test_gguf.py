@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import gguf
 import numpy as np
@@ -288,9 +289,13 @@ def test_converts_once(tmp_path, cache, monkeypatch):
     copy = tmp_path / "elsewhere" / path.name
     copy.parent.mkdir()
     shutil.copy(path, copy)
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "write_json", mock.Mock(side_effect=PermissionError))
+        assert converted(copy) == folder  # in a folder that is read-only
     assert converted(copy) == folder  # by its digest
     monkeypatch.setattr(conversion, "sha256", fail)
     assert converted(path) == folder  # by its size and time, which is faster
+    assert converted(copy) == folder
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache.parents[1]))
     write_gguf(path, Kind.Q4_1)

@@ -42,6 +42,11 @@ def test_the_snippet_prints_an_answer_and_the_bytes(capsys, monkeypatch, tmp_pat
     assert "tidal power station" in answer
     if measures:
         assert expected.splitlines()[-1].split("; ")[1] == size.split("; ")[1]
+        page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+        names["cache"] = h2okv.H2OCache(names["model"], "best", budget=0.2)
+        (explains,) = re.findall(r"```python\n(cache\.record_evictions.*?)```", page, re.DOTALL)
+        exec(compile(explains, "python.md", "exec"), names)
+        assert f"`{capsys.readouterr().out.strip()}`" in page
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,7 @@ def test_tokenize_and_detokenize(served, fake):
         ("/tokenize", {"prompt": "a b " * 10**6}, "at most 1048576 characters here, got 4000000"),
         ("/tokenize", {"messages": [{"role": "user", "content": "a b " * 10**6}]},
          "messages must have at most 1048576 characters here, got 40000"),
-        ("/detokenize", {"tokens": [4096]}, "token must be 0 to 4095 for this model, got 4096"),
+        ("/detokenize", {"tokens": [4096]}, "tokens: token must be 0 to 4095 for this model, got"),
         ("/detokenize", {"tokens": "a"}, "tokens must be a list, got 'a'"),
     ],
 )  # fmt: skip

@@ -1,5 +1,14 @@
 """The command `h2okv`."""
 
-from h2okv.cli.app import main
+import sys
+from typing import NoReturn
 
-__all__ = ["main"]
+
+def main() -> NoReturn:
+    """Run the command line; Ctrl-C while it is imported ends it with one line too."""
+    try:
+        from h2okv.cli import app
+    except KeyboardInterrupt:
+        print("h2okv: interrupted.", file=sys.stderr)
+        sys.exit(130)
+    app.main()

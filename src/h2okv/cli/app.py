@@ -7,6 +7,7 @@ import importlib
 import os
 import pkgutil
 import re
+import signal
 import sys
 import threading
 import warnings
@@ -96,6 +97,7 @@ def main() -> NoReturn:
     except KeyboardInterrupt:  # outside a command
         write_remark("h2okv: interrupted.")
         code = INTERRUPTED
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while libraries end needs no traceback
     if any(thread.daemon for thread in threading.enumerate()):
         # A thread in the middle of a forward would abort the process when the interpreter ends.
         atexit._run_exitfuncs()
@@ -116,10 +118,10 @@ def run(args: Sequence[str]) -> int:
         code = _app(args=list(args), prog_name="h2okv", standalone_mode=False)
     except typer.TyperException as error:
         return _fail(_replaced(error, args) or _usage(error, args))
-    except OutputClosedError:
-        # The interpreter flushes stdout at exit, which would fail on a closed pipe.
+    except OutputClosedError as error:
+        # The interpreter flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return OUTPUT_CLOSED
+        return OUTPUT_CLOSED if isinstance(error.__cause__, BrokenPipeError) else _fail(str(error))
     except SystemExit as error:  # rich's, if its help is not read, or that of a completion
         return OUTPUT_CLOSED if error.code == 1 else int(error.code or 0)
     except ValueError as error:
@@ -215,8 +217,6 @@ _REPLACED = {
     "--batch-size": "--batch {}",
     "--actors": "--replicas {}",
     "--layers": "the layers of a shape: --shape llama-3-8b,layers={}",
-    "--save-every": "--every, a tenth of it",
-    "--steps": "nothing: a measurement takes 8 decode steps",
     "--max-prefill-time-fraction": "a smaller --max-prefill-tokens",
     "--max-batch": "--memory alone, which finds the largest batch",
     "--min-p": "the model's generation config, or min_p of h2okv.SamplingParams",
@@ -224,17 +224,10 @@ _REPLACED = {
     "--threads": "the environment variable OMP_NUM_THREADS={}",
     "needle --seed": "seeds in a file of h2okv eval sweep",
     "recall --max-new-tokens": "max_new_tokens in a file of h2okv eval sweep",
-    "layers --tokens": "--text with a shorter text",
     "list --json": "h2okv models path for one folder",
     "plan --serve": "h2okv serve --dry-run",
     "plan --prompt": "--prompt-tokens {}",
     "plan --gen": "--new-tokens {}",
-    "--keep-pages": "nothing: streamed pages are always dropped from the page cache",
-    "view --layer": "the page's choice of a layer",
-    "view --new-tokens": "the page's field for new tokens",
-    "view --head": "the page's choice of a head",
-    "summarize --template": "template in a file of h2okv eval sweep",
-    "summarize --stemmer": "stemmer in a file of h2okv eval sweep",
     "--converted": "the environment variable XDG_CACHE_HOME, the folder of all that is kept",
     "--cache-folder": "another folder for --output, where the cache's file is written",
     **dict.fromkeys(

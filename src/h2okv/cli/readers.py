@@ -86,7 +86,9 @@ def device(option: str, text: str) -> str:
 def readable(option: str, path: Path) -> Path:
     """Return the path of a file, expanded; raise ValueError unless it can be read."""
     expanded = path.expanduser()
-    if expanded.is_dir():
+    if str(path) == "-":
+        reason = "standard input is not a file"
+    elif expanded.is_dir():
         reason = "it is a folder"
     elif not expanded.exists():
         reason = "there is no such file"
@@ -99,7 +101,9 @@ def readable(option: str, path: Path) -> Path:
 
 def writable(option: str, path: Path) -> Path:
     """Raise ValueError, before the work, for a file that cannot be written."""
-    if path.exists() and not path.is_file():
+    if str(path) == "-":
+        reason = "standard output is not a file"
+    elif path.exists() and not path.is_file():
         reason = "it is a folder" if path.is_dir() else "it is not a file"
     elif not path.parent.is_dir():
         reason = "its folder does not exist"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from h2okv import cache_spec
 from h2okv.config import CacheConfig
 from h2okv.prompts.chat_template import check_pinnable
 from h2okv.prompts.readers import FieldError, check_settings, integer, share
@@ -149,5 +150,9 @@ class EngineConfig:
         cache_names = [entry.name for entry in fields(CacheConfig)]
         check_arguments("LLM", options, (*own_names, "budget", *cache_names))
         changed = {name: options.pop(name) for name in own_names if name in options}
+        text, policy = changed.get("cache"), options.get("policy")
+        named = cache_spec.parse(text) if isinstance(text, str) else {}
+        if policy is not None and named.get("policy", policy) != policy:
+            raise ValueError(f"policy={policy!r} contradicts cache={text!r}; leave one out.")
         config = replace(config or cls(), **changed)
         return replace(config, cache=config.cache.with_options(**options))

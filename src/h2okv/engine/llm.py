@@ -122,6 +122,8 @@ class LLM(_Front):
         ValueError: If the model is not supported, or not even one sequence fits.
     """
 
+    _is_closed = False
+
     def __enter__(self) -> LLM:
         return self
 
@@ -129,8 +131,9 @@ class LLM(_Front):
         self.close()
 
     def close(self) -> None:
-        """Give the model its own attention back."""
+        """Give the model its own attention back; nothing can be generated then."""
         self.engine.close()
+        self._is_closed = True
 
     def chat(
         self,
@@ -252,7 +255,10 @@ class LLM(_Front):
             ValueError: If a prompt is refused; nothing is generated then.
             RequestFailedError: If one fails; raised after the others have finished, with their
                 outputs (`RequestFailedError.outputs`).
+            EngineStoppedError: If it is closed.
         """
+        if self._is_closed:
+            raise EngineStoppedError("this LLM is closed; make another, or generate before that.")
         group = self.engine.group
         if group is not None and group.rank:
             self.engine.runner.follow()

@@ -55,7 +55,7 @@ def converted(path: Path) -> Path:
     size, changed = sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
     source = {"file": str(path), "bytes": size, "changed": changed, "version": _VERSION}
     for folder, record in converted_folders():
-        if record == source:  # avoids hashing a large file at each start
+        if source in (record, record.pop("also", None)):  # no need to hash a large file
             return folder
     write_remark(f"converting '{path}' ({format_bytes(size)}), once: reading what it holds")
     file = _open(shards)
@@ -65,6 +65,9 @@ def converted(path: Path) -> Path:
         start = time.perf_counter()
         _write(file, folder, source)
         write_remark(f"converted in {time.perf_counter() - start:.0f} s")
+    else:  # from a file that was copied or moved since; the folder may be read-only
+        with contextlib.suppress(OSError, ValueError):
+            write_json(folder / RECORD, {**dict(converted_folders())[folder], "also": source})
     return folder
 
 

@@ -294,6 +294,7 @@ _UNSUPPORTED: Unsupported = {
     "tool_choice": (_TOOLS, "none", "auto"),
     "functions": (_FUNCTIONS,),
     "function_call": (_FUNCTIONS, "none", "auto"),
+    "system": ("a system message is the first of messages; give it there",),
     "web_search_options": ("there is no web search; leave it out",),
     "response_format": (_PLAIN_TEXT, {"type": "text"}),
     "structured_outputs": (_PLAIN_TEXT,),

@@ -102,7 +102,8 @@ class Handlers:
 
     async def detokenize(self, request: Request) -> Response:
         body, size = await self.read(request, DetokenizeRequest)
-        prompt = await off_the_loop(size, lambda: self._any_length.read(body.tokens))
+        read, tokens = self._any_length.read_tokens, tuple(body.tokens)
+        prompt = await off_the_loop(size, lambda: read(tokens, "tokens"))
         return JSONResponse({"prompt": prompt.text})
 
 

@@ -80,7 +80,7 @@ class PromptReader:
                 raise invalid(str(error), field) from error
             special = adds_special(self.tokenizer, text)
         else:
-            return self._read_tokens(tuple(prompt))
+            return self.read_tokens(tuple(prompt), field)
         if len(text) > (limit := self._max_characters):
             problem = f"must have at most {limit} characters here, got {len(text)}"
             raise invalid(f"{field} {problem}; send it in parts.", field)
@@ -106,9 +106,10 @@ class PromptReader:
         text = self.tokenizer.decode(list(encoded.token_ids), clean_up_tokenization_spaces=False)
         return Prompt(encoded.token_ids, str(text), False, encoded=encoded)
 
-    def _read_tokens(self, token_ids: tuple[int, ...]) -> Prompt:
-        self._check_length(len(token_ids), "prompt")
-        self._limits.check_tokens(token_ids, "prompt")
+    def read_tokens(self, token_ids: tuple[int, ...], field: str) -> Prompt:
+        """Check tokens, the value of a field."""
+        self._check_length(len(token_ids), field)
+        self._limits.check_tokens(token_ids, field)
         text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
         return Prompt(token_ids, str(text), False)
 

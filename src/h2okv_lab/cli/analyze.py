@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from h2okv_lab.analysis.viewer import Reader
 
 
-# Listed here because the module that defines them imports torch.
+# Listed here because the modules that define them import torch.
 MEASUREMENTS = (
     "sparsity", "scores", "words", "sinks", "ablation", "policies", "predicted", "retention",
     "lifetimes", "overlap", "neurons",
 )  # fmt: skip
+MIN_TOKENS, MIN_VIEWED = 128, 8
 
 
 def _measurements(option: str, text: str) -> tuple[str, ...]:
@@ -60,6 +61,7 @@ def analyze(
 ) -> int:
     if only and quick:
         raise ValueError("--only and --quick both choose measurements; give one of them")
+    check_minimum(MIN_TOKENS, tokens=tokens)
     wording = options.text_or_sample(text)
     from h2okv_lab.analysis import measurements, study
     from h2okv_lab.analysis.attention_stats import find_neurons
@@ -68,7 +70,6 @@ def analyze(
     from h2okv_lab.analysis.sections import new_figure
 
     chosen = measurements.choose_measurements(only, quick, neurons)
-    check_minimum(study.MIN_TOKENS, tokens=tokens)
     # Missing packages must show before the long work, not in the middle of it.
     load_scipy("stats")
     new_figure()
@@ -131,11 +132,11 @@ def view(
     tokens: int = option(2048, "Cut the text there."),
     open_browser: bool = option(True, "Open the page in the browser.", "--open/--no-open"),
 ) -> int:
+    check_minimum(MIN_VIEWED, tokens=tokens)
     wording = options.text_or_sample(text)
     from h2okv_lab.analysis.attention_stats import full_attention_layers
-    from h2okv_lab.analysis.viewer import MIN_TOKENS, PageServer, Reader
+    from h2okv_lab.analysis.viewer import PageServer, Reader
 
-    check_minimum(MIN_TOKENS, tokens=tokens)
     is_page = export is None
     policies = list(dict.fromkeys(cache.policy for cache in caches))
     budgets = dict.fromkeys(config.budget_label for config in caches if not config.is_full)

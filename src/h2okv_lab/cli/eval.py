@@ -37,9 +37,19 @@ EXPERIMENTS = Path(__file__).parents[1] / "evaluation" / "experiments"
 NEEDLE = "The city of {name} is {answer}."
 QUESTION = "\nThe city of {name} is"
 
+
+def _table(option: str, path: Path) -> Path:
+    """Raise ValueError also for a file that is no table of these commands, which replace it."""
+    readers.writable(option, path)
+    first = path.read_bytes().split(b"\n")[0] if path.exists() else b""
+    if first and b"policy" not in first.split(b","):
+        raise ValueError(f"{option} '{path}' is not a table of h2okv eval; choose another file")
+    return path
+
+
 _CSV_HELP = "Table; samples go to NAME.samples.jsonl."
 DEFAULT_CSV = Path("fidelity.csv")
-CSV = option(..., _CSV_HELP, read=readers.writable)
+CSV = option(..., _CSV_HELP, read=_table)
 LIMIT = option(None, "Use the first samples only.", read=readers.count)
 TOO_LONG = option(
     "refuse", "refuse or skip what exceeds the context.", read=choice("refuse", "skip")
@@ -188,7 +198,7 @@ def fidelity(
     trial: Trial = trial_options(
         "50%,20%,10%,5%",
         ("best", "h2o", "h2o,scoring=decay", "sink_recent", "snapkv"),
-        csv=option(DEFAULT_CSV, _CSV_HELP, read=readers.writable),
+        csv=option(DEFAULT_CSV, _CSV_HELP, read=_table),
     ),
     data: list[Path] | None = option(
         None, "Text, or JSONL of prompts; may be repeated.", read=readers.readable
