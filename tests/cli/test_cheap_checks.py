@@ -58,8 +58,6 @@ COMMANDS = {
     "serve": BOTH | TOPK | {
         "--port 99999": "--port must be a whole number from 0 to 65535",
         "--pin robot": "pin 'robot' is unknown",
-        f"--prefix {MISSING}": f"--prefix '{MISSING}' cannot be read",
-        f"--system @{MISSING}": f"--system '{MISSING}' cannot be read",
         f"--view-page {MISSING}": f"--view-page '{MISSING}' cannot be read",
         "--max-prefill-tokens 0": "--max-prefill-tokens must be a whole number",
         "--timeout 0": "--timeout must be a number from",

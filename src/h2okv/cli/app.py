@@ -230,6 +230,8 @@ _REPLACED = {
     "plan --prompt": "--prompt-tokens {}",
     "plan --gen": "--new-tokens {}",
     "--keep-pages": "nothing: streamed pages are always dropped from the page cache",
+    "serve --prefix": "nothing: the first prompts that begin so leave their states",
+    "serve --system": "nothing: the first chats that begin so leave their states",
     "view --layer": "the page's choice of a layer",
     "view --new-tokens": "the page's field for new tokens",
     "view --head": "the page's choice of a head",

@@ -36,8 +36,6 @@ class EngineConfig:
             prefill); the outputs do not depend on it.
         max_prefill_time_fraction: Largest fraction of the time spent on prefill while other
             sequences decode; smaller values give steadier tokens and later first tokens.
-        prefixes: Texts, or their tokens, that many prompts begin with. Each is prefilled once; a
-            prompt that begins with one continues from its compressed cache, with that budget.
         prefix_cache: Bytes of states of prompts and answers, from which later prompts with the same
             beginning continue (`h2okv.engine.prefix_cache`); 0: none. Only with
             ``cache.evict_every`` and a budget in tokens. ``None``: 1 GiB, or a quarter of the free
@@ -71,7 +69,6 @@ class EngineConfig:
     max_waiting: int = 256
     max_prefill_tokens: int = 512
     max_prefill_time_fraction: float = 0.8
-    prefixes: Sequence[str | Sequence[int]] = ()
     prefix_cache: int | None = None
     prefix_cache_folder: str | Path | None = None
     speculate: int = 0

@@ -186,9 +186,6 @@ class Engine:
                 self.model, self.make_cache, self.max_num_seqs, self.max_budgets, self.group, grows,
                 probe.layer_entries_for(longest, max),
             )  # fmt: skip
-            self._prefixes: dict[tuple[int, ...], str] = {}  # keys of saved texts
-            for text in config.prefixes:
-                self._save_prefix(text)
             if self._folder is not None:
                 stack.callback(self._folder.close)
             self.close = stack.pop_all().close  # gives the model its own attention back
@@ -601,8 +598,6 @@ class Engine:
                 yield f"images: {type(self.image_encoder.processor()).__name__}"
             except ValueError as error:
                 yield f"images: off; {error}"
-        if lengths := ", ".join(f"{len(tokens):,}" for tokens in self._prefixes):
-            yield f"saved prefixes: {lengths} tokens"
 
     def request(
         self,
@@ -643,15 +638,11 @@ class Engine:
         self._check_room(budget, pins, len(tokens))
         if budget is None and not pins:
             level, budget = self.verifier.budget(kind)
-        prefix: tuple[int, ...] = ()
-        if budget is None and params.prompt_logprobs is None and not pins and not inputs:
-            matches = (saved for saved in self._prefixes if tokens[:-1][: len(saved)] == saved)
-            prefix = max(matches, key=len, default=())  # which leaves a token of the prompt
         return Request(
             prompt=tokens,
             params=params,
             max_new_tokens=self.limits.room(len(tokens), max_tokens),
-            start=PromptStart(len(tokens), budget, self._prefixes.get(prefix), len(prefix), pins),
+            start=PromptStart(len(tokens), budget, pins=pins),
             notify=notify,
             kept_every=kept_every,
             grammar_mask=None if grammar is None else self._grammars.compile(grammar),
@@ -722,17 +713,6 @@ class Engine:
             tokens: Any = tuple(prompt)
         self.limits.check_tokens(tokens)
         return EncodedPrompt(tuple(map(int, tokens)), inputs, pins)
-
-    def _save_prefix(self, text: str | Sequence[int]) -> None:
-        tokens = self._read(text).token_ids
-        longest = self.limits.max_prompt_tokens
-        if not 1 <= len(tokens) < longest:
-            raise ValueError(
-                f"a prefix must have 1 to {longest - 1:,} tokens, got {len(tokens):,}, to start"
-                f" prompts of up to {longest:,} tokens; give another text."
-            )
-        key = self._prefixes[tokens] = f"prefix {len(self._prefixes)}"
-        self.runner.save_prefix(key, tokens, self.config.max_prefill_tokens)
 
     def _state_identity(self) -> dict[str, Any]:
         """Return what a state depends on besides the tokens that it has read."""

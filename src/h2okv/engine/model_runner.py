@@ -23,7 +23,7 @@ from h2okv.cache.argument import CACHE
 from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.support import latent_sizes
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
-from h2okv.engine.request import PrefillChunk, PromptStart, ScheduledStep
+from h2okv.engine.request import PrefillChunk, ScheduledStep
 from h2okv.engine.sampler import to_device
 from h2okv.integration.attention import KEEPS_ALL
 from h2okv.integration.enable import input_device
@@ -125,7 +125,7 @@ class ModelRunner:
         self._device = input_device(model)
         self._has_axes = hasattr(getattr(model, "model", None), "get_rope_index")
         self._make_cache = make_cache
-        self.states: dict[str, H2OCache] = {}  # of prefixes, by keys; only copies are mutated
+        self.states: dict[str, H2OCache] = {}  # by keys; only copies are mutated
         self._prefilled: H2OCache | None = None
         self._size = (max_num_seqs, capacities, grows, largest_heads)
         self.pool = self._make_pool()
@@ -136,17 +136,6 @@ class ModelRunner:
         first = torch.tensor([[bos if isinstance(bos, int) else bos[0]]])
         self._forward(first, torch.zeros_like(first), probe)
         return slot_pool.SlotPool(probe, *self._size)
-
-    def save_prefix(self, key: str, tokens: tuple[int, ...], max_prefill_tokens: int) -> None:
-        """Prefill a text that later prompts begin with, and save its compressed cache."""
-        chunk_size = self.chunk_tokens(max_prefill_tokens)
-        for offset in range(0, len(tokens), chunk_size):
-            start = PromptStart(len(tokens)) if offset == 0 else None
-            is_last = offset + chunk_size >= len(tokens)
-            chunk = PrefillChunk(tokens[offset : offset + chunk_size], offset, is_last, start)
-            self._prefill((chunk,), StepOutput())
-        assert self._prefilled is not None
-        self.states[key], self._prefilled = self._prefilled, None
 
     def chunk_tokens(self, limit: int) -> int:
         """Return the maximum tokens of a prompt per forward that leave the result unchanged."""

@@ -186,9 +186,9 @@ def config_for(config: EngineConfig, cache: H2OCache) -> EngineConfig:
             f" layers of model type {model_type!r} cannot take a token out of their state; leave"
             " speculate out."
         )
-    options = ("prefixes", "prefix_cache", "prefix_cache_folder")
+    options = ("prefix_cache", "prefix_cache_folder")
     if continues_prompts(cache):
-        for name in options[1:]:
+        for name in options:
             if getattr(config, name) and not config.caches_prefixes:
                 raise ValueError(
                     f"{name} is for states of prompts, and this config keeps none; give evict_every"

@@ -58,9 +58,7 @@ class ServeRequest:
 
     model: str
     server: ServerSettings
-    engine: EngineConfig = field(default_factory=EngineConfig)  # without prefixes
-    prefixes: tuple[str, ...] = ()  # texts that many prompts begin with
-    systems: tuple[str, ...] = ()  # system messages of many chats
+    engine: EngineConfig = field(default_factory=EngineConfig)
     loading: dict[str, Any] = field(default_factory=dict)  # further arguments of `AsyncLLM`
     notes: tuple[str, ...] = ()  # lines about the options, for the user
 
@@ -73,19 +71,3 @@ class ServeRequest:
             return self
         server = replace(self.server, cache=engine.cache)
         return replace(self, engine=engine, server=server, notes=(*self.notes, note))
-
-    def engine_config(self) -> EngineConfig:
-        """Return the engine's config with the tokens of all shared prefixes."""
-        from h2okv.models.loading import describe
-        from h2okv.server.errors import ApiError
-        from h2okv.server.tokenization import shared_prefix
-
-        if not self.prefixes and not self.systems:
-            return self.engine
-        tokenizer = describe(self.model).tokenizer
-        try:
-            prefixes = [shared_prefix(tokenizer, text) for text in self.prefixes]
-            prefixes += [shared_prefix(tokenizer, text, is_system=True) for text in self.systems]
-        except ApiError as error:
-            raise ValueError(f"--system: {error}") from error
-        return replace(self.engine, prefixes=prefixes)

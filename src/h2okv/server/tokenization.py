@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -126,21 +125,3 @@ def work_size(size: int, prompts: Sequence[Any]) -> int:
 async def off_the_loop(size: int, work: Callable[[], Result]) -> Result:
     """Run ``work``, in a thread if its ``size`` is large, to keep the event loop responsive."""
     return await asyncio.to_thread(work) if size > _BLOCKING_SIZE else work()
-
-
-# A token may extend from the end of a text into its continuation, so several ones are tried.
-_CONTINUATIONS = ("a", "1", " a", "\n", ".")
-
-
-def shared_prefix(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, is_system: bool = False
-) -> tuple[int, ...]:
-    """Return the common tokens of prompts that begin with a text, or with a system message."""
-    prompts: list[Any] = [text + continuation for continuation in _CONTINUATIONS]
-    if is_system:
-        system = {"role": "system", "content": text}
-        contents = [continuation.strip() or "b" for continuation in _CONTINUATIONS]
-        users = [{"role": "user", "content": content} for content in contents]
-        prompts = [Conversation([system, user]) for user in users]
-    reader = PromptReader(tokenizer)
-    return tuple(os.path.commonprefix([reader.read(prompt).token_ids for prompt in prompts]))
