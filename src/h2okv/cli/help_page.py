@@ -17,7 +17,7 @@ _TEXT = (
     " needle question answer tries compression contexts batches"
 )
 _OUTPUT = "output out export csv plot checkpoint save_every resume compare as_json"
-_SERVER = "called host port max_body timeout drain cors_origin log_requests view_page max_waiting"
+_SERVER = "called host port max_body timeout drain cors_origin log_requests max_waiting"
 _PANEL_OF = {
     name: panel
     for panel, names in (

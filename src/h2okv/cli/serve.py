@@ -40,9 +40,6 @@ def serve(
     pin: Typed = option("", "Never evicted in chats: system,tools.", read=readers.names),
     cors_origin: list[str] | None = option(None, "CORS origin, or *; may be repeated."),
     log_requests: bool = option(False, "Log each request to stderr.", "--log-requests"),
-    view_page: Path | None = option(
-        None, "Page of h2okv view --export, at /view.", read=readers.readable
-    ),
     ray: bool = option(False, "Serve copies on a Ray cluster.", "--ray"),
     tensor_parallel: bool = option(False, "Under torchrun: split the model.", "--tensor-parallel"),
     dry_run: bool = option(False, "Say what fits, and end.", "--dry-run"),
@@ -75,7 +72,6 @@ def serve(
         cache=cache,
         api_key=os.environ.get(KEY_VARIABLE),
         cors_origins=tuple(cors_origin or ()),
-        view_page=None if view_page is None else readers.read_text("--view-page", view_page),
     )
     # After the checks above, which need no torch.
     from h2okv.engine.serving import with_states

@@ -22,13 +22,12 @@ class ServerSettings:
     cache: CacheConfig = field(default_factory=CacheConfig)  # of requests that name none
     host: str = "127.0.0.1"
     port: int = 8000  # 0 for any that is free
-    api_key: str | None = None  # required for all paths but /health and the pages
+    api_key: str | None = None  # required for all paths but /health and the page
     timeout: float = 600.0  # seconds that a request may take, waiting included
     drain: float = 30.0  # seconds for running requests to finish when the server stops
     max_body: int = 8 << 20  # bytes of a request's body
     max_new_tokens: int = 4096
     max_choices: int = 128  # outputs of a request: prompts times n
-    view_page: str | None = None  # the HTML of a recorded viewer page, served at /view
     cors_origins: tuple[str, ...] = ()  # sites whose pages may send requests; "*" for all
     log_requests: bool = False  # one line on stderr for each request
     pin: tuple[str, ...] = ()  # messages of every chat that are never evicted
