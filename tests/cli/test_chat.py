@@ -40,7 +40,7 @@ def remarks(outcome):
 
 
 def test_lines_and_blocks_of_a_pipe_are_messages(chat):
-    outcome = chat('the cat\n\n"""\nthe dog\n/quit\n"""\nthe mat \\\nand the log\n')
+    outcome = chat('the cat\n\n"""\nthe dog\n/quit\n"""\nthe mat\n')
     assert outcome.code == 0
     assert len(statuses(outcome)) == 3
     assert remarks(outcome) == []
@@ -155,13 +155,6 @@ def test_cache_shows_kept_and_evicted_tokens(chat):
     # One head keeps a token or it does not: as many as the budget says, and a span of 8.
     assert 32 <= int(shown[2].split()[0]) < 40
     assert "{some:" not in shown[2]
-
-
-def test_colours_do_not_change_the_pager_for_others(chat, monkeypatch):
-    for name, value in (("FORCE_COLOR", "1"), ("TERM", "xterm-256color"), ("LESS", "-FX")):
-        monkeypatch.setenv(name, value)
-    assert "\x1b[" in chat("the cat\n/cache\n/cache\n").out
-    assert os.environ["LESS"] == "-FX"
 
 
 def test_a_line_that_is_not_utf8_is_refused_and_the_next_is_answered(chat):
