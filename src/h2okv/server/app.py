@@ -49,8 +49,6 @@ def make_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest):
         route: Any = TextRoute(handlers, kind)  # an ASGI application, not a function
         app.add_route(kind.path, route, methods=["POST"])
-    app.add_route("/tokenize", handlers.tokenize, methods=["POST"])
-    app.add_route("/detokenize", handlers.detokenize, methods=["POST"])
     _add_status(app, handlers)
     _add_page(app)
     return app

@@ -52,18 +52,16 @@ class PromptReader:
         tokenizer: PreTrainedTokenizerBase,
         max_tokens: int = UNLIMITED,
         image_encoder: ImageEncoder | None = None,
-        max_characters: int = UNLIMITED,
         pin: Sequence[str] = (),
     ) -> None:
         self.tokenizer, self._image_encoder, self._pin = tokenizer, image_encoder, pin
-        self._max_characters = max_characters
         self._limits = PromptLimits(len(tokenizer), None, max_tokens)
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         tokenizer("a")  # the first call may initialize the tokenizer, which is not thread-safe
 
-    def read(self, prompt: Conversation | Sequence[Any], *, special: bool = True) -> Prompt:
+    def read(self, prompt: Conversation | Sequence[Any]) -> Prompt:
         """Tokenize a text, tokens, or a chat up to the start of the answer."""
-        field, stops, strips_start = "prompt", tuple[str, ...](), False
+        field, stops, strips_start, special = "prompt", tuple[str, ...](), False, True
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, Conversation):
@@ -80,9 +78,6 @@ class PromptReader:
             special = adds_special(self.tokenizer, text)
         else:
             return self._read_tokens(tuple(prompt))
-        if len(text) > (limit := self._max_characters):
-            problem = f"must have at most {limit} characters here, got {len(text)}"
-            raise invalid(f"{field} {problem}; send it in parts.", field)
         characters = f"a text of {len(text)} characters"
         self._check_length(-(-len(text) // self._longest), field, characters)
         token_ids = tuple(encode(self.tokenizer, text, special=special))
