@@ -173,7 +173,6 @@ class SavedChat:
 
     transcript: Transcript
     system: str
-    params: SamplingParams
 
     @classmethod
     def from_note(cls, note: str) -> SavedChat:
@@ -181,13 +180,12 @@ class SavedChat:
         saved = parse_json(note)
         if saved["version"] != _VERSION:
             raise ValueError(f"version {saved['version']} of the chat, not {_VERSION}")
-        transcript, sampling = Transcript(**saved["transcript"]), dict(saved["sampling"])
+        transcript = Transcript(**saved["transcript"])
         if not all(isinstance(token, int) for token in transcript.token_ids):
             raise ValueError("a token that is not a number")
         if not all(set(message) == {"role", "content"} for message in transcript.messages):
             raise ValueError("a message without role or content")
-        params = SamplingParams(max_tokens=sampling.pop("max_new_tokens"), **sampling)
-        return cls(transcript, str(saved["system"]), params)
+        return cls(transcript, str(saved["system"]))
 
 
 def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2OCache, SavedChat]:
@@ -207,17 +205,6 @@ def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2
             f" its text has {len(chat.transcript.token_ids)}); use another file"
         )
     return cache, chat
-
-
-def sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields that always matter or differ from their default, by option name."""
-    always = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
-    default, fields = vars(SamplingParams()), dict(vars(params))
-    changed = {"max_new_tokens": fields.pop("max_tokens")}
-    for name, value in fields.items():
-        if name in always or value != default[name]:
-            changed[name] = value
-    return changed
 
 
 class Chat:
@@ -334,8 +321,7 @@ class Chat:
             problem = f"'{path}' exists and is not a saved chat"
             with refusing(problem, "choose another file", ValueError):
                 read_notes(path)
-        transcript, sampling = asdict(self.transcript), sampling_fields(self.params)
-        fields = {"transcript": transcript, "system": self.form.system, "sampling": sampling}
+        fields = {"transcript": asdict(self.transcript), "system": self.form.system}
         self.cache.save(path, notes={_NOTE: json.dumps({"version": _VERSION, **fields})})
 
     def load(self, path: Path) -> SavedChat:

@@ -203,8 +203,6 @@ def run_command(session: Chat, line: str) -> None:
 
 def load_and_report(session: Chat, path: Path) -> None:
     """Continue a saved chat and report it on stderr."""
-    from h2okv.chat.session import sampling_fields
-
     saved = session.load(path)
     turns = sum(message["role"] == "user" for message in saved.transcript.messages)
     cache = session.cache
@@ -212,10 +210,6 @@ def load_and_report(session: Chat, path: Path) -> None:
         f"'{path}': {turns} {'turn' if turns == 1 else 'turns'}, {cache.num_seen_tokens:,} tokens"
         f" read, {cache.num_cached_tokens:,} held; {cache!r}"
     )
-    now, then = sampling_fields(session.params), sampling_fields(saved.params)
-    others = [f"{args.flag(name)} {then[name]}" for name in then if now.get(name) != then[name]]
-    if others:
-        write_remark(f"note: it was saved with {' '.join(others)}; this chat keeps its options")
 
 
 def show_cache(session: Chat, argument: str) -> None:

@@ -256,8 +256,6 @@ def _column(run: Generation, agreement: Agreement | None) -> dict[str, str]:
 
 def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[str, Any]:
     """Return the fields of --json."""
-    from h2okv.chat.session import sampling_fields
-
     runs = []
     for values in map(asdict, comparison.runs.values()):
         values["time_to_first_token_s"] = values.pop("time_to_first_token")
@@ -268,7 +266,7 @@ def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[s
         "model": job.described.name,
         "cache": cache.label,
         **cache.to_dict(),
-        **sampling_fields(job.params),
+        **_sampling_fields(job.params),
         "dtype": str(job.model.dtype).removeprefix("torch."),
         "device": str(job.model.device),
         "chat_template": job.is_chat,
@@ -279,6 +277,17 @@ def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[s
         agreement = next(iter(comparison.agreements.values()))
         fields |= {"full": runs[1], "agreement": asdict(agreement)}
     return fields
+
+
+def _sampling_fields(params: h2okv.SamplingParams) -> dict[str, Any]:
+    """Return the fields that always matter or differ from their default, by option name."""
+    always = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
+    default, fields = vars(h2okv.SamplingParams()), dict(vars(params))
+    changed = {"max_new_tokens": fields.pop("max_tokens")}
+    for name, value in fields.items():
+        if name in always or value != default[name]:
+            changed[name] = value
+    return changed
 
 
 def _format(value: float | None, form: str, unit: str = "") -> str:

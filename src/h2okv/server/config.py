@@ -27,13 +27,12 @@ class ServerSettings:
     drain: float = 30.0  # seconds for running requests to finish when the server stops
     max_body: int = 8 << 20  # bytes of a request's body
     max_new_tokens: int = 4096
-    max_choices: int = 128  # outputs of a request: prompts times n
     cors_origins: tuple[str, ...] = ()  # sites whose pages may send requests; "*" for all
     log_requests: bool = False  # one line on stderr for each request
     pin: tuple[str, ...] = ()  # messages of every chat that are never evicted
 
     def __post_init__(self) -> None:
-        counts = ("max_body", "max_new_tokens", "max_choices")
+        counts = ("max_body", "max_new_tokens")
         check_settings(self, dict.fromkeys(counts, integer(1)))
         check_settings(self, {"timeout": number(1e-3, 1e9), "drain": number(0, 1e9)})
         for origin in self.cors_origins:

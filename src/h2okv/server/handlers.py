@@ -31,6 +31,7 @@ Result = TypeVar("Result")
 _Job = tuple[ResponseBuilder, list[SamplingParams], Budget | None]
 """A response builder, the parameters of each prompt, and the budget of all of them."""
 
+_MAX_OUTPUTS = 128
 _LAST_WORD = 5.0
 """Seconds in which a client must accept the event of an error."""
 
@@ -124,13 +125,9 @@ class TextRoute:
         params = dataclasses.replace(params, grammar=grammar)
         if body.may_call and syntax.has_special_markers:  # the text would be without them
             params = dataclasses.replace(params, skip_special_tokens=False)
-        n, max_choices = params.n, self.settings.max_choices
-        if len(texts) * n > max_choices:
-            raise invalid(
-                f"prompts times n = {len(texts)} x {n} = {len(texts) * n} outputs, but one"
-                f" request may have {max_choices}; send several requests.",
-                "n" if len(texts) == 1 else "prompt",
-            )
+        if (count := len(texts) * params.n) > _MAX_OUTPUTS:
+            problem = f"must be at most {_MAX_OUTPUTS}, got {count}; send several requests."
+            raise invalid(f"prompts times n {problem}", "n" if len(texts) == 1 else "prompt")
         read, tokens = self.handlers.reader.read, self.handlers.tokens
         size = work_size(size, texts)
         prompts = await off_the_loop(size, lambda: [read(text) for text in texts])

@@ -305,20 +305,14 @@ class CompletionRequest(SampledRequest):
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.CompletionResponseBuilder
     default_max_tokens: ClassVar[int | None] = 16
     fields: ClassVar[Fields] = request_fields(
-        {**_SAMPLED, "prompt": _read_prompt, "echo": readers.boolean, "best_of": SAMPLING["n"]},
+        {**_SAMPLED, "prompt": _read_prompt, "echo": readers.boolean},
         {**_MODEL, "prompt": "a text or tokens"},
+        {"best_of": ("this server does not rank outputs; leave it out", 1)},
     )
 
     prompt: list[Any]
     echo: bool | None
-    best_of: int | None
     logprobs: int | None
-
-    def _check(self) -> None:
-        super()._check()
-        if self.best_of not in (None, self.n or 1):
-            problem = f"={self.best_of}: this server does not rank outputs"
-            raise FieldError(("best_of",), f"{problem}; leave it out, or give the value of n")
 
     @property
     def prompts(self) -> list[Any]:
