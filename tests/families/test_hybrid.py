@@ -19,7 +19,7 @@ from h2okv.engine.cache_engine import CacheEngine
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.request import PromptStart, Request
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.engine.serving import config_for, in_tokens, plan_serving
+from h2okv.engine.serving import in_tokens, plan_serving
 from h2okv.integration.enable import read_blocks
 from h2okv.offload.batch_runner import BatchSequence, ForwardScheduler, Limits, Runner
 
@@ -251,13 +251,6 @@ def test_one_request_on_a_cache(model_type, tokenizer, is_full):
         CacheEngine(model, tokenizer, caches[0]).run([request])
         text = model.generate(ids, max_new_tokens=8, do_sample=False, **{CACHE: caches[1]})
     assert request.outputs[0].tokens == text[0, len(prompt) :].tolist()
-
-
-@hybrid()
-def test_drafts_are_refused(model_type):
-    config = EngineConfig(cache=CacheConfig(**BUDGET), speculate=4)
-    with pytest.raises(ValueError, match="speculate=4: .* cannot take a token out of their state"):
-        config_for(config, cache_of(config_of(model_type), **BUDGET))
 
 
 @hybrid()

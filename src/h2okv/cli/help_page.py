@@ -34,7 +34,7 @@ _LIST, _LISTED = "A,B", "Comma-separated: "
 _NAMES = {
     "TOKENS": (
         "max_new_tokens max_prompt_tokens max_prefill_tokens tokens new_tokens prompt_tokens"
-        " length every save_every speculate"
+        " length every save_every"
     ),
     "TOKENS|%": "budget",
     "FRACTION": "top_p min_p recommend",

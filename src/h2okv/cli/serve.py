@@ -33,7 +33,6 @@ def serve(
     max_body: Typed = option("8MiB", "Largest request body.", read=readers.memory),
     timeout: float = option(600.0, "For a request, waiting included."),
     drain: float = option(30.0, "For running requests at shutdown."),
-    speculate: int = option(0, "Draft by prompt lookup."),
     verify: Typed = option(None, "Share read again with a full cache: 2%.", read=readers.share),
     agreement: Typed = option(None, "Budgets that hold this share: 0.95.", read=readers.share),
     weight_bits: int | None = WEIGHT_BITS,

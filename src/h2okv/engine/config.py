@@ -12,7 +12,6 @@ from h2okv.prompts.chat_template import check_pinnable
 from h2okv.prompts.readers import FieldError, check_settings, integer, share
 from h2okv.records import check_arguments, checked_arguments
 
-MOST_DRAFTS = 16
 DEFAULT_STATES = 1 << 30  # bytes
 
 
@@ -42,8 +41,6 @@ class EngineConfig:
             memory if that is less.
         prefix_cache_folder: Folder that keeps these states over a restart, up to `prefix_cache`
             or 1 GiB; ``None`` for none.
-        speculate: Tokens to draft at a time by prompt lookup for each sequence. They are verified
-            in one forward, and the output stays the same. Only while it saves time.
         weight_bits: 4 lets steps of up to four sequences read linear weights of 4 bits, in bfloat16
             on an x86 CPU, of a model that is loaded by name; ``None``: weights as loaded.
         tensor_parallel: Whether each process started by ``torchrun`` holds a shard of the model.
@@ -71,7 +68,6 @@ class EngineConfig:
     max_prefill_time_fraction: float = 0.8
     prefix_cache: int | None = None
     prefix_cache_folder: str | Path | None = None
-    speculate: int = 0
     weight_bits: int | None = None
     tensor_parallel: bool = False
     verify: float = 0.0
@@ -95,7 +91,6 @@ class EngineConfig:
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
         check_settings(self, dict.fromkeys(counts, integer(1)))
         check_settings(self, dict.fromkeys(("max_waiting", "prefix_cache"), integer(0)))
-        check_settings(self, {"speculate": integer(0, MOST_DRAFTS)})
         if self.verify is None:
             object.__setattr__(self, "verify", 0.0)
         check_settings(self, {"verify": share, "agreement": share})

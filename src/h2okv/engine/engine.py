@@ -171,7 +171,7 @@ class Engine:
         ranks = 1 if self.group is None else self.group.world_size
         self.memory = MemoryModel(self.model.config, probe, self.model.dtype).serving(
             self.max_budgets, self.limits.max_prompt_tokens, config.max_prefill_tokens, ranks,
-            config.speculate, self.image_encoder.reads_images,
+            self.image_encoder.reads_images,
         )  # fmt: skip
         share = share_memory(config, self.memory, input_device(self.model))
         self.max_num_seqs = share.num_seqs
@@ -238,9 +238,6 @@ class Engine:
 
     def _after_step(self, step: ScheduledStep, output: StepOutput) -> None:
         """Sample and report what a step has computed, or leave it on the device."""
-        if step.accepted is not None:
-            gain = self.scheduler.draft_gain(len(step.accepted))
-            gain.spend(output.seconds("undo"))
         self._add_states(step, output)
         self._counters.evictions += output.evictions
         if output.decode_logits is not None:
@@ -248,7 +245,9 @@ class Engine:
             if self._can_wait(step):
                 self._unread = self._choose(output)
                 return
-            self._after_decode(step, output)
+            self._sample(
+                list(self.scheduler.running), output.decode_logits[:, 0], range(len(step.decode))
+            )
         if step.prefill:
             self._after_prefill(step.prefill, output)
         self.scheduler.record_time(output.seconds("prefill"), output.seconds("decode"))
@@ -258,7 +257,7 @@ class Engine:
         runs_ahead = self.runs_ahead
         if runs_ahead is None:
             runs_ahead = input_device(self.model).type == "cuda"
-        if not runs_ahead or step.prefill or self.group is not None or self.config.speculate:
+        if not runs_ahead or step.prefill or self.group is not None:
             return False
         return all(output.needs_no_host for output in self.scheduler.running)
 
@@ -322,33 +321,6 @@ class Engine:
                 return UNLIMITED
             free = available // 2
         return free // self.memory.full_token
-
-    def _after_decode(self, step: ScheduledStep, output: StepOutput) -> None:
-        """Sample what follows the newest tokens, and the drafts that turn out right."""
-        running, logits = list(self.scheduler.running), output.decode_logits
-        assert logits is not None
-        drafts = step.drafts or ((),) * len(running)
-        accepted = [1] * len(running)
-        rows = list(range(len(running)))  # whose drafts have all been right so far
-        for column in range(logits.shape[1]):
-            outputs = [running[row] for row in rows]
-            self._sample(outputs, logits[rows, column], rows)
-            rows = [
-                row for row, output in zip(rows, outputs, strict=True)
-                if not (output.is_finished or output.request.is_over)
-                and output.tokens[-1:] == list(drafts[row][column : column + 1])
-            ]  # fmt: skip
-            if not rows:
-                break
-            for row in rows:
-                accepted[row] += 1
-        if step.drafts:
-            self.scheduler.accepted = tuple(accepted)
-            self._counters.drafted_tokens += sum(map(len, drafts))
-            self._counters.accepted_tokens += sum(accepted) - len(accepted)
-        if not step.prefill:
-            gain = self.scheduler.draft_gain(len(running))
-            gain.record(output.seconds("decode"), sum(accepted) / len(accepted), bool(step.drafts))
 
     def _add_states(self, step: ScheduledStep, output: StepOutput) -> None:
         """Note the states that a step has saved, and what is to be dropped for them."""
