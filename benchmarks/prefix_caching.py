@@ -3,9 +3,8 @@
 ``turn`` reads a first turn of 4,096 tokens, answers, and times the second turn's first token with
 and without automatic prefix caching. ``fuzz`` compares the answers of many short conversations,
 with shared beginnings, edits, other orders and disconnected clients, with those of an engine
-without states. ``state`` reports a state's size by the length of its text, ``drafts`` the time of
-answers with prompt lookup and without, ``step`` the time of a decode step with ``evict_every``
-against a static cache of as many slots and against the default.
+without states. ``state`` reports a state's size by the length of its text, ``step`` the time of a
+decode step with ``evict_every`` against a static cache of as many slots and against the default.
 Texts are this package's source code. In fp32 every answer must equal that of the engine without
 states, or the run ends without a figure. agent_loop.py measures a conversation that grows.
 """
@@ -36,21 +35,17 @@ from record import (
 from transformers import PreTrainedModel
 
 import h2okv
-from h2okv.assets import sample_prompt
 from h2okv.config import CacheConfig
 from h2okv.engine.outputs import OutputDelta
 from h2okv.models.loading import describe
-from h2okv.prompts.chat_template import encode
-from h2okv.prompts.messages import read_conversation
 from h2okv_lab.benchmarking.caches import CacheSpec
-from h2okv_lab.benchmarking.results import interleaved
 
 CSV = RESULTS / "prefix_caching.csv"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MEASURES = ("turn", "fuzz", "state", "drafts", "step")
-FIRST_TOKEN_LIMIT, CACHED_LIMIT, STEP_LIMIT, DRAFTS_LIMIT = 0.2, 0.9, 1.03, 0.95
+MEASURES = ("turn", "fuzz", "state", "step")
+FIRST_TOKEN_LIMIT, CACHED_LIMIT, STEP_LIMIT = 0.2, 0.9, 1.03
 ANSWER, MESSAGE = 32, 128  # tokens of an answer, and of a user's second message
-STATES, COLD, DRAFTS, PLAIN = "states", "no states", "drafts", "plain"
+STATES, COLD = "states", "no states"
 
 
 def source_tokens(tokenizer: Any, count: int) -> list[int]:
@@ -168,9 +163,9 @@ def measure_fuzz(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any
     states, cold = (
         h2okv.LLM(
             with_h2o(plain), tokenizer, cache=cache, max_num_seqs=3, max_prompt_tokens=longest,
-            max_prefill_tokens=args.evict_every, prefix_cache=size, speculate=speculate,
+            max_prefill_tokens=args.evict_every, prefix_cache=size,
         )
-        for size, speculate in ((args.prefix_cache << 20, args.speculate), (0, 0))
+        for size in (args.prefix_cache << 20, 0)
     )  # fmt: skip
     fuzz = Fuzz(source_tokens(tokenizer, 20_000), longest, args.seed)
     are_equal: list[float] = []
@@ -203,8 +198,7 @@ def measure_fuzz(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any
     stats = states.stats()
     print(
         f"{fuzz.num_begun} conversations, {len(are_equal)} requests and {aborted} aborted ones;"
-        f" {stats.prefix_hits} hits, {stats.prefix_evictions} states evicted,"
-        f" {stats.accepted_tokens} drafted tokens accepted"
+        f" {stats.prefix_hits} hits, {stats.prefix_evictions} states evicted"
     )
     row = setting | {"prompt": longest, "budget": args.budget}
     share = stats.reused_tokens / (stats.reused_tokens + stats.prompt_tokens)
@@ -228,62 +222,6 @@ def measure_states(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: A
         }
         row = setting | {"prompt": length, "budget": args.budget}
         rows += rows_for("a state", "MiB", samples, [Target("slots", 1.0)], row, STATES)
-    return rows
-
-
-def draft_prompts(tokenizer: Any) -> dict[str, list[int]]:
-    """Return prompts of two tasks whose answers repeat much, and some, of their text."""
-    source = (Path(h2okv.__file__).parent / "engine" / "drafts.py").read_text(encoding="utf-8")
-    tasks = {
-        "code editing": "Rename the class DraftGain to Gain in this file. Give the whole file and"
-        f" nothing else.\n\n```python\n{source}```",
-        "a summary": f"Summarize this text in ten sentences.\n\n{sample_prompt()[:4000]}",
-    }
-    if not tokenizer.chat_template:
-        return {task: tokenizer(text).input_ids for task, text in tasks.items()}
-    return {
-        task: encode(
-            tokenizer, read_conversation({"messages": [{"role": "user", "content": text}]})
-        )
-        for task, text in tasks.items()
-    }
-
-
-def measure_drafts(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: Any) -> list[Any]:
-    """Time answers with drafts by prompt lookup, and without, after one of each to warm up."""
-    cache = CacheConfig(budget=args.draft_budget, min_tokens=0, evict_every=args.evict_every)
-    drafts = args.speculate or 4
-    llms = {
-        name: h2okv.LLM(
-            with_h2o(plain), tokenizer, cache=cache, max_num_seqs=1, speculate=speculate,
-            max_prompt_tokens=2048,
-        )
-        for name, speculate in ((DRAFTS, drafts), (PLAIN, 0))
-    }  # fmt: skip
-    params = h2okv.SamplingParams(max_tokens=args.new, temperature=0, ignore_eos=True)
-    rows = []
-    for task, prompt in draft_prompts(tokenizer).items():
-        seconds: dict[str, list[float]] = {name: [] for name in llms}
-        answers: dict[str, list[int]] = {}
-        counts = []
-        for number, name in interleaved(list(llms), 1 + args.rounds):
-            progress(f"{task}: round {number} of {args.rounds}")
-            before = llms[name].stats().accepted_tokens
-            start = time.perf_counter()
-            output = llms[name].generate([prompt], params, show_progress=False)[0]
-            if number:  # the prompt comes from a state then
-                seconds[name].append(time.perf_counter() - start)
-                answers[name] = output.completions[0].token_ids
-            if name == DRAFTS and number:
-                counts.append((llms[name].stats().accepted_tokens - before) / args.new)
-        check_equal(setting["dtype"], answers[DRAFTS], answers[PLAIN])
-        row = setting | {"prompt": len(prompt), "budget": args.draft_budget}
-        target = Target(PLAIN, DRAFTS_LIMIT, at_least=True)
-        rows += rows_for(f"{task}, {args.new} tokens", "s", seconds, [target], row, DRAFTS)
-        rates = {name: [args.new / each for each in times] for name, times in seconds.items()}
-        rows += rows_for(f"{task}, tokens a second", "1/s", rates, [], row, DRAFTS)
-        rows += rows_for(f"{task}, tokens from drafts", "", {DRAFTS: counts}, [], row, DRAFTS)
-    progress("")
     return rows
 
 
@@ -336,11 +274,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="second turns")
     parser.add_argument("--conversations", type=int, default=1000, help="that fuzz begins")
     parser.add_argument("--minutes", type=float, default=60, help="most of fuzz")
-    parser.add_argument(
-        "--speculate", type=int, default=0, help="drafted tokens of fuzz, and of drafts (4)"
-    )
-    parser.add_argument("--draft-budget", type=int, default=1024, help="entries of drafts")
-    parser.add_argument("--new", type=int, default=256, help="tokens of the answers of drafts")
     parser.add_argument("--prefix-cache", type=int, default=64, help="MiB of fuzz's states")
     parser.add_argument("--seed", type=int, default=0, help="of fuzz")
     parser.add_argument("--state-tokens", type=numbers, default=[512, 2048, 8000])
@@ -370,7 +303,6 @@ def main() -> None:
                 "turn": measure_turn,
                 "fuzz": measure_fuzz,
                 "state": measure_states,
-                "drafts": measure_drafts,
             }[measure]
             report(args.csv, run(plain, describe(name).tokenizer, args, setting))
 

@@ -70,7 +70,6 @@ _SYNONYMS = {
     "stop_token_ids": "eostokenid eostokenids",
     "max_num_seqs": "batchsize maxbatchsize",
     "max_prompt_tokens": "maxmodellen maxseqlen contextlength",
-    "speculate": "promptlookupnumtokens numspeculativetokens",
     "memory": "gpumemory maxmemory",
     "dtype": "torchdtype",
     "device": "devicemap",

@@ -19,13 +19,11 @@ def turn(text):
     ("text", "entries"),
     [
         ("one\ntwo", [turn("one"), turn("two")]),
-        ("one \\\ntwo\\\nthree\nfour", [turn("one \ntwo\nthree"), turn("four")]),
-        ("one\\", [turn("one")]),
+        ("one\\\ntwo", [turn("one\\"), turn("two")]),
         ('"""\na\n\n  b\\\n/quit\n"""\nc', [turn("a\n\n  b\\\n/quit"), turn("c")]),
         ('"""\nnever closed', [turn("never closed")]),
         ('a """ b', [turn('a """ b')]),
         ("/save x", [Entry("/save x", is_command=True)]),
-        ("/save \\\nx", [turn("/save \nx")]),
         (" /save", [turn(" /save")]),
         ("", [turn("")]),
     ],
@@ -35,15 +33,15 @@ def test_entries(text, entries):
 
 
 def test_continuation_lines_have_another_prompt():
-    prompts, lines = [], iter(["a\\", "b", '"""', "c", '"""', "d"])
+    prompts, lines = [], iter(['"""', "c", '"""', "d"])
 
     def read_line(prompt):
         prompts.append(prompt)
         return next(lines, None)
 
-    for _ in range(3):
+    for _ in range(2):
         read_entry(read_line)
-    assert prompts == ["> ", "... ", "> ", "... ", "... ", "> "]
+    assert prompts == ["> ", "... ", "... ", "> "]
 
 
 def test_an_entry_that_is_not_utf8_is_refused_and_the_next_is_read():

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.chat.session import Level, kept_shares, render_runs, runs_of
+from h2okv.chat.session import Level, kept_shares, render_kept
 
 READ = 60
 
@@ -44,12 +44,12 @@ def test_a_missing_layer_or_head_is_refused(cache, indices, words):
 
 
 @pytest.mark.parametrize(
-    ("share", "level"),
-    [(1.0, Level.ALL), (0.99, Level.MOST), (2 / 3, Level.MOST), (0.5, Level.SOME),
-     (1 / 3, Level.SOME), (0.01, Level.FEW), (0.0, Level.NONE), (None, Level.WAITING)],
+    ("shares", "level"),
+    [([1.0], Level.ALL), ([1.0, 1.0], Level.ALL), ([0.99], Level.SOME), ([0.0, 1.0], Level.SOME),
+     ([0.01], Level.SOME), ([0.0], Level.NONE), ([], Level.WAITING)],
 )  # fmt: skip
-def test_levels(share, level):
-    assert Level.of(share) is level
+def test_levels(shares, level):
+    assert Level.of(shares) is level
 
 
 def test_marks_and_colours_show_the_same_levels(tokenizer):
@@ -59,46 +59,33 @@ def test_marks_and_colours_show_the_same_levels(tokenizer):
     shares = [share for ids, share in zip(pieces, levels, strict=True) for _ in ids]
     tokens = [token for ids in pieces for token in ids]
     next_ids = tokenizer(" log")["input_ids"]
-    runs = list(runs_of(tokenizer, tokens + next_ids, shares))
-    legend, _, text = str(render_runs(runs, with_marks=True)).partition("\n\n")
-    assert text == "the[- cat sat-]{some: on}{few: the}{most: mat}{next: log}"
+    chat = tokenizer, tokens + next_ids, shares
+    legend, _, text = str(render_kept(*chat, with_marks=True)).partition("\n\n")
+    assert text == "the[- cat sat-]{some: on the mat}{next: log}"
     evicted = len(pieces[1]) + len(pieces[2])
     assert f"[-evicted-]: {evicted}" in legend
     assert legend.startswith("kept by all: 1")
-    colours = render_runs(runs)
+    colours = render_kept(*chat)
     assert colours.plain.endswith("\n\nthe cat sat on the mat log")
-    struck = [span for span in colours.spans if span.style == Level.NONE.style]
+    struck = [span for span in colours.spans if span.style == "dim strike"]
     assert [colours.plain[span.start : span.end] for span in struck][1:] == [" cat sat"]
+
+
+def marked(*chat):
+    return str(render_kept(*chat, with_marks=True)).partition("\n\n")[2]
 
 
 def test_a_character_of_several_tokens_is_one_span(tokenizer):
     ids = tokenizer("é漢a")["input_ids"]
     assert len(ids) == 6
-    runs = list(runs_of(tokenizer, ids, [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]))
-    assert [(run.text, run.level) for run in runs] == [
-        ("é", Level.SOME),
-        ("漢", Level.NONE),
-        ("a", Level.ALL),
-    ]
+    assert marked(tokenizer, ids, [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]) == "{some:é}[-漢-]a"
 
 
 def test_invalid_utf8_bytes_are_shown(tokenizer):
     half = tokenizer("é")["input_ids"][:1]
-    runs = list(runs_of(tokenizer, half + tokenizer("a")["input_ids"], [0.0, 1.0]))
-    assert [run.text for run in runs] == ["\ufffd", "a"]
+    assert marked(tokenizer, half + tokenizer("a")["input_ids"], [0.0, 1.0]) == "[-\ufffd-]a"
 
 
 def test_control_characters_do_not_reach_the_terminal(tokenizer):
     ids = tokenizer("a\x1b[2Jb")["input_ids"]
-    runs = list(runs_of(tokenizer, ids, [1.0] * len(ids)))
-    assert str(render_runs(runs, with_marks=True)).endswith("a\u241b[2Jb")
-
-
-def test_long_runs_of_evicted_tokens_are_shortened(tokenizer):
-    ids = tokenizer("a" * 3 + "b" * 90)["input_ids"]
-    shares = [1.0] * 3 + [0.0] * 90
-    (_, run) = runs_of(tokenizer, ids, shares, shorten_above=30)
-    assert run.text == "b" * 10 + " ... 70 more evicted tokens ..." + "b" * 10
-    assert run.num_tokens == 90
-    (_, unshortened) = runs_of(tokenizer, ids, shares, shorten_above=90)
-    assert unshortened.text == "b" * 90
+    assert marked(tokenizer, ids, [1.0] * len(ids)) == "a\u241b[2Jb"

@@ -85,10 +85,10 @@ def test_a_session(terminal):
     assert b"/help" in greeting
 
     # Two lines, one turn; an answer without an end, which Ctrl-C ends.
-    terminal.type(b"the cat \\" + ENTER)
+    terminal.type(b'"""' + ENTER)
     terminal.wait_for(rb"\.\.\. ")
-    terminal.type(b"sat" + ENTER)
-    terminal.wait_for(rb"sat\r\n[^\r]+")
+    terminal.type(b"the cat " + ENTER + b"sat" + ENTER + b'"""' + ENTER)
+    terminal.wait_for(rb"sat\r\n[^\r]+\r\n[^\r]+")
     terminal.interrupt()
     status = terminal.wait_for(rb"tokens seen, \d+ kept .* stopped\x1b\[0m")
     assert b"\x1b[2m" in status

@@ -13,7 +13,6 @@ CACHE = {
     "--cache scoring=means": "scoring 'means' is unknown",
     "--cache bits=3": "kv_bits must be 8, 6 or 4, got 3",
     "--cache bit=8": "option 'bit' is unknown; did you mean bits",
-    "--cache cpu": "--cache cpu is gone; give --cache-placement cpu",
     "--budget much": "--budget 'much' is not an amount",
     "--budget 20% --cache h2o:64": "--budget 20% has no effect, as --cache has one",
     "--policy h2o --cache h2o": "--policy h2o has no effect, as --cache names one",
@@ -58,9 +57,6 @@ COMMANDS = {
     "serve": BOTH | TOPK | {
         "--port 99999": "--port must be a whole number from 0 to 65535",
         "--pin robot": "pin 'robot' is unknown",
-        f"--prefix {MISSING}": f"--prefix '{MISSING}' cannot be read",
-        f"--system @{MISSING}": f"--system '{MISSING}' cannot be read",
-        f"--view-page {MISSING}": f"--view-page '{MISSING}' cannot be read",
         "--max-prefill-tokens 0": "--max-prefill-tokens must be a whole number",
         "--timeout 0": "--timeout must be a number from",
         "--memory 8 GiB": "'8 GiB' of --memory is two arguments",

@@ -141,34 +141,6 @@ def test_best_measures_the_model(
     assert llm.engine.config.cache.label == "best-v5:20%"
 
 
-@pytest.mark.parametrize("options", [{}, {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))}], ids=str)
-@pytest.mark.parametrize("max_prefill_tokens", [5, 512])
-def test_saved_prefix_equals_continuing_from_its_cache(
-    make_llama, make_llm, make_prompts, alone, greedy, max_prefill_tokens, options
-):
-    model = make_llama()
-    prefix, other, *suffixes = make_prompts([30, 12, 1, 9, 20])
-    prefixes = [prefix, prefix + other]
-    llm = make_llm(model, prefixes=prefixes, max_prefill_tokens=max_prefill_tokens, **options)
-    prompts = [prefix + suffix for suffix in suffixes]
-    prompts += [prefix + other + suffixes[0], prefix, suffixes[2]]
-    outputs = llm.generate(prompts, greedy(15))
-    llm.close()
-    assert [output.prompt.num_reused for output in outputs] == [30, 30, 30, 42, 0, 0]
-
-    def after(text, prompt):
-        cache = h2okv.H2OCache(model.config, 0.2, 0.2, **options)
-        with h2okv.enable(model):
-            h2okv.prefill(model, torch.tensor([text]), cache)
-        return alone(model, prompt, 15, cache=cache)
-
-    expected = [after(prefix, prompt) for prompt in prompts[:3]]
-    expected += [after(prefix + other, prompts[3])]
-    expected += [alone(model, prompt, 15, **options) for prompt in prompts[4:]]
-    assert token_ids(outputs) == expected
-    assert llm.stats().reused_tokens == 30 * 3 + 42
-
-
 def test_nan_of_a_released_sequence_does_not_reach_the_next_one(make_llama, kept_sets):
     """Admit a sequence into slots that a sequence with NaN values has left."""
     model = make_llama()

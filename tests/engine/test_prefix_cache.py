@@ -196,22 +196,6 @@ def test_a_limit_below_one_state_is_refused(make_llm, double_model):
         make_llm(double_model, heavy=8, recent=6, evict_every=8, prefix_cache=100)
 
 
-def test_saved_prefixes_outlive_the_states_of_other_prompts(make_llm, double_model, greedy):
-    options = {"heavy": 8, "recent": 6, "evict_every": 8, "max_prompt_tokens": 200}
-    prefix = list(range(2, 35))
-    probe = make_llm(double_model, **options)
-    probe.generate([prefix], greedy(1))
-    size = probe.stats().prefix_bytes  # of one state
-    pinned = make_llm(double_model, prefixes=[prefix], prefix_cache=size, **options)
-    cold = make_llm(double_model, prefix_cache=0, **options)
-    for first in range(50, 54):
-        pinned.generate([[first, *range(2, 42)]], greedy(1))
-    assert pinned.stats().prefix_evictions >= 3
-    results = [llm.generate([[*prefix, 60, 61]], greedy(30))[0] for llm in (pinned, cold)]
-    assert [result.prompt.num_reused for result in results] == [33, 0]
-    assert results[0].completions[0].token_ids == results[1].completions[0].token_ids
-
-
 def test_a_failed_request_resumes_from_its_states(make_llm, double_model, greedy, monkeypatch):
     llm = make_llm(double_model, heavy=8, recent=6, evict_every=8, max_prompt_tokens=200)
     cold = make_llm(

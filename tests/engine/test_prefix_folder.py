@@ -113,10 +113,9 @@ def test_states_of_other_models_and_options_are_not_used(run, make_llama, tmp_pa
     for options in ({"model": other}, {"model": alike}, {"recent": 5}, {"kv_bits": 8}):
         assert run(TEXT, 5, tmp_path, **options)[1] == 0
     assert not caplog.messages  # their files have other names
-    key, content = path.name.partition(".")[0], path.read_bytes()
+    content = path.read_bytes()
     # What the attention of `alike` has written may be the same bytes.
     for other_path in [p for p in files(tmp_path) if p.read_bytes() != content]:
-        (path,) = tmp_path.glob(f"{key}.*")  # which has been written again
         shutil.copy(other_path, path)
         with caplog.at_level(logging.WARNING, "h2okv.engine"):
             assert run(TEXT, 5, tmp_path)[:2] == (cold, 0)
@@ -125,33 +124,28 @@ def test_states_of_other_models_and_options_are_not_used(run, make_llama, tmp_pa
 
 
 def test_a_state_under_another_name_is_not_believed(run, tmp_path, caplog):
-    """A file that says it is the state of another text needs the folder's secret for it."""
     other_text = [5, 4, 3, *range(50, 90)]
     cold = run(other_text, 5)[0]
     run(TEXT, 5, tmp_path)
     (written,) = files(tmp_path)
     run(other_text, 5, tmp_path)
     (path,) = [path for path in files(tmp_path) if path != written]
-    key = path.name.partition(".")[0]
-    shutil.copy(written, tmp_path / f"{key}.{written.name.partition('.')[2]}")  # with its signature
-    path.unlink()
+    shutil.copy(written, path)
     with caplog.at_level(logging.WARNING, "h2okv.engine"):
         assert run(other_text, 5, tmp_path)[:2] == (cold, 0)
-    assert len(caplog.messages) == 1 and key in caplog.messages[0]
+    assert len(caplog.messages) == 1 and path.name in caplog.messages[0]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
-def test_the_secret_is_private(run, tmp_path):
-    run(TEXT, 5, tmp_path)
-    secret = tmp_path / "key"
-    assert secret.stat().st_mode & 0o777 == 0o600 and len(secret.read_bytes()) == 32
-    secret.chmod(0o644)
-    with pytest.raises(ValueError, match="only you can read"):
-        run(TEXT, 5, tmp_path)
-    secret.chmod(0o600)
-    assert run(TEXT, 5, tmp_path)[1] == 32
-    secret.write_bytes(bytes(32))  # the states of another secret
-    assert run(TEXT, 5, tmp_path)[1] == 0
+def test_the_folder_is_private(run, tmp_path):
+    folder = tmp_path / "states"
+    run(TEXT, 5, folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match="not writable for everyone"):
+        run(TEXT, 5, folder)
+    folder.chmod(0o755)
+    assert run(TEXT, 5, folder)[1] == 32
 
 
 def test_a_state_whose_keys_were_not_transformed_is_not_used(run, tmp_path, caplog, monkeypatch):
@@ -220,7 +214,7 @@ def test_a_full_disk_fails_nothing(run, tmp_path, caplog, monkeypatch):
     assert len(tokens) == 5
     assert llm.stats().prefix_states == 1 and llm.stats().prefix_disk_states == 0
     assert len(caplog.messages) == 1 and "No space left" in caplog.messages[0]
-    assert os.listdir(tmp_path) == ["key"]
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"prefix_cache": 0}, {"evict_every": None}, {"heavy": 0.2}])

@@ -90,10 +90,9 @@ def test_a_divergence_of_16_tokens_is_at_most_that_of_20(make_llama, make_llm, m
     assert output.verified.kl_divergence > 0.8 * total / 20
 
 
-@pytest.mark.parametrize("speculate", [0, 4])
-def test_batches_drafts_and_several_outputs(make_llama, make_llm, make_prompts, greedy, speculate):
+def test_batches_and_several_outputs(make_llama, make_llm, make_prompts, greedy):
     model = make_llama()
-    options = {"max_num_seqs": 4, "speculate": speculate, "evict_every": 16}
+    options = {"max_num_seqs": 4, "evict_every": 16}
     llm = make_llm(model, heavy=8, recent=8, **options)
     prompts = [prompt * 3 for prompt in make_prompts([20, 13])]
     for output, prompt in zip(

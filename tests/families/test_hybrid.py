@@ -19,7 +19,7 @@ from h2okv.engine.cache_engine import CacheEngine
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.request import PromptStart, Request
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.engine.serving import config_for, in_tokens, plan_serving
+from h2okv.engine.serving import in_tokens, plan_serving
 from h2okv.integration.enable import read_blocks
 from h2okv.offload.batch_runner import BatchSequence, ForwardScheduler, Limits, Runner
 
@@ -201,18 +201,6 @@ def test_turns_and_shared_prefixes_continue_from_states(model_type, tokenizer, t
         assert llm.stats().prefix_disk_hits > 0
 
 
-@continuing
-def test_saved_prefixes_are_continued(model_type, tokenizer):
-    model = model_of(model_type)
-    prefix, end = prompts_of((30, 7), seed=4)
-    # Half a forward later the same entries: a budget above the prefix keeps all of it.
-    options = {"heavy": 30, "recent": 30, "max_prompt_tokens": 60}
-    with h2okv.LLM(model, tokenizer, prefixes=[prefix], max_num_seqs=2, **options) as llm:
-        output = llm.generate([prefix + end], greedy(8))[0]
-    assert output.prompt.num_reused == 30
-    assert answers([output]) == [alone(model, prefix + end, 8, heavy=30, recent=30)]
-
-
 def test_a_type_that_forgets_reads_prompts_whole_and_keeps_no_states(tokenizer):
     model = model_of("jamba")
     options = BUDGET | {"evict_every": 8, "max_prompt_tokens": 100, "max_prefill_tokens": 16}
@@ -221,9 +209,8 @@ def test_a_type_that_forgets_reads_prompts_whole_and_keeps_no_states(tokenizer):
         outputs = [llm.generate([prompt], greedy(12))[0] for _ in range(2)]
     assert [output.prompt.num_reused for output in outputs] == [0, 0]
     assert answers(outputs) == 2 * [alone(model, prompt, 12, evict_every=8)]
-    for refused in ({"prefixes": ["a"]}, {"prefix_cache": 1 << 20}):
-        with pytest.raises(ValueError, match=f"{next(iter(refused))}: .*'jamba' forget"):
-            h2okv.LLM(model, tokenizer, max_num_seqs=2, **options, **refused)
+    with pytest.raises(ValueError, match="prefix_cache: .*'jamba' forget"):
+        h2okv.LLM(model, tokenizer, max_num_seqs=2, **options, prefix_cache=1 << 20)
 
 
 def test_a_type_that_forgets_refuses_a_block_after_a_state_and_reads_chunks_at_once(tokenizer):
@@ -264,13 +251,6 @@ def test_one_request_on_a_cache(model_type, tokenizer, is_full):
         CacheEngine(model, tokenizer, caches[0]).run([request])
         text = model.generate(ids, max_new_tokens=8, do_sample=False, **{CACHE: caches[1]})
     assert request.outputs[0].tokens == text[0, len(prompt) :].tolist()
-
-
-@hybrid()
-def test_drafts_are_refused(model_type):
-    config = EngineConfig(cache=CacheConfig(**BUDGET), speculate=4)
-    with pytest.raises(ValueError, match="speculate=4: .* cannot take a token out of their state"):
-        config_for(config, cache_of(config_of(model_type), **BUDGET))
 
 
 @hybrid()

@@ -18,7 +18,6 @@ CUTS = {
     "one block": {},
     "chunks": {"evict_every": 8},
     "spans": {"evict_every": 8, "max_prompt_tokens": 200},
-    "drafts": {"speculate": 4},
     "expected": {"evict_every": 8, "scoring": "expected", "max_prompt_tokens": 200},
 }
 GREEDY = h2okv.SamplingParams(max_tokens=8, temperature=0, logprobs=0, ignore_eos=True)

@@ -76,7 +76,6 @@ def test_every_reader_of_text_drops_a_second_bos_token(folder: Path, capsys):
     assert TextCodec(described, is_raw=True).sequence(prompt, None).prompt == [1, 3]
     reader = PromptReader(described.tokenizer)
     assert reader.read("<s>hello").token_ids == (1, 3)
-    assert reader.read("<s>hello", special=False).token_ids == (1, 3)
     with h2okv.LLM(str(folder), heavy=8, recent=8) as llm:
         request = llm.engine.request("<s>hello", SamplingParams(), lambda event: None)
         assert request.prompt == (1, 3)

@@ -3,8 +3,6 @@ import copy
 import pytest
 
 from h2okv.engine.outputs import OutputDelta
-from h2okv.prompts.chat_template import chat_text
-from h2okv.server.tokenization import shared_prefix
 
 CHATML = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>{% endfor %}"
@@ -116,27 +114,6 @@ def test_a_developer_message_is_a_system_message(served, fake):
         messages = [{"role": role, "content": "Be kind."}, *CHAT[1:2]]
         client.chat.completions.create(model="fake", messages=messages, max_tokens=1)
     assert fake.requests[0][0] == fake.requests[1][0]
-
-
-@pytest.mark.parametrize("template", [None, CHATML], ids=["plain", "template"])
-def test_shared_prefix_of_chats(bundled_tokenizer, template):
-    tokenizer = copy.deepcopy(bundled_tokenizer)
-    tokenizer.chat_template = template
-    shared = shared_prefix(tokenizer, "You answer in one word.", is_system=True)
-    for question in ("Why?", "9", "two\nlines"):
-        chat = [{"role": "system", "content": "You answer in one word."}]
-        text = chat_text(tokenizer, [*chat, {"role": "user", "content": question}])
-        tokens = tokenizer(text, add_special_tokens=template is None)["input_ids"]
-        assert tuple(tokens[: len(shared)]) == shared
-    assert len(shared) > 5
-
-
-def test_shared_prefix_of_texts_stops_before_an_open_word(bundled_tokenizer):
-    shared = shared_prefix(bundled_tokenizer, "The story of a king")
-    for end in ("", "dom", " went", "."):
-        tokens = bundled_tokenizer("The story of a king" + end)["input_ids"]
-        assert tuple(tokens[: len(shared)]) == shared
-    assert bundled_tokenizer.decode(shared, skip_special_tokens=True).startswith("The story of a")
 
 
 def test_stream_with_kept_tokens(served, fake, bundled_tokenizer):

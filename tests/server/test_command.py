@@ -70,30 +70,14 @@ def test_sigterm_drains_and_frees_the_port_for_a_restart(server):
     assert again == address and ask(again).usage.completion_tokens == 8
 
 
-def test_api_key_prefixes_limits_and_second_signal(server, tmp_path):
-    (tmp_path / "system.txt").write_text("You are a captain, and speak of ships only.\n")
-    beginning = "The story of a captain who sailed to the north, and of his ship"
-    (tmp_path / "prefix.txt").write_text(beginning)
-    (tmp_path / "view.html").write_text("<p>recorded")
+def test_api_key_limits_and_second_signal(server, tmp_path):
     process, address = server(
-        "--port", 0, "--system", "system.txt", "--prefix", "prefix.txt",
-        "--view-page", "view.html", "--name", "captain",
-        "--max-new-tokens", 1900, "--drain", 600, H2OKV_API_KEY="a-key",
+        "--port", 0, "--name", "captain", "--max-new-tokens", 1900, "--drain", 600,
+        H2OKV_API_KEY="a-key",
     )  # fmt: skip
-    root = address.removesuffix("/v1")
-    with urllib.request.urlopen(f"{root}/view", timeout=10) as page:
-        assert page.read() == b"<p>recorded"
     with pytest.raises(openai.AuthenticationError):
         ask(address)
     client = openai.OpenAI(base_url=address, api_key="a-key", max_retries=0, timeout=60)
-    messages = [
-        {"role": "system", "content": "You are a captain, and speak of ships only."},
-        {"role": "user", "content": "Who are you?"},
-    ]
-    answer = client.chat.completions.create(model="captain", messages=messages, max_tokens=4)
-    assert answer.usage.prompt_tokens_details.cached_tokens > 8
-    answer = client.completions.create(model="captain", prompt=f"{beginning}, which", max_tokens=4)
-    assert answer.usage.prompt_tokens_details.cached_tokens > 8
     pieces = client.completions.create(
         model="captain", prompt="The sea", max_tokens=1900, stream=True,
         extra_body={"ignore_eos": True},

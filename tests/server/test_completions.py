@@ -152,7 +152,7 @@ def test_parameters_reach_the_engine(served, fake):
     served.client().completions.create(
         model="fake", prompt=PROMPT, max_tokens=3, temperature=0.5, top_p=0.9, n=2, seed=7,
         stop=["END", "\n\n"], presence_penalty=0.5, frequency_penalty=-0.5,
-        logit_bias={"5": -100, "6": 2.5}, logprobs=3, best_of=2, user="somebody",
+        logit_bias={"5": -100, "6": 2.5}, logprobs=3, best_of=1, user="somebody",
         extra_body={
             "top_k": -1, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True,
             "stop_token_ids": [3, 4], "h2o": {"cache": "30+10%,sink=2"},

@@ -76,16 +76,3 @@ def test_page_loads_nothing_from_other_sites(served):
     assert " style=" not in text and not re.search(r"\son\w+=", text)
     again = get(served, "/")[1]["Content-Security-Policy"]
     assert again != policy
-
-
-def test_recorded_page_is_served(serve, fake):
-    served = serve(fake, view_page="<!doctype html><p>recorded")
-    text, headers = get(served, "/view")
-    assert text == "<!doctype html><p>recorded"
-    assert "default-src 'none'" in headers["Content-Security-Policy"]
-    assert 'id="view" href="view"' in get(served, "/")[0]
-
-
-def test_no_link_without_a_recorded_page(served):
-    assert 'id="view" hidden' in get(served, "/")[0]
-    assert status(served, "/view") == 404

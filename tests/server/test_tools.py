@@ -115,7 +115,7 @@ CUT = [
     (f"```json\n{F[:30]}", NAMED, []),
     ('{"name": "f"', NAMED, []),
     ('{"name": "f"', NAMED | {"has_schema": True}, ['{"name": "f"']),
-    ('{"name": "f", "arguments": {', NAMED | {"has_schema": True}, []),
+    ('{"name": "f", "a": {', NAMED | {"has_schema": True}, ['{"name": "f", "a": {']),
     ('{"name": "Anna", "ag', NAMED, ['{"name": "Anna", "ag']),
     ("Hello <", NAMED, ["Hello <"]),
     ('{"na', {"only_calls": True}, []),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
-from itertools import groupby
-from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -175,7 +173,6 @@ class SavedChat:
 
     transcript: Transcript
     system: str
-    params: SamplingParams
 
     @classmethod
     def from_note(cls, note: str) -> SavedChat:
@@ -183,13 +180,12 @@ class SavedChat:
         saved = parse_json(note)
         if saved["version"] != _VERSION:
             raise ValueError(f"version {saved['version']} of the chat, not {_VERSION}")
-        transcript, sampling = Transcript(**saved["transcript"]), dict(saved["sampling"])
+        transcript = Transcript(**saved["transcript"])
         if not all(isinstance(token, int) for token in transcript.token_ids):
             raise ValueError("a token that is not a number")
         if not all(set(message) == {"role", "content"} for message in transcript.messages):
             raise ValueError("a message without role or content")
-        params = SamplingParams(max_tokens=sampling.pop("max_new_tokens"), **sampling)
-        return cls(transcript, str(saved["system"]), params)
+        return cls(transcript, str(saved["system"]))
 
 
 def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2OCache, SavedChat]:
@@ -209,17 +205,6 @@ def read_chat(path: Path, model: PreTrainedModel | PreTrainedConfig) -> tuple[H2
             f" its text has {len(chat.transcript.token_ids)}); use another file"
         )
     return cache, chat
-
-
-def sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the fields that always matter or differ from their default, by option name."""
-    always = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
-    default, fields = vars(SamplingParams()), dict(vars(params))
-    changed = {"max_new_tokens": fields.pop("max_tokens")}
-    for name, value in fields.items():
-        if name in always or value != default[name]:
-            changed[name] = value
-    return changed
 
 
 class Chat:
@@ -336,8 +321,7 @@ class Chat:
             problem = f"'{path}' exists and is not a saved chat"
             with refusing(problem, "choose another file", ValueError):
                 read_notes(path)
-        transcript, sampling = asdict(self.transcript), sampling_fields(self.params)
-        fields = {"transcript": transcript, "system": self.form.system, "sampling": sampling}
+        fields = {"transcript": asdict(self.transcript), "system": self.form.system}
         self.cache.save(path, notes={_NOTE: json.dumps({"version": _VERSION, **fields})})
 
     def load(self, path: Path) -> SavedChat:
@@ -348,36 +332,19 @@ class Chat:
 
 
 class Level(Enum):
-    """The share of heads that keep a token, with its colour and, for plain text, marks."""
+    """How many heads keep a token, with its colour and, for plain text, marks."""
 
-    ALL = "kept by all", "bold green"
-    MOST = "by most (two thirds or more)", "green", "{most:", "}"
+    ALL = "kept by all", "bold green", "", ""
     SOME = "by some", "yellow", "{some:", "}"
-    FEW = "by few (less than a third)", "dim yellow", "{few:", "}"
     NONE = "evicted", "dim strike", "[-", "-]"
     WAITING = "not read yet", "italic cyan", "{next:", "}"
 
-    def __init__(self, meaning: str, style: str, before: str = "", after: str = "") -> None:
-        self.meaning, self.style, self.before, self.after = meaning, style, before, after
-
     @classmethod
-    def of(cls, share: float | None) -> Level:
-        """Return the level of a share from 0 to 1; ``None`` is the share of an unread token."""
-        if share is None:
+    def of(cls, shares: Sequence[float]) -> Level:
+        """Return the level of a character's tokens by their shares of heads; empty: not read."""
+        if not shares:
             return cls.WAITING
-        if share in (0.0, 1.0):
-            return cls.ALL if share else cls.NONE
-        if share >= 2 / 3:
-            return cls.MOST
-        return cls.FEW if share < 1 / 3 else cls.SOME
-
-
-class Run(NamedTuple):
-    """Consecutive tokens of one level; their text includes special tokens."""
-
-    level: Level
-    text: str
-    num_tokens: int
+        return cls.ALL if min(shares) == 1 else cls.SOME if max(shares) else cls.NONE
 
 
 def kept_shares(cache: H2OCache, layer: int | None = None, head: int | None = None) -> list[float]:
@@ -394,51 +361,34 @@ def kept_shares(cache: H2OCache, layer: int | None = None, head: int | None = No
     return [count / num_heads for count in counts]
 
 
-def runs_of(
+def render_kept(
     tokenizer: PreTrainedTokenizerBase,
     token_ids: Sequence[int],
     shares: Sequence[float],
-    shorten_above: int | None = None,
-) -> Iterator[Run]:
-    """Group consecutive tokens of one level."""
-    for level, group in groupby(_characters(tokenizer, token_ids, shares), key=itemgetter(0)):
-        _, texts, counts = zip(*group, strict=True)
-        text, count = "".join(texts), sum(counts)
-        if level is Level.NONE and shorten_above is not None and count > shorten_above:
-            side = shorten_above // 3
-            left_out = f" ... {sum(counts[side:-side]):,} more evicted tokens ..."
-            text = "".join(texts[:side]) + left_out + "".join(texts[-side:])
-        # Show control characters; a terminal would obey them.
-        yield Run(level, text.translate(_CONTROL), count)
-
-
-def _characters(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], shares: Sequence[float]
-) -> Iterator[Run]:
-    """Yield the tokens of each whole character as a run, of the level of their mean share."""
-    data, first = [*map(TokenText(tokenizer).data, token_ids), b""], 0
-    for end in range(1, len(data)):
-        if not is_inside_character(data[end]):
-            span_shares = shares[first:end]
-            mean = sum(span_shares) / len(span_shares) if span_shares else None
-            text = b"".join(data[first:end]).decode("utf-8", "replace")
-            yield Run(Level.of(mean), text, end - first)
-            first = end
-
-
-def render_runs(runs: Sequence[Run], with_marks: bool = False) -> Text:
-    """Return the runs in colours, or with marks for plain text, below a legend."""
+    with_marks: bool = False,
+) -> Text:
+    """Return a chat by levels, in colours, or with marks for plain text, below a legend."""
     from rich.text import Text
 
-    def marked(level: Level, content: str) -> str:
-        return f"{level.before}{content}{level.after}" if with_marks else content
-
-    text = Text()
+    data, first = [*map(TokenText(tokenizer).data, token_ids), b""], 0
+    runs: list[list[Any]] = []  # level, bytes and number of tokens
+    for end in range(1, len(data)):
+        if not is_inside_character(data[end]):
+            level, piece = Level.of(shares[first:end]), b"".join(data[first:end])
+            if not runs or runs[-1][0] is not level:
+                runs.append([level, b"", 0])
+            runs[-1][1] += piece
+            runs[-1][2] += end - first
+            first = end
+    text, body = Text(), Text("\n\n")
     for level in Level:
-        if tokens := sum(run.num_tokens for run in runs if run.level is level):
-            text.append(f"{marked(level, level.meaning)}: {tokens:,}", style=level.style)
-            text.append("  ")
-    text.append("\n\n")
-    for run in runs:
-        text.append(marked(run.level, run.text), style=run.level.style)
-    return text
+        meaning, style, before, after = level.value
+        marks = (before, after) if with_marks else ("", "")
+        if count := sum(run[2] for run in runs if run[0] is level):
+            text.append(f"{marks[0]}{meaning}{marks[1]}: {count:,}", style).append("  ")
+    for level, content, _ in runs:
+        _, style, before, after = level.value
+        # Show control characters; a terminal would obey them.
+        shown = content.decode("utf-8", "replace").translate(_CONTROL)
+        body.append(f"{before}{shown}{after}" if with_marks else shown, style)
+    return text.append_text(body)

@@ -197,17 +197,14 @@ def _quieten_libraries() -> None:
             output.reconfigure(errors="replace")
 
 
-# Options of earlier versions, and what says the same now: by the option, or the command and the
+# Options that one might expect, and what says the same: by the option, or the command and the
 # option. {} stands for the value that the user gave.
 _REPLACED = {
     "--heavy": "--budget with heavy+recent, such as --budget 64+64",
     "--recent": "--budget with heavy+recent, such as --budget 64+64",
-    "--heavy-fraction": "--budget with heavy+recent, such as --budget 15%+5%",
     "--sink": "--cache sink={}",
     "--scoring": "--cache scoring={}",
-    "--decay": "--cache scoring=decay:{}",
     "--positions": "--cache positions={}",
-    "--prefill-chunk": "--cache every={} (evict_every)",
     "--evict-every": "--cache every={}",
     "--kv-bits": "--cache bits={}",
     "--layer-budgets": "--cache layers={}",
@@ -215,21 +212,12 @@ _REPLACED = {
     "--device": "the environment variable H2OKV_DEVICE={}",
     "--gpu-memory": "--memory {}",
     "--batch-size": "--batch {}",
-    "--actors": "--replicas {}",
-    "--layers": "the layers of a shape: --shape llama-3-8b,layers={}",
-    "--max-prefill-time-fraction": "a smaller --max-prefill-tokens",
     "--max-batch": "--memory alone, which finds the largest batch",
-    "--min-p": "the model's generation config, or min_p of h2okv.SamplingParams",
-    "--caches": "--runners {}",
     "--threads": "the environment variable OMP_NUM_THREADS={}",
-    "needle --seed": "seeds in a file of h2okv eval sweep",
-    "recall --max-new-tokens": "max_new_tokens in a file of h2okv eval sweep",
-    "list --json": "h2okv models path for one folder",
+    "--min-p": "the model's generation config, or min_p of h2okv.SamplingParams",
+    "serve --prefix": "nothing: the first prompts that begin so leave their states",
+    "serve --system": "nothing: the first chats that begin so leave their states",
     "plan --serve": "h2okv serve --dry-run",
-    "plan --prompt": "--prompt-tokens {}",
-    "plan --gen": "--new-tokens {}",
-    "--converted": "the environment variable XDG_CACHE_HOME, the folder of all that is kept",
-    "--cache-folder": "another folder for --output, where the cache's file is written",
     **dict.fromkeys(
         ("--top-p", "--top-k", "--repetition-penalty", "--stop"),
         "the model's generation config, or a field of a line of h2okv batch --input",
@@ -238,7 +226,7 @@ _REPLACED = {
 
 
 def _replaced(error: Any, args: Sequence[str]) -> str | None:
-    """Return the message for an option that a command no longer has, if it ever had it."""
+    """Return the message for an option that a command does not have, if one might expect it."""
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if option is None or context is None:
         return None

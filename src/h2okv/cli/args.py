@@ -7,7 +7,6 @@ import functools
 import inspect
 import itertools
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -175,9 +174,6 @@ def choose_caches(
 
     What a text of --cache leaves out are those of --policy and --budget, or the command's defaults.
     """
-    for text in cache:
-        if re.fullmatch(r"(auto|device|cpu|file)(=\d.*)?", text):  # what --cache of batch jobs was
-            raise ValueError(f"--cache {text} is gone; give --cache-placement {text}")
     texts = [cache_spec.parse(text) for text in cache]
     names = [cache_spec.parse(text) for text in usual.policies]
     if policy is not None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import os
-import pydoc
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,8 +28,6 @@ _COMMANDS = ("/help", "/cache", "/undo", "/retry", "/save", "/load", "/reset", "
 _BLOCK_MARK = '"""'
 _PROMPT, _MORE = "> ", "... "
 ReadLine = Callable[[str], str | None]
-_LONG_CHAT = 2000
-_SHORTEN_ABOVE = 30
 
 
 def saved_chat(option: str, path: Path) -> Path:
@@ -207,8 +203,6 @@ def run_command(session: Chat, line: str) -> None:
 
 def load_and_report(session: Chat, path: Path) -> None:
     """Continue a saved chat and report it on stderr."""
-    from h2okv.chat.session import sampling_fields
-
     saved = session.load(path)
     turns = sum(message["role"] == "user" for message in saved.transcript.messages)
     cache = session.cache
@@ -216,16 +210,12 @@ def load_and_report(session: Chat, path: Path) -> None:
         f"'{path}': {turns} {'turn' if turns == 1 else 'turns'}, {cache.num_seen_tokens:,} tokens"
         f" read, {cache.num_cached_tokens:,} held; {cache!r}"
     )
-    now, then = sampling_fields(session.params), sampling_fields(saved.params)
-    others = [f"{args.flag(name)} {then[name]}" for name in then if now.get(name) != then[name]]
-    if others:
-        write_remark(f"note: it was saved with {' '.join(others)}; this chat keeps its options")
 
 
 def show_cache(session: Chat, argument: str) -> None:
     from rich.console import Console
 
-    from h2okv.chat.session import kept_shares, render_runs, runs_of
+    from h2okv.chat.session import kept_shares, render_kept
 
     words = argument.split()
     if len(words) > 2:
@@ -238,20 +228,11 @@ def show_cache(session: Chat, argument: str) -> None:
     if not token_ids:
         raise ValueError("there is nothing in the cache yet; send a message first")
     shares = kept_shares(session.cache, *indices)
-    shorten = _SHORTEN_ABOVE if len(token_ids) > _LONG_CHAT else None
-    runs = list(runs_of(tokenizer, token_ids, shares, shorten))
     console = Console(file=sys.stdout, highlight=False)
     if console.color_system is None or console.no_color:
-        write_text(f"{render_runs(runs, with_marks=True)}\n")
-        return
-    with console.capture() as captured:
-        console.print(render_runs(runs))
-    if sys.stdin.isatty() and captured.get().count("\n") >= console.height:
-        if "R" not in (options := os.environ.get("LESS", "")):
-            os.environ["LESS"] = f"{options} -R"  # without -R less shows no colours
-        pydoc.pager(captured.get())
+        write_text(f"{render_kept(tokenizer, token_ids, shares, with_marks=True)}\n")
     else:
-        write_text(captured.get())
+        console.print(render_kept(tokenizer, token_ids, shares))
 
 
 class Entry(NamedTuple):
@@ -262,7 +243,7 @@ class Entry(NamedTuple):
 
 
 def read_entry(read_line: ReadLine) -> Entry | None:
-    """Read one entry: a line, lines that end in a backslash, or a block; ``None`` at the end."""
+    """Read one entry: a line, or a block between two marks; ``None`` at the end."""
     line = read_line(_PROMPT)
     if line is None:
         return None
@@ -272,10 +253,7 @@ def read_entry(read_line: ReadLine) -> Entry | None:
         while (line := read_line(_MORE)) is not None and line.strip() != _BLOCK_MARK:
             lines.append(line)
     else:
-        while line is not None and line.endswith("\\"):
-            lines.append(line[:-1])
-            line = read_line(_MORE)
-        lines += [] if line is None else [line]
+        lines.append(line)
     for number, line in enumerate(lines, start=1):
         if any("\ud800" <= letter <= "\udfff" for letter in line):  # invalid bytes
             location = f"line {number} of the input" if len(lines) > 1 else "the line"

@@ -191,8 +191,8 @@ def report(comparison: Comparison, note: str | None = None) -> None:
         write_text(comparison_table(comparison))
     else:
         write_remark(f"{summary_line(run)} | {label}")
-    if run.verified is not None:
-        write_remark(str(run.verified))
+        if run.verified is not None:
+            write_remark(str(run.verified))
     if note or (note := few_entries_note(run)):
         write_remark(note)
     if run.finish_reason == "context":
@@ -224,16 +224,14 @@ def comparison_table(comparison: Comparison) -> str:
     from h2okv.chat.generation import FULL
 
     labels = (FULL, *comparison.agreements)
-    count = len(comparison.runs[FULL].token_ids)
-    columns = [
-        _column(comparison.runs[label], comparison.agreements.get(label), count) for label in labels
-    ]
+    runs, agreements = comparison.runs, comparison.agreements
+    columns = [_column(runs[label], agreements.get(label)) for label in labels]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
     return format_table(("", *labels), rows, left=("",))
 
 
-def _column(run: Generation, agreement: Agreement | None, full: int) -> dict[str, str]:
+def _column(run: Generation, agreement: Agreement | None) -> dict[str, str]:
     cells = {
         "tokens generated": str(len(run.token_ids)),
         "time to first token": _format(run.time_to_first_token, ".3f", " s"),
@@ -248,29 +246,27 @@ def _column(run: Generation, agreement: Agreement | None, full: int) -> dict[str
     if run.smaller_from is not None and run.kv_bytes >= run.kv_bytes_full:
         cells["saves memory from"] = f"{run.smaller_from} tokens on"
     if agreement is not None:
-        first, same = agreement.first_difference, agreement.same_next_token
+        first = agreement.first_difference
         cells["tokens that agree"] = f"{agreement.equal} of {agreement.compared}"
         cells["first token that differs"] = "-" if first is None else str(first + 1)
-        if same is not None:
-            cells["same next token on the full cache's text"] = f"{same} of {full}"
+    if agreement is not None and (verified := run.verified) is not None:
+        cells["next tokens that are the full cache's"] = f"{verified.agreed} of {verified.tokens}"
     return cells
 
 
 def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[str, Any]:
     """Return the fields of --json."""
-    from h2okv.chat.session import sampling_fields
-
     runs = []
     for values in map(asdict, comparison.runs.values()):
         values["time_to_first_token_s"] = values.pop("time_to_first_token")
-        if not job.verify:
+        if values["verified"] is None:
             del values["verified"]
         runs.append(values)
     fields = {
         "model": job.described.name,
         "cache": cache.label,
         **cache.to_dict(),
-        **sampling_fields(job.params),
+        **_sampling_fields(job.params),
         "dtype": str(job.model.dtype).removeprefix("torch."),
         "device": str(job.model.device),
         "chat_template": job.is_chat,
@@ -281,6 +277,17 @@ def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[s
         agreement = next(iter(comparison.agreements.values()))
         fields |= {"full": runs[1], "agreement": asdict(agreement)}
     return fields
+
+
+def _sampling_fields(params: h2okv.SamplingParams) -> dict[str, Any]:
+    """Return the fields that always matter or differ from their default, by option name."""
+    always = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed")
+    default, fields = vars(h2okv.SamplingParams()), dict(vars(params))
+    changed = {"max_new_tokens": fields.pop("max_tokens")}
+    for name, value in fields.items():
+        if name in always or value != default[name]:
+            changed[name] = value
+    return changed
 
 
 def _format(value: float | None, form: str, unit: str = "") -> str:

@@ -17,7 +17,7 @@ _TEXT = (
     " needle question answer tries compression contexts batches"
 )
 _OUTPUT = "output out export csv plot checkpoint save_every resume compare as_json"
-_SERVER = "called host port max_body timeout drain cors_origin log_requests view_page max_waiting"
+_SERVER = "called host port max_body timeout drain cors_origin log_requests max_waiting"
 _PANEL_OF = {
     name: panel
     for panel, names in (
@@ -34,7 +34,7 @@ _LIST, _LISTED = "A,B", "Comma-separated: "
 _NAMES = {
     "TOKENS": (
         "max_new_tokens max_prompt_tokens max_prefill_tokens tokens new_tokens prompt_tokens"
-        " length every save_every speculate"
+        " length every save_every"
     ),
     "TOKENS|%": "budget",
     "FRACTION": "top_p min_p recommend",

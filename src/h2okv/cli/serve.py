@@ -33,22 +33,12 @@ def serve(
     max_body: Typed = option("8MiB", "Largest request body.", read=readers.memory),
     timeout: float = option(600.0, "For a request, waiting included."),
     drain: float = option(30.0, "For running requests at shutdown."),
-    speculate: int = option(0, "Draft by prompt lookup."),
     verify: Typed = option(None, "Share read again with a full cache: 2%.", read=readers.share),
     agreement: Typed = option(None, "Budgets that hold this share: 0.95.", read=readers.share),
     weight_bits: int | None = WEIGHT_BITS,
-    prefix: list[Path] | None = option(
-        None, "Prefix of many prompts; may be repeated.", read=readers.readable
-    ),
-    system: list[str] | None = option(
-        None, "System message: text or @FILE; may be repeated.", read=readers.text_or_file
-    ),
     pin: Typed = option("", "Never evicted in chats: system,tools.", read=readers.names),
     cors_origin: list[str] | None = option(None, "CORS origin, or *; may be repeated."),
     log_requests: bool = option(False, "Log each request to stderr.", "--log-requests"),
-    view_page: Path | None = option(
-        None, "Page of h2okv view --export, at /view.", read=readers.readable
-    ),
     ray: bool = option(False, "Serve copies on a Ray cluster.", "--ray"),
     tensor_parallel: bool = option(False, "Under torchrun: split the model.", "--tensor-parallel"),
     dry_run: bool = option(False, "Say what fits, and end.", "--dry-run"),
@@ -81,11 +71,7 @@ def serve(
         cache=cache,
         api_key=os.environ.get(KEY_VARIABLE),
         cors_origins=tuple(cors_origin or ()),
-        view_page=None if view_page is None else readers.read_text("--view-page", view_page),
     )
-    # Without the last line break, which editors add and no client sends.
-    prefixes = tuple(readers.read_text("--prefix", path) for path in prefix or ())
-    systems = tuple(system or ())
     # After the checks above, which need no torch.
     from h2okv.engine.serving import with_states
 
@@ -94,8 +80,6 @@ def serve(
         model=model.name,
         server=server,
         engine=engine,
-        prefixes=prefixes,
-        systems=systems,
         notes=() if note is None else (note,),
     )
     # On a cluster each copy uses the device of its machine.

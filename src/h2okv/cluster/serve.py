@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -230,8 +229,7 @@ def application(
 
 def run_server_on_ray(request: ServeRequest, device: str, replicas: int | None) -> int:
     """Serve on a Ray cluster until a signal; by default one replica a GPU or machine."""
-    settings, engine = request.server, request.engine_config()
-    request = replace(request, engine=engine)
+    settings, engine = request.server, request.engine
     # Serve's proxy, another process, opens the port again.
     with open_port(settings.host, settings.port) as opened:
         port = opened.getsockname()[1]

@@ -13,7 +13,6 @@ from h2okv.prompts.chat_template import check_pinnable
 from h2okv.prompts.readers import FieldError, check_settings, integer, share
 from h2okv.records import check_arguments, checked_arguments
 
-MOST_DRAFTS = 16
 DEFAULT_STATES = 1 << 30  # bytes
 
 
@@ -37,16 +36,12 @@ class EngineConfig:
             prefill); the outputs do not depend on it.
         max_prefill_time_fraction: Largest fraction of the time spent on prefill while other
             sequences decode; smaller values give steadier tokens and later first tokens.
-        prefixes: Texts, or their tokens, that many prompts begin with. Each is prefilled once; a
-            prompt that begins with one continues from its compressed cache, with that budget.
         prefix_cache: Bytes of states of prompts and answers, from which later prompts with the same
             beginning continue (`h2okv.engine.prefix_cache`); 0: none. Only with
             ``cache.evict_every`` and a budget in tokens. ``None``: 1 GiB, or a quarter of the free
             memory if that is less.
         prefix_cache_folder: Folder that keeps these states over a restart, up to `prefix_cache`
             or 1 GiB; ``None`` for none.
-        speculate: Tokens to draft at a time by prompt lookup for each sequence. They are verified
-            in one forward, and the output stays the same. Only while it saves time.
         weight_bits: 4 lets steps of up to four sequences read linear weights of 4 bits, in bfloat16
             on an x86 CPU, of a model that is loaded by name; ``None``: weights as loaded.
         tensor_parallel: Whether each process started by ``torchrun`` holds a shard of the model.
@@ -72,10 +67,8 @@ class EngineConfig:
     max_waiting: int = 256
     max_prefill_tokens: int = 512
     max_prefill_time_fraction: float = 0.8
-    prefixes: Sequence[str | Sequence[int]] = ()
     prefix_cache: int | None = None
     prefix_cache_folder: str | Path | None = None
-    speculate: int = 0
     weight_bits: int | None = None
     tensor_parallel: bool = False
     verify: float = 0.0
@@ -99,7 +92,6 @@ class EngineConfig:
         counts = ("max_num_seqs", "memory", "max_prompt_tokens", "max_prefill_tokens")
         check_settings(self, dict.fromkeys(counts, integer(1)))
         check_settings(self, dict.fromkeys(("max_waiting", "prefix_cache"), integer(0)))
-        check_settings(self, {"speculate": integer(0, MOST_DRAFTS)})
         if self.verify is None:
             object.__setattr__(self, "verify", 0.0)
         check_settings(self, {"verify": share, "agreement": share})

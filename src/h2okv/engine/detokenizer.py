@@ -60,6 +60,14 @@ class Detokenizer:
         return piece
 
 
+def partial_length(text: str, words: Sequence[str]) -> int:
+    """Return the length of the longest end of a text that begins a word, and is not all of it."""
+    for length in range(min(max(map(len, words), default=1) - 1, len(text)), 0, -1):
+        if any(word.startswith(text[-length:]) for word in words):
+            return length
+    return 0
+
+
 class StopText:
     """Passes on text up to the first stop string, and never a prefix of one."""
 
@@ -77,7 +85,9 @@ class StopText:
         hits = ((self._pending.find(stop), -len(stop), stop) for stop in self._stop_strings)
         matches = [match for match in hits if match[0] >= 0]
         if not matches:
-            return self._emit(len(self._pending) - self._partial_length())
+            return self._emit(
+                len(self._pending) - partial_length(self._pending, self._stop_strings)
+            )
         # Of stop strings that begin at the same offset, the longest one, in any order.
         offset, _, self.stopped = min(matches)
         return self._emit(offset)
@@ -90,14 +100,6 @@ class StopText:
     def end(self) -> str:
         """Return the text that was held back and did not become a stop string."""
         return "" if self.stopped is not None else self._emit(len(self._pending))
-
-    def _partial_length(self) -> int:
-        """Return the length of the longest suffix of the text that may begin a stop string."""
-        longest = max(map(len, self._stop_strings), default=1) - 1
-        for length in range(min(longest, len(self._pending)), 0, -1):
-            if any(stop.startswith(self._pending[-length:]) for stop in self._stop_strings):
-                return length
-        return 0
 
     def _emit(self, length: int) -> str:
         piece, self._pending = self._pending[:length], self._pending[length:]

@@ -171,7 +171,7 @@ class Engine:
         ranks = 1 if self.group is None else self.group.world_size
         self.memory = MemoryModel(self.model.config, probe, self.model.dtype).serving(
             self.max_budgets, self.limits.max_prompt_tokens, config.max_prefill_tokens, ranks,
-            config.speculate, self.image_encoder.reads_images,
+            self.image_encoder.reads_images,
         )  # fmt: skip
         share = share_memory(config, self.memory, input_device(self.model))
         self.max_num_seqs = share.num_seqs
@@ -186,9 +186,6 @@ class Engine:
                 self.model, self.make_cache, self.max_num_seqs, self.max_budgets, self.group, grows,
                 probe.layer_entries_for(longest, max),
             )  # fmt: skip
-            self._prefixes: dict[tuple[int, ...], str] = {}  # keys of saved texts
-            for text in config.prefixes:
-                self._save_prefix(text)
             if self._folder is not None:
                 stack.callback(self._folder.close)
             self.close = stack.pop_all().close  # gives the model its own attention back
@@ -241,9 +238,6 @@ class Engine:
 
     def _after_step(self, step: ScheduledStep, output: StepOutput) -> None:
         """Sample and report what a step has computed, or leave it on the device."""
-        if step.accepted is not None:
-            gain = self.scheduler.draft_gain(len(step.accepted))
-            gain.spend(output.seconds("undo"))
         self._add_states(step, output)
         self._counters.evictions += output.evictions
         if output.decode_logits is not None:
@@ -251,7 +245,9 @@ class Engine:
             if self._can_wait(step):
                 self._unread = self._choose(output)
                 return
-            self._after_decode(step, output)
+            self._sample(
+                list(self.scheduler.running), output.decode_logits[:, 0], range(len(step.decode))
+            )
         if step.prefill:
             self._after_prefill(step.prefill, output)
         self.scheduler.record_time(output.seconds("prefill"), output.seconds("decode"))
@@ -261,7 +257,7 @@ class Engine:
         runs_ahead = self.runs_ahead
         if runs_ahead is None:
             runs_ahead = input_device(self.model).type == "cuda"
-        if not runs_ahead or step.prefill or self.group is not None or self.config.speculate:
+        if not runs_ahead or step.prefill or self.group is not None:
             return False
         return all(output.needs_no_host for output in self.scheduler.running)
 
@@ -325,33 +321,6 @@ class Engine:
                 return UNLIMITED
             free = available // 2
         return free // self.memory.full_token
-
-    def _after_decode(self, step: ScheduledStep, output: StepOutput) -> None:
-        """Sample what follows the newest tokens, and the drafts that turn out right."""
-        running, logits = list(self.scheduler.running), output.decode_logits
-        assert logits is not None
-        drafts = step.drafts or ((),) * len(running)
-        accepted = [1] * len(running)
-        rows = list(range(len(running)))  # whose drafts have all been right so far
-        for column in range(logits.shape[1]):
-            outputs = [running[row] for row in rows]
-            self._sample(outputs, logits[rows, column], rows)
-            rows = [
-                row for row, output in zip(rows, outputs, strict=True)
-                if not (output.is_finished or output.request.is_over)
-                and output.tokens[-1:] == list(drafts[row][column : column + 1])
-            ]  # fmt: skip
-            if not rows:
-                break
-            for row in rows:
-                accepted[row] += 1
-        if step.drafts:
-            self.scheduler.accepted = tuple(accepted)
-            self._counters.drafted_tokens += sum(map(len, drafts))
-            self._counters.accepted_tokens += sum(accepted) - len(accepted)
-        if not step.prefill:
-            gain = self.scheduler.draft_gain(len(running))
-            gain.record(output.seconds("decode"), sum(accepted) / len(accepted), bool(step.drafts))
 
     def _add_states(self, step: ScheduledStep, output: StepOutput) -> None:
         """Note the states that a step has saved, and what is to be dropped for them."""
@@ -601,8 +570,6 @@ class Engine:
                 yield f"images: {type(self.image_encoder.processor()).__name__}"
             except ValueError as error:
                 yield f"images: off; {error}"
-        if lengths := ", ".join(f"{len(tokens):,}" for tokens in self._prefixes):
-            yield f"saved prefixes: {lengths} tokens"
 
     def request(
         self,
@@ -643,15 +610,11 @@ class Engine:
         self._check_room(budget, pins, len(tokens))
         if budget is None and not pins:
             level, budget = self.verifier.budget(kind)
-        prefix: tuple[int, ...] = ()
-        if budget is None and params.prompt_logprobs is None and not pins and not inputs:
-            matches = (saved for saved in self._prefixes if tokens[:-1][: len(saved)] == saved)
-            prefix = max(matches, key=len, default=())  # which leaves a token of the prompt
         return Request(
             prompt=tokens,
             params=params,
             max_new_tokens=self.limits.room(len(tokens), max_tokens),
-            start=PromptStart(len(tokens), budget, self._prefixes.get(prefix), len(prefix), pins),
+            start=PromptStart(len(tokens), budget, pins=pins),
             notify=notify,
             kept_every=kept_every,
             grammar_mask=None if grammar is None else self._grammars.compile(grammar),
@@ -722,17 +685,6 @@ class Engine:
             tokens: Any = tuple(prompt)
         self.limits.check_tokens(tokens)
         return EncodedPrompt(tuple(map(int, tokens)), inputs, pins)
-
-    def _save_prefix(self, text: str | Sequence[int]) -> None:
-        tokens = self._read(text).token_ids
-        longest = self.limits.max_prompt_tokens
-        if not 1 <= len(tokens) < longest:
-            raise ValueError(
-                f"a prefix must have 1 to {longest - 1:,} tokens, got {len(tokens):,}, to start"
-                f" prompts of up to {longest:,} tokens; give another text."
-            )
-        key = self._prefixes[tokens] = f"prefix {len(self._prefixes)}"
-        self.runner.save_prefix(key, tokens, self.config.max_prefill_tokens)
 
     def _state_identity(self) -> dict[str, Any]:
         """Return what a state depends on besides the tokens that it has read."""

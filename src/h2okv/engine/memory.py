@@ -197,7 +197,7 @@ class MemoryModel:
         sizes = [length] * self.num_slot_layers + [min(length, w - 1) for w in self.windows]
         return sum(sizes) * self.num_kv_heads * self.window_slots.entry + self.linear
 
-    def decode_bytes(self, batch: int, slots: float, drafts: int = 0) -> int:
+    def decode_bytes(self, batch: int, slots: float) -> int:
         """Return the bytes of a step's temporaries: fp32 keys, probabilities, MLP, fp32 logits."""
         keys = self.num_kv_heads * self.key_size * slots * (4 if self.element < 4 else 0)
         weights = 3 * self.num_heads * slots * 4
@@ -205,8 +205,7 @@ class MemoryModel:
             weights *= self.num_kv_heads
         states = self.element * (8 * self.hidden + 4 * self.width)
         logits = self.vocabulary * (self.element + 2 * 4)
-        tokens = 1 + drafts  # of which a layer attends with one at a time
-        return int(_MARGIN * batch * (keys + weights + tokens * (states + logits)))
+        return int(_MARGIN * batch * (keys + weights + states + logits))
 
     def prefill_bytes(self, tokens: int) -> int:
         """Return the bytes of a prompt block's temporaries: states, heads, and the MLP."""
@@ -225,7 +224,6 @@ class MemoryModel:
         max_prompt: int,
         max_prefill_tokens: int,
         ranks: int = 1,
-        drafts: int = 0,
         reads_images: bool = False,
     ) -> ServingMemory:
         """Return the memory that serving takes on each rank.
@@ -251,9 +249,6 @@ class MemoryModel:
         if not self.slots.is_by_head and span == 1:
             sequence += self.num_kv_heads * sum(budget + 1 for budget in marked)
         sequence += sum(self.window_slots.total(window) for window in self.windows) + self.linear
-        # What a step with drafts may have to take back: all but keys and values, for each token.
-        marks = self.slots.entries(1) - self.slots.num_heads * self.slots.entry
-        log = (1 + drafts) * bool(drafts) * marks * sum(budget + span for budget in budgets)
         full_token = (
             (len(budgets) + len(self.windows)) * self.num_kv_heads * self.window_slots.entry
         )
@@ -262,7 +257,7 @@ class MemoryModel:
             verify=full_token * max_prompt,
             sequence=-(-int(sequence) // ranks),
             state=-(-self._state_bytes(budgets, span) // ranks),
-            step=self.decode_bytes(1, max(budgets) + span, drafts) + -(-int(log) // ranks),
+            step=self.decode_bytes(1, max(budgets) + span),
             prefill=prefill + self.fixed_bytes,
         )
 

@@ -23,7 +23,7 @@ from h2okv.cache.argument import CACHE
 from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.support import latent_sizes
 from h2okv.engine.outputs import EngineStoppedError, KeptTokens
-from h2okv.engine.request import PrefillChunk, PromptStart, ScheduledStep
+from h2okv.engine.request import PrefillChunk, ScheduledStep
 from h2okv.engine.sampler import to_device
 from h2okv.integration.attention import KEEPS_ALL
 from h2okv.integration.enable import input_device
@@ -38,7 +38,7 @@ _PATIENCE = timedelta(days=3650)  # for a step: a server may have no request for
 class StepOutput:
     """The result of one step."""
 
-    decode_logits: Tensor | None = None  # [B, T, V], behind each token and its drafts
+    decode_logits: Tensor | None = None  # [B, 1, V]
     prefill_logits: Sequence[Tensor] = ()  # [1, V] or [T, V] for each chunk
     position_offset: int = 0  # of positions on three axes, behind a prompt with images
     error: Exception | None = None  # why prefill failed; its prompts were dropped
@@ -55,7 +55,7 @@ class StepOutput:
             self.phases[phase] = start, Mark(device)
 
     def seconds(self, phase: str) -> float:
-        """Return how long "undo" (of drafts), "decode" or "prefill" took; waits for its end."""
+        """Return how long "decode" or "prefill" took; waits for its end."""
         if phase not in self.phases:
             return 0.0
         start, end = self.phases[phase]
@@ -125,7 +125,7 @@ class ModelRunner:
         self._device = input_device(model)
         self._has_axes = hasattr(getattr(model, "model", None), "get_rope_index")
         self._make_cache = make_cache
-        self.states: dict[str, H2OCache] = {}  # of prefixes, by keys; only copies are mutated
+        self.states: dict[str, H2OCache] = {}  # by keys; only copies are mutated
         self._prefilled: H2OCache | None = None
         self._size = (max_num_seqs, capacities, grows, largest_heads)
         self.pool = self._make_pool()
@@ -136,17 +136,6 @@ class ModelRunner:
         first = torch.tensor([[bos if isinstance(bos, int) else bos[0]]])
         self._forward(first, torch.zeros_like(first), probe)
         return slot_pool.SlotPool(probe, *self._size)
-
-    def save_prefix(self, key: str, tokens: tuple[int, ...], max_prefill_tokens: int) -> None:
-        """Prefill a text that later prompts begin with, and save its compressed cache."""
-        chunk_size = self.chunk_tokens(max_prefill_tokens)
-        for offset in range(0, len(tokens), chunk_size):
-            start = PromptStart(len(tokens)) if offset == 0 else None
-            is_last = offset + chunk_size >= len(tokens)
-            chunk = PrefillChunk(tokens[offset : offset + chunk_size], offset, is_last, start)
-            self._prefill((chunk,), StepOutput())
-        assert self._prefilled is not None
-        self.states[key], self._prefilled = self._prefilled, None
 
     def chunk_tokens(self, limit: int) -> int:
         """Return the maximum tokens of a prompt per forward that leave the result unchanged."""
@@ -185,9 +174,6 @@ class ModelRunner:
         output = StepOutput()
         for key in step.drop:
             self.states.pop(key, None)
-        if step.accepted is not None:
-            with output.timed("undo", self._device):
-                output.evictions = self.pool.end_drafts(step.accepted)
         for number in step.release:
             self.pool.release(number)
         if step.admit is not None:
@@ -211,21 +197,14 @@ class ModelRunner:
         return output
 
     def _decode(self, step: ScheduledStep, newest: Tensor | None, output: StepOutput) -> None:
-        """Read each sequence's newest token, and drafts; mutates the output."""
+        """Read each sequence's newest token; mutates the output."""
         positions = torch.tensor(step.positions).unsqueeze(-1)
         tokens = torch.tensor(step.decode).unsqueeze(-1) if newest is None else newest
-        mask = None
-        if step.drafts:
-            tokens, mask, positions = with_drafts(tokens, positions, step.drafts)
-            self.pool.begin_drafts()
         if step.offsets:
             moved = positions + torch.tensor(step.offsets).unsqueeze(-1)
             positions = torch.stack([positions, *[moved] * 3])
-        output.decode_logits = self._forward(
-            tokens, positions, self.pool.cache, mask, keep=tokens.shape[1]
-        )
-        if not step.drafts:
-            output.evictions += self.pool.count_step()
+        output.decode_logits = self._forward(tokens, positions, self.pool.cache)
+        output.evictions += self.pool.count_step()
         for row, key in step.save:
             self.states[key] = self._make_cache(None)
             self.pool.copy_to(self.states[key], row)
@@ -323,23 +302,6 @@ class ModelRunner:
         finally:
             KEEPS_ALL.reset(expects)
         return logits
-
-
-def with_drafts(
-    tokens: Tensor, positions: Tensor, drafts: Sequence[Sequence[int]]
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Put each sequence's drafts behind its token ``[B, 1]``, padded where others have more.
-
-    Returns ``(tokens, mask, positions)``, each ``[B, T]``; the mask is ``None`` without padding.
-    """
-    counts = torch.tensor([[len(row)] for row in drafts])
-    longest = int(counts.max())
-    # Any token may stand in the padding; no position is beyond the sequence's own.
-    padded = [[*row, *[0] * (longest - len(row))] for row in drafts]
-    columns = torch.arange(longest + 1)
-    mask = None if int(counts.min()) == longest else (columns <= counts).long()
-    positions = positions + columns.minimum(counts)
-    return torch.cat([tokens, torch.tensor(padded)], dim=1), mask, positions
 
 
 def left_padded(

@@ -191,8 +191,6 @@ class EngineStats:
     prefix_disk_bytes: int = _number("Bytes of these files.")
     prefix_disk_hits: int = _number("States that prompts brought back from a file.", True)
     new_tokens: int = _number("Tokens that were generated.", True)
-    drafted_tokens: int = _number("Tokens that were drafted by prompt lookup.", True)
-    accepted_tokens: int = _number("Drafted tokens that the model confirmed.", True)
     finished: int = _number("Requests to the engine that ended well.", True)
     failed: int = _number("Requests to the engine that ended with an error.", True)
     aborted: int = _number("Requests to the engine whose client went away.", True)

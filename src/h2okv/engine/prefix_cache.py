@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import logging
 import os
 import re
-import secrets
 import tempfile
-import threading
 import time
 from array import array
 from collections import OrderedDict
@@ -21,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from h2okv.cache import H2OCache
+from h2okv.cache.checkpoint import read_notes
 from h2okv.console import format_bytes
 from h2okv.engine.config import DEFAULT_STATES, EngineConfig
 from h2okv.engine.memory import release_workers
@@ -171,49 +169,50 @@ class PrefixCache:
 
 
 _LOG = logging.getLogger("h2okv.engine")
-_NAME = re.compile(r"([0-9a-f]{64})\.(?:([0-9a-f]{64})\.)?safetensors(?:\.[0-9a-f]+\.tmp)?")
-"""Names of states: the key and the signature, which drafts and files of earlier versions lack."""
-_KEY_FILE = "key"
-_CHUNK = 1 << 20
+_NAME = re.compile(r"([0-9a-f]{64})\.safetensors(\.[0-9a-f]+\.tmp)?")
 _STALE = 3600.0  # seconds after which a draft counts as abandoned
+_NOTE = "key"
 
 
 class PrefixFolder:
     """The states of a `PrefixCache` as `H2OCache.save` writes them, least recently used deleted.
 
     A file is named by its state's key, so that it is read only for the text, weights and options
-    that it was written for, and by a signature of both, with a secret in a file that only its user
-    can read, so that no file that was copied or changed is used. A thread writes: no step waits for
-    the disk. A state that is dropped from memory before its turn is not written.
+    that it was written for; the folder must be one that its user alone can write to. A thread
+    changes it: no step waits for the disk. A state that is dropped from memory before its turn is
+    not written.
 
     Args:
         path: The folder, which is created.
         max_bytes: Of all files together.
 
     Raises:
-        ValueError: If it cannot be written.
+        ValueError: If it cannot be written, or others can write to it.
     """
 
     def __init__(self, path: str | Path, max_bytes: int) -> None:
         self.path, self.max_bytes = Path(path).expanduser(), max_bytes
         self.num_bytes = self.num_hits = 0
-        self._states: OrderedDict[str, tuple[int, str]] = OrderedDict()  # bytes, signature
-        self._refused: set[str] = set()
+        self._sizes: OrderedDict[str, int] = OrderedDict()
         self._pending: dict[str, H2OCache] = {}
-        self._lock = threading.Lock()  # for the files' sizes, between the two threads
         self._writer = ThreadPoolExecutor(1, "h2okv-states")
         with naming(self.path, "written", "give a folder for prefix_cache_folder that can be"):
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
-                self._secret = self._read_secret()
                 self._list()
+            status = self.path.stat()
+        if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & 0o002):
+            raise ValueError(
+                f"prefix_cache_folder '{self.path}' must be yours, and not writable for everyone,"
+                " as answers continue from its states; change that (chmod 700), or give another."
+            )
 
     @classmethod
     def of(cls, config: EngineConfig) -> PrefixFolder | None:
         """Return the folder of a config, if it has one.
 
         Raises:
-            ValueError: If it cannot be written.
+            ValueError: If it cannot be written, or others can write to it.
         """
         if config.prefix_cache_folder is None:
             return None
@@ -223,55 +222,23 @@ class PrefixFolder:
     def _list(self) -> None:
         files, others = [], []
         for entry in os.scandir(self.path):
-            match = _NAME.fullmatch(entry.name)
-            if entry.name == _KEY_FILE:
-                continue
+            match, status = _NAME.fullmatch(entry.name), entry.stat()
             if match is None or not entry.is_file():
                 others.append(entry.name)
-            elif match[2] is not None:
-                status = entry.stat()
-                files.append((status.st_mtime_ns, match[1], status.st_size, match[2]))
-            elif entry.stat().st_mtime < time.time() - _STALE:
+            elif match[2] is None:
+                files.append((status.st_mtime_ns, match[1], status.st_size))
+            elif status.st_mtime < time.time() - _STALE:
                 os.unlink(entry)
-        for _, key, size, signature in sorted(files):
-            self._add(key, size, signature)
+        for _, key, size in sorted(files):
+            self._add(key, size)
         if others:
-            count, first = len(others), min(others)
             _LOG.warning(
                 "'%s' has %d other entries, such as %r, which stay as they are",
-                self.path, count, first,
+                self.path, len(others), min(others),
             )  # fmt: skip
 
-    def _read_secret(self) -> bytes:
-        """Return the folder's secret; create it in a folder that has none."""
-        path = self.path / _KEY_FILE
-        with suppress(FileExistsError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(secrets.token_bytes(32))
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        with os.fdopen(os.open(path, flags), "rb") as file:
-            status, secret = os.fstat(file.fileno()), file.read(_CHUNK)
-        is_private = os.name != "posix" or (
-            status.st_uid == os.geteuid() and not status.st_mode & 0o077
-        )
-        if not is_private or len(secret) != 32:
-            raise ValueError(
-                f"'{path}' must be a file of 32 bytes that only you can read (chmod 600), since it"
-                " signs the states; delete it and the states, or give another prefix_cache_folder."
-            )
-        return secret
-
-    def _signature(self, path: Path, key: str) -> str:
-        """Return the signature of a file for a key."""
-        code = hmac.new(self._secret, key.encode(), hashlib.sha256)
-        with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                code.update(chunk)
-        return code.hexdigest()
-
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self._sizes)
 
     def __str__(self) -> str:
         size, limit = format_bytes(self.num_bytes), format_bytes(self.max_bytes)
@@ -279,25 +246,23 @@ class PrefixFolder:
 
     def trim(self) -> None:
         """Delete the files beyond the limit; mutates the folder."""
-        with self._lock:
-            while self.num_bytes > self.max_bytes:
-                self._delete(next(iter(self._states)))
+        while self.num_bytes > self.max_bytes:
+            self._delete(next(iter(self._sizes)))
 
     def read(self, key: str, length: int, model: Any, like: H2OCache) -> H2OCache | None:
         """Return a state after `length` tokens with the options of `like`; ``None`` for no file."""
-        if key not in self._states or key in self._refused:
+        if key not in self._sizes:
             return None
         path = self._file(key)
         try:
-            if not hmac.compare_digest(self._signature(path, key), self._states[key][1]):
-                raise ValueError(f"'{path}' was not written by this folder's user, or changed.")
             state = H2OCache.load(path, model, like.rule)
             is_same = state.cache_config.identity() == like.cache_config.identity()
             is_same &= state.transforms_keys == like.transforms_keys
+            is_same &= read_notes(path).get(_NOTE) == key  # else it was renamed
             if not is_same or (state.batch_size, state.num_seen_tokens) != (1, length):
                 raise ValueError(f"'{path}' holds the state of another text or cache.")
         except Exception as error:  # whatever is wrong with a file, the text can be read again
-            self._refused.add(key)
+            self.remove(key)
             _LOG.warning("state skipped: %s", " ".join(str(error).split()))
             return None
         self.touch(key)
@@ -305,10 +270,8 @@ class PrefixFolder:
         return state
 
     def touch(self, key: str) -> None:
-        """Note that a state was used; mutates the order of use."""
-        with self._lock, suppress(KeyError, OSError):
-            self._states.move_to_end(key)
-            os.utime(self._file(key))
+        """Note soon that a state was used; mutates the order of use."""
+        self._writer.submit(self._touch, key)
 
     def write(self, key: str, state: H2OCache) -> None:
         """Write a state soon, which must not change any more. Mutates the folder."""
@@ -317,62 +280,43 @@ class PrefixFolder:
 
     def forget(self, key: str) -> None:
         """Write a state no more, which memory has dropped; mutates the folder."""
-        with self._lock:
-            self._pending.pop(key, None)
+        self._pending.pop(key, None)
 
     def remove(self, key: str) -> None:
-        """Delete a state that is not needed any more; mutates the folder."""
+        """Delete a state soon, which is not needed any more; mutates the folder."""
         self.forget(key)
-        with self._lock:
-            self._delete(key)
+        self._writer.submit(self._delete, key)
 
     def close(self) -> None:
         """Write what is left to be written."""
         self._writer.shutdown()
 
+    def _touch(self, key: str) -> None:
+        with suppress(KeyError, OSError):
+            self._sizes.move_to_end(key)
+            os.utime(self._file(key))
+
     def _write(self, key: str) -> None:
-        state = self._pending.get(key)
+        state, path = self._pending.pop(key, None), self._file(key)
         if state is None:
             return
         try:
-            written = self._save(key, state)
+            state.save(path, notes={_NOTE: key})
+            self._add(key, path.stat().st_size)
         except Exception as error:  # such as a full disk; the state is still in memory
-            self.forget(key)
             _LOG.warning("state not kept: %s", " ".join(str(error).split()))
-            return
         finally:
             release_workers()
-        with self._lock:
-            self._refused.discard(key)
-            self._add(key, *written)
-            if self._pending.pop(key, None) is None:  # removed meanwhile
-                self._delete(key)
         self.trim()
 
-    def _save(self, key: str, state: H2OCache) -> tuple[int, str]:
-        """Write a signed state; return its bytes and its signature."""
-        draft = self.path / f"{key}.safetensors.{secrets.token_hex(4)}.tmp"
-        try:
-            state.save(draft)
-            size, signature = draft.stat().st_size, self._signature(draft, key)
-            draft.replace(self.path / f"{key}.{signature}.safetensors")
-        finally:
-            draft.unlink(missing_ok=True)
-        return size, signature
-
-    def _add(self, key: str, size: int, signature: str) -> None:
-        """Note a file; delete an earlier one of the same state."""
-        if self._states.get(key, (size, signature))[1] != signature:
-            self._delete(key)
-        self.num_bytes += size - self._states.pop(key, (0, ""))[0]
-        self._states[key] = size, signature
+    def _add(self, key: str, size: int) -> None:
+        self.num_bytes += size - self._sizes.pop(key, 0)
+        self._sizes[key] = size
 
     def _delete(self, key: str) -> None:
-        if key in self._states:
-            path = self._file(key)
-            self.num_bytes -= self._states.pop(key)[0]
-            with suppress(OSError):
-                path.unlink()
+        self.num_bytes -= self._sizes.pop(key, 0)
+        with suppress(OSError):
+            self._file(key).unlink()
 
     def _file(self, key: str) -> Path:
-        return self.path / f"{key}.{self._states[key][1]}.safetensors"
+        return self.path / f"{key}.safetensors"

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from h2okv.budget import Budget
 from h2okv.engine.detokenizer import Detokenizer, StopText, Thoughts
-from h2okv.engine.drafts import PromptLookup
 from h2okv.engine.outputs import (
     Completion,
     OutputDelta,
@@ -71,10 +70,6 @@ class ScheduledStep:
     positions: tuple[int, ...] = ()
     # What images add to its positions on the axes of M-RoPE; empty without such.
     offsets: tuple[int, ...] = ()
-    # Drafts behind each sequence's token, if any has some; and how many tokens of each sequence
-    # stay of the step before, if it had drafts.
-    drafts: tuple[tuple[int, ...], ...] = ()
-    accepted: tuple[int, ...] | None = None
     # Rows whose states are saved after decoding, with their keys; keys of states to drop before.
     save: tuple[tuple[int, str], ...] = ()
     drop: tuple[str, ...] = ()
@@ -141,7 +136,6 @@ class Output:
         self._text = StopText(request.params.stop, strips_start=False)
         opening = request.opening
         self._thoughts = None if opening is None else Thoughts(opening > 0)
-        self.lookup = PromptLookup()
         self.saved: str | None = None  # key of the newest state that decoding has saved
         self.trace: Trace | None = None  # if it will be read again
 

@@ -7,7 +7,6 @@ from collections import deque
 from dataclasses import replace
 
 from h2okv.engine.config import EngineConfig
-from h2okv.engine.drafts import DraftGain
 from h2okv.engine.outputs import QueueFullError
 from h2okv.engine.prefix_cache import PrefixCache
 from h2okv.engine.request import Output, PrefillChunk, Request, ScheduledStep
@@ -29,10 +28,6 @@ class Scheduler:
     ) -> None:
         self.max_num_seqs, self.prefix_cache = max_num_seqs, prefix_cache
         self.dropped_states: list[str] = []  # with the next step
-        # Tokens of each sequence in the step before, if it had drafts.
-        self.accepted: tuple[int, ...] | None = None
-        self._max_drafts = config.speculate
-        self._draft_gains: dict[int, DraftGain] = {}  # by the number of sequences
         self.running: list[Output] = []
         self.waiting: deque[Request] = deque()
         # Requests whose prompts are being prefilled, several if they fit into one chunk.
@@ -73,7 +68,7 @@ class Scheduler:
     def clear(self) -> list[Request]:
         """Remove and return all requests that have started."""
         started = dict.fromkeys([*(output.request for output in self.running), *self.prefilling])
-        self.running, self.prefilling, self.accepted = [], [], None
+        self.running, self.prefilling = [], []
         return list(started)
 
     def record_time(self, prefill: float, decode: float) -> None:
@@ -91,7 +86,6 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep:
         """Return the next step, which the caller must run: the scheduler's state assumes it."""
-        accepted, self.accepted = self.accepted, None
         step = ScheduledStep(
             release=self._release(),
             admit=self._admit(),
@@ -101,15 +95,13 @@ class Scheduler:
             ),
             offsets=self._offsets(),
             save=self._states_to_save(),
-            accepted=accepted,
             prefill=self._next_chunks(),
         )
         if self.prefix_cache is not None and self.dropped_states:
             # A prompt may have brought one of them back.
             dropped = [key for key in self.dropped_states if key not in self.prefix_cache]
             step, self.dropped_states = replace(step, drop=tuple(dropped)), []
-        drafts = self._drafts(step)
-        return replace(step, drafts=drafts) if drafts else step
+        return step
 
     def next_decode(self) -> ScheduledStep | None:
         """Return the step behind the one that runs, whose tokens the host has not read yet.
@@ -119,7 +111,7 @@ class Scheduler:
         """
         outputs, cache = self.running, self.prefix_cache
         may_start = bool(self.waiting) and self._has_slots(self.waiting[0])
-        if not outputs or self.prefilling or may_start or self._max_drafts or self.dropped_states:
+        if not outputs or self.prefilling or may_start or self.dropped_states:
             return None
         lengths = [len(output.request.prompt) + len(output.tokens) + 1 for output in outputs]
         for output, length in zip(outputs, lengths, strict=True):
@@ -130,28 +122,6 @@ class Scheduler:
                 return None
         positions = tuple(length - 1 for length in lengths)
         return ScheduledStep(positions=positions, offsets=self._offsets())
-
-    def draft_gain(self, num_seqs: int) -> DraftGain:
-        """Return what drafts have saved while a number of sequences decoded."""
-        return self._draft_gains.setdefault(num_seqs, DraftGain())
-
-    def _drafts(self, step: ScheduledStep) -> tuple[tuple[int, ...], ...]:
-        """Return the drafts of each sequence, if a step only decodes and any has some."""
-        if not self._max_drafts or not step.decode or step.prefill or step.save:
-            return ()
-        if not self.draft_gain(len(step.decode)).is_open:
-            return ()
-        drafts = tuple(self._drafts_of(output) for output in self.running)
-        return drafts if any(drafts) else ()
-
-    def _drafts_of(self, output: Output) -> tuple[int, ...]:
-        tokens = [*output.request.prompt, *output.tokens]
-        limit = min(self._max_drafts, output.request.max_new_tokens - len(output.tokens) - 1)
-        if self.prefix_cache is not None:  # the state at the end of a span is to be saved
-            limit = min(limit, self.prefix_cache.span - len(tokens) % self.prefix_cache.span - 1)
-        if limit < 1 or output.request.kept_every is not None:
-            return ()
-        return output.lookup.draft(tokens, limit)
 
     def _offsets(self) -> tuple[int, ...]:
         offsets = tuple(output.request.position_offset for output in self.running)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from h2okv.cache import H2OCache
-from h2okv.cache.linear_states import continues_blocks, continues_prompts, has_states
+from h2okv.cache.linear_states import continues_blocks, continues_prompts
 from h2okv.cache.slot_pool import check_poolable
 from h2okv.cache.support import can_score_spans, window_by_length
 from h2okv.config import SPAN
@@ -180,15 +180,9 @@ def config_for(config: EngineConfig, cache: H2OCache) -> EngineConfig:
     """
     check_poolable(cache)
     model_type = cache.config.model_type
-    if config.speculate and has_states(cache):
-        raise ValueError(
-            f"speculate={config.speculate}: drafts are taken back when they are wrong, and linear"
-            f" layers of model type {model_type!r} cannot take a token out of their state; leave"
-            " speculate out."
-        )
-    options = ("prefixes", "prefix_cache", "prefix_cache_folder")
+    options = ("prefix_cache", "prefix_cache_folder")
     if continues_prompts(cache):
-        for name in options[1:]:
+        for name in options:
             if getattr(config, name) and not config.caches_prefixes:
                 raise ValueError(
                     f"{name} is for states of prompts, and this config keeps none; give evict_every"
@@ -266,7 +260,6 @@ def plan_serving(
         budgets,
         longest,
         config.max_prefill_tokens,
-        drafts=config.speculate,
         reads_images=described.image_encoder.reads_images,
     )
     weights = weight_bytes(described, dtype, config.weight_bits)

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from h2okv.console import optional
-from h2okv.engine.json_schemas import AS_ANY_OF, OVERLAP, SchemaError, enforceable
+from h2okv.engine.json_schemas import SchemaError, enforceable
 from h2okv.engine.outputs import GrammarTooLargeError, RequestFailedError
 from h2okv.prompts.readers import FieldError
 
@@ -26,7 +26,7 @@ small models may write nothing else."""
 
 def raw_rule(schema: Mapping[str, Any]) -> str:
     """Return what a grammar has in place of a JSON value of a schema from `enforceable`."""
-    options = {"whitespace_pattern": _SPACES}
+    options = {"whitespace_pattern": _SPACES, "coerce_one_of": True}
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
@@ -75,7 +75,7 @@ class GrammarCompiler:
             first, *others = _LOCATION.sub("", matcher.get_error()).splitlines()
             reasons = [first, *(line for line in others if line.startswith("error: "))]
             reason = " ".join(reasons).rstrip(".")
-            raise SchemaError(OVERLAP if AS_ANY_OF in reason else reason)
+            raise SchemaError(reason)
         mask = GrammarMask(matcher, self._vocab_size, self._eos)
         with suppress(RequestFailedError):
             if mask.mask(()).any():

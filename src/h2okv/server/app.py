@@ -32,12 +32,12 @@ _PAGE_HEADERS = {
     "Cache-Control": "no-store",
 }
 _POLICY = (
-    "default-src 'none'; script-src {inline}; style-src {inline}; {more}; base-uri 'none';"
-    " form-action 'none'; frame-ancestors 'none'"
+    "default-src 'none'; script-src 'nonce-NONCE'; style-src 'nonce-NONCE'; connect-src 'self';"
+    " img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 _READING = ["GET", "HEAD"]  # methods of read-only routes
-_OPEN_PATHS = frozenset({"/health", "/", "/view"})
-"""Paths without a key: the health check, and pages, which browsers request without one."""
+_OPEN_PATHS = frozenset({"/health", "/"})
+"""Paths without a key: the health check, and the page, which browsers request without one."""
 
 
 def make_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
@@ -49,10 +49,8 @@ def make_app(engine: AsyncLLM, settings: ServerSettings) -> FastAPI:
     for kind in (ChatRequest, CompletionRequest, ResponsesRequest):
         route: Any = TextRoute(handlers, kind)  # an ASGI application, not a function
         app.add_route(kind.path, route, methods=["POST"])
-    app.add_route("/tokenize", handlers.tokenize, methods=["POST"])
-    app.add_route("/detokenize", handlers.detokenize, methods=["POST"])
     _add_status(app, handlers)
-    _add_pages(app, settings.view_page)
+    _add_page(app)
     return app
 
 
@@ -107,31 +105,17 @@ def _add_status(app: FastAPI, handlers: Handlers) -> None:
         return JSONResponse(handlers.stats(), headers={"Cache-Control": "no-store"})
 
 
-def _add_pages(app: FastAPI, view_page: str | None) -> None:
+def _add_page(app: FastAPI) -> None:
     folder = files("h2okv.server") / "page"
     page = (folder / "index.html").read_text(encoding="utf-8")
     for name in re.findall(r"^@(\w+\.\w+)@$", page, re.MULTILINE):
         page = page.replace(f"@{name}@", (folder / name).read_text(encoding="utf-8"))
-    if view_page is None:
-        page = page.replace('id="view"', 'id="view" hidden')
 
-    def answer(html: str, inline: str, more: str) -> Response:
-        policy = _POLICY.format(inline=inline, more=more)
-        return HTMLResponse(html, headers={**_PAGE_HEADERS, "Content-Security-Policy": policy})
-
-    get = partial(app.api_route, methods=_READING)
-
-    @get("/")
+    @app.api_route("/", methods=_READING)
     async def index() -> Response:
         nonce = secrets.token_urlsafe(16)
-        html = page.replace("@NONCE@", nonce)
-        return answer(html, f"'nonce-{nonce}'", "connect-src 'self'; img-src data:")
-
-    if view_page is not None:
-        # A recorded page is one file with inline scripts, and makes no requests.
-        @get("/view")
-        async def view() -> Response:
-            return answer(view_page, "'unsafe-inline'", "img-src data:")
+        headers = {**_PAGE_HEADERS, "Content-Security-Policy": _POLICY.replace("NONCE", nonce)}
+        return HTMLResponse(page.replace("@NONCE@", nonce), headers=headers)
 
 
 async def _refused(request: Request, error: Any) -> Response:

@@ -22,19 +22,17 @@ class ServerSettings:
     cache: CacheConfig = field(default_factory=CacheConfig)  # of requests that name none
     host: str = "127.0.0.1"
     port: int = 8000  # 0 for any that is free
-    api_key: str | None = None  # required for all paths but /health and the pages
+    api_key: str | None = None  # required for all paths but /health and the page
     timeout: float = 600.0  # seconds that a request may take, waiting included
     drain: float = 30.0  # seconds for running requests to finish when the server stops
     max_body: int = 8 << 20  # bytes of a request's body
     max_new_tokens: int = 4096
-    max_choices: int = 128  # outputs of a request: prompts times n
-    view_page: str | None = None  # the HTML of a recorded viewer page, served at /view
     cors_origins: tuple[str, ...] = ()  # sites whose pages may send requests; "*" for all
     log_requests: bool = False  # one line on stderr for each request
     pin: tuple[str, ...] = ()  # messages of every chat that are never evicted
 
     def __post_init__(self) -> None:
-        counts = ("max_body", "max_new_tokens", "max_choices")
+        counts = ("max_body", "max_new_tokens")
         check_settings(self, dict.fromkeys(counts, integer(1)))
         check_settings(self, {"timeout": number(1e-3, 1e9), "drain": number(0, 1e9)})
         for origin in self.cors_origins:
@@ -58,9 +56,7 @@ class ServeRequest:
 
     model: str
     server: ServerSettings
-    engine: EngineConfig = field(default_factory=EngineConfig)  # without prefixes
-    prefixes: tuple[str, ...] = ()  # texts that many prompts begin with
-    systems: tuple[str, ...] = ()  # system messages of many chats
+    engine: EngineConfig = field(default_factory=EngineConfig)
     loading: dict[str, Any] = field(default_factory=dict)  # further arguments of `AsyncLLM`
     notes: tuple[str, ...] = ()  # lines about the options, for the user
 
@@ -73,19 +69,3 @@ class ServeRequest:
             return self
         server = replace(self.server, cache=engine.cache)
         return replace(self, engine=engine, server=server, notes=(*self.notes, note))
-
-    def engine_config(self) -> EngineConfig:
-        """Return the engine's config with the tokens of all shared prefixes."""
-        from h2okv.models.loading import describe
-        from h2okv.server.errors import ApiError
-        from h2okv.server.tokenization import shared_prefix
-
-        if not self.prefixes and not self.systems:
-            return self.engine
-        tokenizer = describe(self.model).tokenizer
-        try:
-            prefixes = [shared_prefix(tokenizer, text) for text in self.prefixes]
-            prefixes += [shared_prefix(tokenizer, text, is_system=True) for text in self.systems]
-        except ApiError as error:
-            raise ValueError(f"--system: {error}") from error
-        return replace(self.engine, prefixes=prefixes)

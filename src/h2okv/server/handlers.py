@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from h2okv.budget import Budget
@@ -22,7 +22,7 @@ from h2okv.prompts.readers import FieldError
 from h2okv.server.config import ServerSettings
 from h2okv.server.errors import ApiError, as_api_error, invalid, timed_out
 from h2okv.server.metrics import Metrics, RequestMetrics
-from h2okv.server.protocol import DetokenizeRequest, SampledRequest, TokenizeRequest, read_body
+from h2okv.server.protocol import SampledRequest, read_body
 from h2okv.server.responses import ResponseBuilder
 from h2okv.server.structured import CallSyntax
 from h2okv.server.tokenization import Prompt, PromptReader, off_the_loop, work_size
@@ -31,14 +31,13 @@ Result = TypeVar("Result")
 _Job = tuple[ResponseBuilder, list[SamplingParams], Budget | None]
 """A response builder, the parameters of each prompt, and the budget of all of them."""
 
-_MAX_CHARACTERS = 2**20
-"""Characters of a text that a route tokenizes, at least."""
+_MAX_OUTPUTS = 128
 _LAST_WORD = 5.0
 """Seconds in which a client must accept the event of an error."""
 
 
 class Handlers:
-    """State of all routes, and handlers of requests that generate nothing."""
+    """State of all routes."""
 
     def __init__(self, engine: AsyncLLM, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
@@ -48,11 +47,6 @@ class Handlers:
         self.reader = PromptReader(engine.tokenizer, longest, encoder, pin=pin)
         self.tokens = TokenText(engine.tokenizer)
         self.call_syntax = CallSyntax.of(engine.tokenizer)
-        # More than any prompt may have, as that is why one asks, but nothing that takes long.
-        longest = max(_MAX_CHARACTERS, 8 * self.max_model_len)
-        self._any_length = PromptReader(
-            engine.tokenizer, image_encoder=encoder, max_characters=longest
-        )
 
     @property
     def max_model_len(self) -> int:
@@ -79,32 +73,6 @@ class Handlers:
         if name not in (None, model_name):
             message = f"model={name!r} is not served here; give {model_name!r}."
             raise ApiError(404, message, "model", "model_not_found")
-
-    async def read(self, request: Request, kind: type[Any]) -> tuple[Any, int]:
-        """Read a body, check its model, and return it with its size in bytes."""
-        body, size = await read_body(request, kind, self.settings.max_body)
-        self.check_model(body.model)
-        return body, size
-
-    async def tokenize(self, request: Request) -> Response:
-        """Return the tokens of a text or a chat, even if it is too long to be continued."""
-        body, size = await self.read(request, TokenizeRequest)
-        return await off_the_loop(
-            work_size(size, [body.prompt]), lambda: JSONResponse(self._tokens_of(body))
-        )
-
-    def _tokens_of(self, body: TokenizeRequest) -> dict[str, Any]:
-        read = self._any_length.read(body.prompt, special=body.add_special_tokens is not False)
-        token_ids = read.token_ids
-        strings = list(map(self.tokens.text, token_ids)) if body.return_token_strs else None
-        fields = {"count": len(token_ids), "max_model_len": self.max_model_len, "tokens": token_ids}
-        return {**fields, "token_strs": strings}
-
-    async def detokenize(self, request: Request) -> Response:
-        body, size = await self.read(request, DetokenizeRequest)
-        read, tokens = self._any_length.read_tokens, tuple(body.tokens)
-        prompt = await off_the_loop(size, lambda: read(tokens, "tokens"))
-        return JSONResponse({"prompt": prompt.text})
 
 
 class TextRoute:
@@ -146,7 +114,8 @@ class TextRoute:
 
     async def _prepare(self, request: Request) -> _Job:
         """Check a request and tokenize its prompts; generates nothing yet."""
-        body, size = await self.handlers.read(request, self.kind)
+        body, size = await read_body(request, self.kind, self.settings.max_body)
+        self.handlers.check_model(body.model)
         texts, params = body.prompts, body.params(self.engine.model_sampling)
         syntax = self.handlers.call_syntax
         try:
@@ -156,13 +125,9 @@ class TextRoute:
         params = dataclasses.replace(params, grammar=grammar)
         if body.may_call and syntax.has_special_markers:  # the text would be without them
             params = dataclasses.replace(params, skip_special_tokens=False)
-        n, max_choices = params.n, self.settings.max_choices
-        if len(texts) * n > max_choices:
-            raise invalid(
-                f"prompts times n = {len(texts)} x {n} = {len(texts) * n} outputs, but one"
-                f" request may have {max_choices}; send several requests.",
-                "n" if len(texts) == 1 else "prompt",
-            )
+        if (count := len(texts) * params.n) > _MAX_OUTPUTS:
+            problem = f"must be at most {_MAX_OUTPUTS}, got {count}; send several requests."
+            raise invalid(f"prompts times n {problem}", "n" if len(texts) == 1 else "prompt")
         read, tokens = self.handlers.reader.read, self.handlers.tokens
         size = work_size(size, texts)
         prompts = await off_the_loop(size, lambda: [read(text) for text in texts])

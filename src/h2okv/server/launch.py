@@ -34,7 +34,7 @@ def run_server(request: ServeRequest) -> int:
     with open_port(settings.host, settings.port) as listening_socket:
         request = request.for_model()
         settings = request.server
-        engine = AsyncLLM(request.model, config=request.engine_config(), **request.loading)
+        engine = AsyncLLM(request.model, config=request.engine, **request.loading)
         engine.engine.verifier.warn = lambda message: write_remark(f"warning: {message}")
         listener = Listener(make_app(engine, settings), engine, settings)
         with listener.capture_signals():  # clients may stop it once the address is printed
@@ -59,7 +59,7 @@ def follow(request: ServeRequest) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     request = request.for_model()
-    engine = Engine(request.model, config=request.engine_config(), **request.loading)
+    engine = Engine(request.model, config=request.engine, **request.loading)
     with closing(engine):
         engine.runner.follow()
     return 0

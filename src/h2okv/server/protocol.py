@@ -88,24 +88,10 @@ _CALLING = {**_SAMPLED, **TEMPLATED, "parallel_tool_calls": readers.boolean}
 _MODEL = {"model": "the name that /v1/models has"}
 
 
-class BodyFields:
-    """A body whose fields are attributes, ``None`` those that it does not have."""
+class SampledRequest:
+    """A request for text; its fields are attributes, ``None`` those that it does not have."""
 
     fields: ClassVar[Fields]
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        read = self.fields(body)
-        vars(self).update(dict.fromkeys(self.fields.readers), **read)
-        self.stated = body
-        self._check()
-
-    def _check(self) -> None:
-        """Check what depends on several fields."""
-
-
-class SampledRequest(BodyFields):
-    """A request for text."""
-
     path: ClassVar[str]
     builder: ClassVar[type[responses.ResponseBuilder]]
     kind: ClassVar[str] = "chat"
@@ -118,7 +104,14 @@ class SampledRequest(BodyFields):
     h2o: CacheChoice
     response_format: Mapping[str, Any] | None  # the schema that answers must fit
 
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        read = self.fields(body)
+        vars(self).update(dict.fromkeys(self.fields.readers), **read)
+        self.stated = body
+        self._check()
+
     def _check(self) -> None:
+        """Check what depends on several fields."""
         self.h2o = self.h2o or CacheChoice()
         self._need("stream_options", "stream")
 
@@ -312,20 +305,14 @@ class CompletionRequest(SampledRequest):
     builder: ClassVar[type[responses.ResponseBuilder]] = responses.CompletionResponseBuilder
     default_max_tokens: ClassVar[int | None] = 16
     fields: ClassVar[Fields] = request_fields(
-        {**_SAMPLED, "prompt": _read_prompt, "echo": readers.boolean, "best_of": SAMPLING["n"]},
+        {**_SAMPLED, "prompt": _read_prompt, "echo": readers.boolean},
         {**_MODEL, "prompt": "a text or tokens"},
+        {"best_of": ("this server does not rank outputs; leave it out", 1)},
     )
 
     prompt: list[Any]
     echo: bool | None
-    best_of: int | None
     logprobs: int | None
-
-    def _check(self) -> None:
-        super()._check()
-        if self.best_of not in (None, self.n or 1):
-            problem = f"={self.best_of}: this server does not rank outputs"
-            raise FieldError(("best_of",), f"{problem}; leave it out, or give the value of n")
 
     @property
     def prompts(self) -> list[Any]:
@@ -392,46 +379,6 @@ class ResponsesRequest(CallingRequest):
         return names.get(parameter, parameter)
 
 
-class TokenizeRequest(BodyFields):
-    """A request for the tokens of a text or a chat, as in vLLM's server."""
-
-    fields: ClassVar[Fields] = request_fields(
-        {
-            **TEMPLATED,
-            "model": readers.text,
-            "prompt": readers.text,
-            "messages": read_messages,
-            "add_special_tokens": readers.boolean,
-            "return_token_strs": readers.boolean,
-        },
-        {},
-    )
-
-    model: str | None
-    prompt: str | Conversation
-    messages: list[dict[str, Any]] | None
-    add_special_tokens: bool | None
-    return_token_strs: bool | None
-
-    def _check(self) -> None:
-        if (self.prompt is None) == (self.messages is None):
-            raise FieldError(("prompt",), " or messages must be given, and not both of them")
-        if self.messages is not None:
-            self.prompt = make_conversation(self.messages, vars(self))
-
-
-class DetokenizeRequest(BodyFields):
-    """A request for the text of tokens."""
-
-    fields: ClassVar[Fields] = request_fields(
-        {"model": readers.text, "tokens": readers.list_of(readers.any_value)},
-        {"tokens": "a list of tokens"},
-    )
-
-    model: str | None
-    tokens: list[int]
-
-
 async def read_limited(request: Request, limit: int) -> bytes:
     """Read a body up to a limit, with or without a Content-Length header."""
     remedy = "send less, or start the server with a larger --max-body"
@@ -454,7 +401,7 @@ async def read_limited(request: Request, limit: int) -> bytes:
         raise ApiError(408, late, code="body_incomplete") from error
 
 
-async def read_body(request: Request, kind: type[BodyFields], limit: int) -> tuple[Any, int]:
+async def read_body(request: Request, kind: type[SampledRequest], limit: int) -> tuple[Any, int]:
     """Read and check a body; return it with its size in bytes."""
     stated = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if stated != "application/json":
@@ -470,7 +417,7 @@ async def read_body(request: Request, kind: type[BodyFields], limit: int) -> tup
     return await off_the_loop(len(raw), lambda: _parse(raw, kind)), len(raw)
 
 
-def _parse(raw: bytes, kind: type[BodyFields]) -> Any:
+def _parse(raw: bytes, kind: type[SampledRequest]) -> Any:
     try:
         body = from_json(raw, allow_inf_nan=False)
     except ValueError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,18 +52,16 @@ class PromptReader:
         tokenizer: PreTrainedTokenizerBase,
         max_tokens: int = UNLIMITED,
         image_encoder: ImageEncoder | None = None,
-        max_characters: int = UNLIMITED,
         pin: Sequence[str] = (),
     ) -> None:
         self.tokenizer, self._image_encoder, self._pin = tokenizer, image_encoder, pin
-        self._max_characters = max_characters
         self._limits = PromptLimits(len(tokenizer), None, max_tokens)
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)  # characters of a token
         tokenizer("a")  # the first call may initialize the tokenizer, which is not thread-safe
 
-    def read(self, prompt: Conversation | Sequence[Any], *, special: bool = True) -> Prompt:
+    def read(self, prompt: Conversation | Sequence[Any]) -> Prompt:
         """Tokenize a text, tokens, or a chat up to the start of the answer."""
-        field, stops, strips_start = "prompt", tuple[str, ...](), False
+        field, stops, strips_start, special = "prompt", tuple[str, ...](), False, True
         if isinstance(prompt, str):
             text = prompt
         elif isinstance(prompt, Conversation):
@@ -80,10 +77,7 @@ class PromptReader:
                 raise invalid(str(error), field) from error
             special = adds_special(self.tokenizer, text)
         else:
-            return self.read_tokens(tuple(prompt), field)
-        if len(text) > (limit := self._max_characters):
-            problem = f"must have at most {limit} characters here, got {len(text)}"
-            raise invalid(f"{field} {problem}; send it in parts.", field)
+            return self._read_tokens(tuple(prompt), field)
         characters = f"a text of {len(text)} characters"
         self._check_length(-(-len(text) // self._longest), field, characters)
         token_ids = tuple(encode(self.tokenizer, text, special=special))
@@ -106,8 +100,7 @@ class PromptReader:
         text = self.tokenizer.decode(list(encoded.token_ids), clean_up_tokenization_spaces=False)
         return Prompt(encoded.token_ids, str(text), False, encoded=encoded)
 
-    def read_tokens(self, token_ids: tuple[int, ...], field: str) -> Prompt:
-        """Check tokens, the value of a field."""
+    def _read_tokens(self, token_ids: tuple[int, ...], field: str) -> Prompt:
         self._check_length(len(token_ids), field)
         self._limits.check_tokens(token_ids, field)
         text = self.tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False)
@@ -127,21 +120,3 @@ def work_size(size: int, prompts: Sequence[Any]) -> int:
 async def off_the_loop(size: int, work: Callable[[], Result]) -> Result:
     """Run ``work``, in a thread if its ``size`` is large, to keep the event loop responsive."""
     return await asyncio.to_thread(work) if size > _BLOCKING_SIZE else work()
-
-
-# A token may extend from the end of a text into its continuation, so several ones are tried.
-_CONTINUATIONS = ("a", "1", " a", "\n", ".")
-
-
-def shared_prefix(
-    tokenizer: PreTrainedTokenizerBase, text: str, *, is_system: bool = False
-) -> tuple[int, ...]:
-    """Return the common tokens of prompts that begin with a text, or with a system message."""
-    prompts: list[Any] = [text + continuation for continuation in _CONTINUATIONS]
-    if is_system:
-        system = {"role": "system", "content": text}
-        contents = [continuation.strip() or "b" for continuation in _CONTINUATIONS]
-        users = [{"role": "user", "content": content} for content in contents]
-        prompts = [Conversation([system, user]) for user in users]
-    reader = PromptReader(tokenizer)
-    return tuple(os.path.commonprefix([reader.read(prompt).token_ids for prompt in prompts]))

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from h2okv.engine.detokenizer import partial_length
 from h2okv.engine.structured import fits
 from h2okv.prompts.messages import parse_object
 
@@ -26,11 +27,6 @@ _MARKER_LENGTH = len("<tool_")
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING = re.compile(r'["\\]')
 _BLANK = " \t\r\n"
-_BEGUN = re.compile(
-    r"""[\[\s]*\{\s*(?:"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*)*"name"\s*:\s*"""
-    r"""("(?:[^"\\]|\\.)*")\s*(,\s*"(?:arguments|parameters)"\s*:)?"""
-)
-"""The beginning of a call, up to its name, and the key of its arguments."""
 
 
 @dataclass(frozen=True)
@@ -195,21 +191,16 @@ class ToolCallParser:
 
     def _is_begun_call(self, at: int, is_marked: bool) -> bool:
         """Return whether a text that is cut ends in a call, whose JSON begins at an index."""
+        value, is_bound = self._text[at:], is_marked or self._only_calls
         if not self._is_cut:
             return False
-        value = self._text[at:]
-        if value[:1] in ("{", "["):
-            if _JsonScan(at).end(self._text) is not None:
-                return False
-        elif value or not (is_marked or self._only_calls):
-            return self._only_calls
-        if is_marked or self._only_calls:
-            return True
-        begun = _BEGUN.match(value)
-        if begun is None or (self._has_schema and begun[2] is None):
-            return False
-        named = parse_object(f'{{"name": {begun[1]}}}', strict=False)
-        return named is not None and named["name"] in self._names
+        if value[:1] not in ("{", "["):
+            return self._only_calls or (is_marked and not value)
+        names = (json.dumps(name, ensure_ascii=False) for name in self._names)
+        is_named = '"name"' in value and any(name in value for name in names)
+        return _JsonScan(at).end(self._text) is None and (
+            is_bound or (is_named and not self._has_schema)
+        )
 
     def _calls(self, source: str, is_marked: bool) -> list[ToolCall]:
         """Return the calls of a JSON object or an array of them; none if any is not a call."""
@@ -253,10 +244,10 @@ class ToolCallParser:
             length, self._may_begin = min(starts), True
             self._is_closing = False
         else:
-            length = len(self._text)
+            length, partial = len(self._text), partial_length(self._text, _STARTS)
             if not is_end:
-                length -= _partial_length(self._text)
-            elif self._is_cut and (partial := _partial_length(self._text)) >= _MARKER_LENGTH:
+                length -= partial
+            elif self._is_cut and partial >= _MARKER_LENGTH:
                 self._text, length = self._text[:-partial], length - partial
                 self._is_call_cut = True
         passed, self._text = self._text[:length], self._text[length:]
@@ -289,14 +280,6 @@ class ToolCallParser:
         if candidate != tag and tag.startswith(candidate) and not is_end:
             raise _Wait
         return candidate == tag
-
-
-def _partial_length(text: str) -> int:
-    """Return the length of the longest end of a text that may begin a marker."""
-    for length in range(min(max(map(len, _STARTS)) - 1, len(text)), 0, -1):
-        if any(tag.startswith(text[-length:]) for tag in _STARTS):
-            return length
-    return 0
 
 
 def _is_writable(text: str) -> bool:
