@@ -11,7 +11,7 @@ def test_demo_shows_texts_and_their_cost(h2okv_command, model_folder):
         "tokens per second",
         "KV cache",
         "tokens that agree",
-        "next tokens that are the full cache's",
+        "same next token",
     ):
         assert row in outcome.out
     # 0.1 + 0.1 of 240 tokens; 0.17 + 0.03 and 4 sinks, and what was written since the prompt.

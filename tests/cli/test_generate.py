@@ -166,8 +166,7 @@ def test_compare_full_in_json(generate):
     pairs = list(zip(result["token_ids"], full["token_ids"], strict=True))
     assert agreement["compared"] == len(pairs)
     assert agreement["equal"] == sum(a == b for a, b in pairs)
-    assert result["verified"]["tokens"] == len(pairs) and "verified" not in full
-    assert agreement["equal"] <= result["verified"]["agreed"] < len(pairs)
+    assert agreement["equal"] <= agreement["same_next_token"] < agreement["compared"]
 
 
 def test_compare_full_agrees_fully_if_nothing_is_evicted(generate):
@@ -176,7 +175,7 @@ def test_compare_full_agrees_fully_if_nothing_is_evicted(generate):
     assert result["agreement"]["first_difference"] is None
     compared = result["agreement"]["compared"]
     assert result["agreement"]["equal"] == compared
-    assert result["verified"]["agreed"] == compared
+    assert result["agreement"]["same_next_token"] == compared
 
 
 def test_compare_full_shows_both_texts_and_a_table(generate):
@@ -186,6 +185,11 @@ def test_compare_full_shows_both_texts_and_a_table(generate):
     for word in ("full cache", "h2o:32", "KV cache", "of 12"):
         assert word in outcome.out
     assert re.search(r" loaded in \d+\.\d s$", outcome.err, re.MULTILINE)
+
+
+def test_compare_full_with_sampling_counts_no_choices(generate):
+    result = json.loads(generate(*BUDGET, "--json", "--compare", "full", "--temperature", "1").out)
+    assert result["agreement"]["same_next_token"] is None
 
 
 def test_an_answer_is_read_again_with_the_full_cache(generate):

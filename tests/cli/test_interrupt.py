@@ -98,3 +98,11 @@ def test_help_that_nobody_reads_exits_silently_with_141(start_command, words):
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait(timeout=WAIT) == 141
+
+
+def test_an_interrupt_while_counting_choices_sets_the_exit_code(job, monkeypatch):
+    monkeypatch.setattr("h2okv.chat.generation._discard", InterruptAt(2))
+    comparison = generate_and_compare(job, CACHE, [], quiet=False)
+    assert list(comparison.runs) == [CACHE.label, "full cache"]
+    assert comparison.agreements[CACHE.label].same_next_token is None
+    assert comparison.interrupted

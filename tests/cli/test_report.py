@@ -26,7 +26,7 @@ def test_agreement(tokens, others, expected):
 
 def test_a_table_of_three_caches_fits_a_terminal_and_counts_from_one():
     labels = ("full cache", "h2o:20%", "recent:20%")
-    agreements = {labels[1]: Agreement(3, 2, 1), labels[2]: Agreement(3, 3, None)}
+    agreements = {labels[1]: Agreement(3, 2, 1, 2), labels[2]: Agreement(3, 3, None, 3)}
     comparison = Comparison({label: make_generation() for label in labels}, agreements)
     lines = comparison_table(comparison).splitlines()
     assert max(map(len, lines)) <= 100

@@ -34,6 +34,7 @@ LONG_PROMPT = 512  # tokens from which reading a prompt shows a progress bar
 FULL = "full cache"
 _WARM_UP_PROMPT = 2048
 _WARM_UP_TOKENS = 4
+_discard: Callable[[str], None] = lambda text: None  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -255,12 +256,28 @@ class Agreement:
     compared: int  # positions: the length of the longer sequence
     equal: int
     first_difference: int | None  # from 0
+    same_next_token: int | None = None  # see `count_same_choices`; None if not measured
 
     @classmethod
     def of(cls, tokens: Sequence[int], full: Sequence[int]) -> Agreement:
         """Compare two sequences; positions of only one of them count as differences."""
         same = [a == b for a, b in zip_longest(tokens, full)]
         return cls(len(same), sum(same), same.index(False) if False in same else None)
+
+
+def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int | None:
+    """Count the tokens of a text that a cache also ranks first, given the text before them.
+
+    Two generations that differ in one token have little in common afterwards, however good both
+    are. Here the text before each token is the same, so the count measures what the cache lost.
+    """
+    if not token_ids:
+        return None
+    params, count = replace(job.params, stop=()), len(token_ids)
+    with job.attend(cache):
+        engine = CacheEngine(job.model, job.described.tokenizer, cache, forced=token_ids)
+        GenerationRun(engine, job.prompt_ids, params, count, _discard, inputs=job.inputs).run()
+    return sum(a == b for a, b in zip(engine.choices, token_ids, strict=True))
 
 
 @dataclass
@@ -275,13 +292,8 @@ class Comparison:
 def generate_and_compare(
     job: Job, cache: CacheConfig, baselines: Sequence[CacheConfig] | None = None, quiet: bool = True
 ) -> Comparison:
-    """Generate with a cache; with baselines also with the full cache and each of them.
-
-    Two generations that differ in one token have little in common afterwards, however good both
-    are, so the full cache also reads each text again and compares the next tokens.
-    """
-    comparison, write = Comparison(), (lambda text: None) if quiet else write_text
-    is_compared = baselines is not None and not job.inputs
+    """Generate with a cache; with baselines also with the full cache and each of them."""
+    comparison, write = Comparison(), _discard if quiet else write_text
     h2o_cache = partial(H2OCache.from_config, job.model.config)
     make: dict[str, Callable[[], Cache]] = {cache.label: partial(h2o_cache, cache)}
     if baselines is not None:
@@ -291,20 +303,26 @@ def generate_and_compare(
     try:
         for label, new in make.items():
             write(f"--- {label} ---\n" if baselines is not None else "")
-            run = comparison.runs[label] = generate_once(
-                replace(job, verify=job.verify or (is_compared and label != FULL)),
-                new(), write, not quiet,
-            )  # fmt: skip
+            run = comparison.runs[label] = generate_once(job, new(), write, not quiet)
             write("\n\n" if baselines is not None else "\n")
             if FULL in comparison.runs:
                 compared = cache.label if label == FULL else label
-                tokens, full = (comparison.runs[name].token_ids for name in (compared, FULL))
-                comparison.agreements[compared] = Agreement.of(tokens, full)
+                _record_agreement(job, comparison, compared, make[compared]())
             if run.interrupted:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
         comparison.interrupted = True
     return comparison
+
+
+def _record_agreement(job: Job, comparison: Comparison, label: str, cache: Cache) -> None:
+    full = comparison.runs[FULL]
+    agreement = Agreement.of(comparison.runs[label].token_ids, full.token_ids)
+    comparison.agreements[label] = agreement  # kept if Ctrl-C interrupts the count below
+    # With sampling the full cache itself does not rank all tokens of its text first.
+    if job.params.is_greedy and not full.interrupted:
+        same = count_same_choices(job, cache, full.token_ids)
+        comparison.agreements[label] = replace(agreement, same_next_token=same)
 
 
 def _warm_up(job: Job, caches: Iterable[Cache]) -> None:

@@ -191,8 +191,8 @@ def report(comparison: Comparison, note: str | None = None) -> None:
         write_text(comparison_table(comparison))
     else:
         write_remark(f"{summary_line(run)} | {label}")
-        if run.verified is not None:
-            write_remark(str(run.verified))
+    if run.verified is not None:
+        write_remark(str(run.verified))
     if note or (note := few_entries_note(run)):
         write_remark(note)
     if run.finish_reason == "context":
@@ -224,14 +224,16 @@ def comparison_table(comparison: Comparison) -> str:
     from h2okv.chat.generation import FULL
 
     labels = (FULL, *comparison.agreements)
-    runs, agreements = comparison.runs, comparison.agreements
-    columns = [_column(runs[label], agreements.get(label)) for label in labels]
+    count = len(comparison.runs[FULL].token_ids)
+    columns = [
+        _column(comparison.runs[label], comparison.agreements.get(label), count) for label in labels
+    ]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
     return format_table(("", *labels), rows, left=("",))
 
 
-def _column(run: Generation, agreement: Agreement | None) -> dict[str, str]:
+def _column(run: Generation, agreement: Agreement | None, full: int) -> dict[str, str]:
     cells = {
         "tokens generated": str(len(run.token_ids)),
         "time to first token": _format(run.time_to_first_token, ".3f", " s"),
@@ -246,11 +248,11 @@ def _column(run: Generation, agreement: Agreement | None) -> dict[str, str]:
     if run.smaller_from is not None and run.kv_bytes >= run.kv_bytes_full:
         cells["saves memory from"] = f"{run.smaller_from} tokens on"
     if agreement is not None:
-        first = agreement.first_difference
+        first, same = agreement.first_difference, agreement.same_next_token
         cells["tokens that agree"] = f"{agreement.equal} of {agreement.compared}"
         cells["first token that differs"] = "-" if first is None else str(first + 1)
-    if agreement is not None and (verified := run.verified) is not None:
-        cells["next tokens that are the full cache's"] = f"{verified.agreed} of {verified.tokens}"
+        if same is not None:
+            cells["same next token on the full cache's text"] = f"{same} of {full}"
     return cells
 
 
@@ -259,7 +261,7 @@ def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[s
     runs = []
     for values in map(asdict, comparison.runs.values()):
         values["time_to_first_token_s"] = values.pop("time_to_first_token")
-        if values["verified"] is None:
+        if not job.verify:
             del values["verified"]
         runs.append(values)
     fields = {

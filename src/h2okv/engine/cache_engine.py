@@ -37,6 +37,7 @@ class CacheEngine(Engine):
         tokenizer: the model's.
         cache: an `H2OCache`, or for one request a cache of transformers; mutated.
         size: requests of the batch.
+        forced: tokens that become the text, whatever is chosen; `choices` has what was.
     """
 
     runner: _CacheRunner
@@ -48,9 +49,11 @@ class CacheEngine(Engine):
         tokenizer: PreTrainedTokenizerBase,
         cache: Any,
         size: int = 1,
+        forced: Sequence[int] = (),
     ) -> None:
         # Not that of `Engine`, which loads a model, divides memory and makes a pool.
         self.model, self.tokenizer, self.cache = model, tokenizer, cache
+        self._forced, self.choices = forced, list[int]()
         self.chunk: int | None = None  # tokens of a prompt in one forward; None for all
         if isinstance(cache, H2OCache) and size == 1:
             self.chunk = cache.read_chunk
@@ -102,6 +105,12 @@ class CacheEngine(Engine):
             raise output.error
         self.is_broken = False
         return output
+
+    def _report(self, output: Output, token: int, logits: torch.Tensor, row: int | None) -> None:
+        if self._forced:
+            self.choices.append(token)
+            token = self._forced[len(output.tokens)]
+        super()._report(output, token, logits, row)
 
 
 def answer_again(engine: Engine, request: Request, cache: DynamicCache) -> Repair:
