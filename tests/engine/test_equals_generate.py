@@ -9,6 +9,8 @@ from h2okv.cache.slot_pool import SlotPool
 
 LENGTHS = [40, 3, 25, 1, 61, 8, 30, 17]
 NEWS = [12, 20, 1, 15, 7, 18, 11, 9]
+BY_HEAD = ((0.5, 1.5), (1.75, 0.25))
+OF_ONE_HEAD = {"kv_heads": 1, "layer_budgets": ((0.5,), (1.5,))}
 
 
 def token_ids(outputs):
@@ -18,41 +20,27 @@ def token_ids(outputs):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"heavy": 5, "recent": 4},
-        {"heavy": 0.0, "recent": 1},
-        {"sink": 2},
-        {"heavy": 1.0, "recent": 0.0},
-        {"positions": "rolling"},
-        {"positions": "rolling", "heavy": 6, "recent": 5},
-        {"evict_every": 8},
-        {"evict_every": "prompt+4"},
-        {"scoring": "expected", "sink": 2, "evict_every": "prompt+3"},
-        {"evict_every": 1},
-        {"kv_bits": 8},
-        {"kv_bits": 6},
-        {"kv_bits": 4},
-        {"kv_bits": 4, "evict_every": 8},
-        {"kv_bits": 4, "layer_budgets": ((0.5, 1.5), (1.75, 0.25))},
-        {"kv_bits": 4, "positions": "rolling"},
-        {"scoring": "mean"},
-        {"scoring": "decay", "decay": 0.9},
-        {"scoring": "value_norm"},
-        {"scoring": "expected"},
-        {"policy": "recent"},
-        {"policy": "sink_recent", "sink": 3},
-        {"policy": "strided_heavy"},
-        {"policy": "random"},
-        {"layer_budgets": (1.5, 0.5)},
+        {}, {"heavy": 5, "recent": 4}, {"heavy": 0.0, "recent": 1}, {"sink": 2},
+        {"heavy": 1.0, "recent": 0.0}, {"positions": "rolling"},
+        {"positions": "rolling", "heavy": 6, "recent": 5}, {"evict_every": 8},
+        {"evict_every": "prompt+4"}, {"scoring": "expected", "sink": 2, "evict_every": "prompt+3"},
+        {"evict_every": 1}, {"kv_bits": 8}, {"kv_bits": 6}, {"kv_bits": 4},
+        {"kv_bits": 4, "evict_every": 8}, {"kv_bits": 4, "layer_budgets": BY_HEAD},
+        {"kv_bits": 4, "positions": "rolling"}, {"scoring": "mean"},
+        {"scoring": "decay", "decay": 0.9}, {"scoring": "value_norm"}, {"scoring": "expected"},
+        {"policy": "recent"}, {"policy": "sink_recent", "sink": 3}, {"policy": "strided_heavy"},
+        {"policy": "random"}, {"layer_budgets": (1.5, 0.5)},
         {"layer_budgets": (0.4, 1.6), "heavy": 6, "recent": 3, "positions": "rolling"},
         {"layer_budgets": (1.25, 0.75), "scoring": "expected", "sink": 2, "evict_every": 8},
-        {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))},
+        {"layer_budgets": BY_HEAD}, OF_ONE_HEAD, OF_ONE_HEAD | {"heavy": 6, "recent": 3},
+        OF_ONE_HEAD | {"scoring": "expected", "sink": 4},
         {"layer_budgets": ((0.5, 2.5), (0.0, 1.0)), "policy": "best", "heavy": 6, "recent": 3},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_every_request_equals_generate(make_llama, make_llm, make_prompts, alone, greedy, options):
-    model = make_llama()
+    options = dict(options)
+    model = make_llama(kv_heads=options.pop("kv_heads", 2))
     prompts = make_prompts(LENGTHS)
     expected = [
         alone(model, prompt, new, **options) for prompt, new in zip(prompts, NEWS, strict=True)
@@ -66,22 +54,6 @@ def test_every_request_equals_generate(make_llama, make_llm, make_prompts, alone
         assert (stats.finished, stats.running, stats.waiting) == (len(prompts), 0, 0)
         assert stats.new_tokens == sum(NEWS)
         assert stats.prompt_tokens == sum(LENGTHS)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"heavy": 6, "recent": 3}, {"scoring": "expected", "sink": 4}], ids=str
-)
-def test_budgets_by_head_of_a_single_kv_head(
-    make_llama, make_llm, make_prompts, alone, greedy, options
-):
-    model = make_llama(kv_heads=1)
-    options = {"layer_budgets": ((0.5,), (1.5,)), **options}
-    prompts = make_prompts(LENGTHS)
-    llm = make_llm(model, max_prompt_tokens=64, **options)
-    generated = token_ids(llm.generate(prompts, [greedy(new) for new in NEWS]))
-    llm.close()
-    pairs = zip(prompts, NEWS, strict=True)
-    assert generated == [alone(model, prompt, new, **options) for prompt, new in pairs]
 
 
 @pytest.mark.parametrize("factors", [None, (0.5, 1.5), ((0.5, 1.5), (0.5, 1.5))], ids=str)
@@ -141,7 +113,7 @@ def test_best_measures_the_model(
     assert llm.engine.config.cache.label == "best-v5:20%"
 
 
-@pytest.mark.parametrize("options", [{}, {"layer_budgets": ((0.5, 1.5), (1.75, 0.25))}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"layer_budgets": BY_HEAD}], ids=str)
 @pytest.mark.parametrize("max_prefill_tokens", [5, 512])
 def test_saved_prefix_equals_continuing_from_its_cache(
     make_llama, make_llm, make_prompts, alone, greedy, max_prefill_tokens, options
@@ -215,37 +187,32 @@ def test_caches_that_cannot_be_pooled_raise(make_llama, make_llm, tokenizer):
         make_llm(chunked_model())
 
 
-def test_sliding_window_layers_are_pooled(make_llm, make_prompts, alone, greedy):
-    model = sliding_model()
-    prompts = make_prompts([40, 3, 8, 7, 9, 25])
-    llm = make_llm(model, max_prefill_tokens=11, heavy=5, recent=4)
-    generated = token_ids(llm.generate(prompts, greedy(20)))
-    reserved = llm.stats().reserved_bytes
-    assert reserved == 3 * llm.engine.memory.sequence
-    llm.close()
-    assert generated == [alone(model, prompt, 20, heavy=5, recent=4) for prompt in prompts]
-
-
-@pytest.mark.parametrize("factors", [(0.5, 1.5), ((0.5,), (1.5,))], ids=str)
-def test_sliding_window_equal_to_a_layer_index_is_not_a_budget(
-    make_llm, make_prompts, alone, greedy, factors
+@pytest.mark.parametrize(
+    ("layers", "window", "factors"),
+    [("sfs", 8, None), ("sfsf", 3, (0.5, 1.5)), ("sfsf", 3, ((0.5,), (1.5,)))],
+    ids=str,
+)
+def test_sliding_window_layers_are_pooled(
+    make_llm, make_prompts, alone, greedy, layers, window, factors
 ):
-    layers = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    model = sliding_model(layers, window=3)
-    options = {"heavy": 5, "recent": 4, "layer_budgets": factors}
-    prompts = make_prompts([40, 3, 8, 25])
-    llm = make_llm(model, **options)
-    generated = token_ids(llm.generate(prompts, greedy(12)))
+    """A window that is the index of a layer is not taken for its budget."""
+    model = sliding_model(layers, window)
+    prompts, options = make_prompts([40, 3, 8, 7, 9, 25]), {"heavy": 5, "recent": 4}
+    options["layer_budgets"] = factors
+    llm = make_llm(model, max_prefill_tokens=11, **options)
+    generated = token_ids(llm.generate(prompts, greedy(20)))
+    assert llm.stats().reserved_bytes == 3 * llm.engine.memory.sequence
     llm.close()
-    assert generated == [alone(model, prompt, 12, **options) for prompt in prompts]
+    assert generated == [alone(model, prompt, 20, **options) for prompt in prompts]
 
 
-def sliding_model(layers=("sliding_attention", "full_attention", "sliding_attention"), window=8):
+def sliding_model(layers, window):
     torch.manual_seed(0)
+    kinds = {"s": "sliding_attention", "f": "full_attention"}
     config = Gemma3TextConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=len(layers), num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, vocab_size=97, sliding_window=window,
-        layer_types=list(layers), initializer_range=0.4, eos_token_id=None,
+        layer_types=[kinds[kind] for kind in layers], initializer_range=0.4, eos_token_id=None,
     )  # fmt: skip
     return Gemma3ForCausalLM(config).eval().double()
 

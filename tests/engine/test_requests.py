@@ -7,7 +7,6 @@ import torch
 
 import h2okv
 from h2okv.engine.outputs import OutputDelta, QueueFullError, RequestFailedError
-from h2okv.engine.request import Output
 from h2okv.engine.sampler import Sampler, sample
 from h2okv.prompts.readers import PromptTooLongError
 
@@ -400,18 +399,3 @@ def test_engine_works_after_ctrl_c_in_a_step(
     monkeypatch.undo()
     generated = [output.completions[0].token_ids for output in outputs]
     assert generated == [alone(model, prompt, 12) for prompt in prompts]
-
-
-def test_characters_of_several_tokens_are_not_split(make_llama, make_llm, tokenizer):
-    """Check that the pieces join to the text, and that none ends within a character."""
-    token_ids = tokenizer("déjà vu, “naïve” 你好", add_special_tokens=False)["input_ids"]
-    model = make_llama()
-    llm = make_llm(model)
-    params = h2okv.SamplingParams(max_tokens=len(token_ids))
-    request = llm.engine.request([5, 6], params, lambda event: None)
-    sampler = Sampler(model, params, request.prompt, 0)
-    output = Output(request, 0, sampler, tokenizer)
-    pieces = [output.append(token, frozenset(), ()) for token in token_ids]
-    assert "".join(piece.text for piece in pieces) == tokenizer.decode(token_ids)
-    assert not any("\ufffd" in piece.text for piece in pieces)
-    assert pieces[-1].finish_reason == "length"

@@ -349,15 +349,6 @@ def test_refusals(options, message):
         h2okv.EngineConfig(**options)
 
 
-@pytest.fixture
-def make_async(make_llama, tokenizer):
-    def make(**settings):
-        usual = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0, "max_num_seqs": 3}
-        return h2okv.AsyncLLM(make_llama(), tokenizer, **(usual | settings))
-
-    return make
-
-
 def test_work_comes_before_answers_that_are_read_again(make_async, make_prompts, greedy):
     """A chunk of an answer at most stands between a new request and its first token."""
     llm = make_async(verify=1.0, max_prefill_tokens=16)

@@ -43,6 +43,8 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"logprobs": 21}, "logprobs", "logprobs must be a whole number from 0 to 20, got 21"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "the key 'x', which is not a token"),
         ({"best_of": 3}, "best_of", "does not rank outputs"),
+        ({"tools": [{"type": "function"}]}, "tools", "tools"),
+        ({"echo": True, "logprobs": 21}, "logprobs", "logprobs must be"),
         ({"suffix": "the end"}, "suffix", "suffix='the end': prompts are only continued"),
         ({"prompt": ""}, None, None), ({"prompt": []}, "prompt", "none of the lists empty"),
         ({"prompt": [[]]}, "prompt", "none of the lists empty"),
@@ -91,6 +93,12 @@ def test_a_bad_completion_names_field_and_remedy(served, fake, change, param, wo
          "top_logprobs must be a whole number from 0 to 20, got 21"),
         ({"max_completion_tokens": 7}, "max_tokens", "contradict each other"),
         ({"prompt": "x"}, "prompt", "prompt is not known"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "tools[0].function"),
+        ({"min_tokens": 5}, "min_tokens", "min_tokens"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "skip_special_tokens"),
+        # A value is blamed on the field that it came in.
+        *(({"max_tokens": None, "max_completion_tokens": n}, "max_completion_tokens",
+           "max_completion_tokens") for n in (-1, 99)),
     ],
 )  # fmt: skip
 def test_a_bad_chat_names_field_and_remedy(served, fake, change, param, words):
@@ -99,17 +107,6 @@ def test_a_bad_chat_names_field_and_remedy(served, fake, change, param, words):
     if param is not None:
         assert error.body["param"] == param
     assert fake.requests == []
-
-
-def test_fields_without_effect_are_accepted(served):
-    further = {
-        "tools": [], "tool_choice": "none", "parallel_tool_calls": False, "store": True,
-        "metadata": {"a": "b"}, "user": "me", "service_tier": "auto", "modalities": ["text"],
-        "response_format": {"type": "text"}, "safety_identifier": "x", "prompt_cache_key": "y",
-        "prediction": {"type": "content", "content": "x"}, "reasoning_effort": None,
-        "stream_options": None, "h2o": None,
-    }  # fmt: skip
-    served.client().post("/chat/completions", body={**CHAT, **further}, cast_to=object)
 
 
 def test_template_error_names_messages(serve, make_fake, bundled_tokenizer):
