@@ -64,24 +64,6 @@ def test_a_loaded_cache_goes_on_as_if_nothing_had_happened(model, tmp_path, opti
     assert read_notes(path) == {"text": "a note"}
 
 
-def test_padded_rows_and_fractions_survive(model, tmp_path):
-    ids, mask = tokens(40, batch=2), torch.ones(2, 40, dtype=torch.long)
-    mask[0, :17] = 0
-    cache = cache_of(model.config, 0.2, 0.2, positions="rolling")
-    h2okv.prefill(model, ids, cache, mask)
-    cache.save(tmp_path / "c")
-    loaded = h2okv.H2OCache.load(tmp_path / "c", model)
-    step = tokens(1, batch=2)
-    mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], dim=1)
-    position_ids = mask.cumsum(dim=1)[:, -1:] - 1
-    with torch.no_grad():
-        first, second = (
-            model(step, attention_mask=mask, position_ids=position_ids, past_key_values=c).logits
-            for c in (cache, loaded)
-        )
-    assert torch.equal(first, second)
-
-
 @pytest.fixture
 def window_model():
     config = AutoConfig.for_model(
@@ -98,21 +80,6 @@ def test_layers_of_other_kinds_are_kept_too(window_model, tmp_path):
     cache, path = saved(model, tmp_path)
     loaded = h2okv.H2OCache.load(path, model)
     assert torch.equal(follow(model, loaded, CONTINUATION), follow(model, cache, CONTINUATION))
-
-
-@pytest.mark.parametrize("positions", ["original", "rolling"])
-def test_one_context_serves_many_prompts(model, positions):
-    cache = cache_of(model.config, 6, 6, positions=positions)
-    with torch.no_grad():
-        model(tokens(60), past_key_values=cache)
-    many = cache.fork(3)
-    prompts = [tokens(5, seed) for seed in (11, 12, 13)]
-    together = follow(model, many, [torch.cat(prompts), tokens(1).expand(3, 1)])
-    for row, prompt in enumerate(prompts):
-        alone = follow(model, cache.fork(1), [prompt, tokens(1)])
-        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-4, rtol=1e-4)
-    assert cache.num_seen_tokens == 60 and many.num_seen_tokens == 66
-    cache.check_integrity()
 
 
 def test_a_fork_shares_no_memory(model):
