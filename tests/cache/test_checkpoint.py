@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -122,24 +123,27 @@ def test_what_generation_is_told_makes_no_other_model(model, tmp_path):
     assert torch.equal(follow(duplicate, loaded, CONTINUATION), follow(model, cache, CONTINUATION))
 
 
-def with_head(path, change):
-    """Write the file again with a header that a function has changed."""
+def rewrite(path, change_tensors=lambda tensors: None, change_head=lambda head: None):
+    """Write the file again with tensors and a header that functions have changed."""
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-    head = json.loads(metadata["h2okv"])
-    change(head)
-    save_file(load_file(path), path, metadata=metadata | {"h2okv": json.dumps(head)})
+    head, tensors = json.loads(metadata["h2okv"]), load_file(path)
+    change_tensors(tensors)
+    change_head(head)
+    save_file(tensors, path, metadata=metadata | {"h2okv": json.dumps(head)})
 
 
 def test_another_contract_or_format_is_refused(model, tmp_path):
     _, path = saved(model, tmp_path)
-    with_head(path, lambda head: head.update(contract=999))
+    rewrite(path, change_head=lambda head: head.update(contract=999))
     with pytest.raises(ValueError, match="version 999 of the eviction contract"):
         h2okv.H2OCache.load(path, model)
-    with_head(path, lambda head: head.update(contract=CONTRACT, layers=head["layers"][1:]))
+    rewrite(
+        path, change_head=lambda head: head.update(contract=CONTRACT, layers=head["layers"][1:])
+    )
     with pytest.raises(ValueError, match="it tells of 1 layers, and the model has 2"):
         h2okv.H2OCache.load(path, model)
-    with_head(path, lambda head: head.pop("format"))
+    rewrite(path, change_head=lambda head: head.pop("format"))
     with pytest.raises(ValueError, match="version 1 of the file format and this h2okv has"):
         h2okv.H2OCache.load(path, model)
 
@@ -169,12 +173,9 @@ def test_a_file_without_a_cache_is_refused(model, tmp_path):
 
 def test_a_file_that_lacks_a_tensor_is_refused(model, tmp_path):
     _, path = saved(model, tmp_path)
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
     for name in ("1.scores", "1.keys", "0.free_slot"):
-        tensors = {key: tensor for key, tensor in load_file(path).items() if key != name}
-        broken = tmp_path / "broken"
-        save_file(tensors, broken, metadata=metadata)
+        broken = shutil.copy(path, tmp_path / "broken")
+        rewrite(broken, lambda tensors, name=name: tensors.pop(name))
         with pytest.raises(ValueError, match="no whole saved cache, or damaged"):
             h2okv.H2OCache.load(broken, model)
 
@@ -301,27 +302,15 @@ def test_tensors_that_do_not_fit_are_refused(rolling_file, change):
 @pytest.mark.parametrize("options", [{"policy": "full"}])
 def test_a_slot_mask_where_no_slots_are_closed_is_refused(model, tmp_path, options):
     _, path = saved(model, tmp_path, **options)
-    with safe_open(path, framework="pt") as file:
-        head = json.loads(file.metadata()["h2okv"])
-    tensors = load_file(path)
-    tensors["0.slot_mask"] = torch.zeros_like(tensors["0.positions"], dtype=torch.bool)
-    head["layers"][0]["tensors"].append("slot_mask")
-    save_file(tensors, path, metadata={"h2okv": json.dumps(head)})
+    rewrite(
+        path,
+        lambda t: t.update({"0.slot_mask": torch.zeros_like(t["0.positions"], dtype=torch.bool)}),
+        lambda head: head["layers"][0]["tensors"].append("slot_mask"),
+    )
     with pytest.raises(
         ValueError, match="slot_mask must be (there|absent), by the cache's options"
     ):
         h2okv.H2OCache.load(path, model)
-
-
-def rewrite(path, change, values=None):
-    """Changes the tensors of a saved cache, and the values in its header."""
-    with safe_open(path, framework="pt") as file:
-        head = json.loads(file.metadata()["h2okv"])
-    tensors = load_file(path)
-    change(tensors)
-    if values is not None:
-        values(head["layers"])
-    save_file(tensors, path, metadata={"h2okv": json.dumps(head)})
 
 
 def test_layers_that_have_seen_different_texts_are_refused(model, tmp_path):
@@ -346,9 +335,9 @@ def test_a_window_of_another_text_is_refused(window_model, tmp_path, name, cut, 
         if name is not None:
             tensors[name] = tensors[name][:, :, cut].clone()
 
-    def values(layers):
-        if "cumulative_length" in layers[0]["values"]:
-            layers[0]["values"]["cumulative_length"] = seen
+    def values(head):
+        values = head["layers"][0]["values"]
+        values |= {"cumulative_length": seen} if "cumulative_length" in values else {}
 
     rewrite(path, change, values)
     with pytest.raises(ValueError, match="layer 0 holds other tokens than the layers that evict"):

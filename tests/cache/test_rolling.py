@@ -11,7 +11,6 @@ from transformers.models.llama import modeling_llama
 import h2okv
 from h2okv.cache import rope
 from h2okv.ops import dispatch
-from h2okv.ops.dispatch import use
 from h2okv.ops.rope import rotate
 
 
@@ -96,39 +95,6 @@ def test_within_the_budget_a_rank_is_a_position(make_llama, dtype):
     original, rolling = logits
     error = (rolling - original).norm() / original.norm()
     assert error < (1e-5 if dtype == torch.float32 else 0.04)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("chunk", [None, 1, 4])
-@pytest.mark.parametrize("ops", ["plain", pytest.param("triton", marks=pytest.mark.slow)])
-def test_a_row_that_waits_for_a_longer_one_loses_no_rank(make_llama, chunk, ops):
-    # Read in blocks, the short row is padding while the long one reads on, its cache not yet full.
-    model, short = make_llama(), torch.randint(2, 97, (1, 2))
-    model = model.float() if ops == "triton" else model
-    ids = torch.cat([torch.randint(2, 97, (1, 29)), torch.zeros(1, 29, dtype=torch.long)])
-    ids[1, -2:] = short
-    mask = torch.ones_like(ids)
-    mask[1, :-2] = 0
-
-    def run(ids, mask):
-        cache = cache_of(model.config, 4, 3, positions="rolling", evict_every=chunk)
-        logits = []
-        for step in range(9):
-            position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            options = {
-                "attention_mask": mask,
-                "position_ids": position_ids,
-                "past_key_values": cache,
-            }
-            logits.append(model(ids, **options).logits[:, -1])
-            ids = torch.full((len(ids), 1), 5 + step)
-            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        cache.check_integrity()
-        return torch.stack(logits, dim=1)
-
-    with use(ops):
-        alone = run(short, torch.ones_like(short))
-        torch.testing.assert_close(run(ids, mask)[1:], alone, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Llama4ForCausalLM, Llama4TextConfig
 
 import h2okv
-from h2okv.cache.slot_pool import SlotPool
 
 LENGTHS = [40, 3, 25, 1, 61, 8, 30, 17]
 NEWS = [12, 20, 1, 15, 7, 18, 11, 9]
@@ -54,29 +53,6 @@ def test_every_request_equals_generate(make_llama, make_llm, make_prompts, alone
         assert (stats.finished, stats.running, stats.waiting) == (len(prompts), 0, 0)
         assert stats.new_tokens == sum(NEWS)
         assert stats.prompt_tokens == sum(LENGTHS)
-
-
-@pytest.mark.parametrize("factors", [None, (0.5, 1.5), ((0.5, 1.5), (0.5, 1.5))], ids=str)
-def test_prefill_in_chunks_of_one_token_over_several_forwards(
-    make_llama, make_llm, make_prompts, alone, greedy, kept_sets, factors
-):
-    """Fill each layer at another token; `generate` continues from a manual prefill."""
-    model = make_llama()
-    options = {"heavy": 4, "recent": 2, "evict_every": 1, "layer_budgets": factors}
-    prompts = make_prompts([40, 33, 40, 50, 9, 40])
-    llm = make_llm(model, max_num_seqs=6, max_prefill_tokens=16, max_prompt_tokens=64, **options)
-    generated = token_ids(llm.generate(prompts, greedy(16)))
-    llm.close()
-    for prompt, tokens in zip(prompts, generated, strict=True):
-        cache, in_chunks = (h2okv.H2OCache(model.config, **options) for _ in range(2))
-        with torch.no_grad(), h2okv.enable(model):
-            for chunk in torch.tensor([prompt[:-1]]).split(1, dim=1):
-                model(chunk, past_key_values=cache)
-            for chunk in torch.tensor([prompt[:-1]]).split(16, dim=1):
-                model(chunk, past_key_values=in_chunks)
-        in_chunks.check_integrity()
-        assert kept_sets(in_chunks) == kept_sets(cache)
-        assert tokens == alone(model, prompt, 16, cache=cache)
 
 
 def test_request_with_a_different_budget(make_llama, make_llm, make_prompts, alone, greedy):
@@ -139,40 +115,6 @@ def test_saved_prefix_equals_continuing_from_its_cache(
     expected += [alone(model, prompt, 15, **options) for prompt in prompts[4:]]
     assert token_ids(outputs) == expected
     assert llm.stats().reused_tokens == 30 * 3 + 42
-
-
-def test_nan_of_a_released_sequence_does_not_reach_the_next_one(make_llama, kept_sets):
-    """Admit a sequence into slots that a sequence with NaN values has left."""
-    model = make_llama()
-    ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
-
-    def read(tokens, heavy):
-        cache = h2okv.H2OCache(model.config, heavy, 2)
-        model(tokens, past_key_values=cache, logits_to_keep=1)
-        return cache
-
-    with torch.no_grad():
-        block = SlotPool(read(ids[:1, :4], 1), 2, (12, 12))
-        broken = read(ids[:1], 10)
-        for layer in broken.layers:
-            layer.values.fill_(torch.nan)
-        assert block.admit(broken) == 0
-        assert block.release(0) is None
-        fine = read(ids[1:, :30], 3)
-        assert block.admit(fine) == 0
-        for step in range(6):
-            position = torch.tensor([[30 + step]])
-            token = ids[1:, 30 + step : 31 + step]
-            generated = model(token, position_ids=position, past_key_values=block.cache).logits
-            expected = model(token, position_ids=position, past_key_values=fine).logits
-            torch.testing.assert_close(generated, expected, atol=1e-5, rtol=1e-5)
-            block.count_step()
-    assert kept_sets(block.cache) == kept_sets(fine)
-    block.cache.check_integrity()
-    slots = 2 * 13
-    masks = 2 * slots  # a byte for each head, for all layers alike
-    assert abs(block.held_bytes - (block.nbytes - masks) * 5 / slots) <= 1
-    assert block.full_bytes == block.full_bytes_of(36)
 
 
 def test_caches_that_cannot_be_pooled_raise(make_llama, make_llm, tokenizer):

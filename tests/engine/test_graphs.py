@@ -50,7 +50,12 @@ all_ops = pytest.mark.parametrize("ops", ["plain", pytest.param("auto", marks=py
 
 
 @all_ops
-@pytest.mark.parametrize("name", OPTIONS)
+# The others are quick in test_buckets.py.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n in ("h2o", "best by head, spans")))
+     for n in OPTIONS],
+)  # fmt: skip
 def test_requests_that_come_and_go(generated, name, ops):
     """Batches of each size have graphs, and give the same tokens as without."""
     requests = [prompt(length) for length in (40, 9, 33, 51)]

@@ -7,6 +7,7 @@ import torch
 
 import h2okv
 from h2okv.engine.outputs import OutputDelta, QueueFullError, RequestFailedError
+from h2okv.engine.request import Output
 from h2okv.engine.sampler import Sampler, sample
 from h2okv.prompts.readers import PromptTooLongError
 
@@ -299,28 +300,6 @@ def test_abort_frees_slots_within_a_step(make_llama, make_llm, make_prompts, gre
     assert sum(len(event.token_ids) for event in events if isinstance(event, OutputDelta)) == 50
 
 
-def test_nan_fails_only_its_own_request(make_llama, make_llm, make_prompts, greedy, alone):
-    """Break the embedding of a token: it fails in a prompt, and as a new token."""
-    model = make_llama()
-    prompts = make_prompts([20, 30, 25])
-    expected = [alone(model, prompt, 12) for prompt in prompts]
-    poison = 2  # in none of the prompts
-    with torch.no_grad():
-        model.get_input_embeddings().weight[poison] = torch.nan
-    assert all(poison not in tokens for tokens in [*prompts, *expected])
-    llm = make_llm(model)
-    good = [submit(llm, prompt, greedy(12))[0] for prompt in prompts[:2]]
-    _, in_prompt = submit(llm, [*prompts[2], poison, 5], greedy(12))
-    _, while_decoding = submit(llm, prompts[2], greedy(12, logit_bias={poison: 100.0}))
-    last = submit(llm, prompts[2], greedy(12))[0]
-    run(llm)
-    assert [request.outputs[0].tokens for request in [*good, last]] == expected
-    for events in (in_prompt, while_decoding):
-        assert isinstance(events[-1], RequestFailedError)
-    assert llm.stats().failed == 2
-    assert llm.stats().finished == 3
-
-
 def test_failed_prompt_leaves_other_outputs_available(make_llama, make_llm, make_prompts, greedy):
     model = make_llama()
     prompts = make_prompts([20, 30, 25, 22])
@@ -399,3 +378,18 @@ def test_engine_works_after_ctrl_c_in_a_step(
     monkeypatch.undo()
     generated = [output.completions[0].token_ids for output in outputs]
     assert generated == [alone(model, prompt, 12) for prompt in prompts]
+
+
+def test_characters_of_several_tokens_are_not_split(make_llama, make_llm, tokenizer):
+    """Check that the pieces join to the text, and that none ends within a character."""
+    token_ids = tokenizer("déjà vu, “naïve” 你好", add_special_tokens=False)["input_ids"]
+    model = make_llama()
+    llm = make_llm(model)
+    params = h2okv.SamplingParams(max_tokens=len(token_ids))
+    request = llm.engine.request([5, 6], params, lambda event: None)
+    sampler = Sampler(model, params, request.prompt, 0)
+    output = Output(request, 0, sampler, tokenizer)
+    pieces = [output.append(token, frozenset(), ()) for token in token_ids]
+    assert "".join(piece.text for piece in pieces) == tokenizer.decode(token_ids)
+    assert not any("\ufffd" in piece.text for piece in pieces)
+    assert pieces[-1].finish_reason == "length"

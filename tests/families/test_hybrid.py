@@ -123,14 +123,6 @@ def test_a_block_without_positions_is_refused_where_a_model_counts_from_zero():
     torch.testing.assert_close(logits, expected[:, 9:], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("model_type", ["jamba", "nemotron_h"])
-def test_the_best_policy_where_nothing_is_rotated(model_type):
-    model, (prompt,) = model_of(model_type), prompts_of([40])
-    options = {"policy": "best", "layer_budgets": None}
-    expected = alone(model, prompt, 12, masks=True, **options)
-    assert alone(model, prompt, 12, **options) == expected
-
-
 @hybrid()
 def test_requests_share_rows_and_give_what_generate_gives(model_type, tokenizer):
     model, prompts = model_of(model_type), prompts_of(LENGTHS)
@@ -199,18 +191,6 @@ def test_turns_and_shared_prefixes_continue_from_states(model_type, tokenizer, t
     with h2okv.LLM(model, tokenizer, max_num_seqs=2, **options, **folder) as llm:
         assert answers(llm.generate(turns, greedy(8))) == expected
         assert llm.stats().prefix_disk_hits > 0
-
-
-@continuing
-def test_saved_prefixes_are_continued(model_type, tokenizer):
-    model = model_of(model_type)
-    prefix, end = prompts_of((30, 7), seed=4)
-    # Half a forward later the same entries: a budget above the prefix keeps all of it.
-    options = {"heavy": 30, "recent": 30, "max_prompt_tokens": 60}
-    with h2okv.LLM(model, tokenizer, prefixes=[prefix], max_num_seqs=2, **options) as llm:
-        output = llm.generate([prefix + end], greedy(8))[0]
-    assert output.prompt.num_reused == 30
-    assert answers([output]) == [alone(model, prefix + end, 8, heavy=30, recent=30)]
 
 
 def test_a_type_that_forgets_reads_prompts_whole_and_keeps_no_states(tokenizer):

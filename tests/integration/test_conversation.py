@@ -70,17 +70,3 @@ def test_a_turn_without_its_mask_names_the_remedy(make_llama):
     model.generate(**cache.next_turn(turn(0)), past_key_values=cache, **OPTIONS)
     with pytest.raises(ValueError, match=rf"next_turn\(input_ids\), {CACHE}=cache\)"):
         model.generate(turn(1, 12), past_key_values=cache, **OPTIONS)
-
-
-def test_a_shared_context_is_read_once(make_llama):
-    model = make_llama()
-    context = h2okv.H2OCache(model.config, heavy=5, recent=6, positions="rolling")
-    h2okv.prefill(model, turn(0, 40, batch=1), context)
-    many = context.fork(3)
-    prompts = turn(1, 6, batch=3)
-    together = model.generate(**many.next_turn(prompts), past_key_values=many, **OPTIONS)
-    for row, prompt in enumerate(prompts):
-        fork = context.fork(1)
-        alone = model.generate(**fork.next_turn(prompt[None]), past_key_values=fork, **OPTIONS)
-        assert torch.equal(together[row : row + 1], alone)
-    assert context.num_seen_tokens == 40

@@ -164,16 +164,3 @@ def test_recipe_refuses_another_cache(model):
         match="is a DynamicCache; .* from a text such as (cache|past_key_values)='best:20%'",
     ):
         by_recipe(model, past_key_values=DynamicCache())
-
-
-@pytest.mark.parametrize("heavy", [4, 0.1])
-def test_a_padded_batch_in_blocks_is_each_row_alone(model, heavy):
-    ids = torch.arange(2, 42).repeat(2, 1)
-    mask = torch.ones_like(ids)
-    mask[0, :13] = 0
-    options = {"custom_generate": str(h2okv.recipe_path()), "trust_remote_code": True}
-    options |= {"heavy": heavy, "recent": heavy, "evict_every": 8, "positions": "rolling"}
-    options |= {"max_new_tokens": 12, "do_sample": False}
-    together = model.generate(ids, attention_mask=mask, **options)
-    alone = model.generate(ids[:1, 13:], attention_mask=mask[:1, 13:], **options)
-    assert torch.equal(together[0, 40:], alone[0, 27:])

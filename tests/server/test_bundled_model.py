@@ -113,16 +113,3 @@ def test_lm_eval_loglikelihoods_equal_the_model(served, own_loglikelihood, concu
         assert logprob == pytest.approx(expected_logprob, abs=2e-3)
         assert is_greedy == greedy
     assert results[1][0] < results[0][0]
-
-
-def test_lm_eval_greedy_generation(served):
-    path = str(bundled_model_path())
-    harness = LocalCompletionsAPI(
-        model="bundled", base_url=f"{served.address}/v1/completions", tokenizer=path,
-        tokenizer_backend="huggingface", max_retries=1,
-    )  # fmt: skip
-    answer = harness.model_call(
-        [CONTEXT], generate=True, gen_kwargs={"max_gen_toks": 8, "until": ["\n\n"]}
-    )
-    completion = ask(served.client(), CONTEXT, max_tokens=8, stop="\n\n")
-    assert harness.parse_generations(answer) == [completion.choices[0].text]
