@@ -95,7 +95,10 @@ def test_the_policy_divides_the_budget():
         ({"budget": 1}, "budget 1 is too small"),
         ({"budget": 1.5}, "budget 1.5 is out of range"),
         ({"budget": 0.0}, "give"),
-        ({"kv_bits": 3}, "kv_bits must be 8, 6 or 4, got 3"),
+        *(
+            ({"kv_bits": n}, f"kv_bits must be 8, 6 or 4, got {n!r}")
+            for n in (0, 3, True, 8.0, "8")
+        ),
         ({"policy": 0.2}, "policy must be a name such as 'best' or 'h2o', got 0.2"),
         ({"sinks": 4}, r"CacheConfig: argument 'sinks' is unknown; did you mean sink\?"),
     ],

@@ -159,6 +159,8 @@ def test_a_refused_prompt_leaves_an_empty_cache(make_llama):
         ({"evict_every": 0}, "evict_every=0 is not a number of tokens"),
         ({"evict_every": 0.5}, "evict_every=0.5 is not a number of tokens"),
         ({"evict_every": True}, "evict_every=True is not a number of tokens"),
+        ({"evict_every": "often"}, "evict_every must be tokens.*got 'often'"),
+        ({"whole_prompts": True}, "whole_prompts must have an evict_every, got None"),
     ],
 )
 def test_bad_options_are_refused(make_llama, options, message):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from oracle import cache_of
-from transformers import DynamicCache
 
 import h2okv
 from h2okv.ops.reference import AttentionSpec
@@ -107,17 +106,6 @@ def test_a_span_without_a_token_scores_nothing(model):
     torch.testing.assert_close(entries(cache, row=1), before, atol=0.0, rtol=0.0)
 
 
-def test_a_budget_above_the_text_is_full_attention(model, make_llama):
-    ids = torch.randint(2, 97, (2, 60))
-    full = make_llama(attention="sdpa").double()
-    with torch.no_grad():
-        expected = full(ids, past_key_values=DynamicCache(config=full.config)).logits
-    cache = cache_of(model.config, heavy=40, recent=40, evict_every=8)
-    torch.testing.assert_close(
-        read(model, cache, ids, [23, 1, 1, 35]), expected, atol=1e-4, rtol=1e-4
-    )
-
-
 def test_the_file_of_an_ended_span_has_no_queries(model, tmp_path):
     cache = cache_of(model.config, 8, 6, 4, scoring="expected", evict_every=16)
     ids = torch.randint(2, 97, (1, 80))
@@ -172,27 +160,6 @@ def test_compiled_steps_evict_at_the_same_places(model, options):
         caches.append(cache)
     assert torch.equal(*texts)
     assert_same_entries(*caches)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"evict_every": 2.5}, "evict_every"),
-        ({"evict_every": "often"}, "evict_every must be tokens.*got 'often'"),
-        ({"whole_prompts": True}, "whole_prompts must have an evict_every, got None"),
-        ({"evict_every": 8, "policy": "snapkv"}, "leave out evict_every=8"),
-    ],
-    ids=str,
-)
-def test_refusals_name_the_option(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        cache_of(model.config, heavy=8, recent=6, **options)
-
-
-def test_a_window_must_hold_budget_and_span(model):
-    cache = cache_of(model.config, heavy=300, recent=200, evict_every=16, positions="rolling")
-    with pytest.raises(ValueError, match="lower heavy, recent or evict_every"):
-        read(model, cache, torch.randint(2, 97, (1, 8)), [8])
 
 
 @pytest.mark.parametrize("by_head", [None, BY_HEAD])

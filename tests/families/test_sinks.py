@@ -92,20 +92,3 @@ def test_requests_of_an_engine_give_what_generate_gives(model, options):
     for prompt, output in zip(prompts, outputs, strict=True):
         expected, _ = generate(model, prompt, cache_of(model.config, **options), "h2o")
         assert output.completions[0].token_ids == expected[0].tolist()
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_a_compiled_step(model):
-    torch._dynamo.reset()
-    ids = tokens(2, 30)
-    model.set_attn_implementation("h2o")
-    results = []
-    for forward in (model, torch.compile(model, backend="eager")):
-        cache = cache_of(model.config, **BUDGET)
-        model(ids[:, :20], past_key_values=cache)
-        steps = ids[:, 20:].split(1, dim=1)
-        logits = [forward(step.contiguous(), past_key_values=cache).logits for step in steps]
-        results.append(torch.cat(logits, dim=1))
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
-    torch._dynamo.reset()

@@ -43,14 +43,6 @@ def test_error_in_every_dtype_is_no_larger_than_that_of_sdpa(make_llama, dtype, 
     assert cache.layers[0].keys.dtype == cache.layers[0].values.dtype == dtype
 
 
-@pytest.mark.parametrize("masks", [False, True], ids=["dropping", "masking"])
-def test_attention_in_float64_is_that_of_sdpa(make_llama, masks):
-    truth = _forced_logits(make_llama(attention="sdpa").double(), DynamicCache())
-    model = make_llama().double()
-    logits = _forced_logits(model, cache_of(model.config, **LARGE, masks=masks))
-    torch.testing.assert_close(logits, truth, atol=1e-12, rtol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_scores_are_summed_in_fp32(make_llama, dtype):
     """Sum many scores: a sum in half precision would stop growing: 256 + 1 is 256 in bf16."""

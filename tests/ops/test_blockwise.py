@@ -145,35 +145,23 @@ def test_padding_is_neither_query_nor_entry(side, past):
     compare(query, key, value, visibility, entries=entries, queries=real)
 
 
-def test_garbage_in_padding_does_not_leak():
-    real = torch.ones(2, 20, dtype=torch.bool)
-    real[1, :8] = False
-    query, key, value = draw(2, 2, 2, 20, 0, 16)
-    visibility = Visibility(entries=real[:, None], queries=real)
-    expected = blockwise_attention_with_scores(query, key, value, visibility, AttentionSpec(0.25))
-    for tensor in (query, key, value):
-        tensor[1, :, :8] = torch.nan
-    for clean, dirty in zip(
-        expected,
-        blockwise_attention_with_scores(query, key, value, visibility, AttentionSpec(0.25)),
-        strict=True,
-    ):
-        assert torch.equal(clean, dirty)
-
-
-def test_stale_entries_do_not_leak():
-    entries = torch.ones(1, 2, 30, dtype=torch.bool)
-    entries[..., 4:9] = False
-    query, key, value = draw(1, 2, 2, 20, 10, 16)
-    visibility = Visibility(past=10, entries=entries)
-    expected = blockwise_attention_with_scores(query, key, value, visibility, AttentionSpec(0.25))
-    key[:, :, 4:9], value[:, :, 4:9] = 1e4, -1e4
-    for clean, dirty in zip(
-        expected,
-        blockwise_attention_with_scores(query, key, value, visibility, AttentionSpec(0.25)),
-        strict=True,
-    ):
-        torch.testing.assert_close(clean, dirty)
+@pytest.mark.parametrize("is_padding", [False, True])
+def test_garbage_in_padding_and_stale_entries_do_not_leak(is_padding):
+    """Padding may hold anything, slots without an entry any finite number."""
+    query, key, value = draw(2, 2, 2, 20, 10, 16)
+    entries, queries = torch.ones(2, 2, 30, dtype=torch.bool), None
+    if is_padding:
+        queries = torch.ones(2, 20, dtype=torch.bool)
+        queries[1, :8] = entries[1, :, 10:18] = False
+    else:
+        entries[..., 4:9] = False
+    case = Visibility(past=10, entries=entries, queries=queries), AttentionSpec(0.25)
+    expected = blockwise_attention_with_scores(query, key, value, *case)
+    if is_padding:
+        query[1, :, :8] = key[1, :, 10:18] = value[1, :, 10:18] = torch.nan
+    else:
+        key[:, :, 4:9], value[:, :, 4:9] = 1e4, -1e4
+    torch.testing.assert_close(blockwise_attention_with_scores(query, key, value, *case), expected)
 
 
 @pytest.mark.parametrize("window", [1, 7, 40, 200])

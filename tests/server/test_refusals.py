@@ -182,12 +182,9 @@ def test_body_must_be_json(served, data):
     is_deep = data.startswith(b"[[")
     words = "the body is nested deeper than 200" if is_deep else "the body is not JSON in UTF-8 ("
     assert error["message"].startswith(words)
-
-
-@pytest.mark.parametrize("data", [b"[]", b"5", b'"text"', b"null"])
-def test_body_must_be_an_object(served, data):
-    code, error = post(served, data)
-    assert code == 400 and "the body must be a JSON object, got" in error["message"]
+    for no_object in (b"[]", b"5", b'"text"', b"null"):
+        code, error = post(served, no_object)
+        assert code == 400 and "the body must be a JSON object, got" in error["message"]
 
 
 def test_content_type_must_be_json(served):
