@@ -300,6 +300,28 @@ def test_abort_frees_slots_within_a_step(make_llama, make_llm, make_prompts, gre
     assert sum(len(event.token_ids) for event in events if isinstance(event, OutputDelta)) == 50
 
 
+def test_nan_fails_only_its_own_request(make_llama, make_llm, make_prompts, greedy, alone):
+    """Break the embedding of a token: it fails in a prompt, and as a new token."""
+    model = make_llama()
+    prompts = make_prompts([20, 30, 25])
+    expected = [alone(model, prompt, 12) for prompt in prompts]
+    poison = 2  # in none of the prompts
+    with torch.no_grad():
+        model.get_input_embeddings().weight[poison] = torch.nan
+    assert all(poison not in tokens for tokens in [*prompts, *expected])
+    llm = make_llm(model)
+    good = [submit(llm, prompt, greedy(12))[0] for prompt in prompts[:2]]
+    _, in_prompt = submit(llm, [*prompts[2], poison, 5], greedy(12))
+    _, while_decoding = submit(llm, prompts[2], greedy(12, logit_bias={poison: 100.0}))
+    last = submit(llm, prompts[2], greedy(12))[0]
+    run(llm)
+    assert [request.outputs[0].tokens for request in [*good, last]] == expected
+    for events in (in_prompt, while_decoding):
+        assert isinstance(events[-1], RequestFailedError)
+    assert llm.stats().failed == 2
+    assert llm.stats().finished == 3
+
+
 def test_failed_prompt_leaves_other_outputs_available(make_llama, make_llm, make_prompts, greedy):
     model = make_llama()
     prompts = make_prompts([20, 30, 25, 22])
