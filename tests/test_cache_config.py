@@ -60,29 +60,10 @@ def test_an_unknown_name_is_refused_with_a_hint():
         CacheConfig.from_dict("h2o")
 
 
-@pytest.mark.parametrize(("budget", "amounts"), [(0.2, (0.1, 0.1)), (64, (32, 32)), (65, (32, 33))])
-def test_a_budget_is_divided(budget, amounts):
-    config = CacheConfig(budget=budget)
-    assert (config.heavy, config.recent) == amounts
-    assert type(config.heavy) is type(budget)
-
-
-@pytest.mark.parametrize("budget", ["full", 1.0])
-def test_a_budget_of_everything_is_the_full_cache(budget):
-    config = CacheConfig(budget=budget, policy="h2o")
-    assert config.is_full and config.label == "full" and config.entries(77) == 77
-
-
-@pytest.mark.parametrize("budget", [0.0, 1.5, 1])
-def test_an_invalid_budget_is_refused(budget):
-    with pytest.raises(ValueError, match="give"):
-        CacheConfig(budget=budget)
-
-
 @pytest.mark.parametrize(
     ("budget", "amounts"),
     [
-        (0.2, (0.1, 0.1)), ("20%", (0.1, 0.1)), ("0.2", (0.1, 0.1)), (64, (32, 32)),
+        (0.2, (0.1, 0.1)), ("20%", (0.1, 0.1)), ("0.2", (0.1, 0.1)), (64, (32, 32)), (65, (32, 33)),
         ("64", (32, 32)), ("5+0.2", (5, 0.2)), (Budget(5, 7), (5, 7)),
     ],
 )  # fmt: skip
@@ -100,7 +81,9 @@ def test_the_policy_divides_the_budget():
     assert CacheConfig().with_options(policy="best") == best
     assert CacheConfig().with_options(policy="best", budget=100).heavy == 85
     assert best.with_options(budget=100).heavy == 85
-    assert CacheConfig("best", budget="full").is_full
+    for everything in ("full", 1.0):
+        full = CacheConfig("best", budget=everything)
+        assert full.is_full and full.label == "full" and full.entries(77) == 77
 
 
 @pytest.mark.parametrize(
@@ -111,7 +94,11 @@ def test_the_policy_divides_the_budget():
         ({"budget": True}, "budget=True is not a budget"),
         ({"budget": 1}, "budget 1 is too small"),
         ({"budget": 1.5}, "budget 1.5 is out of range"),
-        ({"kv_bits": 3}, "kv_bits must be 8, 6 or 4, got 3"),
+        ({"budget": 0.0}, "give"),
+        *(
+            ({"kv_bits": n}, f"kv_bits must be 8, 6 or 4, got {n!r}")
+            for n in (0, 3, True, 8.0, "8")
+        ),
         ({"policy": 0.2}, "policy must be a name such as 'best' or 'h2o', got 0.2"),
         ({"sinks": 4}, r"CacheConfig: argument 'sinks' is unknown; did you mean sink\?"),
     ],
@@ -203,12 +190,6 @@ def test_best_keeps_given_sinks_and_scoring(make_llama, options):
     assert H2OCache(make_llama().config, 12, 4, policy="best", **options).cache_config == expected
     # As a file has it, and as an engine changes it.
     assert CacheConfig.from_dict(expected.to_dict()) == expected == replace(expected, heavy=12)
-
-
-def test_defaults_are_filled_in_at_once():
-    plain = CacheConfig()
-    assert (plain.sink, plain.scoring) == (0, "sum")
-    assert CacheConfig(sink=0, scoring="sum") == plain
 
 
 FRACTIONS = [

@@ -143,25 +143,6 @@ def test_an_unpickled_cache_knows_its_weights(model, make_llama):
         read(make_llama(layers=3, seed=1), tokens(1), duplicate)
 
 
-def test_rolling_rows_of_a_batch_go_on_alone(model, tmp_path):
-    ids, mask = padded()
-    budget = {"heavy": 0.3, "recent": 0.3, "min_tokens": 0, "positions": "rolling"}
-    cache = cache_of(model.config, **budget)
-    h2okv.prefill(model, ids, cache, mask)
-    cache.batch_select_indices(torch.tensor([1]))
-    alone = cache_of(model.config, **budget)
-    h2okv.prefill(model, ids[1:, 25:], alone)
-    cache.save(tmp_path / "row")
-    loaded = h2okv.H2OCache.load(tmp_path / "row", model)
-    for at in range(20, 25):
-        token, position_ids = tokens(1, seed=at), torch.tensor([[at]])
-        expected = read(model, token, alone, position_ids=position_ids)
-        for continued in (cache, loaded):
-            logits = read(model, token, continued, position_ids=position_ids)
-            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-            continued.check_integrity()
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"masks": True}, {"kv_bits": 8}, {"positions": "rolling"}], ids=str
 )

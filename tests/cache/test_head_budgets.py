@@ -13,11 +13,6 @@ from h2okv.ops import append
 from h2okv.ops.compaction import NO_HEAD, share_slots
 
 FACTORS = ((0.25, 1.75), (1.5, 0.5), (0.0, 2.0))
-OPTIONS = [
-    {}, {"sink": 2, "evict_every": 15}, {"scoring": "decay"}, {"scoring": "expected", "sink": 4},
-    {"policy": "heavy", "scoring": "value_norm", "decay": 0.9},
-    {"kv_bits": 8, "scoring": "expected", "sink": 4}, {"kv_bits": 4},
-]  # fmt: skip
 
 
 def both(model, budget, input_ids, blocks, mask=None, **options):
@@ -40,26 +35,6 @@ class WideWindow(h2okv.Rule):
         return TokenBudget(budget.sink, budget.heavy + budget.recent - recent, recent)
 
 
-@pytest.mark.parametrize("budget", [(8, 4), (0.2, 0.1), (0.5, 4), (30, 20)])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_dropping_equals_masking_and_each_head_keeps_its_own(
-    make_llama, kept_sets, budget, options
-):
-    model, input_ids, blocks = make_llama(layers=3), tokens(1, 2, 60), [40, *[1] * 12, 8]
-    (dropped, cache), (masked, simulated) = both(model, budget, input_ids, blocks, **options)
-    assert kept_sets(cache) == kept_sets(simulated)
-    torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
-    for index, layer in enumerate(kept_sets(cache)):
-        budgets = [single.resolve(40).total for single in cache.cache_config.head_budgets(index)]
-        for row in layer:
-            assert [len(head) for head in row] == [min(60, single) for single in budgets]
-    # No head pays for another's slots.
-    span = cache.cache_config.span
-    for layer in cache.layers:
-        limit = int(layer.state.total.sum(dim=1).max()) + 2 * span
-        assert layer.state.num_slots == limit or (layer.state.num_slots < limit and span > 1)
-
-
 @pytest.mark.parametrize("evict_every", [15, "prompt+8"])
 def test_heads_that_read_alone_are_exact(make_llama, kept_sets, evict_every, monkeypatch):
     """As on a CPU where the products with others' slots would take longer."""
@@ -74,56 +49,6 @@ def test_heads_that_read_alone_are_exact(make_llama, kept_sets, evict_every, mon
     torch.testing.assert_close(dropped, masked, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2])
-@pytest.mark.parametrize("options", OPTIONS[:5], ids=str)
-def test_scores_are_in_the_order_of_kept_positions(make_llama, options, kv_heads):
-    model, input_ids, blocks = make_llama(kv_heads=kv_heads), tokens(7, 2, 40), [30, *[1] * 6, 4]
-    factors = ((1.5,), (0.5,)) if kv_heads == 1 else ((0.25, 1.75), (1.5, 0.5))
-    mask = torch.ones(2, 40, dtype=torch.long)
-    mask[1, :7] = 0  # which leaves some shared slots unused
-    caches = []
-    for masks in (False, True):
-        cache = cache_of(model.config, 0.3, 0.1, layer_budgets=factors, masks=masks, **options)
-        run(model, cache, input_ids, blocks, mask)
-        caches.append(cache)
-    for layer in range(2):
-        kept_positions, scores = (cache.kept_positions(layer) for cache in caches), []
-        for cache, positions in zip(caches, kept_positions, strict=True):
-            assert cache.scores(layer).shape == positions.shape
-            assert not cache.scores(layer)[positions < 0].any()
-            by_position = torch.zeros(2, kv_heads, 41)  # the last is for empty slots
-            by_position.scatter_(-1, positions.long() % 41, cache.scores(layer))
-            scores.append(by_position)
-        assert bool((scores[0] > 0).any(dim=-1).all())
-        torch.testing.assert_close(*scores, atol=1e-4, rtol=1e-4)
-
-
-def test_padded_sequences_have_budgets_of_their_own(make_llama, kept_sets):
-    model, input_ids = make_llama(layers=3), tokens(2, 2, 60)
-    mask = torch.ones(2, 60, dtype=torch.long)
-    mask[1, :15] = 0
-    (dropped, cache), (masked, simulated) = both(
-        model, (0.2, 0.1), input_ids, [40, *[1] * 12, 8], mask
-    )
-    assert kept_sets(cache) == kept_sets(simulated)
-    torch.testing.assert_close(dropped[:, 15:], masked[:, 15:], atol=2e-4, rtol=1e-4)
-    assert bool((cache.layers[0].state.head_of_slot[1] == NO_HEAD).any())  # the longer one has more
-    alone = cache_of(model.config, 0.2, 0.1, layer_budgets=FACTORS)
-    expected = run(model, alone, input_ids[1:, 15:], [25, *[1] * 12, 8])
-    torch.testing.assert_close(dropped[1:, 15:], expected, atol=2e-4, rtol=1e-4)
-
-
-def test_beams_select_whole_rows(make_llama):
-    model, input_ids = make_llama(layers=3), tokens(3, 2, 30)
-    options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
-    outputs = []
-    for masks in (False, True):
-        cache = cache_of(model.config, 6, 3, layer_budgets=FACTORS, masks=masks)
-        with h2okv.enable(model):
-            outputs.append(model.generate(input_ids, past_key_values=cache, **options))
-    assert torch.equal(*outputs)
-
-
 def test_pins_fit_the_smallest_head(make_llama):
     model, input_ids = make_llama(layers=3), tokens(4, 1, 60)
     cache = cache_of(model.config, 8, 4, layer_budgets=((0.5, 1.5),) * 3)
@@ -134,30 +59,6 @@ def test_pins_fit_the_smallest_head(make_llama):
     cache.pin([(3, 8)])
     with pytest.raises(ValueError, match="5 tokens are pinned and policy='h2o' keeps 4 heavy"):
         run(model, cache, input_ids, [40])
-
-
-def test_saved_and_loaded(make_llama, kept_sets, tmp_path):
-    model, input_ids = make_llama(layers=3), tokens(2, 1, 60)
-    options = {"layer_budgets": FACTORS, "policy": "best"}
-    cache = cache_of(model.config, 8, 4, **options)
-    run(model, cache, input_ids[:, :50], [40, *[1] * 10])
-    cache.save(tmp_path / "c")
-    loaded = h2okv.H2OCache.load(tmp_path / "c", model)
-    assert loaded.cache_config == cache.cache_config and loaded.nbytes == cache.nbytes
-    ends = [run(model, continued, input_ids[:, 50:], [1] * 10) for continued in (cache, loaded)]
-    assert kept_sets(cache) == kept_sets(loaded) and torch.equal(*ends)
-
-
-def test_compiled_steps_are_the_same(make_llama, kept_sets):
-    model, input_ids = make_llama(layers=3), tokens(5, 1, 60)
-    caches = [cache_of(model.config, 8, 4, layer_budgets=FACTORS) for _ in range(2)]
-    plain = run(model, caches[0], input_ids, [40, *[1] * 10])
-    compiled = [run(model, caches[1], input_ids, [40])]
-    step = torch.compile(model, backend="eager", fullgraph=True)
-    for at in range(40, 50):
-        compiled.append(run(step, caches[1], input_ids[:, at : at + 1], [1]))
-    torch.testing.assert_close(plain, torch.cat(compiled, dim=1), atol=2e-4, rtol=1e-4)
-    assert kept_sets(caches[0]) == kept_sets(caches[1])
 
 
 def test_they_are_measured(make_llama):

@@ -4,22 +4,16 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis_examples import examples
 from oracle import cache_of
-from reading import BATCHES, run, same_as_masking, tokens
+from reading import run, tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
 from h2okv.cache.slot_state import EntryStorage
 from h2okv.calibration.key_transforms import transforms_of_model
 from h2okv.ops.decode import decode_with_scores
 from h2okv.ops.quant import KeyTransform, pack
 from h2okv.ops.reference import AttentionSpec, attention_with_scores
-
-BY_HEAD = ((0.5, 1.5),)
 
 
 def with_offsets(model, size=30.0):
@@ -69,53 +63,6 @@ def test_a_step_equals_attention_to_the_rounded_keys(softcap, has_sinks, groups)
     )  # fmt: skip
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(sums, weights, atol=1e-4, rtol=1e-4)
-
-
-@settings(max_examples=examples(40), deadline=None, derandomize=True)
-@given(
-    options=st.sampled_from([
-        {}, {"scoring": "value_norm"}, {"scoring": "expected", "sink": 2}, {"policy": "keydiff"},
-        {"policy": "recent"}, {"policy": "full"}, {"evict_every": 5}, {"evict_every": 6},
-        {"scoring": "expected", "evict_every": 4}, {"layer_budgets": BY_HEAD},
-        {"positions": "rolling"}, {"positions": "rolling", "scoring": "expected"},
-        {"layer_budgets": BY_HEAD, "scoring": "expected"},
-    ]),
-    batch=st.fixed_dictionaries(BATCHES),
-)  # fmt: skip
-def test_dropping_equals_masking(make_llama, kept_sets, options, batch):
-    model = with_offsets(make_llama(kv_heads=2, layers=1, seed=batch["seed"]), 3.0)
-    caches = []
-
-    def make_cache(masks):
-        caches.append(cache_of(model, 6, 4, masks=masks, kv_bits=4, **options))
-        return caches[-1]
-
-    has_scores = "layer_budgets" not in options  # heads of different sizes do not stack
-    same_as_masking(kept_sets, model, make_cache, **batch, scores=has_scores)
-    assert all(cache.layers[0].state.key_transform is not None for cache in caches)
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"layer_budgets": 2 * BY_HEAD}, {"evict_every": 8}, {"positions": "rolling"}]
-)
-@torch.no_grad()
-def test_files_forks_and_beams_go_on_alike(make_llama, tmp_path, options):
-    model, ids = with_offsets(make_llama(kv_heads=2, layers=2)), tokens(1, 2, 60)
-    cache = cache_of(model, 6, 6, kv_bits=4, **options)
-    run(model, cache, ids, [40, 1])
-    cache.save(tmp_path / "cache")
-    others = [h2okv.H2OCache.load(tmp_path / "cache", model), cache.fork(1)]
-    twice = cache.fork(2)
-    chunks = ids[:, 41:].split([1, 9, 1, 8], dim=1)
-    expected = [model(chunk, past_key_values=cache).logits for chunk in chunks]
-    for other in others:
-        assert other.nbytes == cache.nbytes
-        for chunk, logits in zip(chunks, expected, strict=True):
-            assert torch.equal(model(chunk, past_key_values=other).logits, logits)
-    twice.reorder_cache(torch.tensor([2, 2, 0, 1]))
-    twice.batch_select_indices(torch.tensor([1, 2]))
-    step = model(ids[[1, 0]][:, 41:42], past_key_values=twice).logits
-    torch.testing.assert_close(step, expected[0][[1, 0]], atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_is_measured_once_for_its_weights(make_llama, monkeypatch):

@@ -99,15 +99,6 @@ def test_scores_are_the_formulas_sums_over_all_heads(masks):
         assert scores[token] == pytest.approx(score, abs=1e-4)
 
 
-def test_a_budget_above_the_text_is_the_full_cache():
-    model, ids, blocks = _model(), _ids(50, rows=2), (40, 1, 1, 7, 1)
-    cache = cache_of(model.config, heavy=99, recent=99)
-    logits = _read(model, cache, ids, blocks)
-    model.set_attn_implementation("sdpa")
-    expected = _read(model, DynamicCache(config=model.config), ids, blocks)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-
-
 def test_a_slot_holds_a_latent_and_a_rotated_part_once():
     model = _model()
     cache = cache_of(model.config, heavy=8, recent=8)
@@ -158,18 +149,6 @@ def test_a_file_a_fork_and_a_batch_go_on_alike(tmp_path):
     torch.testing.assert_close(_read(model, loaded, ids[:, 30:], blocks), expected)
     both = _read(model, forked, ids[:, 30:].repeat(2, 1), blocks)
     torch.testing.assert_close(both, expected.repeat(2, 1, 1), atol=1e-5, rtol=0)
-
-
-def test_drafts_are_taken_back():
-    model, ids = _model(), _ids(40)
-    cache, plain = (cache_of(model.config, heavy=6, recent=4) for _ in range(2))
-    _read(model, plain, ids[:, :24], (20, 1, 1, 1, 1))
-    _read(model, cache, ids[:, :22], (20, 1, 1))
-    cache.activate_past_recording()
-    _read(model, cache, torch.cat([ids[:, 22:24], ids[:, :3]], dim=1), (5,))
-    cache.crop(-3)
-    expected = _read(model, plain, ids[:, 24:], (1,) * 16)
-    torch.testing.assert_close(_read(model, cache, ids[:, 24:], (1,) * 16), expected)
 
 
 class _Scaled(torch.nn.Linear):

@@ -2,71 +2,17 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis_examples import examples
 from oracle import cache_of
-from reading import BATCHES, padding, run, same_as_masking, tokens
+from reading import run, tokens
 
-import h2okv
-from h2okv.policy import Inputs
 from h2okv.policy.scoring import power
 
 SPANS = ((3, 6), (9, 11))
 PINNED = {3, 4, 5, 9, 10}
-POLICIES = [
-    name for name in h2okv.policy_names()
-    if name not in ("full", "recent", "sink_recent", "strided", "fixed")
-]  # fmt: skip
 
 
 def missing(sets):
     return [PINNED - head for layer in sets for row in layer for head in row if PINNED - head]
-
-
-@settings(max_examples=examples(50), deadline=None, derandomize=True)
-@given(
-    policy=st.sampled_from(POLICIES),
-    scoring=st.sampled_from(["sum", "mean", "decay", "value_norm"]),
-    kv_heads=st.sampled_from([1, 2, 4]),
-    sink=st.integers(0, 4),
-    chunk=st.sampled_from([None, 1, 5, 16]),
-    rolls=st.booleans(),
-    batch=st.fixed_dictionaries(BATCHES | {"prompt": st.just(30)}),
-)
-def test_pins_stay_and_dropping_equals_masking(
-    make_llama, kept_sets, policy, scoring, kv_heads, sink, chunk, rolls, batch
-):
-    rule = h2okv.policy.get_rule(policy)
-    model = make_llama(kv_heads=kv_heads, seed=batch["seed"])
-    decides_once = rule.inputs is Inputs.WINDOW
-    can_roll = not (decides_once or rule.inputs is Inputs.KEYS)
-
-    def make_cache(masks):
-        cache = cache_of(
-            model.config, 8, 3, sink,
-            policy=policy,
-            scoring=scoring if rule.uses_scores and not decides_once else "sum",
-            positions="rolling" if rolls and can_roll else "original",
-            evict_every=None if decides_once else chunk,
-            masks=masks,
-        )  # fmt: skip
-        cache.pin(SPANS)
-        return cache
-
-    assert not missing(same_as_masking(kept_sets, model, make_cache, **batch))
-
-
-def test_a_padded_row_equals_the_row_alone(make_llama, kept_sets):
-    model, input_ids = make_llama(), tokens(1, 2, 40)
-    options, blocks = {"evict_every": 7}, [30, *[1] * 10]
-    together = cache_of(model.config, 6, 4, **options)
-    together.pin(SPANS)
-    run(model, together, input_ids, blocks, padding((8, 0), blocks))
-    alone = cache_of(model.config, 6, 4, **options)
-    alone.pin(SPANS)
-    run(model, alone, input_ids[:1, 8:], [22, *[1] * 10])
-    assert [layer[0] for layer in kept_sets(together)] == [layer[0] for layer in kept_sets(alone)]
 
 
 def test_without_pins_they_would_go(make_llama, kept_sets):
@@ -79,27 +25,6 @@ def test_without_pins_they_would_go(make_llama, kept_sets):
         sizes[spans] = cache.num_cached_tokens, cache.nbytes
         assert bool(missing(kept_sets(cache))) == (not spans)
     assert sizes[()] == sizes[SPANS]
-
-
-def test_saved_forked_selected_and_reset(make_llama, kept_sets, tmp_path):
-    model, input_ids = make_llama(), tokens(3, 2, 60)
-    cache = cache_of(model.config, 6, 4)
-    cache.pin(SPANS)
-    run(model, cache, input_ids[:, :40], [30, *[1] * 10])
-    cache.save(tmp_path / "c")
-    loaded, forked = h2okv.H2OCache.load(tmp_path / "c", model), cache.fork(2)
-    forked.batch_select_indices(torch.tensor([3, 0]))
-    with torch.no_grad():
-        for continued in (cache, loaded):
-            for token in input_ids[:, 40:].split(1, dim=1):
-                model(token, past_key_values=continued)
-        for token in input_ids[[1, 0], 40:].split(1, dim=1):
-            model(token, past_key_values=forked)
-    assert kept_sets(loaded) == kept_sets(cache) == [layer[::-1] for layer in kept_sets(forked)]
-    assert not missing(kept_sets(loaded))
-    cache.reset()
-    run(model, cache, input_ids, [60])
-    assert missing(kept_sets(cache))  # pins are of one prompt
 
 
 @pytest.mark.parametrize(

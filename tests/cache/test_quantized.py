@@ -1,24 +1,14 @@
 """Slots in 8, 6 and 4 bits: rounded once and nowhere else, and otherwise as slots in full."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis_examples import examples
 from oracle import cache_of
 from reading import (
-    BATCHES,
-    BUDGETS,
-    held_scores,
     run,
-    same_alone,
-    same_as_masking,
     tokens,
 )
-from test_oracle import POLICIES, fitting
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import h2okv
@@ -29,43 +19,6 @@ from h2okv.ops.quant import pack, unpack
 
 # One layer: its keys do not depend on attention, whose last bits would move a number to another
 # code now and then.
-
-
-@settings(max_examples=examples(50), deadline=None, derandomize=True)
-@given(
-    bits=st.sampled_from(list(KV_BITS)), policy=st.sampled_from(POLICIES),
-    scoring=st.sampled_from(["sum", "value_norm", "expected"]), kv_heads=st.sampled_from([1, 2, 4]),
-    budget=BUDGETS, sink=st.integers(0, 3), positions=st.sampled_from(["original", "rolling"]),
-    chunk=st.sampled_from([None, 1, 5, 16]), batch=st.fixed_dictionaries(BATCHES),
-)  # fmt: skip
-def test_dropping_equals_masking(
-    make_llama, kept_sets, bits, policy, scoring, kv_heads, budget, sink, positions, chunk, batch
-):
-    positions, chunk = fitting(policy, positions, chunk)
-    model = make_llama(kv_heads=kv_heads, layers=1, seed=batch["seed"])
-    make_cache = partial(
-        cache_of, model.config, *budget, sink, policy=policy, positions=positions,
-        scoring=scoring if policy == "h2o" else "sum", evict_every=chunk, kv_bits=bits,
-        seed=batch["seed"] if policy == "random" else 0,
-    )  # fmt: skip
-    same_as_masking(kept_sets, model, make_cache, **batch)
-
-
-@settings(max_examples=examples(20), deadline=None, derandomize=True)
-@given(
-    bits=st.sampled_from(list(KV_BITS)),
-    pads=st.lists(st.integers(0, 20), min_size=2, max_size=3),
-    fraction=st.booleans(),
-    holes=st.sampled_from([0.0, 0.3]),
-    positions=st.sampled_from(["original", "rolling"]),
-    seed=st.integers(0, 10**6),
-)
-def test_padded_row_equals_the_row_alone(
-    make_llama, kept_sets, bits, pads, fraction, holes, positions, seed
-):
-    model, budget = make_llama(layers=1, seed=seed), (0.2, 0.2) if fraction else (4, 5)
-    make_cache = partial(cache_of, model.config, *budget, kv_bits=bits, positions=positions)
-    same_alone(kept_sets, model, make_cache, pads, [30, 1, 1, 1, 5, 1, 1], holes, seed)
 
 
 def read(model, ids, blocks, **options):
@@ -96,80 +49,6 @@ def codes_by_position(cache):
                         entry = torch.cat([p[row, head, slot].float() for p in tensors])
                         codes[index, row, head, position] = entry
     return codes
-
-
-RULES = [
-    {"scoring": "value_norm"},
-    {"scoring": "expected"},
-    {"scoring": "expected", "sink": 4},
-    {"policy": "keydiff"},
-]
-
-
-@pytest.mark.parametrize("bits", KV_BITS)
-@pytest.mark.parametrize("options", RULES, ids=str)
-@pytest.mark.parametrize("chunk", [None, 1, 7])
-def test_rules_that_look_at_values_or_keys_see_them_rounded(
-    make_llama, kept_sets, bits, options, chunk
-):
-    ids = tokens(2, 1, 44)
-    for seed in range(2):
-        model, results = make_llama(layers=1, seed=seed), []
-        for masks in (False, True):
-            cache, _ = read(
-                model, ids, [40, 1, 3], masks=masks, kv_bits=bits, evict_every=chunk,
-                **options,
-            )  # fmt: skip
-            results.append((kept_sets(cache), held_scores(cache, 0, 0)))
-        assert results[0][0] == results[1][0]
-        torch.testing.assert_close(results[0][1], results[1][1], atol=1e-3, rtol=1e-4)
-
-
-@pytest.mark.parametrize("bits", KV_BITS)
-def test_the_first_eviction_ranks_by_rounded_values(make_llama, bits):
-    """The rule once more, from the model's own values: the highest of attention times norm stay."""
-    model, ids = make_llama(layers=1).double(), tokens(3, 1, 40)
-    attention = model.model.layers[0].self_attn
-    full, _ = read(model, ids, [40], policy="full")
-    hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))
-    values = attention.v_proj(hidden).view(40, 2, 16).transpose(0, 1)
-    norms = unpack(pack(values.detach(), KV_BITS[bits][1])).abs().sum(dim=-1)
-    cache, _ = read(model, ids, [40], heavy=12, recent=1, scoring="value_norm", kv_bits=bits)
-    for head, received in enumerate(held_scores(full, 0, 0)):
-        best = (received * norms[head])[:39].topk(12).indices
-        positions = {p for p in cache.kept_positions(0)[0, head].tolist() if p >= 0}
-        assert positions == {*best.tolist(), 39}
-
-
-@pytest.mark.parametrize("bits", KV_BITS)
-@pytest.mark.parametrize("options", [{}, *RULES, {"positions": "rolling"}], ids=str)
-@pytest.mark.parametrize("masks", [False, True])
-def test_a_single_token_of_a_padded_block_is_what_it_is_alone(
-    make_llama, kept_sets, bits, options, masks
-):
-    model, ids = make_llama(layers=1).double(), tokens(4, 2, 26)
-    options = options | {"masks": masks, "kv_bits": bits}
-    blocks = [20, 3, 3]
-    mask = torch.ones_like(ids)
-    mask[1, 20:22] = mask[1, 23] = mask[1, 25] = 0
-    together = cache_of(model.config, 6, 3, **options)
-    logits = run(model, together, ids, blocks, mask)
-    real = mask[1].bool()
-    alone, expected = read(model, ids[1:, real], [20, 1, 1], heavy=6, recent=3, **options)
-    torch.testing.assert_close(logits[1, real], expected[0], atol=1e-5, rtol=1e-5)
-    assert kept_sets(together)[0][1] == kept_sets(alone)[0][0]
-
-
-@pytest.mark.parametrize("bits", KV_BITS)
-def test_a_pinned_prompt_in_single_tokens_is_rounded_alike(make_llama, kept_sets, bits):
-    model, ids, results = make_llama(layers=1).double(), tokens(5, 1, 30), []
-    for masks in (False, True):
-        cache = cache_of(model.config, 8, 4, kv_bits=bits, masks=masks, evict_every=1)
-        cache.pin([(3, 9)])
-        logits = run(model, cache, ids, [30])
-        results.append((kept_sets(cache), logits))
-    assert results[0][0] == results[1][0]
-    torch.testing.assert_close(results[0][1], results[1][1], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bits", KV_BITS)
@@ -252,41 +131,6 @@ def test_a_file_without_bits_is_as_before(make_llama, tmp_path):
     assert h2okv.H2OCache.load(tmp_path / "cache").kv_bits is None
 
 
-@pytest.mark.parametrize("bits", KV_BITS)
-@pytest.mark.parametrize(
-    "options",
-    [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"do_sample": False}],
-    ids=lambda options: next(iter(options)),
-)
-def test_generate_writes_what_masking_writes(make_llama, bits, options):
-    model, ids, texts = make_llama(layers=1), tokens(1, 2, 30), []
-    for masks in (False, True):
-        torch.manual_seed(0)
-        cache = cache_of(model.config, 6, 6, kv_bits=bits, masks=masks)
-        with h2okv.enable(model):
-            texts.append(model.generate(ids, past_key_values=cache, max_new_tokens=12, **options))
-    assert torch.equal(*texts)
-
-
-@pytest.mark.parametrize("bits", KV_BITS)
-def test_a_full_cache_grows(make_llama, bits):
-    model, ids = make_llama(layers=1), tokens(1, 1, 300)
-    blocks = [20, *[1] * 280]
-    (dropped, logits), (_, expected) = (
-        read(model, ids, blocks, policy="full", kv_bits=bits, masks=masks)
-        for masks in (False, True)
-    )
-    assert dropped.num_cached_tokens == 300
-    torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("wrong", [0, 2, 16, True, 8.0, "8"])
-@pytest.mark.parametrize("masks", [False, True])
-def test_other_bits_are_refused(make_llama, wrong, masks):
-    with pytest.raises(ValueError, match=f"kv_bits must be 8, 6 or 4, got {wrong!r}"):
-        cache_of(make_llama().config, kv_bits=wrong, masks=masks)
-
-
 @pytest.mark.parametrize(
     ("bits", "mean", "maximum"), [(8, 1e-4, 1e-3), (6, 4e-3, 3e-2), (4, 2e-2, 1e-1)]
 )
@@ -309,22 +153,3 @@ def test_a_trained_model_says_nearly_the_same(bits, mean, maximum):
     divergence = (full.exp() * (full - packed)).sum(dim=-1)
     assert divergence.mean() < mean and divergence.max() < maximum
     assert divergence.max() > 0
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("policy", ["full", "h2o"])
-@pytest.mark.parametrize("kv_bits", [8, 6, 4])
-@pytest.mark.parametrize("masks", [False, True])
-def test_with_evict_every_a_text_is_rounded_alike_in_any_blocks(make_llama, policy, kv_bits, masks):
-    model = make_llama().double()
-    ids = torch.randint(3, 97, (1, 40), generator=torch.Generator().manual_seed(0))
-    logits, keys = [], []
-    for blocks in ([40], [7, 1, 20, 12], [1] * 40):
-        options = {"kv_bits": kv_bits, "evict_every": 8, "masks": masks}
-        cache = cache_of(model.config, 8, 4, policy=policy, **options)
-        read = [model(block, past_key_values=cache).logits for block in ids.split(blocks, dim=1)]
-        logits.append(torch.cat(read, dim=1))
-        keys.append(cache.kept_positions(1).sort(dim=-1).values[..., -12:])
-    for other_logits, other_keys in zip(logits[1:], keys[1:], strict=True):
-        torch.testing.assert_close(other_logits, logits[0], atol=1e-5, rtol=1e-5)
-        assert torch.equal(other_keys, keys[0])

@@ -11,7 +11,6 @@ from transformers.models.llama import modeling_llama
 import h2okv
 from h2okv.cache import rope
 from h2okv.ops import dispatch
-from h2okv.ops.dispatch import use
 from h2okv.ops.rope import rotate
 
 
@@ -83,35 +82,6 @@ def test_prefill_takes_fractions_of_the_whole_prompt(make_llama):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["h2o", "sdpa"])
-def test_prefill_of_a_padded_batch_is_each_row_alone(make_llama, attention):
-    model = make_llama(attention=attention)
-    ids = tokens(60, batch=2)
-    mask = torch.ones_like(ids)
-    mask[0, :23] = 0
-    options = {"positions": "rolling", "evict_every": 7}
-    together = cache_of(model.config, 6, 6, **options)
-    logits = h2okv.prefill(model, ids, together, mask)
-    alone = cache_of(model.config, 6, 6, **options)
-    expected = h2okv.prefill(model, ids[:1, 23:], alone)
-    torch.testing.assert_close(logits[:1], expected, atol=1e-4, rtol=1e-4)
-    assert model.config._attn_implementation == attention
-
-
-@torch.no_grad()
-def test_prefill_then_generate_is_generate(make_llama):
-    model = make_llama()
-    ids = tokens(50)
-    options = {"max_new_tokens": 8, "do_sample": False}
-    cache = cache_of(model.config, 6, 6)
-    model(ids[:, :-1], past_key_values=cache)
-    expected = model.generate(ids, past_key_values=cache, **options)
-    cache = cache_of(model.config, 6, 6)
-    h2okv.prefill(model, ids[:, :-1], cache)
-    assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_within_the_budget_a_rank_is_a_position(make_llama, dtype):
     """A model that was cast as a whole has rounded frequencies, which ranks must have too."""
@@ -125,60 +95,6 @@ def test_within_the_budget_a_rank_is_a_position(make_llama, dtype):
     original, rolling = logits
     error = (rolling - original).norm() / original.norm()
     assert error < (1e-5 if dtype == torch.float32 else 0.04)
-
-
-@torch.no_grad()
-def test_rows_with_budgets_of_their_own_keep_their_ranks(make_llama):
-    model = make_llama(sharpness=2.0)
-    ids, mask = tokens(110, batch=2), torch.ones(2, 110, dtype=torch.long)
-    mask[0, :30] = 0  # 20 % of 10 tokens, and of 40: slots that the first row must not use
-    position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    logits = []
-    for masks in (False, True):
-        cache = cache_of(model.config, 0.1, 0.1, positions="rolling", masks=masks)
-        for start, stop in ((0, 40), *((at, at + 1) for at in range(40, 110))):
-            output = model(
-                ids[:, start:stop],
-                attention_mask=mask[:, :stop],
-                position_ids=position_ids[:, start:stop],
-                past_key_values=cache,
-            )
-        cache.check_integrity()
-        logits.append(output.logits)
-    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("chunk", [None, 1, 4])
-@pytest.mark.parametrize("ops", ["plain", pytest.param("triton", marks=pytest.mark.slow)])
-def test_a_row_that_waits_for_a_longer_one_loses_no_rank(make_llama, chunk, ops):
-    # Read in blocks, the short row is padding while the long one reads on, its cache not yet full.
-    model, short = make_llama(), torch.randint(2, 97, (1, 2))
-    model = model.float() if ops == "triton" else model
-    ids = torch.cat([torch.randint(2, 97, (1, 29)), torch.zeros(1, 29, dtype=torch.long)])
-    ids[1, -2:] = short
-    mask = torch.ones_like(ids)
-    mask[1, :-2] = 0
-
-    def run(ids, mask):
-        cache = cache_of(model.config, 4, 3, positions="rolling", evict_every=chunk)
-        logits = []
-        for step in range(9):
-            position_ids = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-            options = {
-                "attention_mask": mask,
-                "position_ids": position_ids,
-                "past_key_values": cache,
-            }
-            logits.append(model(ids, **options).logits[:, -1])
-            ids = torch.full((len(ids), 1), 5 + step)
-            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
-        cache.check_integrity()
-        return torch.stack(logits, dim=1)
-
-    with use(ops):
-        alone = run(short, torch.ones_like(short))
-        torch.testing.assert_close(run(ids, mask)[1:], alone, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -243,6 +159,8 @@ def test_a_refused_prompt_leaves_an_empty_cache(make_llama):
         ({"evict_every": 0}, "evict_every=0 is not a number of tokens"),
         ({"evict_every": 0.5}, "evict_every=0.5 is not a number of tokens"),
         ({"evict_every": True}, "evict_every=True is not a number of tokens"),
+        ({"evict_every": "often"}, "evict_every must be tokens.*got 'often'"),
+        ({"whole_prompts": True}, "whole_prompts must have an evict_every, got None"),
     ],
 )
 def test_bad_options_are_refused(make_llama, options, message):

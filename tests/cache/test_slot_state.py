@@ -164,29 +164,6 @@ def test_slots_for():
     )
 
 
-def test_a_selected_sequence_rolls_on_from_a_file(make_llama, tmp_path):
-    """Slots and ranks are those of the largest budget that once was in the batch."""
-    model, ids = make_llama(), tokens(60, batch=2)
-    mask = torch.ones_like(ids)
-    mask[0, :40] = 0
-    cache = cache_of(model.config, 0.3, 0.3, positions="rolling")
-    follow(model, cache, ids, mask, [60])
-    cache.batch_select_indices(torch.tensor([0]))
-    cache.save(tmp_path / "c")
-    loaded = h2okv.H2OCache.load(tmp_path / "c", model)
-    with torch.no_grad():
-        for step in range(8):
-            position_ids = torch.tensor([[20 + step]])
-            logits, expected = (
-                model(
-                    tokens(1, seed=step), position_ids=position_ids, past_key_values=continued
-                ).logits
-                for continued in (loaded, cache)
-            )
-            assert torch.equal(logits, expected)
-    loaded.check_integrity()
-
-
 def test_a_move_asks_the_model_anew_how_it_rotates(make_llama):
     model = make_llama()
     cache = cache_of(model.config, 6, 6, positions="rolling")

@@ -2,11 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis_examples import examples
 from oracle import cache_of
-from transformers import DynamicCache
 
 import h2okv
 from h2okv.ops.reference import AttentionSpec
@@ -78,31 +74,6 @@ def assert_same_entries(cache, other, row=0, other_row=0):
         torch.testing.assert_close(scores, their_scores, atol=2e-4, rtol=2e-4)
 
 
-def cuts_of(draw, total):
-    """Forwards that bring a text: prompt, chunks, single tokens."""
-    sizes = []
-    while sum(sizes) < total:
-        sizes.append(min(total - sum(sizes), draw(st.sampled_from([1, 1, 1, 2, 3, 8, 21, 60]))))
-    return sizes
-
-
-@settings(max_examples=examples(120), deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_way_to_cut_a_text_gives_the_same_state(model, data):
-    every = data.draw(st.sampled_from([1, 2, 5, 16, 64]))
-    options = {"heavy": 8, "recent": 6, "evict_every": every} | data.draw(st.sampled_from(OPTIONS))
-    total = data.draw(st.integers(20, 100))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 10**6)))
-    ids = torch.randint(2, 97, (1, total), generator=generator)
-    at_once = cache_of(model.config, **options)
-    expected = read(model, at_once, ids, [total])
-    for masks in (False, True):
-        cache = cache_of(model.config, masks=masks, **options)
-        logits = read(model, cache, ids, cuts_of(data.draw, total))
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-        assert_same_entries(cache, at_once)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_each_sequence_of_a_padded_batch_is_what_it_is_alone(model, options):
     lengths, new = [23, 40, 31], 30
@@ -133,67 +104,6 @@ def test_a_span_without_a_token_scores_nothing(model):
     positions = (mask.cumsum(dim=1) - 1)[:, -2:]
     model(ids[:, :2], attention_mask=mask, position_ids=positions, past_key_values=cache)
     torch.testing.assert_close(entries(cache, row=1), before, atol=0.0, rtol=0.0)
-
-
-def test_entries_between_evictions(model):
-    cache = cache_of(model.config, heavy=8, recent=6, evict_every=16)
-    ids = torch.randint(2, 97, (1, 70))
-    counts = []
-    for token in range(70):
-        read_one = {"position_ids": torch.tensor([[token]]), "past_key_values": cache}
-        with torch.no_grad():
-            model(ids[:, token : token + 1], **read_one)
-        counts.append(int((cache.kept_positions(0) >= 0).sum(dim=-1).max()))
-    expected = [n if n < 16 else 14 + n % 16 for n in range(1, 71)]
-    assert counts == expected  # K = 14 entries and what has come since the last multiple of 16
-    assert cache.layers[0].state.num_slots <= 14 + 16
-
-
-def test_a_budget_above_the_text_is_full_attention(model, make_llama):
-    ids = torch.randint(2, 97, (2, 60))
-    full = make_llama(attention="sdpa").double()
-    with torch.no_grad():
-        expected = full(ids, past_key_values=DynamicCache(config=full.config)).logits
-    cache = cache_of(model.config, heavy=40, recent=40, evict_every=8)
-    torch.testing.assert_close(
-        read(model, cache, ids, [23, 1, 1, 35]), expected, atol=1e-4, rtol=1e-4
-    )
-
-
-def test_one_is_algorithm_1_of_the_paper(model):
-    ids = torch.randint(2, 97, (1, 50))
-    every = cache_of(model.config, heavy=8, recent=6, evict_every=1)
-    steps = cache_of(model.config, heavy=8, recent=6)
-    outputs = read(model, every, ids, [50]), read(model, steps, ids, [1] * 50)
-    torch.testing.assert_close(*outputs, atol=1e-5, rtol=1e-5)
-    assert_same_entries(every, steps)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {}, {"scoring": "expected", "sink": 4}, {"policy": "best", "layer_budgets": BY_HEAD},
-        {"policy": "best", "layer_budgets": BY_HEAD, "evict_every": "prompt+5"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_saved_and_a_forked_cache_go_on_alike(model, options, tmp_path):
-    ids = torch.randint(2, 97, (2, 90), generator=torch.Generator().manual_seed(4))
-    cache = cache_of(model.config, heavy=8, recent=6, **{"evict_every": 16, **options})
-    read(model, cache, ids[:, :39], [32, 1, 4, 1, 1])
-    cache.save(tmp_path / "cache")
-    loaded = h2okv.H2OCache.load(tmp_path / "cache", model)
-    forked = cache.fork(2)
-    forked.batch_select_indices(torch.tensor([0, 2]))
-    expected = None
-    for each in (cache, loaded, forked):
-        with torch.no_grad():
-            logits = model(
-                ids[:, 39:], position_ids=torch.arange(39, 90)[None], past_key_values=each
-            ).logits
-        each.check_integrity()
-        expected = logits if expected is None else expected
-        assert torch.equal(logits, expected)
 
 
 def test_the_file_of_an_ended_span_has_no_queries(model, tmp_path):
@@ -227,29 +137,6 @@ def test_a_short_chat_takes_little_more_than_a_full_cache_and_its_queries(make_l
     assert cache.nbytes <= queries + 1.15 * cache.full_nbytes
 
 
-def test_beams_take_their_entries_with_them(model):
-    ids = torch.randint(2, 97, (2, 30), generator=torch.Generator().manual_seed(5))
-    options = {"max_new_tokens": 24, "do_sample": False, "num_beams": 3}
-    caches = [
-        cache_of(model.config, heavy=8, recent=6, evict_every=8, masks=masks)
-        for masks in (False, True)
-    ]
-    texts = [model.generate(ids, past_key_values=cache, **options) for cache in caches]
-    assert torch.equal(*texts)
-    assert_same_entries(*caches)
-
-
-def test_pins_stay(model):
-    cache = cache_of(model.config, heavy=8, recent=4, evict_every=8)
-    cache.pin([(3, 6)])
-    ids = torch.randint(2, 97, (1, 60))
-    read(model, cache, ids, [20, 1, 1, 1, 37])
-    for positions, scores in entries(cache):
-        for row, row_scores in zip(positions.tolist(), scores, strict=True):
-            assert {3, 4, 5} <= set(row)
-            assert int(row_scores.isinf().sum()) == 3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
@@ -273,27 +160,6 @@ def test_compiled_steps_evict_at_the_same_places(model, options):
         caches.append(cache)
     assert torch.equal(*texts)
     assert_same_entries(*caches)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"evict_every": 2.5}, "evict_every"),
-        ({"evict_every": "often"}, "evict_every must be tokens.*got 'often'"),
-        ({"whole_prompts": True}, "whole_prompts must have an evict_every, got None"),
-        ({"evict_every": 8, "policy": "snapkv"}, "leave out evict_every=8"),
-    ],
-    ids=str,
-)
-def test_refusals_name_the_option(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        cache_of(model.config, heavy=8, recent=6, **options)
-
-
-def test_a_window_must_hold_budget_and_span(model):
-    cache = cache_of(model.config, heavy=300, recent=200, evict_every=16, positions="rolling")
-    with pytest.raises(ValueError, match="lower heavy, recent or evict_every"):
-        read(model, cache, torch.randint(2, 97, (1, 8)), [8])
 
 
 @pytest.mark.parametrize("by_head", [None, BY_HEAD])

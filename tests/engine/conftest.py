@@ -65,19 +65,23 @@ def alone():
     return generate
 
 
+USUAL = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0, "max_num_seqs": 3}
+
+
+@pytest.fixture
+def make_async(make_llama, tokenizer):
+    """Create an engine in a thread, which the caller closes."""
+    return lambda **settings: h2okv.AsyncLLM(make_llama(), tokenizer, **(USUAL | settings))
+
+
 @pytest.fixture
 def make_llm(tokenizer):
     """Create an engine on a loaded model, closed at the end of the test."""
     llms = []
 
     def make(model, **settings):
-        llm = h2okv.LLM(
-            model,
-            tokenizer,
-            **({"heavy": 0.2, "recent": 0.2, "min_tokens": 0, "max_num_seqs": 3} | settings),
-        )
-        llms.append(llm)
-        return llm
+        llms.append(h2okv.LLM(model, tokenizer, **(USUAL | settings)))
+        return llms[-1]
 
     yield make
     for llm in llms:

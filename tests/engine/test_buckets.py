@@ -5,10 +5,8 @@ import copy
 import pytest
 import torch
 from pretended_device import make_model, pretended_device
-from transformers import AutoTokenizer
 
 import h2okv
-from h2okv.assets import bundled_model_path
 from h2okv.cache.argument import CACHE
 from h2okv.engine.engine import Engine
 from h2okv.integration.graphs import VARIABLE, DecodeGraphs, rows_for
@@ -49,11 +47,6 @@ def prompt(length):
 # Some stay while others end, which leaves gaps that later ones fill.
 NEW_TOKENS = [*range(56, 44, -2), *(9 + 3 * (5 * i % 14) for i in range(14)), *[4, 9, 14, 6, 11, 3]]
 REQUESTS = [(prompt(20 + 3 * (i % 11)), new) for i, new in enumerate(NEW_TOKENS)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return AutoTokenizer.from_pretrained(bundled_model_path())
 
 
 @pytest.fixture

@@ -41,17 +41,6 @@ def test_invalid_options_raise(options, message):
         EngineConfig.from_options(**options)
 
 
-def test_chat_applies_the_chat_template(make_llm, tokenizer, greedy):
-    llm = make_llm("bundled", max_prompt_tokens=100)
-    talk = [{"role": "user", "content": "Who are you?"}]
-    longer = [*talk, {"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Oh"}]
-    first, second = llm.chat([talk, longer], greedy(4))
-    assert tokenizer.decode(first.prompt.token_ids).endswith("User: Who are you?\n\nAssistant:")
-    assert llm.chat(talk, greedy(4)) == [first]
-    assert second.prompt.token_ids[: len(first.prompt.token_ids)] == first.prompt.token_ids
-    assert len(second.completions[0].token_ids) == 4
-
-
 def test_final_assistant_message_is_continued(make_llm, tokenizer, greedy):
     llm = make_llm("bundled", max_prompt_tokens=100)
     question = {"role": "user", "content": "Once upon"}

@@ -31,16 +31,6 @@ def test_request_with_pins_equals_generate(make_llm, make_prompts, alone, greedy
     assert [output.completions[0].token_ids for output in outputs] == expected
 
 
-def test_invalid_pins_raise_before_generation(make_llm, make_prompts, greedy, model):
-    llm, prompts = make_llm(model, max_prompt_tokens=64), make_prompts([40])
-    for spans, message in (
-        ([(30, 41)], "ends after the prompt of 40 tokens"),
-        ([(0, 9)], "9 tokens are pinned and policy='h2o' keeps 8 heavy"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            llm.generate(prompts, greedy(4), pins=[spans])
-
-
 @pytest.mark.parametrize(
     "pins",
     [[[(0, 4)]], [(), (), ()], [], [(0, 4), ()], [[4], ()], (3, 5), 5, "ab", [["ab"], ()]],
@@ -147,10 +137,3 @@ def test_half_of_the_budget_is_even_among_heads_that_have_pins(make_llm, greedy)
     assert pinned.engine.config.cache.layer_budgets[0] == (0.55, 1.45)
     with pytest.raises(ValueError, match="45 tokens are pinned .* keeps 44 heavy"):
         pinned.generate([prompt], greedy(1), pins=[[(2, 47)]])
-
-
-def test_pins_over_the_budget_are_refused(make_llm, greedy):
-    llm = make_llm("bundled", pin=["system"], **ENGINE | {"heavy": 4})
-    with pytest.raises(ValueError, match=r"tokens are pinned and policy='h2o' keeps 4 heavy"):
-        llm.chat(TALK, greedy(1))
-    assert llm.chat(TALK[1:], greedy(1))

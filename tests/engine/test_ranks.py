@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig
+from transformers import LlamaConfig, OPTConfig
 
 from h2okv.engine.model_runner import check_divides
 
@@ -17,59 +16,26 @@ SCRIPT = Path(__file__).with_name("tensor_parallel_worker.py")
 
 
 def torchrun(request):
-    return subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            str(SCRIPT), json.dumps(request),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )  # fmt: skip
+    torch_run = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [sys.executable, "-m", *torch_run, str(SCRIPT), json.dumps(request)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
-def test_two_ranks_equal_one_rank(make_prompts, alone, tokenizer, tmp_path, monkeypatch):
+def test_two_ranks_equal_one_rank(
+    make_llama, make_prompts, alone, tokenizer, tmp_path, monkeypatch
+):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    torch.manual_seed(0)
-    model = (
-        LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=64,
-                intermediate_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                vocab_size=98,
-                max_position_embeddings=512,
-                initializer_range=0.3,
-                bos_token_id=1,
-                eos_token_id=None,
-                pad_token_id=0,
-            )  # fmt: skip
-        )
-        .eval()
-        .double()
-    )
+    model = make_llama(sharpness=3.0)
+    model.resize_token_embeddings(98)  # which two ranks can divide
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    prompts = make_prompts([40, 3, 25, 61])
-    settings = {
-        "heavy": 0.2,
-        "recent": 0.2,
-        "min_tokens": 0,
-        "max_num_seqs": 3,
-        "max_prefill_tokens": 16,
-    }
-    done = torchrun(
-        {
-            "model": str(tmp_path / "model"),
-            "settings": settings,
-            "calls": [prompts, prompts[:1]],
-            "output": str(tmp_path / "result.json"),
-        }
-    )
+    prompts, settings = make_prompts([40, 3, 25, 61]), {"heavy": 0.2, "recent": 0.2}
+    settings |= {"min_tokens": 0, "max_num_seqs": 3, "max_prefill_tokens": 16}
+    calls, output = [prompts, prompts[:1]], tmp_path / "result.json"
+    request = {"model": str(tmp_path / "model"), "settings": settings, "calls": calls}
+    done = torchrun(request | {"output": str(output)})
     assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = json.loads(output.read_text())
     expected = [alone(model, prompt, 12) for prompt in prompts]
     assert result == {"token_ids": [expected, expected[:1]], "heads": 1, "max_num_seqs": 3}
 

@@ -354,28 +354,6 @@ def test_short_prompts_are_prefilled_together(make_llama, make_llm, make_prompts
     assert llm.stats().evictions >= evicted * 4
 
 
-def test_engine_works_after_an_error_in_a_step(make_llama, make_llm, make_prompts, greedy, alone):
-    model = make_llama()
-    prompts = make_prompts([20, 30])
-    llm = make_llm(model)
-    _, events = submit(llm, prompts[0], greedy(12))
-    for _ in range(4):
-        llm.engine.step()
-    execute = llm.engine._execute
-
-    def broken(step):
-        raise RuntimeError("out of something")
-
-    llm.engine._execute = broken
-    llm.engine.step()
-    llm.engine._execute = execute
-    assert isinstance(events[-1], RequestFailedError)
-    assert "out of something" in str(events[-1])
-    (output,) = llm.generate([prompts[1]], greedy(12))
-    llm.close()
-    assert output.completions[0].token_ids == alone(model, prompts[1], 12)
-
-
 def test_engine_works_after_ctrl_c_in_a_step(
     make_llama, make_llm, make_prompts, greedy, alone, monkeypatch
 ):

@@ -1,13 +1,9 @@
 """Decode steps that are launched before the tokens of the one before are read."""
 
-from dataclasses import replace
-
 import pytest
 from pretended_device import make_model, pretended_device
-from transformers import AutoTokenizer
 
 import h2okv
-from h2okv.assets import bundled_model_path
 from h2okv.engine.engine import Engine
 from h2okv.engine.outputs import RequestFailedError
 from h2okv.integration.graphs import VARIABLE
@@ -57,7 +53,8 @@ def test_answers_are_those_of_an_engine_that_reads_first(
         sampling(max_tokens=20, seed=1, repetition_penalty=1.3),
         sampling(max_tokens=40, seed=6, temperature=0.7, stop_token_ids=tuple(range(40, 60))),
     ]
-    options = {"max_num_seqs": 3, **CACHES[name]}
+    # The order of steps must not depend on how long they take.
+    options = {"max_num_seqs": 3, "max_prefill_time_fraction": 0.999999, **CACHES[name]}
     ahead = answers(make_llm(model, **options), prompts, params)
     assert steps_ahead.count(True) > 10
     monkeypatch.setattr(Engine, "runs_ahead", False)
@@ -134,18 +131,20 @@ def test_a_text_that_ends_frees_its_slots_while_its_sibling_goes_on(
     assert llm.stats().running == 1 and not request.is_over
 
 
+def prompt_of(length):
+    return [(7 * i + length) % 90 + 3 for i in range(length)]
+
+
 @pytest.mark.parametrize("temperature", [0, 1.0])
-def test_a_step_on_a_gpu_waits_for_nothing_but_the_tokens_before(monkeypatch, temperature):
+def test_a_step_on_a_gpu_waits_for_nothing_but_the_tokens_before(
+    monkeypatch, tokenizer, temperature
+):
     """A copy that is read before its event is reached has other numbers on the pretended device."""
     pytest.importorskip("triton")
-    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
     params = h2okv.SamplingParams(
-        max_tokens=24,
-        ignore_eos=True,
-        temperature=temperature,
-        seed=None if temperature == 0 else 1,
+        max_tokens=24, ignore_eos=True, temperature=temperature, seed=1 if temperature else None
     )
-    prompts = [[(7 * i + length) % 90 + 3 for i in range(length)] for length in (20, 31)]
+    prompts = [prompt_of(length) for length in (20, 31)]
     monkeypatch.setenv(VARIABLE, "auto")
     model = make_model(attention="sdpa", eos_token_id=None)
     with pretended_device(monkeypatch, runs_kernels=True) as device:
@@ -171,46 +170,49 @@ def test_a_step_on_a_gpu_waits_for_nothing_but_the_tokens_before(monkeypatch, te
             assert [request.outputs[0].tokens for request in requests] == expected
 
 
-def test_a_release_launches_as_often_for_all_layers_as_for_one(monkeypatch):
+@pytest.fixture
+def counted(monkeypatch, tokenizer):
+    """Return a function that counts what an engine does on a GPU, with models of two depths."""
+    pytest.importorskip("triton")
+    options = {"heavy": 8, "recent": 6, "sink": 2, "scoring": "expected", "evict_every": 16}
+    options |= {"prefix_cache": 0, "max_num_seqs": 2}
+
+    def measure(prepare, act, **factors):
+        measured = []
+        for layers in (1, 4):
+            budgets = {name: value * layers for name, value in factors.items()}
+            with monkeypatch.context() as patch, pretended_device(patch) as device:
+                model = device.to(make_model(layers=layers, attention="sdpa", eos_token_id=None))
+                with h2okv.LLM(model, tokenizer, **options, **budgets) as llm:
+                    prepare(llm)
+                    with device.count() as counts:
+                        act(llm)
+            measured.append(counts)
+        return measured
+
+    return measure
+
+
+def test_a_release_launches_as_often_for_all_layers_as_for_one(counted, greedy):
     """The last sequence moves into the released rows: a copy for each data type."""
-    pytest.importorskip("triton")
-    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
-    prompts = [[(7 * i + length) % 90 + 3 for i in range(length)] for length in (40, 30)]
-    launches = []
-    for layers in (1, 4):
-        options = {"heavy": 8, "recent": 6, "sink": 2, "scoring": "expected", "evict_every": 16}
-        with monkeypatch.context() as patch, pretended_device(patch) as device:
-            model = device.to(make_model(layers=layers, attention="sdpa", eos_token_id=None))
-            with h2okv.LLM(model, tokenizer, prefix_cache=0, max_num_seqs=2, **options) as llm:
-                for prompt in prompts:
-                    params = h2okv.SamplingParams(max_tokens=9, ignore_eos=True, temperature=0)
-                    request = llm.engine.request(prompt, params, lambda event: None)
-                    llm.engine.scheduler.submit(request)
-                while llm.stats().running < 2:
-                    llm.engine.step()
-                with device.count() as counts:
-                    llm.engine.runner.pool.release(0)
-        launches.append(counts.num_launches)
-        assert counts.num_waits == 0, str(counts)
-    assert launches[0] == launches[1] <= 6
+
+    def fill(llm):
+        for length in (40, 30):
+            request = llm.engine.request(prompt_of(length), greedy(9), lambda event: None)
+            llm.engine.scheduler.submit(request)
+        while llm.stats().running < 2:
+            llm.engine.step()
+
+    few, many = counted(fill, lambda llm: llm.engine.runner.pool.release(0))
+    assert few.num_waits == many.num_waits == 0, str(many)
+    assert few.num_launches == many.num_launches <= 6
 
 
-def test_a_request_waits_as_often_as_one_of_a_single_layer(monkeypatch):
+def test_a_request_waits_as_often_as_one_of_a_single_layer(counted, greedy):
     """The host reads once each: whether attention is finite, entries, the first token."""
-    pytest.importorskip("triton")
-    tokenizer = AutoTokenizer.from_pretrained(bundled_model_path())
-    params = h2okv.SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
-    prompt = [(7 * i) % 90 + 3 for i in range(40)]
-    waits = []
-    for layers in (1, 4):
-        options = {"heavy": 8, "recent": 6, "sink": 2, "scoring": "expected", "evict_every": 16}
-        options["layer_budgets"] = [[1.2, 0.8]] * layers
-        with monkeypatch.context() as patch, pretended_device(patch) as device:
-            model = device.to(make_model(layers=layers, attention="sdpa", eos_token_id=None))
-            with h2okv.LLM(model, tokenizer, prefix_cache=0, max_num_seqs=2, **options) as llm:
-                llm.generate([prompt], replace(params, max_tokens=9))  # and a step is recorded
-                with device.count() as counts:
-                    llm.generate([prompt], params)
-        waits.append(counts.num_waits)
-        assert counts.num_waits <= 3, str(counts)
-    assert waits[0] == waits[1]
+    few, many = counted(
+        lambda llm: llm.generate([prompt_of(40)], greedy(9)),  # and a step is recorded
+        lambda llm: llm.generate([prompt_of(40)], greedy(4)),
+        layer_budgets=[[1.2, 0.8]],
+    )
+    assert few.num_waits == many.num_waits <= 3, str(many)

@@ -234,27 +234,6 @@ def test_models_and_prompts_without_thoughts_are_as_before(make_talk):
     assert text.reasoning == "" and text.text  # a text is not a chat
 
 
-@pytest.mark.slow
-def test_states_of_twenty_turns(make_talk):
-    """Bytes of states with and without, and the cached tokens of the next turns; prints both."""
-    thought, sizes, shares = THOUGHT * 21, [], []  # 2,000 tokens each turn
-    for is_apart in (False, True):
-        llm, say = make_talk(OPENS, heavy=128, recent=128, evict_every=64, max_num_seqs=1)
-        llm.engine._thinks, talk, cached = is_apart, [], []
-        for turn in range(20):
-            talk.append({"role": "user", "content": f"Question {turn}: " + "why is it so? " * 8})
-            output = say(talk, f"{thought}</think>Answer {turn}: {'it is so since it is. ' * 20}")
-            text = output.text.split("</think>")[-1]
-            talk.append({"role": "assistant", "content": text})
-            cached.append((output.prompt.num_reused, len(output.prompt.token_ids)))
-        sizes.append(llm.stats().prefix_bytes)
-        reused, total = map(sum, zip(*cached[1:], strict=True))
-        shares += [(reused / total, cached[-1][0] / cached[-1][1])]
-        print(len(llm.tokenizer(thought)["input_ids"]), llm.stats().prefix_states, sizes, shares)
-    assert sizes[1] <= sizes[0] / 5
-    assert shares[1][1] >= shares[0][1] and shares[1][0] >= 0.9
-
-
 def test_a_chat_on_one_cache_reads_the_answer_again_without_thoughts(make_talk):
     llm, say = make_talk(OPENS)
     model, tokenizer, script = llm.engine.model, llm.tokenizer, say.script

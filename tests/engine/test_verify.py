@@ -348,31 +348,24 @@ def test_refusals(options, message):
         h2okv.EngineConfig(**options)
 
 
-@pytest.fixture
-def make_async(make_llama, tokenizer):
-    def make(**settings):
-        usual = {"heavy": 0.2, "recent": 0.2, "min_tokens": 0, "max_num_seqs": 3}
-        return h2okv.AsyncLLM(make_llama(), tokenizer, **(usual | settings))
-
-    return make
-
-
-def test_work_comes_before_answers_that_are_read_again(make_async, make_prompts, greedy):
-    """A chunk of an answer at most stands between a new request and its first token."""
-    llm = make_async(verify=1.0, max_prefill_tokens=16)
-    reader, order = llm.engine.runner, []
-    read, execute = reader.read, llm.engine._execute
+def read_slowly(llm):
+    """Let each chunk that is read again take a while; return a list that notes them."""
+    order, read = [], llm.engine.runner.read
 
     def slow_read(*args):
         order.append("again")
         time.sleep(0.02)
         return read(*args)
 
-    def note(step):
-        order.append("work")
-        return execute(step)
+    llm.engine.runner.read = slow_read
+    return order
 
-    reader.read, llm.engine._execute = slow_read, note
+
+def test_work_comes_before_answers_that_are_read_again(make_async, make_prompts, greedy):
+    """A chunk of an answer at most stands between a new request and its first token."""
+    llm = make_async(verify=1.0, max_prefill_tokens=16)
+    order, execute = read_slowly(llm), llm.engine._execute
+    llm.engine._execute = lambda step: order.append("work") or execute(step)
 
     async def main():
         async for _ in llm.generate(make_prompts([400])[0], greedy(4)):
@@ -417,8 +410,7 @@ def test_a_server_that_is_never_idle_reads_again_late(
 
 def test_a_client_that_leaves_while_its_answer_is_read_again(make_async, make_prompts, greedy):
     llm = make_async(max_prefill_tokens=16)
-    read = llm.engine.runner.read
-    llm.engine.runner.read = lambda *args: (time.sleep(0.02), read(*args))[1]
+    read_slowly(llm)
 
     async def main():
         pieces = llm.generate(make_prompts([400])[0], greedy(4), verify=True)
@@ -445,8 +437,7 @@ def test_a_client_that_leaves_while_its_answer_is_read_again(make_async, make_pr
 
 def test_shutdown_waits_for_figures_but_not_for_samples(make_async, make_prompts, greedy):
     llm = make_async(verify=1.0, max_prefill_tokens=16)
-    read = llm.engine.runner.read
-    llm.engine.runner.read = lambda *args: (time.sleep(0.02), read(*args))[1]
+    read_slowly(llm)
 
     async def main():
         async for _ in llm.generate(make_prompts([400])[0], greedy(2)):

@@ -123,14 +123,6 @@ def test_a_block_without_positions_is_refused_where_a_model_counts_from_zero():
     torch.testing.assert_close(logits, expected[:, 9:], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("model_type", ["jamba", "nemotron_h"])
-def test_the_best_policy_where_nothing_is_rotated(model_type):
-    model, (prompt,) = model_of(model_type), prompts_of([40])
-    options = {"policy": "best", "layer_budgets": None}
-    expected = alone(model, prompt, 12, masks=True, **options)
-    assert alone(model, prompt, 12, **options) == expected
-
-
 @hybrid()
 def test_requests_share_rows_and_give_what_generate_gives(model_type, tokenizer):
     model, prompts = model_of(model_type), prompts_of(LENGTHS)

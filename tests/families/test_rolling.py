@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from family_harness import TOLERANCE, tiny_model, tokens
+from family_harness import TOLERANCE, tokens
 from family_table import FAMILIES, Family, _rope, config_options, variant_id, variants
 from oracle import cache_of
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -59,47 +59,6 @@ def test_entries_sit_at_their_ranks(variant):
             remaining = torch.cat([ids[:, :SINK], ids[:, cut - RECENT : stop]], dim=1)
             expected = model(remaining, use_cache=False).logits[:, -logits.shape[1] :]
             torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-@pytest.mark.parametrize("variant", ROTARY, ids=variant_id)
-@torch.no_grad()
-def test_dropping_gives_what_masking_gives(variant):
-    model = tiny_model(*variant)
-    ids = tokens(2, LENGTH + 4)
-    mask = torch.ones_like(ids)
-    if not variant[0].padding:
-        mask[0, :7] = 0
-    results = []
-    for masks in (False, True):
-        # Beyond 16 entries longrope rotates by its long factors: slots by K + evict_every, the mask
-        # by what it has read.
-        cache = cache_of(model.config, 4, 4, positions="rolling", evict_every=8, masks=masks)
-        logits = []
-        with h2okv.enable(model):
-            for start, stop in ((0, LENGTH), *((at, at + 1) for at in range(LENGTH, LENGTH + 4))):
-                position_ids = (mask[:, :stop].cumsum(dim=1) - 1).clamp(min=0)[:, start:]
-                output = model(
-                    ids[:, start:stop],
-                    attention_mask=mask[:, :stop],
-                    position_ids=position_ids,
-                    past_key_values=cache,
-                )
-                logits.append(output.logits)
-        cache.check_integrity()
-        results.append((torch.cat(logits, dim=1), cache))
-    (dropped, dropping), (masked, other) = results
-    real = mask.bool()
-    torch.testing.assert_close(dropped[real], masked[real], atol=TOLERANCE, rtol=TOLERANCE)
-    for layer in dropping._scored:
-        index = layer.layer_idx
-        sets = [
-            [
-                [{p for p in head if p >= 0} for head in row]
-                for row in c.kept_positions(index).tolist()
-            ]
-            for c in (dropping, other)
-        ]
-        assert sets[0] == sets[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: variant_id((family, None)))

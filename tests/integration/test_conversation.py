@@ -49,38 +49,9 @@ def test_a_turn_is_only_its_own_tokens(make_llama, kept_sets, monkeypatch, posit
     assert max(queries for _, queries in widest) <= (chunk or 10)
 
 
-def test_a_turn_equals_the_same_tokens_by_hand(make_llama, kept_sets):
-    model = make_llama()
-    first, second = (h2okv.H2OCache(model.config, heavy=5, recent=6) for _ in range(2))
-    text = turn(0)
-    output = model.generate(**first.next_turn(text), past_key_values=first, **OPTIONS)
-    with torch.no_grad():
-        tokens, logits = text, model(text, past_key_values=second).logits
-        for step in range(NEW):
-            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-            if step < NEW - 1:
-                logits = model(tokens[:, -1:], past_key_values=second).logits
-    assert torch.equal(output, tokens)
-    assert kept_sets(first) == kept_sets(second)
-
-
 def test_a_turn_without_its_mask_names_the_remedy(make_llama):
     model = make_llama()
     cache = h2okv.H2OCache(model.config, heavy=5, recent=6)
     model.generate(**cache.next_turn(turn(0)), past_key_values=cache, **OPTIONS)
     with pytest.raises(ValueError, match=rf"next_turn\(input_ids\), {CACHE}=cache\)"):
         model.generate(turn(1, 12), past_key_values=cache, **OPTIONS)
-
-
-def test_a_shared_context_is_read_once(make_llama):
-    model = make_llama()
-    context = h2okv.H2OCache(model.config, heavy=5, recent=6, positions="rolling")
-    h2okv.prefill(model, turn(0, 40, batch=1), context)
-    many = context.fork(3)
-    prompts = turn(1, 6, batch=3)
-    together = model.generate(**many.next_turn(prompts), past_key_values=many, **OPTIONS)
-    for row, prompt in enumerate(prompts):
-        fork = context.fork(1)
-        alone = model.generate(**fork.next_turn(prompt[None]), past_key_values=fork, **OPTIONS)
-        assert torch.equal(together[row : row + 1], alone)
-    assert context.num_seen_tokens == 40

@@ -55,8 +55,11 @@ def adapted(model):
     return peft.get_peft_model(model, adapters).eval()
 
 
-def test_lora_adapters(adapted):
-    check(adapted, adapted.get_base_model().config, tokens())
+def test_adapters(adapted, make_llama):
+    peft = pytest.importorskip("peft")
+    config = peft.IA3Config(task_type="CAUSAL_LM", init_ia3_weights=False)
+    for model in (adapted, peft.get_peft_model(make_llama(attention="sdpa"), config).eval()):
+        check(model, model.get_base_model().config, tokens())
 
 
 def test_a_forward_of_a_model_with_adapters_is_checked(adapted):
@@ -65,14 +68,6 @@ def test_a_forward_of_a_model_with_adapters_is_checked(adapted):
     ids[0, :5] = 0
     with h2okv.enable(adapted), pytest.raises(ValueError, match="padded on the left"):
         adapted(ids, past_key_values=h2okv.H2OCache(adapted, 4, 4))
-
-
-def test_ia3_adapters(model):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(1)
-    adapters = peft.IA3Config(task_type="CAUSAL_LM", init_ia3_weights=False)
-    adapted = peft.get_peft_model(model, adapters).eval()
-    check(adapted, adapted.get_base_model().config, tokens())
 
 
 PROMPT_LEARNING = {

@@ -4,7 +4,6 @@ import pytest
 import torch
 from oracle import cache_of
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
 import h2okv
 from h2okv.cache.argument import CACHE
@@ -74,50 +73,6 @@ def test_a_small_budget_gives_what_masking_gives(
     assert not torch.equal(output, full), "nothing that mattered was evicted"
 
 
-@torch.no_grad()
-def test_scores_move_with_the_beams(make_llama):
-    """Reordered rows go on as the texts that they now hold would have gone on alone."""
-    model = make_llama()
-    ids = _prompt(rows=3)
-    cache = cache_of(model.config, **SMALL)
-    texts = [[] for _ in range(3)]
-    model(ids, past_key_values=cache)
-    origins = [0, 1, 2]
-    for step, order in enumerate([[2, 0, 0], [1, 1, 0], [0, 2, 1], [2, 2, 2]]):
-        cache.reorder_cache(torch.tensor(order))
-        origins = [origins[row] for row in order]
-        block = _prompt(rows=3, length=2, seed=10 + step)
-        texts = [texts[row] + block[at].tolist() for at, row in enumerate(order)]
-        model(block[:, :1], past_key_values=cache)
-        logits = model(block[:, 1:], past_key_values=cache).logits
-        cache.check_integrity()
-    for row in range(3):
-        alone = cache_of(model.config, **SMALL)
-        model(ids[origins[row]].unsqueeze(0), past_key_values=alone)
-        for token in texts[row]:
-            expected = model(torch.tensor([[token]]), past_key_values=alone).logits
-        torch.testing.assert_close(logits[row], expected[0], atol=1e-4, rtol=0)
-        beam_entries, entries = _entries(cache)[row], _entries(alone)[0]
-        assert beam_entries == pytest.approx(entries, abs=1e-4)
-
-
-def _entries(cache) -> list[dict[tuple[int, int, int], float]]:
-    """Return for each row: (layer, head, position) -> score."""
-    rows: list[dict[tuple[int, int, int], float]] = []
-    for layer in range(len(cache.layers)):
-        positions, scores = cache.kept_positions(layer), cache.scores(layer)
-        for row in range(positions.shape[0]):
-            if row == len(rows):
-                rows.append({})
-            for head in range(positions.shape[1]):
-                for position, score in zip(
-                    positions[row, head].tolist(), scores[row, head].tolist(), strict=True
-                ):
-                    if position >= 0:
-                        rows[row][layer, head, position] = score
-    return rows
-
-
 @pytest.mark.parametrize("is_padded", [False, True], ids=["whole", "padded"])
 def test_a_second_generate_continues_the_cache(make_llama, kept_sets, is_padded):
     model = make_llama()
@@ -144,19 +99,6 @@ def test_a_second_generate_continues_the_cache(make_llama, kept_sets, is_padded)
     assert kept_sets(caches["dropping"]) == kept_sets(caches["masking"])
 
 
-class _Heard(BaseStreamer):
-    """Counts what a user would have read."""
-
-    def __init__(self) -> None:
-        self.pieces = 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.pieces += 1
-
-    def end(self) -> None:
-        pass
-
-
 BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
 
 
@@ -170,6 +112,7 @@ BY_HEAD = [[0.5, 1.0], [2.0, 0.5]]
         {"layer_budgets": BY_HEAD, "kv_bits": 4, "policy": "best"}, {"evict_every": 1},
         {"evict_every": 8}, {"evict_every": 8, "scoring": "expected", "positions": "rolling"},
         {"evict_every": 8, "layer_budgets": BY_HEAD, "kv_bits": 8}, {"masks": True},
+        *({"pins": [(2, 5)]} | more for more in ({}, {"evict_every": 8}, {"scoring": "expected"})),
     ],
     ids=str,
 )  # fmt: skip
@@ -191,7 +134,10 @@ def test_drafted_tokens_give_the_text_and_the_state_of_plain_decoding(make_llama
     ids = _prompt(rows=1, length=10).repeat(1, 4)[:, :37]
     texts, caches, verified = [], [], []
     for extra in ({}, drafts):
-        cache = cache_of(model.config, **({"heavy": 8, "recent": 6} | options))
+        rules = {"heavy": 8, "recent": 6} | options
+        pins = rules.pop("pins", [])
+        cache = cache_of(model.config, **rules)
+        cache.pin(pins)
         crop = cache.crop
         cache.crop = lambda count, crop=crop: (verified.append(count), crop(count))
         texts.append(_generate(model, ids, cache, max_new_tokens=30, **extra))
@@ -210,6 +156,7 @@ def test_drafted_tokens_give_the_text_and_the_state_of_plain_decoding(make_llama
             (p[..., -width:], s[..., -width:]) for p, s in entries
         )
         assert torch.equal(positions, others)
+        assert all({*range(*pin)} <= {*head} for pin in pins for head in positions[0].tolist())
         if options.get("policy") != "keydiff":  # whose scores nothing reads
             torch.testing.assert_close(scores, their_scores, atol=1e-4, rtol=1e-4)
     assert verified
@@ -217,47 +164,6 @@ def test_drafted_tokens_give_the_text_and_the_state_of_plain_decoding(make_llama
         assert len(verified) < 30  # forwards of the model for 30 tokens
     elif mode != "lookup":
         assert min(verified) < 0  # drafts were rejected
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"evict_every": 8}, {"scoring": "expected", "sink": 4}], ids=str
-)
-def test_pins_stay_where_drafts_are_taken_back(make_llama, options):
-    model = make_llama().double()
-    ids = _prompt(rows=1, length=10).repeat(1, 4)[:, :37]
-    texts, positions = [], []
-    # The model drafts for itself, and another one whose drafts are rejected.
-    for drafts in (
-        {},
-        {"assistant_model": model},
-        {"assistant_model": make_llama(seed=1).double()},
-    ):
-        cache = cache_of(model.config, heavy=8, recent=6, **options)
-        cache.pin([(2, 5)])
-        texts.append(_generate(model, ids, cache, max_new_tokens=30, **drafts))
-        cache.check_integrity()
-        head_positions = cache.kept_positions(0)[0]
-        positions.append([sorted(set(head) - {-1}) for head in head_positions.tolist()])
-        assert all({2, 3, 4} <= set(head) for head in positions[-1])
-    assert torch.equal(texts[0], texts[1])
-    assert torch.equal(texts[0], texts[2])
-    assert positions[0] == positions[1] == positions[2]
-
-
-@pytest.mark.skipif(CACHE != "cache", reason="older drafts take no mask of earlier turns")
-def test_a_cache_goes_on_after_drafts(make_llama):
-    model = make_llama().double()
-    ids = _prompt(rows=1, length=10).repeat(1, 4)
-    texts = []
-    for extra in ({}, {"prompt_lookup_num_tokens": 3}):
-        cache = cache_of(model.config, heavy=8, recent=6)
-        first = _generate(model, ids, cache, **extra)
-        turn = cache.next_turn(torch.cat([first[:, -1:], ids[:, :12]], dim=1))
-        second = model.generate(
-            **turn, past_key_values=cache, do_sample=False, max_new_tokens=12, **extra
-        )
-        texts.append((first, second))
-    assert all(torch.equal(*pair) for pair in zip(*texts, strict=True))
 
 
 PAD_INSIDE = [{}, {"evict_every": 8}, {"positions": "rolling"}]

@@ -125,32 +125,6 @@ def test_a_mask_of_any_width_equals_sdpa(models, family, pattern, padding):
                 assert cache.num_seen_tokens == sum(PATTERNS[pattern])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"masks": True}, {"positions": "rolling"}, {"evict_every": 3}, {"kv_bits": 8},
-     {"scoring": "expected"}, {"heavy": 0.2, "recent": 0.2, "min_tokens": 0}],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_padded_row_equals_the_row_alone(models, kept_sets, options, width):
-    model, mask, pattern = models["llama"], real_tokens("all"), "turns"
-    make = partial(cache_of, model.config, **SMALL | options)
-    together, cache = make(), None
-    logits = read(model, together, mask, width, pattern)
-    assert together.num_seen_tokens == sum(PATTERNS[pattern])
-    expected, kept_alone = [], []
-    for row, count in enumerate(PADDINGS["all"][0]):
-        cache, start = make(), count
-        for size in (LENGTH - count, *PATTERNS[pattern][1:]):
-            block = slice(start, start := start + size)
-            with torch.no_grad():
-                expected.append(model(tokens()[row : row + 1, block], **{CACHE: cache}).logits[0])
-        kept_alone.append(kept_sets(cache))
-    torch.testing.assert_close(logits, torch.cat(expected), atol=2e-4, rtol=1e-4)
-    for layer, rows in enumerate(kept_sets(together)):
-        assert rows == [alone[layer][0] for alone in kept_alone]
-
-
 def compiled(*quick):
     """Return cases of a width and a switch; others than these are slow, as each compiles."""
     cases = [(width, switch) for width in WIDTHS for switch in (False, True)]

@@ -50,14 +50,6 @@ def test_hidden_slots(groups, softcap, dtype):
     compare(*draw(2, 3, groups, 63, 16, dtype), hidden, softcap)
 
 
-def test_a_row_that_sees_nothing_gives_zeros():
-    query, keys, values = draw(2, 2, 2, 9, 16)
-    hidden = torch.zeros(2, 2, 9, dtype=torch.bool)
-    hidden[1] = True
-    output, sums = decode_with_scores(query, keys, values, hidden, AttentionSpec(0.25))
-    assert (output[1] == 0).all() and (sums[1] == 0).all()
-
-
 def test_garbage_in_hidden_slots_does_not_leak():
     # Keys may be anything, values anything finite: see the argument's contract.
     query, keys, values = draw(2, 2, 2, 20, 16)

@@ -7,36 +7,6 @@ from h2okv.ops import attention as expected
 from h2okv.ops.reference import AttentionSpec
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-@pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("tile", [7, 1 << 19])
-@pytest.mark.parametrize("is_amd", [False, True])
-@torch.no_grad()
-def test_it_is_the_norm_of_the_matrix(monkeypatch, groups, softcap, padded, tile, is_amd):
-    monkeypatch.setattr(expected, "_TILE_ELEMENTS", tile)
-    monkeypatch.setattr(expected.flash, "IS_AMD", is_amd)
-    monkeypatch.setattr(expected, "_FEW_LOGITS", -1)
-    generator = torch.Generator().manual_seed(groups)
-    query = torch.randn(2, 2 * groups, 11, 8, generator=generator)
-    key = 3 * torch.randn(2, 2, 17, 8, generator=generator)
-    entries = torch.rand(2, 2, 17, generator=generator) < 0.7 if padded else None
-    queries = torch.rand(2, 11, generator=generator) < 0.7 if padded else None
-    spec = AttentionSpec(0.4, softcap)
-    squares = expected.expected_attention(query, key, entries, queries, spec)
-    logits = query @ key.repeat_interleave(groups, 1).transpose(-1, -2) * 0.4
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if padded:
-        hidden = ~entries.repeat_interleave(groups, 1).unsqueeze(2)
-        logits = logits.masked_fill(hidden, -torch.inf)
-    weights = logits.softmax(-1)
-    if padded:
-        weights = weights * queries[:, None, :, None]
-    reference = weights.unflatten(1, (2, groups)).square().sum(dim=(2, 3)).sqrt()
-    torch.testing.assert_close(squares, reference)
-
-
 @pytest.mark.parametrize("softcap", [None, 60.0])
 @pytest.mark.parametrize("seed", range(5))
 @torch.no_grad()

@@ -14,7 +14,10 @@ from h2okv.ops.reference import AttentionSpec, Visibility, attention_with_scores
 SCALE = 0.3
 # One that changes nothing, one that takes a share, one that takes nearly all; far beyond fp32's
 # powers of two.
-SINKS = {"usual": (-2.0, 0.5, 3.0, 8.0), "extreme": (-300.0, -90.0, 90.0, 300.0)}
+SINKS = {
+    "usual": (-2.0, 0.5, 3.0, 8.0), "extreme": (-300.0, -90.0, 90.0, 300.0), "none": None
+}  # fmt: skip
+any_cpu = pytest.mark.parametrize("is_amd", [False, True])
 every_sink = pytest.mark.parametrize("sinks", SINKS.values(), ids=SINKS)
 
 
@@ -27,7 +30,7 @@ def draw(length, past, batch=2, groups=2, dtype=torch.float32):
 
 
 def spec_of(sinks, softcap=None):
-    return AttentionSpec(SCALE, softcap, torch.tensor(sinks))
+    return AttentionSpec(SCALE, softcap, None if sinks is None else torch.tensor(sinks))
 
 
 def expect(query, key, value, visible, sinks, softcap=None, weights=None, power=1):
@@ -42,12 +45,18 @@ def expect(query, key, value, visible, sinks, softcap=None, weights=None, power=
         logits = key[row, group, seen] @ query[row, head, token] * SCALE
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        column = torch.tensor([sinks[head]], dtype=torch.float64)
+        column = torch.tensor([-torch.inf if sinks is None else sinks[head]], dtype=torch.float64)
         shares = torch.cat([logits, column]).softmax(0)[:-1]
         output[row, head, token] = shares @ value[row, group, seen]
         weight = 1.0 if weights is None else weights[row, token].double()
         sums[row, group, seen] += weight * shares**power
     return output, sums
+
+
+def set_cpu(monkeypatch, is_amd):
+    """Take the products of either kind of CPU, however few logits there are."""
+    monkeypatch.setattr(blockwise.flash, "IS_AMD", is_amd)
+    monkeypatch.setattr(blockwise, "_FEW_LOGITS", -1)
 
 
 def close(actual, expected, tolerance=2e-5):
@@ -65,15 +74,18 @@ def causal(length, past, batch=2):
 @pytest.mark.parametrize("past", [0, 9])
 def test_the_reference(past, softcap, sinks):
     states, visible = draw(21, past), causal(21, past)
-    result = attention_with_scores(*states, visible, spec_of(sinks, softcap))
-    close(result, expect(*states, visible, sinks, softcap))
+    for weights in (None, torch.linspace(0, 1, 42).view(2, 21)):
+        result = attention_with_scores(*states, visible, spec_of(sinks, softcap), weights=weights)
+        close(result, expect(*states, visible, sinks, softcap, weights))
 
 
+@any_cpu
 @every_sink
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("kind", ["plain", "entries", "padding", "window", "weights"])
 @pytest.mark.parametrize("past", [0, 9])
-def test_blocks(monkeypatch, past, kind, softcap, sinks):
+def test_blocks(monkeypatch, past, kind, softcap, sinks, is_amd):
+    set_cpu(monkeypatch, is_amd)
     monkeypatch.setattr(blockwise, "_TILE_ROWS", 8)
     monkeypatch.setattr(blockwise, "_TILE_KEYS", 7)
     states, visible, weights = draw(21, past), causal(21, past), None
@@ -95,6 +107,9 @@ def test_blocks(monkeypatch, past, kind, softcap, sinks):
         weights = torch.linspace(0, 1, 42).view(2, 21)
     result = blockwise_attention_with_scores(*states, visibility, spec, weights)
     expected = expect(*states, visible, sinks, softcap, weights)
+    assert weights is None or torch.equal(
+        result[0], blockwise_attention_with_scores(*states, visibility, spec)[0]
+    )
     if kind == "padding":
         result[0].masked_fill_(~real[:, None, :, None], 0.0)
     close(result, expected)
@@ -117,19 +132,23 @@ def test_threads_share_the_heads(monkeypatch):
     torch.testing.assert_close(again.double(), squares.sqrt(), atol=1e-6, rtol=1e-4)
 
 
+@any_cpu
 @every_sink
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("has_holes", [False, True])
 @pytest.mark.parametrize("tile", [7, 1 << 19])
-def test_expected_attention(monkeypatch, tile, has_holes, softcap, sinks):
+@torch.no_grad()
+def test_expected_attention(monkeypatch, tile, has_holes, softcap, sinks, is_amd):
+    set_cpu(monkeypatch, is_amd)
     monkeypatch.setattr(blockwise, "_TILE_ELEMENTS", tile)
     query, key, value = draw(11, 6)
     entries = None
+    queries, visible = None, torch.ones(2, 2, 11, 17, dtype=torch.bool)
     if has_holes:
         entries = torch.rand(2, 2, 17, generator=torch.Generator().manual_seed(0)) < 0.7
-    visible = torch.ones(2, 2, 11, 17, dtype=torch.bool)
-    visible = visible if entries is None else visible & entries.unsqueeze(2)
-    result = expected_attention(query, key, entries, None, spec_of(sinks, softcap))
+        queries = torch.rand(2, 11, generator=torch.Generator().manual_seed(1)) < 0.7
+        visible = visible & entries.unsqueeze(2) & queries[:, None, :, None]
+    result = expected_attention(query, key, entries, queries, spec_of(sinks, softcap))
     squares = expect(query, key, value, visible, sinks, softcap, power=2)[1]
     torch.testing.assert_close(result.double(), squares.sqrt(), atol=1e-6, rtol=1e-4)
 
@@ -173,7 +192,7 @@ def test_steps(has_holes, groups, sinks):
     expected = expect(query, key, value, visible.unsqueeze(2), sinks)
     before = torch.rand(2, 2, 20)
     for scores in (None, before.clone()):
-        spec = spec_of(sinks[: 2 * groups])
+        spec = spec_of(sinks and sinks[: 2 * groups])
         result = decode_with_scores(query, key, value, hidden, spec, None, scores)
         added = 0 if scores is None else before.double()
         close(result, (expected[0], expected[1] + added))
@@ -191,10 +210,11 @@ def test_a_step_over_slots_that_heads_share():
     close((output, sums.view(2, 2, 20)), expected)
 
 
-def test_nothing_to_see_gives_zeros():
+@every_sink
+def test_nothing_to_see_gives_zeros(sinks):
     query, key, value = draw(1, 19)
     hidden = torch.ones(2, 2, 20, dtype=torch.bool)
-    output, sums = decode_with_scores(query, key, value, hidden, spec_of(SINKS["usual"]))
+    output, sums = decode_with_scores(query, key, value, hidden, spec_of(sinks))
     assert not output.any() and not sums.any()
 
 
@@ -210,11 +230,12 @@ def test_a_prompt_by_kernels(device, garbage, has_holes, dtype, sinks):
         entries = (torch.arange(49) % 4 > 0).expand(2, 2, -1)
         visible = visible & entries.unsqueeze(2)
         entries = entries.to(device)
+    learned = None if sinks is None else torch.tensor(sinks, dtype=dtype, device=device)
     output, sums = triton_prefill.attention_with_scores(
         *(state.to(device) for state in states), Visibility(9, entries),
-        AttentionSpec(SCALE, sinks=torch.tensor(sinks, dtype=dtype, device=device)),
+        AttentionSpec(SCALE, sinks=learned),
     )  # fmt: skip
-    expected = expect(*states, visible, torch.tensor(sinks, dtype=dtype).double().tolist())
+    expected = expect(*states, visible, sinks and learned.double().tolist())
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     close([output.cpu()], expected[:1], tolerance)
     torch.testing.assert_close(sums.cpu().double(), expected[1], atol=1e-4, rtol=1e-4)

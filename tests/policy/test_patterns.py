@@ -7,12 +7,9 @@ from hypothesis import strategies as st
 from hypothesis_examples import examples
 from oracle import cache_of
 
-import h2okv
 from h2okv.budget import TokenBudget
 from h2okv.policy import get_rule
 from h2okv.policy.baselines import Fixed, power_of_two_from
-
-NAMES = ["strided", "strided_heavy", "fixed", "fixed_heavy"]
 
 
 def strided(newest, limit):
@@ -83,65 +80,6 @@ def test_powers_of_two():
 )  # fmt: skip
 def test_how_the_budget_is_divided(name, expected):
     assert get_rule(name).allocate_budget(TokenBudget(sink=2, heavy=5, recent=7)) == expected
-
-
-@torch.no_grad()
-def read(model, cache, length, prompt):
-    ids = torch.randint(2, 97, (1, length), generator=torch.Generator().manual_seed(3))
-    for block in ids.split([prompt, *[1] * (length - prompt)], dim=1):
-        model(block, past_key_values=cache)
-
-
-def held_by(pattern, limit, window, total, length, prompt):
-    """Apply the frame in plain Python: the oldest entry outside window and pattern goes."""
-    entries: set[int] = set()
-    for newest in range(prompt - 1, length):
-        entries |= set(range(newest + 1)) if newest == prompt - 1 else {newest}
-        stays = pattern(newest, limit) | set(range(newest - window + 1, newest + 1))
-        entries -= set(sorted(entries - stays)[: max(0, len(entries) - total)])
-    return entries
-
-
-@pytest.mark.parametrize("prompt", [1, 60])
-@pytest.mark.parametrize("masks", [False, True])
-@pytest.mark.parametrize(("name", "pattern"), [("strided", strided), ("fixed", fixed)])
-def test_the_pattern_and_the_newest_are_held(make_llama, kept_sets, name, pattern, masks, prompt):
-    model = make_llama(layers=1)
-    cache = cache_of(model.config, 12, 11, policy=name, masks=masks)
-    read(model, cache, 130, prompt)
-    expected = held_by(pattern, 11, 12, 23, 130, prompt)
-    assert kept_sets(cache)[0][0] == [expected] * 2
-    assert pattern(129, 11) <= expected
-    cache.check_integrity()
-
-
-@pytest.mark.parametrize(("name", "pattern"), [("strided_heavy", strided), ("fixed_heavy", fixed)])
-def test_heavy_hitters_fill_the_rest(make_llama, kept_sets, name, pattern):
-    model = make_llama(layers=1)
-    caches = [
-        cache_of(model.config, 10, 12, policy=policy, masks=True) for policy in (name, "full")
-    ]
-    for cache in caches:
-        read(model, cache, 80, 80)
-    scores = caches[1].scores(0)[0]
-    protected = pattern(79, 6) | set(range(74, 80))
-    for head, positions in enumerate(kept_sets(caches[0])[0][0]):
-        others = sorted(set(range(80)) - protected, key=lambda p: (float(scores[head, p]), p))
-        assert positions == protected | set(others[len(protected) - 22 :])
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_saved_and_forked_caches_keep_their_pattern(make_llama, kept_sets, tmp_path, name):
-    model = make_llama()
-    cache = cache_of(model.config, 9, 9, policy=name)
-    read(model, cache, 50, 30)
-    cache.save(tmp_path / "c")
-    others = [h2okv.H2OCache.load(tmp_path / "c", model), cache.fork(1)]
-    for each in (cache, *others):
-        read(model, each, 40, 1)
-    for other in others:
-        assert kept_sets(other) == kept_sets(cache)
-        assert other.layers[0].state.budgets == cache.layers[0].state.budgets
 
 
 @pytest.mark.parametrize("cells", [0, -1, 2.0, True])

@@ -98,65 +98,6 @@ def read_prompt(model, policy, **options):
     return [{p for p in head if p >= 0} for head in positions.tolist()], cache
 
 
-def test_recent_keeps_the_newest(make_llama):
-    heads, _ = read_prompt(make_llama(), "recent", heavy=4, recent=4)
-    assert heads == [set(range(32, 40))] * 2
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=name_of)
-def test_sinks_stay_whatever_the_policy(make_llama, policy):
-    options = {
-        "heavy": 4,
-        "recent": 4,
-        "sink": 3,
-        "masks": name_of(policy) in PER_QUERY,
-    }
-    for head in read_prompt(make_llama(), policy, **options)[0]:
-        assert head >= {0, 1, 2}
-
-
-def test_recent_keeps_the_sinks_that_it_is_given(make_llama):
-    heads, _ = read_prompt(make_llama(), "recent", heavy=4, recent=4, sink=3)
-    assert heads == [{0, 1, 2, *range(32, 40)}] * 2
-
-
-def test_sink_recent_keeps_both_ends(make_llama):
-    model = make_llama()
-    assert (
-        read_prompt(model, "sink_recent", heavy=4, recent=4)[0]
-        == [{0, 1, 2, 3, 36, 37, 38, 39}] * 2
-    )
-    assert (
-        read_prompt(model, "sink_recent", heavy=4, recent=4, sink=1)[0] == [{0, *range(32, 40)}] * 2
-    )
-
-
-def test_heavy_keeps_the_highest_scores_only(make_llama):
-    model = make_llama()
-    heads, _ = read_prompt(model, "heavy", heavy=4, recent=4)
-    _, everything = read_prompt(model, "full", heavy=4, recent=4)
-    scores = everything.scores(0)[0, :, :40]
-    positions = everything.kept_positions(0)[0, :, :40]
-    for head, expected in enumerate(scores.topk(8, dim=-1).indices):
-        assert heads[head] == set(positions[head, expected].tolist())
-
-
-def test_h2o_keeps_recent_and_heavy(make_llama):
-    model = make_llama()
-    heads, _ = read_prompt(model, "h2o", heavy=4, recent=4, sink=1)
-    _, everything = read_prompt(model, "full", heavy=4, recent=4)
-    for head in range(2):
-        scores = dict(
-            zip(
-                everything.kept_positions(0)[0, head].tolist(),
-                everything.scores(0)[0, head].tolist(),
-                strict=True,
-            )
-        )
-        middle = sorted(range(1, 36), key=lambda p: scores[p])[-4:]
-        assert heads[head] == {0, *middle, 36, 37, 38, 39}
-
-
 def test_random_depends_on_the_seed_and_on_nothing_else(make_llama):
     model = make_llama()
     first, _ = read_prompt(model, "random", heavy=8, recent=4, seed=1)

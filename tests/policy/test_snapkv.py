@@ -4,7 +4,6 @@ import pytest
 import torch
 from oracle import cache_of
 
-import h2okv
 from h2okv.policy import get_rule
 from h2okv.policy.baselines import SnapKV
 
@@ -58,36 +57,6 @@ def test_what_follows_the_prompt_stays(make_llama, kept_sets, masks):
     cache.check_integrity()
     assert kept_sets(cache)[0][0] == [positions | set(range(40, 360)) for positions in prompt]
     assert cache.num_cached_tokens == 16 + 320
-
-
-def test_a_long_answer_is_the_same_by_masking(make_llama):
-    model, ids = make_llama(), tokens(330, batch=2)
-    blocks = [ids[:, :30], *ids[:, 30:320].split(1, dim=1), ids[:, 320:]]
-    logits = []
-    for masks in (False, True):
-        cache = cache_of(model.config, 10, 6, policy="snapkv", masks=masks)
-        logits.append(torch.cat(read(model, cache, *blocks), dim=1))
-    torch.testing.assert_close(*logits, atol=2e-4, rtol=1e-4)
-
-
-def test_saved_forked_and_selected_caches_go_on(make_llama, kept_sets, tmp_path):
-    model, ids = make_llama(), tokens(60, batch=2)
-    cache = cache_of(model.config, 8, 8, policy=SnapKV(3))
-    read(model, cache, ids[:, :40], ids[:, 40:41], ids[:, 41:45])
-    cache.save(tmp_path / "c")
-    loaded = h2okv.H2OCache.load(tmp_path / "c", model)
-    assert loaded.rule.kernel == 3
-    swapped = cache.fork(1)
-    swapped.batch_select_indices(torch.tensor([1, 0]))
-    steps = ids[:, 45:].split(1, dim=1)
-    expected = torch.cat(read(model, cache, *steps), dim=1)
-    assert torch.equal(torch.cat(read(model, loaded, *steps), dim=1), expected)
-    turned = torch.cat(read(model, swapped, *[step.flip(0) for step in steps]), dim=1)
-    torch.testing.assert_close(turned.flip(0), expected, atol=1e-4, rtol=1e-4)
-    for other in (loaded, cache):
-        other.check_integrity()
-        assert other.num_cached_tokens == 16 + 20
-    assert kept_sets(loaded) == kept_sets(cache)
 
 
 def test_a_prompt_within_the_budget_stays_whole(make_llama):

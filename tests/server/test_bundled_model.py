@@ -1,8 +1,6 @@
 """The server on the real engine and the bundled model."""
 
 import asyncio
-import threading
-import time
 
 import openai
 import pytest
@@ -66,35 +64,6 @@ def test_two_hundred_concurrent_clients_equal_single_requests(served, openings):
     assert stats.finished >= 225
 
 
-def test_equal_seeds_give_equal_texts(served):
-    client = served.client()
-    options = dict(max_tokens=16, temperature=1.0, n=2, seed=5)
-    first, again = (ask(client, "She opened the", **options) for _ in range(2))
-    texts = [choice.text for choice in first.choices]
-    assert texts == [choice.text for choice in again.choices] and texts[0] != texts[1]
-    assert [c.text for c in ask(client, "She opened the", **options | {"seed": 6}).choices] != texts
-
-
-def test_stop_text_ends_the_output_and_is_excluded(served):
-    client = served.client()
-    unstopped = ask(client, "It was a bright morning, and the", max_tokens=30).choices[0].text
-    stop = unstopped[8:11]
-    choice = ask(client, "It was a bright morning, and the", max_tokens=30, stop=stop).choices[0]
-    assert choice.text == unstopped[: unstopped.index(stop)] and choice.finish_reason == "stop"
-    stream = ask(client, "It was a bright morning, and the", max_tokens=30, stop=stop, stream=True)
-    assert "".join(chunk.choices[0].text for chunk in stream) == choice.text
-
-
-def test_logprobs_of_a_greedy_completion(served):
-    choice = ask(served.client(), "The king said to the", logprobs=2).choices[0]
-    logprobs = choice.logprobs
-    assert "".join(logprobs.tokens) == choice.text
-    for token, logprob, top in zip(
-        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
-    ):
-        assert top[token] == logprob == max(top.values()) < 0
-
-
 def test_budget_of_one_request(served, openings):
     client = served.client()
     standard, same, small = (
@@ -104,65 +73,6 @@ def test_budget_of_one_request(served, openings):
     assert standard == same != small
     with pytest.raises(openai.BadRequestError, match="this server keeps 96 at most; give less"):
         ask(client, openings[-1], extra_body={"h2o": "90+40"})
-
-
-def test_disconnected_client_frees_its_sequence(served):
-    client, before = served.client(), served.engine.stats().aborted
-    stream = ask(client, "Once", max_tokens=1500, stream=True, extra_body={"ignore_eos": True})
-    pieces = iter(stream)
-    for _ in range(5):  # the first comes before it has a row
-        next(pieces)
-    assert served.engine.stats().running == 1
-    stream.close()
-    client.close()
-    end = time.monotonic() + 5
-    while served.engine.stats().running:
-        assert time.monotonic() < end
-        time.sleep(0.005)
-    assert served.engine.stats().aborted == before + 1
-
-
-def test_requests_after_the_drain_time_get_an_error(start):
-    engine = h2okv.AsyncLLM("bundled", max_num_seqs=1, heavy=8, recent=8, max_prompt_tokens=64)
-    served = start(engine, model_name="bundled", drain=0.1)
-    stream = iter(ask(served.client(), "Once", max_tokens=1900, stream=True,
-                      extra_body={"ignore_eos": True}))  # fmt: skip
-    next(stream)
-    stopping = threading.Thread(target=served.stop)
-    stopping.start()
-    with pytest.raises(openai.APIError, match="shutting down") as caught:
-        for _ in stream:
-            pass
-    assert caught.value.code == "engine_stopped"
-    stopping.join(30)
-
-
-def test_refused_requests_leave_others_unchanged(served, openings):
-    expected = ask(served.client(), openings[3]).choices[0].text
-
-    async def all_of_them():
-        async with served.client(openai.AsyncOpenAI) as client:
-            bad = [
-                ask(client, openings[3], n=ROWS + 1),
-                ask(client, "word " * 1500),
-                ask(client, [5000]),
-                ask(client, "x", temperature=-1),
-            ]
-            good = [ask(client, openings[3]) for _ in range(4)]
-            return await asyncio.gather(*bad, *good, return_exceptions=True)
-
-    *bad, a, b, c, d = asyncio.run(all_of_them())
-    assert all(isinstance(error, openai.BadRequestError) for error in bad), bad
-    assert [answer.choices[0].text for answer in (a, b, c, d)] == [expected] * 4
-
-
-def test_chat_with_the_bundled_model(served):
-    answer = served.client().chat.completions.create(
-        model="bundled", messages=[{"role": "user", "content": "Where is the boat?"}],
-        max_tokens=40, temperature=0,
-    )  # fmt: skip
-    content = answer.choices[0].message.content
-    assert content and content == content.lstrip() and "\nUser:" not in content
 
 
 @pytest.fixture(scope="module")
@@ -203,16 +113,3 @@ def test_lm_eval_loglikelihoods_equal_the_model(served, own_loglikelihood, concu
         assert logprob == pytest.approx(expected_logprob, abs=2e-3)
         assert is_greedy == greedy
     assert results[1][0] < results[0][0]
-
-
-def test_lm_eval_greedy_generation(served):
-    path = str(bundled_model_path())
-    harness = LocalCompletionsAPI(
-        model="bundled", base_url=f"{served.address}/v1/completions", tokenizer=path,
-        tokenizer_backend="huggingface", max_retries=1,
-    )  # fmt: skip
-    answer = harness.model_call(
-        [CONTEXT], generate=True, gen_kwargs={"max_gen_toks": 8, "until": ["\n\n"]}
-    )
-    completion = ask(served.client(), CONTEXT, max_tokens=8, stop="\n\n")
-    assert harness.parse_generations(answer) == [completion.choices[0].text]

@@ -9,7 +9,7 @@ CHATML = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 CHAT = [
-    {"role": "system", "content": "Be brief."},
+    {"role": "developer", "content": "Be brief."},  # a system message
     {"role": "user", "content": "Who are you?"},
     {"role": "assistant", "content": "A model."},
     {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "text", "text": "I?"}]},

@@ -25,10 +25,6 @@ def locked(serve, fake):
     return serve(fake, api_key="a-long-secret")
 
 
-def test_correct_api_key_is_accepted(locked):
-    assert locked.client().completions.create(**BODY).usage.completion_tokens == 2
-
-
 @pytest.mark.parametrize("key", ["wrong", "a-long-secre", "a-long-secrets"])
 def test_wrong_api_key_is_refused(locked, fake, key):
     with pytest.raises(openai.AuthenticationError, match="missing or wrong") as caught:

@@ -103,6 +103,10 @@ def test_response_with_kept_tokens(served):
         ({"max_tokens": 2}, "max_tokens", "give max_output_tokens"),
         ({"max_output_token": 2}, "max_output_token", "did you mean max_output_tokens"),
         ({"response_format": {"type": "json_object"}}, "response_format", "give text.format"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "include"),
+        ({"top_logprobs": 2}, "top_logprobs", "top_logprobs"),
+        ({"truncation": "auto"}, "truncation", "truncation"),
+        *(({"max_output_tokens": n}, "max_output_tokens", "max_output_tokens") for n in (-1, 99)),
     ],
 )  # fmt: skip
 def test_unsupported_fields_raise_with_their_names(served, fake, change, param, words):

@@ -79,27 +79,19 @@ def call():
     return send
 
 
-def test_response_passes_through_unchanged(call):
-    answer, router = call(Replicas((complete, None)))
-    assert answer.json() == {"path": "/v1/completions", "body": "hello"}
-    assert (router.retried, router.broken) == (0, 0)
-
-
-def test_stream_passes_through_unchanged(call):
-    answer, _ = call(Replicas((streamed, None)))
-    assert answer.text == "data: 0\n\ndata: 1\n\ndata: 2\n\ndata: 3\n\n"
-    assert answer.headers["content-type"].startswith("text/event-stream")
-
-
-@pytest.mark.parametrize("lives", [0, 1])
-@pytest.mark.parametrize("app", [complete, streamed])
-def test_unstarted_response_is_retried_on_another_replica(call, app, lives):
-    expected, _ = call(Replicas((app, None)))
-    replicas = Replicas((app, lives), (app, lives), (app, None))
-    answer, router = call(replicas)
-    assert (answer.status_code, answer.text) == (200, expected.text)
-    assert (router.retried, router.broken) == (2, 0)
-    assert replicas.closed == 3
+@pytest.mark.parametrize(
+    ("app", "kind", "text"),
+    [(complete, "application/json", '{"path":"/v1/completions","body":"hello"}'),
+     (streamed, "text/event-stream", "".join(f"data: {number}\n\n" for number in range(4)))],
+)  # fmt: skip
+def test_unstarted_response_is_retried_on_another_replica(call, app, kind, text):
+    for plan, retried in (((), 0), (((app, 0),) * 2, 2), (((app, 1),) * 2, 2)):
+        replicas = Replicas(*plan, (app, None))
+        answer, router = call(replicas)
+        assert (answer.status_code, answer.text) == (200, text)
+        assert answer.headers["content-type"].startswith(kind)
+        assert (router.retried, router.broken) == (retried, 0)
+        assert replicas.closed == retried + 1
 
 
 def test_started_stream_ends_with_an_error(call):

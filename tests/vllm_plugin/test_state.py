@@ -8,8 +8,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import h2okv
 from h2okv.cache.rope import Rotation
 from h2okv.config import CacheConfig
-from h2okv.ops.decode import decode_with_scores, write_slot
-from h2okv.ops.indexed import Indexed
 from h2okv.ops.reference import AttentionSpec
 from h2okv.vllm_plugin.batch import Batch
 from h2okv.vllm_plugin.settings import records_steps, tokens_to_run
@@ -257,17 +255,6 @@ def test_a_request_goes_on_from_a_copy_of_another_s_state(options):
     third.check_state(layer)  # no one has written to what both began with
 
 
-def test_a_first_token_alone_is_a_step():
-    for options in ({}, {"policy": "best", "layer_budgets": BY_HEAD}):
-        config = config_of(**options)
-        pool, layer = make_layer(config)
-        request = Request(config, 20, 5, torch.float32)
-        request.block = 2
-        for _ in range(15):
-            run_batch(layer, pool, [(request, 1)])
-        request.check_state(layer)
-
-
 def test_ranks_whose_heads_need_less_have_slots_that_nobody_takes():
     config = config_of(policy="best", layer_budgets=BY_HEAD)
     sizes = [
@@ -423,24 +410,3 @@ def test_soft_cap_and_the_scale_reach_the_operations():
     plain = first(0.3, None)
     assert not torch.allclose(plain, first(0.6, None), atol=1e-3)
     assert not torch.allclose(plain, first(0.3, 0.5), atol=1e-3)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_indexed_attention_equals_attention_on_a_copy(dtype):
-    pages = torch.randn(5, 2 * HEADS * 7 * SIZE + 3).to(dtype)
-    blocks = pages[:, : HEADS * 7 * SIZE].view(5, HEADS, 7, SIZE)
-    index = torch.tensor([3, 0, 4])
-    query = torch.randn(3, HEADS * GROUPS, 1, SIZE).to(dtype)
-    entry, free = torch.randn(3, HEADS, 1, SIZE).to(dtype), torch.randint(7, (3, HEADS, 1))
-    hidden = torch.rand(3, HEADS, 7) < 0.3
-    copy = blocks[index].contiguous()
-    before = pages.clone()
-    write_slot(copy, free, entry)
-    write_slot(Indexed(blocks, index), free, entry)
-    assert copy.equal(blocks[index])
-    assert (pages != before).sum() <= 3 * HEADS * SIZE
-    indexed = Indexed(blocks, index)
-    results = decode_with_scores(query, indexed, indexed, hidden, AttentionSpec(0.3, 2.0))
-    expected = decode_with_scores(query, copy, copy, hidden, AttentionSpec(0.3, 2.0))
-    for left, right in zip(results, expected, strict=True):
-        torch.testing.assert_close(left, right)
