@@ -106,8 +106,9 @@ def divided(values: Mapping[str, Any]) -> dict[str, Any]:
     if is_tokens and parsed < 2:
         raise ValueError(f"budget {parsed} is too small; give 2 tokens or more, or a fraction")
     if not is_tokens and not 0 < parsed < 1:
+        written = budget if isinstance(budget, str) else f"{budget:g}"
         raise ValueError(
-            f"budget {budget} is out of range; give a fraction above 0 and up to 1 (100 %),"
+            f"budget {written} is out of range; give a fraction above 0 and up to 1 (100 %),"
             " tokens (64), or full"
         )
     heavy = parsed * (BEST_HEAVY_FRACTION if options.get("policy") == BEST else 0.5)

@@ -333,8 +333,12 @@ class BaseLayer(CacheLayerMixin):
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes 0 or minus a number of tokens, got {tokens_to_remove}.")
         if self.log is not None:
-            num_sequences = self.batch_size if self.is_initialized else 1
-            self.take_back([-tokens_to_remove] * num_sequences)
+            state, plan = self.log.take_back(vars(self).get("state"), -tokens_to_remove)
+            self.cumulative_length += tokens_to_remove
+            if tokens_to_remove:
+                self.state, self.num_columns = state, None
+            if plan is not None:
+                self.restore_plan(plan)
             self.grow()
         elif tokens_to_remove:
             raise ValueError(
@@ -342,15 +346,6 @@ class BaseLayer(CacheLayerMixin):
                 " cache.activate_past_recording() before, as assistant_model and"
                 " prompt_lookup_num_tokens of transformers 5.24 do."
             )
-
-    def take_back(self, counts: Sequence[int]) -> None:
-        """Return each sequence to what it was before its last `counts` tokens; mutates."""
-        state, plan = self.log.take_back(vars(self).get("state"), counts)
-        self.cumulative_length -= min(counts)
-        if any(counts):
-            self.state, self.num_columns = state, None
-        if plan is not None:
-            self.restore_plan(plan)
 
     def activate_past_recording(self) -> None:
         """Record what each token changes, for `crop`; mutates the layer."""

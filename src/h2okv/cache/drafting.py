@@ -6,7 +6,6 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -201,13 +200,11 @@ class StepLog:
         records = [(selected(record), plan) for record, plan in self._records]
         self._records = deque(records, maxlen=_MOST_TOKENS)
 
-    def take_back(self, state: SlotState, counts: Sequence[int]) -> tuple[SlotState, Plan | None]:
-        """Restore each sequence of a state as it was before its last `counts` tokens; mutates both.
+    def take_back(self, state: SlotState, count: int) -> tuple[SlotState, Plan | None]:
+        """Restore a state as it was before its last `count` tokens; mutates it and the log.
 
-        Returns the state, and the plan of a layer whose sequences all were restored. Where the
-        counts differ, what the layer counts is up to the caller.
+        Returns the state, and the plan of its layer.
         """
-        count = max(counts)
         if count > len(self._records):
             raise ValueError(
                 f"H2OCache can take back its last {len(self._records)} tokens, got crop({-count});"
@@ -215,17 +212,12 @@ class StepLog:
                 " length) before a first forward that brings drafts behind the prompt."
             )
         plan = None
-        for number in range(count):
-            record, plan_before = self._records.pop()
-            rows = [row for row, times in enumerate(counts) if times > number]
-            if len(rows) < len(counts):
-                _restore(state, record, torch.tensor(rows, device=state.device))
-                continue
+        for _ in range(count):
+            record, plan = self._records.pop()
             if isinstance(record, SlotState) and _shapes(record) != _shapes(state):
                 state = record
             else:
-                _restore(state, record, slice(None))
-            plan = plan_before
+                _restore(state, record)
         if count:
             state.known_lengths = state.known_totals = state.scored_lengths = None
         self.num_drafts = 0
@@ -233,17 +225,16 @@ class StepLog:
         return state, plan
 
 
-def _restore(state: SlotState, record: SlotState | dict[str, Any], rows: Tensor | slice) -> None:
-    """Restore sequences of a state with as many slots as before; mutates the state."""
+def _restore(state: SlotState, record: SlotState | dict[str, Any]) -> None:
+    """Restore a state with as many slots as before; mutates it."""
     tensors = state.tensors()
     before_all = record.tensors() if isinstance(record, SlotState) else record
     for name, before in before_all.items():
         tensor = tensors[name]
         if isinstance(before, tuple):
-            index, before = before
-            tensor[rows] = tensor[rows].scatter(2, index[rows], before[rows])
+            tensor.scatter_(2, *before)
         else:
-            tensor[rows] = before[rows]
+            tensor.copy_(before)
 
 
 def _shapes(state: SlotState) -> dict[str, torch.Size]:

@@ -74,11 +74,10 @@ class PooledSequence:
     # Entries that it lacks until its span ends, as a cut has waited for the end of an image.
     num_lacking: int = 0
 
-    def read(self, count: int, span: int) -> int:
-        """Count tokens; return the entries that it lacked if its span has ended; mutates."""
-        left, lacking = span - (self.seen - self.span_start) % span, 0
-        self.seen += count
-        if count >= left:
+    def read_one(self, span: int) -> int:
+        """Count a token; return the entries that it lacked if its span has ended; mutates."""
+        self.seen, lacking = self.seen + 1, 0
+        if (self.seen - self.span_start) % span == 0:
             lacking, self.num_lacking = self.num_lacking, 0
         return lacking
 
@@ -306,32 +305,15 @@ class SlotPool:
                 layer.writer, layer.num_forwards = pool_layer.writer, 1
                 layer.rotations.follow(pool_layer.rotations)
 
-    def begin_drafts(self) -> None:
-        """Record what each token of the next forward changes, for `end_drafts`; mutates."""
-        self.cache.activate_past_recording()
-        for layer in self.slot_layers:  # a mask has columns for the tokens of the forward alone
-            layer.cumulative_length.zero_()
-            layer.num_columns = 0
-
-    def end_drafts(self, accepted: Sequence[int]) -> int:
-        """Roll back to the tokens that each sequence keeps, 1 or more; return what they evicted."""
-        for layer in self.slot_layers:
-            assert layer.log is not None
-            layer.take_back([len(layer.log) - count for count in accepted])
-            layer.log = None
-        evicted = self.count_step(accepted)
-        self._show()
-        return evicted
-
-    def count_step(self, counts: Sequence[int] | None = None) -> int:
-        """Note what sequences have read, a token each by default; return the entries evicted."""
-        counts, before = counts or [1] * len(self._sequences), self._num_entries
-        pairs = zip(self._sequences, counts, strict=True)
-        lacking = sum(sequence.read(count, self._span) for sequence, count in pairs)
+    def count_step(self) -> int:
+        """Note that each sequence has read a token; return the entries evicted."""
+        before = self._num_entries
+        lacking = sum(sequence.read_one(self._span) for sequence in self._sequences)
         for layer in self.slot_layers:
             layer.state.known_lengths = tuple(sequence.seen for sequence in self._sequences)
         self._num_entries = self._count_all_entries()
-        return before + sum(counts) * self.num_heads - self._num_entries - lacking
+        read = len(self._sequences) * self.num_heads
+        return before + read - self._num_entries - lacking
 
     def _count_all_entries(self) -> int:
         """Return the entries in all heads of layers that evict by H2O."""

@@ -36,7 +36,7 @@ _DRAWS = 4  # of the labels by which losses are estimated; at a tenth one decide
 _AFTER_ALL = torch.iinfo(torch.int32).max
 _SAME_FRACTION = 1e-6  # fractions that differ by less are one, up to rounding
 NUM_PASSES = _WINDOWS * 3  # over the weights
-_WORK = 1.2  # of the passes over a window, in products of a prompt with all weights
+_WORK = 1.6  # of the passes over a window, in products of a prompt with all weights
 _TRIES = 6
 # Numbers of weights whose copies in bf16 take less time than they save, and not too much memory.
 _COPIED = range(1 << 24, 1 << 31)
@@ -494,6 +494,24 @@ def losses_by_orders(
     return losses
 
 
+class _Gate(torch.autograd.Function):
+    """The mask of a layer's attention, as if gates of 0, ``[H, spans, N]``, were added to it."""
+
+    @staticmethod
+    def forward(ctx: Any, mask: Tensor, gates: Tensor, num_heads: int) -> Tensor:
+        ctx.shape = gates.shape
+        return mask.expand(-1, num_heads, -1, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        heads, spans, length = ctx.shape
+        of_heads = gradient[0, ..., :length].unflatten(0, (heads, -1)).sum(1, dtype=torch.float32)
+        missing = spans * _QUERIES_OF_A_GATE - of_heads.shape[1]
+        if missing:
+            of_heads = torch.nn.functional.pad(of_heads, (0, 0, 0, missing))
+        return None, of_heads.unflatten(1, (spans, -1)).sum(2), None
+
+
 @contextmanager
 def _gated(model: PreTrainedModel, gates: Mapping[int, Tensor]) -> Iterator[None]:
     """Add gates to the masks of the layers' attention, which runs in plain PyTorch meanwhile."""
@@ -502,14 +520,10 @@ def _gated(model: PreTrainedModel, gates: Mapping[int, Tensor]) -> Iterator[None
         mask = kwargs.get("attention_mask")
         if mask is None:
             raise ValueError(f"{type(module).__name__} takes no attention mask")
-        values = gates[module.layer_idx]
-        heads, spans, length = values.shape
-        queries, keys = mask.shape[-2:]
-        values = values.repeat_interleave(_QUERIES_OF_A_GATE, dim=1)[:, :queries]
-        values = torch.nn.functional.pad(values, (0, keys - length))
-        group = model.config.get_text_config().num_attention_heads // heads
-        values = values.repeat_interleave(group, dim=0)
-        return args, kwargs | {"attention_mask": mask + values.to(mask.dtype)}
+        num_heads = model.config.get_text_config().num_attention_heads
+        return args, kwargs | {
+            "attention_mask": _Gate.apply(mask, gates[module.layer_idx], num_heads)
+        }
 
     with ExitStack() as undo:
         restore_attention(model, undo)
