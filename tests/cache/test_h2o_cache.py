@@ -7,6 +7,7 @@ import torch
 from oracle import cache_of
 from transformers import DynamicCache
 
+import h2okv
 from h2okv.cache.argument import CACHE
 
 
@@ -227,3 +228,27 @@ def test_a_cache_that_fills_while_decoding_is_known_to_be_full(model, positions)
             seen_mask = mask[:, : step + 1]
             model(torch.full((1, 1), 7), attention_mask=seen_mask, past_key_values=cache)
         cache.check_integrity()
+
+
+class Equal(h2okv.Rule):
+    """Ranks all entries alike."""
+
+    name = "equal"
+
+    def priority(self, scores, positions, newest, layer_idx):
+        return torch.zeros_like(scores)
+
+
+@pytest.mark.parametrize("evict_every", [None, 4])
+def test_of_equal_entries_the_oldest_leave_whatever_the_order_of_slots(make_llama, evict_every):
+    """After steps that evict, slots are not in the order of the text."""
+    model = make_llama()
+    cache = h2okv.H2OCache(model.config, 6, 2, policy=Equal(), evict_every=evict_every)
+    ids, read = torch.arange(20)[None], 0
+    with torch.no_grad():
+        for length in (13, 1, 1, 1, 1, 3):
+            model(ids[:, read : read + length], **{CACHE: cache})
+            read += length
+    for layer in range(model.config.num_hidden_layers):
+        for head in cache.kept_positions(layer)[0].tolist():
+            assert sorted(p for p in head if p >= 0) == list(range(12, 20))
