@@ -103,7 +103,8 @@ def test_one_measurement_serves_dtypes_budgets_layers_and_heads(measured, capsys
     assert len(measured) == 1 and len(lines) == 2
 
 
-def test_shares_of_one_pass_are_those_of_each_fraction(model):
+def test_shares_of_one_pass_are_those_of_each_fraction(model, monkeypatch):
+    monkeypatch.setattr(factors, "_DRAWS", 1)  # which take half of the time
     ids = layer_budgets.calibration_ids(*_text(model)[::2])
     shares = factors.measure_shares(model, ids)
     for by_head in (False, True):

@@ -36,7 +36,7 @@ _DRAWS = 4  # of the labels by which losses are estimated; at a tenth one decide
 _AFTER_ALL = torch.iinfo(torch.int32).max
 _SAME_FRACTION = 1e-6  # fractions that differ by less are one, up to rounding
 NUM_PASSES = _WINDOWS * 3  # over the weights
-_WORK = 1.6  # of the passes over a window, in products of a prompt with all weights
+_WORK = 2.0  # of the passes over a window, in products of a prompt with all weights
 _TRIES = 6
 # Numbers of weights whose copies in bf16 take less time than they save, and not too much memory.
 _COPIED = range(1 << 24, 1 << 31)
