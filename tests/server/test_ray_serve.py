@@ -76,11 +76,10 @@ def expected():
     """Return the text of a single engine with a server's defaults, by number of tokens."""
     from h2okv.engine.config import EngineConfig
     from h2okv.engine.llm import AsyncLLM
-    from h2okv.engine.serving import in_tokens, with_states
+    from h2okv.engine.serving import with_states
 
-    options = {"policy": "best", "max_num_seqs": SEQS, "max_prompt_tokens": 256, "min_tokens": 64}
+    options = {"policy": "best", "budget": 512, "max_num_seqs": SEQS, "max_prompt_tokens": 256}
     config, _ = with_states(EngineConfig.from_options(**options), None)
-    config, _ = in_tokens(config, "bundled")
 
     async def texts():
         engine = AsyncLLM("bundled", config=config)
