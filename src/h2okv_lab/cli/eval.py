@@ -435,6 +435,7 @@ def sweep(
     work = out / "working"
     with naming(out, "written", "choose another folder for --out"):
         work.mkdir(parents=True, exist_ok=True)
+    _table("--out: the file", out / "results.csv")
     tasks = plan.make_tasks(Surroundings(data, work, limit, batch_size))
     names = dict.fromkeys(task.name for task in tasks)
     for name in only or ():

@@ -325,6 +325,13 @@ def test_a_needle_that_is_too_long_is_refused_early(h2okv_command, tmp_path, mon
     assert "--too-long" not in done.err
 
 
+def test_a_sweep_replaces_no_table_of_others(h2okv_command, tmp_path):
+    (tmp_path / "results.csv").write_text("name,price\n")
+    ended = h2okv_command("eval", "sweep", "table1", "--out", tmp_path)
+    assert ended.code == 2 and "results.csv' is not a table of h2okv eval" in ended.err
+    assert (tmp_path / "results.csv").read_text() == "name,price\n"
+
+
 def test_sweep_names_missing_files(h2okv_command, tmp_path):
     done = h2okv_command("eval", "sweep", "figure44", "--out", tmp_path / "o")
     assert done.code == 2 and "did you mean figure4" in done.err
