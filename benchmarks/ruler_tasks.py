@@ -25,6 +25,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import quality
+
 from h2okv.assets import sample_prompt
 from h2okv.models.loading import describe
 from h2okv.prompts.chat_template import chat_text, encode
@@ -306,7 +308,11 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=500, help="samples of each task")
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--out", type=Path, required=True, help="folder of the files")
-    args = parser.parse_args()
+    quality.run_alone(parser, write)
+
+
+def write(args: argparse.Namespace) -> None:
+    """Write the files that the command line asks for."""
     book = None if args.book is None else read_text_file(data_file(args.book, args.data))
     sources = Sources(book or sample_prompt(), args.data, args.length)
     tokenizer = describe(args.model).tokenizer

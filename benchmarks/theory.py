@@ -18,6 +18,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
+import quality
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -333,7 +334,11 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="text file (the opening of a novel)")
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of the text")
     parser.add_argument("--out", type=Path, required=True, help="folder of the report")
-    args = parser.parse_args()
+    quality.run_alone(parser, measure)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measure what the command line asks for, and write the tables."""
     warnings.filterwarnings("ignore", ".* too few for good text")  # meant: sets are to be counted
     text = sample_prompt() if args.text is None else read_text_file(args.text)
     described = describe(args.model)
@@ -343,8 +348,8 @@ def main() -> None:
     open_folder(args.out, described.name, text, sample.length)
     model = load_weights(described, None, torch.device("cpu"))
     study = Study(model, sample, args.out / CACHE_FOLDER)
-    for measure in (measure_theory, measure_long):
-        for name, rows in measure(study).items():
+    for measured in (measure_theory, measure_long):
+        for name, rows in measured(study).items():
             write_csv(args.out / f"{name}.csv", rows)
             print(args.out / f"{name}.csv", flush=True)
 

@@ -57,7 +57,8 @@ def test_conversations_give_the_tokens_of_a_cold_engine(
     for _ in range(rounds):
         prompts, new = conversations(rng, texts), rng.randint(1, 25)
         if rng.random() < 0.2:
-            warm.generate(prompts, greedy(1))  # what is read now and continued later
+            for engine in (warm, cold):
+                engine.generate(prompts, greedy(1))  # what is read now and continued later
         # Spans at the beginning, which states may have, and at the end.
         lengths = [len(prompt) for prompt in prompts]
         spans = [[[(0, 1)], [(n - 1, n)], [(0, 1), (n - 1, n)][: n - 1], []] for n in lengths]
@@ -68,8 +69,7 @@ def test_conversations_give_the_tokens_of_a_cold_engine(
         texts += [prompt + answer for prompt, answer in zip(prompts, tokens[0], strict=True)]
     stats = warm.stats()
     assert stats.prefix_hits > 0
-    assert stats.reused_tokens > 0  # what is read now and continued later is read twice at most
-    assert stats.prompt_tokens < 1.1 * cold.stats().prompt_tokens
+    assert stats.prompt_tokens < cold.stats().prompt_tokens
     assert 0 < stats.prefix_bytes <= 1 << 20
     assert cold.stats().prefix_states == cold.stats().prefix_hits == 0
 

@@ -45,8 +45,8 @@ class SlotLayer(CacheLayer):
     def _forget(self) -> None:
         super()._forget()
         self._placed: tuple[list[Any], tuple[int, ...]] | None = None  # of the last `step_key`
-        # Whether every slot has an entry, between the blocks of a forward.
-        self.is_in_order = self._is_dense = False
+        self.is_in_order = False
+        self._is_dense = False  # whether every slot has an entry, between the blocks of a forward
         self.slots = SlotPlan(self.rule, self.storage, self.head_budgets is not None, self.span)
 
     def __getstate__(self) -> dict[str, Any]:

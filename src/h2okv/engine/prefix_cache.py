@@ -23,6 +23,7 @@ from h2okv.console import format_bytes
 from h2okv.engine.config import DEFAULT_STATES, EngineConfig
 from h2okv.engine.memory import release_workers
 from h2okv.prompts.chat_template import Pins
+from h2okv.prompts.readers import FieldError
 from h2okv.records import naming
 
 # Beginnings of texts that are remembered without a state: of 100 bytes each.
@@ -202,10 +203,11 @@ class PrefixFolder:
                 self._list()
             status = self.path.stat()
         if os.name == "posix" and (status.st_uid != os.geteuid() or status.st_mode & 0o002):
-            raise ValueError(
-                f"prefix_cache_folder '{self.path}' must be yours, and not writable for everyone,"
-                " as answers continue from its states; change that (chmod 700), or give another."
+            problem = (
+                f" '{self.path}' must be yours, and not writable for everyone, as answers continue"
+                " from its states; change that (chmod 700), or give another"
             )
+            raise FieldError(("prefix_cache_folder",), problem)
 
     @classmethod
     def of(cls, config: EngineConfig) -> PrefixFolder | None:

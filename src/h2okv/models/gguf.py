@@ -94,10 +94,15 @@ def sha256(*paths: Path) -> str:
 
 
 @contextlib.contextmanager
-def temporary_folder(cache: Path, prefix: str) -> Iterator[Path]:
+def temporary_folder(
+    cache: Path,
+    prefix: str,
+    problem: str | None = None,
+    remedy: str = "make room there, or set XDG_CACHE_HOME to another folder",
+) -> Iterator[Path]:
     """Make a temporary folder in the cache, to be moved into place once it is complete."""
-    room = "make room there, or set XDG_CACHE_HOME to another folder"
-    with refusing(f"'{cache}' cannot be written", room, OSError, SafetensorError):
+    problem = problem or f"'{cache}' cannot be written"
+    with refusing(problem, remedy, OSError, SafetensorError):
         cache.mkdir(parents=True, exist_ok=True)
         for stale in cache.glob(f"{prefix}*"):  # by a process that was killed
             if time.time() - stale.stat().st_mtime > _DAY:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import json
 import math
@@ -310,13 +311,12 @@ def convert(meta: MetaModel, files: CheckpointFiles, path: Path) -> None:
     named = named_keys(meta, files)
     groups = _groups(meta, named)
     total = sum(slot.nbytes for group in groups for slot in group)
-    with temporary_folder(path.parent, ".rewriting-") as temporary:
+    where = f"{total} bytes to '{path}'"
+    problem = f"the weights must be rewritten to be streamed, {where}, which failed"
+    remedy = "give XDG_CACHE_HOME another folder with room, or --weights device"
+    with temporary_folder(path.parent, ".rewriting-", problem, remedy) as temporary:
         if shutil.disk_usage(temporary).free < total:
-            raise ValueError(
-                f"the weights must be rewritten to be streamed, {total} bytes to '{path}', and"
-                " there is no room for them; give XDG_CACHE_HOME another folder with room, or"
-                " --weights device"
-            )
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         writer = CheckpointWriter(temporary)
         with Progress("rewriting the weights", total, "bytes") as bar:
             for group in groups:
