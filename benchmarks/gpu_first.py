@@ -496,10 +496,10 @@ def part_j(bench: Bench) -> None:
         for number in range(begin + 2 * span):
             for tensor in inputs:
                 tensor.copy_(bench.draw(*tensor.shape))
-            batch_at(number, eager_pool).run(eager, *inputs, outputs[0])
+            batch_at(number, eager_pool).run(eager, *[*inputs, outputs[0]])
             now = batch_at(number, other_pool)
             if number < begin:
-                now.run(other, *inputs, outputs[1])
+                now.run(other, *[*inputs, outputs[1]])
                 continue
             if replay is None:
                 before = other_pool.pages.clone()

@@ -87,12 +87,14 @@ def complete(
     model: Any = tested.model
     ids = [tested.encode(prompt) for prompt in prompts]
     batch, mask = left_padded(ids, input_device(model))
+    tokens: Any = tested.tokenizer
+    pad = tokens.eos_token_id if tokens.pad_token_id is None else tokens.pad_token_id
     cache = h2okv.H2OCache(model, **config.to_dict())
     with enable(model), torch.no_grad():
         output = model.generate(
             batch, attention_mask=mask, do_sample=False, **{CACHE: cache},
             max_new_tokens=max_new_tokens, repetition_penalty=1.0,
-            pad_token_id=tested.pad_token_id,
+            pad_token_id=pad,
             stopping_criteria=StoppingCriteriaList([AllCut(tested, batch.shape[1], stops)]),
         )  # fmt: skip
     texts = [tested.decode(row[batch.shape[1] :].tolist()) for row in output]

@@ -62,7 +62,8 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
     tokens = prompts_of(setting, setting["vocabulary"]).tolist()
     if setting.get("one_batch"):
         tokens = tokens[: runner.limits.batch_size]
-    sequences = [BatchSequence(n, ids, setting["new"]) for n, ids in enumerate(tokens)]
+    new, params = setting["new"], request.sampling
+    sequences = [BatchSequence(n, ids, new, params) for n, ids in enumerate(tokens)]
     passes: list[tuple[float, int]] = []
     done: list[BatchSequence] = []
     scheduler = runner.scheduler

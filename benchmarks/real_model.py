@@ -68,7 +68,10 @@ SHARE_OF_BYTES = 0.9  # of the speed-up that the bytes of a large batch of long 
 WARMUP = 8
 ALSO_H2O = {"compiled": "h2o", "uneven": "h2o", "best": "h2o"}
 MEASURES = ("prompt", "step", "weights", "peak", "import")
-WEIGHTS = {"fp32": {"packed": None}, "bf16": {"packed": None, "int4": 4}}
+WEIGHTS: dict[str, dict[str, int | None]] = {
+    "fp32": {"packed": None},
+    "bf16": {"packed": None, "int4": 4},
+}
 SETTING = ("threads", "model", "dtype", "batch", "prompt", "budget", "measure", "implementation")
 """The columns by which a recorded row is found again."""
 

@@ -275,7 +275,7 @@ def summarize(outcomes: Sequence[Outcome], load: Load) -> dict[str, Any]:
         # The server's usage, chunks of the stream, or a mixture of both.
         "counted_by": "both" if len(kinds) == 2 else "".join(kinds),
     }
-    times = {
+    times: dict[str, list[Any]] = {
         "first_token": [x.first_token for x in good],
         "per_token": [x.per_token for x in good],
         "gap": [gap for x in good for gap in x.gaps],

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from h2okv import cache_spec
 from h2okv.budget import (
@@ -229,6 +229,11 @@ class CacheConfig:
     measured: int | None = field(default=None, metadata=LATER)
     whole_prompts: bool = field(default=False, metadata=LATER)
     grows: bool = field(default=False, metadata=LATER)
+    if TYPE_CHECKING:  # of `checked_arguments`, with the argument that only `divided` knows
+
+        def __init__(
+            self, *fields: Any, budget: int | float | str | Budget | None = None, **named: Any
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str):
