@@ -3,6 +3,7 @@
 import warnings
 
 import pytest
+import torch
 
 import h2okv
 from h2okv import CacheConfig, H2OCache
@@ -81,6 +82,23 @@ def test_a_policy_as_papers_write_it_gets_a_hint(config, policy, meant):
 def test_what_is_no_model_and_too_much_is_refused(config, arguments, message):
     with pytest.raises(ValueError, match=message):
         H2OCache(*(config if argument == "CONFIG" else argument for argument in arguments))
+
+
+@pytest.mark.parametrize("way", ["model.forward", "model.compile", "torch.compile(model)"])
+def test_a_forward_compiled_as_for_a_static_cache_is_warned_of(make_llama, way):
+    """Its prompts would be traced layer by layer; `generate` bypasses what wraps the model."""
+    model = make_llama()
+    if way == "model.forward":
+        model.forward = torch.compile(model.forward)
+    elif way == "model.compile":
+        model.compile()
+    else:
+        model = torch.compile(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        H2OCache(model, 64)
+    texts = [str(warning.message) for warning in caught]
+    assert [("enable(model, compile=True)" in text) for text in texts] == [True] * (way[0] == "m")
 
 
 def test_arguments_of_generate_are_told_apart(config):

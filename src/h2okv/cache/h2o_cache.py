@@ -104,6 +104,7 @@ class H2OCache(Cache):
         config = support.config_of(config)
         self.config = config
         support.check_model(config)
+        support.check_compiled(model)
         window = support.context_window(config)
         self.position_rule = PositionRule(
             cache.positions, self.evict_every, window, cache.whole_prompts

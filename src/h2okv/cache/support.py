@@ -58,6 +58,17 @@ def auto_model(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM if is_causal else AutoModelForImageTextToText
 
 
+def check_compiled(model: object) -> None:
+    """Warn of a forward that torch.compile would trace for prompts, layer by layer."""
+    inner = {} if isinstance(model, PreTrainedConfig) else vars(unwrap(model))
+    is_compiled = hasattr(inner.get("forward"), "_torchdynamo_orig_callable")
+    if is_compiled or inner.get("_compiled_call_impl") is not None:
+        warn(
+            "the model's forward is compiled, which takes minutes for a prompt of an H2OCache; give"
+            " a model as it was loaded, and compile its steps by h2okv.enable(model, compile=True)."
+        )
+
+
 def unwrap(model: object) -> PreTrainedModel:
     """Return the model inside a wrapper of `torch.compile` or PEFT."""
     inner: Any = model
