@@ -30,6 +30,11 @@ def pins_of(tokenizer: Any, messages: Any, length: int, seed: int) -> dict[str, 
     """Return the pinned spans by the name of their row."""
     question = message_spans(tokenizer, messages, ["last_user"])
     begin, end = question[0]
+    if end - begin >= begin:
+        raise ValueError(
+            f"a chat must have more tokens before its question than in it, got {begin} and"
+            f" {end - begin}."
+        )
     at = random.Random(seed).randrange(begin - (end - begin))
     return {
         "nothing": [],

@@ -216,6 +216,9 @@ def measure_states(plain: PreTrainedModel, tokenizer: Any, args: Any, setting: A
         engine = Engine(plain, tokenizer, args, args.budget, None)
         engine.ask(source_tokens(tokenizer, length))
         stats = engine.llm.stats()
+        if not stats.prefix_states:
+            least = args.evict_every
+            raise SystemExit(f"--state-tokens {length} leaves no state; give {least} or more")
         samples = {
             STATES: [stats.prefix_bytes / stats.prefix_states / 2**20],
             "slots": [stats.reserved_bytes / 2**20],  # K + c of one sequence

@@ -255,6 +255,8 @@ def measure(
                     name: [peak_beyond_model(args.model, DTYPES[dtype], runners[name].spec, ids)]
                     for name in ("h2o", "dynamic")
                 }
+                if not all(map(all, bytes_.values())):
+                    raise SystemExit(f"--prompts {ids.shape[1]} is too short to see a peak")
                 targets = [Target("dynamic", PEAK_LIMIT)]
                 rows += rows_for("peak of a prompt", "MiB", bytes_, targets, setting)
             for runner in runners.values():
