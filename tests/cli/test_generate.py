@@ -205,6 +205,7 @@ def test_an_answer_is_read_again_with_the_full_cache(generate):
 
 def test_a_text_that_comes_at_once_has_no_speed(generate, monkeypatch):
     monkeypatch.setattr("h2okv.engine.verify._TIE", 1.0)
+    monkeypatch.setattr("h2okv.engine.verify._NATS", float("inf"))
     repair = ("--max-new-tokens", 12, "--verify", "repair")
     for options in (repair, ("--max-new-tokens", 1)):
         outcome = generate(*BUDGET, *options)
@@ -214,6 +215,7 @@ def test_a_text_that_comes_at_once_has_no_speed(generate, monkeypatch):
 
 def test_an_answer_that_differs_is_repaired(generate, monkeypatch):
     monkeypatch.setattr("h2okv.engine.verify._TIE", 1.0)
+    monkeypatch.setattr("h2okv.engine.verify._NATS", float("inf"))
     outcome = generate(*BUDGET, "--json", "--max-new-tokens", 12, "--verify", "repair")
     repaired = json.loads(outcome.out)
     full = json.loads(generate("--policy", "full", "--json", "--max-new-tokens", 12).out)

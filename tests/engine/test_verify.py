@@ -2,7 +2,9 @@
 
 import asyncio
 import copy
+import math
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 import h2okv
 from h2okv.engine import verify as core
+from h2okv.engine.request import Comparison
 from h2okv.engine.structured import json_grammar
 
 
@@ -208,8 +211,9 @@ def test_a_failure_leaves_the_answer(make_llama, make_llm, make_prompts, greedy,
 
 @pytest.fixture
 def eager(monkeypatch):
-    """Repair whatever differs: a random model's choices are near ties."""
+    """Repair whatever differs: a random model's choices are near ties, and not sure."""
     monkeypatch.setattr(core, "_TIE", 1.0)
+    monkeypatch.setattr(core, "_NATS", math.inf)
     monkeypatch.setattr(core, "_FIRST", 16)
 
 
@@ -251,7 +255,7 @@ def test_an_answer_that_differs_is_replaced_by_the_full_caches(
 
 
 def test_windows_read_the_prompt_again_for_a_repair(
-    gemma, make_llm, make_prompts, greedy, monkeypatch
+    gemma, make_llm, make_prompts, greedy, eager, monkeypatch
 ):
     monkeypatch.setattr(core, "_TIE", 2.0)  # whatever the cache, so that all are repaired
     llm, prompts = make_llm(gemma, heavy=200, recent=200), make_prompts([40, 61])
@@ -263,7 +267,7 @@ def test_windows_read_the_prompt_again_for_a_repair(
         assert output.verified.repaired and output.verified.repair_tokens == len(prompt) + 16
 
 
-def test_a_difference_that_is_late_or_small_is_not_repaired(
+def test_a_difference_that_is_late_small_or_unsure_is_not_repaired(
     make_llama, make_llm, make_prompts, greedy, eager, monkeypatch
 ):
     model, prompts = make_llama(), make_prompts([60])
@@ -272,14 +276,44 @@ def test_a_difference_that_is_late_or_small_is_not_repaired(
     first, answer = output.verified.first_difference, output.completions[0].token_ids
     shares = oracle(model, prompts[0], answer)[first].softmax(-1)
     tie = float(shares[answer[first]] / shares.amax())
+    logs = oracle(model, prompts[0], answer)[: core._SURE].log_softmax(-1)
+    nats = -float((logs.exp() * logs).sum(-1).mean())
     monkeypatch.setattr(core, "_FIRST", first + 1)
     for name, repairs, lets in [
-        ("_FIRST", first + 1, first), ("_TIE", tie + 1e-4, tie - 1e-4)
+        ("_FIRST", first + 1, first), ("_TIE", tie + 1e-4, tie - 1e-4),
+        ("_NATS", nats + 1e-3, nats - 1e-3),
     ]:  # fmt: skip
         monkeypatch.setattr(core, name, lets)
         assert not llm.generate(prompts, greedy(20), verify="repair")[0].verified.repaired
         monkeypatch.setattr(core, name, repairs)
         assert llm.generate(prompts, greedy(20), verify="repair")[0].verified.repaired
+
+
+@pytest.mark.parametrize(
+    ("answer", "choice", "ratio", "entropy", "may_be_wrong"),
+    [
+        (" It is 7 of them", " the", 0.5, 4.0, True),  # an answer with figures
+        (" It is one of them", " 4", 0.5, 4.0, True),
+        (" It is one of them", " ", 0.5, 4.0, True),  # the space before a number
+        (" It is one of them", " the", 0.5, 1.4, True),  # sure
+        (" It is one of them", " the", 0.5, 1.6, False),  # goes on in another way
+        (" It is one of them", "\n", 0.5, 1.6, False),
+        (" It is 7 of them", " the", 0.91, 0.1, False),  # a near tie
+    ],
+)
+def test_what_differs_is_repaired_where_it_may_be_wrong(
+    tokenizer, answer, choice, ratio, entropy, may_be_wrong
+):
+    tokens, full = (
+        tokenizer(text, add_special_tokens=False).input_ids for text in (answer, choice)
+    )
+    compared = [Comparison(True, 0.0, token, 1.0, entropy) for token in tokens]
+    compared[-1] = Comparison(False, 0.5, full[0], ratio, entropy)
+    output = SimpleNamespace(tokens=tokens, tokenizer=tokenizer)
+    check = core._Check(output, None, is_sampled=False, since=0.0, compared=compared)
+    assert check.differs is may_be_wrong
+    late = [Comparison(True, 0.0, 5, 1.0, entropy)] * core._FIRST
+    assert not core._Check(output, None, False, 0.0, compared=late + compared).differs
 
 
 def test_schemas_samples_and_log_probabilities_of_a_repair(eager):
@@ -463,14 +497,14 @@ def test_a_repaired_answer_comes_at_once_and_a_client_may_leave(
     async def main():
         pieces = [piece async for piece in llm.generate(prompt, greedy(20), **repair)]
         leaver = asyncio.create_task(anext(llm.generate(prompt, greedy(400), **repair)))
-        while not any(check.again for check in llm.engine.verifier._checks()):
+        while not any(check.again for check in llm.engine.verifier._waiting):
             await asyncio.sleep(0.001)
         leaver.cancel()
         while llm.stats().verify_waiting:
             await asyncio.sleep(0.001)
         stats = llm.stats()
         late = asyncio.create_task(collect())
-        while not any(check.again for check in llm.engine.verifier._checks()):
+        while not any(check.again for check in llm.engine.verifier._waiting):
             await asyncio.sleep(0.001)
         await llm.aclose(drain=0.0)
         return pieces, stats, await late

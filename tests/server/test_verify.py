@@ -53,6 +53,7 @@ def test_usage_has_the_figures_whole_and_streamed(served):
 
 def test_a_repair_is_in_usage_and_counted(served, fetch, monkeypatch):
     monkeypatch.setattr("h2okv.engine.verify._TIE", 1.0)
+    monkeypatch.setattr("h2okv.engine.verify._NATS", float("inf"))
     client, repair = served.client(), {"h2o": {"verify": "repair"}}
     text = {"prompt": "Once upon a time there was " * 4, "max_tokens": 40, "temperature": 0}
     text |= {"model": "bundled", "extra_body": repair}

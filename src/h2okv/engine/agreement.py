@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -107,37 +107,27 @@ def _student(degrees: float) -> float:
     return z + first + second + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * d**3)
 
 
-@dataclass
-class _Window:
-    """The newest answers of one budget and kind: ``(number, tokens, agreed, weight)``.
-
-    The weight of an answer is all tokens written since the one before it, read again or not.
-    """
-
-    answers: deque[tuple[int, int, int, int]]
-    unseen: int = 0
-
-
 class AgreementLog:
     """What was compared, by budget and kind of request; may be read from any thread."""
 
     def __init__(self, window: int = WINDOW) -> None:
-        self._windows: dict[tuple[str, str], _Window] = defaultdict(
-            lambda: _Window(deque(maxlen=window))
-        )
+        # ``(number, tokens, agreed, weight)``, where the weight is all tokens written since the
+        # answer before, read again or not; and those since the newest.
+        self._answers: dict[tuple[str, str], deque[tuple[int, int, int, int]]]
+        self._answers = defaultdict(lambda: deque(maxlen=window))
+        self._unseen: Counter[tuple[str, str]] = Counter()
         self._size, self._count, self._lock = window, 0, threading.Lock()
 
     def write(self, budget: str, kind: str, tokens: int) -> None:
         """Count the tokens of an answer, whether it is read again or not."""
         with self._lock:
-            self._windows[budget, kind].unseen += tokens
+            self._unseen[budget, kind] += tokens
 
     def add(self, budget: str, kind: str, tokens: int, agreed: int) -> None:
         """Note an answer that was read again."""
         with self._lock:
-            window = self._windows[budget, kind]
-            window.answers.append((self._count, tokens, agreed, max(window.unseen, tokens)))
-            window.unseen = 0
+            weight = max(self._unseen.pop((budget, kind), 0), tokens)
+            self._answers[budget, kind].append((self._count, tokens, agreed, weight))
             self._count += 1
 
     def rows(self) -> list[Agreement]:
@@ -147,7 +137,7 @@ class AgreementLog:
     def _rows(self, since: int) -> list[tuple[Agreement, int]]:
         """Return the agreement of the answers from a number on, with their weights."""
         with self._lock:
-            windows = {key: [*window.answers] for key, window in sorted(self._windows.items())}
+            windows = {key: [*answers] for key, answers in sorted(self._answers.items())}
         rows = []
         for key, answers in windows.items():
             if newest := [answer for answer in answers if answer[0] >= since]:

@@ -82,8 +82,9 @@ class Comparison(NamedTuple):
 
     agrees: bool
     divergence: float
-    certainty: float  # the full cache's probability of its most likely token
-    share: float  # and of the evicting cache's
+    choice: int  # the full cache's most likely token
+    ratio: float  # of the full cache's probabilities, of the other cache's choice to its own
+    entropy: float  # of the full cache's distribution, in nats
 
 
 class Trace:
@@ -112,8 +113,9 @@ class Trace:
         shares, best = torch.softmax(logits[0], dim=-1), self.best[number]
         full, evicting = _with_rest(shares[tokens.to(logits.device)].cpu()), _with_rest(evicting)
         divergence = max(0.0, float((full * (full / evicting).log()).sum()))
-        agrees = int(logits.argmax()) == best
-        return Comparison(agrees, divergence, float(shares.max()), float(shares[best]))
+        choice, entropy = int(logits.argmax()), float(torch.special.entr(shares).sum())
+        ratio = float(shares[best] / shares[choice])
+        return Comparison(choice == best, divergence, choice, ratio, entropy)
 
 
 def _with_rest(weights: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ class Output:
     def __init__(
         self, request: Request, index: int, sampler: Sampler, tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        self.request, self.sampler = request, sampler
+        self.request, self.sampler, self.tokenizer = request, sampler, tokenizer
         self.completion = Completion(index)
         self.tokens = self.completion.token_ids
         skips_special = request.params.skip_special_tokens

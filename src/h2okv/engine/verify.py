@@ -12,9 +12,11 @@ most the one over the whole vocabulary.
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from transformers import DynamicCache
 
@@ -23,6 +25,7 @@ from h2okv.config import CacheConfig
 from h2okv.console import warn
 from h2okv.engine.agreement import FACTORS, AgreementLog, AgreementReport, BudgetLevels
 from h2okv.engine.config import EngineConfig
+from h2okv.engine.detokenizer import TokenText
 from h2okv.engine.model_runner import ModelRunner
 from h2okv.engine.outputs import VerifiedAnswer
 from h2okv.engine.request import Comparison, Output, Request, Trace
@@ -35,6 +38,8 @@ REPAIR = "repair"
 """Value of ``verify`` by which the full cache writes an answer again that differs."""
 _FIRST, _TIE = 32, 0.9
 """Tokens that decide on a repair, and the share of the full cache's choice that is nearly a tie."""
+_SURE, _NATS = 16, 1.5
+"""Tokens of an answer of which the full cache is sure, if their mean entropy is less."""
 Repair = tuple[Callable[[], bool], Request]
 """Takes a step of the request that writes an answer again, and that request."""
 
@@ -62,8 +67,19 @@ class _Check:
 
     @property
     def differs(self) -> bool:
-        """Whether one of the first tokens is another one than the full cache's; no near tie."""
-        return any(token.share < _TIE * token.certainty for token in self.compared[:_FIRST])
+        """Whether one of the first tokens is not the full cache's, and may be wrong; no near tie.
+
+        It may be in an answer with figures, if the full cache would write a number (or the space
+        before it), and if it is sure of the answer as a whole. Other texts go on in many ways.
+        """
+        first, answer = self.compared[:_FIRST], self.output.tokens[:_FIRST]
+        lost = [token.choice for token in first if token.ratio < _TIE]
+        data = TokenText(self.output.tokenizer).data
+        choices = [*map(data, lost)]
+        has_figures = re.search(rb"\d", b"".join([*choices, *map(data, answer)])) is not None
+        entropies = [token.entropy for token in first[:_SURE]]
+        may_be_wrong = has_figures or b" " in choices or fmean(entropies) < _NATS
+        return bool(lost) and may_be_wrong
 
 
 class Verifier:
@@ -102,7 +118,7 @@ class Verifier:
     @property
     def num_waiting(self) -> int:
         """Number of answers that are still to be read again."""
-        return len(self._waiting) + (self._current is not None)
+        return len(self._waiting)
 
     def report(self) -> AgreementReport:
         """Return how often the next token was the same; may be called from any thread."""
@@ -113,10 +129,7 @@ class Verifier:
     @property
     def has_clients(self) -> bool:
         """Whether a client waits for its figures."""
-        return any(check.request.verify for check in self._checks())
-
-    def _checks(self) -> list[_Check]:
-        return [*([self._current] if self._current else ()), *self._waiting]
+        return any(check.request.verify for check in self._waiting)
 
     def budget(self, kind: str) -> tuple[int | None, Budget | None]:
         """Return the level of a new request, and its budget; ``None`` for the engine's."""
@@ -156,13 +169,12 @@ class Verifier:
         """Note that a client went away: its answer is read again only if it was sampled."""
         request.verify = False
         self._waiting = [c for c in self._waiting if c.is_sampled or c.request is not request]
-        current = self._current
-        if current and current.request is request and not current.is_sampled:
+        if self._current not in self._waiting:
             self._current = None
 
     def clear(self) -> list[Request]:
         """Forget all answers; return the requests whose clients wait."""
-        checks, self._waiting, self._current = self._checks(), [], None
+        checks, self._waiting, self._current = self._waiting, [], None
         return [check.request for check in checks if check.request.verify]
 
     def step(self) -> bool:
@@ -170,27 +182,26 @@ class Verifier:
         check = self._current or self._next()
         if check is None:
             return False
-        begin, self._current = time.monotonic(), check
+        begin, self._current, is_over = time.monotonic(), check, True
         try:
             is_over = self._advance(check)
         except Exception as error:  # such as no memory; the answer itself is complete
             done = "repaired" if check.is_read else "compared"
-            check.note, is_over = f"it was not {done}: {type(error).__name__}: {error}", True
+            check.note = f"it was not {done}: {type(error).__name__}: {error}"
             check.compared, check.again = check.compared if check.is_read else [], None
-        except BaseException:  # Ctrl-C in the middle of a forward
-            self._current = None
-            raise
+        finally:  # Ctrl-C in the middle of a forward too
+            if is_over:
+                self._waiting.remove(check)
+                self._current = None
         if is_over:
             self._report(check)
-            self._current = None
         self._last_end = time.monotonic()
         self._chunk_seconds = self._last_end - begin
         return True
 
     def step_late(self) -> None:
         """Read a chunk although requests run, if an answer has waited for long."""
-        checks = self._checks()
-        if not checks or time.monotonic() - checks[0].since < _PATIENCE:
+        if not self._waiting or time.monotonic() - self._waiting[0].since < _PATIENCE:
             return
         pause = self._chunk_seconds * (1 / _BUSY_SHARE - 1)
         if time.monotonic() - self._last_end >= pause:
@@ -201,7 +212,6 @@ class Verifier:
         if not self._waiting:
             return None
         check = min(self._waiting, key=lambda check: not check.request.verify)
-        self._waiting.remove(check)
         num_tokens, length = len(check.trace.best), len(check.request.prompt)
         room = check.room = self._max_tokens()
         check.num_compared = max(0, min(num_tokens, room - length + 1))
@@ -315,10 +325,8 @@ def with_budget(cache: CacheConfig, budget: Budget | None) -> CacheConfig:
 
 def scaled(budget: Budget, factor: float) -> Budget:
     """Return a budget with a multiple of its heavy hitters and recent tokens."""
-
-    def times(amount: int | float) -> int | float:
-        if isinstance(amount, float):
-            return amount * factor
-        return max(1, round(amount * factor)) if amount else 0
-
-    return replace(budget, heavy=times(budget.heavy), recent=times(budget.recent))
+    heavy, recent = (
+        amount * factor if isinstance(amount, float) else round(max(amount * factor, amount > 0))
+        for amount in (budget.heavy, budget.recent)
+    )
+    return replace(budget, heavy=heavy, recent=recent)
