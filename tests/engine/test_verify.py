@@ -309,9 +309,12 @@ def test_what_differs_is_repaired_where_it_may_be_wrong(
     )
     compared = [Comparison(True, 0.0, token, 1.0, entropy) for token in tokens]
     compared[-1] = Comparison(False, 0.5, full[0], ratio, entropy)
-    output = SimpleNamespace(tokens=tokens, tokenizer=tokenizer)
+    request = SimpleNamespace(repairs="repair")
+    output = SimpleNamespace(tokens=tokens, tokenizer=tokenizer, request=request)
     check = core._Check(output, None, is_sampled=False, since=0.0, compared=compared)
     assert check.differs is may_be_wrong
+    request.repairs = "repair_all"
+    assert check.differs is (ratio < 0.9)
     late = [Comparison(True, 0.0, 5, 1.0, entropy)] * core._FIRST
     assert not core._Check(output, None, False, 0.0, compared=late + compared).differs
 
@@ -356,7 +359,9 @@ def test_a_repair_that_fails_or_has_no_room_leaves_the_answer(
 
 def test_what_cannot_be_repaired_is_refused(make_llama, make_llm, make_prompts, greedy):
     llm = make_llm(make_llama())
-    with pytest.raises(ValueError, match="verify must be true, false or 'repair', got 'always'"):
+    with pytest.raises(
+        ValueError, match="verify must be true, false, 'repair' or 'repair_all', got 'always'"
+    ):
         llm.generate(make_prompts([9]), greedy(2), verify="always")
     with pytest.raises(
         ValueError,

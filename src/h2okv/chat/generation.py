@@ -26,7 +26,6 @@ from h2okv.engine.cache_engine import CacheEngine
 from h2okv.engine.outputs import Completion, OutputDelta, VerifiedAnswer
 from h2okv.engine.request import Event, PromptStart, Request
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.engine.verify import REPAIR
 from h2okv.integration.enable import enable
 from h2okv.models.loading import Described
 
@@ -221,7 +220,7 @@ class Job:
     compiled: bool = False  # whether an H2O cache's steps run through torch.compile
     pins: Sequence[tuple[int, int]] = ()  # spans of the prompt that an H2O cache does not evict
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of images
-    verify: bool | str = False  # whether the answer is read again, or "repair"
+    verify: bool | str = False  # whether the answer is read again, or how repaired
 
     def attend(self, cache: Cache) -> AbstractContextManager[Any]:
         """Give the model the attention of an empty cache, and the cache its pins."""
@@ -240,7 +239,7 @@ def generate_once(
     with job.attend(cache):
         engine = CacheEngine(job.model, job.described.tokenizer, cache)
         options: dict[str, Any] = {"inputs": job.inputs, "verify": bool(job.verify)}
-        options["repairs"] = job.verify == REPAIR
+        options["repairs"] = job.verify if isinstance(job.verify, str) else None
         generation = GenerationRun(engine, ids, params, room, write, **options)
         try:
             generation.run(show_progress)

@@ -38,7 +38,7 @@ class LazyGroup(TyperGroup):
         name, command, remaining = super().resolve_command(ctx, args)
         if name in ("chat", "generate"):  # where --verify alone is a flag
             remaining = [
-                word + "=answer" * (word == "--verify" and not get_close_matches(after, ["repair"]))
+                word + "=answer" * (word == "--verify" and not get_close_matches(after, _REPAIRS))
                 for word, after in zip_longest(remaining, remaining[1:], fillvalue="")
             ]
         return name, command and load_command(str(name)), remaining
@@ -154,6 +154,7 @@ def _with_option(error: ValueError, options: Container[str]) -> str:
     return _MODEL.sub("--model ", message) if "--model" in options else message
 
 
+_REPAIRS = ("repair", "repair_all")
 _OTHER_NAMES = {"max_tokens": "max_new_tokens"}
 _UNITS = {"--budget": r"%[\d.,%+]*", **dict.fromkeys(("--memory", "--max-body"), r"(?i:[KMGT]i?B)")}
 
@@ -250,7 +251,7 @@ def _usage(error: typer.TyperException, args: Sequence[str]) -> str:
         message = f"{option} is no option of this command: give its value alone"
     takes_share = args[:1] == ["serve"]
     if "extra argument" in message and "--verify" in args and not takes_share:
-        message = f"{message.rstrip('.')}; --verify takes no value but repair"
+        message = f"{message.rstrip('.')}; --verify takes no value but repair or repair_all"
     return f"{message.rstrip('.')}{' See' if message.endswith('?') else '; see'} {path} --help"
 
 

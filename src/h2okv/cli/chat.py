@@ -84,9 +84,9 @@ def chat(
 
 def _check_options(cache: CacheConfig, verify: Any, system: str, load: Path | None) -> None:
     """Raise ValueError for options that an endless text cannot have."""
-    if verify == "repair":
+    if isinstance(verify, str):
         raise ValueError(
-            "--verify repair makes one answer again, and a chat reads its answers on; give"
+            f"--verify {verify} makes one answer again, and a chat reads its answers on; give"
             " --verify alone, or use generate or serve"
         )
     if load is not None and system:

@@ -46,8 +46,9 @@ def bits(option: str, number: int, allowed: Sequence[int] = (8, 4)) -> int:
 
 def verify(option: str, text: str) -> bool | str:
     """Read whether answers are read again, and repaired."""
-    if text not in ("", "answer", "repair"):  # nothing; the option alone; its value
-        raise ValueError(f"{option} {text!r} is not known; give {option} repair, or {option} alone")
+    if text not in ("", "answer", "repair", "repair_all"):  # nothing; the option alone; its values
+        known = f"{option} repair, {option} repair_all or {option} alone"
+        raise ValueError(f"{option} {text!r} is not known; give {known}")
     return text == "answer" or text or False
 
 

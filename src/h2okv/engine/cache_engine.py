@@ -127,7 +127,7 @@ def answer_again(engine: Engine, request: Request, cache: DynamicCache) -> Repai
         start = 0
     again = replace(
         request, start=PromptStart(length, num_reused=start), notify=lambda event: None, saves={},
-        outputs=[], logprobs=[], is_over=False, repairs=False, verify=False, is_sampled=False,
+        outputs=[], logprobs=[], is_over=False, repairs=None, verify=False, is_sampled=False,
     )  # fmt: skip
     full = CacheEngine(engine.model, engine.tokenizer, cache)
     full.scheduler.submit(again)

@@ -38,7 +38,7 @@ from h2okv.engine.sampling_params import SamplingParams
 from h2okv.engine.scheduler import Scheduler
 from h2okv.engine.serving import MemoryShare, config_for, prompt_limits, share_memory
 from h2okv.engine.structured import GrammarCompiler
-from h2okv.engine.verify import REPAIR, Verifier, with_budget
+from h2okv.engine.verify import REPAIRS, Verifier, with_budget
 from h2okv.integration.enable import enable, input_device
 from h2okv.models.loading import Described, context_of, describe, load_weights, parse_device
 from h2okv.prompts.chat_template import Pins, check_pinnable, encode, message_spans, reopens_answers
@@ -623,7 +623,7 @@ class Engine:
             opening=self._opening(tokens, grammar is None) if thinks else None,
             level=level,
             verify=bool(verify),
-            repairs=verify == REPAIR,
+            repairs=verify if isinstance(verify, str) else None,
         )
 
     def _check_room(self, budget: Budget | None, pins: Pins, length: int) -> None:
@@ -643,10 +643,11 @@ class Engine:
         self, verify: bool | str, inputs: Mapping[str, Any], n: int, kept_every: int | None
     ) -> None:
         """Raise ValueError if an answer cannot be read again, or repaired."""
-        if verify not in (True, REPAIR):
-            raise ValueError(f"verify must be true, false or {REPAIR!r}, got {verify!r}.")
+        if verify is not True and verify not in REPAIRS[1:]:
+            choices = " or ".join(map(repr, REPAIRS[1:]))
+            raise ValueError(f"verify must be true, false, {choices}, got {verify!r}.")
         problem = ""
-        if verify == REPAIR and (n > 1 or kept_every is not None):
+        if verify in REPAIRS and (n > 1 or kept_every is not None):
             problem = f"one answer is repaired; give n=1, kept_every=None, got {n=}, {kept_every=}"
         elif inputs:
             problem = "a prompt with images is not read again"

@@ -242,7 +242,8 @@ class LLM(_Front):
             verify: Whether to read all answers again with the full cache, for
                 `RequestOutput.verified`; otherwise those that the config's `verify` samples.
                 ``"repair"``: and to let the full cache write an answer again if one of its first 32
-                tokens differs and may be wrong: in numbers, or where the full cache is sure.
+                tokens differs and may be wrong: in numbers, or where the full cache is sure;
+                ``"repair_all"``: whatever differs.
             kind: Kind of the requests, by which `agreement` reports.
             show_progress: Whether to draw a bar, on a terminal.
             **sampling: Fields of `SamplingParams` that replace those of `params`, such as

@@ -217,7 +217,8 @@ class Request:
     is_ahead: bool = False  # whether it only saves a state, for a prompt that is yet to come
     level: int | None = None  # of its budget, if the engine chose it
     verify: bool = False  # whether the client waits for its answer to be read again
-    repairs: bool = False  # and gets it after that, or the full cache's if the two differ
+    # And gets it after that, or the full cache's if the two differ: one of `verify.REPAIRS`.
+    repairs: str | None = None
     is_sampled: bool = False  # whether it is one of those that all are judged by
     verified: VerifiedAnswer | None = None
 

@@ -34,8 +34,9 @@ MOST_WAITING = 64
 """Answers that wait to be read again; while there are as many, no further one is sampled."""
 _PATIENCE, _BUSY_SHARE = 10.0, 0.1
 """Seconds that an answer waits for an idle engine; then it takes this share of the time."""
-REPAIR = "repair"
-"""Value of ``verify`` by which the full cache writes an answer again that differs."""
+REPAIRS = (None, "repair", "repair_all")
+"""Values of ``verify`` by which the full cache writes an answer again that differs: where it may be
+wrong, or always."""
 _FIRST, _TIE = 32, 0.9
 """Tokens that decide on a repair, and the share of the full cache's choice that is nearly a tie."""
 _SURE, _NATS = 16, 1.5
@@ -70,16 +71,18 @@ class _Check:
         """Whether one of the first tokens is not the full cache's, and may be wrong; no near tie.
 
         It may be in an answer with figures, if the full cache would write a number (or the space
-        before it), and if it is sure of the answer as a whole. Other texts go on in many ways.
+        before it), and if it is sure of the answer as a whole. Other texts go on in many ways, and
+        only "repair_all" takes what differs for wrong.
         """
         first, answer = self.compared[:_FIRST], self.output.tokens[:_FIRST]
         lost = [token.choice for token in first if token.ratio < _TIE]
+        if not lost or self.request.repairs == REPAIRS[-1]:
+            return bool(lost)
         data = TokenText(self.output.tokenizer).data
         choices = [*map(data, lost)]
         has_figures = re.search(rb"\d", b"".join([*choices, *map(data, answer)])) is not None
         entropies = [token.entropy for token in first[:_SURE]]
-        may_be_wrong = has_figures or b" " in choices or fmean(entropies) < _NATS
-        return bool(lost) and may_be_wrong
+        return has_figures or b" " in choices or fmean(entropies) < _NATS
 
 
 class Verifier:

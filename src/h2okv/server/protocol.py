@@ -46,7 +46,8 @@ class CacheChoice:
 
     cache: str | None = None  # such as 256, 10% or 64+64,sink=4
     kept_every: int | None = None  # new tokens between two reports
-    # Whether to read the answer again with the full cache; "repair": and to make it again.
+    # Whether to read the answer again with the full cache; "repair", "repair_all": and to make it
+    # again.
     verify: bool | str | None = None
 
     def budget(self, server: CacheConfig) -> Budget | None:
@@ -58,9 +59,9 @@ class CacheChoice:
 
 
 def _read_verify(value: Any, path: Path) -> bool | str:
-    if isinstance(value, bool) or value == "repair":
+    if isinstance(value, bool) or value in ("repair", "repair_all"):
         return value
-    raise readers.unlike("true, false or repair", value, path)
+    raise readers.unlike("true, false, repair or repair_all", value, path)
 
 
 _CACHE = Fields(
