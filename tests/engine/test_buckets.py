@@ -57,12 +57,12 @@ def device(monkeypatch):
 
 @pytest.fixture
 def records(monkeypatch):
-    """Return the rows of each graph that is recorded, as a list."""
+    """Return the rows of each step that is recorded, as a list."""
     numbers, record = [], DecodeGraphs._record
 
-    def note(graphs, plain, kwargs, inputs, cache):
-        numbers.append(len(inputs["input_ids"]))
-        return record(graphs, plain, kwargs, inputs, cache)
+    def note(graphs, work, cache):
+        numbers.extend(len(ids) for name, ids in work.inputs.items() if name == "input_ids")
+        return record(graphs, work, cache)
 
     monkeypatch.setattr(DecodeGraphs, "_record", note)
     return numbers

@@ -30,7 +30,7 @@ from h2okv.cache.linear_states import continues_prompts, held_bytes
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotBytes, SlotState, ordinary_tensors, slots_for
-from h2okv.cache.spans import Spans
+from h2okv.cache.spans import Spans, to_device
 from h2okv.cache_spec import parse
 from h2okv.config import BEST, MEASURED, CacheConfig, resolve_policy
 from h2okv.console import warn
@@ -755,17 +755,80 @@ class H2OCache(Cache):
             for layer, state in states:
                 layer.state = state
 
-    def end_step(self, counts: Sequence[int] | None = None) -> None:
-        """Do what the host does after a step that was compiled or replayed; mutates the layers.
+    def end_step(
+        self,
+        counts: Sequence[int] | None = None,
+        replay: Callable[[tuple[int, ...]], bool] | None = None,
+    ) -> None:
+        """Do what the host does after a step that was compiled or replayed, and cut; mutates.
 
         Args:
             counts: real tokens of each sequence; ``None`` if only the device knows.
+            replay: does what `cut` does, if it can, and tells whether.
         """
-        for layer in self._slot_layers:
-            layer.end_step(counts)
+        due = [layer for layer in self._slot_layers if layer.note_step(counts)]
+        if due:
+            first, *others = due
+            ended = first.ended()  # one look at the lengths for all layers
+            for layer in others:
+                layer.state.known_lengths = first.state.known_lengths
+            is_replayed = bool(ended) and replay is not None and replay(ended)
+            if ended and not is_replayed:
+                self.cut(ended)
+            first.note_cut(ended)
+            for layer in others:
+                layer.note_cut(ended, first if is_replayed else None)
         for scored in self._scored[1:]:
             scored.num_forwards = self._scored[0].num_forwards
         self._warn_past_window()
+
+    @property
+    def span_layers(self) -> list[SlotLayer]:
+        """The layers in slots that evict at the ends of spans."""
+        return [layer for layer in self._slot_layers if layer.span > 1]
+
+    def cut(self, ended: tuple[int, ...], numbers: Tensor | None = None) -> None:
+        """Evict, on the device, from sequences whose span a step has ended; mutates the layers.
+
+        Args:
+            ended: the sequences.
+            numbers: `cut_numbers` of them, for a cut that is recorded.
+        """
+        with self.cutting(ended, numbers) as rows:
+            for layer in self.span_layers:
+                layer.cut(ended, *rows)
+
+    @contextmanager
+    def cutting(
+        self, ended: tuple[int, ...], numbers: Tensor | None
+    ) -> Iterator[tuple[Tensor | None, int]]:
+        """Let layers share what they need for a cut; yields arguments of `SlotLayer.cut`."""
+        first = self.span_layers[0]
+        first.forward.forget_shared()
+        if numbers is not None:
+            written = first.state.written()
+            key = "written", first.device, tuple(written[row] for row in ended)
+            first.forward.shared(key, lambda: numbers[1])
+        try:
+            yield (None, 0) if numbers is None else (numbers[0], self.num_rows)
+        finally:
+            first.forward.forget_shared()
+
+    def cut_numbers(self, ended: tuple[int, ...]) -> Tensor:
+        """Return the numbers of sequences, and what each has `written`, int64 ``[2, n]``."""
+        state = self.span_layers[0].state
+        written = state.written()
+        return to_device([ended, [written[row] for row in ended]], state)
+
+    def cut_key(self, ended: tuple[int, ...]) -> tuple[Any, ...] | None:
+        """Return what a recorded cut has of the cache; ``None`` if it runs launch by launch."""
+        keys = [layer.cut_key() for layer in self.span_layers]
+        if None in keys:
+            return None
+        state = self.span_layers[0].state
+        are_all, written = len(ended) == state.batch_size, state.written()
+        have_written = any(written[row] for row in ended)
+        return len(ended), are_all, have_written, self.num_rows, *keys
 
     def step_key(self, is_padded: bool) -> tuple[Any, ...]:
         """Return what a recorded step has of the cache; `begin_step` has been called."""

@@ -17,7 +17,7 @@ from h2okv.ops.decode import QueryRing
 from h2okv.ops.reference import AttentionSpec
 
 
-def to_device(numbers: Sequence[bool] | Sequence[int], state: SlotState) -> Tensor:
+def to_device(numbers: Sequence[Any], state: SlotState) -> Tensor:
     """Copy numbers of the host to a state's device, which does not wait for what it runs."""
     return torch.tensor(numbers, device="cpu").to(state.device, non_blocking=True)
 
