@@ -165,9 +165,10 @@ CUTS = {
     "best by head, whole prompts": BY_HEAD | {"evict_every": f"prompt+{CUT}"},
     "best": BY_HEAD | {"evict_every": CUT, "layer_budgets": None},
     "value norm, whole prompts": BUDGET | {"scoring": "value_norm", "evict_every": f"prompt+{CUT}"},
-    "7": BY_HEAD | {"evict_every": f"prompt+{7}"}, "64": BUDGET | {"evict_every": 64},
+    "7": BY_HEAD | {"evict_every": "prompt+7"}, "64": BUDGET | {"evict_every": 64},
+    "fractions": BY_HEAD | {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "evict_every": CUT},
 }  # fmt: skip
-SLOW_CUTS = set(CUTS) - {"h2o", "best by head, whole prompts"}
+SLOW_CUTS = set(CUTS) - {"fractions", "best by head, whole prompts"}
 
 
 @pytest.fixture
@@ -175,9 +176,10 @@ def cuts(monkeypatch):
     """Return what each cut of a cache was: recorded or not, and of how many sequences."""
     plain, calls = H2OCache.cut, []
 
-    def cut(cache, ended, numbers=None):
-        calls.append((len(ended), "apart" if numbers is None else "inputs"))
-        return plain(cache, ended, numbers)
+    def cut(cache, ended, numbers=None, stores=True):
+        if stores:
+            calls.append((len(ended), "apart" if numbers is None else "inputs"))
+        return plain(cache, ended, numbers, stores)
 
     monkeypatch.setattr(H2OCache, "cut", cut)
     return calls
@@ -246,7 +248,7 @@ def test_replayed_cuts_equal_eager_ones(device, monkeypatch, cuts, name, padding
         same_entries(cache, other)
     # Those before one is recorded, and the recording; no other cut was done by the host.
     assert len(cuts) == turns * (EAGER_STEPS + 1)
-    assert {way for _, way in cuts} == {"inputs"}
+    assert {kind for _, kind in cuts} == {"inputs"}
 
 
 def test_a_replayed_cut_launches_one_graph(device):
@@ -346,7 +348,7 @@ def test_other_cuts_are_launched_behind_replayed_steps(device, monkeypatch, cuts
         warnings.filterwarnings("error", message=".*CUDA graph")
         options = BUDGET | {"evict_every": CUT} | LAUNCHED[name]
         assert both_ways(device, monkeypatch, options, 5 * CUT) > 2 * CUT
-    assert {way for _, way in cuts} == {"apart"}
+    assert {kind for _, kind in cuts} == {"apart"}
 
 
 @pytest.mark.slow

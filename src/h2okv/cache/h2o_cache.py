@@ -756,9 +756,7 @@ class H2OCache(Cache):
                 layer.state = state
 
     def end_step(
-        self,
-        counts: Sequence[int] | None = None,
-        replay: Callable[[tuple[int, ...]], bool] | None = None,
+        self, counts: Sequence[int] | None = None, replay: Callable[[Any], bool] | None = None
     ) -> None:
         """Do what the host does after a step that was compiled or replayed, and cut; mutates.
 
@@ -767,17 +765,14 @@ class H2OCache(Cache):
             replay: does what `cut` does, if it can, and tells whether.
         """
         due = [layer for layer in self._slot_layers if layer.note_step(counts)]
-        if due:
-            first, *others = due
-            ended = first.ended()  # one look at the lengths for all layers
-            for layer in others:
-                layer.state.known_lengths = first.state.known_lengths
-            is_replayed = bool(ended) and replay is not None and replay(ended)
-            if ended and not is_replayed:
-                self.cut(ended)
-            first.note_cut(ended)
-            for layer in others:
-                layer.note_cut(ended, first if is_replayed else None)
+        ended = due[0].ended() if due else ()  # one look at the lengths for all layers
+        for layer in due[1:]:
+            layer.state.known_lengths = due[0].state.known_lengths
+        is_replayed = bool(ended) and replay is not None and replay(ended)
+        if ended and not is_replayed:
+            self.cut(ended)
+        for layer in due:
+            layer.note_cut(ended, due[0] if is_replayed and layer is not due[0] else None)
         for scored in self._scored[1:]:
             scored.num_forwards = self._scored[0].num_forwards
         self._warn_past_window()
@@ -787,48 +782,34 @@ class H2OCache(Cache):
         """The layers in slots that evict at the ends of spans."""
         return [layer for layer in self._slot_layers if layer.span > 1]
 
-    def cut(self, ended: tuple[int, ...], numbers: Tensor | None = None) -> None:
-        """Evict, on the device, from sequences whose span a step has ended; mutates the layers.
+    def cut(
+        self, ended: tuple[int, ...], numbers: Tensor | None = None, stores: bool = True
+    ) -> list[SlotState]:
+        """Evict from sequences, on the device, and return them as `SlotLayer.cut` does; mutates.
 
-        Args:
-            ended: the sequences.
-            numbers: `cut_numbers` of them, for a cut that is recorded.
+        ``numbers``: of a cut that is recorded, int64 ``[2, n]``, as `cut_inputs` returns them.
         """
-        with self.cutting(ended, numbers) as rows:
-            for layer in self.span_layers:
-                layer.cut(ended, *rows)
-
-    @contextmanager
-    def cutting(
-        self, ended: tuple[int, ...], numbers: Tensor | None
-    ) -> Iterator[tuple[Tensor | None, int]]:
-        """Let layers share what they need for a cut; yields arguments of `SlotLayer.cut`."""
-        first = self.span_layers[0]
-        first.forward.forget_shared()
+        layers: list[SlotLayer] = self.span_layers
+        read: tuple[Tensor | None, int] = (None, 0)
+        first, forward = layers[0], layers[0].forward
+        forward.forget_shared()
         if numbers is not None:
-            written = first.state.written()
+            read, written = (numbers[0], self.num_rows), first.state.written()
             key = "written", first.device, tuple(written[row] for row in ended)
-            first.forward.shared(key, lambda: numbers[1])
-        try:
-            yield (None, 0) if numbers is None else (numbers[0], self.num_rows)
-        finally:
-            first.forward.forget_shared()
+            forward.shared(key, lambda: numbers[1])
+        return [layer.cut(ended, *read, stores) for layer in layers]
 
-    def cut_numbers(self, ended: tuple[int, ...]) -> Tensor:
-        """Return the numbers of sequences, and what each has `written`, int64 ``[2, n]``."""
-        state = self.span_layers[0].state
-        written = state.written()
-        return to_device([ended, [written[row] for row in ended]], state)
+    def cut_inputs(self, ended: tuple[int, ...]) -> tuple[tuple[Any, ...], Tensor] | None:
+        """Return what a recorded cut has of the cache, and what it reads: rows, tokens `written`.
 
-    def cut_key(self, ended: tuple[int, ...]) -> tuple[Any, ...] | None:
-        """Return what a recorded cut has of the cache; ``None`` if it runs launch by launch."""
-        keys = [layer.cut_key() for layer in self.span_layers]
+        ``None`` for a cut that runs launch by launch.
+        """
+        keys, state = [layer.cut_key() for layer in self.span_layers], self.span_layers[0].state
         if None in keys:
             return None
-        state = self.span_layers[0].state
-        are_all, written = len(ended) == state.batch_size, state.written()
-        have_written = any(written[row] for row in ended)
-        return len(ended), are_all, have_written, self.num_rows, *keys
+        written = [state.written()[row] for row in ended]
+        key = len(ended), len(ended) == state.batch_size, any(written), self.num_rows, *keys
+        return key, to_device([ended, written], state)
 
     def step_key(self, is_padded: bool) -> tuple[Any, ...]:
         """Return what a recorded step has of the cache; `begin_step` has been called."""

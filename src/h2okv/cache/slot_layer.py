@@ -394,55 +394,40 @@ class SlotLayer(CacheLayer):
 
     def ended(self) -> tuple[int, ...]:
         """Return the sequences whose span a step has ended."""
-        state = self.state
+        state, is_over = self.state, self.spans.ended(self.state)
         scored = state.scored_lengths or (None,) * self.batch_size
-        is_over = self.spans.ended(state)
         rows = enumerate(zip(is_over, state.lengths(), scored, strict=True))
         return tuple(row for row, (over, now, before) in rows if over and now != before)
 
-    def cut(self, ended: tuple[int, ...], index: Tensor | None = None, num_rows: int = 0) -> None:
-        """Evict from sequences whose span has ended; the host notes it by `note_cut`.
+    def cut(
+        self, ended: tuple[int, ...], index: Any = None, num_rows: int = 0, stores: bool = True
+    ) -> SlotState:
+        """Evict from sequences whose span has `ended`, and return them; `note_cut` follows.
 
-        Args:
-            ended: the sequences.
-            index: the same, int64 ``[n]``, for a cut that is recorded.
-            num_rows: of the pool whose first rows the sequences are, likewise.
+        A cut that is recorded reads them from an index, int64 ``[n]``, in a pool of `num_rows`.
+        Where it does not store them, only copies change.
         """
         self.grow()
-        if num_rows or len(ended) < self.batch_size:
-            self.cut_apart(ended, index, num_rows, writes=True)
-        else:
-            self._evict_from(copy.copy(self.state))
-
-    def cut_apart(
-        self,
-        ended: tuple[int, ...],
-        index: Tensor | None = None,
-        num_rows: int = 0,
-        writes: bool = False,
-    ) -> SlotState:
-        """Return copies of sequences after a cut; arguments as of `cut`, whether to store them."""
-        state = self.state
-        rows = state.with_rows(num_rows) if num_rows else state
-        if index is None:
-            key = "ended", state.device, ended
-            index = self.forward.shared(key, lambda: to_device(ended, state))
-        part = rows.index_select(index, ended)
-        self._evict_from(part)
-        if writes:
-            rows.store_cut(index, part)
-        return part
-
-    def _evict_from(self, part: SlotState) -> None:
-        """Evict from all sequences of a state, whose tensors change in place; mutates it."""
-        state, self.state, self.is_late = self.state, part, None
+        rows = former = self.state
+        if is_apart := num_rows > 0 or len(ended) < self.batch_size or not stores:
+            rows = former.with_rows(num_rows) if num_rows else former
+            if index is None:
+                key = "ended", former.device, ended
+                index = self.forward.shared(key, lambda: to_device(ended, former))
+            self.state = rows.index_select(index, ended)
+        else:  # a copy of what the host knows: tensors change in place
+            self.state = copy.copy(former)
         try:
+            self.is_late = None
             self._evict_ended()
         finally:
-            self.state = state
+            self.state, state = former, self.state
+        if is_apart and stores:
+            rows.store_cut(index, state)
+        return state
 
     def note_cut(self, ended: tuple[int, ...], like: SlotLayer | None = None) -> None:
-        """Do what the host does after `cut`, or as another layer did; mutates."""
+        """Do what the host does after `cut`, or as another layer with all slots did; mutates."""
         state, slots = self.state, self.slots
         if like is not None:
             state.scored_lengths = like.state.scored_lengths

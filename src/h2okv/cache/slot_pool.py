@@ -73,7 +73,7 @@ class PooledSequence:
     totals: dict[int, tuple[int, ...]]  # K, or that of each head where heads share a row
     # Entries that it lacks until its span ends, as a cut has waited for the end of an image.
     num_lacking: int = 0
-    # Whether its span will have a query of each token, so that nobody needs to look.
+    # Whether its span will have a query of each token, without a look.
     has_queries: bool = False
 
     def read_one(self, span: int) -> int:

@@ -258,13 +258,11 @@ class SlotPlan:
         return max(sum(total + self.span for total in heads) for heads in state.totals())
 
     def head_slots(self, state: SlotState) -> int | None:
-        """Return the slots of the head that has most in a shared row; ``None`` if unknown.
-
-        In a pool those of the largest head that there may be.
-        """
+        """Return the slots of the head that has most in a shared row; ``None`` if unknown."""
         if not self.has_all_slots:
             return None
-        return max(max(map(max, state.totals())) + self.span, self.reserved)
+        largest = max(map(max, state.totals())) + self.span
+        return max(largest, self.reserved, self.most_slots or 0)  # of all, for some of them
 
     def count_entries(self, state: SlotState) -> list[list[int]]:
         """Return the entries of each sequence, and of each head where budgets differ.
@@ -334,6 +332,7 @@ class SlotPlan:
         protected = {(budget.sink, budget.recent) for budget in state.budgets}
         self.protected = protected.pop() if len(protected) == 1 else None
         self.has_sinks = any(budget.sink for budget in state.budgets)
+        self.most_slots = None
         self.most_slots = self.head_slots(state)
         # Sequences with different budgets are never full all together.
         is_even = self.rule.is_bounded and state.slot_mask is None and self.span == 1

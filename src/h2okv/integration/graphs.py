@@ -147,22 +147,20 @@ def _why_not(name: str, module: torch.nn.Module) -> str | None:
 class _Step:
     """A step of a model and a cache, which can be recorded."""
 
-    name, nbytes = "step", 0  # of memory that the check of its first replay needs
+    name = "step"
 
-    def __init__(
-        self, plain: Callable[..., Any], kwargs: Mapping[str, Any], cache: H2OCache
-    ) -> None:
+    def __init__(self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache) -> None:
         self._plain, self._kwargs, self._cache = plain, kwargs, cache
         self.inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
 
-    def run(self, inputs: Mapping[str, Tensor]) -> Any:
-        """Run it launch by launch; what the host counts is left out."""
-        arguments = {**self._kwargs, **inputs}
+    def run(self, inputs: dict[str, Tensor]) -> Any:
+        """Run it launch by launch, without what the host counts."""
+        arguments = self._kwargs | inputs
         with self._cache.on_device_alone(arguments.pop(_LIVE, None)):
             return self._plain(**arguments)
 
     def prepare(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what `check` needs of the time before the first replay."""
+        """Return what a step changes, as it is."""
         return [(tensor, tensor.clone()) for tensor in _changing(self._cache)]
 
     def check(self, replayed: Any, before: list[tuple[Tensor, Tensor]]) -> tuple[Any, str]:
@@ -188,43 +186,33 @@ class _Cut:
 
     name = "cut"
 
-    def __init__(self, cache: H2OCache, ended: tuple[int, ...]) -> None:
-        self._cache, self._ended = cache, ended
-        self.inputs = {"numbers": cache.cut_numbers(ended)}
+    def __init__(self, cache: H2OCache, ended: tuple[int, ...], numbers: Tensor) -> None:
+        self._cache, self._ended, self.inputs = cache, ended, {"numbers": numbers}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sequences that are cut."""
-        layers, count = self._cache.span_layers, len(self._ended)
-        return sum(layer.state.nbytes for layer in layers) * count // layers[0].batch_size
-
-    def run(self, inputs: Mapping[str, Tensor]) -> Any:
-        """Run it launch by launch; what the host notes is left out."""
+    def run(self, inputs: dict[str, Tensor]) -> Any:
+        """Run it launch by launch, without what the host notes."""
         self._cache.cut(self._ended, inputs["numbers"])
         return ModelOutput()
 
     def prepare(self) -> list[SlotState]:
-        """Return copies of the sequences after the cut, of each layer."""
-        with self._cache.cutting(self._ended, self.inputs["numbers"]) as rows:
-            return [layer.cut_apart(self._ended, *rows) for layer in self._cache.span_layers]
+        """Return what the cut will make of each layer's sequences."""
+        return self._cache.cut(self._ended, self.inputs["numbers"], stores=False)
 
     def check(self, replayed: Any, states: list[SlotState]) -> tuple[Any, str]:
-        """Compare the layers with what they should be, and put it there if they differ.
+        """Compare the layers with `states`, and store these; ties may be broken otherwise.
 
-        Waits for the device once. A tie that is broken otherwise moves two entries.
+        Waits for the device once.
         """
-        index, layers, shares = self.inputs["numbers"][0], self._cache.span_layers, []
-        for layer, right in zip(layers, states, strict=True):
+        index, shares = self.inputs["numbers"][0], []
+        for layer, right in zip(self._cache.span_layers, states, strict=True):
             for tensor, expected in zip(layer.state.of_cuts(), right.of_cuts(), strict=True):
                 both = tensor.index_select(0, index).float(), expected.float()
                 is_near = torch.isclose(*both, rtol=_LARGEST_ERROR, equal_nan=True)
                 shares.append(1 - is_near.mean(dtype=torch.float32))
-        share = torch.stack(shares).amax().item()
-        if share <= _LARGEST_ERROR:
-            return replayed, ""
-        for layer, right in zip(layers, states, strict=True):
             layer.state.store_cut(index, right)
-        return replayed, f"entries are off in {share:.2g} of the numbers"
+        share = torch.stack(shares).amax().item()
+        is_same = share <= _LARGEST_ERROR
+        return replayed, "" if is_same else f"entries are off in {share:.2g} of the numbers"
 
 
 class _Graph(NamedTuple):
@@ -256,13 +244,6 @@ class _Graphs:
         self.may_have_moved = False  # the cache, in a block
 
 
-class _OfCache(NamedTuple):
-    """What is recorded of one cache."""
-
-    steps: _Graphs
-    cuts: _Graphs
-
-
 class DecodeGraphs:
     """The forward of a model on a GPU, whose decode steps are replayed from CUDA graphs.
 
@@ -280,7 +261,8 @@ class DecodeGraphs:
         self._model = ref(model)
         functools.update_wrapper(self, type(model).forward, updated=())
         self.__signature__ = inspect.signature(self._plain())
-        self._caches: WeakKeyDictionary[H2OCache, _OfCache] = WeakKeyDictionary()
+        # Of each cache its steps and its cuts.
+        self._caches: WeakKeyDictionary[H2OCache, tuple[_Graphs, _Graphs]] = WeakKeyDictionary()
         self._modules: _Modules | None = None  # to be looked at again after other forwards
         self._addresses: list[int] = []  # of the weights
         self._stream: Any = None  # on which steps are recorded
@@ -344,7 +326,7 @@ class DecodeGraphs:
         is_shared = num_rows > count or (count > 1 and rows_for(count - 1, limit) == count)
         if not is_shared or sum(isinstance(value, Tensor) for value in kwargs.values()) > 2:
             return kwargs
-        rows = self._graphs_of(cache).steps.rows
+        rows = self._graphs_of(cache)[0].rows
         if count not in rows:
             with ordinary_tensors():
                 order = torch.arange(num_rows, device=kwargs["input_ids"].device)
@@ -384,33 +366,33 @@ class DecodeGraphs:
             if modules.addresses != self._addresses:  # what was recorded has the former ones
                 self._caches.clear()
             self._addresses = modules.addresses
-        return modules.why or self._graphs_of(cache).steps.why
+        return modules.why or self._graphs_of(cache)[0].why
 
-    def _graphs_of(self, cache: H2OCache) -> _OfCache:
-        return self._caches.setdefault(cache, _OfCache(_Graphs(), _Graphs()))
+    def _graphs_of(self, cache: H2OCache) -> tuple[_Graphs, _Graphs]:
+        return self._caches.setdefault(cache, (_Graphs(), _Graphs()))
 
-    def _say(self, why: str, what: str = "decode steps") -> None:
+    def _say(self, why: str, operation: str = "decode steps") -> None:
         self.why = why
         if why and why not in self._warned_of:
             self._warned_of.add(why)
-            warn(f"{what} run launch by launch, not from a CUDA graph: {why}.")
+            warn(f"{operation} run launch by launch, not from a CUDA graph: {why}.")
 
     def _step(self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache) -> Any:
         is_padded = kwargs["attention_mask"] is not None or _LIVE in kwargs
         cache.begin_step(is_padded)
         others = [(n, v) for n, v in kwargs.items() if not isinstance(v, Tensor) and v is not cache]
         work, key = _Step(plain, kwargs, cache), (*others, cache.step_key(is_padded))
-        output = self._run(work, self._graphs_of(cache).steps, key, cache)
+        output = self._run(work, self._graphs_of(cache)[0], key, cache)
         if self._modules is None or not self._modules.are_same():
             self._modules = None
         return output
 
     def _cut(self, cache: H2OCache, ended: tuple[int, ...]) -> bool:
         """Do a cut of sequences of a cache, if it can be recorded; tell whether it was done."""
-        graphs, key = self._graphs_of(cache).cuts, cache.cut_key(ended)
-        if key is None or graphs.why is not None:
+        graphs, inputs = self._graphs_of(cache)[1], cache.cut_inputs(ended)
+        if inputs is None or graphs.why is not None:
             return False
-        self._run(_Cut(cache, ended), graphs, key, cache)
+        self._run(_Cut(cache, ended, inputs[1]), graphs, inputs[0], cache)
         if graphs.why is not None:
             self._say(graphs.why, "cuts")
         return True
@@ -471,7 +453,7 @@ class DecodeGraphs:
     def _record(self, work: _Step | _Cut, cache: H2OCache) -> _Graph:
         """Record a step or a cut, which runs nothing."""
         device = next(iter(work.inputs.values())).device
-        _check_memory(device, NEEDED_BYTES + work.nbytes)
+        _check_memory(device)
         if self._stream is None:
             self._stream, self._home = torch.cuda.Stream(device), torch.cuda.current_stream(device)
             self._pool = torch.cuda.graph_pool_handle()
@@ -525,12 +507,12 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _check_memory(device: torch.device, needed: int) -> None:
+def _check_memory(device: torch.device) -> None:
     """Raise if memory may be short: a recording cannot free any."""
-    if torch.cuda.mem_get_info(device)[0] < needed:
+    if torch.cuda.mem_get_info(device)[0] < NEEDED_BYTES:
         torch.cuda.empty_cache()
-        if torch.cuda.mem_get_info(device)[0] < needed:
-            raise MemoryError(f"less than {needed >> 20} MiB of the device's memory are free")
+        if torch.cuda.mem_get_info(device)[0] < NEEDED_BYTES:
+            raise MemoryError(f"less than {NEEDED_BYTES >> 20} MiB of the device's memory are free")
 
 
 @contextmanager
