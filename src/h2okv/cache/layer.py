@@ -485,8 +485,13 @@ class CacheLayer(BaseLayer):
         state = self.state
         if self.spans is None or not self.spans.whole_prompts or not any(state.written()):
             return None
-        key = "written", state.device, state.written()
-        return self.forward.shared(key, lambda: to_device(state.written(), state))
+        written, seen = state.written(), state.num_real_tokens
+
+        def numbers() -> Tensor:
+            is_one = len(set(written)) == 1  # which needs no copy
+            return seen.new_full(seen.shape, written[0]) if is_one else to_device(written, state)
+
+        return self.forward.shared(("written", state.device, written), numbers)
 
     def protected(self, positions: Tensor, scores: Tensor) -> Tensor:
         """Mark the entries ``[B, H, N]`` that a cut must not touch, by positions and scores.
