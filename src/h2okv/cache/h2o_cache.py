@@ -785,7 +785,7 @@ class H2OCache(Cache):
     def cut(
         self, ended: tuple[int, ...], numbers: Tensor | None = None, stores: bool = True
     ) -> list[SlotState]:
-        """Evict from sequences, on the device, and return them as `SlotLayer.cut` does; mutates.
+        """Evict from sequences, on the device; return them where they are not stored; mutates.
 
         ``numbers``: of a cut that is recorded, int64 ``[2, n]``, as `cut_inputs` returns them.
         """
@@ -797,9 +797,10 @@ class H2OCache(Cache):
             read, written = (numbers[0], self.num_rows), first.state.written()
             key = "written", first.device, tuple(written[row] for row in ended)
             forward.shared(key, lambda: numbers[1])
-        return [layer.cut(ended, *read, stores) for layer in layers]
+        states = (layer.cut(ended, *read, stores) for layer in layers)
+        return [state for state in states if not stores]  # else none outlives its layer's cut
 
-    def cut_inputs(self, ended: tuple[int, ...]) -> tuple[tuple[Any, ...], Tensor] | None:
+    def cut_inputs(self, ended: tuple[int, ...]) -> Any:
         """Return what a recorded cut has of the cache, and what it reads: rows, tokens `written`.
 
         ``None`` for a cut that runs launch by launch.
@@ -808,7 +809,8 @@ class H2OCache(Cache):
         if None in keys:
             return None
         written = [state.written()[row] for row in ended]
-        key = len(ended), len(ended) == state.batch_size, any(written), self.num_rows, *keys
+        are_all = not self.num_rows and len(ended) == state.batch_size
+        key = len(ended), are_all, any(written), self.num_rows, *keys
         return key, to_device([ended, written], state)
 
     def step_key(self, is_padded: bool) -> tuple[Any, ...]:
