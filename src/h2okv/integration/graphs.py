@@ -390,14 +390,15 @@ class DecodeGraphs:
     def _cut(self, cache: H2OCache, ended: tuple[int, ...]) -> bool:
         """Do a cut of sequences of a cache, if it can be recorded; tell whether it was done."""
         graphs = self._graphs_of(cache)[1]
-        if graphs.why is not None or cache.cut_inputs(ended) is None:
+        if graphs.why is not None:
             return False
         are_all = not cache.num_rows and len(ended) == cache.span_layers[0].batch_size
         while ended:  # by powers of two, so that few graphs do for all numbers
             count = len(ended) if are_all else 1 << (len(ended).bit_length() - 1)
             some, ended = ended[:count], ended[count:]
-            key, numbers = cache.cut_inputs(some)
-            self._run(_Cut(cache, some, numbers), graphs, key, cache)
+            if (inputs := cache.cut_inputs(some)) is None:  # and so for all of them
+                return False
+            self._run(_Cut(cache, some, inputs[1]), graphs, inputs[0], cache)
         if graphs.why is not None:
             self._say(graphs.why, "cuts")
         return True
