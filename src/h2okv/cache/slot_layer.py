@@ -433,12 +433,8 @@ class SlotLayer(CacheLayer):
             state.scored_lengths = like.state.scored_lengths
             slots.steps_to_cut, slots.looks_for_tail = like.slots.steps_to_cut, True
             return
-        lengths, scored = state.lengths(), state.scored_lengths
-        if scored is None and self.scores_spans and len(ended) == self.batch_size:
-            scored = lengths
-        if scored is not None:
-            rows = enumerate(zip(lengths, scored, strict=True))
-            state.scored_lengths = tuple(now if r in ended else old for r, (now, old) in rows)
+        if self.scores_spans:
+            self.spans.note_scored(state, ended)
         slots.refresh(state, self.dtype)
 
     def cut_key(self) -> tuple[Any, ...] | None:

@@ -145,7 +145,10 @@ def _why_not(name: str, module: torch.nn.Module) -> str | None:
 
 
 class _Step:
-    """A step of a model and a cache, which can be recorded."""
+    """A step of a model and a cache: what a recording runs, and the check of its first replay.
+
+    What the host counts is left out, and done around it.
+    """
 
     name = "step"
 
@@ -154,13 +157,11 @@ class _Step:
         self.inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
 
     def run(self, inputs: dict[str, Tensor]) -> Any:
-        """Run it launch by launch, without what the host counts."""
         arguments = self._kwargs | inputs
         with self._cache.on_device_alone(arguments.pop(_LIVE, None)):
             return self._plain(**arguments)
 
     def prepare(self) -> list[tuple[Tensor, Tensor]]:
-        """Return what a step changes, as it is."""
         return [(tensor, tensor.clone()) for tensor in _changing(self._cache)]
 
     def check(self, replayed: Any, before: list[tuple[Tensor, Tensor]]) -> tuple[Any, str]:
@@ -182,7 +183,7 @@ class _Step:
 
 
 class _Cut:
-    """A cut of all layers of a cache, which can be recorded."""
+    """A cut of all layers of a cache, likewise."""
 
     name = "cut"
 
@@ -190,19 +191,14 @@ class _Cut:
         self._cache, self._ended, self.inputs = cache, ended, {"numbers": numbers}
 
     def run(self, inputs: dict[str, Tensor]) -> Any:
-        """Run it launch by launch, without what the host notes."""
         self._cache.cut(self._ended, inputs["numbers"])
         return ModelOutput()
 
     def prepare(self) -> list[SlotState]:
-        """Return what the cut will make of each layer's sequences."""
         return self._cache.cut(self._ended, self.inputs["numbers"], stores=False)
 
     def check(self, replayed: Any, states: list[SlotState]) -> tuple[Any, str]:
-        """Compare the layers with `states`, and store these; ties may be broken otherwise.
-
-        Waits for the device once.
-        """
+        """Compare the layers with `states`, and store these; waits for the device once."""
         index, shares = self.inputs["numbers"][0], []
         for layer, right in zip(self._cache.span_layers, states, strict=True):
             for tensor, expected in zip(layer.state.of_cuts(), right.of_cuts(), strict=True):
