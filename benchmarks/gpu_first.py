@@ -54,6 +54,7 @@ from h2okv.assets import bundled_model_path
 from h2okv.cache import CACHE
 from h2okv.config import CacheConfig
 from h2okv.engine.engine import Engine
+from h2okv.integration.graphs import EAGER_STEPS
 from h2okv.ops import dispatch, flash_varlen
 from h2okv.ops.attention import expected_attention
 from h2okv.ops.choice import CutRules, choose, protected_entries
@@ -172,12 +173,37 @@ def part_c(bench: Bench) -> None:
     sizes, caches = bench.sizes, ("static", "flash", *configs(bench, bench.sizes.layers))
     for batch in sizes.batches:
         steps_of(bench, sizes.layers, batch, dict.fromkeys(caches, ("graph", "eager")))
+    for batch in sizes.batches[:2]:
+        cuts_of(bench, sizes.layers, batch)
     modes: dict[str, tuple[str, ...]] = {"static": ("reduce-overhead",)}
     modes |= dict.fromkeys(("h2o", "best by head"), ("compiled", "graph of compiled"))
     for batch in sizes.batches[:2]:
         if bench.is_gpu:
             torch.compiler.reset()
         steps_of(bench, sizes.layers, batch, modes)
+
+
+def cuts_of(bench: Bench, layers: int, batch: int) -> None:
+    """Time replayed steps of which every second ends a span, by how its cut runs."""
+    tokens, by_name = bench.sizes.context, configs(bench, layers)
+
+    def prepare(name: str, is_replayed: bool) -> Timed:
+        step = Step(bench, layers, batch, tokens).h2o(replace(by_name[name], evict_every=2))
+        timed = step.timed("graph")
+        for _ in range(2 * EAGER_STEPS + 4):  # until its cut is recorded too
+            step()
+        if not is_replayed:
+            step.forward._cut = lambda *_: False
+        return timed
+
+    for name in ("h2o, spans", "best by head, spans"):
+        cases: Cases = {
+            f"{name}, cut {kind}": partial(prepare, name, kind == "replayed")
+            for kind in ("launched", "replayed")
+        }
+        cells = {"layers": layers, "batch": batch, "tokens": tokens}
+        baselines = (f"{name}, cut launched",)
+        bench.compare("step, a cut after every second", cases, baselines=baselines, **cells)
 
 
 def part_d(bench: Bench) -> None:

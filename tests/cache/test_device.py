@@ -31,7 +31,7 @@ BOUNDS = {
     "expected": {"prompt": (14, 0, 34, 1), "step": (2, 0, 0, 0)},
     "best by head": {"prompt": (14, 0, 34, 1), "step": (2, 0, 0, 0)},
     "best by head, whole prompts, spans": {
-        "prompt": (16, 0, 34, 1), "step": (2, 0, 0, 0), "cut": (14, 0, 31, 0),
+        "prompt": (16, 0, 34, 1), "step": (2, 0, 0, 0), "cut": (14, 0, 32, 0),
         "chunk": (0, 0, 0, 0),
     },
     "h2o, spans": {

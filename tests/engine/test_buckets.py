@@ -8,6 +8,7 @@ from pretended_device import make_model, pretended_device
 
 import h2okv
 from h2okv.cache.argument import CACHE
+from h2okv.cache.h2o_cache import H2OCache
 from h2okv.engine.engine import Engine
 from h2okv.integration.graphs import VARIABLE, DecodeGraphs, rows_for
 from h2okv.ops import dispatch
@@ -50,6 +51,19 @@ REQUESTS = [(prompt(20 + 3 * (i % 11)), new) for i, new in enumerate(NEW_TOKENS)
 
 
 @pytest.fixture
+def cuts(monkeypatch):
+    """Return of each cut that the host did after a step whether it was recorded or may be."""
+    plain, calls = H2OCache.cut, []
+
+    def cut(cache, ended, numbers=None, stores=True):
+        calls.append(numbers is not None)
+        return plain(cache, ended, numbers, stores)
+
+    monkeypatch.setattr(H2OCache, "cut", cut)
+    return calls
+
+
+@pytest.fixture
 def device(monkeypatch):
     with pretended_device(monkeypatch, runs_kernels=True) as device:
         yield device
@@ -57,12 +71,12 @@ def device(monkeypatch):
 
 @pytest.fixture
 def records(monkeypatch):
-    """Return the rows of each graph that is recorded, as a list."""
+    """Return the rows of each step that is recorded, as a list."""
     numbers, record = [], DecodeGraphs._record
 
-    def note(graphs, plain, kwargs, inputs, cache):
-        numbers.append(len(inputs["input_ids"]))
-        return record(graphs, plain, kwargs, inputs, cache)
+    def note(graphs, work, cache):
+        numbers.extend(len(ids) for name, ids in work.inputs.items() if name == "input_ids")
+        return record(graphs, work, cache)
 
     monkeypatch.setattr(DecodeGraphs, "_record", note)
     return numbers
@@ -172,7 +186,7 @@ def compare(eager, replayed):
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "h2o")) for n in OPTIONS]
 )
-def test_requests_that_come_and_go(monkeypatch, tokenizer, records, name, runs_ahead):
+def test_requests_that_come_and_go(monkeypatch, tokenizer, records, cuts, name, runs_ahead):
     """Few graphs serve all numbers of sequences; tokens and states are those of eager steps."""
     monkeypatch.setattr(Engine, "runs_ahead", runs_ahead)
     results, replays = {}, []
@@ -197,6 +211,9 @@ def test_requests_that_come_and_go(monkeypatch, tokenizer, records, name, runs_a
     assert len(records) <= variants * len([b for b in BUCKETS if b < 20] + [20])
     assert {6, 12, 16, 20} <= set(records) <= {*BUCKETS, 20}
     assert replays[0] == 0 and replays[1] >= len(results["auto"].counts) // 2
+    # Most cuts are replayed: with spans of 5 and 7 one is due in nearly every step.
+    is_cut = "spans" in name or "whole" in name
+    assert all(cuts) and is_cut <= (0 < len(cuts) < len(results["auto"].counts) // 2)
     for (tokens, _), (text, new) in list(zip(answers, REQUESTS, strict=True))[::3]:
         assert tokens == alone(name, text, new)
 

@@ -5,6 +5,7 @@ The CPU's own results are held to formulas in loops elsewhere. Without a GPU eve
 
 import json
 import os
+import warnings
 
 import pytest
 import torch
@@ -237,6 +238,27 @@ def test_replayed_steps_equal_eager_ones(make_llama, monkeypatch, replays, name,
     for _ in range(2):  # the second cache may get the addresses of the first
         same(continued(model, "cuda", batch, **OPTIONS[name]), expected)
     assert len(replays) > NEW
+
+
+CUTS = {
+    "h2o": {"evict_every": 3}, "best by head": BEST_BY_HEAD | {"evict_every": 3},
+    "best by head, whole prompts": BEST_BY_HEAD | {"evict_every": "prompt+3"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", sorted(CUTS))
+def test_replayed_cuts_equal_eager_ones(make_llama, monkeypatch, replays, name, batch):
+    """Texts and entries where cuts are replayed too."""
+    model = make_llama().float()
+    monkeypatch.setenv(VARIABLE, "off")
+    expected = continued(model, "cuda", batch, **CUTS[name])
+    monkeypatch.setenv(VARIABLE, "auto")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*CUDA graph")
+        same(continued(model, "cuda", batch, **CUTS[name]), expected)
+    # A step after each but the first tokens, and a cut after each third but the first three.
+    assert len(replays) >= NEW - 5 + NEW // 3 - 4
 
 
 def test_sampling_goes_on_behind_graphs_and_where_there_is_none(make_llama, monkeypatch, replays):

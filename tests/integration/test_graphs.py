@@ -5,6 +5,7 @@ import gc
 import inspect
 import warnings
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 import h2okv
 from h2okv.cache.argument import CACHE
+from h2okv.cache.h2o_cache import H2OCache
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.integration import graphs
 from h2okv.integration.graphs import EAGER_STEPS, VARIABLE, DecodeGraphs
@@ -154,6 +156,215 @@ def test_a_replayed_step_launches_nothing_of_the_layers(device):
     ours = sum(count for (_, line), count in counts.launches.items() if line is not None)
     assert ours == 2 * 3, str(counts)  # token, position and logits are copied
     assert first.data_ptr() != second.data_ptr()
+
+
+CUT = 3
+CUTS = {
+    "h2o": BUDGET | {"evict_every": CUT},
+    "best by head": BY_HEAD | {"evict_every": CUT},
+    "best by head, whole prompts": BY_HEAD | {"evict_every": f"prompt+{CUT}"},
+    "best": BY_HEAD | {"evict_every": CUT, "layer_budgets": None},
+    "value norm, whole prompts": BUDGET | {"scoring": "value_norm", "evict_every": f"prompt+{CUT}"},
+    "7": BY_HEAD | {"evict_every": "prompt+7"}, "64": BUDGET | {"evict_every": 64},
+    "fractions": BY_HEAD | {"heavy": 0.3, "recent": 0.2, "min_tokens": 0, "evict_every": CUT},
+}  # fmt: skip
+SLOW_CUTS = set(CUTS) - {"fractions", "best by head, whole prompts"}
+
+
+@pytest.fixture
+def cuts(monkeypatch):
+    """Return what each cut of a cache was: recorded or not, and of how many sequences."""
+    plain, calls = H2OCache.cut, []
+
+    def cut(cache, ended, numbers=None, stores=True):
+        if stores:
+            calls.append((len(ended), "apart" if numbers is None else "inputs"))
+        return plain(cache, ended, numbers, stores)
+
+    monkeypatch.setattr(H2OCache, "cut", cut)
+    return calls
+
+
+def read_text(model, cache, paddings, num_steps):
+    """Read a batch of texts, or a further turn, and steps; return the logits of these."""
+    rows, seen, logits = len(paddings), cache.num_seen_tokens, []
+    ids = prompt(rows)["input_ids"][:, : 3 if seen else PROMPT]
+    mask = torch.ones(rows, seen + ids.shape[1], dtype=torch.int64)
+    for row, padding in enumerate(paddings):
+        mask[row, :padding] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)[:, seen:].to(DEVICE)
+    with torch.no_grad():
+        options = {CACHE: cache, "logits_to_keep": 1}
+        model(ids, attention_mask=mask.to(DEVICE), position_ids=positions, **options)
+        for _ in range(num_steps):
+            positions = positions[:, -1:] + 1
+            output = model(7 * positions % 90 + 3, position_ids=positions, **options)
+            logits.append(output.logits.numbers.clone())
+    cache.check_integrity()
+    return logits
+
+
+def tensors_of(cache):
+    return [
+        {name: tensor.numbers for name, tensor in layer.state.tensors().items()}
+        for layer in cache.layers
+    ]
+
+
+def same_entries(cache, other):
+    """Compare all that entries have, bit for bit; empty slots may hold anything."""
+    for state, expected in zip(tensors_of(cache), tensors_of(other), strict=True):
+        assert state.keys() == expected.keys()
+        is_entry = expected["positions"] >= 0
+        for name, tensor in expected.items():
+            actual = state[name]
+            if tensor.shape[:3] == is_entry.shape:
+                actual, tensor = actual[is_entry], tensor[is_entry]
+            assert torch.equal(actual, tensor), name
+
+
+@pytest.mark.parametrize("ops", ["plain", pytest.param("auto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("paddings", [(0,), (0, 5, 1)], ids=["one", "three"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW_CUTS)) for n in CUTS]
+)
+def test_replayed_cuts_equal_eager_ones(device, monkeypatch, cuts, name, paddings, ops):
+    """In every number of the layers, and in what the host counts, over two turns."""
+    monkeypatch.setenv(dispatch.VARIABLE, ops)
+    model, results = make_model(device), []
+    num_steps, turns = {"7": 42, "64": 400}.get(name, 6 * CUT), 1 if name in ("7", "64") else 2
+    for setting in ("off", "auto"):
+        monkeypatch.setenv(VARIABLE, setting)
+        cuts.clear()
+        results.append([])
+        with h2okv.enable(model):
+            cache = h2okv.H2OCache(model.config, **CUTS[name])
+            for _ in range(turns):
+                logits = read_text(model, cache, paddings, num_steps)
+                results[-1].append((logits, host(cache), copy.deepcopy(cache)))
+    for (expected, counted, other), (logits, counts, cache) in zip(*results, strict=True):
+        assert all(map(torch.equal, logits, expected))
+        assert counts == counted
+        same_entries(cache, other)
+    # Those before one is recorded, and the recording; no other cut was done by the host.
+    assert len(cuts) == turns * (EAGER_STEPS + 1)
+    assert {kind for _, kind in cuts} == {"inputs"}
+
+
+def test_a_replayed_cut_launches_one_graph(device):
+    """And waits for nothing, where a step launches one too; all stays where it is."""
+    model = make_model(device)
+    with h2okv.enable(model):
+        cache = h2okv.H2OCache(model.config, **CUTS["best by head, whole prompts"])
+        read_text(model, cache, (0, 5), CUT * (EAGER_STEPS + 1) + CUT - 1)
+        addresses = [t.data_ptr() for state in tensors_of(cache) for t in state.values()]
+        before, options = device.num_replays, {"logits_to_keep": 1, CACHE: cache}
+        token = torch.tensor([[5], [6]]).to(DEVICE)
+        positions = torch.tensor([[[length]] for length in cache.layers[0].state.lengths()])
+        options["position_ids"] = positions.view(2, 1).to(DEVICE)
+        with torch.no_grad(), device.count() as counts:
+            model(token, **options)
+        assert device.num_replays == before + 2
+    assert counts.num_waits == 0, str(counts)
+    launches = Counter(line for (_, line), n in counts.launches.items() for _ in range(n) if line)
+    # Token, position, logits, and the numbers of the sequences: to the device, and to their place.
+    assert launches.total() == 5, str(counts)
+    assert addresses == [t.data_ptr() for state in tensors_of(cache) for t in state.values()]
+
+
+def both_ways(device, monkeypatch, options, num_steps=8 * CUT, change=lambda: None):
+    """Compare a cache with graphs, after a change, to one without; return the number of replays."""
+    model, results = make_model(device), []
+    for setting in ("off", "auto"):
+        monkeypatch.setenv(VARIABLE, setting)
+        if setting == "auto":
+            change()
+        cache = h2okv.H2OCache(model.config, **options)
+        with h2okv.enable(model):
+            results.append((read_text(model, cache, (0, 5), num_steps), host(cache), cache))
+    (expected, counted, other), (logits, counts, cache) = results
+    assert all(map(torch.equal, logits, expected))
+    assert counts == counted
+    same_entries(cache, other)
+    return device.num_replays
+
+
+@pytest.mark.parametrize("error", [torch.nan, 3.0])
+def test_a_replayed_cut_of_other_numbers_is_the_last(device, monkeypatch, cuts, error):
+    """Its entries are put right; later cuts are launched, and steps are still replayed."""
+    replay = graphs._Graph.replay
+
+    def wrong(graph, inputs, cache):
+        output = replay(graph, inputs, cache)
+        for layer in cache.layers if "numbers" in inputs else ():
+            layer.state.scores += error
+        return output
+
+    def change():
+        monkeypatch.setattr(graphs._Graph, "replay", wrong)
+
+    options = CUTS["best by head, whole prompts"]
+    with pytest.warns(UserWarning, match="cuts run .*: its first replay's entries are off in"):
+        assert both_ways(device, monkeypatch, options, change=change) > 4 * CUT
+    assert cuts == [(2, "inputs")] * (EAGER_STEPS + 1) + [(2, "apart")] * 4
+
+
+def fail_in_a_cut():
+    assert not torch.cuda.is_current_stream_capturing(), "operation not permitted"
+
+
+def wait_in_a_cut():
+    torch.ones(1).to(DEVICE).tolist()
+
+
+CUT_OBSTACLES = {
+    r"could not be recorded \(operation not permitted": fail_in_a_cut,
+    "a cut of this model and cache waits for the device": wait_in_a_cut,
+}
+
+
+@pytest.mark.parametrize("why", CUT_OBSTACLES)
+def test_a_cut_that_cannot_be_recorded_says_why_once(device, monkeypatch, why):
+    plain, options = SlotLayer._evict_ended, CUTS["h2o"]
+
+    def evict(layer):
+        CUT_OBSTACLES[why]()
+        plain(layer)
+
+    def change():
+        monkeypatch.setattr(SlotLayer, "_evict_ended", evict)
+
+    with pytest.warns(UserWarning, match=why) as caught:
+        assert both_ways(device, monkeypatch, options, change=change) > 4 * CUT
+    assert sum("CUDA graph" in str(warning.message) for warning in caught) == 1
+
+
+LAUNCHED = {"8 bits": {"kv_bits": 8}, "rolling": {"positions": "rolling"}}
+
+
+@pytest.mark.parametrize("name", LAUNCHED)
+def test_other_cuts_are_launched_behind_replayed_steps(device, monkeypatch, cuts, name):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*CUDA graph")
+        options = BUDGET | {"evict_every": CUT} | LAUNCHED[name]
+        assert both_ways(device, monkeypatch, options, 5 * CUT) > 2 * CUT
+    assert {kind for _, kind in cuts} == {"apart"}
+
+
+@pytest.mark.slow
+def test_drafts_between_replayed_cuts(device, monkeypatch):
+    """What is taken back leaves spans of which only the device knows the queries."""
+    model, texts = make_model(device), []
+    for setting in ("off", "auto"):
+        monkeypatch.setenv(VARIABLE, setting)
+        cache, inputs = h2okv.H2OCache(model.config, **CUTS["best by head"]), prompt()
+        texts.append([])
+        with h2okv.enable(model):
+            for options in ({}, {"prompt_lookup_num_tokens": 3}, {}):
+                ids = generate(model, cache, inputs, max_new_tokens=8 * CUT, **options)
+                texts[-1].append((ids.tolist(), host(cache)))
+                inputs = cache.next_turn(torch.full((1, 3), 9).to(DEVICE))
+    assert texts[0] == texts[1]
 
 
 def test_graphs_die_with_their_cache(device):

@@ -131,7 +131,7 @@ def cut(dtype, size, batch=2, heads=2, count=70):
     budget, totals = seen.view(-1, 1, 1), torch.full((batch, heads, 1), 16)
     rows = Rows(states, states, scores, scores.to(torch.int32), scores)
     shared = Rows(*(tensor.flatten(1, 2).unsqueeze(1).clone() for tensor in rows))
-    rules, free = CutRules(seen, budget, budget, totals, 20), totals.clone()
+    rules, free = CutRules(seen, budget, budget, totals, seen // 3), totals.clone()
     owners = torch.zeros(batch, 1, heads * count, dtype=torch.uint8)
     rooms = triton_cut.Rooms(totals, count - 16, count)
     arguments = scores, scores, scores, rows.positions, rules, 16

@@ -45,16 +45,17 @@ def cuts(draw):
     )
     if draw(st.booleans()):
         total = total[:, :1]
+    written = [draw(st.sampled_from([0, 4, 9])) for _ in range(batch)]
     rules = CutRules(
         torch.full((batch,), seen), column(sinks), column(recents), total.unsqueeze(-1),
-        draw(st.sampled_from([0, 0, 4])),
+        torch.tensor(written) if any(written) else None,
     )  # fmt: skip
     return priority, weights, positions, rules
 
 
 def chosen_by_sort(priority, weights, positions, rules):
     recent = rules.recent
-    if rules.written:
+    if rules.written is not None:
         recent = recent_with_written(recent, rules.sink, rules.total, rules.written, priority)
     newest = rules.num_real_tokens.view(-1, 1, 1) - 1
     protected = protected_entries(positions, newest, rules.sink, recent)

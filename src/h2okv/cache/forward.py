@@ -51,8 +51,6 @@ class Forward:
 
     def _reset(self) -> None:
         self._sums: list[tuple[int, Tensor]] = []
-        self._prompt: tuple[Any, list[LayerBudgets]] | None = None
-        self._padding: tuple[Tensor, tuple[int, ...]] | None = None
         self._shared: dict[Any, Any] = {}
 
     def shared(self, key: Any, compute: Callable[[], _T]) -> _T:
@@ -93,13 +91,10 @@ class Forward:
         self, number: int, lengths: list[int], device: torch.device, seen: list[int] | None = None
     ) -> LayerBudgets:
         """Return a layer's budgets for prompts of these real tokens, ``[B]``, and those seen."""
-        prompt, key = self._prompt, (lengths, seen, device)
-        if prompt is None or prompt[0] != key:
-            texts = list(zip(lengths, seen or lengths, strict=True))
-            prompt = self._prompt = key, self._resolve(texts, device)
-        return prompt[1][number]
+        texts = tuple(zip(lengths, seen or lengths, strict=True))
+        return self.shared(("budgets", texts, device), lambda: self._resolve(texts, device))[number]
 
-    def _resolve(self, texts: list[tuple[int, int]], device: torch.device) -> list[LayerBudgets]:
+    def _resolve(self, texts: Sequence[tuple[int, int]], device: torch.device) -> Any:
         """Resolve the budgets of all layers, with one copy to the device."""
         layers, rows = [], []
         for rule, budget, by_head in self._budgets:
@@ -139,10 +134,8 @@ class Forward:
 
         Waits for the device once in a forward, whose layers get views of one mask.
         """
-        last = self._padding
-        if last is None or place_of(last[0]) != place_of(real):
-            last = self._padding = real, tuple(real.sum(dim=1).tolist())
-        return last[1]
+        key = "padding", place_of(real)  # with the mask, lest another takes its place
+        return self.shared(key, lambda: (tuple(real.sum(dim=1).tolist()), real))[0]
 
     def check_later(self, layer_idx: int, sums: Tensor) -> None:
         """Note numbers of a layer that must be finite when the forward ends."""
@@ -154,7 +147,6 @@ class Forward:
         self.finish_steps()
         self.appended = None
         sums, self._sums = self._sums, []
-        self._prompt = self._padding = None
         self.forget_shared()
         if not sums:
             return

@@ -30,7 +30,7 @@ from h2okv.cache.linear_states import continues_prompts, held_bytes
 from h2okv.cache.rope import PositionRule, Rotation
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotBytes, SlotState, ordinary_tensors, slots_for
-from h2okv.cache.spans import Spans
+from h2okv.cache.spans import Spans, to_device
 from h2okv.cache_spec import parse
 from h2okv.config import BEST, MEASURED, CacheConfig, resolve_policy
 from h2okv.console import warn
@@ -756,17 +756,63 @@ class H2OCache(Cache):
             for layer, state in states:
                 layer.state = state
 
-    def end_step(self, counts: Sequence[int] | None = None) -> None:
-        """Do what the host does after a step that was compiled or replayed; mutates the layers.
+    def end_step(
+        self, counts: Sequence[int] | None = None, replay: Callable[[Any], bool] | None = None
+    ) -> None:
+        """Do what the host does after a step that was compiled or replayed, and cut; mutates.
 
         Args:
             counts: real tokens of each sequence; ``None`` if only the device knows.
+            replay: does what `cut` does, if it can, and tells whether.
         """
-        for layer in self._slot_layers:
-            layer.end_step(counts)
+        due = [layer for layer in self._slot_layers if layer.note_step(counts)]
+        ended = due[0].ended() if due else ()  # one look at the lengths for all layers
+        for layer in due[1:]:
+            layer.state.known_lengths = due[0].state.known_lengths
+        is_replayed = bool(ended) and replay is not None and replay(ended)
+        if ended and not is_replayed:
+            self.cut(ended)
+        for layer in due:
+            layer.note_cut(ended, due[0] if is_replayed and layer is not due[0] else None)
         for scored in self._scored[1:]:
             scored.num_forwards = self._scored[0].num_forwards
         self._warn_past_window()
+
+    @property
+    def span_layers(self) -> list[SlotLayer]:
+        """The layers in slots that evict at the ends of spans."""
+        return [layer for layer in self._slot_layers if layer.span > 1]
+
+    def cut(
+        self, ended: tuple[int, ...], numbers: Tensor | None = None, stores: bool = True
+    ) -> list[SlotState]:
+        """Evict from sequences, on the device; return them where they are not stored; mutates.
+
+        ``numbers``: of a cut that is recorded, int64 ``[2, n]``, as `cut_inputs` returns them.
+        """
+        layers: list[SlotLayer] = self.span_layers
+        read: tuple[Tensor | None, int] = (None, 0)
+        first, forward = layers[0], layers[0].forward
+        forward.forget_shared()
+        if numbers is not None:
+            read, written = (numbers[0], self.num_rows), first.state.written()
+            key = "written", first.device, tuple(written[row] for row in ended)
+            forward.shared(key, lambda: numbers[1])
+        states = (layer.cut(ended, *read, stores) for layer in layers)
+        return [state for state in states if not stores]  # else none outlives its layer's cut
+
+    def cut_inputs(self, ended: tuple[int, ...]) -> Any:
+        """Return what a recorded cut has of the cache, and what it reads: rows, tokens `written`.
+
+        ``None`` for a cut that runs launch by launch.
+        """
+        keys, state = [layer.cut_key() for layer in self.span_layers], self.span_layers[0].state
+        if None in keys:
+            return None
+        written = [state.written()[row] for row in ended]
+        are_all = not self.num_rows and len(ended) == state.batch_size
+        key = len(ended), are_all, any(written), self.num_rows, *keys
+        return key, to_device([ended, written], state)
 
     def step_key(self, is_padded: bool) -> tuple[Any, ...]:
         """Return what a recorded step has of the cache; `begin_step` has been called."""

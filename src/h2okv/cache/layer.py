@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -481,12 +480,18 @@ class CacheLayer(BaseLayer):
             scores = scores.masked_fill(is_pinned, torch.inf)
         return scores, positions
 
-    def _written(self) -> list[int]:
-        """Return the tokens of each sequence since its last whole prompt; none: it has none."""
+    def _written(self) -> Tensor | None:
+        """Return the tokens of each sequence since its last whole prompt, int64 ``[B]``, if any."""
         state = self.state
-        if self.spans is None or not self.spans.whole_prompts or not state.span_starts:
-            return []
-        return list(map(operator.sub, state.lengths(), state.span_starts))
+        if self.spans is None or not self.spans.whole_prompts or not any(state.written()):
+            return None
+        written, seen = state.written(), state.num_real_tokens
+
+        def numbers() -> Tensor:
+            is_one = len(set(written)) == 1  # which needs no copy
+            return seen.new_full(seen.shape, written[0]) if is_one else to_device(written, state)
+
+        return self.forward.shared(("written", state.device, written), numbers)
 
     def protected(self, positions: Tensor, scores: Tensor) -> Tensor:
         """Mark the entries ``[B, H, N]`` that a cut must not touch, by positions and scores.
@@ -494,12 +499,8 @@ class CacheLayer(BaseLayer):
         Where spans follow a whole prompt, what the model has written since counts as recent too.
         """
         state, recent = self.state, self.state.recent
-        written = self._written()
-        if any(written):
-            limit: int | Tensor = written[0]
-            if len(set(written)) > 1:  # else it needs no copy
-                limit = to_device(written, state).view(-1, 1, 1)
-            recent = recent_with_written(recent, state.sink, state.total, limit, scores)
+        if (written := self._written()) is not None:
+            recent = recent_with_written(recent, state.sink, state.total, written, scores)
         return protected_entries(positions, self.newest(), state.sink, recent)
 
     # --- ranks ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -19,7 +20,7 @@ from h2okv.cache.slots import SlotPlan
 from h2okv.cache.spans import to_device
 from h2okv.ops.append import Appended, append_step
 from h2okv.ops.attention import blockwise_attention_with_scores
-from h2okv.ops.choice import CutRules, choose_all, recent_with_written
+from h2okv.ops.choice import CutRules, choose_all
 from h2okv.ops.decode import QueryRing, StepNumbers, StepRules, decode_step
 from h2okv.ops.dispatch import Cut, Operations, operations
 from h2okv.ops.reference import Visibility
@@ -186,15 +187,12 @@ class SlotLayer(CacheLayer):
         Arguments as of `choose` and `h2okv.ops.triton_cut.select`, which says what it returns.
         """
         rule, state, scores, positions = self.rule, self.state, entries.scores, entries.positions
-        written, recent, priority, factors = self._written(), state.recent, scores, weights
-        if len(set(written)) > 1:
-            limits = to_device(written, state).view(-1, 1, 1)
-            recent = recent_with_written(recent, state.sink, state.total, limits, scores)
-            written = []
+        priority, factors = scores, weights
         if not rule.ranks_by_products:
             priority = self._rank(scores, positions, self.newest(), weights, entries.key)
             factors = None
-        rules = CutRules(state.num_real_tokens, state.sink, recent, total, *written[:1])
+        seen, written = state.num_real_tokens, self._written()
+        rules = CutRules(seen, state.sink, state.recent, total, written)
         return kernels.select(priority, factors, scores, positions, rules, limit, in_place)
 
     def _evict(self, entries: BlockEntries) -> None:
@@ -299,8 +297,8 @@ class SlotLayer(CacheLayer):
         if is_compiling:
             state.note_count(None)
             self.note_columns(1)
-        elif not self.forward.leaves_host:
-            self.end_step(self._lengths(block))
+        elif not self.forward.leaves_host and self.note_step(self._lengths(block)):
+            self._count_to_cut()
         return output
 
     def begin_step(self, is_padded: bool) -> None:
@@ -311,7 +309,11 @@ class SlotLayer(CacheLayer):
         self.slots.begin_step(self.state, self.dtype, may_append)
 
     def step_key(self, is_padded: bool) -> tuple[Any, ...]:
-        """Return what a recorded step has of the layer besides its options: addresses, sizes."""
+        """Return what a recorded step has of the layer besides its options."""
+        return *self.slots.step_key(is_padded), *self._addresses()
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Return the number of slots, and where everything is."""
         state, tables = self.state, self.rotations.tables or ()
         now = (*_fields_of(state), self.cumulative_length, *tables)
         # Asking for each address would take longer than all else that the host does for a step.
@@ -321,7 +323,7 @@ class SlotLayer(CacheLayer):
             # Weakly, as entries that move shall not stay too; packed ones are asked each time.
             former = [ref(value) if torch.is_tensor(value) else value for value in now]
             self._placed = former, addresses
-        return *self.slots.step_key(is_padded), *self._placed[1]
+        return self._placed[1]
 
     def _step_operation(self, query: Tensor) -> Callable[..., Tensor]:
         # On a CPU inductor makes more of operations that it sees than of a package of its own.
@@ -371,32 +373,83 @@ class SlotLayer(CacheLayer):
     def restore_plan(self, plan: Plan) -> None:
         vars(self.slots).update(plan)
 
-    def end_step(self, counts: Sequence[int] | None = None) -> None:
-        """Do what the host does after a step, and evict where it has ended a span; mutates."""
+    def note_step(self, counts: Sequence[int] | None = None) -> bool:
+        """Do what the host does after a step; tell whether it may have ended a span; mutates."""
         self.is_placed = False
         self.state.note_count(counts)
         self.note_columns(1)
         if self.slots.tail is not None:
             self.slots.tail.note_step()
-        if self.span > 1:
-            self._count_to_cut()
+        self.slots.steps_to_cut -= 1
+        return self.span > 1 and self.slots.steps_to_cut <= 0  # padding can only delay the end
 
     def _ends_span(self) -> bool:
-        """Tell whether `end_step` may evict, for which the slots must be up to date."""
+        """Tell whether a cut may follow the step, for which the slots must be up to date."""
         return self.span > 1 and self.slots.steps_to_cut <= 1 and not self.forward.leaves_host
 
     def _count_to_cut(self) -> None:
-        self.slots.steps_to_cut -= 1
-        if self.slots.steps_to_cut <= 0:  # padding can only delay the end
+        if ended := self.ended():
+            self.cut(ended)
+        self.note_cut(ended)
+
+    def ended(self) -> tuple[int, ...]:
+        """Return the sequences whose span a step has ended."""
+        state, is_over = self.state, self.spans.ended(self.state)
+        scored = state.scored_lengths or (None,) * self.batch_size
+        rows = enumerate(zip(is_over, state.lengths(), scored, strict=True))
+        return tuple(row for row, (over, now, before) in rows if over and now != before)
+
+    def cut(
+        self, ended: tuple[int, ...], index: Any = None, num_rows: int = 0, stores: bool = True
+    ) -> SlotState:
+        """Evict from sequences whose span has `ended`, and return them; `note_cut` follows.
+
+        A cut that is recorded reads them from an index, int64 ``[n]``, in a pool of `num_rows`.
+        Where it does not store them, only copies change.
+        """
+        self.grow()
+        rows = former = self.state
+        if is_apart := num_rows > 0 or len(ended) < self.batch_size or not stores:
+            rows = former.with_rows(num_rows) if num_rows else former
+            if index is None:
+                key = "ended", former.device, ended
+                index = self.forward.shared(key, lambda: to_device(ended, former))
+            self.state = rows.index_select(index, ended)
+        else:  # a copy of what the host knows: tensors change in place
+            self.state = copy.copy(former)
+        try:
+            self.is_late = None
             self._evict_ended()
-            self.slots.refresh(self.state, self.dtype)
+        finally:
+            self.state, state = former, self.state
+        if is_apart and stores:
+            rows.store_cut(index, state)
+        return state
+
+    def note_cut(self, ended: tuple[int, ...], like: SlotLayer | None = None) -> None:
+        """Do what the host does after `cut`, or as another layer with all slots did; mutates."""
+        state, slots = self.state, self.slots
+        if like is not None:
+            state.scored_lengths = like.state.scored_lengths
+            slots.steps_to_cut, slots.looks_for_tail = like.slots.steps_to_cut, True
+            return
+        if self.scores_spans:
+            self.spans.note_scored(state, ended)
+        slots.refresh(state, self.dtype)
+
+    def cut_key(self) -> tuple[Any, ...] | None:
+        """Return what a recorded cut has of the layer; ``None`` if it runs launch by launch."""
+        state, slots, rule = self.state, self.slots, self.rule
+        is_known = rule.ranks_by_products and not (rule.grows or self.storage.is_packed)
+        is_known &= state.has_values and self.rotations.rolling is None and slots.steps_left < 0
+        is_known &= not self.scores_spans or state.scored_lengths is not None
+        if not is_known or not (state.num_slots == slots.capacity or slots.has_all_slots):
+            return None
+        return slots.most_slots, slots.operations, *self._addresses()
 
     def _evict_ended(self) -> None:
-        """Evict after steps that ended a span, in place: slots may be views of a pool's."""
+        """Evict from all sequences, whose spans a step has ended, in place."""
         state, slots, rows = self.state, self.slots, None
-        if not any(self.spans.ended(state)):
-            return
-        self.grow()
         kernels = self.cut_kernels(state.positions)
         if kernels is None:
             fields = "keys", "values", "scores", "positions"
@@ -416,7 +469,7 @@ class SlotLayer(CacheLayer):
                 factors = self.rotations.rolling.of_ranks(past)
                 entries.attended_key = rotate_to_ranks(key, ranks_of(positions), factors)
             entries.scores = self._score_ended(entries)
-        total, limit = self.spans.totals(state, positions), slots.most_entries(state)
+        total, limit = state.total, past
         if kernels is None:
             slots.compact(state, entries.scores, *self.choose(entries, total, limit))
             self._weigh_values()

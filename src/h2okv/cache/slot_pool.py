@@ -73,6 +73,8 @@ class PooledSequence:
     totals: dict[int, tuple[int, ...]]  # K, or that of each head where heads share a row
     # Entries that it lacks until its span ends, as a cut has waited for the end of an image.
     num_lacking: int = 0
+    # Whether its span will have a query of each token, without a look.
+    has_queries: bool = False
 
     def read_one(self, span: int) -> int:
         """Count a token; return the entries that it lacked if its span has ended; mutates."""
@@ -226,6 +228,7 @@ class SlotPool:
         first, index = next(pair for pair in layers if pair[0].window is None)
         start = first.state.span_starts[index] if first.state.span_starts else 0
         admitted = PooledSequence(first.state.lengths()[index], start, budgets, totals)
+        admitted.has_queries = first.state.scored_lengths is not None
         self._sequences.append(admitted)
         before = self._num_entries
         self._show()
@@ -339,6 +342,8 @@ class SlotPool:
             layer.state.known_lengths = tuple(sequence.seen for sequence in self._sequences)
             if layer.spans:
                 layer.state.span_starts = tuple(each.span_start for each in self._sequences)
+                if all(each.has_queries for each in self._sequences):
+                    layer.state.scored_lengths = (-1,) * used  # all have read a token since a cut
             mask = self._masks.get((layer.device, layer.num_kv_heads, kind))
             is_even = all(b.total + 1 == layer.slots.capacity for b in layer.state.budgets)
             if mask is not None and not is_even:

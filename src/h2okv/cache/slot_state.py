@@ -259,6 +259,11 @@ class SlotState(Slots):
         lengths, starts = self.lengths(), self.span_starts or (0,) * self.batch_size
         return [(length - start) % span for length, start in zip(lengths, starts, strict=True)]
 
+    def written(self) -> tuple[int, ...]:
+        """Return the tokens of each sequence behind the start of its spans."""
+        lengths = self.lengths()
+        return tuple(map(operator.sub, lengths, self.span_starts or lengths))
+
     def totals(self) -> tuple[tuple[int, ...], ...]:
         """Return K by sequence, or by sequence and head; may synchronize with the device."""
         if self.known_totals is None:
@@ -390,7 +395,20 @@ class SlotState(Slots):
 
     def with_rows(self, num_rows: int) -> SlotState:
         """Return the first rows of the pool to which this state's rows belong."""
-        return self.map(lambda t: t.as_strided((num_rows, *t.shape[1:]), t.stride()))
+        rows = self.map(lambda t: t.as_strided((num_rows, *t.shape[1:]), t.stride()))
+        vars(rows).update({name: getattr(self, name) for name in _OF_HOST})
+        return rows
+
+    def store_cut(self, indices: Tensor, source: SlotState) -> None:
+        """Store what a cut has changed of sequences, int64 ``[n]``; mutates the state."""
+        for tensor, changed in zip(self.of_cuts(), source.of_cuts(), strict=True):
+            tensor.index_copy_(0, indices, changed)
+
+    def of_cuts(self) -> list[Tensor]:
+        """Return the tensors that a cut changes."""
+        others, tensors = ("free_slot", "query_positions"), self.tensors()
+        kinds = {name: self.kind_of(name).per for name in tensors}
+        return [t for n, t in tensors.items() if n in others or kinds[n] in ("entry", "derived")]
 
     def change(self, change: Callable[[Kind, Tensor], Tensor]) -> None:
         """Replace tensors one by one, so that memory holds one twice; mutates the state."""
@@ -398,12 +416,15 @@ class SlotState(Slots):
             for name, tensor in self.tensors().items():
                 self.set_tensors({name: change(self.kind_of(name), tensor)})
 
-    def index_select(self, indices: Tensor) -> SlotState:
-        """Return the sequences of indices, int64 ``[B']``, in this order; may repeat."""
+    def index_select(self, indices: Tensor, order: Sequence[int] | None = None) -> SlotState:
+        """Return the sequences of indices, int64 ``[B']``, in this order; may repeat.
+
+        `order` are the same numbers, if the host knows them.
+        """
         with ordinary_tensors():
             selected = self.map(lambda tensor: tensor.index_select(0, indices))
         if self.budgets:
-            order = indices.tolist()
+            order = indices.tolist() if order is None else order
             selected.budgets = [self.budgets[index] for index in order]
             for name in _OF_HOST:
                 counts = getattr(self, name)

@@ -170,11 +170,11 @@ class SlotPlan:
 
         if not is_new and state.head_of_slot is None:
             return None
+        if not is_new:
+            return Rooms(state.total, self.span, self.head_slots(state) or 0)
         rooms = [[total + self.span for total in totals] for totals in state.totals()]
-        largest = max(map(max, rooms))
-        if is_new:
-            num_slots = self.row_slots(state)
-            largest = max(largest, *(num_slots - sum(room[:-1]) for room in rooms))
+        largest, num_slots = max(map(max, rooms)), self.row_slots(state)
+        largest = max(largest, *(num_slots - sum(room[:-1]) for room in rooms))
         return Rooms(state.total, self.span, largest)
 
     @staticmethod
@@ -259,7 +259,10 @@ class SlotPlan:
 
     def head_slots(self, state: SlotState) -> int | None:
         """Return the slots of the head that has most in a shared row; ``None`` if unknown."""
-        return max(map(max, state.totals())) + self.span if self.has_all_slots else None
+        if not self.has_all_slots:
+            return None
+        largest = max(map(max, state.totals())) + self.span
+        return max(largest, self.reserved, self.most_slots or 0)  # of all, for some of them
 
     def count_entries(self, state: SlotState) -> list[list[int]]:
         """Return the entries of each sequence, and of each head where budgets differ.
@@ -329,9 +332,8 @@ class SlotPlan:
         protected = {(budget.sink, budget.recent) for budget in state.budgets}
         self.protected = protected.pop() if len(protected) == 1 else None
         self.has_sinks = any(budget.sink for budget in state.budgets)
+        self.most_slots = None
         self.most_slots = self.head_slots(state)
-        if self.most_slots is not None:
-            self.most_slots = max(self.most_slots, self.reserved)
         # Sequences with different budgets are never full all together.
         is_even = self.rule.is_bounded and state.slot_mask is None and self.span == 1
         steps = []

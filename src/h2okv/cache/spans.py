@@ -17,7 +17,7 @@ from h2okv.ops.decode import QueryRing
 from h2okv.ops.reference import AttentionSpec
 
 
-def to_device(numbers: Sequence[bool] | Sequence[int], state: SlotState) -> Tensor:
+def to_device(numbers: Sequence[Any], state: SlotState) -> Tensor:
     """Copy numbers of the host to a state's device, which does not wait for what it runs."""
     return torch.tensor(numbers, device="cpu").to(state.device, non_blocking=True)
 
@@ -171,14 +171,20 @@ class Spans:
         real = position_ids >= 0 if may_lack else None
         if real is not None and bool(real.all()):
             real = None
-        state.scored_lengths = None
-        if not is_late and (are_all or scored is not None):
-            before = scored or lengths
-            state.scored_lengths = tuple(
-                length if row in rows else before[row] for row, length in enumerate(lengths)
-            )
+        if is_late:
+            state.scored_lengths = None
+        else:
+            self.note_scored(state, rows)
         placed = position_ids[:, None, :, None]
         return sequences, Block(query, query, query, real, None, placed, spec)
+
+    @staticmethod
+    def note_scored(state: SlotState, rows: Sequence[int]) -> None:
+        """Note that the spans of some sequences were scored; mutates the state."""
+        lengths, scored = state.lengths(), state.scored_lengths
+        if scored is not None or len(rows) == len(lengths):
+            pairs = enumerate(zip(lengths, scored or lengths, strict=True))
+            state.scored_lengths = tuple(now if r in rows else old for r, (now, old) in pairs)
 
     def _unscored(self, state: SlotState, ended: list[bool], is_begun: bool) -> list[int]:
         """Return the sequences whose span has ended and has queries that were not scored."""

@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 from h2okv.cache import H2OCache
 from h2okv.cache.argument import cache_in
 from h2okv.cache.slot_layer import SlotLayer
-from h2okv.cache.slot_state import ordinary_tensors
+from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.console import warn
 from h2okv.integration.attention import h2o_mask
 from h2okv.records import first_line
@@ -144,8 +144,75 @@ def _why_not(name: str, module: torch.nn.Module) -> str | None:
     return f"{name} is in training mode; call model.eval()" if module.training else None
 
 
+class _Step:
+    """A step of a model and a cache: what a recording runs, and the check of its first replay.
+
+    What the host counts is left out, and done around it.
+    """
+
+    name = "step"
+
+    def __init__(self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache) -> None:
+        self._plain, self._kwargs, self._cache = plain, kwargs, cache
+        self.inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+
+    def run(self, inputs: dict[str, Tensor]) -> Any:
+        arguments = self._kwargs | inputs
+        with self._cache.on_device_alone(arguments.pop(_LIVE, None)):
+            return self._plain(**arguments)
+
+    def prepare(self) -> list[tuple[Tensor, Tensor]]:
+        return [(tensor, tensor.clone()) for tensor in _changing(self._cache)]
+
+    def check(self, replayed: Any, before: list[tuple[Tensor, Tensor]]) -> tuple[Any, str]:
+        """Run again what was replayed; return the output, and how far the replay is off, if it is.
+
+        Waits for the device once. Restores the cache's tensors to what they were `before`.
+        """
+        for tensor, former in before:
+            tensor.copy_(former)
+        output, live = self.run(self.inputs), self.inputs.get(_LIVE)
+        name = next(name for name, value in output.items() if isinstance(value, Tensor))
+        wrong, right = replayed[name].float(), output[name].float()
+        both = torch.stack([wrong - right, right]).abs().flatten(2).amax(2)
+        if live is not None:
+            both = both.masked_fill(~live[:, 0], 0.0)
+        error, largest = both.amax(1).tolist()
+        is_same = error <= _LARGEST_ERROR * largest
+        return output, "" if is_same else f"{name} are off by {error:.2g} of {largest:.2g}"
+
+
+class _Cut:
+    """A cut of all layers of a cache, likewise."""
+
+    name = "cut"
+
+    def __init__(self, cache: H2OCache, ended: tuple[int, ...], numbers: Tensor) -> None:
+        self._cache, self._ended, self.inputs = cache, ended, {"numbers": numbers}
+
+    def run(self, inputs: dict[str, Tensor]) -> Any:
+        self._cache.cut(self._ended, inputs["numbers"])
+        return ModelOutput()
+
+    def prepare(self) -> list[SlotState]:
+        return self._cache.cut(self._ended, self.inputs["numbers"], stores=False)
+
+    def check(self, replayed: Any, states: list[SlotState]) -> tuple[Any, str]:
+        """Compare the layers with `states`, and store these; waits for the device once."""
+        index, shares = self.inputs["numbers"][0], []
+        for layer, right in zip(self._cache.span_layers, states, strict=True):
+            for tensor, expected in zip(layer.state.of_cuts(), right.of_cuts(), strict=True):
+                both = tensor.index_select(0, index).float(), expected.float()
+                is_near = torch.isclose(*both, rtol=_LARGEST_ERROR, equal_nan=True)
+                shares.append(1 - is_near.mean(dtype=torch.float32))
+            layer.state.store_cut(index, right)
+        share = torch.stack(shares).amax().item()
+        is_same = share <= _LARGEST_ERROR
+        return replayed, "" if is_same else f"entries are off in {share:.2g} of the numbers"
+
+
 class _Graph(NamedTuple):
-    """A recorded step."""
+    """A recorded step, or a cut."""
 
     graph: Any  # torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]  # what a replay reads
@@ -162,7 +229,7 @@ class _Graph(NamedTuple):
 
 
 class _Graphs:
-    """The recorded steps of one cache."""
+    """The recorded steps, or cuts, of one cache."""
 
     def __init__(self) -> None:
         self.graphs: dict[Any, _Graph] = {}
@@ -190,7 +257,8 @@ class DecodeGraphs:
         self._model = ref(model)
         functools.update_wrapper(self, type(model).forward, updated=())
         self.__signature__ = inspect.signature(self._plain())
-        self._caches: WeakKeyDictionary[H2OCache, _Graphs] = WeakKeyDictionary()
+        # Of each cache its steps and its cuts.
+        self._caches: WeakKeyDictionary[H2OCache, tuple[_Graphs, _Graphs]] = WeakKeyDictionary()
         self._modules: _Modules | None = None  # to be looked at again after other forwards
         self._addresses: list[int] = []  # of the weights
         self._stream: Any = None  # on which steps are recorded
@@ -215,7 +283,7 @@ class DecodeGraphs:
     @property
     def num_graphs(self) -> int:
         """Steps that are recorded now, of all caches that exist."""
-        return sum(len(graphs.graphs) for graphs in self._caches.values())
+        return sum(len(each.graphs) for graphs in self._caches.values() for each in graphs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
@@ -227,8 +295,8 @@ class DecodeGraphs:
         is_cached = isinstance(cache, H2OCache)
         if not is_cached or tokens is None or not tokens.is_cuda or tokens.shape[1] != 1:
             self._modules = None
-            if is_cached and cache in self._caches:
-                self._caches[cache].may_have_moved = True
+            for graphs in self._caches.get(cache, ()) if is_cached else ():
+                graphs.may_have_moved = True
             return plain(**kwargs)
         why = self._why_not(kwargs, cache)
         if why is None:
@@ -240,8 +308,9 @@ class DecodeGraphs:
         kwargs = {**kwargs, "attention_mask": mask, "position_ids": position_ids}
         kwargs = self._with_spare_rows(kwargs, cache)
         with self._lock:
-            output = self._run(plain, kwargs, cache)
-        cache.end_step(None if mask is not None else (1,) * len(tokens))
+            output = self._step(plain, kwargs, cache)
+            cut = functools.partial(self._cut, cache)
+            cache.end_step(None if mask is not None else (1,) * len(tokens), cut)
         if len(kwargs["input_ids"]) > len(tokens):
             output.logits = output.logits[: len(tokens)]
         return output
@@ -253,7 +322,7 @@ class DecodeGraphs:
         is_shared = num_rows > count or (count > 1 and rows_for(count - 1, limit) == count)
         if not is_shared or sum(isinstance(value, Tensor) for value in kwargs.values()) > 2:
             return kwargs
-        rows = self._graphs_of(cache).rows
+        rows = self._graphs_of(cache)[0].rows
         if count not in rows:
             with ordinary_tensors():
                 order = torch.arange(num_rows, device=kwargs["input_ids"].device)
@@ -293,26 +362,52 @@ class DecodeGraphs:
             if modules.addresses != self._addresses:  # what was recorded has the former ones
                 self._caches.clear()
             self._addresses = modules.addresses
-        return modules.why or self._graphs_of(cache).why
+        return modules.why or self._graphs_of(cache)[0].why
 
-    def _graphs_of(self, cache: H2OCache) -> _Graphs:
-        return self._caches.setdefault(cache, _Graphs())
+    def _graphs_of(self, cache: H2OCache) -> tuple[_Graphs, _Graphs]:
+        return self._caches.setdefault(cache, (_Graphs(), _Graphs()))
 
-    def _say(self, why: str) -> None:
+    def _say(self, why: str, operation: str = "decode steps") -> None:
         self.why = why
         if why and why not in self._warned_of:
             self._warned_of.add(why)
-            warn(f"decode steps run launch by launch, not from a CUDA graph: {why}.")
+            warn(f"{operation} run launch by launch, not from a CUDA graph: {why}.")
 
-    def _run(self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache) -> Any:
-        """Run what a step does on the device: replay it, or record it before, or neither."""
-        graphs, is_padded = self._graphs_of(cache), kwargs["attention_mask"] is not None
-        is_padded |= _LIVE in kwargs
+    def _step(self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache) -> Any:
+        is_padded = kwargs["attention_mask"] is not None or _LIVE in kwargs
         cache.begin_step(is_padded)
-        inputs = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
-        others = [(n, v) for n, v in kwargs.items() if n not in inputs and v is not cache]
-        shapes = [(name, t.shape, t.dtype, t.device) for name, t in inputs.items()]
-        key: Any = (*shapes, *others, cache.step_key(is_padded))
+        others = [(n, v) for n, v in kwargs.items() if not isinstance(v, Tensor) and v is not cache]
+        work, key = _Step(plain, kwargs, cache), (*others, cache.step_key(is_padded))
+        output = self._run(work, self._graphs_of(cache)[0], key, cache)
+        if self._modules is None or not self._modules.are_same():
+            self._modules = None
+        return output
+
+    def _cut(self, cache: H2OCache, ended: tuple[int, ...]) -> bool:
+        """Do a cut of sequences of a cache, if it can be recorded; tell whether it was done."""
+        graphs = self._graphs_of(cache)[1]
+        if graphs.why is not None:
+            return False
+        are_all = not cache.num_rows and len(ended) == cache.span_layers[0].batch_size
+        while ended:  # by powers of two, so that few graphs do for all numbers
+            count = len(ended) if are_all else 1 << (len(ended).bit_length() - 1)
+            some, ended = ended[:count], ended[count:]
+            if (inputs := cache.cut_inputs(some)) is None:  # and so for all of them
+                return False
+            self._run(_Cut(cache, some, inputs[1]), graphs, inputs[0], cache)
+        if graphs.why is not None:
+            self._say(graphs.why, "cuts")
+        return True
+
+    def _run(
+        self, work: _Step | _Cut, graphs: _Graphs, others: tuple[Any, ...], cache: H2OCache
+    ) -> Any:
+        """Run what a step does on the device: replay it, or record it before, or neither.
+
+        ``others`` is what a recording depends on besides the shapes of its inputs.
+        """
+        shapes = [(name, t.shape, t.dtype, t.device) for name, t in work.inputs.items()]
+        key: Any = (*shapes, *others)
         try:
             graph = graphs.graphs.get(key)
         except TypeError:
@@ -322,93 +417,58 @@ class DecodeGraphs:
             graphs.graphs.clear()
             graphs.counts.clear()
         graphs.may_have_moved = False
-        before: list[tuple[Tensor, Tensor]] = []
+        before: Any = None
         if graph is None and graphs.why is None:
             graphs.counts[key] += 1
             if graphs.counts[key] > EAGER_STEPS:
                 try:
-                    graph = self._record(plain, kwargs, inputs, cache)
+                    graph = self._record(work, cache)
+                    before = work.prepare()
                     self._keep(graphs, key, graph)
-                    before = [(tensor, tensor.clone()) for tensor in _changing(cache)]
                 except Exception as error:  # whatever a model does that no graph can record
-                    why = first_line(error.__context__ or error)
+                    why, graph = first_line(error.__context__ or error), None
                     graphs.why = f"it could not be recorded ({why})"
                     for layer in cache.layers:  # of which nothing has run
                         layer.awaits_attention = False  # type: ignore[union-attr]
         if graph is not None:
-            output = graph.replay(inputs, cache)
-            if before:
-                output = self._again(graphs, output, before, plain, kwargs, cache)
-            if self._modules is None or not self._modules.are_same():
-                self._modules = None
+            output = graph.replay(work.inputs, cache)
+            if before is not None:
+                output, problem = work.check(output, before)
+                if problem:
+                    graphs.graphs.clear()
+                    graphs.why = f"its first replay's {problem}"
             return output
-        with cache.on_device_alone(kwargs.pop(_LIVE, None)):
-            if graphs.why is None and graphs.counts[key] == EAGER_STEPS:
-                with _noting_waits(graphs):
-                    return plain(**kwargs)
-            return plain(**kwargs)
-
-    def _again(
-        self,
-        graphs: _Graphs,
-        replayed: ModelOutput,
-        before: list[tuple[Tensor, Tensor]],
-        plain: Callable[..., Any],
-        kwargs: dict[str, Any],
-        cache: H2OCache,
-    ) -> Any:
-        """Run a graph's first step again, launch by launch, and replay none if the two differ.
-
-        Waits for the device once. Restores the cache's tensors to what they were `before`.
-        """
-        for tensor, former in before:
-            tensor.copy_(former)
-        live = kwargs.pop(_LIVE, None)
-        with cache.on_device_alone(live):
-            output = plain(**kwargs)
-        name = next(name for name, value in output.items() if isinstance(value, Tensor))
-        wrong, right = replayed[name].float(), output[name].float()
-        both = torch.stack([wrong - right, right]).abs().flatten(2).amax(2)
-        if live is not None:
-            both = both.masked_fill(~live[:, 0], 0.0)
-        error, largest = both.amax(1).tolist()
-        if not error <= _LARGEST_ERROR * largest:
-            graphs.graphs.clear()
-            graphs.why = f"its first replay's {name} are off by {error:.2g} of {largest:.2g}"
-        return output
+        if graphs.why is None and graphs.counts[key] == EAGER_STEPS:
+            with _noting_waits(graphs, work.name):
+                return work.run(work.inputs)
+        return work.run(work.inputs)
 
     def _keep(self, graphs: _Graphs, key: Any, graph: _Graph) -> None:
         """Keep a graph, and drop the oldest of all caches beyond `MOST_GRAPHS`."""
         graphs.counts.clear()
         graphs.graphs[key] = graph
         while self.num_graphs > MOST_GRAPHS:
-            oldest = next(each for each in self._caches.values() if each.graphs)
+            every = (each for graphs in self._caches.values() for each in graphs)
+            oldest = next(each for each in every if each.graphs)
             del oldest.graphs[next(iter(oldest.graphs))]
 
-    def _record(
-        self,
-        plain: Callable[..., Any],
-        kwargs: Mapping[str, Any],
-        inputs: Mapping[str, Tensor],
-        cache: H2OCache,
-    ) -> _Graph:
-        """Record a step, which runs nothing."""
-        device = inputs["input_ids"].device
+    def _record(self, work: _Step | _Cut, cache: H2OCache) -> _Graph:
+        """Record a step or a cut, which runs nothing."""
+        device = next(iter(work.inputs.values())).device
         _check_memory(device)
         if self._stream is None:
             self._stream, self._home = torch.cuda.Stream(device), torch.cuda.current_stream(device)
             self._pool = torch.cuda.graph_pool_handle()
         with ordinary_tensors():
-            constant = {name: tensor.clone() for name, tensor in inputs.items()}
-        graph, arguments = torch.cuda.CUDAGraph(), {**kwargs, **constant}
-        on_device = cache.on_device_alone(arguments.pop(_LIVE, None))
-        with torch.cuda.device(device), on_device, _without_collector():
+            constant = {name: tensor.clone() for name, tensor in work.inputs.items()}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device), _without_collector():
             self._stream.wait_stream(self._home)
             with torch.cuda.stream(self._stream):
                 # Other threads may go on using the device.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    output = plain(**arguments)
+                    output = work.run(constant)
                 finally:
                     graph.capture_end()
             self._home.wait_stream(self._stream)
@@ -458,7 +518,7 @@ def _check_memory(device: torch.device) -> None:
 
 
 @contextmanager
-def _noting_waits(graphs: _Graphs) -> Iterator[None]:
+def _noting_waits(graphs: _Graphs, name: str) -> Iterator[None]:
     """Note a step that waits for the device, before a recording fails of it.
 
     A recording that fails leaves torch's random numbers unusable.
@@ -473,7 +533,7 @@ def _noting_waits(graphs: _Graphs) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(mode)
     for warning in caught:
         if _WAITS in str(warning.message):
-            graphs.why = "a step of this model and cache waits for the device"
+            graphs.why = f"a {name} of this model and cache waits for the device"
         elif _LOOKS not in str(warning.message):
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno

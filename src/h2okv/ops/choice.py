@@ -22,13 +22,13 @@ class CutRules(NamedTuple):
     sink: Tensor  # protected first positions, int64 [B, 1, 1]
     recent: Tensor  # protected newest positions, int64 [B, 1, 1] or [B, H, 1]
     total: Tensor  # budget K, int64 [B, 1, 1] or, by head, [B, H, 1]
-    # Tokens written since the prompt was read whole; up to a share of the budget, after pins, they
-    # are protected like recent ones.
-    written: int = 0
+    # Tokens written since the prompt was read whole, int64 [B]; up to a share of the budget, after
+    # pins, they are protected like recent ones. None: none.
+    written: Tensor | None = None
 
 
 def recent_with_written(
-    recent: Tensor, sink: Tensor, total: Tensor, written: Tensor | int, scores: Tensor
+    recent: Tensor, sink: Tensor, total: Tensor, written: Tensor, scores: Tensor
 ) -> Tensor:
     """Return how many newest positions are protected, int64 ``[B, H, 1]`` (`CutRules`).
 
@@ -37,7 +37,7 @@ def recent_with_written(
     room = total - sink
     share = room * WRITTEN_SHARE[0] // WRITTEN_SHARE[1]
     room = room - scores.isinf().sum(dim=-1, keepdim=True)
-    return recent.maximum(share.minimum(room).clamp(max=written))
+    return recent.maximum(share.minimum(room).minimum(written.view(-1, 1, 1)))
 
 
 def protected_entries(

@@ -51,9 +51,9 @@ def _keys(
 
 @triton.jit
 def _select(
-    priority, weights, scores, positions, seen, sinks, recents, totals, order, moves, counts,
-    num_entries, order_size, position_b, position_h, sink_b, recent_b, recent_h, total_b, total_h,
-    written,
+    priority, weights, scores, positions, seen, sinks, recents, totals, written, order, moves,
+    counts, num_entries, order_size, position_b, position_h, sink_b, recent_b, recent_h, total_b,
+    total_h,
     HEADS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_WRITTEN: tl.constexpr,
     SHARE: tl.constexpr, PARTS: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -71,8 +71,8 @@ def _select(
             score = tl.load(scores + row * num_entries + entries, entries < num_entries, other=0.0)
             num_pins += tl.sum((tl.abs(score) == float("inf")).to(tl.int32), axis=0)
         room = total - sink
-        share = tl.minimum(tl.minimum(room * SHARE // PARTS, room - num_pins), written)
-        recent = tl.maximum(recent, share)
+        share = tl.minimum(room * SHARE // PARTS, room - num_pins)
+        recent = tl.maximum(recent, tl.minimum(share, tl.load(written + batch)))
     newest = tl.load(seen + batch) - 1
     first_recent = tl.maximum(newest - recent, -1).to(tl.int32)
     sink = tl.minimum(sink, 0x7FFFFFFF).to(tl.int32)
@@ -387,12 +387,13 @@ def select(
     if positions.stride(-1) != 1:
         positions = positions.contiguous()
     recent, total = (tensor.expand(batch, heads, 1) for tensor in (rules.recent, rules.total))
+    seen, written = rules.num_real_tokens, rules.written
     _select[(rows,)](
         priority.contiguous(), priority if weights is None else weights.contiguous(),
-        scores.contiguous(), positions, rules.num_real_tokens, rules.sink, recent, total,
-        order, moves, counts, num_entries, order_size, *positions.stride()[:2],
-        rules.sink.stride(0), *recent.stride()[:2], *total.stride()[:2], rules.written,
-        HEADS=heads, HAS_WEIGHTS=weights is not None, HAS_WRITTEN=rules.written > 0,
+        scores.contiguous(), positions, seen, rules.sink, recent, total,
+        seen if written is None else written, order, moves, counts, num_entries, order_size,
+        *positions.stride()[:2], rules.sink.stride(0), *recent.stride()[:2], *total.stride()[:2],
+        HEADS=heads, HAS_WEIGHTS=weights is not None, HAS_WRITTEN=written is not None,
         SHARE=WRITTEN_SHARE[0], PARTS=WRITTEN_SHARE[1], IN_PLACE=in_place, BLOCK=_BLOCK_ENTRIES,
     )  # fmt: skip
     return Chosen(order, moves, counts, num_entries, in_place)
