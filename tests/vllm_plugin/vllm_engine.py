@@ -8,7 +8,6 @@ import contextlib
 import functools
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,16 +55,11 @@ def _environment():
         os.environ.setdefault(name, value)
 
 
-@pytest.mark.parametrize("evict_every, recorded", [(None, True), (1, True), (64, False)])
-def test_no_whole_step_is_recorded_with_spans(evict_every, recorded):
-    """A replay would leave out the evictions at the ends of spans."""
+def test_a_batch_of_single_tokens_may_be_one_graph():
     from h2okv.vllm_plugin.layer import AttentionCGSupport, MetadataBuilder
 
-    setting = {"h2okv": {**SMALL, "evict_every": evict_every}}
-    support = MetadataBuilder.get_cudagraph_support(
-        SimpleNamespace(additional_config=setting), None
-    )
-    assert (support != AttentionCGSupport.NEVER) == recorded
+    support = MetadataBuilder.get_cudagraph_support(None, None)
+    assert support == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
 @contextlib.contextmanager

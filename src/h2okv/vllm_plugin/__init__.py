@@ -36,7 +36,7 @@ NAMES = (
     "vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec",
     "vllm.v1.kv_cache_interface:MambaSpec.max_num_blocks_per_req",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.build",
-    "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
+    "vllm.v1.attention.backend:AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE",
     "vllm.v1.attention.backend:CommonAttentionMetadata",
     "vllm.utils.torch_utils:direct_register_custom_op",
     "vllm.config:CompilationConfig._attention_ops",
