@@ -33,6 +33,7 @@ from transformers import (
 from vllm import LLM, SamplingParams
 from vllm.config import CompilationMode
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm_plugin.cpu_environment import CPU_ENVIRONMENT
 
 import h2okv
@@ -318,6 +319,45 @@ def test_compiled_models_give_the_same_tokens():
 
 
 EVERY = 32
+
+
+class _Still:
+    """A stream or an event of a GPU, for a CPU that waits for nothing."""
+
+    def __init__(self, *args, **options):
+        pass
+
+    def record(self, *args):
+        pass
+
+    synchronize = wait_stream = record
+
+
+@pytest.mark.parametrize("options", [{}, {"evict_every": EVERY, "policy": "best"}], ids=str)
+def test_the_next_step_is_scheduled_while_one_runs(options, monkeypatch):
+    """As vLLM does on GPUs; on a CPU, where it is off, the order of all calls is the same."""
+    from vllm.platforms import current_platform
+
+    check = current_platform.check_and_update_config
+
+    def turned_on(vllm_config):
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(current_platform, "check_and_update_config", turned_on)
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, _Still)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Still)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    prompts, setting = prompts_of(LENGTHS), SMALL | options
+    texts = expected(prompts, **setting)
+    with engine(setting, num_gpu_blocks_override=24, max_num_seqs=3) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        assert isinstance(core.scheduler, AsyncScheduler) and core.batch_queue is not None
+        for _ in range(2):
+            assert generate(llm, prompts) == texts
+        _abort_and_resubmit(llm, prompts, texts)
+        _interrupt(llm, prompts[:3], texts[:3])
 
 
 @pytest.mark.parametrize("policy", ["h2o", "best"])

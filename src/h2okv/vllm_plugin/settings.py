@@ -174,8 +174,6 @@ def _scheduler_problems(scheduler: Any) -> Iterator[str]:
             f"scheduler_cls={scheduler.scheduler_cls!r} would replace the scheduler that splits "
             "prompts; leave --scheduler-cls out"
         )
-    if scheduler.async_scheduling:
-        yield "asynchronous scheduling has not been tried; use --no-async-scheduling"
     if threshold := scheduler.long_prefill_token_threshold:
         yield (
             f"long_prefill_token_threshold={threshold} splits prompts depending on other requests; "
