@@ -109,7 +109,7 @@ def expected(prompts, model=MODEL, new=NEW, **options):
     loaded.generation_config.eos_token_id = None
     texts = []
     for prompt in prompts:
-        cache = h2okv.H2OCache(loaded, **options)
+        cache = h2okv.H2OCache(loaded, **{"evict_every": None} | options)
         ids = torch.tensor([prompt])
         text = loaded.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
