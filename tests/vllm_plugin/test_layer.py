@@ -145,7 +145,7 @@ def replay_and_compare(layer, options, steps):
     for server in (eager, recorded):
         server.run(server.builder.build(0, common(lengths, lengths, blocks)), prompt)
     inputs = drawn(ROWS)
-    noted = recorded.pool.ended = [1], PretendedTensor(torch.tensor([1])), None
+    noted = recorded.pool.ended = [1], PretendedTensor(torch.tensor([1]))
     padding = recorded.builder.build_for_cudagraph_capture(types.SimpleNamespace(num_reqs=ROWS))
     assert recorded.pool.ended is noted, "to record a step evicts nothing"
     recorded.pool.ended = None

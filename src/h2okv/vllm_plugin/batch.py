@@ -75,7 +75,13 @@ class Batch:
         rows = slice(0, len(single)) if is_first else on_device(offsets, table)
         single_index = index[: len(single)] if is_first else index[on_device(single, table)]
         single_seen = [seen[row] for row in single]
-        pool.note_ends([count + 1 for count in single_seen], single_index)
+        span = pool.layers[0].span
+        ends = [row for row, n in enumerate(single_seen) if span > 1 and (n + 1) % span == 0]
+        if ends:
+            pool.ended = (
+                [single_seen[row] + 1 for row in ends],
+                single_index[on_device(ends, table)],
+            )
         return cls(
             chunks, rows, on_device(single_seen, table), single_index,
             single_index.tolist() if single_index.is_cpu else None,

@@ -221,13 +221,7 @@ def h2o_attention(
     batch.run(layer.state, query, key, value, output)
 
 
-def _h2o_attention_fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    layer_name: str,
-) -> None:
+def _h2o_attention_fake(*arguments: Any) -> None:
     """Compute nothing, for a compiler that asks for shapes."""
 
 

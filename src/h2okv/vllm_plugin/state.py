@@ -136,9 +136,14 @@ class StateLayer(SlotLayer):
                 self._constants["head_of_slot"] = heads.to(device, torch.uint8)
                 first = (counts.cumsum(0) - counts).view(1, -1)
                 self.first_slots = first.to(device, torch.int32)
-        self.slots.operations = None
+        slots = self.slots
+        slots.operations = None
+        # Others rank, or change scores, by code of theirs.
+        fits = slots.ranks_by_sums or self.rule.inputs is Inputs.WINDOW or self.span > 1
+        fits &= slots.weighs_norms == slots.weighs_values and not slots.changes_scores
         # Compared with PyTorch here, before a graph is recorded.
-        self._kernel = self._operations(empty, shape.num_heads // shape.num_kv_heads).step
+        step = self._operations(empty, shape.num_heads // shape.num_kv_heads).step
+        self._kernel = step if fits and step is not decode_step else None
 
     def _forget(self) -> None:
         super()._forget()
@@ -221,7 +226,7 @@ class StateLayer(SlotLayer):
         """
         query, key, value = (states.unsqueeze(2) for states in (query, key, value))
         blocks, slots = self.blocks, self.slots
-        if self._kernel is not decode_step and self._fits_kernel:
+        if self._kernel is not None:
             memory = None if output is None else output.unsqueeze(2)
             state, rules = self._in_blocks(seen, index, memory)
             return self._kernel(query, key, value, state, rules).squeeze(2)
@@ -241,14 +246,6 @@ class StateLayer(SlotLayer):
         for name in small:
             blocks[name][index] = getattr(self.state, name).to(blocks[name].dtype)
         return result if output is None else output.copy_(result)
-
-    @property
-    def _fits_kernel(self) -> bool:
-        """Whether a kernel does all of a step: others rank, or change scores, by code of theirs."""
-        slots = self.slots
-        is_known = slots.ranks_by_sums or self.rule.inputs is Inputs.WINDOW or self.span > 1
-        is_known &= slots.weighs_norms == slots.weighs_values
-        return is_known and not slots.changes_scores and not torch.compiler.is_compiling()
 
     def _in_blocks(
         self, seen: Tensor, index: Tensor, output: Tensor | None
@@ -271,7 +268,7 @@ class StateLayer(SlotLayer):
         """Leave it to `StatePool.end_spans`, as a recorded step runs nothing of the host."""
 
     def end_spans(self, counts: Sequence[int], seen: Tensor, index: Tensor) -> None:
-        """Evict from requests after as many tokens, ``[B]`` as in `run_step`; mutates."""
+        """Evict after as many tokens of requests; ``[B]`` as in `run_step`; mutates."""
         self.learn_rotation(self.rotates)
         self.state = self._copies(index, seen)
         self.state.known_lengths, self.state.scored_lengths = tuple(counts), (-1,) * len(counts)
@@ -335,9 +332,8 @@ class StatePool:
             key=lambda field: -field[3].itemsize,
         )
         self.pages: Tensor | None = None  # uint8 [N, C]
-        # Tokens, for host and device, and blocks int64 [B], of requests whose spans end in the step
-        # that was built last.
-        self.ended: tuple[list[int], Tensor, Tensor] | None = None
+        # Of requests whose spans end in the last step: tokens, and blocks int64 [B].
+        self.ended: tuple[list[int], Tensor] | None = None
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -366,26 +362,16 @@ class StatePool:
         for layer, blocks in tensors.items():
             layer.bind(blocks)
 
-    def note_ends(self, counts: Sequence[int], index: Tensor) -> None:
-        """Note the blocks, int64 ``[R]``, of requests that the next step brings to as many tokens.
-
-        Mutates the pool.
-        """
-        span = self.layers[0].span
-        rows = [row for row, n in enumerate(counts) if span > 1 and n % span == 0]
-        if rows:
-            ended = [counts[row] for row in rows]
-            seen, at = (on_device(numbers, index) for numbers in (ended, rows))
-            self.ended = ended, seen, index[at]
-
     def end_spans(self) -> None:
         """Evict where the last step has ended a span, before anything reads the blocks; mutates.
 
         Of a request that is gone this harms no other, which writes all of its block first.
         """
-        ended, self.ended = self.ended, None
-        for layer in self.layers if ended else ():
-            layer.end_spans(*ended)
+        if self.ended is not None:
+            (counts, index), self.ended = self.ended, None
+            seen = on_device(counts, index)
+            for layer in self.layers:
+                layer.end_spans(counts, seen, index)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks, int64 ``[B]`` each; mutates the memory."""
