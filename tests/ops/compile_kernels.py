@@ -70,7 +70,7 @@ def usage(cubin):
 
 def step(
     dtype, size, groups, width, num_slots=70, batch=2, heads=2, indexed=False, sinks=None,
-    by_head=False, span=0,
+    by_head=False, span=0, in_blocks=False,
 ):  # fmt: skip
     def column(*shape):
         return torch.zeros(*shape, dtype=torch.int64)
@@ -111,6 +111,10 @@ def step(
         spec, column(batch, 1, 1), rotary=rotations, full=True, evicts=span == 0, adds=span == 0,
         weights=weights, ring=ring,
     )  # fmt: skip
+    if in_blocks:
+        slots.free_slot = slots.free_slot.to(torch.int32)
+        for name in ("keys", "values", "scores", "positions", "free_slot"):
+            setattr(slots, name, Indexed(getattr(slots, name), column(batch)))
     triton_decode.decode_step(*token, slots, rules, num_cores=132)
 
 
@@ -161,6 +165,9 @@ def main():
         for size in (64, 128):
             step(dtype, size, 4, 0, by_head=True, span=32)
         step(dtype, 128, 4, 0, by_head=True)
+        step(dtype, 64, 3, 0, in_blocks=True)
+        step(dtype, 128, 4, 0, by_head=True, in_blocks=True)
+        step(dtype, 64, 4, 0, by_head=True, span=32, in_blocks=True)
         for size in (64, 128, 256):
             block(dtype, size)
         cut(dtype, 80)

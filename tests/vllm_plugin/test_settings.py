@@ -130,6 +130,7 @@ def test_refused_settings(options, words):
         ({"kv_transfer_config": object()}, "--kv-transfer-config"),
         ({"parallel_config__data_parallel_size": 2}, "data_parallel_size=2"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"parallel_config__use_ubatching": True}, "--enable-dbo"),
         ({"cache_config__cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
         ({"cache_config__kv_offloading_size": 4.0}, "--kv-offloading-size"),
         ({"model_config__runner_type": "pooling"}, "runner='pooling'"),
@@ -140,7 +141,6 @@ def test_refused_settings(options, words):
         ),
         ({"cache_config__sliding_window": 4096}, "sliding window of 4096 tokens"),
         ({"scheduler_config__scheduler_cls": "mine"}, "--scheduler-cls"),
-        ({"scheduler_config__async_scheduling": True}, "--no-async-scheduling"),
         ({"scheduler_config__long_prefill_token_threshold": 9}, "use evict_every"),
         ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
@@ -222,7 +222,7 @@ def test_the_configuration_of_an_engine_with_h2o(other, caplog):
     classes = ["H2OLlamaForCausalLM", "LlamaForCausalLM"]
     assert config.model_config.hf_config.architectures == classes
     assert config.model_config.architecture == "LlamaForCausalLM"
-    assert config.scheduler_config.async_scheduling is False
+    assert config.scheduler_config.async_scheduling is None, "vLLM decides, after this"
     assert config.compilation_config.splitting_ops == ["vllm::other", "vllm::h2o_attention"]
     assert config.cache_config.enable_prefix_caching
     assert config.cache_config.mamba_block_size == 256

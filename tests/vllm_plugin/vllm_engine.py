@@ -8,7 +8,6 @@ import contextlib
 import functools
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -34,6 +33,7 @@ from transformers import (
 from vllm import LLM, SamplingParams
 from vllm.config import CompilationMode
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm_plugin.cpu_environment import CPU_ENVIRONMENT
 
 import h2okv
@@ -56,16 +56,11 @@ def _environment():
         os.environ.setdefault(name, value)
 
 
-@pytest.mark.parametrize("evict_every, recorded", [(None, True), (1, True), (64, False)])
-def test_no_whole_step_is_recorded_with_spans(evict_every, recorded):
-    """A replay would leave out the evictions at the ends of spans."""
+def test_a_batch_of_single_tokens_may_be_one_graph():
     from h2okv.vllm_plugin.layer import AttentionCGSupport, MetadataBuilder
 
-    setting = {"h2okv": {**SMALL, "evict_every": evict_every}}
-    support = MetadataBuilder.get_cudagraph_support(
-        SimpleNamespace(additional_config=setting), None
-    )
-    assert (support != AttentionCGSupport.NEVER) == recorded
+    support = MetadataBuilder.get_cudagraph_support(None, None)
+    assert support == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
 @contextlib.contextmanager
@@ -114,7 +109,7 @@ def expected(prompts, model=MODEL, new=NEW, **options):
     loaded.generation_config.eos_token_id = None
     texts = []
     for prompt in prompts:
-        cache = h2okv.H2OCache(loaded, **options)
+        cache = h2okv.H2OCache(loaded, **{"evict_every": None} | options)
         ids = torch.tensor([prompt])
         text = loaded.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache,
@@ -324,6 +319,45 @@ def test_compiled_models_give_the_same_tokens():
 
 
 EVERY = 32
+
+
+class _Still:
+    """A stream or an event of a GPU, for a CPU that waits for nothing."""
+
+    def __init__(self, *args, **options):
+        pass
+
+    def record(self, *args):
+        pass
+
+    synchronize = wait_stream = record
+
+
+@pytest.mark.parametrize("options", [{}, {"evict_every": EVERY, "policy": "best"}], ids=str)
+def test_the_next_step_is_scheduled_while_one_runs(options, monkeypatch):
+    """As vLLM does on GPUs; on a CPU, where it is off, the order of all calls is the same."""
+    from vllm.platforms import current_platform
+
+    check = current_platform.check_and_update_config
+
+    def turned_on(vllm_config):
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(current_platform, "check_and_update_config", turned_on)
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, _Still)
+    monkeypatch.setattr(torch.cuda, "current_stream", _Still)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    prompts, setting = prompts_of(LENGTHS), SMALL | options
+    texts = expected(prompts, **setting)
+    with engine(setting, num_gpu_blocks_override=24, max_num_seqs=3) as llm:
+        core = llm.llm_engine.engine_core.engine_core
+        assert isinstance(core.scheduler, AsyncScheduler) and core.batch_queue is not None
+        for _ in range(2):
+            assert generate(llm, prompts) == texts
+        _abort_and_resubmit(llm, prompts, texts)
+        _interrupt(llm, prompts[:3], texts[:3])
 
 
 @pytest.mark.parametrize("policy", ["h2o", "best"])

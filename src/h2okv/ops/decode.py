@@ -419,6 +419,8 @@ class StepRules(NamedTuple):
     ring: QueryRing | None = None  # where the step keeps its query; None: nowhere
     most_slots: int | None = None  # of a head that shares a row; None if the host does not know
     columns: Tensor | None = None  # int64 [], to which kernels add one; it is their callers' count
+    # [B, HQ, 1, Dv], contiguous, into which kernels write; None: into new memory.
+    output: Tensor | None = None
 
 
 def decode_step(

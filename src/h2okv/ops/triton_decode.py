@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -54,18 +55,21 @@ def _first_slot(heads, head, num_slots, STRIDE: tl.constexpr, MARKS: tl.constexp
 
 @triton.jit
 def _slots_of(
-    heads, row, num_slots,
+    heads, heads_b, row, num_slots,
     HEADS: tl.constexpr, SHARED: tl.constexpr, STRIDE: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
-    """Return the row of slots that a KV head has or shares, and its first and last slot there."""
-    first, end = 0, num_slots
+    """Return the row of slots that a KV head has or shares, and its first and last slot there.
+
+    Also how many slots of the same sequence come before that row.
+    """
+    offset, first, end = (row % HEADS) * num_slots, 0, num_slots
     if SHARED:
         batch, head = row // HEADS, (row % HEADS).to(tl.int32)
-        heads += batch * num_slots
+        heads += batch * heads_b
         first = _first_slot(heads, head, num_slots, STRIDE, MARKS)
         end = _first_slot(heads, head + 1, num_slots, STRIDE, MARKS)
-        row = batch
-    return row, first, end
+        row, offset = batch, 0
+    return row, first, end, offset
 
 
 @triton.jit
@@ -74,11 +78,12 @@ def _attend(
     free, seen, real, factors, ranks, queries, query_positions, placed,
     logits, tops, totals, mixed, newest,
     query_b, query_h, key_b, key_h, value_b, value_h, keys_b, values_b, queries_b, placed_b,
+    scores_b, positions_b, weights_b, heads_b, free_b,
     num_slots, split_size, span, scale, softcap,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
-    HAS_BLOCKS: tl.constexpr, HAS_REAL: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    SHARED: tl.constexpr, WEIGHS: tl.constexpr, KEEPS_LOGITS: tl.constexpr,
-    CHOOSES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr, IN_BLOCKS: tl.constexpr, HAS_REAL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, SHARED: tl.constexpr, WEIGHS: tl.constexpr,
+    KEEPS_LOGITS: tl.constexpr, CHOOSES: tl.constexpr, PRECISION: tl.constexpr,
     MEANS: tl.constexpr, HAS_PLACES: tl.constexpr, HAS_PLACED: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr, STRIDE: tl.constexpr, MARKS: tl.constexpr,
@@ -86,17 +91,29 @@ def _attend(
     row, split = tl.program_id(0), tl.program_id(1)
     row = row.to(tl.int64)
     batch, head = row // HEADS, row % HEADS
-    slot = tl.load(free + row)
+    block, sequence = batch, batch
+    if HAS_BLOCKS:
+        block = tl.load(blocks + batch)
+    if IN_BLOCKS:
+        sequence = block
     num_seen = tl.load(seen + batch)
     position, last_position = num_seen.to(tl.int32), num_seen.to(tl.int32)
     if HAS_REAL:
         is_real = tl.load(real + batch) != 0
         last_position = tl.where(is_real, position, position - 1)
         position = tl.where(is_real, position, -1)
-    slot_row, begin, end = _slots_of(heads, row, num_slots, HEADS, SHARED, STRIDE, MARKS)
+    slot_row, begin, end, offset = _slots_of(
+        heads, heads_b, row, num_slots, HEADS, SHARED, STRIDE, MARKS
+    )
+    slot = tl.load(free + sequence * free_b + head).to(tl.int64)
+    if IN_BLOCKS:  # padding of a batch has a block too, of any numbers
+        slot = tl.maximum(tl.minimum(slot, end - 1), begin)
     first = begin + split * split_size
     last = tl.minimum(first + split_size, end)
     base = slot_row * num_slots
+    scores += sequence * scores_b + offset
+    positions += sequence * positions_b + offset
+    weights += sequence * weights_b + offset
     group = tl.arange(0, BLOCK_G)
     # The numbers of a head that do not rotate; all of them when positions stay (R = 0).
     plain = R + tl.arange(0, BLOCK_D)
@@ -107,19 +124,13 @@ def _attend(
     value_row = new_value + batch * value_b + head * value_h
     added_value = tl.load(value_row + output, mask=output < DV, other=0.0)
     owns = (slot >= first) & (slot < last)
-    block = batch
-    if HAS_BLOCKS:
-        block = tl.load(blocks + batch)
-    keys += block * keys_b
-    values += block * values_b
-    if not SHARED:
-        keys += head * num_slots * D
-        values += head * num_slots * DV
-    tl.store(positions + base + slot, position, mask=owns)
-    tl.store(scores + base + slot, 0.0, mask=owns)
+    keys += block * keys_b + offset * D
+    values += block * values_b + offset * DV
+    tl.store(positions + slot, position, mask=owns)
+    tl.store(scores + slot, 0.0, mask=owns)
     if WEIGHS:
         norm = tl.sum(tl.abs(added_value.to(tl.float32)), axis=0)
-        tl.store(weights + base + slot, tl.maximum(norm, _TINY), mask=owns)
+        tl.store(weights + slot, tl.maximum(norm, _TINY), mask=owns)
     tl.store(values + slot * DV + output, added_value, mask=(output < DV) & owns)
     logit = tl.zeros([BLOCK_G], tl.float32)
     if R < D:
@@ -181,7 +192,7 @@ def _attend(
     for start in range(first, last, BLOCK_S):
         slots = start + tl.arange(0, BLOCK_S)
         inside = (slots < last) & (slots != slot)
-        is_entry = tl.load(positions + base + slots, mask=inside, other=-1) >= 0
+        is_entry = tl.load(positions + slots, mask=inside, other=-1) >= 0
         entries = slots[:, None]
         scaled = tl.zeros([BLOCK_G, BLOCK_S], tl.float32)
         if R < D:
@@ -237,29 +248,33 @@ def _attend(
 
 @triton.jit
 def _finish(
-    output, scores, positions, weights, heads, free, seen, columns,
+    output, scores, positions, weights, heads, blocks, free, seen, columns,
     real, slot_mask, ranks, sinks, recents, logits, tops, totals, mixed, newest, sink_logits,
-    num_slots, num_splits,
+    scores_b, positions_b, weights_b, heads_b, free_b, sinks_b, recents_b, num_slots, num_splits,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DV: tl.constexpr, HAS_REAL: tl.constexpr,
-    HAS_SINK_LOGITS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_MASK: tl.constexpr,
-    HAS_COLUMNS: tl.constexpr, ROLLS: tl.constexpr, SHARED: tl.constexpr, WEIGHS: tl.constexpr,
-    ADDS: tl.constexpr, CHOOSES: tl.constexpr, APPENDS: tl.constexpr,
+    IN_BLOCKS: tl.constexpr, HAS_SINK_LOGITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_COLUMNS: tl.constexpr, ROLLS: tl.constexpr, SHARED: tl.constexpr,
+    WEIGHS: tl.constexpr, ADDS: tl.constexpr, CHOOSES: tl.constexpr, APPENDS: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr, STRIDE: tl.constexpr, MARKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     batch = row // HEADS
+    sequence = batch
+    if IN_BLOCKS:
+        sequence = tl.load(blocks + batch)
+    free += sequence * free_b + row % HEADS
     count = 1
     if HAS_REAL:
         is_real = tl.load(real + batch) != 0
         count = is_real.to(tl.int32)
-    # No program of this kernel reads what another one counts.
-    if row % HEADS == 0:
-        tl.store(seen + batch, tl.load(seen + batch) + count)
+    # No program of this kernel reads what another one counts. A server counts by itself.
+    if not IN_BLOCKS:
+        tl.store(seen + batch, tl.load(seen + batch) + count, mask=row % HEADS == 0)
     if HAS_COLUMNS:
         tl.store(columns, tl.load(columns) + 1, mask=row == 0)
     if APPENDS:
-        tl.store(free + row, tl.load(free + row) + count)
+        tl.store(free, tl.load(free) + count)
     group, split, wide = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_DV)
     some_queries = group < GROUPS
     at = (row * GROUPS + group)[:, None] * num_splits + split[None, :]
@@ -294,24 +309,28 @@ def _finish(
         (mix * factor[:, None]).to(output.dtype.element_ty), mask=has_number,
     )  # fmt: skip
     if ADDS or CHOOSES:
-        slot_row, first, end = _slots_of(heads, row, num_slots, HEADS, SHARED, STRIDE, MARKS)
+        slot_row, first, end, offset = _slots_of(
+            heads, heads_b, row, num_slots, HEADS, SHARED, STRIDE, MARKS
+        )
         base = slot_row * num_slots
+        scores += sequence * scores_b + offset
+        positions += sequence * positions_b + offset
+        weights += sequence * weights_b + offset
         stays_by = float("inf")
         if SHARED:
             stays_by = _LARGEST  # there a pinned entry stands behind a protected one
         if CHOOSES:
             last_position = tl.load(newest + row)
-            recent = tl.load(recents + batch).to(tl.int32)
+            recent = tl.load(recents + batch * recents_b).to(tl.int32)
             sink = 0
             if HAS_SINKS:
-                sink = tl.load(sinks + batch).to(tl.int32)
+                sink = tl.load(sinks + batch * sinks_b).to(tl.int32)
         best_rank = tl.full([], float("inf"), tl.float32)
         best_position, best = tl.full([], 2147483647, tl.int32), tl.full([], 0, tl.int32)
         for start in range(first, end, BLOCK_S):
             slots = start + tl.arange(0, BLOCK_S)
             inside = slots < end
-            where = base + slots
-            score = tl.load(scores + where, mask=inside, other=0.0)
+            score = tl.load(scores + slots, mask=inside, other=0.0)
             if ADDS:
                 seen_by = some_queries[:, None] & inside[None, :]
                 some_logits = tl.load(
@@ -322,19 +341,19 @@ def _finish(
                 if HAS_REAL:
                     added = tl.where(is_real, added, 0.0)
                 score += added
-                tl.store(scores + where, score, mask=inside)
+                tl.store(scores + slots, score, mask=inside)
             if CHOOSES:
-                slot_positions = tl.load(positions + where, mask=inside, other=-1)
+                slot_positions = tl.load(positions + slots, mask=inside, other=-1)
                 stays = slot_positions > last_position - recent
                 if HAS_SINKS:
                     stays = stays | (slot_positions < sink)
                 rank = score
                 if WEIGHS:
-                    rank *= tl.load(weights + where, mask=inside, other=1.0)
+                    rank *= tl.load(weights + slots, mask=inside, other=1.0)
                 rank = tl.where(stays, stays_by, rank)
                 rank = tl.where(slot_positions < 0, -float("inf"), rank)
                 if HAS_MASK:
-                    is_within = tl.load(slot_mask + where, mask=inside, other=0) != 0
+                    is_within = tl.load(slot_mask + base + slots, mask=inside, other=0) != 0
                     rank = tl.where(is_within, rank, float("inf"))
                 # Slots beyond the last one never win.
                 rank = tl.where(inside, rank, float("inf"))
@@ -349,8 +368,8 @@ def _finish(
                 best_position = tl.where(is_better, oldest, best_position)
                 best_rank = tl.where(is_better, lowest, best_rank)
         if CHOOSES:
-            tl.store(positions + base + best, -1)
-            tl.store(free + row, best.to(tl.int64))
+            tl.store(positions + best, -1)
+            tl.store(free, best.to(free.dtype.element_ty))
             if ROLLS:
                 freed = tl.load(ranks + base + best)
                 tl.debug_barrier()  # or a fast warp moves the rank that a slow one still reads
@@ -381,18 +400,20 @@ def decode_step(
     query, rolled = rank_new(query, slots, rules, full, real)
     factors, ranks = (None, None) if rolled is None else rolled
     source: Any = slots
-    keys, values, blocks = source.keys, source.values, None
-    if isinstance(keys, Indexed):
-        blocks, keys, values = keys.block_index, keys.blocks, values.blocks
+    blocks = source.keys.block_index if isinstance(source.keys, Indexed) else None
+    fields = source.keys, source.values, source.scores, source.positions, source.free_slot
+    memory = [field.blocks if isinstance(field, Indexed) else field for field in fields]
     chooses = rules.priority is None and rules.evicts
     queries, query_positions, placed = rules.ring or (None, None, None)
     # A compiled model calls what was compared with PyTorch here, and looks no further into it.
-    run = torch.ops.h2okv.decode_step if torch.compiler.is_compiling() else launch
+    in_blocks = isinstance(source.scores, Indexed)
+    run: Any = functools.partial(launch, in_blocks=in_blocks, output=rules.output)
+    if torch.compiler.is_compiling():
+        run = torch.ops.h2okv.decode_step
     output: Tensor = run(
-        query, key, value, keys, values, slots.scores, slots.positions, slots.free_slot,
-        slots.num_real_tokens, rules.columns, ranks, rules.weights, queries, query_positions,
-        blocks, slots.head_of_slot, slots.slot_mask, factors, placed, real,
-        rules.recent, rules.sink, rules.spec.sinks, rules.spec.scale, rules.spec.softcap,
+        query, key, value, *memory, slots.num_real_tokens, rules.columns, ranks, rules.weights,
+        queries, query_positions, blocks, slots.head_of_slot, slots.slot_mask, factors, placed,
+        real, rules.recent, rules.sink, rules.spec.sinks, rules.spec.scale, rules.spec.softcap,
         chooses, rules.evicts, rules.adds, rules.most_slots, num_cores,
     )  # fmt: skip
     if rules.evicts and not chooses:
@@ -431,19 +452,24 @@ def launch(
     adds: bool,
     most_slots: int | None,
     num_cores: int,
+    in_blocks: bool = False,
+    output: Tensor | None = None,
 ) -> Tensor:
     """Launch both kernels; mutates the eleven tensors from ``keys`` on.
 
     The tensors are those of `decode_step`, of `Slots` and of `QueryRing`; ``keys`` and ``values``
     may be the blocks of a pool ``[N, H, S, D]``, of which ``blocks`` names each sequence's, int64
-    ``[B]``. Without ``factors`` positions stay. ``chooses`` tells whether the kernel picks the next
-    free slot.
+    ``[B]``; ``in_blocks`` says that scores, positions, weights and free slots are in them too, and
+    that the tokens are counted elsewhere. Without ``factors`` positions stay. ``chooses`` tells
+    whether the kernel picks the next free slot.
     """
     width = 0 if factors is None else 2 * factors.shape[-2]
     batch, num_heads, _, size = query.shape
     num_kv_heads, num_slots, value_size = key.shape[1], keys.shape[2], values.shape[3]
     groups, rows = num_heads // num_kv_heads, batch * num_kv_heads
-    query, key, value = (states.contiguous() for states in (query, key, value))
+    query, key, value = (
+        states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value)
+    )
     exact = key.dtype == torch.float32 or width > 0
     # Shared memory of small cards, 96 KiB, holds this number of blocks.
     stages = 3 if not exact else 1 if width and key.dtype == torch.float32 else 2
@@ -453,31 +479,39 @@ def launch(
     mean_slots = math.ceil(num_slots / num_kv_heads) if is_shared else num_slots
     most_slots = most_slots if is_shared and most_slots else num_slots
     num_splits, split_size = share_out(rows, mean_slots, most_slots, block, num_cores)
-    logits = query.new_empty((*positions.shape[:2], groups, num_slots), dtype=torch.float32)
+    logits = query.new_empty((batch, positions.shape[1], groups, num_slots), dtype=torch.float32)
     tops = query.new_empty((2, rows, groups, num_splits), dtype=torch.float32)
     mixed = query.new_empty((rows, groups, num_splits, value_size), dtype=torch.float32)
     newest = query.new_empty(rows, dtype=torch.int32)
-    output = value.new_empty((batch, num_heads, 1, value_size))
+    if output is None:
+        output = value.new_empty((batch, num_heads, 1, value_size))
 
     def pointer(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         # The free slot stands for pointers that are not read.
         return free_slot if tensor is None else tensor.view(dtype or tensor.dtype).contiguous()
 
-    mask, heads = pointer(real, torch.uint8), pointer(head_of_slot)
-    ring = free_slot if queries is None else queries
+    def by_stride(tensor: Tensor | None) -> tuple[Tensor, int]:
+        # One row is that of all sequences.
+        return (free_slot, 0) if tensor is None else (tensor, tensor.stride(0) * (len(tensor) > 1))
+
+    mask, ring = pointer(real, torch.uint8), free_slot if queries is None else queries
+    block_index, (weights_of, weights_b) = pointer(blocks), by_stride(weights)
+    (heads, heads_b), (sinks, sinks_b) = by_stride(head_of_slot), by_stride(sink)
+    strides = scores.stride(0), positions.stride(0), weights_b, heads_b, free_slot.stride(0)
     same = {
         "HEADS": num_kv_heads, "GROUPS": groups, "DV": value_size, "HAS_REAL": real is not None,
+        "IN_BLOCKS": in_blocks,
         "SHARED": is_shared, "CHOOSES": chooses, "WEIGHS": weights is not None,
         "BLOCK_DV": side(value_size), "MARKS": _MARKS,
         "STRIDE": triton.next_power_of_2(math.ceil(num_slots / _MARKS)),
     }  # fmt: skip
     _attend[(rows, num_splits)](
-        query, key, value, keys, values, pointer(blocks), scores, positions, pointer(weights),
+        query, key, value, keys, values, block_index, scores, positions, weights_of,
         heads, free_slot, num_real_tokens, mask, pointer(factors), pointer(ranks), ring,
         pointer(query_positions), pointer(placed), logits, tops[0], tops[1], mixed, newest,
         query.stride(0), query.stride(1), key.stride(0), key.stride(1),
         value.stride(0), value.stride(1), keys.stride(0), values.stride(0), ring.stride(0),
-        0 if placed is None or len(placed) == 1 else 1,
+        0 if placed is None or len(placed) == 1 else 1, *strides,
         num_slots, split_size, 1 if queries is None else queries.shape[2],
         scale, 1.0 if softcap is None else softcap,
         D=size, R=width, HAS_BLOCKS=blocks is not None, HAS_SOFTCAP=softcap is not None,
@@ -489,10 +523,10 @@ def launch(
     )  # fmt: skip
     block_groups, block_splits = map(triton.next_power_of_2, (groups, num_splits))
     _finish[(rows,)](
-        output, scores, positions, pointer(weights), heads, free_slot, num_real_tokens,
-        pointer(columns), mask, pointer(slot_mask, torch.uint8), pointer(ranks), pointer(sink),
+        output, scores, positions, weights_of, heads, block_index, free_slot, num_real_tokens,
+        pointer(columns), mask, pointer(slot_mask, torch.uint8), pointer(ranks), sinks,
         recent, logits, tops[0], tops[1], mixed, newest, pointer(sink_logits),
-        num_slots, num_splits,
+        *strides, sinks_b, by_stride(recent)[1], num_slots, num_splits,
         HAS_SINK_LOGITS=sink_logits is not None, HAS_SINKS=sink is not None,
         HAS_MASK=slot_mask is not None, HAS_COLUMNS=columns is not None, ROLLS=width > 0, ADDS=adds,
         APPENDS=not evicts,

@@ -36,11 +36,12 @@ NAMES = (
     "vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec",
     "vllm.v1.kv_cache_interface:MambaSpec.max_num_blocks_per_req",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.build",
-    "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
+    "vllm.v1.attention.backend:AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE",
     "vllm.v1.attention.backend:CommonAttentionMetadata",
     "vllm.utils.torch_utils:direct_register_custom_op",
     "vllm.config:CompilationConfig._attention_ops",
     "vllm.v1.core.sched.scheduler:Scheduler._mamba_block_aligned_split",
+    "vllm.v1.core.sched.async_scheduler:AsyncScheduler",
 )
 """Names of vLLM that the plug-in needs."""
 
@@ -109,7 +110,6 @@ def prepare(vllm_config: Any, cache: CacheConfig) -> None:
     operations = compilation.splitting_ops or compilation._attention_ops
     compilation.splitting_ops = [*operations, OPERATION]
     scheduler.scheduler_cls = "h2okv.vllm_plugin.scheduler.H2OScheduler"
-    scheduler.async_scheduling = False
     pages = vllm_config.cache_config
     pages.enable_prefix_caching = caches_prefixes(cache, pages.enable_prefix_caching)
     pages.mamba_cache_mode = "none"  # `StateSpec` says why

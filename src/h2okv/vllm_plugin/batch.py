@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from h2okv.vllm_plugin.state import StateLayer, StatePool
+from h2okv.vllm_plugin.state import StateLayer, StatePool, on_device
 
 # Each needs copies of its entries while its chunk is read.
 _MOST_TOGETHER = 16
@@ -34,7 +33,6 @@ class Batch:
     index: Tensor  # its block, int64 [B]
     numbers: list[int] | None  # the same for the host, where it costs nothing
     least_seen: int  # the smallest of `seen`
-    ended: tuple[Tensor, Tensor] | None  # tokens so far and blocks where this step ends a span
     num_tokens: int
 
     @classmethod
@@ -46,13 +44,15 @@ class Batch:
         pool: StatePool,
         block_size: int | None = None,
     ) -> Batch:
-        """Sort a step's requests, and make their blocks ready; mutates the pool, reads no device.
+        """End the spans of the step before, sort a step's requests, and make their blocks ready.
+
+        Mutates the pool, and does not wait for the device.
 
         Tokens begin at `starts`, which ends with their number; `lengths` count them too, 0 for
         padding. The table is ``[R, columns]``, negative for no block. After `block_size` tokens a
         request goes on in another block, with a copy of the last one; ``None``: it stays.
         """
-        span = pool.layers[0].span
+        pool.end_spans()
         counts = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
         active = [row for row, count in enumerate(counts) if count > 0]
         seen = [length - count for length, count in zip(lengths, counts, strict=True)]
@@ -62,28 +62,30 @@ class Batch:
         single = [row for row in active if counts[row] == 1]
         new = [row for row in single if seen[row] == 0]
         if new:
-            pool.clean(index[_int64(new, table)])
+            pool.clean(index[on_device(new, table)])
         chunks = []
         for rows_of in _alike([row for row in active if counts[row] > 1], counts, seen):
             first, last = rows_of[0], rows_of[-1]
             tokens = slice(starts[first], starts[last + 1])
-            seen_of = _int64(seen[first : last + 1], table)
+            seen_of = on_device(seen[first : last + 1], table)
             chunks.append(Chunk(tokens, seen_of, not seen[first], index[first : last + 1]))
         # Decodes come first in most servers' batches.
         offsets = [starts[row] for row in single]
         is_first = offsets == single == list(range(len(single)))
-        rows = slice(0, len(single)) if is_first else _int64(offsets, table)
-        single_index = index[: len(single)] if is_first else index[_int64(single, table)]
+        rows = slice(0, len(single)) if is_first else on_device(offsets, table)
+        single_index = index[: len(single)] if is_first else index[on_device(single, table)]
         single_seen = [seen[row] for row in single]
-        ended = None
+        span = pool.layers[0].span
         ends = [row for row, n in enumerate(single_seen) if span > 1 and (n + 1) % span == 0]
         if ends:
-            counts_then = _int64([single_seen[row] + 1 for row in ends], table)
-            ended = counts_then, single_index[_int64(ends, table)]
+            pool.ended = (
+                [single_seen[row] + 1 for row in ends],
+                single_index[on_device(ends, table)],
+            )
         return cls(
-            chunks, rows, _int64(single_seen, table), single_index,
+            chunks, rows, on_device(single_seen, table), single_index,
             single_index.tolist() if single_index.is_cpu else None,
-            min(single_seen, default=0), ended, starts[len(counts)],
+            min(single_seen, default=0), starts[len(counts)],
         )  # fmt: skip
 
     def run(
@@ -93,7 +95,8 @@ class Batch:
 
         Query ``[T, HQ, D]``, key and value ``[T, H, D]``; output ``[T, HQ, D]``, zero for padding.
         """
-        output[self.num_tokens :] = 0
+        if self.num_tokens < len(output):
+            output[self.num_tokens :] = 0
         for chunk in self.chunks:
             at = chunk.tokens
             output[at] = layer.run_block(
@@ -102,12 +105,10 @@ class Batch:
         if not len(self.index):
             return
         at_rows, is_full = self.rows, self.least_seen >= layer.largest.total
-        output[at_rows] = layer.run_step(
-            query[at_rows], key[at_rows], value[at_rows],
-            self.seen, self.index, self.numbers, is_full,
-        )  # fmt: skip
-        if self.ended is not None:
-            layer.end_spans(*self.ended)
+        states, target = (query[at_rows], key[at_rows], value[at_rows]), output[at_rows]
+        layer.run_step(*states, self.seen, self.index, self.numbers, is_full, target)
+        if not isinstance(at_rows, slice):
+            output[at_rows] = target
 
 
 def _go_on(
@@ -122,10 +123,10 @@ def _go_on(
     columns = [max(length - 1, 0) // size for length in lengths]
     before = [max(count - 1, 0) // size for count in seen]
     moved = [row for row in active if seen[row] and before[row] != columns[row]]
-    index = table.gather(1, _int64(columns, table).unsqueeze(1)).squeeze(1).clamp(min=0).long()
+    index = table.gather(1, on_device(columns, table).unsqueeze(1)).squeeze(1).clamp(min=0).long()
     if moved:
-        source = table[_int64(moved, table), _int64([before[row] for row in moved], table)]
-        pool.copy(source.clamp(min=0).long(), index[_int64(moved, table)])
+        source = table[on_device(moved, table), on_device([before[row] for row in moved], table)]
+        pool.copy(source.clamp(min=0).long(), index[on_device(moved, table)])
     return index
 
 
@@ -144,7 +145,3 @@ def _alike(rows: Sequence[int], counts: Sequence[int], seen: Sequence[int]) -> I
         run.append(row)
     if run:
         yield run
-
-
-def _int64(numbers: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=like.device)

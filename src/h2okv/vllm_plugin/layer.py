@@ -30,7 +30,7 @@ from h2okv.config import CacheConfig
 from h2okv.ops.reference import AttentionSpec
 from h2okv.policy import Inputs
 from h2okv.vllm_plugin.batch import Batch
-from h2okv.vllm_plugin.settings import UNQUANTISED, parse, records_steps, summary
+from h2okv.vllm_plugin.settings import UNQUANTISED, parse, summary
 from h2okv.vllm_plugin.state import LayerShape, StateLayer, StatePool, model_rotation
 
 PREFIX = "H2O"
@@ -63,16 +63,10 @@ class H2OBackend(AttentionBackend):
 class MetadataBuilder(AttentionMetadataBuilder[Batch]):
     """Makes a step's `Batch` for all layers, of what the host knows anyway."""
 
-    # As vLLM's own states: a batch of single tokens may be one CUDA graph. No GPU has run it.
+    # As vLLM's own states: a batch of single tokens may be one CUDA graph, as spans end before the
+    # next step. No GPU has run it.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold = 1  # single tokens come first
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """Return which batches vLLM may record whole; without any it records between layers."""
-        cache = parse(vllm_config.additional_config)
-        is_recorded = cache is not None and records_steps(cache)
-        return cls._cudagraph_support if is_recorded else AttentionCGSupport.NEVER
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
@@ -89,7 +83,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Batch]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Batch:
-        """Return the step's requests; makes their blocks ready."""
+        """Return the step's requests; evicts where the last step has ended spans."""
         common: CommonAttentionMetadata = common_attn_metadata
         lengths = common.seq_lens_cpu_upper_bound  # exact, as there is no speculation
         lengths = common.seq_lens.cpu() if lengths is None else lengths
@@ -116,7 +110,7 @@ class MetadataBuilder(AttentionMetadataBuilder[Batch]):
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Batch:
         """Return a batch of single tokens, all of them padding."""
         count, none = common_attn_metadata.num_reqs, self._index[:0]
-        batch = Batch([], slice(0, 0), none, none, None, 0, None, count)
+        batch = Batch([], slice(0, 0), none, none, None, 0, count)
         self._pad(batch, count)
         return batch
 
@@ -227,13 +221,7 @@ def h2o_attention(
     batch.run(layer.state, query, key, value, output)
 
 
-def _h2o_attention_fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    layer_name: str,
-) -> None:
+def _h2o_attention_fake(*arguments: Any) -> None:
     """Compute nothing, for a compiler that asks for shapes."""
 
 

@@ -141,6 +141,8 @@ def _problems(vllm_config: Any) -> Iterator[str]:
             yield (
                 f"{name}={value} has not been tried; use --tensor-parallel-size, or several servers"
             )
+    if getattr(parallel, "use_ubatching", False):
+        yield "splitting a step (--enable-dbo, --ubatch-size) has not been tried; leave it out"
     if cache.cache_dtype not in UNQUANTISED:
         yield f"kv_cache_dtype={cache.cache_dtype} is not supported; use --kv-cache-dtype auto"
     if getattr(cache, "kv_offloading_size", None):
@@ -172,8 +174,6 @@ def _scheduler_problems(scheduler: Any) -> Iterator[str]:
             f"scheduler_cls={scheduler.scheduler_cls!r} would replace the scheduler that splits "
             "prompts; leave --scheduler-cls out"
         )
-    if scheduler.async_scheduling:
-        yield "asynchronous scheduling has not been tried; use --no-async-scheduling"
     if threshold := scheduler.long_prefill_token_threshold:
         yield (
             f"long_prefill_token_threshold={threshold} splits prompts depending on other requests; "
@@ -197,14 +197,6 @@ def caches_prefixes(cache: CacheConfig, is_wanted: bool) -> bool:
     Only with ``evict_every`` a state depends on the text alone, and not on how it was read.
     """
     return is_wanted and cache.evict_every is not None and cache.evict_every > 1
-
-
-def records_steps(cache: CacheConfig) -> bool:
-    """Tell whether a step of single tokens may be recorded and replayed as one CUDA graph.
-
-    With ``evict_every`` the host evicts where a span ends, which a replay would leave out.
-    """
-    return (cache.evict_every or 1) == 1
 
 
 def tokens_to_run(start: int, available: int, prompt_length: int, cache: CacheConfig) -> int:

@@ -20,9 +20,11 @@ from h2okv.cache.spans import Spans
 from h2okv.config import CacheConfig
 from h2okv.ops.attention import mean_queries
 from h2okv.ops.compaction import NO_HEAD
+from h2okv.ops.decode import QueryRing, Slots, StepRules, decode_step
 from h2okv.ops.indexed import Indexed
 from h2okv.ops.reference import AttentionSpec
 from h2okv.ops.rope import Layout
+from h2okv.policy import Inputs
 from h2okv.vllm_plugin.settings import rule_of
 
 Spec = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -56,8 +58,8 @@ class StateLayer(SlotLayer):
 
     Old contents of a block are never read: a request's first tokens overwrite all of it. A prompt's
     chunk is `SlotLayer`'s block path on a copy of the request's slots; single tokens of many
-    requests are one step of `SlotLayer`, with keys and values read and written in place. A step is
-    a function of tensors alone: nothing is read by the host.
+    requests are one step: a kernel's in the blocks, or `SlotLayer`'s on a copy of all but keys and
+    values. It is a function of tensors alone, and evicts nothing where a span ends (`end_spans`).
 
     Heads with different budgets share one row of slots, as in `SlotPlan`, each its own stretch.
     """
@@ -106,12 +108,15 @@ class StateLayer(SlotLayer):
             query = torch.empty(1, shape.num_heads, 1, 1, device="meta")
             means = mean_queries(query, shape.num_kv_heads).shape[1]
             spec["queries"] = ((means, self.span, shape.size), shape.dtype)
+        heads = shape.num_kv_heads
+        spec["free_slot"] = ((1, heads) if self.head_budgets else (heads, 1), torch.int32)
         return spec
 
     def bind(self, blocks: Mapping[str, Tensor]) -> None:
         """Take the memory of all requests' blocks, by the names of `spec`; mutates the layer."""
         self.blocks, shape = blocks, self.shape
-        self._metadata = [name for name in blocks if SlotState.kinds[name].is_metadata]
+        kinds = SlotState.kinds
+        self._metadata = [n for n in blocks if kinds[n].is_metadata or n == "free_slot"]
         device = blocks["keys"].device
         empty = torch.empty(1, shape.num_kv_heads, 0, shape.size, dtype=shape.dtype, device=device)
         self.lazy_initialization(empty, empty)
@@ -121,13 +126,24 @@ class StateLayer(SlotLayer):
                 for name, count in vars(self.largest).items()
             }
             self._constants["total"] = torch.tensor(self.totals, device=device).view(1, -1, 1)
+            self._constants["columns"] = torch.zeros((), dtype=torch.int64, device=device)
+            self.first_slots = torch.zeros((), dtype=torch.int32, device=device)
             if self.head_budgets is not None:
                 counts = torch.tensor([total + self.span for total in self.totals])
                 heads = torch.arange(len(counts)).repeat_interleave(counts)
                 room = (0, self.num_slots - len(heads))
                 heads = torch.nn.functional.pad(heads, room, value=NO_HEAD).view(1, 1, -1)
                 self._constants["head_of_slot"] = heads.to(device, torch.uint8)
-        self.slots.operations = None
+                first = (counts.cumsum(0) - counts).view(1, -1)
+                self.first_slots = first.to(device, torch.int32)
+        slots = self.slots
+        slots.operations = None
+        # Others rank, or change scores, by code of theirs.
+        fits = slots.ranks_by_sums or self.rule.inputs is Inputs.WINDOW or self.span > 1
+        fits &= slots.weighs_norms == slots.weighs_values and not slots.changes_scores
+        # Compared with PyTorch here, before a graph is recorded.
+        step = self._operations(empty, shape.num_heads // shape.num_kv_heads).step
+        self._kernel = step if fits and step is not decode_step else None
 
     def _forget(self) -> None:
         super()._forget()
@@ -177,8 +193,8 @@ class StateLayer(SlotLayer):
     def _store(self, index: Tensor) -> None:
         """Write the state of requests into their blocks; mutates these."""
         for name, blocks in self.blocks.items():
-            tensor = getattr(self.state, name)
-            blocks[index] = self.state.kinds[name].resized(tensor, self.num_slots)
+            tensor = self.state.kinds[name].resized(getattr(self.state, name), self.num_slots)
+            blocks[index] = tensor.to(blocks.dtype)
 
     # --- a token of each of B requests ------------------------------------------------------------
 
@@ -191,6 +207,7 @@ class StateLayer(SlotLayer):
         index: Tensor,
         numbers: Sequence[int] | None = None,
         is_full: bool = False,
+        output: Tensor | None = None,
     ) -> Tensor:
         """Attend, score and evict; no host sync, and static shapes.
 
@@ -202,12 +219,17 @@ class StateLayer(SlotLayer):
             index: their blocks, int64 ``[B]``; those of padding may be any.
             numbers: the same for the host, if it has them.
             is_full: whether all requests are known to hold all entries of their budgets.
+            output: contiguous memory for what is returned; ``None``: new.
 
         Returns:
             ``[B, HQ, D]``. Mutates the blocks.
         """
         query, key, value = (states.unsqueeze(2) for states in (query, key, value))
         blocks, slots = self.blocks, self.slots
+        if self._kernel is not None:
+            memory = None if output is None else output.unsqueeze(2)
+            state, rules = self._in_blocks(seen, index, memory)
+            return self._kernel(query, key, value, state, rules).squeeze(2)
         small = {name: blocks[name].index_select(0, index) for name in self._metadata}
         states = {name: Indexed(blocks[name], index, numbers) for name in ("keys", "values")}
         self.state = self._state(small | states, seen)
@@ -218,19 +240,38 @@ class StateLayer(SlotLayer):
         slots.drop_tail()
         slots.has_sinks = self.largest.sink > 0
         slots.most_slots = max(self.totals) + slots.span
+        self.cumulative_length = self._constants["columns"]  # a recorded step adds to it
         token = Block(query, key, value, None, None, None, self.attention_spec)
-        output = self._read_token(token)
+        result = self._read_token(token).squeeze(2)
         for name in small:
-            blocks[name][index] = getattr(self.state, name)
-        return output.squeeze(2)
+            blocks[name][index] = getattr(self.state, name).to(blocks[name].dtype)
+        return result if output is None else output.copy_(result)
+
+    def _in_blocks(
+        self, seen: Tensor, index: Tensor, output: Tensor | None
+    ) -> tuple[Slots, StepRules]:
+        """Return what a kernel takes for a step of requests in the blocks of `index` ``[B]``."""
+        blocks, slots, constants = self.blocks, self.slots, self._constants
+        names = "keys", "values", "scores", "positions", "free_slot"
+        memory: dict[str, Any] = {name: Indexed(blocks[name], index) for name in names}
+        memory["head_of_slot"] = constants.get("head_of_slot")
+        ring = QueryRing(blocks["queries"], None, None) if self.scores_spans else None
+        rules = StepRules(
+            self.attention_spec, constants["recent"],
+            constants["sink"] if self.largest.sink else None, evicts=self.span == 1,
+            adds=slots.adds, weights=blocks["value_weights"] if slots.weighs_norms else None,
+            ring=ring, most_slots=max(self.totals) + slots.span, output=output,
+        )  # fmt: skip
+        return Slots(**memory, num_real_tokens=seen), rules
 
     def _count_to_cut(self) -> None:
-        """Leave it to `end_spans`: here the host does not know whose span has ended."""
+        """Leave it to `StatePool.end_spans`, as a recorded step runs nothing of the host."""
 
-    def end_spans(self, seen: Tensor, index: Tensor) -> None:
-        """Evict from requests whose span has just ended, ``[B]`` as in `run_step`; mutates."""
+    def end_spans(self, counts: Sequence[int], seen: Tensor, index: Tensor) -> None:
+        """Evict after as many tokens of requests; ``[B]`` as in `run_step`; mutates."""
         self.learn_rotation(self.rotates)
         self.state = self._copies(index, seen)
+        self.state.known_lengths, self.state.scored_lengths = tuple(counts), (-1,) * len(counts)
         if "queries" in self.blocks:
             self.state.query_positions = self.spans.positions(seen, is_over=True)
         self._evict_ended()
@@ -238,25 +279,14 @@ class StateLayer(SlotLayer):
 
     def _state(self, tensors: Mapping[str, Any], seen: Tensor) -> SlotState:
         """Return the state of B requests after ``seen`` tokens, int64 ``[B]``."""
-        positions, constants, batch = tensors["positions"], self._constants, len(seen)
-        sink, recent, total, num_static = (
-            constants[name].repeat(batch, 1, 1)  # kernels read them one behind the other
-            for name in ("sink", "recent", "total", "num_static")
-        )
-        head_of_slot = constants.get("head_of_slot")
-        is_empty = positions < 0
-        if head_of_slot is not None:
-            head_of_slot = head_of_slot.expand(batch, -1, -1)
-            heads = torch.arange(len(self.totals), dtype=torch.uint8, device=positions.device)
-            is_empty = is_empty & (head_of_slot == heads.unsqueeze(-1))
-        free = is_empty.to(torch.uint8).argmax(dim=-1, keepdim=True)
-        return SlotState(
-            **tensors, num_real_tokens=seen.clone(),
-            free_slot=free if head_of_slot is None else free.view(batch, 1, -1),
-            head_of_slot=head_of_slot, sink=sink, recent=recent, total=total,
-            num_static=num_static if self.rule.has_pattern else None,
-            budgets=[self.largest],
-        )  # fmt: skip
+        names = ["sink", "recent", "total"] + ["num_static"] * self.rule.has_pattern
+        names += ["head_of_slot"] * (self.head_budgets is not None)
+        constants = {name: self._constants[name].expand(len(seen), -1, -1) for name in names}
+        # Padding of a batch has a block too, of any numbers.
+        free = tensors["free_slot"].long().clamp(0, self.num_slots - 1)
+        fields = {**tensors, **constants, "free_slot": free}
+        fields["total"] = fields["total"].contiguous()  # kernels read it row by row
+        return SlotState(**fields, num_real_tokens=seen.clone(), budgets=[self.largest])
 
 
 class _BlockPlan(SlotPlan):
@@ -302,6 +332,8 @@ class StatePool:
             key=lambda field: -field[3].itemsize,
         )
         self.pages: Tensor | None = None  # uint8 [N, C]
+        # Of requests whose spans end in the last step: tokens, and blocks int64 [B].
+        self.ended: tuple[list[int], Tensor] | None = None
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -321,7 +353,7 @@ class StatePool:
 
     def bind(self, pages: Tensor) -> None:
         """Give each layer its share of the memory, bytes ``[N, C]``; mutates the layers."""
-        self.pages, offset = pages, 0
+        self.pages, self.ended, offset = pages, None, 0
         tensors: dict[StateLayer, dict[str, Tensor]] = {layer: {} for layer in self.layers}
         for layer, name, shape, dtype in self._fields:
             end = offset + torch.Size(shape).numel() * dtype.itemsize
@@ -329,6 +361,17 @@ class StatePool:
             offset = end
         for layer, blocks in tensors.items():
             layer.bind(blocks)
+
+    def end_spans(self) -> None:
+        """Evict where the last step has ended a span, before anything reads the blocks; mutates.
+
+        Of a request that is gone this harms no other, which writes all of its block first.
+        """
+        if self.ended is not None:
+            (counts, index), self.ended = self.ended, None
+            seen = on_device(counts, index)
+            for layer in self.layers:
+                layer.end_spans(counts, seen, index)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Copy whole blocks, int64 ``[B]`` each; mutates the memory."""
@@ -340,9 +383,15 @@ class StatePool:
         assert self.pages is not None
         self.pages[index] = 0
         for layer in self.layers:
+            layer.blocks["free_slot"][index] = layer.first_slots
             for name, blocks in layer.blocks.items():
                 if value := SlotState.kinds[name].empty_value(layer.num_slots):
                     blocks[index] = value
+
+
+def on_device(numbers: Sequence[int], like: Tensor) -> Tensor:
+    """Copy numbers of the host to a tensor's device, which does not wait for what it runs."""
+    return torch.tensor(numbers, dtype=torch.int64).to(like.device, non_blocking=True)
 
 
 def model_rotation(config: PreTrainedConfig, dtype: torch.dtype, in_halves: bool) -> Rotation:
