@@ -91,10 +91,8 @@ COMMANDS = {
     "stream --text text.txt": BOTH | TOPK | TEXT | {
         f"--text text.txt --input {MISSING}": f"--input '{MISSING}' cannot be read",
         "--input in.jsonl": "both --text and --input are given",
-        "--checkpoint none --resume": "nothing to resume",
         "--csv nowhere/rows.csv": "--csv 'nowhere/rows.csv' cannot be written",
         "--csv .": "is a folder",
-        "--resume": "--resume needs --checkpoint FILE",
         "--plot picture.bmp": "must end in .png, .svg, .pdf",
         "--every 0": "--every must be a whole number of 1 or more, got 0",
         "--tokens -1": "--tokens must be a whole number of 1 or more, got -1",
