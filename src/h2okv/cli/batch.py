@@ -161,22 +161,6 @@ def plan(
         write_json(planned.to_dict())
     else:
         write_text(format_table((), _plan_rows(planned)))
-    if planned.plan.estimate.first_result_seconds > offload_engine.PATIENCE:
-        write_remark(_warning(planned))
-
-
-def _warning(planned: PlannedJob) -> str:
-    """Return the warning of a late first result, with a batch size that gives it sooner."""
-    estimate, sooner = planned.plan.estimate, planned.sooner
-    text = f"the first result comes after about {format_duration(estimate.first_result_seconds)}"
-    if sooner is None:
-        return text
-    return (
-        f"{text}; --batch {sooner.batch_size} gives one after"
-        f" {format_duration(sooner.estimate.first_result_seconds)}, with"
-        f" {format_number(sooner.estimate.tokens_per_second)} new tokens/s instead of"
-        f" {format_number(estimate.tokens_per_second)}"
-    )
 
 
 def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:

@@ -52,7 +52,6 @@ from h2okv.offload.tiers import (
 )
 from h2okv.provenance import digest
 
-PATIENCE = 60.0  # seconds until the first result, above which the user is told
 _UNSUPPORTED = ("n", "logprobs", "prompt_logprobs")
 BATCH_SIZE = 32
 _SMALL_MODEL = 0.5  # fraction of the free memory below which a model is simply loaded
@@ -108,7 +107,6 @@ class PlannedJob:
 
     plan: Plan
     planner: Planner
-    sooner: Plan | None  # with an earlier first result, if that of `plan` is late
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -121,12 +119,10 @@ class PlannedJob:
 
 
 def plan(request: OffloadRequest, workload: Workload) -> PlannedJob:
-    """Plan a job, and a smaller batch if the first result is late."""
+    """Plan a job."""
     meta, files = open_model(request, describe_for(request))
     planner = make_planner(request, meta, files, workload)
-    fastest = planner.plan()
-    is_late = fastest.estimate.first_result_seconds > PATIENCE
-    return PlannedJob(fastest, planner, planner.sooner(fastest, PATIENCE) if is_late else None)
+    return PlannedJob(planner.plan(), planner)
 
 
 def run(
@@ -404,10 +400,6 @@ def open_runner(
         planner, chosen, longest = _plan_for(request, meta, files, prompt_lengths)
     if planner.is_ample(chosen):
         process.keep_memory()
-        # Measure again: not every large block is new memory now, which took time.
-        again = _plan_for(request, meta, files, prompt_lengths)
-        if again[0].is_ample(again[1]):
-            planner, chosen, longest = again
     tiers = interleave(chosen.cache_placement, len(planner.memory.cache.layers))
     folder = request.output.resolve().parent
     stream, embedding = materialise(meta, files, chosen.placement, device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
@@ -139,17 +138,6 @@ class Planner:
             raise self._too_little(sizes[0])
         return best
 
-    def sooner(self, plan: Plan, seconds: float) -> Plan | None:
-        """Find the largest smaller batch with first results within a number of seconds."""
-        smaller, first = None, plan.estimate.first_result_seconds
-        for size in reversed([size for size in self._batch_sizes() if size < plan.batch_size]):
-            with suppress(ValueError):
-                smaller = replace(self, batch_size=size).plan()
-                if smaller.estimate.first_result_seconds <= seconds:
-                    break
-        is_sooner = smaller is not None and smaller.estimate.first_result_seconds <= first / 2
-        return smaller if is_sooner else None
-
     def cache_limit(self, plan: Plan) -> int:
         """Return the bytes that the caches of a planned batch may take.
 
@@ -282,8 +270,7 @@ class Planner:
         sizes = dict.fromkeys(WEIGHT_TIERS, 0)
         for unit, tier in zip(units, placement[:-1], strict=True):
             sizes[tier] += unit.nbytes
-        # A disk, like a link, serves one transfer at a time: the caches come after the weights. On
-        # a CPU, reading and computing slow each other.
+        # A disk, like a link, serves one transfer at a time: the caches come after the weights.
         on_cpu = self.device.type == "cpu"
         on_host = 0 if on_cpu else sizes["cpu"]
         links = {"file": (sizes["disk"], machine.disk), "cpu": (on_host, machine.host_device)}
@@ -304,12 +291,10 @@ class Planner:
         # On a CPU the computing thread also copies the caches out of the file's pages.
         copying = caches.get("file", 0.0) * moved / machine.disk if on_cpu else 0.0
         step = {"weights": weights, "cache": cache, "compute": compute + copying}
-        together = machine.slowdown.together
-        from_disk = (sizes["disk"] + caches.get("file", 0.0) * moved) / machine.disk
-        seconds = max(together(from_disk, step["compute"]), *step.values())
+        seconds = max(step.values())
         passes = -(-batch_size // max(1, pass_tokens // prompt))
         compute = self._prefill_compute(batch_size, operations, overhead, micro_batch_tokens)
-        prefill = together(passes * weights, compute)
+        prefill = max(passes * weights, compute)
         batches = max(1.0, self.workload.num_prompts / batch_size)
         # A partial last batch takes as many steps.
         job_seconds = batches * prefill + ceil(batches) * (new - 1) * seconds
