@@ -1,7 +1,7 @@
 import pytest
 
-from h2okv.chat.generation import Agreement, Comparison, Generation
 from h2okv.cli.generate import comparison_table, few_entries_note, summary_line
+from h2okv.engine.generation import Agreement, Comparison, Generation
 
 
 def make_generation(**values):

@@ -33,7 +33,7 @@ from h2okv.records import decode_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from h2okv.chat.generation import Agreement, Comparison, Generation, Job
+    from h2okv.engine.generation import Agreement, Comparison, Generation, Job
     from h2okv.models.loading import Described
 
 _FEW_TOKENS = 32
@@ -64,7 +64,7 @@ def generate(
     check_pinnable(pin)
     text = read_prompt(prompt, file)
     from h2okv.calibration.layer_budgets import with_measured_budgets
-    from h2okv.chat.generation import Job, generate_and_compare
+    from h2okv.engine.generation import Job, generate_and_compare
     from h2okv.prompts.images import EncodedPrompt, read_image_file
 
     if verify and image:
@@ -113,7 +113,7 @@ def demo(
     max_new_tokens: int = option(128, "Tokens to generate.", read=readers.count),
 ) -> int:
     from h2okv.calibration.layer_budgets import with_measured_budgets
-    from h2okv.chat.generation import Job, generate_and_compare
+    from h2okv.engine.generation import Job, generate_and_compare
 
     params = h2okv.SamplingParams(max_tokens=max_new_tokens, seed=0, temperature=0.0)
     described = model.describe()
@@ -221,7 +221,7 @@ def few_entries_note(run: Generation) -> str | None:
 
 def comparison_table(comparison: Comparison) -> str:
     """Return a table with a column for each generation, that of the full cache first."""
-    from h2okv.chat.generation import FULL
+    from h2okv.engine.generation import FULL
 
     labels = (FULL, *comparison.agreements)
     count = len(comparison.runs[FULL].token_ids)

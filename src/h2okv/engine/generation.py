@@ -56,6 +56,7 @@ class Generation:
 
     @property
     def interrupted(self) -> bool:
+        """Whether Ctrl-C ended it."""
         return self.finish_reason == "interrupted"
 
     @property
