@@ -64,7 +64,8 @@ COMMANDS = {
     },
     "batch --input in.jsonl --output out.jsonl": BOTH | TOPK | SAMPLING | {
         "--weights moon": "--weights must be auto, device, cpu, disk, or percentages",
-        "--cache-placement disk": "file=60, got 'disk'",
+        "--weights file": "disk=60, got 'file'",
+        "--cache-placement cpu": "is gone; give nothing in its place",
         "--batch 0": "--batch '0' is not a batch size; give 1 or more",
         "--batch many": "--batch 'many' is not a batch size; give 1 or more, or auto",
         "--weights disk=70,cpu=70": "adds up to 140 percent",
@@ -97,7 +98,6 @@ COMMANDS = {
         "--every 0": "--every must be a whole number of 1 or more, got 0",
         "--tokens -1": "--tokens must be a whole number of 1 or more, got -1",
         "--cache h2o:8 --cache every=8": "several caches are chosen, and this command has one",
-        "--cache-placement cpu": "No such option: --cache-placement",
     },
     "eval needle --csv rows.csv": BOTH | TEXT | {
         "--compression none": "--compression must be query-aware, query-agnostic or both, got",

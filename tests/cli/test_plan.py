@@ -54,7 +54,7 @@ def test_the_plan_of_this_machine_fits_into_memory_and_adds_up(plan):
 
 def test_a_smaller_cache_makes_room_for_more_prompts(plan, rated):
     promise = data_bytes() + (130 << 20)
-    ample = ("--json", "--memory", promise, "--cache-placement", "device", "--weights", "disk")
+    ample = ("--json", "--memory", promise, "--weights", "disk")
     ample = (*ample, "--prompt-tokens", 1024)  # of which 20 % is more than the least that is kept
     h2o = plan(*ample)
     full = plan(*ample, "--policy", "full")
@@ -68,7 +68,7 @@ def sequence_bytes(record):
 
 
 def test_placement_options_are_followed(plan, rated):
-    record = plan("--json", "--weights", "disk", "--cache-placement", "file", "--batch", 3)
+    record = plan("--json", "--weights", "disk", "--batch", 3)
     assert record["placement"] == {"disk": 3}
     assert record["batch_size"] == 3
     assert record["estimate"]["step"]["weights"] > 0

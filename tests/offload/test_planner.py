@@ -32,8 +32,8 @@ def meta(tmp_path_factory):
 
 @pytest.fixture
 def planner(meta):
-    def make(room, work, batch_size=None, weights=None, caches=None, **options):
-        choices = {"batch_size": batch_size, "weights": weights, "caches": caches}
+    def make(room, work, batch_size=None, weights=None, **options):
+        choices = {"batch_size": batch_size, "weights": weights}
         cache = h2okv.H2OCache(meta.model.config, **options)
         memory = MemoryModel(meta.model.config, cache, torch.bfloat16)
         return Planner(meta, memory, PROFILE, room, work, CPU, used=USED, **choices)
@@ -89,7 +89,7 @@ def test_the_longest_prompt_that_fits(planner, options):
 
 def test_smaller_entries_make_room_for_more(planner):
     full, candidate, packed = (
-        planner(250 * MIB, WORK, weights={"disk": 1.0}, caches={"device": 1}, **options).plan()
+        planner(250 * MIB, WORK, weights={"disk": 1.0}, **options).plan()
         for options in ({"policy": "full"}, {}, {"kv_bits": 4})
     )
     assert full.batch_size < candidate.batch_size < packed.batch_size
@@ -129,8 +129,7 @@ def test_each_forward_through_a_layer_takes_a_while_however_small_it_is(planner)
 
 def test_reading_and_computing_overlap(planner):
     work = Workload(mean_prompt=100, longest_prompt=100, max_new_tokens=11, num_prompts=8)
-    options = {"weights": {"disk": 1.0}, "caches": {"device": 1.0}}
-    estimate = planner(4000 * MIB, work, 8, **options).plan().estimate
+    estimate = planner(4000 * MIB, work, 8, weights={"disk": 1.0}).plan().estimate
     longest = max(estimate.step["weights"], estimate.step["compute"])
     assert estimate.decode_tokens_per_second == pytest.approx(8 / longest)
 

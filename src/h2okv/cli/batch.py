@@ -35,7 +35,7 @@ def _batch_size(option: str, text: str) -> int | None:
 
 def _placement(option: str, text: str) -> dict[str, float] | None:
     """Parse ``auto`` (``None``), a tier, or percentages such as ``device=40,disk=60``."""
-    tiers = ("device", "cpu", "file" if option == "--cache-placement" else "disk")
+    tiers = ("device", "cpu", "disk")
     if text == "auto":
         return None
     if text in tiers:
@@ -56,7 +56,7 @@ def _placement(option: str, text: str) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """Tiers of weights and caches: options of a command, and fields of an `OffloadRequest`."""
+    """Tiers of weights, batch and memory: options of a command, fields of an `OffloadRequest`."""
 
     batch_size: Typed = option(
         "auto", "Sequences that run together, or auto.", "--batch", read=_batch_size
@@ -64,9 +64,6 @@ class OffloadOptions:
     memory: Typed = option(None, args.MEMORY_HELP, read=readers.memory)
     weight_placement: Typed = option(
         "auto", "auto, device, cpu, disk or percentages.", "--weights", read=_placement
-    )
-    cache_placement: Typed = option(
-        "auto", "auto, device, cpu, file or percentages.", read=_placement
     )
     weight_bits: int | None = option(
         None, "Quantize linear layers (CPU, bfloat16).", read=readers.bits
@@ -167,14 +164,10 @@ def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
     chosen, hardware, used = planned.plan, planned.planner.hardware, planned.planner.used
     estimate, step = chosen.estimate, chosen.estimate.step
     names = {"device": "in memory", "cpu": "in the CPU's memory", "disk": "on the disk"}
-    names["file"] = "in a file"
     layers = ", ".join(f"{n} {names[tier]}" for tier, n in chosen.counts.items())
-    placement = chosen.cache_placement.items()
-    caches = [f"{100 * share:.0f} % {names[tier]}" for tier, share in placement]
     gemm = [f"{format_number(rate / 1e9)} ({n})" for n, rate in hardware.gemm]
     return [
         ("layers and head", layers),
-        ("keys and values", ", ".join(caches)),
         ("batch size", f"{chosen.batch_size}, prefill of {chosen.micro_batch_tokens} tokens"),
         ("", ""),
         ("process before", format_bytes(used)),

@@ -42,7 +42,7 @@ _NAMES = {
     "SECONDS": "timeout drain",
     "BITS": "weight_bits",
     _LIST: "contexts batches lengths depths runners dtypes",
-    "PLACES": "weight_placement cache_placement",
+    "PLACES": "weight_placement",
     "MODEL": "name model",
     "DTYPE": "dtype_name",
     "POLICY": "policy",

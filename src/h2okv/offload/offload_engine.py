@@ -41,10 +41,9 @@ from h2okv.offload.checkpoint import (
 )
 from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records, saved_settings
 from h2okv.offload.meta_model import MetaModel, pack_layers
-from h2okv.offload.planner import MICRO_BATCH_TOKENS, Fractions, Plan, Planner, Workload, interleave
+from h2okv.offload.planner import MICRO_BATCH_TOKENS, Fractions, Plan, Planner, Workload
 from h2okv.offload.profile import measure_hardware
 from h2okv.offload.tiers import (
-    CacheStore,
     StreamingModel,
     bytes_while_streaming,
     materialise,
@@ -65,7 +64,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadRequest:
-    """A model, its cache, and their tiers; ``None`` leaves a choice to the planner."""
+    """A model, its cache, and its tiers; ``None`` leaves a choice to the planner."""
 
     model: str  # a name for `resolve_model`
     device: torch.device  # where the model computes
@@ -74,7 +73,6 @@ class OffloadRequest:
     weight_bits: int | None = None  # 8 or 4 for quantized linear layers
     batch_size: int | None = None
     weight_placement: Fractions | None = None
-    cache_placement: Fractions | None = None  # of the layers, by the tier of their keys and values
     memory: int | None = None  # total bytes that the process may allocate; None: all that is free
 
 
@@ -262,7 +260,6 @@ def _run_here(
         passes=runner.num_passes,
         predicted=None if chosen is None else chosen.estimate.tokens_per_second,
         bytes_read=scheduler.bytes_read,
-        cache_bytes_read=scheduler.store.bytes_read,
         wait_seconds=0.0 if scheduler.stream is None else scheduler.stream.wait_seconds,
         plan=None if chosen is None else chosen.to_dict(),
         peak_bytes=process.peak_resident_bytes(),
@@ -348,11 +345,6 @@ def make_planner(
     # Below zero if the process already has more than the limit.
     room = int((process.available_bytes(device) or 0) * _USABLE)
     room = room if request.memory is None else request.memory - used
-    caches = request.cache_placement
-    if caches is not None and device.type == "cpu" and "cpu" in caches:
-        # The CPU's memory is the device's memory here.
-        near = caches["cpu"] + caches.get("device", 0.0)
-        caches = {"device": near, **{k: v for k, v in caches.items() if k == "file"}}
     return Planner(
         meta=meta,
         memory=memory,
@@ -365,7 +357,6 @@ def make_planner(
         spare=_SPARE,
         batch_size=request.batch_size,
         weights=request.weight_placement,
-        caches=caches,
     )
 
 
@@ -400,10 +391,8 @@ def open_runner(
         planner, chosen, longest = _plan_for(request, meta, files, prompt_lengths)
     if planner.is_ample(chosen):
         process.keep_memory()
-    tiers = interleave(chosen.cache_placement, len(planner.memory.cache.layers))
-    folder = request.output.resolve().parent
     stream, embedding = materialise(meta, files, chosen.placement, device)
-    scheduler = ForwardScheduler(meta.units, stream, CacheStore(tiers, folder, device), embedding)
+    scheduler = ForwardScheduler(meta.units, stream, embedding)
     limits = Limits(
         batch_size=chosen.batch_size,
         micro_batch_tokens=chosen.micro_batch_tokens,
@@ -412,7 +401,6 @@ def open_runner(
         pass_tokens=chosen.pass_tokens,
         cache_bytes=planner.cache_limit(chosen),
         memory=planner.memory,
-        away=1 - chosen.cache_placement.get("device", 0.0),
     )
     return Runner(meta.model, scheduler, request.cache, limits, device), chosen
 
@@ -433,8 +421,6 @@ def _plan_for(
 def _fits_in_memory(request: OffloadRequest, described: Described) -> bool:
     """Return whether the model is simply loaded: no placement requested, and ample memory."""
     if request.weight_bits is not None or request.memory is not None:
-        return False
-    if request.cache_placement not in (None, {"device": 1.0}):
         return False
     if request.weight_placement is not None:
         return set(request.weight_placement) <= {"device"}
