@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from h2okv_lab.evaluation.streaming import COLUMNS, StreamRow
+from h2okv_lab.evaluation.streaming import StreamRow
 from h2okv_lab.tables import read_csv
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def stream(h2okv_command, model_folder):
 
 
 def read_rows(path):
-    return [StreamRow(**cells) for cells in read_csv(path, COLUMNS)]
+    return [StreamRow(**cells) for cells in read_csv(path)]
 
 
 def nlls(path):

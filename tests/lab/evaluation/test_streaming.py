@@ -10,7 +10,6 @@ import torch.nn.functional as F
 import h2okv
 from h2okv.engine.memory import resident_bytes
 from h2okv_lab.evaluation.streaming import (
-    COLUMNS,
     Stream,
     StreamFile,
     StreamRow,
@@ -179,7 +178,7 @@ ROWS = [StreamRow(100, 0.1 + 0.2, 0.0125, 1000, 50), StreamRow(200, 1 / 3, 0.25,
 
 
 def read_rows(path):
-    return [StreamRow(**cells) for cells in read_csv(path, COLUMNS)]
+    return [StreamRow(**cells) for cells in read_csv(path)]
 
 
 def test_rows_round_trip_exactly(tmp_path):

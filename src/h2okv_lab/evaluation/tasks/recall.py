@@ -112,10 +112,8 @@ class Recall(QuestionTask):
 
     def identity(self) -> Mapping[str, Any]:
         content = repr([question[:3] for question in self.questions])
-        others = {"match": self.match, "stop": list(self.stop)}
-        usual = {"match": "all", "stop": ["\n"]}  # files from before these options stay valid
-        others = {name: value for name, value in others.items() if value != usual[name]}
-        return {"data": digest(content), "max_new_tokens": self.max_new_tokens, **others}
+        options = {"match": self.match, "stop": list(self.stop)}
+        return {"data": digest(content), "max_new_tokens": self.max_new_tokens, **options}
 
     def judge(self, text: str, answers: Sequence[str]) -> dict[str, float]:
         if self.match == "all":
