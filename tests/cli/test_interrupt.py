@@ -104,5 +104,5 @@ def test_an_interrupt_while_counting_choices_sets_the_exit_code(job, monkeypatch
     monkeypatch.setattr("h2okv.engine.generation._discard", InterruptAt(2))
     comparison = generate_and_compare(job, CACHE, [], quiet=False)
     assert list(comparison.runs) == [CACHE.label, "full cache"]
-    assert comparison.agreements[CACHE.label].same_next_token is None
+    assert comparison.same_choices[CACHE.label] is None
     assert comparison.interrupted

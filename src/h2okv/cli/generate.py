@@ -33,7 +33,7 @@ from h2okv.records import decode_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from h2okv.engine.generation import Agreement, Comparison, Generation, Job
+    from h2okv.engine.generation import Comparison, Generation, Job
     from h2okv.models.loading import Described
 
 _FEW_TOKENS = 32
@@ -187,7 +187,7 @@ def chat_of(prompt: str, system: str, images: Sequence[ImagePart] = ()) -> list[
 def report(comparison: Comparison, note: str | None = None) -> None:
     """Write the cost of a run to stderr, or the table of a comparison to stdout."""
     label, run = next(iter(comparison.runs.items()))
-    if comparison.agreements:
+    if comparison.same_choices:
         write_text(comparison_table(comparison))
     else:
         write_remark(f"{summary_line(run)} | {label}")
@@ -223,17 +223,18 @@ def comparison_table(comparison: Comparison) -> str:
     """Return a table with a column for each generation, that of the full cache first."""
     from h2okv.engine.generation import FULL
 
-    labels = (FULL, *comparison.agreements)
+    labels = (FULL, *comparison.same_choices)
     count = len(comparison.runs[FULL].token_ids)
     columns = [
-        _column(comparison.runs[label], comparison.agreements.get(label), count) for label in labels
+        _column(comparison.runs[label], comparison.same_choices.get(label), count)
+        for label in labels
     ]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
     return format_table(("", *labels), rows, left=("",))
 
 
-def _column(run: Generation, agreement: Agreement | None, full: int) -> dict[str, str]:
+def _column(run: Generation, same: int | None, full: int) -> dict[str, str]:
     cells = {
         "tokens generated": str(len(run.token_ids)),
         "time to first token": _format(run.time_to_first_token, ".3f", " s"),
@@ -247,12 +248,8 @@ def _column(run: Generation, agreement: Agreement | None, full: int) -> dict[str
         cells["tokens kept by the largest head"] = str(run.num_cached_tokens)
     if run.smaller_from is not None and run.kv_bytes >= run.kv_bytes_full:
         cells["saves memory from"] = f"{run.smaller_from} tokens on"
-    if agreement is not None:
-        first, same = agreement.first_difference, agreement.same_next_token
-        cells["tokens that agree"] = f"{agreement.equal} of {agreement.compared}"
-        cells["first token that differs"] = "-" if first is None else str(first + 1)
-        if same is not None:
-            cells["same next token on the full cache's text"] = f"{same} of {full}"
+    if same is not None:
+        cells["same next token on the full cache's text"] = f"{same} of {full}"
     return cells
 
 
@@ -275,9 +272,8 @@ def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[s
         "prompt_tokens": len(job.prompt_ids),
         **runs[0],
     }
-    if comparison.agreements:
-        agreement = next(iter(comparison.agreements.values()))
-        fields |= {"full": runs[1], "agreement": asdict(agreement)}
+    for same in [*comparison.same_choices.values()][:1]:
+        fields |= {"full": runs[1], "same_next_token": same}
     return fields
 
 
