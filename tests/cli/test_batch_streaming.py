@@ -97,30 +97,6 @@ def test_int8_weights(job, model_folder, cache_home):
     assert "begun with weight_bits 8, not unset" in error
 
 
-def test_int4_weights(job, model_folder, cache_home):
-    pytest.importorskip("torchao")
-    dtype = ("--dtype", "bfloat16", "--batch", 6)
-    options = (*dtype, "--weight-bits", 4)
-    _, exact = job(model_folder, *dtype, output="exact.jsonl")
-    _, in_memory = job(model_folder, *options, "--weights", "device", output="a.jsonl")
-    summary, streamed = job(model_folder, *options, "--weights", "disk", output="b.jsonl")
-    assert streamed == in_memory
-    assert set(streamed) == set(exact)
-    assert summary["bytes_read"] > 0
-    # The layers' matrices take 4.5 bits for each number, norms, head and table 16.
-    weights = load_file(model_folder / "model.safetensors")
-    layers = [w.numel() for n, w in weights.items() if "layers" in n and w.dim() == 2]
-    other_bytes = sum(w.numel() for w in weights.values()) - sum(layers)
-    (converted,) = cache_home.iterdir()
-    assert converted.stat().st_size == pytest.approx(
-        sum(layers) * 4.5 / 8 + 2 * other_bytes, rel=0.1
-    )
-    error, _ = job(model_folder, *dtype, output="b.jsonl", code=2)
-    assert "begun with weight_bits 4, not unset" in error
-    error, _ = job(model_folder, "--weight-bits", 4, code=2)
-    assert "--dtype bfloat16" in error and "--weight-bits 8" in error
-
-
 @pytest.fixture
 def cache_home(tmp_path, monkeypatch):
     """Return the default folder of converted checkpoints."""

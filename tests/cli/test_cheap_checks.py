@@ -85,7 +85,7 @@ COMMANDS = {
     "plan": CACHE | {
         "smolm2": "did you mean smollm2",
         "--weights moon": "got 'moon'",
-        "--weight-bits 5": "--weight-bits 5 is not known; give 8 or 4",
+        "--weight-bits 5": "--weight-bits 5 is not known; give 8",
         "--prompt-tokens 0": "--prompt-tokens must be a whole number of 1 or more, got 0",
         "--memory much": "--memory 'much' is not an amount of memory",
     },

@@ -84,7 +84,7 @@ COMPILE = option(False, "Compile decode steps: slow to start, then faster.", "--
 _VERIFY_HELP = "Compare with a full cache; repair: write again."
 VERIFY = option("", _VERIFY_HELP, "--verify", read=readers.verify)
 WEIGHT_BITS = option(
-    None, "4: decode reads 4-bit weights (x86).", "--weight-bits", read=readers.bits, allowed=(4,)
+    None, "4: decode reads 4-bit weights (x86).", "--weight-bits", read=readers.bits, allowed=4
 )
 
 

@@ -66,7 +66,7 @@ class OffloadOptions:
         "auto", "auto, device, cpu, disk or percentages.", "--weights", read=_placement
     )
     weight_bits: int | None = option(
-        None, "Quantize linear layers (CPU, bfloat16).", read=readers.bits
+        None, "8: linear layers in int8.", read=readers.bits, allowed=8
     )
 
 

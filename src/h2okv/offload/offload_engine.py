@@ -63,7 +63,7 @@ class OffloadRequest:
     device: torch.device  # where the model computes
     cache: CacheConfig = CacheConfig()
     dtype: torch.dtype | None = None  # None for the checkpoint's own
-    weight_bits: int | None = None  # 8 or 4 for quantized linear layers
+    weight_bits: int | None = None  # 8 for quantized linear layers
     batch_size: int | None = None
     weight_placement: Fractions | None = None
     memory: int | None = None  # total bytes that the process may allocate; None: all that is free
@@ -259,7 +259,7 @@ def open_model(request: OffloadRequest, described: Described) -> tuple[MetaModel
     meta, files = _open(request, described)
     described.add_end_tokens(meta.model)
     if request.weight_bits is not None:
-        meta = pack_layers(meta, request.weight_bits, request.device)
+        meta = pack_layers(meta)
         files.parameters = map_weights(meta, files)
     return meta, files
 
