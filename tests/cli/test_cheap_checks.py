@@ -65,7 +65,6 @@ COMMANDS = {
     "batch --input in.jsonl --output out.jsonl": BOTH | TOPK | SAMPLING | {
         "--weights moon": "--weights must be auto, device, cpu, disk, or percentages",
         "--weights file": "disk=60, got 'file'",
-        "--cache-placement cpu": "is gone; give nothing in its place",
         "--batch 0": "--batch '0' is not a batch size; give 1 or more",
         "--batch many": "--batch 'many' is not a batch size; give 1 or more, or auto",
         "--weights disk=70,cpu=70": "adds up to 140 percent",

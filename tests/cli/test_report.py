@@ -1,6 +1,6 @@
 import pytest
 
-from h2okv.cli.generate import comparison_table, few_entries_note, summary_line
+from h2okv.cli.generate import comparison_table, report, summary_line
 from h2okv.engine.generation import Comparison, Generation
 
 
@@ -62,6 +62,7 @@ def test_summary_line_without_tokens():
 @pytest.mark.parametrize(
     ("seen", "tokens_kept", "warns"), [(400, 31, True), (400, 32, False), (9, 9, False)]
 )
-def test_few_entries_note(seen, tokens_kept, warns):
+def test_few_entries_note(capsys, seen, tokens_kept, warns):
     run = make_generation(num_seen_tokens=seen, num_cached_tokens=tokens_kept)
-    assert (few_entries_note(run) is not None) is warns
+    report(Comparison({"h2o:20%": run}))
+    assert ("too few for good text" in capsys.readouterr().err) is warns

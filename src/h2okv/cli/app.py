@@ -215,8 +215,6 @@ _REPLACED = {
     "--max-batch": "--memory alone, which finds the largest batch",
     "--threads": "the environment variable OMP_NUM_THREADS={}",
     "--min-p": "the model's generation config, or min_p of h2okv.SamplingParams",
-    "--cache-placement": "nothing in its place: keys and values stay in memory",
-    "--prefix-cache-folder": "nothing in its place: after a restart prompts are read once more",
     "serve --prefix": "nothing in its place: the first prompts that begin so leave their states",
     "serve --system": "nothing in its place: the first chats that begin so leave their states",
     "plan --serve": "h2okv serve --dry-run",

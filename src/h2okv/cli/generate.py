@@ -193,7 +193,11 @@ def report(comparison: Comparison, note: str | None = None) -> None:
         write_remark(f"{summary_line(run)} | {label}")
     if run.verified is not None:
         write_remark(str(run.verified))
-    if note or (note := few_entries_note(run)):
+    entries = run.num_cached_tokens
+    if note is None and entries < min(_FEW_TOKENS, run.num_seen_tokens):
+        few = f"note: only {entries} tokens were kept, too few for good text"
+        note = f"{few}; give --budget 128 or more"
+    if note:
         write_remark(note)
     if run.finish_reason == "context":
         write_remark(
@@ -207,16 +211,6 @@ def summary_line(run: Generation) -> str:
     times += "" if speed is None else f" | {speed:.1f} tokens/s"
     tokens = f"{len(run.token_ids)} tokens ({run.finish_reason})"
     return f"{tokens}{times} | {run.memory_text} | {run.kept_text}"
-
-
-def few_entries_note(run: Generation) -> str | None:
-    """Return a warning of a budget too small for good text, or ``None``."""
-    entries = run.num_cached_tokens
-    if entries >= _FEW_TOKENS or entries >= run.num_seen_tokens:
-        return None
-    return (
-        f"note: only {entries} tokens were kept, too few for good text; give --budget 128 or more"
-    )
 
 
 def comparison_table(comparison: Comparison) -> str:

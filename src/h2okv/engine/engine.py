@@ -112,7 +112,7 @@ class Engine:
         described, self.tokenizer = _describe(model, tokenizer, config)
         self.name, self.image_encoder = described.name, described.image_encoder
         # Check everything that can be checked before the weights are loaded.
-        self._model_config, cache_config = described.config, config.cache
+        cache_config = config.cache
         self._cache_source: PreTrainedConfig | PreTrainedModel = described.config
         if config.tensor_parallel:
             cache_config = even_budgets(cache_config, "each process holds a part of the model")
@@ -137,7 +137,7 @@ class Engine:
             model = load_weights(described, dtype, target, *load_options)
         probe.warn_of_few_entries()
         self.model = model.eval()
-        self._model_config = self._cache_source = self.model.config
+        self._cache_source = self.model.config
         if not config.tensor_parallel:  # where a process has a part of the model
             self._cache_source = self.model
         cache = self.config.cache

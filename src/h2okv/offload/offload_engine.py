@@ -44,7 +44,7 @@ from h2okv.offload.profile import measure_hardware
 from h2okv.offload.tiers import materialise, weights_in_files
 from h2okv.provenance import digest
 
-_UNSUPPORTED = ("n", "logprobs", "prompt_logprobs")
+_UNSUPPORTED = ("n", "logprobs", "prompt_logprobs")  # of sampling, in jobs
 BATCH_SIZE = 32
 _SMALL_MODEL = 0.5  # fraction of the free memory below which a model is simply loaded
 _SPARE = 4 << 20  # variation of a process's memory between runs, added to suggested amounts
@@ -71,21 +71,12 @@ class OffloadRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest(OffloadRequest):
-    """A job; refuses `sampling` parameters that a job does not support."""
+    """A job, with what its lines do not say."""
 
     input: Path
     output: Path
     sampling: SamplingParams
     is_raw: bool = False  # whether prompts are continued, without the model's chat template
-
-    def __post_init__(self) -> None:
-        for name in _UNSUPPORTED:
-            value = getattr(self.sampling, name)
-            if value != getattr(SamplingParams(), name):
-                raise ValueError(
-                    f"{name}={value!r} is not supported in a batch job; leave it out, or use"
-                    " h2okv.LLM"
-                )
 
     @property
     def max_new_tokens(self) -> int:
