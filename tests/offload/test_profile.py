@@ -2,8 +2,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from h2okv.offload import profile
 from h2okv.offload.checkpoint import CheckpointFiles
-from h2okv.offload.profile import Clock, Gemm, measure_bandwidth, measure_disk
+from h2okv.offload.profile import Clock, measure_bandwidth, measure_disk, measure_gemm
 
 
 def test_a_clock_runs_the_call_once():
@@ -30,6 +31,11 @@ def test_a_disk_that_fails_says_why(files, tmp_path):
 
 
 @pytest.mark.parametrize(("layers", "count"), [(3, 3), (1000, 85)])
-def test_no_more_matrices_than_layers_or_room(layers, count):
-    gemm = Gemm.make(32, 64, 85 * 3 * 32 * 64 * 4, torch.float32, torch.device("cpu"), layers)
-    assert len(gemm.gate) == count
+def test_no_more_matrices_than_layers_or_room(monkeypatch, layers, count):
+    calls, multiply = [], profile.linear
+    monkeypatch.setattr(Clock, "samples", lambda self, call: [call() or 2.0])
+    monkeypatch.setattr(profile, "linear", lambda *args: calls.append(1) or multiply(*args))
+    room = 85 * 3 * 32 * 64 * 4
+    rates = measure_gemm(32, 64, room, layers, torch.float32, torch.device("cpu"))
+    assert len(calls) == 4 * 3 * count
+    assert rates[1] == (8, 8 * count * 3 * 32 * 64)

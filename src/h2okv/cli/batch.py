@@ -13,7 +13,6 @@ from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, RAW, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import count
 from h2okv.console import (
-    INTERRUPTED,
     format_bytes,
     format_duration,
     format_number,
@@ -24,7 +23,8 @@ from h2okv.console import (
 )
 
 if TYPE_CHECKING:
-    from h2okv.offload.offload_engine import PlannedJob
+    from h2okv.offload.planner import Plan
+    from h2okv.offload.profile import HardwareProfile
 
 
 def _batch_size(option: str, text: str) -> int | None:
@@ -95,7 +95,7 @@ def batch(
     import torch
 
     from h2okv.offload.job import PromptFile
-    from h2okv.offload.offload_engine import BatchRequest, Interrupted, run
+    from h2okv.offload.offload_engine import BatchRequest, run
 
     fields = {
         "model": model.name, "dtype": model.dtype, "sampling": sampling.params(), "is_raw": raw,
@@ -105,16 +105,12 @@ def batch(
     prompts = PromptFile(input)  # mistakes in the file show before the model is read
     params = sampling.params(model.describe())
     request = replace(request, sampling=params, cache=cache.seeded(int(params.seed or 0)))
-    try:
-        if ray:  # imported here: a job on one machine needs neither Ray nor its memory
-            from h2okv.cluster.batch import run_batch_on_ray
+    if ray:  # imported here: a job on one machine needs neither Ray nor its memory
+        from h2okv.cluster.batch import run_batch_on_ray
 
-            summary = run_batch_on_ray(request, args.chosen_device(), replicas, prompts)
-        else:
-            summary = run(request, prompts=prompts)
-    except Interrupted as stopped:
-        write_remark(str(stopped))
-        return INTERRUPTED
+        summary = run_batch_on_ray(request, args.chosen_device(), replicas, prompts)
+    else:
+        summary = run(request, prompts=prompts)
     if as_json:
         write_json({**asdict(summary), "tokens_per_second": summary.tokens_per_second})
     else:
@@ -151,17 +147,17 @@ def plan(
     request = offload_engine.OffloadRequest(
         cache=choice.cache.before_measuring, **model_fields, **vars(offload)
     )
-    planned = offload_engine.plan(
-        request, Workload(prompt_tokens, prompt_tokens, new_tokens, prompts)
-    )
+    workload = Workload(prompt_tokens, prompt_tokens, new_tokens, prompts)
+    chosen, planner = offload_engine.plan(request, workload)
     if as_json:
-        write_json(planned.to_dict())
+        measured = {"process_bytes": planner.used, "hardware": asdict(planner.hardware)}
+        totals = {"total_bytes": chosen.total_bytes, "limit": chosen.estimate.limit}
+        write_json({**chosen.to_dict(), **measured, **totals})
     else:
-        write_text(format_table((), _plan_rows(planned)))
+        write_text(format_table((), _plan_rows(chosen, planner.hardware, planner.used)))
 
 
-def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
-    chosen, hardware, used = planned.plan, planned.planner.hardware, planned.planner.used
+def _plan_rows(chosen: Plan, hardware: HardwareProfile, used: int) -> list[tuple[str, str]]:
     estimate, step = chosen.estimate, chosen.estimate.step
     names = {"device": "in memory", "cpu": "in the CPU's memory", "disk": "on the disk"}
     layers = ", ".join(f"{n} {names[tier]}" for tier, n in chosen.counts.items())

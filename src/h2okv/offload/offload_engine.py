@@ -51,10 +51,6 @@ _SPARE = 4 << 20  # variation of a process's memory between runs, added to sugge
 _USABLE = 0.9  # fraction of the free memory that is allocated without ``--memory``
 
 
-class Interrupted(Exception):
-    """Ctrl-C ended the job; the message has its progress."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OffloadRequest:
     """A model, its cache, and its tiers; ``None`` leaves a choice to the planner."""
@@ -83,28 +79,11 @@ class BatchRequest(OffloadRequest):
         return self.sampling.max_tokens or 1
 
 
-@dataclass(frozen=True)
-class PlannedJob:
-    """The fastest plan that fits, and the planner with its measurements."""
-
-    plan: Plan
-    planner: Planner
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            **self.plan.to_dict(),
-            "process_bytes": self.planner.used,
-            "total_bytes": self.plan.total_bytes,
-            "limit": self.plan.estimate.limit,
-            "hardware": asdict(self.planner.hardware),
-        }
-
-
-def plan(request: OffloadRequest, workload: Workload) -> PlannedJob:
-    """Plan a job."""
+def plan(request: OffloadRequest, workload: Workload) -> tuple[Plan, Planner]:
+    """Return the fastest plan that fits, and the planner with its measurements."""
     meta, files = open_model(request, describe_for(request))
     planner = make_planner(request, meta, files, workload)
-    return PlannedJob(planner.plan(), planner)
+    return planner.plan(), planner
 
 
 def run(
@@ -130,7 +109,7 @@ def run(
         try:
             return execute(request, described, job)
         except KeyboardInterrupt:
-            raise Interrupted(
+            raise KeyboardInterrupt(
                 f"stopped; {len(job.finished)} of {count} prompts are finished, and the same"
                 " command goes on from there"
             ) from None

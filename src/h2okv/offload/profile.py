@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,11 +103,11 @@ def measure_hardware(
         link = _SAMPLE_BYTES / min(copies)
     width = max(1, min(memory.width, quarter // (memory.hidden * 16)))
     layers = len(memory.cache.layers)
-    gemm = Gemm.make(memory.hidden, width, quarter, dtype, device, layers)
+    gemm = measure_gemm(memory.hidden, width, quarter, layers, dtype, device)
     read_bytes = max(_MIN_READ_BYTES, sample // 4)
     disk = measure_disk(files, read_bytes)
     overhead = measure_overhead(memory, min(prompt, _MAX_PROMPT), dtype, device)
-    return HardwareProfile(disk, link, bandwidth, gemm.rates(), **overhead)
+    return HardwareProfile(disk, link, bandwidth, gemm, **overhead)
 
 
 def measure_disk(files: CheckpointFiles, read_bytes: int) -> float:
@@ -124,44 +124,27 @@ def measure_disk(files: CheckpointFiles, read_bytes: int) -> float:
     return read / max(time.perf_counter() - start, 1e-9)
 
 
-class Gemm(NamedTuple):
-    """Products of rows with matrices of the model's size, as in gated MLPs."""
+def measure_gemm(
+    hidden: int, width: int, room: int, layers: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[int, float], ...]:
+    """Return the operations per second of gated MLPs of these sizes, for `_GEMM_ROWS` rows."""
+    # More than a processor's cache holds, because a model's weights come from memory, but no
+    # more layers than the model has: a tiny one's weights stay in the processor's cache.
+    each = 3 * width * hidden
+    size = each * dtype.itemsize
+    count = max(1, min(-(-_SAMPLE_BYTES // size), room // size, layers))
+    make = partial(torch.randn, dtype=dtype, device=device)
+    gates, ups, downs = (make(count, *shape) for shape in [(width, hidden)] * 2 + [(hidden, width)])
 
-    gate: torch.Tensor  # [N, width, hidden]
-    up: torch.Tensor  # [N, width, hidden]
-    down: torch.Tensor  # [N, hidden, width]
+    def multiply(states: torch.Tensor) -> None:
+        for gate, up, down in zip(gates, ups, downs, strict=True):
+            linear(silu(linear(states, gate)) * linear(states, up), down)
 
-    @classmethod
-    def make(
-        cls,
-        hidden: int,
-        width: int,
-        room: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layers: int,
-    ) -> Gemm:
-        # More than a processor's cache holds, because a model's weights come from memory, but no
-        # more layers than the model has: a tiny one's weights stay in the processor's cache.
-        each = 3 * width * hidden * dtype.itemsize
-        count = max(1, min(-(-_SAMPLE_BYTES // each), room // each, layers))
-        shapes = ((count, width, hidden), (count, width, hidden), (count, hidden, width))
-        return cls(*(torch.randn(shape, dtype=dtype, device=device) for shape in shapes))
-
-    def seconds(self, rows: int) -> float:
-        """Return the seconds of the fastest run of the products."""
-        states = torch.randn(rows, self.gate.shape[2]).to(self.gate)
-
-        def multiply() -> None:
-            for gate, up, down in zip(*self, strict=True):
-                linear(silu(linear(states, gate)) * linear(states, up), down)
-
-        return min(Clock(self.gate.device).samples(multiply))
-
-    def rates(self) -> tuple[tuple[int, float], ...]:
-        """Return the operations per second for `_GEMM_ROWS` rows."""
-        operations = 2 * sum(weights.numel() for weights in self)
-        return tuple((rows, rows * operations / self.seconds(rows)) for rows in _GEMM_ROWS)
+    rates = []
+    for rows in _GEMM_ROWS:
+        seconds = min(Clock(device).samples(partial(multiply, make(rows, hidden))))
+        rates.append((rows, 2 * rows * count * each / seconds))
+    return tuple(rates)
 
 
 def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
