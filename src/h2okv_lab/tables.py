@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]  # of a table: values by column
 
 
+def check_minimum(minimum: int = 1, /, **counts: int | None) -> None:
+    """Raise ValueError for a number below `minimum`; the keywords are the names of options."""
+    for name, count in counts.items():
+        if count is not None and count < minimum:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} {count} is too few; give {minimum} or more")
+
+
 class Entry(Record):
     """One entry of a data file, whose fields are checked as they are read."""
 

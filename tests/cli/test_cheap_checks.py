@@ -71,7 +71,7 @@ COMMANDS = {
         "--weights disk=50,disk=50": "got 'disk=50,disk=50'",
         "--memory lots": "--memory 'lots' is not an amount of memory; give",
         "--replicas 2": "--replicas 2",
-        "--ray --replicas 0": "--replicas 0 is too few; give 1 or more",
+        "--ray --replicas 0": "--replicas must be a whole number of 1 or more, got 0",
         "--ray --memory 4GiB": "--memory is for one machine, and with --ray",
         "--ray --weights cpu": "--weights is for one machine, and with --ray",
         "--weight-bits 3": "--weight-bits 3 is not known",

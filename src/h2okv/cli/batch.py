@@ -83,13 +83,13 @@ def batch(
         ..., "The results, a JSONL file; continued if there.", read=readers.writable
     ),
     ray: bool = option(False, "Run on the Ray cluster of RAY_ADDRESS, or here.", "--ray"),
-    replicas: int | None = option(None, "With --ray: copies of the model (one per GPU)."),
+    replicas: int | None = option(None, "With --ray: copies (one per GPU).", read=count),
     raw: bool = RAW,
     as_json: bool = option(False, "Print the summary as JSON.", "--json"),
 ) -> int:
     cache = choice.cache
     note = args.minimum_entries_note(cache)
-    args.check_copies("replicas", replicas, ray, args.chosen_device())
+    args.check_copies(replicas, ray, args.chosen_device())
     if ray:
         _check_for_ray(offload)
     import torch

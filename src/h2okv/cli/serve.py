@@ -41,13 +41,13 @@ def serve(
     ray: bool = option(False, "Serve copies on a Ray cluster.", "--ray"),
     tensor_parallel: bool = option(False, "Under torchrun: split the model.", "--tensor-parallel"),
     dry_run: bool = option(False, "Say what fits, and end.", "--dry-run"),
-    replicas: int | None = option(None, "With --ray: copies (one per GPU)."),
+    replicas: int | None = option(None, "With --ray: copies (one per GPU).", read=count),
 ) -> int:
     from h2okv.engine.config import EngineConfig
     from h2okv.server import config
 
     cache, evict_every = choice.apart_from_cuts()
-    args.check_copies("replicas", replicas, ray, args.chosen_device())
+    args.check_copies(replicas, ray, args.chosen_device())
     if tensor_parallel and ray:
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
     if agreement is not None and not verify:

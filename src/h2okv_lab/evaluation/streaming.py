@@ -16,14 +16,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from h2okv.cache import H2OCache
 from h2okv.cache.support import context_window
-from h2okv.console import check_minimum
 from h2okv.engine.memory import resident_bytes
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.integration.enable import enable, read_blocks
 from h2okv.prompts.chat_template import chat_text, encode
 from h2okv.records import check_text
 from h2okv_lab.evaluation.model import has_learned_positions
-from h2okv_lab.tables import CsvFile, Entry, read_jsonl
+from h2okv_lab.tables import CsvFile, Entry, check_minimum, read_jsonl
 
 _ROLES = ("system", "user", "assistant")
 

@@ -15,12 +15,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from h2okv.cache.checkpoint import CONTRACT
 from h2okv.config import CacheConfig
-from h2okv.console import check_minimum
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.records import Record, ResultFile, check_settings
 from h2okv_lab import tables
 from h2okv_lab.evaluation.model import Answer, ModelUnderTest, Prompt, answer_batch, make_cache
-from h2okv_lab.tables import Entry, markdown_table
+from h2okv_lab.tables import Entry, check_minimum, markdown_table
 
 Configs = Sequence[CacheConfig]
 Result = Mapping[str, Any]  # of one sample: JSON values by name

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from h2okv.config import CacheConfig
-from h2okv.console import check_minimum
 from h2okv.provenance import digest
 from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
 from h2okv_lab.evaluation.streaming import Stream, StreamSettings, TextSource
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Score, Task
+from h2okv_lab.tables import check_minimum
 
 # Tokens that are read before each eviction, unless the cache has a `block`.
 _BLOCK = 64
