@@ -7,7 +7,7 @@ import re
 import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -243,22 +243,21 @@ def _store(config: PreTrainedConfig, weights: Weights, shares: Shares) -> tuple[
 
 def _find(config: PreTrainedConfig, weights: Weights) -> Shares | None:
     """Return the shares of an earlier measurement of these weights."""
-    with suppress(OSError, ValueError):
-        for path in sorted(cache_folder("layer-budgets").glob(f"{config.model_type}-*.json")):
-            with suppress(OSError, ValueError):  # damaged, or written by another version
-                content = parse_json(path.read_text(encoding="utf-8"))
-                if shares := _checked(content, config, weights):
-                    return shares
-    return next(filter(None, (_checked(entry, config, weights) for entry in _UNSAVED)), None)
-
-
-def _checked(content: Any, config: PreTrainedConfig, weights: Weights) -> Shares | None:
-    """Return shares from a file's content; ``None`` if they are of other weights, or damaged."""
-    with suppress(ValueError, KeyError, TypeError, IndexError, AttributeError):
-        if content["version"] != FACTORS_VERSION or not weights.match(content["weights"]):
-            return None
-        return Shares.from_dict(content)
+    for content in _contents(config.model_type):
+        # Damaged, or written by another version.
+        with suppress(ValueError, KeyError, TypeError, IndexError, AttributeError):
+            if content["version"] == FACTORS_VERSION and weights.match(content["weights"]):
+                return Shares.from_dict(content)
     return None
+
+
+def _contents(model_type: str) -> Iterator[Any]:
+    """Yield what earlier measurements of models of a type have stored."""
+    with suppress(OSError, ValueError):
+        for path in sorted(cache_folder("layer-budgets").glob(f"{model_type}-*.json")):
+            with suppress(OSError, ValueError):
+                yield parse_json(path.read_text(encoding="utf-8"))
+    yield from _UNSAVED
 
 
 def calibration_ids(
