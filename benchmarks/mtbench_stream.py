@@ -26,13 +26,12 @@ import h2okv
 from h2okv.calibration.layer_budgets import budgets_of_model
 from h2okv.cli.readers import memory
 from h2okv.config import CacheConfig
-from h2okv.console import check_minimum
 from h2okv.integration.enable import read_blocks
 from h2okv.models.packed_linear import pack_linear_layers
 from h2okv.prompts.chat_template import encode
 from h2okv.records import naming
 from h2okv_lab.evaluation.streaming import ConversationSource
-from h2okv_lab.tables import CsvFile
+from h2okv_lab.tables import CsvFile, check_minimum
 
 COLUMNS = (
     "date", "model", "dtype", "cache", "conversation", "turn", "position", "question_tokens",

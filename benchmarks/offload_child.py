@@ -53,7 +53,6 @@ def run_engine(setting: dict[str, Any]) -> dict[str, Any]:
         device=torch.device("cpu"),
         batch_size=setting["rows"],
         weight_placement={"disk": 1.0} if setting.get("disk") else None,
-        cache_placement={"device": 1.0},
         memory=setting["limit"] or None,
     )
 

@@ -19,11 +19,10 @@ from transformers import DynamicCache, QuantizedCache
 from transformers.utils import is_optimum_quanto_available
 
 import h2okv
-from h2okv.console import check_minimum
 from h2okv.prompts.chat_template import encode
 from h2okv.records import naming
 from h2okv_lab.benchmarking.caches import stored_bytes
-from h2okv_lab.tables import CsvFile
+from h2okv_lab.tables import CsvFile, check_minimum
 
 COLUMNS = (
     "date", "model", "dtype", "cache", "prompt", "cache_bytes", "prompt_cpu_s", "step_cpu_s",

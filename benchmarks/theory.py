@@ -1,21 +1,22 @@
-"""A brute-force test of the paper's theorem, for the report of ``h2okv analyze``.
+"""A brute-force test of the paper's theorem, beside the report of ``h2okv analyze``.
 
     python benchmarks/theory.py --model smollm2 --text book.txt --out reports/book
-    h2okv analyze --model smollm2 --text book.txt --out reports/book
 
-The first command writes the tables theory*.csv, and the second draws them beside its own. Real
-attention over short excerpts and adversarial matrices are compared with the best of all sets, and
-greedy eviction on the whole text with the entries of the highest scores.
+Writes the tables theory*.csv, and draws them. Real attention over short excerpts and adversarial
+matrices are compared with the best of all sets, and greedy eviction on the whole text with the
+entries of the highest scores.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import quality
@@ -28,6 +29,7 @@ from h2okv.cache import H2OCache
 from h2okv.integration.attention import h2o_attention
 from h2okv.models.loading import describe, load_weights
 from h2okv.records import read_text_file
+from h2okv_lab.analysis import sections
 from h2okv_lab.analysis.attention_stats import (
     LayerAttention,
     Tick,
@@ -36,7 +38,6 @@ from h2okv_lab.analysis.attention_stats import (
     of_layers,
 )
 from h2okv_lab.analysis.eviction_trace import split_budget
-from h2okv_lab.analysis.sections import FACTOR
 from h2okv_lab.analysis.study import (
     CACHE_FOLDER,
     DEFAULT_BUDGET,
@@ -46,9 +47,11 @@ from h2okv_lab.analysis.study import (
     open_folder,
     tabulate,
 )
-from h2okv_lab.tables import Row, write_csv
+from h2okv_lab.tables import BLUE, GREEN, PINK, RED, Row, save_figure, write_csv
 
 _MOST_LAYERS = 8
+# Greedy reaches at least this fraction of the optimum for a submodular function of a growing set.
+FACTOR = 1 - 1 / math.e
 
 # Columns that name a small attention matrix, and its logits, float64 [G, n, n]. `case` is `real` or
 # the kind of adversarial matrix, whose layer, KV head and excerpt are -1.
@@ -328,6 +331,66 @@ def measure_long(study: Study, tick: Tick = no_tick) -> Tables:
     return {"theory_long": rows}
 
 
+# --- pictures -------------------------------------------------------------------------------------
+
+_COLOURS = {"heavy": RED, "h2o": BLUE, "global": PINK, "belady": GREEN, "best": sections.GREY}
+_LABELS = {"heavy": "heavy (the paper's greedy)", "belady": "Belady (future)"}
+_WORTH = {"xlabel": "tokens read", "ylabel": "worth, share of the best set's", "ylim": (0, 1.04)}
+_CASES = {
+    "real rows, h = identity": {"case": "real", "h": "identity"},
+    "real rows, h = sqrt of each row": {"case": "real", "h": "sqrt"},
+    "made to fail: 'late star'": {"case": "late star", "h": "identity"},
+}
+
+
+def draw_value(axes: Any, rows: Sequence[Row], value: str, lowest: str) -> None:
+    """Draw the value of a policy's entries, a band down to the lowest, and the theorem's bound."""
+    for policy in sections.distinct(rows, "policy"):
+        policy_rows, look = sections.where(rows, policy=policy), {"color": _COLOURS[policy]}
+        steps, means = sections.mean_by(policy_rows, "step", value)
+        axes.plot(steps, means, marker="o", label=_LABELS.get(policy, policy), **look)
+        groups = [sections.where(policy_rows, step=step) for step in steps]
+        low, high = (
+            [extreme(sections.column(group, name)) for group in groups]
+            for extreme, name in ((min, lowest), (max, value))
+        )
+        axes.fill_between(steps, low, high, alpha=0.13, **look)
+    axes.axhline(FACTOR, color="black", ls="--", lw=1, label="1 - 1/e")
+
+
+def draw_mass(axes: Any, rows: Sequence[Row]) -> None:
+    """Draw the attention that eviction retains, and the maximum of any eviction."""
+    for index, name in enumerate(("heavy", "h2o", "belady", "best")):
+        cases, means = sections.mean_by(rows, "case", name)
+        x, label = np.arange(len(cases)) + 0.2 * (index - 1.5), _LABELS.get(name, name)
+        axes.bar(x, 100 * means, 0.18, color=_COLOURS[name], label=label)
+    axes.set_xticks(range(len(cases)), cases)
+
+
+def draw(tables: Tables, folder: Path) -> None:
+    """Write theory.png, theory_mass.png and theory_long.png."""
+    figure, panels = sections.new_figure((11, 3.7), [_WORTH | {"title": title} for title in _CASES])
+    for axes, case in zip(panels, _CASES.values(), strict=True):
+        rows = sections.where(tables["theory_steps"], objective="rows", **case)
+        draw_value(axes, [row for row in rows if row["policy"] != "informed"], "mean", "lowest")
+    _save(figure, panels, folder / "theory.png")
+    about = {"title": "Attention retained, 4 of 14 tokens held", "ylim": (0, 102)}
+    figure, panels = sections.new_figure((7.5, 3.6), [about])
+    panels[0].set_ylabel("of full attention's mass (%)")
+    draw_mass(panels[0], tables["theory_mass"])
+    _save(figure, panels, folder / "theory_mass.png")
+    title = "The whole text at a 20 % budget, mean and range of heads"
+    figure, panels = sections.new_figure((7, 3.6), [_WORTH | {"title": title}])
+    draw_value(panels[0], tables["theory_long"], "ratio", "ratio")
+    _save(figure, panels, folder / "theory_long.png")
+
+
+def _save(figure: Any, panels: Sequence[Any], path: Path) -> None:
+    sections.put_legend(figure, panels)
+    save_figure(figure, path)
+    print(path, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", required=True)
@@ -348,10 +411,11 @@ def measure(args: argparse.Namespace) -> None:
     open_folder(args.out, described.name, text, sample.length)
     model = load_weights(described, None, torch.device("cpu"))
     study = Study(model, sample, args.out / CACHE_FOLDER)
-    for measured in (measure_theory, measure_long):
-        for name, rows in measured(study).items():
-            write_csv(args.out / f"{name}.csv", rows)
-            print(args.out / f"{name}.csv", flush=True)
+    tables = measure_theory(study) | measure_long(study)
+    for name, rows in tables.items():
+        write_csv(args.out / f"{name}.csv", rows)
+        print(args.out / f"{name}.csv", flush=True)
+    draw(tables, args.out)
 
 
 if __name__ == "__main__":

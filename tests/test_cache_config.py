@@ -249,8 +249,7 @@ def test_a_config_that_says_where_texts_are_cut_gets_no_other_cuts():
     assert CacheConfig().with_cuts(64).evict_every == 64 and config.with_cuts(64) is config
 
 
-def test_files_with_the_former_chunk_are_read_where_it_is_unset():
-    assert CacheConfig.from_dict({"heavy": 3, "prefill_chunk": None}).heavy == 3
+def test_the_former_chunk_is_refused_with_the_present_name():
     with pytest.raises(ValueError, match="prefill_chunk.* did you mean evict_every"):
         CacheConfig.from_dict({"heavy": 3, "prefill_chunk": 8})
     with pytest.raises(ValueError, match="chunk is not an option; evict_every says where"):

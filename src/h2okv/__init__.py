@@ -113,30 +113,18 @@ def _register(models: ModuleType) -> None:
     """
     from transformers.masking_utils import AttentionMaskInterface
 
-    models.AttentionInterface.register("h2o", partial(_call_attention, "h2o_attention"))
-    AttentionMaskInterface.register("h2o", partial(_call_attention, "h2o_mask"))
+    attention = partial(_call, "integration.attention")
+    models.AttentionInterface.register("h2o", partial(attention, "h2o_attention"))
+    AttentionMaskInterface.register("h2o", partial(attention, "h2o_mask"))
 
 
-def _call_attention(name: str, *args: Any, **options: Any) -> Any:
-    from h2okv.integration import attention
-
-    return getattr(attention, name)(*args, **options)
-
-
-def _measure_budgets(*args: Any) -> Any:
-    from h2okv.calibration import layer_budgets
-
-    return layer_budgets.budgets_of_model(*args)
+def _call(module: str, name: str, *args: Any, **options: Any) -> Any:
+    """Call a function of a module that is imported only now."""
+    return getattr(importlib.import_module(f"h2okv.{module}"), name)(*args, **options)
 
 
-def _measure_keys(*args: Any) -> Any:
-    from h2okv.calibration import key_transforms
-
-    return key_transforms.transforms_of_model(*args)
-
-
-register_measure("budgets", _measure_budgets)
-register_measure("keys", _measure_keys)
+register_measure("budgets", partial(_call, "calibration.layer_budgets", "budgets_of_model"))
+register_measure("keys", partial(_call, "calibration.key_transforms", "transforms_of_model"))
 if _MODELING_UTILS in sys.modules:
     _register(sys.modules[_MODELING_UTILS])
 else:

@@ -32,7 +32,6 @@ _UNPRINTED = re.compile("by-(layer|head)(-[0-9a-f]{8})?")  # a user's factors in
 MEASURED: Literal["auto"] = "auto"  # layer budgets that are measured on the model
 EVEN: Literal["even"] = "even"
 _OF_POLICY: Literal["policy"] = "policy"  # `MEASURED` for `BEST`, `EVEN` for all others
-_FORMER = "prefill_chunk"  # a field of files of earlier versions
 SPAN = 256
 """`evict_every` of servers, chats and long prompts in vLLM, unless the user says otherwise."""
 POSITIONS: tuple[Positions, ...] = ("original", "rolling", "clamped")
@@ -316,8 +315,6 @@ class CacheConfig:
         if not isinstance(values, Mapping):
             raise ValueError(f"values must be an object with names, got {values!r}.")
         values = {"min_tokens": 0, "evict_every": None, **values}  # if files lack them
-        if values.get(_FORMER, 0) is None:  # and have this one
-            del values[_FORMER]
         return cls(**values)
 
     def with_options(self, **options: Any) -> CacheConfig:

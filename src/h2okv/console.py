@@ -19,16 +19,7 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141  # what shells report of a command that SIGPIPE ended
 
-
 _LIBRARIES = ("h2okv", "transformers", "torch")
-
-
-def check_minimum(minimum: int = 1, /, **counts: int | None) -> None:
-    """Raise ValueError for a number below `minimum`; the keywords are the names of options."""
-    for name, count in counts.items():
-        if count is not None and count < minimum:
-            option = name.replace("_", "-")
-            raise ValueError(f"--{option} {count} is too few; give {minimum} or more")
 
 
 def install_hint(extra: str) -> str:

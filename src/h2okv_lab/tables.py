@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]  # of a table: values by column
 
 
+def check_minimum(minimum: int = 1, /, **counts: int | None) -> None:
+    """Raise ValueError for a number below `minimum`; the keywords are the names of options."""
+    for name, count in counts.items():
+        if count is not None and count < minimum:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} {count} is too few; give {minimum} or more")
+
+
 class Entry(Record):
     """One entry of a data file, whose fields are checked as they are read."""
 
@@ -93,17 +101,13 @@ def write_csv(path: Path, rows: Iterable[Row], columns: Sequence[str] | None = N
         writer.writerows([csv_cell(row.get(name)) for name in columns] for row in rows)
 
 
-def read_csv(
-    path: Path, columns: Sequence[str] | None = None, text: Sequence[str] = ()
-) -> list[dict[str, Any]]:
+def read_csv(path: Path, text: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Read a table of `write_csv`: numbers as numbers, empty cells as ``None``."""
     with naming(path, "read", "give a CSV file"):
         data = path.read_bytes()
     problem = f"'{path}' is not a valid table"
     with refusing(problem, "choose another file", ValueError, csv.Error):
         reader = csv.DictReader(io.StringIO(data.decode("utf-8"), newline=""))
-        if columns is not None and list(reader.fieldnames or ()) != list(columns):
-            raise ValueError(f"its first line must be {','.join(columns)}")
         return [
             {name: value if name in text else _number(value) for name, value in row.items()}
             for row in reader

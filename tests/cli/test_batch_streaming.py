@@ -61,16 +61,6 @@ def test_weight_placement_does_not_change_results(job, model_folder, weights):
     assert summary["predicted"] > 0
 
 
-@pytest.mark.parametrize("cache", ["file", "device=50,file=50"])
-@pytest.mark.parametrize("weights", ["device", "disk"])
-def test_cache_placement_does_not_change_results(job, model_folder, cache, weights):
-    _, expected = job(model_folder, output="memory.jsonl")
-    options = ("--weights", weights, "--cache-placement", cache)
-    summary, records = job(model_folder, *options, "--batch", 3)
-    assert records == expected
-    assert summary["cache_bytes_read"] > 0
-
-
 def test_sampling_with_weights_on_disk(job, model_folder):
     sampling = ("--temperature", "0.9", "--seed", 4)
     _, expected = job(model_folder, *sampling, output="memory.jsonl")
@@ -105,30 +95,6 @@ def test_int8_weights(job, model_folder, cache_home):
     # Another result: a job of its own.
     error, _ = job(model_folder, output="b.jsonl", code=2)
     assert "begun with weight_bits 8, not unset" in error
-
-
-def test_int4_weights(job, model_folder, cache_home):
-    pytest.importorskip("torchao")
-    dtype = ("--dtype", "bfloat16", "--batch", 6)
-    options = (*dtype, "--weight-bits", 4)
-    _, exact = job(model_folder, *dtype, output="exact.jsonl")
-    _, in_memory = job(model_folder, *options, "--weights", "device", output="a.jsonl")
-    summary, streamed = job(model_folder, *options, "--weights", "disk", output="b.jsonl")
-    assert streamed == in_memory
-    assert set(streamed) == set(exact)
-    assert summary["bytes_read"] > 0
-    # The layers' matrices take 4.5 bits for each number, norms, head and table 16.
-    weights = load_file(model_folder / "model.safetensors")
-    layers = [w.numel() for n, w in weights.items() if "layers" in n and w.dim() == 2]
-    other_bytes = sum(w.numel() for w in weights.values()) - sum(layers)
-    (converted,) = cache_home.iterdir()
-    assert converted.stat().st_size == pytest.approx(
-        sum(layers) * 4.5 / 8 + 2 * other_bytes, rel=0.1
-    )
-    error, _ = job(model_folder, *dtype, output="b.jsonl", code=2)
-    assert "begun with weight_bits 4, not unset" in error
-    error, _ = job(model_folder, "--weight-bits", 4, code=2)
-    assert "--dtype bfloat16" in error and "--weight-bits 8" in error
 
 
 @pytest.fixture
@@ -370,17 +336,3 @@ def test_a_full_disk_while_weights_are_converted(
     assert not list(cache_home.iterdir())
     again = processes(args)
     assert again.code == 0 and len(list(cache_home.iterdir())) == 1
-
-
-def test_a_full_disk_under_the_cache(processes, job, model_folder, tmp_path, prompts):
-    output = tmp_path / "out.jsonl"
-    args = ["batch", *H2O, "--model", model_folder, "--input", prompts, "--output", output,
-            "--max-new-tokens", STEPS, "--weights", "device", "--cache-placement", "file",
-            "--batch", 2, "--policy", "full"]  # fmt: skip
-    ended = processes(args, file_size=6_000)
-    assert ended.code == 2 and ended.error.count("\n") == 1
-    assert "the cache's file" in ended.error and "another folder for --output" in ended.error
-    again = processes(args)
-    assert again.code == 0
-    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert len({record["id"] for record in records}) == len(records) == len(PROMPTS)

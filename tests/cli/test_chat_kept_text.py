@@ -2,7 +2,7 @@ import pytest
 import torch
 
 import h2okv
-from h2okv.chat.session import Level, kept_shares, render_kept
+from h2okv.engine.chat import Level, kept_shares, render_kept
 
 READ = 60
 

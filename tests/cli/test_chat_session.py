@@ -12,9 +12,9 @@ from cli.conftest import make_model
 
 import h2okv
 from h2okv.cache import CACHE
-from h2okv.chat.generation import break_even_tokens
-from h2okv.chat.session import Chat
 from h2okv.config import CacheConfig
+from h2okv.engine.chat import Chat
+from h2okv.engine.generation import break_even_tokens
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.models.loading import describe, load_weights
@@ -312,7 +312,7 @@ def test_with_spans_a_chat_equals_generate_of_the_whole_text(partner):
 def test_copies_before_turns_are_limited(partner, monkeypatch):
     chat = Chat(*partner, make_cache(partner))
     chat.say("the cat?", ignore)
-    monkeypatch.setattr("h2okv.chat.session._TURNS_BYTES", 2 * chat.cache.nbytes)
+    monkeypatch.setattr("h2okv.engine.chat._TURNS_BYTES", 2 * chat.cache.nbytes)
     for _ in range(4):
         chat.say(LONG_TURN, ignore)
     for _ in range(2):

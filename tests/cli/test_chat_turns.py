@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from h2okv.chat.session import Transcript, TurnForm
+from h2okv.engine.chat import Transcript, TurnForm
 
 TURNS = ("the cat sat", "and the dog?", "on the mat")
 ANSWERS = ("on the log", "the dog sat on the mat", "so it did")

@@ -10,7 +10,6 @@ def test_demo_shows_texts_and_their_cost(h2okv_command, model_folder):
         "time to first token",
         "tokens per second",
         "KV cache",
-        "tokens that agree",
         "same next token",
     ):
         assert row in outcome.out

@@ -1,7 +1,7 @@
 import torch
 from transformers import DynamicCache
 
-from h2okv.chat.generation import Job, count_same_choices, generate_once
+from h2okv.engine.generation import Job, count_same_choices, generate_once
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.models.loading import describe, load_weights
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from h2okv.cache import H2OCache
-from h2okv.chat.generation import Job, generate_and_compare, generate_once
 from h2okv.cli.generate import report
 from h2okv.config import CacheConfig
+from h2okv.engine.generation import Job, generate_and_compare, generate_once
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.models.loading import describe, load_weights
 
@@ -55,7 +55,7 @@ def test_an_interrupt_keeps_the_generated_tokens(job):
 
 def test_an_interrupt_ends_the_comparison_and_sets_the_exit_code(job, monkeypatch, capsys):
     # The heading is the first piece.
-    monkeypatch.setattr("h2okv.chat.generation.write_text", InterruptAt(4))
+    monkeypatch.setattr("h2okv.engine.generation.write_text", InterruptAt(4))
     comparison = generate_and_compare(job, CACHE, [], quiet=False)
     assert [run.interrupted for run in comparison.runs.values()] == [True]
     assert comparison.interrupted
@@ -101,8 +101,8 @@ def test_help_that_nobody_reads_exits_silently_with_141(start_command, words):
 
 
 def test_an_interrupt_while_counting_choices_sets_the_exit_code(job, monkeypatch):
-    monkeypatch.setattr("h2okv.chat.generation._discard", InterruptAt(2))
+    monkeypatch.setattr("h2okv.engine.generation._discard", InterruptAt(2))
     comparison = generate_and_compare(job, CACHE, [], quiet=False)
     assert list(comparison.runs) == [CACHE.label, "full cache"]
-    assert comparison.agreements[CACHE.label].same_next_token is None
+    assert comparison.same_choices[CACHE.label] is None
     assert comparison.interrupted

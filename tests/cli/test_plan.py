@@ -54,7 +54,7 @@ def test_the_plan_of_this_machine_fits_into_memory_and_adds_up(plan):
 
 def test_a_smaller_cache_makes_room_for_more_prompts(plan, rated):
     promise = data_bytes() + (130 << 20)
-    ample = ("--json", "--memory", promise, "--cache-placement", "device", "--weights", "disk")
+    ample = ("--json", "--memory", promise, "--weights", "disk")
     ample = (*ample, "--prompt-tokens", 1024)  # of which 20 % is more than the least that is kept
     h2o = plan(*ample)
     full = plan(*ample, "--policy", "full")
@@ -68,33 +68,22 @@ def sequence_bytes(record):
 
 
 def test_placement_options_are_followed(plan, rated):
-    record = plan("--json", "--weights", "disk", "--cache-placement", "file", "--batch", 3)
+    record = plan("--json", "--weights", "disk", "--batch", 3)
     assert record["placement"] == {"disk": 3}
     assert record["batch_size"] == 3
     assert record["estimate"]["step"]["weights"] > 0
 
 
-def test_a_late_first_result_has_a_warning(plan, rated, h2okv_command, model_folder):
+def test_a_late_first_result_is_said(plan, rated):
     rated(HardwareProfile(2e5, 1e9, 1e9, ((1, 3e5), (8, 4e5), (32, 5e5), (256, 6e5))))
+    text = plan()
     for words in ("layers and head", "batch size", "GB/s", "slowest of them", "tokens/s",
                   "0.0003 (1), 0.0004 (8), "):  # fmt: skip
-        assert words in plan()
-    args = ("plan", model_folder, "--prompt-tokens", 50, "--new-tokens", 5, "--weights", "disk",
-            "--json")  # fmt: skip
-    outcome = h2okv_command(*args)
-    first = json.loads(outcome.out)["estimate"]["first_result_seconds"]
+        assert words in text
+    args = ("--prompt-tokens", 50, "--new-tokens", 5, "--weights", "disk")
+    first = plan("--json", *args)["estimate"]["first_result_seconds"]
     assert first > 120
-    match = re.fullmatch(
-        r"the first result comes after about (.+); --batch (\d+) gives one after .+ s, with .+ new"
-        r" tokens/s instead of .+\n",
-        outcome.err,
-    )
-    assert match[1] in (f"{first / 60:.0f} min", f"{first / 3600:.1f} h")
-    sooner = h2okv_command(*args, "--batch", match[2])
-    assert json.loads(sooner.out)["estimate"]["first_result_seconds"] <= 60
-    assert sooner.err == ""
-    more = h2okv_command(*args, "--batch", int(match[2]) + 2)
-    assert "the first result comes after" in more.err
+    assert re.search(r"the first result +after .+ (min|h)\n", plan(*args))
 
 
 def test_too_little_memory_is_refused(plan, rated):

@@ -3,7 +3,7 @@ import io
 import pytest
 import torch
 
-from h2okv.chat.generation import LONG_PROMPT, prefill_progress
+from h2okv.engine.generation import LONG_PROMPT, prefill_progress
 
 
 def hooks(model):

@@ -1,7 +1,7 @@
 import pytest
 
-from h2okv.chat.generation import Agreement, Comparison, Generation
-from h2okv.cli.generate import comparison_table, few_entries_note, summary_line
+from h2okv.cli.generate import comparison_table, report, summary_line
+from h2okv.engine.generation import Comparison, Generation
 
 
 def make_generation(**values):
@@ -14,25 +14,15 @@ def make_generation(**values):
     return Generation(**(defaults | values))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "others", "expected"),
-    [([1, 2, 3], [1, 2, 3], Agreement(3, 3, None)), ([1, 2, 3], [1, 9, 3], Agreement(3, 2, 1)),
-     ([1, 2], [1, 2, 3], Agreement(3, 2, 2)), ([], [1], Agreement(1, 0, 0)),
-     ([], [], Agreement(0, 0, None))],
-)  # fmt: skip
-def test_agreement(tokens, others, expected):
-    assert Agreement.of(tokens, others) == expected
-
-
-def test_a_table_of_three_caches_fits_a_terminal_and_counts_from_one():
+def test_a_table_of_three_caches_fits_a_terminal():
     labels = ("full cache", "h2o:20%", "recent:20%")
-    agreements = {labels[1]: Agreement(3, 2, 1, 2), labels[2]: Agreement(3, 3, None, 3)}
-    comparison = Comparison({label: make_generation() for label in labels}, agreements)
+    same = {labels[1]: 2, labels[2]: 3}
+    comparison = Comparison({label: make_generation() for label in labels}, same)
     lines = comparison_table(comparison).splitlines()
     assert max(map(len, lines)) <= 100
     words = [line.split() for line in lines]
-    assert ["tokens", "that", "agree", *["2", "of", "3"], *["3", "of", "3"]] in words
-    assert ["first", "token", "that", "differs", "2", "-"] in words
+    counts = ["2", "of", "3", "3", "of", "3"]
+    assert [*["same", "next", "token", "on", "the", "full", "cache's", "text"], *counts] in words
 
 
 def test_summary_line():
@@ -72,6 +62,7 @@ def test_summary_line_without_tokens():
 @pytest.mark.parametrize(
     ("seen", "tokens_kept", "warns"), [(400, 31, True), (400, 32, False), (9, 9, False)]
 )
-def test_few_entries_note(seen, tokens_kept, warns):
+def test_few_entries_note(capsys, seen, tokens_kept, warns):
     run = make_generation(num_seen_tokens=seen, num_cached_tokens=tokens_kept)
-    assert (few_entries_note(run) is not None) is warns
+    report(Comparison({"h2o:20%": run}))
+    assert ("too few for good text" in capsys.readouterr().err) is warns

@@ -12,8 +12,8 @@ from hypothesis_examples import examples
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import h2okv
-from h2okv.chat.session import Chat
 from h2okv.engine import engine as core
+from h2okv.engine.chat import Chat
 from h2okv.engine.detokenizer import Thoughts
 from h2okv.models.loading import Described
 

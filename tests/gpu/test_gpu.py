@@ -344,12 +344,10 @@ def test_a_saved_state_is_read_on_another_device(make_llama, tmp_path):
 
 @pytest.mark.parametrize(
     "placement",
-    [("--weights", "device"), ("--weights", "cpu"), ("--weights", "device=50,disk=50"),
-     ("--cache-placement", "device=50,cpu=50"),
-     ("--cache-placement", "device=50,file=50")],
+    [("--weights", "device"), ("--weights", "cpu"), ("--weights", "device=50,disk=50")],
     ids=str,
-)  # fmt: skip
-def test_batch_with_weights_and_caches_elsewhere(tmp_path, placement, monkeypatch):
+)
+def test_batch_with_weights_elsewhere(tmp_path, placement, monkeypatch):
     pytest.importorskip("greenlet")
     lines = [{"id": n, "prompt": "the cat sat on the mat and " * (n + 1)} for n in range(5)]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))

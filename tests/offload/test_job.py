@@ -1,17 +1,13 @@
 """A job's prompts, results and texts: what is refused, resumed, and read by the model."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from transformers import AutoTokenizer, LlamaConfig
 
-from h2okv.engine.sampling_params import SamplingParams
 from h2okv.models.loading import Described, resolve_model
 from h2okv.offload.job import Job, Prompt, PromptFile, TextCodec
-from h2okv.offload.offload_engine import BatchRequest
 
 SETTINGS = {"max_new_tokens": 4, "policy": "h2o"}
 MESSAGES = [{"role": "user", "content": "the cat"}]
@@ -298,16 +294,3 @@ def test_messages_that_no_template_takes(codec):
         codec(refusing).encode(MESSAGES)
     with pytest.raises(ValueError, match="leave out --raw"):
         codec(TEMPLATE, is_raw=True).encode(MESSAGES)
-
-
-@pytest.mark.parametrize("options", [{"n": 2}, {"logprobs": 0}], ids=str)
-def test_what_a_job_cannot_do_is_refused(tmp_path, options):
-    (name,) = options
-    with pytest.raises(ValueError, match=f"{name}=.* is not supported in a batch job"):
-        BatchRequest(
-            model="bundled",
-            device=torch.device("cpu"),
-            input=Path("in.jsonl"),
-            output=tmp_path / "out.jsonl",
-            sampling=SamplingParams(**options),
-        )

@@ -5,7 +5,6 @@ import torch
 
 import h2okv
 from h2okv.offload.batch_runner import BatchSequence, MicroBatch
-from h2okv.offload.tiers import CacheStore
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ def test_joined_rows_go_on_as_alone(make_llama, kept_sets, options, share):
         )
         for n, (prompt, cache) in enumerate(zip(prompts, caches, strict=True))
     )
-    first.append(second, CacheStore())
+    first.append(second)
     joined = first.cache
     following = ids[:, 30:]
     position_ids = torch.tensor([[30], [20]])

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 import h2okv
-from h2okv.engine.json_schemas import SchemaError
+from h2okv.engine.structured import SchemaError
 from h2okv.offload.job import PromptFile
 from h2okv.prompts.messages import read_conversation
 from h2okv.prompts.readers import FieldError, PromptTooLongError

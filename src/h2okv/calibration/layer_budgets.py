@@ -7,7 +7,7 @@ import re
 import shlex
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from h2okv.assets import calibration_texts
 from h2okv.cache import H2OCache
 from h2okv.cache.support import unwrap
-from h2okv.calibration.factors import NUM_PASSES, WINDOW, Shares, expected_seconds, measure_shares
+from h2okv.calibration.factors import WINDOW, Shares, expected_seconds, measure_shares
 from h2okv.config import BEST, BEST_VERSION, FACTORS_VERSION, MEASURED, CacheConfig
 from h2okv.console import Progress, format_duration, write_remark
 from h2okv.models.loading import describe
@@ -51,7 +51,6 @@ class Weights:
 
     prints: Mapping[str, WeightPrint]  # by parameter
     is_complete: bool = True  # whether all parameters have one
-    pass_seconds: float = 0.0  # that reading them takes in each pass, if they are not in memory
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Weights:
@@ -74,19 +73,16 @@ class Weights:
 
 
 def with_measured_budgets(
-    config: CacheConfig,
-    model: PreTrainedModel,
-    described: _Described,
-    weights: Weights | None = None,
+    config: CacheConfig, model: PreTrainedModel, described: _Described
 ) -> CacheConfig:
     """Replace ``layer_budgets="auto"`` by factors measured for the model.
 
     By head, or by layer with rolling positions. `measure_shares` measures them on the calibration
     texts the first time that a model is used with a budget, for all budgets and dtypes; a file in
     the user's cache folder stores them. Where they cannot be measured, or not within `PATIENCE`,
-    the budgets are even, and a line on stderr says so. `weights` are of a model that is streamed.
+    the budgets are even, and a line on stderr says so.
     """
-    return _resolve(config, model, described.name, lambda: described.tokenizer, weights)
+    return _resolve(config, model, described.name, lambda: described.tokenizer)
 
 
 def budgets_of_model(model: Any, config: CacheConfig) -> CacheConfig:
@@ -119,12 +115,10 @@ def stored_budgets(
     return None if shares is None else with_shares(config, shares)
 
 
-def measure_model(
-    model: PreTrainedModel, described: _Described, weights: Weights | None = None
-) -> Shares:
+def measure_model(model: PreTrainedModel, described: _Described) -> Shares:
     """Measure a model, however long it takes, and store what the commands use; once."""
     with lock_of(model):
-        weights = weights or _weights_of(model)
+        weights = _weights_of(model)
         shares = _find(model.config, weights)
         if shares is None:
             shares = _measure(model, described.name, lambda: described.tokenizer, weights)
@@ -157,12 +151,11 @@ def _resolve(
     model: PreTrainedModel,
     name: str,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
-    weights: Weights | None = None,
 ) -> CacheConfig:
     if config.layer_budgets != MEASURED:
         return config
     with lock_of(model):
-        weights = weights or _weights_of(model)
+        weights = _weights_of(model)
         stored = stored_budgets(config, model.config, weights)
         if stored is not None:
             return stored
@@ -170,7 +163,7 @@ def _resolve(
             return config.before_measuring
         short = _short(name)
         try:
-            seconds = expected_seconds(model) + weights.pass_seconds * NUM_PASSES
+            seconds = expected_seconds(model)
             if seconds > PATIENCE:
                 _REFUSED.add(weights.digest)
                 return even_budgets(
@@ -250,34 +243,21 @@ def _store(config: PreTrainedConfig, weights: Weights, shares: Shares) -> tuple[
 
 def _find(config: PreTrainedConfig, weights: Weights) -> Shares | None:
     """Return the shares of an earlier measurement of these weights."""
-    with suppress(OSError, ValueError):
-        for path in sorted(cache_folder("layer-budgets").glob(f"{config.model_type}-*.json")):
-            with suppress(OSError, ValueError):  # damaged, or written by another version
-                content = parse_json(path.read_text(encoding="utf-8"))
-                if shares := _checked(content, config, weights):
-                    return shares
-    return next(filter(None, (_checked(entry, config, weights) for entry in _UNSAVED)), None)
-
-
-def _checked(content: Any, config: PreTrainedConfig, weights: Weights) -> Shares | None:
-    """Return shares from a file's content; ``None`` if they are of other weights, or damaged."""
-    with suppress(ValueError, KeyError, TypeError, IndexError, AttributeError):
-        if content["version"] != FACTORS_VERSION or not weights.match(content["weights"]):
-            return None
-        shares = Shares.from_dict(content)
-        for measured, by_head in ((shares.by_layer, False), (shares.by_head, True)):
-            cache = CacheConfig(BEST, 0.1, 0.1, layer_budgets=measured[0])
-            H2OCache.from_config(config, cache)  # raise for another number of layers or heads
-            shapes = {
-                tuple(len(layer) if isinstance(layer, Sequence) else 0 for layer in factors)
-                for factors in measured
-            }
-            if cache.is_by_head != by_head or len(shapes) > 1:
-                return None
-            if len(measured) != len(shares.fractions) or sorted(shares.fractions)[0] <= 0:
-                return None
-        return shares
+    for content in _contents(config.model_type):
+        # Damaged, or written by another version.
+        with suppress(ValueError, KeyError, TypeError, IndexError, AttributeError):
+            if content["version"] == FACTORS_VERSION and weights.match(content["weights"]):
+                return Shares.from_dict(content)
     return None
+
+
+def _contents(model_type: str) -> Iterator[Any]:
+    """Yield what earlier measurements of models of a type have stored."""
+    with suppress(OSError, ValueError):
+        for path in sorted(cache_folder("layer-budgets").glob(f"{model_type}-*.json")):
+            with suppress(OSError, ValueError):
+                yield parse_json(path.read_text(encoding="utf-8"))
+    yield from _UNSAVED
 
 
 def calibration_ids(

@@ -47,8 +47,8 @@ class LazyGroup(TyperGroup):
         """Run the command; report Ctrl-C where the command does not (typer would be silent)."""
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            write_remark("h2okv: interrupted.")
+        except KeyboardInterrupt as stop:
+            write_remark(str(stop) or "h2okv: interrupted.")
             return INTERRUPTED
 
 

@@ -21,7 +21,6 @@ from h2okv.cli import readers
 from h2okv.cli.commands import helps
 from h2okv.cli.help_page import describe, order
 from h2okv.config import BEST, POLICIES, SCORINGS, CacheConfig
-from h2okv.console import check_minimum
 from h2okv.models.names import BUNDLED, check_name
 from h2okv.records import unknown_name
 
@@ -84,7 +83,7 @@ COMPILE = option(False, "Compile decode steps: slow to start, then faster.", "--
 _VERIFY_HELP = "Compare with a full cache; repair: write again."
 VERIFY = option("", _VERIFY_HELP, "--verify", read=readers.verify)
 WEIGHT_BITS = option(
-    None, "4: decode reads 4-bit weights (x86).", "--weight-bits", read=readers.bits, allowed=(4,)
+    None, "4: decode reads 4-bit weights (x86).", "--weight-bits", read=readers.bits, allowed=4
 )
 
 
@@ -386,11 +385,10 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def check_copies(option: str, copies: int | None, ray: bool, device: str) -> None:
+def check_copies(copies: int | None, ray: bool, device: str) -> None:
     """Raise ValueError for copies of the model without Ray, or on a device that Ray cannot give."""
     if not ray and copies is not None:
-        raise ValueError(f"--{option} {copies} needs --ray; give --ray too")
-    check_minimum(**{option: copies})
+        raise ValueError(f"--replicas {copies} needs --ray; give --ray too")
     if ray and device not in ("auto", "cpu", "cuda"):
         reason = f"{DEVICE_VARIABLE}={device} cannot be chosen with --ray, which gives each copy a"
         raise ValueError(f"{reason} GPU; give auto, cpu, cuda")

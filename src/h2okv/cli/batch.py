@@ -13,7 +13,6 @@ from h2okv.cli import args, readers
 from h2okv.cli.args import JSON, RAW, ModelOptions, SamplingOptions, Typed, option
 from h2okv.cli.readers import count
 from h2okv.console import (
-    INTERRUPTED,
     format_bytes,
     format_duration,
     format_number,
@@ -24,7 +23,8 @@ from h2okv.console import (
 )
 
 if TYPE_CHECKING:
-    from h2okv.offload.offload_engine import PlannedJob
+    from h2okv.offload.planner import Plan
+    from h2okv.offload.profile import HardwareProfile
 
 
 def _batch_size(option: str, text: str) -> int | None:
@@ -35,7 +35,7 @@ def _batch_size(option: str, text: str) -> int | None:
 
 def _placement(option: str, text: str) -> dict[str, float] | None:
     """Parse ``auto`` (``None``), a tier, or percentages such as ``device=40,disk=60``."""
-    tiers = ("device", "cpu", "file" if option == "--cache-placement" else "disk")
+    tiers = ("device", "cpu", "disk")
     if text == "auto":
         return None
     if text in tiers:
@@ -56,7 +56,7 @@ def _placement(option: str, text: str) -> dict[str, float] | None:
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """Tiers of weights and caches: options of a command, and fields of an `OffloadRequest`."""
+    """Tiers of weights, batch and memory: options of a command, fields of an `OffloadRequest`."""
 
     batch_size: Typed = option(
         "auto", "Sequences that run together, or auto.", "--batch", read=_batch_size
@@ -65,11 +65,8 @@ class OffloadOptions:
     weight_placement: Typed = option(
         "auto", "auto, device, cpu, disk or percentages.", "--weights", read=_placement
     )
-    cache_placement: Typed = option(
-        "auto", "auto, device, cpu, file or percentages.", read=_placement
-    )
     weight_bits: int | None = option(
-        None, "Quantize linear layers (CPU, bfloat16).", read=readers.bits
+        None, "8: linear layers in int8.", read=readers.bits, allowed=8
     )
 
 
@@ -86,19 +83,19 @@ def batch(
         ..., "The results, a JSONL file; continued if there.", read=readers.writable
     ),
     ray: bool = option(False, "Run on the Ray cluster of RAY_ADDRESS, or here.", "--ray"),
-    replicas: int | None = option(None, "With --ray: copies of the model (one per GPU)."),
+    replicas: int | None = option(None, "With --ray: copies (one per GPU).", read=count),
     raw: bool = RAW,
     as_json: bool = option(False, "Print the summary as JSON.", "--json"),
 ) -> int:
     cache = choice.cache
     note = args.minimum_entries_note(cache)
-    args.check_copies("replicas", replicas, ray, args.chosen_device())
+    args.check_copies(replicas, ray, args.chosen_device())
     if ray:
         _check_for_ray(offload)
     import torch
 
     from h2okv.offload.job import PromptFile
-    from h2okv.offload.offload_engine import BatchRequest, Interrupted, run
+    from h2okv.offload.offload_engine import BatchRequest, run
 
     fields = {
         "model": model.name, "dtype": model.dtype, "sampling": sampling.params(), "is_raw": raw,
@@ -108,16 +105,12 @@ def batch(
     prompts = PromptFile(input)  # mistakes in the file show before the model is read
     params = sampling.params(model.describe())
     request = replace(request, sampling=params, cache=cache.seeded(int(params.seed or 0)))
-    try:
-        if ray:  # imported here: a job on one machine needs neither Ray nor its memory
-            from h2okv.cluster.batch import run_batch_on_ray
+    if ray:  # imported here: a job on one machine needs neither Ray nor its memory
+        from h2okv.cluster.batch import run_batch_on_ray
 
-            summary = run_batch_on_ray(request, args.chosen_device(), replicas, prompts)
-        else:
-            summary = run(request, prompts=prompts)
-    except Interrupted as stopped:
-        write_remark(str(stopped))
-        return INTERRUPTED
+        summary = run_batch_on_ray(request, args.chosen_device(), replicas, prompts)
+    else:
+        summary = run(request, prompts=prompts)
     if as_json:
         write_json({**asdict(summary), "tokens_per_second": summary.tokens_per_second})
     else:
@@ -154,43 +147,23 @@ def plan(
     request = offload_engine.OffloadRequest(
         cache=choice.cache.before_measuring, **model_fields, **vars(offload)
     )
-    planned = offload_engine.plan(
-        request, Workload(prompt_tokens, prompt_tokens, new_tokens, prompts)
-    )
+    workload = Workload(prompt_tokens, prompt_tokens, new_tokens, prompts)
+    chosen, planner = offload_engine.plan(request, workload)
     if as_json:
-        write_json(planned.to_dict())
+        measured = {"process_bytes": planner.used, "hardware": asdict(planner.hardware)}
+        totals = {"total_bytes": chosen.total_bytes, "limit": chosen.estimate.limit}
+        write_json({**chosen.to_dict(), **measured, **totals})
     else:
-        write_text(format_table((), _plan_rows(planned)))
-    if planned.plan.estimate.first_result_seconds > offload_engine.PATIENCE:
-        write_remark(_warning(planned))
+        write_text(format_table((), _plan_rows(chosen, planner.hardware, planner.used)))
 
 
-def _warning(planned: PlannedJob) -> str:
-    """Return the warning of a late first result, with a batch size that gives it sooner."""
-    estimate, sooner = planned.plan.estimate, planned.sooner
-    text = f"the first result comes after about {format_duration(estimate.first_result_seconds)}"
-    if sooner is None:
-        return text
-    return (
-        f"{text}; --batch {sooner.batch_size} gives one after"
-        f" {format_duration(sooner.estimate.first_result_seconds)}, with"
-        f" {format_number(sooner.estimate.tokens_per_second)} new tokens/s instead of"
-        f" {format_number(estimate.tokens_per_second)}"
-    )
-
-
-def _plan_rows(planned: PlannedJob) -> list[tuple[str, str]]:
-    chosen, hardware, used = planned.plan, planned.planner.hardware, planned.planner.used
+def _plan_rows(chosen: Plan, hardware: HardwareProfile, used: int) -> list[tuple[str, str]]:
     estimate, step = chosen.estimate, chosen.estimate.step
     names = {"device": "in memory", "cpu": "in the CPU's memory", "disk": "on the disk"}
-    names["file"] = "in a file"
     layers = ", ".join(f"{n} {names[tier]}" for tier, n in chosen.counts.items())
-    placement = chosen.cache_placement.items()
-    caches = [f"{100 * share:.0f} % {names[tier]}" for tier, share in placement]
     gemm = [f"{format_number(rate / 1e9)} ({n})" for n, rate in hardware.gemm]
     return [
         ("layers and head", layers),
-        ("keys and values", ", ".join(caches)),
         ("batch size", f"{chosen.batch_size}, prefill of {chosen.micro_batch_tokens} tokens"),
         ("", ""),
         ("process before", format_bytes(used)),

@@ -21,8 +21,8 @@ from h2okv.prompts.chat_template import check_pinnable
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from h2okv.chat.generation import Generation
-    from h2okv.chat.session import Chat
+    from h2okv.engine.chat import Chat
+    from h2okv.engine.generation import Generation
 
 _COMMANDS = ("/help", "/cache", "/undo", "/retry", "/save", "/load", "/reset", "/quit")
 _BLOCK_MARK = '"""'
@@ -57,7 +57,7 @@ def chat(
     cache = replace(cache, positions="original")
     _check_options(cache, verify, system, load)
     from h2okv.calibration.layer_budgets import with_measured_budgets
-    from h2okv.chat.session import Chat, read_chat
+    from h2okv.engine.chat import Chat, read_chat
 
     described = model.describe()
     params = sampling.params(described)
@@ -215,7 +215,7 @@ def load_and_report(session: Chat, path: Path) -> None:
 def show_cache(session: Chat, argument: str) -> None:
     from rich.console import Console
 
-    from h2okv.chat.session import kept_shares, render_kept
+    from h2okv.engine.chat import kept_shares, render_kept
 
     words = argument.split()
     if len(words) > 2:

@@ -33,7 +33,7 @@ from h2okv.records import decode_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from h2okv.chat.generation import Agreement, Comparison, Generation, Job
+    from h2okv.engine.generation import Comparison, Generation, Job
     from h2okv.models.loading import Described
 
 _FEW_TOKENS = 32
@@ -64,7 +64,7 @@ def generate(
     check_pinnable(pin)
     text = read_prompt(prompt, file)
     from h2okv.calibration.layer_budgets import with_measured_budgets
-    from h2okv.chat.generation import Job, generate_and_compare
+    from h2okv.engine.generation import Job, generate_and_compare
     from h2okv.prompts.images import EncodedPrompt, read_image_file
 
     if verify and image:
@@ -113,7 +113,7 @@ def demo(
     max_new_tokens: int = option(128, "Tokens to generate.", read=readers.count),
 ) -> int:
     from h2okv.calibration.layer_budgets import with_measured_budgets
-    from h2okv.chat.generation import Job, generate_and_compare
+    from h2okv.engine.generation import Job, generate_and_compare
 
     params = h2okv.SamplingParams(max_tokens=max_new_tokens, seed=0, temperature=0.0)
     described = model.describe()
@@ -187,13 +187,17 @@ def chat_of(prompt: str, system: str, images: Sequence[ImagePart] = ()) -> list[
 def report(comparison: Comparison, note: str | None = None) -> None:
     """Write the cost of a run to stderr, or the table of a comparison to stdout."""
     label, run = next(iter(comparison.runs.items()))
-    if comparison.agreements:
+    if comparison.same_choices:
         write_text(comparison_table(comparison))
     else:
         write_remark(f"{summary_line(run)} | {label}")
     if run.verified is not None:
         write_remark(str(run.verified))
-    if note or (note := few_entries_note(run)):
+    entries = run.num_cached_tokens
+    if note is None and entries < min(_FEW_TOKENS, run.num_seen_tokens):
+        few = f"note: only {entries} tokens were kept, too few for good text"
+        note = f"{few}; give --budget 128 or more"
+    if note:
         write_remark(note)
     if run.finish_reason == "context":
         write_remark(
@@ -209,31 +213,22 @@ def summary_line(run: Generation) -> str:
     return f"{tokens}{times} | {run.memory_text} | {run.kept_text}"
 
 
-def few_entries_note(run: Generation) -> str | None:
-    """Return a warning of a budget too small for good text, or ``None``."""
-    entries = run.num_cached_tokens
-    if entries >= _FEW_TOKENS or entries >= run.num_seen_tokens:
-        return None
-    return (
-        f"note: only {entries} tokens were kept, too few for good text; give --budget 128 or more"
-    )
-
-
 def comparison_table(comparison: Comparison) -> str:
     """Return a table with a column for each generation, that of the full cache first."""
-    from h2okv.chat.generation import FULL
+    from h2okv.engine.generation import FULL
 
-    labels = (FULL, *comparison.agreements)
+    labels = (FULL, *comparison.same_choices)
     count = len(comparison.runs[FULL].token_ids)
     columns = [
-        _column(comparison.runs[label], comparison.agreements.get(label), count) for label in labels
+        _column(comparison.runs[label], comparison.same_choices.get(label), count)
+        for label in labels
     ]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [(name, *(column.get(name, "") for column in columns)) for name in names]
     return format_table(("", *labels), rows, left=("",))
 
 
-def _column(run: Generation, agreement: Agreement | None, full: int) -> dict[str, str]:
+def _column(run: Generation, same: int | None, full: int) -> dict[str, str]:
     cells = {
         "tokens generated": str(len(run.token_ids)),
         "time to first token": _format(run.time_to_first_token, ".3f", " s"),
@@ -247,12 +242,8 @@ def _column(run: Generation, agreement: Agreement | None, full: int) -> dict[str
         cells["tokens kept by the largest head"] = str(run.num_cached_tokens)
     if run.smaller_from is not None and run.kv_bytes >= run.kv_bytes_full:
         cells["saves memory from"] = f"{run.smaller_from} tokens on"
-    if agreement is not None:
-        first, same = agreement.first_difference, agreement.same_next_token
-        cells["tokens that agree"] = f"{agreement.equal} of {agreement.compared}"
-        cells["first token that differs"] = "-" if first is None else str(first + 1)
-        if same is not None:
-            cells["same next token on the full cache's text"] = f"{same} of {full}"
+    if same is not None:
+        cells["same next token on the full cache's text"] = f"{same} of {full}"
     return cells
 
 
@@ -275,9 +266,8 @@ def _json_fields(job: Job, cache: CacheConfig, comparison: Comparison) -> dict[s
         "prompt_tokens": len(job.prompt_ids),
         **runs[0],
     }
-    if comparison.agreements:
-        agreement = next(iter(comparison.agreements.values()))
-        fields |= {"full": runs[1], "agreement": asdict(agreement)}
+    for same in [*comparison.same_choices.values()][:1]:
+        fields |= {"full": runs[1], "same_next_token": same}
     return fields
 
 

@@ -16,7 +16,7 @@ _TEXT = (
     " tokens new_tokens prompt_tokens texts windows length lengths depths every limit too_long"
     " needle question answer tries compression contexts batches"
 )
-_OUTPUT = "output out export csv plot checkpoint save_every resume compare as_json"
+_OUTPUT = "output out export csv plot compare as_json"
 _SERVER = "called host port max_body timeout drain cors_origin log_requests max_waiting"
 _PANEL_OF = {
     name: panel
@@ -34,7 +34,7 @@ _LIST, _LISTED = "A,B", "Comma-separated: "
 _NAMES = {
     "TOKENS": (
         "max_new_tokens max_prompt_tokens max_prefill_tokens tokens new_tokens prompt_tokens"
-        " length every save_every"
+        " length every"
     ),
     "TOKENS|%": "budget",
     "FRACTION": "top_p min_p recommend",
@@ -42,7 +42,7 @@ _NAMES = {
     "SECONDS": "timeout drain",
     "BITS": "weight_bits",
     _LIST: "contexts batches lengths depths runners dtypes",
-    "PLACES": "weight_placement cache_placement",
+    "PLACES": "weight_placement",
     "MODEL": "name model",
     "DTYPE": "dtype_name",
     "POLICY": "policy",

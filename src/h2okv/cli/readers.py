@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,12 +35,10 @@ def choice(*words: str) -> Callable[[str, Any], Any]:
     return of_field(fields.one_of(*words))
 
 
-def bits(option: str, number: int, allowed: Sequence[int] = (8, 4)) -> int:
+def bits(option: str, number: int, allowed: int) -> int:
     """Read a number of bits."""
-    if number not in allowed:
-        *first, last = map(str, allowed)
-        choices = f"{', '.join(first)} or {last}" if first else last
-        raise ValueError(f"{option} {number} is not known; give {choices}, or leave it out")
+    if number != allowed:
+        raise ValueError(f"{option} {number} is not known; give {allowed}, or leave it out")
     return number
 
 

@@ -171,26 +171,17 @@ class MemoryModel:
         self.windows = tuple(window for window in cache.windows if window is not None)
         self.linear = state_bytes(cache, dtype)  # bytes of a sequence's states in linear layers
         self.num_slot_layers = len(cache.layers) - len(cache.windows)
-        # Bytes of a slot's key and value, in one layer and for all KV heads.
-        self.entry_bytes = self.num_kv_heads * self.slots.entry
 
     def layer_bytes(self, slots: float) -> int:
         """Return the bytes of one sequence in one layer of slots; a batch's budgets may differ."""
         return int(self.slots.total(slots) + self.num_kv_heads * slots)
 
-    def sequence_bytes(self, slots: float, length: int, away: float = 0.0) -> int:
-        """Return the bytes of one sequence in device memory, in all layers.
-
-        ``away`` is the fraction of keys and values that are stored elsewhere.
-        """
+    def sequence_bytes(self, slots: float, length: int) -> int:
+        """Return the bytes of one sequence in device memory, in all layers."""
         window_entries = sum(min(length, window) for window in self.windows)
         total = self.num_slot_layers * self.layer_bytes(slots)
         total += window_entries * self.num_kv_heads * self.window_slots.entry + self.linear
-        return int(total - away * self.kv_bytes(slots))
-
-    def kv_bytes(self, slots: float) -> float:
-        """Return the bytes of one sequence's keys and values in all slot layers."""
-        return self.num_slot_layers * slots * self.entry_bytes
+        return int(total)
 
     def full_bytes(self, length: int) -> int:
         """Return the bytes of a text in transformers' own cache, which keeps everything."""

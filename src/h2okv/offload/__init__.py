@@ -1,1 +1,1 @@
-"""Batch jobs with models larger than memory (`h2okv batch`): weights and caches are streamed."""
+"""Batch jobs with models larger than memory (`h2okv batch`): weights are streamed."""

@@ -27,7 +27,7 @@ from h2okv.engine.sampler import Sampler, eos_token_ids, sample
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.integration.enable import enable
 from h2okv.offload.meta_model import Unit
-from h2okv.offload.tiers import CacheStore, EmbeddingReader, WeightStream
+from h2okv.offload.tiers import EmbeddingReader, WeightStream
 
 PromptId = str | int  # a prompt's name in a job
 
@@ -114,28 +114,25 @@ class MicroBatch:
         self.columns += 1
         self._lengths += 1
 
-    def drop_finished(self, store: CacheStore) -> None:
+    def drop_finished(self) -> None:
         """Remove finished sequences, also from the cache; at least one must be unfinished."""
         reasons = [sequence.finish_reason for sequence in self.sequences]
         rows = [row for row, reason in enumerate(reasons) if reason is None]
         if len(rows) == len(self):
             return
         indices: Any = torch.tensor(rows, device=self.device)
-        for index, layer in enumerate(self.cache.layers):
-            with store.changing(index, self.cache):
-                # Every kind of layer has it, unlike batch_select_indices.
-                layer.reorder_cache(indices)
+        for layer in self.cache.layers:
+            layer.reorder_cache(indices)  # every kind has it, unlike batch_select_indices
         self.sequences, self._lengths = self.live, self._lengths[indices]
 
-    def append(self, other: MicroBatch, store: CacheStore) -> None:
+    def append(self, other: MicroBatch) -> None:
         """Append another micro-batch's sequences, both after their prefill; mutates both."""
         layers: Any = zip(self.cache.layers, other.cache.layers, strict=True)
-        for index, (upper, lower) in enumerate(layers):
-            with store.changing(index, self.cache, other.cache):
-                if isinstance(upper, SlotLayer):
-                    upper.join(lower)
-                else:
-                    join_states(upper, lower)
+        for upper, lower in layers:
+            if isinstance(upper, SlotLayer):
+                upper.join(lower)
+            else:
+                join_states(upper, lower)
         self.sequence_bytes = max(self.sequence_bytes, other.sequence_bytes)
         self.sequences = self.sequences + other.sequences
         self.columns = max(self.columns, other.columns)
@@ -148,18 +145,17 @@ class ForwardScheduler:
 
     That is FlexGen's zig-zag block schedule (arXiv 2303.06865, section 4.1): all micro-batches pass
     a layer before the next, and each weight pass serves all of them. Transformers' forwards are
-    suspended before each unit, in greenlets. Without units, for a model whose weights and
-    caches stay on the device, one forward runs after the other.
+    suspended before each unit, in greenlets. Without units, for a model whose weights stay on the
+    device, one forward runs after the other.
     """
 
     units: Sequence[Unit] = ()
     stream: WeightStream | None = None
-    store: CacheStore = field(default_factory=CacheStore)
     embedding: EmbeddingReader | None = None
 
     def __post_init__(self) -> None:
         if self.units:
-            self._greenlet = optional("greenlet", "keeping weights or caches elsewhere", "offload")
+            self._greenlet = optional("greenlet", "streaming weights", "offload")
         for index, unit in enumerate(self.units):
             hook: Callable[..., Any] = partial(self._suspend_before, index)
             unit.module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -170,7 +166,6 @@ class ForwardScheduler:
         return sum(reader.bytes_read for reader in readers if reader is not None)
 
     def close(self) -> None:
-        self.store.close()
         if self.stream is not None:
             self.stream.close()
 
@@ -189,13 +184,9 @@ class ForwardScheduler:
                 index = min(reached[number] for number in running)
                 if self.stream is not None and self.units[index] in self.stream.units:
                     self.stream.load(self.units[index])
-                numbers = [number for number in running if reached[number] == index]
-                following = [*((number, index) for number in numbers[1:]), (numbers[0], index + 1)]
-                for number, (other, later) in zip(numbers, following, strict=True):
-                    self.store.load(batches[number].cache, index)
-                    self.store.prefetch(batches[other].cache, later)
-                    reached[number] = forwards[number].switch()
-                    self.store.save(batches[number].cache, index)
+                for number in running:
+                    if reached[number] == index:
+                        reached[number] = forwards[number].switch()
             if self.stream is not None:
                 self.stream.release()
         finally:
@@ -229,14 +220,13 @@ class Limits:
     pass_tokens: int | None = None  # prompt tokens that one weight pass prefills
     cache_bytes: int | None = None  # of all caches
     memory: MemoryModel | None = None  # of a sequence's cache
-    away: float = 0.0  # the fraction of keys and values that is stored off the device
 
     def bytes_of(self, sequence: BatchSequence) -> int:
         """Return the bytes of a sequence's cache in the device's memory."""
         memory, prompt, new = self.memory, len(sequence.prompt), sequence.max_new_tokens
         if memory is None:
             return 0
-        return memory.sequence_bytes(memory.cache.slots_for(prompt, new), prompt + new, self.away)
+        return memory.sequence_bytes(memory.cache.slots_for(prompt, new), prompt + new)
 
 
 @dataclass
@@ -283,7 +273,7 @@ class Runner:
         if self._following is None:
             return []
         for batch in self._batches:
-            batch.drop_finished(self.scheduler.store)
+            batch.drop_finished()
         running = sum(len(batch) for batch in self._batches)
         # Sequences that are decoded together have as many slots each as the largest of them.
         largest = max((batch.sequence_bytes for batch in self._batches), default=0)
@@ -349,20 +339,17 @@ class Runner:
     def _compact(self) -> None:
         """Remove finished sequences, and merge small micro-batches."""
         remaining: list[MicroBatch] = []
-        store = self.scheduler.store
         for batch in self._batches:
             if not batch.live:
-                store.drop(batch.cache)
                 continue
             # Copying the live sequences for a few finished ones costs more than it saves.
             if (len(batch) - len(batch.live)) * _REFILL >= len(batch):
-                batch.drop_finished(store)
+                batch.drop_finished()
             # Only slots and states can be merged.
             layers, limit = batch.cache.layers, self.limits.decode_batch
             can_merge = all(isinstance(each, SlotLayer) or has_fixed_state(each) for each in layers)
             if remaining and can_merge and len(remaining[-1]) + len(batch) <= limit:
-                remaining[-1].append(batch, store)
-                store.drop(batch.cache)
+                remaining[-1].append(batch)
             else:
                 remaining.append(batch)
         self._batches = remaining

@@ -316,7 +316,6 @@ class Summary:
     seconds: float = 0.0
     predicted: float | None = None  # new tokens per second, by the plan
     bytes_read: int = 0  # weights, from the disk
-    cache_bytes_read: int = 0  # keys and values, from the file
     wait_seconds: float = 0.0  # that the computation waited for weights
     plan: dict[str, Any] | None = None
     peak_bytes: int | None = None  # peak resident memory

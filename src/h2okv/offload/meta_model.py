@@ -16,8 +16,6 @@ from h2okv.console import optional
 from h2okv.models.loading import drop_stored_modes
 
 _ALIGNMENT = 64
-_GROUPS = (64, 32)  # of int4: numbers with a common scale; the first that divides a row is used
-_OUTPUTS = 16  # int4 packs rows in multiples of this
 
 TensorSpec = tuple[torch.Size, torch.dtype]
 """The shape and dtype of a tensor in a block of bytes."""
@@ -180,85 +178,54 @@ def _slots(module: nn.Module, prefix: str) -> Iterator[ParameterSlot]:
 
 @dataclass(frozen=True)
 class PackedSlot(ParameterSlot):
-    """A linear layer's weight, as the bytes of torchao's 8- or 4-bit tensor."""
+    """A linear layer's weight, as the bytes of torchao's 8-bit tensor."""
 
     original_shape: torch.Size  # of the weight, [outputs, inputs]
     original_dtype: torch.dtype  # of products with it
-    bits: int
+
+    form = "int8"
 
     @classmethod
-    def of(cls, slot: ParameterSlot, bits: int) -> ParameterSlot:
-        """Return a linear layer's slot as a packed one, or unchanged if it cannot be packed."""
-        is_linear = type(slot.owner) is nn.Linear and slot.attribute == "weight"
-        specs = _packed_specs(slot.shape, slot.dtype, bits) if is_linear else []
-        if not specs:
+    def of(cls, slot: ParameterSlot) -> ParameterSlot:
+        """Return a linear layer's slot as a packed one, or any other unchanged."""
+        if type(slot.owner) is not nn.Linear or slot.attribute != "weight":
             return slot
-        size = torch.Size([block_bytes(specs)])
+        size = torch.Size([block_bytes(_packed_specs(slot.shape))])
         original = slot.shape, slot.dtype
-        return cls(slot.name, slot.owner, slot.attribute, size, torch.uint8, *original, bits)
+        return cls(slot.name, slot.owner, slot.attribute, size, torch.uint8, *original)
 
     @property
     def num_weights(self) -> int:
         return self.original_shape.numel()
 
-    @property
-    def form(self) -> str:
-        """See `ParameterSlot.form`; the bytes of int4 depend on the processor's instructions."""
-        processor = torch.backends.cpu.get_cpu_capability() if self.bits == 4 else ""
-        return f"int{self.bits} {processor}"
-
-    @property
-    def _block_size(self) -> list[int]:
-        """Shape of a block of the weight with one scale: a row, or a group of one."""
-        inputs = self.original_shape[1]
-        return [1, inputs if self.bits == 8 else _group(inputs)]
-
     def to_bytes(self, parameter: torch.Tensor) -> torch.Tensor:
-        weight = parameter.to(self.original_dtype)
+        torchao, (outputs, inputs) = load_torchao(), self.original_shape
+        linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+        linear.weight = nn.Parameter(parameter.to(self.original_dtype), requires_grad=False)
+        torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
+        quantized: Any = linear.weight
         packed = torch.zeros(self.shape, dtype=torch.uint8)
-        if self.bits == 8:
-            torchao = load_torchao()
-            outputs, inputs = weight.shape
-            linear = nn.Linear(inputs, outputs, bias=False, device="meta")
-            linear.weight = nn.Parameter(weight, requires_grad=False)
-            torchao.quantize_(linear, torchao.Int8WeightOnlyConfig())
-            quantized: Any = linear.weight
-            # There is no zero point: the quantization is symmetric.
-            tensors = quantized.qdata, quantized.scale
-        else:
-            quantized = load_int4().from_hp(weight, self._block_size)
-            tensors = quantized.qdata, quantized.scale_and_zero
-        for view, tensor in zip(self._packed_views(packed), tensors, strict=True):
-            view.copy_(tensor.view(view.shape))
+        codes, scales = views_of(packed, _packed_specs(self.original_shape))
+        # There is no zero point: the quantization is symmetric.
+        codes.copy_(quantized.qdata)
+        scales.copy_(quantized.scale.view(scales.shape))
         return packed
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Install the packed tensor over the parameter, which stays on the meta device."""
-        kind = load_torchao().Int8Tensor if self.bits == 8 else load_int4()
-        last = self.original_dtype if self.bits == 8 else self.original_shape
-        vars(self.owner)[self.attribute] = kind(*self._packed_views(tensor), self._block_size, last)
+        views = views_of(tensor, _packed_specs(self.original_shape))
+        row = [1, self.original_shape[1]]  # numbers with one scale
+        packed = load_torchao().Int8Tensor(*views, row, self.original_dtype)
+        vars(self.owner)[self.attribute] = packed
 
     def empty(self) -> None:
         vars(self.owner).pop(self.attribute, None)
         super().fill(torch.empty(self.original_shape, dtype=self.original_dtype, device="meta"))
 
-    def _packed_views(self, packed: torch.Tensor) -> Iterator[torch.Tensor]:
-        return views_of(packed, _packed_specs(self.original_shape, self.original_dtype, self.bits))
 
-
-def _packed_specs(shape: torch.Size, dtype: torch.dtype, bits: int) -> list[TensorSpec]:
-    """Return the tensors stored for a weight; an empty list if it cannot be packed."""
-    outputs, inputs = shape
-    if bits == 8:
-        return [(shape, torch.int8), (torch.Size([outputs, 1]), torch.float32)]
-    if outputs % _OUTPUTS or inputs % min(_GROUPS):
-        return []
-    codes = torch.Size([outputs, inputs // 2])
-    return [(codes, torch.uint8), (torch.Size([inputs // _group(inputs), outputs, 2]), dtype)]
-
-
-def _group(inputs: int) -> int:
-    return next(group for group in _GROUPS if inputs % group == 0)
+def _packed_specs(shape: torch.Size) -> list[TensorSpec]:
+    """Return the tensors stored for a weight: its codes, and a scale for each row."""
+    return [(shape, torch.int8), (torch.Size([shape[0], 1]), torch.float32)]
 
 
 def load_torchao() -> Any:
@@ -266,41 +233,16 @@ def load_torchao() -> Any:
     return optional("torchao.quantization", "--weight-bits", "quant")
 
 
-def load_int4() -> Any:
-    """Import torchao's int4 tensor for CPUs, which is not part of its stable API."""
-    load_torchao()
-    try:
-        from torchao.prototype.quantization.int4 import Int4OpaqueTensor
-    except ImportError as error:
-        raise ValueError(
-            "--weight-bits 4 needs a torchao with int4 for CPUs (its prototype Int4OpaqueTensor, as"
-            " in 0.18.0); give --weight-bits 8, or install that version"
-        ) from error
-    return Int4OpaqueTensor
-
-
-def pack_layers(meta: MetaModel, bits: int, device: torch.device) -> MetaModel:
+def pack_layers(meta: MetaModel) -> MetaModel:
     """Pack the weights of the decoder layers' linear layers."""
-    dtype = str(meta.embedding.dtype).removeprefix("torch.")
-    if bits == 4 and device.type != "cpu":
-        raise ValueError(
-            f"--weight-bits 4 is for CPUs: torchao packs int4 for {device.type} on the device"
-            " itself, and not layer by layer from a file; give --weight-bits 8"
-        )
-    if bits == 4 and dtype != "bfloat16":
-        raise ValueError(
-            f"--weight-bits 4 is fast in bfloat16 only (in {dtype} a product takes many times as"
-            " long as without it); add --dtype bfloat16, or give --weight-bits 8"
-        )
-    (load_int4 if bits == 4 else load_torchao)()
+    load_torchao()
     *layers, head = meta.units
     units = [
-        replace(layer, slots=tuple(PackedSlot.of(slot, bits) for slot in layer.slots))
-        for layer in layers
+        replace(layer, slots=tuple(PackedSlot.of(slot) for slot in layer.slots)) for layer in layers
     ]
     if not any(isinstance(slot, PackedSlot) for unit in units for slot in unit.slots):
         raise ValueError(
-            f"{type(meta.model).__name__} has no linear layers whose weights could be"
-            f" int{bits}; leave out --weight-bits"
+            f"{type(meta.model).__name__} has no linear layers whose weights could be int8; leave"
+            " out --weight-bits"
         )
     return replace(meta, units=(*units, head))

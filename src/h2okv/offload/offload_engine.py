@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,16 +15,14 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
-from h2okv.calibration.factors import Shares
 from h2okv.calibration.layer_budgets import (
     even_budgets,
-    measure_model,
     measuring_command,
     stored_budgets,
     with_measured_budgets,
 )
 from h2okv.config import MEASURED, CacheConfig
-from h2okv.console import Progress, format_bytes
+from h2okv.console import Progress
 from h2okv.engine import memory as process
 from h2okv.engine.memory import MemoryModel
 from h2okv.engine.sampling_params import SamplingParams
@@ -41,92 +39,51 @@ from h2okv.offload.checkpoint import (
 )
 from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records, saved_settings
 from h2okv.offload.meta_model import MetaModel, pack_layers
-from h2okv.offload.planner import MICRO_BATCH_TOKENS, Fractions, Plan, Planner, Workload, interleave
+from h2okv.offload.planner import MICRO_BATCH_TOKENS, Fractions, Plan, Planner, Workload
 from h2okv.offload.profile import measure_hardware
-from h2okv.offload.tiers import (
-    CacheStore,
-    StreamingModel,
-    bytes_while_streaming,
-    materialise,
-    weights_in_files,
-)
+from h2okv.offload.tiers import materialise, weights_in_files
 from h2okv.provenance import digest
 
-PATIENCE = 60.0  # seconds until the first result, above which the user is told
-_UNSUPPORTED = ("n", "logprobs", "prompt_logprobs")
+_UNSUPPORTED = ("n", "logprobs", "prompt_logprobs")  # of sampling, in jobs
 BATCH_SIZE = 32
 _SMALL_MODEL = 0.5  # fraction of the free memory below which a model is simply loaded
 _SPARE = 4 << 20  # variation of a process's memory between runs, added to suggested amounts
 _USABLE = 0.9  # fraction of the free memory that is allocated without ``--memory``
 
 
-class Interrupted(Exception):
-    """Ctrl-C ended the job; the message has its progress."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OffloadRequest:
-    """A model, its cache, and their tiers; ``None`` leaves a choice to the planner."""
+    """A model, its cache, and its tiers; ``None`` leaves a choice to the planner."""
 
     model: str  # a name for `resolve_model`
     device: torch.device  # where the model computes
     cache: CacheConfig = CacheConfig()
     dtype: torch.dtype | None = None  # None for the checkpoint's own
-    weight_bits: int | None = None  # 8 or 4 for quantized linear layers
+    weight_bits: int | None = None  # 8 for quantized linear layers
     batch_size: int | None = None
     weight_placement: Fractions | None = None
-    cache_placement: Fractions | None = None  # of the layers, by the tier of their keys and values
     memory: int | None = None  # total bytes that the process may allocate; None: all that is free
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest(OffloadRequest):
-    """A job; refuses `sampling` parameters that a job does not support."""
+    """A job, with what its lines do not say."""
 
     input: Path
     output: Path
     sampling: SamplingParams
     is_raw: bool = False  # whether prompts are continued, without the model's chat template
 
-    def __post_init__(self) -> None:
-        for name in _UNSUPPORTED:
-            value = getattr(self.sampling, name)
-            if value != getattr(SamplingParams(), name):
-                raise ValueError(
-                    f"{name}={value!r} is not supported in a batch job; leave it out, or use"
-                    " h2okv.LLM"
-                )
-
     @property
     def max_new_tokens(self) -> int:
         return self.sampling.max_tokens or 1
 
 
-@dataclass(frozen=True)
-class PlannedJob:
-    """The fastest plan that fits, and the planner with its measurements."""
-
-    plan: Plan
-    planner: Planner
-    sooner: Plan | None  # with an earlier first result, if that of `plan` is late
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            **self.plan.to_dict(),
-            "process_bytes": self.planner.used,
-            "total_bytes": self.plan.total_bytes,
-            "limit": self.plan.estimate.limit,
-            "hardware": asdict(self.planner.hardware),
-        }
-
-
-def plan(request: OffloadRequest, workload: Workload) -> PlannedJob:
-    """Plan a job, and a smaller batch if the first result is late."""
+def plan(request: OffloadRequest, workload: Workload) -> tuple[Plan, Planner]:
+    """Return the fastest plan that fits, and the planner with its measurements."""
     meta, files = open_model(request, describe_for(request))
     planner = make_planner(request, meta, files, workload)
-    fastest = planner.plan()
-    is_late = fastest.estimate.first_result_seconds > PATIENCE
-    return PlannedJob(fastest, planner, planner.sooner(fastest, PATIENCE) if is_late else None)
+    return planner.plan(), planner
 
 
 def run(
@@ -152,7 +109,7 @@ def run(
         try:
             return execute(request, described, job)
         except KeyboardInterrupt:
-            raise Interrupted(
+            raise KeyboardInterrupt(
                 f"stopped; {len(job.finished)} of {count} prompts are finished, and the same"
                 " command goes on from there"
             ) from None
@@ -176,58 +133,23 @@ def _with_budgets(
         model = load_weights(described, request.dtype, request.device)
         cache = with_measured_budgets(cache, model, described)
     else:
-        cache = _budgets_from_files(request, described, measures=is_here)
+        cache = _stored_budgets(request, described, is_here)
     return replace(request, cache=cache), model
 
 
-def _budgets_from_files(
-    request: OffloadRequest, described: Described, measures: bool
-) -> CacheConfig:
-    """Replace ``"auto"`` for a model that is not loaded whole here."""
+def _stored_budgets(request: OffloadRequest, described: Described, is_here: bool) -> CacheConfig:
+    """Replace ``"auto"`` for a model that is not loaded whole here, by what was measured before."""
     try:
         meta, files = _open(request, described)
     except ValueError:
-        if measures:
+        if is_here:
             raise
         return even_budgets(request.cache, "the weights cannot be read here")
-    reason = f"{described.name} was not measured yet"
     with closing(files):
         weights = weights_in_files(meta, files)
-        stored = stored_budgets(request.cache, described.config, weights)
-        if stored is not None:
-            return stored
-        room = None if request.memory is None else request.memory - (process.data_bytes() or 0)
-        needed = bytes_while_streaming(meta)
-        if measures and (room is None or needed <= room):
-            if room is not None:
-                process.give_memory_back()
-            with _streaming(meta, files, request.device) as streaming:
-                weights = streaming.weights()
-                return with_measured_budgets(request.cache, streaming.model, described, weights)
-        if measures:
-            reason = f"--memory leaves less than the {format_bytes(needed)} that measuring takes"
-    return even_budgets(request.cache, reason, measuring_command(described.name))
-
-
-def measure(request: OffloadRequest, described: Described) -> Shares:
-    """Measure a model's budgets by layer and head, loaded or streamed; once."""
-    if _fits_in_memory(request, described):
-        return measure_model(load_weights(described, request.dtype, request.device), described)
-    meta, files = _open(request, described)
-    with closing(files), _streaming(meta, files, request.device) as streaming:
-        return measure_model(streaming.model, described, streaming.weights())
-
-
-@contextmanager
-def _streaming(
-    meta: MetaModel, files: CheckpointFiles, device: torch.device
-) -> Iterator[StreamingModel]:
-    """Open a model that reads its layers one by one, from their converted copy if there must be."""
-    if files.parameters:
-        yield StreamingModel(meta, files, device)
-        return
-    with closing(open_converted(meta, files, cache_folder("weights"))) as copy:
-        yield StreamingModel(meta, copy, device)
+    reason, remedy = f"{described.name} was not measured yet", measuring_command(described.name)
+    stored = stored_budgets(request.cache, described.config, weights)
+    return stored or even_budgets(request.cache, reason, remedy)
 
 
 def _run_here(
@@ -266,7 +188,6 @@ def _run_here(
         passes=runner.num_passes,
         predicted=None if chosen is None else chosen.estimate.tokens_per_second,
         bytes_read=scheduler.bytes_read,
-        cache_bytes_read=scheduler.store.bytes_read,
         wait_seconds=0.0 if scheduler.stream is None else scheduler.stream.wait_seconds,
         plan=None if chosen is None else chosen.to_dict(),
         peak_bytes=process.peak_resident_bytes(),
@@ -308,7 +229,7 @@ def open_model(request: OffloadRequest, described: Described) -> tuple[MetaModel
     meta, files = _open(request, described)
     described.add_end_tokens(meta.model)
     if request.weight_bits is not None:
-        meta = pack_layers(meta, request.weight_bits, request.device)
+        meta = pack_layers(meta)
         files.parameters = map_weights(meta, files)
     return meta, files
 
@@ -352,11 +273,6 @@ def make_planner(
     # Below zero if the process already has more than the limit.
     room = int((process.available_bytes(device) or 0) * _USABLE)
     room = room if request.memory is None else request.memory - used
-    caches = request.cache_placement
-    if caches is not None and device.type == "cpu" and "cpu" in caches:
-        # The CPU's memory is the device's memory here.
-        near = caches["cpu"] + caches.get("device", 0.0)
-        caches = {"device": near, **{k: v for k, v in caches.items() if k == "file"}}
     return Planner(
         meta=meta,
         memory=memory,
@@ -369,7 +285,6 @@ def make_planner(
         spare=_SPARE,
         batch_size=request.batch_size,
         weights=request.weight_placement,
-        caches=caches,
     )
 
 
@@ -404,14 +319,8 @@ def open_runner(
         planner, chosen, longest = _plan_for(request, meta, files, prompt_lengths)
     if planner.is_ample(chosen):
         process.keep_memory()
-        # Measure again: not every large block is new memory now, which took time.
-        again = _plan_for(request, meta, files, prompt_lengths)
-        if again[0].is_ample(again[1]):
-            planner, chosen, longest = again
-    tiers = interleave(chosen.cache_placement, len(planner.memory.cache.layers))
-    folder = request.output.resolve().parent
     stream, embedding = materialise(meta, files, chosen.placement, device)
-    scheduler = ForwardScheduler(meta.units, stream, CacheStore(tiers, folder, device), embedding)
+    scheduler = ForwardScheduler(meta.units, stream, embedding)
     limits = Limits(
         batch_size=chosen.batch_size,
         micro_batch_tokens=chosen.micro_batch_tokens,
@@ -420,7 +329,6 @@ def open_runner(
         pass_tokens=chosen.pass_tokens,
         cache_bytes=planner.cache_limit(chosen),
         memory=planner.memory,
-        away=1 - chosen.cache_placement.get("device", 0.0),
     )
     return Runner(meta.model, scheduler, request.cache, limits, device), chosen
 
@@ -441,8 +349,6 @@ def _plan_for(
 def _fits_in_memory(request: OffloadRequest, described: Described) -> bool:
     """Return whether the model is simply loaded: no placement requested, and ample memory."""
     if request.weight_bits is not None or request.memory is not None:
-        return False
-    if request.cache_placement not in (None, {"device": 1.0}):
         return False
     if request.weight_placement is not None:
         return set(request.weight_placement) <= {"device"}

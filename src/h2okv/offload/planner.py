@@ -1,9 +1,8 @@
-"""Plan how many sequences run at once, and where weights and caches are stored."""
+"""Plan how many sequences run at once, and where weights are stored."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
@@ -58,11 +57,9 @@ def place_by_fractions(fractions: Fractions, count: int) -> Placement:
 
 _MAX_BATCH = 1024
 _MIN_GAIN = 1.02  # a larger batch is chosen only if it is faster by this factor
-_MIN_FILE_GAIN = 1.1  # the same for entries in the file, which wear the disk
 _MICRO_BATCH_FRACTION = 0.3  # of the free memory, for a micro-batch's prefill
 _WAITING_FRACTION = 0.1  # of the free memory, for the hidden states of prompts between two layers
 _IN_MEMORY = {"device": 1.0}
-_IN_FILE = {"file": 1.0}
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,6 @@ class Plan:
     """Placement and batch size, the device memory that they take, and their expected speed."""
 
     placement: Placement
-    cache_placement: Fractions  # of the layers, by the tier of their keys and values
     batch_size: int
     micro_batch_tokens: int  # prompt tokens of a micro-batch's prefill
     pass_tokens: int  # prompt tokens that one weight pass prefills
@@ -126,29 +122,18 @@ class Planner:
     spare: int = 0  # margin for variation of `used` between runs, in suggested amounts
     batch_size: int | None = None
     weights: Fractions | None = None
-    caches: Fractions | None = None
 
     def plan(self) -> Plan:
         """Find the fastest plan that fits; raise ValueError with the memory needed if none does."""
         sizes = [self.batch_size] if self.batch_size is not None else self._batch_sizes()
-        best = self._best(sizes, self.caches or _IN_MEMORY)
-        other = self._best(sizes, _IN_FILE) if self.caches is None else None
-        if other is not None and (best is None or other.gain(best) > _MIN_FILE_GAIN):
-            best = other
+        best = None
+        for size in sizes:
+            plan = self._fit(size)
+            if plan is not None and (best is None or plan.gain(best) > _MIN_GAIN):
+                best = plan
         if best is None:
             raise self._too_little(sizes[0])
         return best
-
-    def sooner(self, plan: Plan, seconds: float) -> Plan | None:
-        """Find the largest smaller batch with first results within a number of seconds."""
-        smaller, first = None, plan.estimate.first_result_seconds
-        for size in reversed([size for size in self._batch_sizes() if size < plan.batch_size]):
-            with suppress(ValueError):
-                smaller = replace(self, batch_size=size).plan()
-                if smaller.estimate.first_result_seconds <= seconds:
-                    break
-        is_sooner = smaller is not None and smaller.estimate.first_result_seconds <= first / 2
-        return smaller if is_sooner else None
 
     def cache_limit(self, plan: Plan) -> int:
         """Return the bytes that the caches of a planned batch may take.
@@ -157,8 +142,7 @@ class Planner:
         counts with the mean; half of the memory that it leaves may be used for longer ones.
         """
         longest, new = self.workload.longest_prompt, self.workload.max_new_tokens
-        away = 1 - plan.cache_placement.get("device", 0.0)
-        sequence_bytes = self.memory.sequence_bytes(self._slots(longest), longest + new, away)
+        sequence_bytes = self.memory.sequence_bytes(self._slots(longest), longest + new)
         limit = plan.cache_bytes + max(0, self.room - plan.total_bytes) // 2
         return max(plan.cache_bytes, min(plan.batch_size * sequence_bytes, limit))
 
@@ -172,17 +156,9 @@ class Planner:
 
         def is_too_long(tokens: int) -> bool:
             alone = Workload(tokens, tokens, self.workload.max_new_tokens, 1)
-            return replace(self, workload=alone)._fit(1, self.caches or _IN_FILE) is None
+            return replace(self, workload=alone)._fit(1) is None
 
         return bisect_left(range(1, self.workload.longest_prompt + 1), True, key=is_too_long)
-
-    def _best(self, sizes: list[int], caches: Fractions) -> Plan | None:
-        best = None
-        for size in sizes:
-            plan = self._fit(size, caches)
-            if plan is not None and (best is None or plan.gain(best) > _MIN_GAIN):
-                best = plan
-        return best
 
     def _batch_sizes(self) -> list[int]:
         largest = max(1, min(self.workload.num_prompts, _MAX_BATCH))
@@ -192,12 +168,12 @@ class Planner:
             size += max(1, size // 8)
         return [*sizes, largest]
 
-    def _fit(self, batch_size: int, caches: Fractions) -> Plan | None:
+    def _fit(self, batch_size: int) -> Plan | None:
         """Return the plan with the most resident weights that fits, or ``None``."""
         count = len(self.meta.units)
 
         def plan_with(placement: Placement) -> Plan | None:
-            plan = self._plan(batch_size, placement, caches)
+            plan = self._plan(batch_size, placement)
             return plan if plan.total_bytes <= self.room else None
 
         everything = plan_with(place_by_fractions(self.weights or _IN_MEMORY, count))
@@ -219,7 +195,7 @@ class Planner:
                 left -= unit.nbytes
         return (*placement, "disk")
 
-    def _plan(self, batch_size: int, placement: Placement, caches: Fractions) -> Plan:
+    def _plan(self, batch_size: int, placement: Placement) -> Plan:
         memory, work, meta = self.memory, self.workload, self.meta
         # On a CPU, units in its memory are on the device.
         near = ("device", "cpu") if self.device.type == "cpu" else ("device",)
@@ -230,18 +206,15 @@ class Planner:
         if placement[-1] != "disk" and not is_shared:
             weights += meta.embedding.nbytes
         buffers = arena_bytes([unit for unit, tier in placed if tier not in near])
-        away = 1 - caches.get("device", 0.0)
         slots, longest_slots = self._slots(work.mean_prompt), self._slots(work.longest_prompt)
         new = work.max_new_tokens
         # The longest prompt must fit as well.
         cache_bytes = max(
-            batch_size * memory.sequence_bytes(slots, work.mean_prompt + new, away),
-            memory.sequence_bytes(longest_slots, work.longest_prompt + new, away),
+            batch_size * memory.sequence_bytes(slots, work.mean_prompt + new),
+            memory.sequence_bytes(longest_slots, work.longest_prompt + new),
         )
         mean = max(batch_size * slots, longest_slots) / batch_size
-        # Entries stored elsewhere are read into one of two workspaces.
-        workspaces = int(2 * batch_size * mean * memory.entry_bytes) if away else 0
-        fixed = memory.fixed_bytes + workspaces
+        fixed = memory.fixed_bytes
         free = max(0, self.room - weights - buffers - cache_bytes - fixed)
         # Prompt tokens of a micro-batch, and of a weight pass.
         prompt_tokens, at_once = batch_size * work.mean_prompt, int(free * _MICRO_BATCH_FRACTION)
@@ -255,7 +228,6 @@ class Planner:
         prefill = memory.prefill_bytes(micro_batch) + memory.waiting_bytes(tokens)
         return Plan(
             placement=placement,
-            cache_placement=caches,
             batch_size=batch_size,
             micro_batch_tokens=micro_batch,
             pass_tokens=tokens,
@@ -263,7 +235,7 @@ class Planner:
             weight_bytes=weights,
             buffer_bytes=buffers,
             temporary_bytes=fixed + max(decode, prefill),
-            estimate=self._estimate(batch_size, placement, caches, tokens, micro_batch),
+            estimate=self._estimate(batch_size, placement, tokens, micro_batch),
         )
 
     def _slots(self, prompt: int) -> int:
@@ -273,7 +245,6 @@ class Planner:
         self,
         batch_size: int,
         placement: Placement,
-        caches: Fractions,
         pass_tokens: int,
         micro_batch_tokens: int,
     ) -> Estimate:
@@ -282,18 +253,10 @@ class Planner:
         sizes = dict.fromkeys(WEIGHT_TIERS, 0)
         for unit, tier in zip(units, placement[:-1], strict=True):
             sizes[tier] += unit.nbytes
-        # A disk, like a link, serves one transfer at a time: the caches come after the weights. On
-        # a CPU, reading and computing slow each other.
-        on_cpu = self.device.type == "cpu"
-        on_host = 0 if on_cpu else sizes["cpu"]
-        links = {"file": (sizes["disk"], machine.disk), "cpu": (on_host, machine.host_device)}
-        weights = max(num_bytes / speed for num_bytes, speed in links.values())
+        on_host = 0 if self.device.type == "cpu" else sizes["cpu"]
+        weights = max(sizes["disk"] / machine.disk, on_host / machine.host_device)
         slots = self._slots(prompt)
-        moved = batch_size * self.memory.kv_bytes(slots)
         cache = batch_size * self.memory.sequence_bytes(slots, prompt + new) / machine.memory
-        for tier, (num_bytes, speed) in links.items():
-            if fraction := caches.get(tier):
-                cache = max(cache, (num_bytes + fraction * moved) / speed)
         # Operations of a token, and the fixed cost of a micro-batch's forward.
         operations = [2 * sum(slot.num_weights for slot in unit.slots) for unit in units]
         num_layers = len(units) - 1
@@ -301,15 +264,11 @@ class Planner:
         gemm = batch_size * sum(operations) / machine.gemm_rate(batch_size)
         attention = num_layers * batch_size * slots * machine.entry_seconds
         compute = max(gemm, sum(sizes.values()) / machine.memory) + attention + overhead
-        # On a CPU the computing thread also copies the caches out of the file's pages.
-        copying = caches.get("file", 0.0) * moved / machine.disk if on_cpu else 0.0
-        step = {"weights": weights, "cache": cache, "compute": compute + copying}
-        together = machine.slowdown.together
-        from_disk = (sizes["disk"] + caches.get("file", 0.0) * moved) / machine.disk
-        seconds = max(together(from_disk, step["compute"]), *step.values())
+        step = {"weights": weights, "cache": cache, "compute": compute}
+        seconds = max(step.values())
         passes = -(-batch_size // max(1, pass_tokens // prompt))
         compute = self._prefill_compute(batch_size, operations, overhead, micro_batch_tokens)
-        prefill = together(passes * weights, compute)
+        prefill = max(passes * weights, compute)
         batches = max(1.0, self.workload.num_prompts / batch_size)
         # A partial last batch takes as many steps.
         job_seconds = batches * prefill + ceil(batches) * (new - 1) * seconds
@@ -336,7 +295,7 @@ class Planner:
 
     def _too_little(self, batch_size: int) -> ValueError:
         lightest = place_by_fractions(self.weights or {"disk": 1.0}, len(self.meta.units))
-        plan = self._plan(batch_size, lightest, self.caches or _IN_FILE)
+        plan = self._plan(batch_size, lightest)
         needed = self.used + plan.total_bytes + self.spare
         available = self.used + self.room
         subject, remedy = "a batch of one needs", "more"

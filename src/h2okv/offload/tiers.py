@@ -1,58 +1,30 @@
-"""Weights streamed layer by layer, and caches off the device or in a file."""
+"""Weights streamed layer by layer."""
 
 from __future__ import annotations
 
-import mmap
-import os
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import add
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
-from h2okv.cache import H2OCache
-from h2okv.cache.argument import cache_in
-from h2okv.cache.slot_layer import SlotLayer
-from h2okv.cache.slot_state import ordinary_tensors
-from h2okv.calibration.factors import FOLLOWING, FRACTIONS, WINDOW
 from h2okv.calibration.layer_budgets import Weights
 from h2okv.offload.checkpoint import CheckpointFiles, StoredTensor, bytes_of, named_keys
 from h2okv.offload.meta_model import (
     MetaModel,
     ParameterSlot,
-    TensorSpec,
     Unit,
     block_bytes,
-    views_of,
 )
 from h2okv.provenance import chunks_of, weight_print
-from h2okv.records import refusing
 
 _BUFFERS = 2
 _STACK_BYTES = 1 << 20  # of a reader thread; the default 8 MiB count as data of the process
-
-
-@contextmanager
-def small_stack() -> Iterator[None]:
-    """Set a small stack size for threads started inside the block."""
-    default = threading.stack_size(_STACK_BYTES)
-    try:
-        yield
-    finally:
-        threading.stack_size(default)
 
 
 class WeightStream:
@@ -85,9 +57,10 @@ class WeightStream:
         self.wait_seconds = 0.0  # that the computation waited for reading
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._reads: deque[Future[None]] = deque()
-        with small_stack():
-            for number in range(_BUFFERS):
-                self._reads.append(self._thread.submit(self._read, number))
+        default = threading.stack_size(_STACK_BYTES)
+        for number in range(_BUFFERS):  # the first one starts the thread
+            self._reads.append(self._thread.submit(self._read, number))
+        threading.stack_size(default)
 
     def load(self, unit: Unit) -> None:
         """Install the next unit's weights, and remove those of the previous unit."""
@@ -216,154 +189,6 @@ def materialise(
     return stream, embedding
 
 
-@dataclass
-class _StoredLayer:
-    """A layer's entries in their tier, one after the other in a block of bytes."""
-
-    names: list[str]
-    specs: list[TensorSpec]
-    block: torch.Tensor
-    pages: mmap.mmap | None  # under the block, in the file
-    num_tokens: int = 0
-    free_slot: Any = None
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        return views_of(self.block, self.specs)
-
-    def write_step(self, entries: Iterable[torch.Tensor]) -> int:
-        """Write the one slot of each sequence and head that a step has filled."""
-        written = 0
-        for target, tensor in zip(self.tensors(), entries, strict=True):
-            batch, heads, slots = tensor.shape[:3]
-            first = torch.arange(batch * heads).view(batch, heads, 1) * slots
-            slot_indices = (first + self.free_slot).flatten()  # of shared slots one for each head
-            filled = tensor.reshape(batch * heads * slots, -1)[slot_indices.to(tensor.device)].cpu()
-            target.view(batch * heads * slots, -1)[slot_indices] = filled
-            written += filled.nbytes
-        return written
-
-    def advise(self, advice: int) -> None:
-        """Tell the system whether the pages are needed soon, or no longer."""
-        if self.pages is not None:
-            self.pages.madvise(advice)
-
-
-@dataclass
-class CacheStore:
-    """Keeps the entries of each layer in its tier while other layers compute.
-
-    In the file tier each layer has an unnamed file mapped into memory, which is deleted with its
-    layer, or with the process. Without tiers everything stays on the device.
-    """
-
-    tiers: Sequence[str] = ()
-    folder: Path = Path()
-    device: torch.device = torch.device("cpu")
-    bytes_read: int = 0  # from files
-    bytes_written: int = 0
-    _stored: dict[tuple[int, int], _StoredLayer] = field(default_factory=dict)
-
-    def load(self, cache: H2OCache, layer_idx: int) -> None:
-        """Bring a layer's entries to the device; mutates the cache."""
-        stored = self._stored.get((id(cache), layer_idx))
-        if stored is None:
-            return
-        with ordinary_tensors():
-            tensors = [tensor.to(self.device, copy=True) for tensor in stored.tensors()]
-        layer: Any = cache.layers[layer_idx]
-        layer.state.set_tensors(dict(zip(stored.names, tensors, strict=True)))
-        if stored.pages is not None:
-            self.bytes_read += sum(tensor.nbytes for tensor in tensors)
-        stored.advise(mmap.MADV_DONTNEED)
-
-    def prefetch(self, cache: H2OCache, layer_idx: int) -> None:
-        """Make the system read the pages of a layer that will be loaded next."""
-        if stored := self._stored.get((id(cache), layer_idx)):
-            stored.advise(mmap.MADV_WILLNEED)
-
-    def save(self, cache: H2OCache, layer_idx: int, is_new: bool = False) -> None:
-        """Move a layer's entries off the device; after a step, only the slots it has filled."""
-        if layer_idx >= len(self.tiers) or self.tiers[layer_idx] == "device":
-            return
-        layer: Any = cache.layers[layer_idx]
-        if not isinstance(layer, SlotLayer) or not layer.holds_entries:
-            return
-        layer.forward.finish_steps()  # which a forward does at its end
-        entries = layer.state.entry_tensors()
-        specs = [(tensor.shape, tensor.dtype) for tensor in entries.values()]
-        num_tokens = int(layer.get_seq_length())
-        stored = self._stored.pop((id(cache), layer_idx), None)
-        # At the end of a span entries have moved from slot to slot.
-        has_moved = layer.spans is not None and any(layer.spans.ended(layer.state))
-        fits = stored is not None and stored.specs == specs and not is_new and not has_moved
-        if stored is not None and fits and num_tokens == stored.num_tokens + 1:
-            written = stored.write_step(entries.values())
-        else:
-            del stored  # frees its memory before the new allocation
-            block = self._make_block(self.tiers[layer_idx], block_bytes(specs))
-            stored = _StoredLayer(list(entries), specs, *block)
-            pairs = zip(stored.tensors(), entries.values(), strict=True)
-            written = sum(target.copy_(tensor).nbytes for target, tensor in pairs)
-        if stored.pages is not None:
-            self.bytes_written += written
-        stored.advise(mmap.MADV_DONTNEED)
-        stored.num_tokens = num_tokens
-        stored.free_slot = layer.state.free_slot.cpu().clone()
-        self._stored[id(cache), layer_idx] = stored
-        layer.state.set_tensors({name: tensor.new_empty(0) for name, tensor in entries.items()})
-
-    @contextmanager
-    def changing(self, layer_idx: int, cache: H2OCache, *others: H2OCache) -> Iterator[None]:
-        """Load a layer of some caches to the device; store that of the first again afterwards."""
-        for other in (cache, *others):
-            self.load(other, layer_idx)
-        yield
-        self.save(cache, layer_idx, is_new=True)
-
-    def drop(self, cache: H2OCache) -> None:
-        for key in [key for key in self._stored if key[0] == id(cache)]:
-            del self._stored[key]
-
-    def close(self) -> None:
-        self._stored.clear()
-
-    @ordinary_tensors()
-    def _make_block(self, tier: str, size: int) -> tuple[torch.Tensor, mmap.mmap | None]:
-        if tier == "cpu":
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda"), None
-        problem = f"the cache's file in '{self.folder}' cannot be made or grow"
-        remedy = "give another folder for --output or a smaller --batch and run the command again"
-        disk_errors = refusing(problem, f"what was finished is kept, so {remedy}", OSError)
-        with disk_errors, tempfile.TemporaryFile(dir=self.folder) as file:
-            # Allocate now, while a full disk is an error; later it would be a signal.
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, size)
-            else:  # macOS
-                os.ftruncate(file.fileno(), size)
-            pages = mmap.mmap(file.fileno(), size)
-        return torch.frombuffer(pages, dtype=torch.uint8), pages
-
-
-def bytes_while_streaming(meta: MetaModel) -> int:
-    """Return about the memory that measuring takes besides the process's."""
-    text, itemsize = meta.model.config.get_text_config(), meta.embedding.dtype.itemsize
-    heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    resident = meta.embedding.nbytes + sum(slot.nbytes for slot in meta.others)
-    largest = max(
-        sum(s.nbytes for s in unit.slots if s.name != meta.embedding.name) for unit in meta.units
-    )
-    # Of a window: keys and values, and how heads attend, in two copies; gates; activations.
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    entries = 2 * (len(meta.units) - 1) * kv_heads * WINDOW
-    attention = 6 * heads * FOLLOWING * WINDOW * 4
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    activations = 6 * WINDOW * (text.hidden_size + inner) * 4
-    logits = 6 * FOLLOWING * text.vocab_size * 4
-    orders = entries * (2 * size * itemsize + len(FRACTIONS) * 8 + FOLLOWING)
-    return resident + 2 * largest + orders + max(attention + activations, logits)
-
-
 def weights_in_files(meta: MetaModel, files: CheckpointFiles) -> Weights:
     """Return what tells a checkpoint's weights from others, without loading them.
 
@@ -385,71 +210,3 @@ def _read(files: CheckpointFiles, stored: StoredTensor, chunk: slice) -> torch.T
     start = stored.start + chunk.start * stored.dtype.itemsize
     files.read_into(stored.file, start, bytes_of(elements))
     return elements
-
-
-class StreamingModel:
-    """A model that reads each layer's weights whenever it computes the layer, without a thread.
-
-    For a backward pass a layer is computed again, so that one layer's activations and weights are
-    in memory. The embedding stays there. The files have the `parameters` of the model.
-    """
-
-    def __init__(self, meta: MetaModel, files: CheckpointFiles, device: torch.device) -> None:
-        self.model: PreTrainedModel = meta.model
-        self._meta, self._files, self._device = meta, files, device
-        _place_others(meta, files, device)
-        meta.embedding.fill(files.read(files.parameters[meta.embedding.name]).to(device))
-        self._cache: Any = None  # of the current forward
-        hook: Any = lambda _, args, kwargs: setattr(self, "_cache", cache_in(kwargs))  # noqa: E731
-        meta.model.register_forward_pre_hook(hook, with_kwargs=True)
-        for index, unit in enumerate(meta.units):
-            unit.module.forward = partial(self._forward, index, unit, unit.module.forward)
-
-    def weights(self) -> Weights:
-        """Return what tells the weights from others, and the time of reading them once."""
-        unit, begun = self._meta.units[0], time.perf_counter()
-        self._install(unit)
-        seconds = time.perf_counter() - begun
-        unit.empty()
-        size = sum(unit.nbytes for unit in self._meta.units)
-        weights = weights_in_files(self._meta, self._files)
-        return replace(weights, pass_seconds=seconds * size / max(1, unit.nbytes))
-
-    def _install(self, unit: Unit) -> None:
-        """Read a unit to the device; a tied head shares the embedding's weights."""
-        table = self._meta.embedding
-        unshared = replace(unit, slots=tuple(s for s in unit.slots if s.name != table.name))
-        unshared.fill(self._files.read_unit(unshared).to(self._device))
-        for slot in set(unit.slots) - set(unshared.slots):
-            slot.fill(table.owner.get_parameter(table.attribute).data)
-
-    def _forward(self, index: int, unit: Unit, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a layer or the head with weights that are read for it."""
-        layers = () if self._cache is None else self._cache.layers
-        layer = layers[index] if index < len(layers) else None
-        before: dict[str, Any] | None = None
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal before
-            if layer is not None and torch.is_grad_enabled():
-                # Computed again, the layer must find the cache as it was.
-                if before is None:
-                    before = _copies(layer, vars(layer))
-                else:
-                    vars(layer).update(_copies(layer, before))
-            self._install(unit)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                unit.empty()
-
-        if not torch.is_grad_enabled():
-            return run(*args, **kwargs)
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def _copies(layer: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Copy fields; those of `DynamicLayer` are replaced and not written to."""
-    if isinstance(layer, DynamicLayer):
-        return dict(fields)
-    return {n: v.clone() if torch.is_tensor(v) else v for n, v in fields.items()}

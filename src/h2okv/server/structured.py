@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from h2okv.engine.json_schemas import SchemaError, enforceable
-from h2okv.engine.structured import json_grammar, raw_rule
+from h2okv.engine.structured import SchemaError, enforceable, json_grammar, raw_rule
 from h2okv.prompts import readers
 from h2okv.prompts.chat_template import CallForm, call_form
 from h2okv.prompts.messages import read_schema

@@ -80,8 +80,7 @@ def write_report(folder: Path) -> list[str]:
                 for measurement in MEASUREMENTS
                 if absent & set(measurement.tables)
             ]
-            if options:  # a script of benchmarks measures the others
-                missing[section.title] = f"{section.title} ({', '.join(options)})"
+            missing[section.title] = f"{section.title} ({', '.join(options)})"
             continue
         picture = io.BytesIO()
         # No date or version: the same tables give the same file.

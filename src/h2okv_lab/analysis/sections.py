@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,21 +24,12 @@ Values = dict[str, Any]
 
 _STYLE_SHEET = Path(__file__).parent / "report.mplstyle"
 GREY = "#7F7F7F"
-# Greedy reaches at least this fraction of the optimum for a submodular function of a growing set.
-FACTOR = 1 - 1 / math.e
 STYLES: dict[str, dict[str, Any]] = {
     "h2o": {"color": BLUE, "marker": "o"},
     "global": {"color": PINK, "marker": "s"},
     "recent": {"color": ORANGE, "marker": "^"},
     "sink_recent": {"color": GREEN, "marker": "v"},
     "random": {"color": GREY, "marker": "x"},
-    "heavy": {"color": RED, "marker": "D"},
-    "belady": {"color": GREEN, "marker": "P"},
-}
-LABELS = {
-    "heavy": "heavy (the paper's greedy)",
-    "belady": "Belady (future)",
-    "best": "best possible",
 }
 
 
@@ -105,7 +95,7 @@ def draw_lines(axes: Any, rows: Rows, x: str, y: str, factor: float = 1.0) -> No
     """Draw a line per policy: means of the rows with equal x."""
     for policy in distinct(rows, "policy"):
         xs, means = mean_by(where(rows, policy=policy), x, y)
-        axes.plot(xs, factor * means, label=LABELS.get(policy, policy), **STYLES[policy])
+        axes.plot(xs, factor * means, label=policy, **STYLES[policy])
 
 
 def draw_layers(figure: Any, axes: Any, layers: list[int]) -> dict[int, dict[str, Any]]:
@@ -334,67 +324,6 @@ def find_agreement(tables: Tables) -> Values:
     kinds = zip(*mean_by(others, "same", "jaccard"), strict=True)
     entries = [{"words": words[same], "mean": mean} for same, mean in sorted(kinds, reverse=True)]
     return {"each": entries, "chance": rows[0]["chance"]}
-
-
-def draw_value(axes: Any, rows: Rows, value: str, lowest: str) -> None:
-    """Draw the value of a policy's entries, a band down to the lowest, and the theorem's bound."""
-    draw_lines(axes, rows, "step", value)
-    for policy in distinct(rows, "policy"):
-        policy_rows = where(rows, policy=policy)
-        steps = distinct(policy_rows, "step")
-        low = [column(where(policy_rows, step=step), lowest).min() for step in steps]
-        high = [column(where(policy_rows, step=step), value).max() for step in steps]
-        axes.fill_between(steps, low, high, color=STYLES[policy]["color"], alpha=0.13)
-    axes.axhline(FACTOR, color="black", ls="--", lw=1, label="1 - 1/e")
-
-
-def draw_theory(figure: Any, panels: list[Any], tables: Tables) -> None:
-    """Draw greedy eviction against the best of all sets, by step."""
-    cases = (("real", "identity"), ("real", "sqrt"), ("late star", "identity"))
-    for axes, (case, h) in zip(panels, cases, strict=True):
-        rows = where(tables["theory_steps"], case=case, h=h, objective="rows")
-        draw_value(axes, [row for row in rows if row["policy"] != "informed"], "mean", "lowest")
-
-
-def find_theory(tables: Tables) -> Values:
-    names = {"real": "real rows", "late star": "rows made to fail"}
-    entries = []
-    for policy, case in (("heavy", "real"), ("h2o", "real"), ("heavy", "late star")):
-        group = where(tables["theory"], case=case, policy=policy)
-        passed, lowest = int(column(group, "holds").sum()), column(group, "lowest_ratio").min()
-        figures = {"passed": passed, "count": len(group), "lowest": lowest}
-        entries.append({"policy": policy, "rows": names[case], **figures})
-    return {"each": entries}
-
-
-def draw_theory_long(figure: Any, panels: list[Any], tables: Tables) -> None:
-    """Draw greedy eviction against the best set on the whole text; bands span the heads."""
-    draw_value(panels[0], tables["theory_long"], "ratio", "ratio")
-
-
-def find_theory_long(tables: Tables) -> Values:
-    entries = []
-    for policy in ("heavy", "h2o", "global"):
-        ratio = column(where(tables["theory_long"], policy=policy), "ratio")
-        entries.append({"policy": policy, "mean": ratio.mean(), "lowest": ratio.min()})
-    return {"each": entries}
-
-
-def draw_theory_mass(figure: Any, panels: list[Any], tables: Tables) -> None:
-    axes, rows = panels[0], tables["theory_mass"]
-    for index, name in enumerate(("heavy", "h2o", "belady", "best")):
-        cases, means = mean_by(rows, "case", name)
-        colour = STYLES.get(name, {"color": GREY})["color"]
-        x, label = np.arange(len(cases)) + 0.2 * (index - 1.5), LABELS.get(name, name)
-        axes.bar(x, 100 * means, 0.18, color=colour, label=label)
-    axes.set_xticks(range(len(cases)), cases)
-    axes.grid(axis="x", visible=False)
-
-
-def find_theory_mass(tables: Tables) -> Values:
-    names = ("heavy", "h2o", "belady", "best")
-    rows = where(tables["theory_mass"], case="real")
-    return {name: percent(_mean(rows, name)) for name in names}
 
 
 def draw_neurons(figure: Any, panels: list[Any], tables: Tables) -> None:

@@ -16,7 +16,6 @@ import torch
 import h2okv
 from h2okv.cache.support import context_window
 from h2okv.config import CacheConfig, Positions
-from h2okv.console import check_minimum
 from h2okv.engine.memory import available_bytes
 from h2okv.offload.profile import Clock
 from h2okv.records import unknown_name
@@ -33,7 +32,7 @@ from h2okv_lab.benchmarking.caches import (
 )
 from h2okv_lab.benchmarking.model import Footprint, ModelSource, speedup_limit
 from h2okv_lab.benchmarking.results import interleaved, quartiles, ratios, triple
-from h2okv_lab.tables import Row, check_distinct
+from h2okv_lab.tables import Row, check_distinct, check_minimum
 
 
 @dataclass(frozen=True)

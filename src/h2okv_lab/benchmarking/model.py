@@ -140,7 +140,8 @@ class Footprint:
     def full_bytes(self, batch: int, length: int) -> int:
         """Return the bytes of a full cache."""
         memory = self.memory()
-        return batch * int(memory.kv_bytes(length) + self._window_bytes(memory, length))
+        slots = memory.num_slot_layers * length * memory.num_kv_heads * memory.slots.entry
+        return batch * (slots + self._window_bytes(memory, length))
 
     def h2o_bytes(self, batch: int, entries: int, length: int, kv_bits: int | None = None) -> int:
         """Return the bytes of an H2O cache with its scores and positions."""

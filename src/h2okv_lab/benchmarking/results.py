@@ -1,16 +1,15 @@
-"""Samples as medians with quartiles, rows of results, their tables and their plot."""
+"""Samples as medians with quartiles, rows of results, and their tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy
 
 from h2okv.console import format_number, format_table
-from h2okv_lab.tables import COLOURS, MARKERS, Row, new_figure, save_figure
+from h2okv_lab.tables import Row
 
 _T = TypeVar("_T")
 
@@ -118,50 +117,3 @@ def _table(cells: Mapping[str, Cell], rows: Sequence[Row]) -> str:
     texts = {heading: [cell(row) for row in rows] for heading, cell in cells.items()}
     shown = {heading: column for heading, column in texts.items() if set(column) != {_NONE}}
     return format_table(list(shown), zip(*shown.values(), strict=True), ("cache",))
-
-
-def plot_roofline(path: Path, rows: Sequence[Row]) -> None:
-    """Plot steps by context and, dashed, the time of reading, per dtype and batch."""
-    timed = [row for row in rows if row["decode"] is not None]
-    panels = list(dict.fromkeys((row["dtype"], row["batch"]) for row in timed))
-    columns = min(3, len(panels))
-    lines = -(-len(panels) // columns)
-    figure = new_figure(5 * columns + 1, 4 * lines)
-    grid = figure.subplots(lines, columns, squeeze=False)
-    labels = list(dict.fromkeys(map(_label, timed)))
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        shown = [row for row in timed if (row["dtype"], row["batch"]) == panel]
-        for number, label in enumerate(labels):
-            _draw(axes, [row for row in shown if _label(row) == label], label, number)
-        axes.set(
-            title=f"{panel[0]}, batch {panel[1]}", xlabel="context, tokens",
-            ylabel="decode step, ms (dashed: limit)", xticks=sorted({r["context"] for r in shown}),
-        )  # fmt: skip
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.grid(alpha=0.3)
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
-    grid.flat[0].legend(loc="best", fontsize="small")
-    title = f"{timed[0]['model']}, {timed[0]['positions']} positions"
-    figure.suptitle(title, fontsize="small", wrap=True)
-    save_figure(figure, path)
-
-
-def _draw(axes: Any, rows: Sequence[Row], label: str, number: int) -> None:
-    """Draw one cache's points and its limit; mutates the axes."""
-    rows = sorted(rows, key=lambda row: row["context"])
-    contexts = [row["context"] for row in rows]
-    medians, lower, upper = (
-        1e3 * numpy.array([row[name] for row in rows]) for name in triple("decode")
-    )
-    colour = COLOURS[number % len(COLOURS)]
-    axes.errorbar(
-        contexts, medians, yerr=(medians - lower, upper - medians), label=label, color=colour,
-        marker=MARKERS[number % len(MARKERS)], capsize=3, linewidth=1,
-    )  # fmt: skip
-    # A single context has no line; a short dash shows its limit.
-    axes.plot(
-        contexts, [1e3 * row["step_bytes"] / row["bandwidth"] for row in rows], color=colour,
-        linestyle="--", marker="_" if len(rows) == 1 else "", markersize=14, linewidth=1,
-    )  # fmt: skip

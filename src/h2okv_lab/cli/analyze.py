@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from h2okv.cli import args, readers
 from h2okv.cli.args import ModelOptions, Typed, option
 from h2okv.config import CacheConfig
-from h2okv.console import INTERRUPTED, Progress, check_minimum, write_remark, write_text
+from h2okv.console import INTERRUPTED, Progress, write_remark, write_text
 from h2okv.records import atomic_write, refusing, unknown_name
 from h2okv_lab.cli import options
+from h2okv_lab.tables import check_minimum
 
 if TYPE_CHECKING:
     import torch

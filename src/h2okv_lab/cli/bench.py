@@ -66,13 +66,8 @@ def bench(
     compiled: bool = option(False, "Compile decode steps of static and h2o.", "--compile"),
     memory: Typed = option(None, "Find the largest batch in it: 8GiB.", read=readers.memory),
     csv: Path | None = options.ROWS,
-    plot: Path | None = option(
-        None, "Plot decode steps: .png, .svg or .pdf.", read=options.picture
-    ),
     as_json: bool = JSON,
 ) -> int:
-    if plot is not None and memory is not None:
-        raise ValueError("--plot draws steps by context, not --memory; leave one of them out")
     import torch
 
     from h2okv.calibration.layer_budgets import even_budgets
@@ -108,8 +103,6 @@ def bench(
             write_remark(line)
         if bandwidth is not None:
             write_remark(f"memory bandwidth measured: {bandwidth / 1e9:.1f} GB/s")
-    if plot is not None and any(row["decode"] is not None for row in measured):
-        results.plot_roofline(plot, measured)
     return code
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import h2okv
 from h2okv.cli import args, readers
@@ -24,42 +25,16 @@ from h2okv_lab.cli import options
 
 if TYPE_CHECKING:
     from h2okv.models.loading import Described
-    from h2okv_lab.evaluation.streaming import ConversationSource, Step, Stream, TextSource
+    from h2okv_lab.evaluation.streaming import ConversationSource, Stream, StreamFile, TextSource
 
-_ROWS_A_CHECKPOINT = 10
 _ROW = 1000  # tokens of a text between two rows
 _BLOCK = 64  # tokens of input in one forward
 _NO_WINDOW = 8192  # replaces the context window of a model without one
 
 
-@dataclass(frozen=True)
-class Files:
-    """Output files of a stream; the fields are the command's options."""
-
-    csv: Path | None = option(None, "Write the rows to this file.", read=readers.writable)
-    plot: Path | None = option(None, "Plot them: .png, .svg or .pdf.", read=options.picture)
-    checkpoint: Path | None = option(None, "Save the state, each 10 rows.", read=readers.writable)
-    resume: bool = option(False, "Continue from --checkpoint.", "--resume")
-
-    def __post_init__(self) -> None:
-        if self.resume and self.checkpoint is None:
-            raise ValueError("--resume needs --checkpoint FILE, the file to continue from")
-        if not self.resume and self.checkpoint is not None and self.checkpoint.exists():
-            raise ValueError(f"'{self.checkpoint}' exists already; add --resume, or move it away")
-        if self.resume and self.checkpoint is not None and not self.checkpoint.is_file():
-            raise ValueError(
-                f"--checkpoint '{self.checkpoint}' does not exist, so there is nothing to resume;"
-                " omit --resume"
-            )
-
-
-_FILES: Any = args.Bundle(Files)
-
-
 def stream(
     choice: args.Choice = args.cache_options("25%", "h2o", min_tokens=0),
     model: ModelOptions = args.model_options(),
-    files: Files = _FILES,
     text: Path | None = option(None, "Text to read and score.", read=readers.readable),
     input: Path | None = option(
         None, 'JSONL of {"turns": ..} or {"messages": ..}.', read=readers.readable
@@ -69,6 +44,8 @@ def stream(
     every: int | None = option(
         None, "Tokens between rows (1000; with --input a turn).", read=readers.count
     ),
+    csv: Path | None = option(None, "Write the rows to this file.", read=readers.writable),
+    plot: Path | None = option(None, "Plot them: .png, .svg or .pdf.", read=options.picture),
     as_json: bool = JSON,
 ) -> int:
     if (text is None) == (input is None):
@@ -77,9 +54,11 @@ def stream(
     wording = None if text is None else read_text_file(text)
     from h2okv.cache.support import context_window
     from h2okv.calibration.layer_budgets import with_measured_budgets
+    from h2okv_lab.evaluation.plots import plot_stream
     from h2okv_lab.evaluation.streaming import (
         ConversationSource,
         Stream,
+        StreamFile,
         StreamSettings,
         TextSource,
     )
@@ -110,72 +89,58 @@ def stream(
         source = ConversationSource(input, tokenizer, vocab_size)
     loaded = model.load(described)
     cache = with_measured_budgets(cache, loaded, described)
-    scoring = None if cache.scoring == "sum" else cache.scoring
-    identity = {**cache.to_record(), "scoring": scoring}
-    if files.resume and files.checkpoint is not None:
-        running = Stream.resume(loaded, files.checkpoint, source, settings, identity)
-    else:
-        h2o_cache = h2okv.H2OCache.from_config(loaded, cache)
-        running = Stream(loaded, h2o_cache, source, settings, identity)
-    code = _run(running, described, cache.label, files, as_json)
+    h2o_cache = h2okv.H2OCache.from_config(loaded, cache)
+    running = Stream(loaded, h2o_cache, source, settings)
+    rows = None if csv is None else StreamFile(csv)
+    try:
+        ended = _run(running, described, rows, shows_answers=not as_json)
+    finally:
+        if rows is not None:
+            rows.close()
+    drawn = running.all_rows() if ended else running.rows
+    if plot is not None and drawn:
+        plot_stream(plot, drawn, described.context, f"{described.name}: {cache.label}")
+    write_remark(_summary(running))
+    if not ended:
+        write_remark("stopped before the end; the same command begins again at the start")
     if as_json:
-        rows = [row._asdict() for row in running.all_rows()]
-        write_json({**identity, "tokens": running.state.position, "rows": rows})
-    return code
+        scoring = None if cache.scoring == "sum" else cache.scoring
+        fields = {**cache.to_record(), "scoring": scoring, "tokens": running.position}
+        write_json({**fields, "rows": [row._asdict() for row in running.all_rows()]})
+    return 0 if ended else INTERRUPTED
 
 
-def _run(running: Stream, described: Described, label: str, files: Files, as_json: bool) -> int:
-    """Run the stream, write its files and its summary; return the exit code."""
-    from h2okv_lab.evaluation.plots import plot_stream
-    from h2okv_lab.evaluation.streaming import StreamFile, TextSource, run_stream
+def _run(
+    running: Stream, described: Described, rows: StreamFile | None, shows_answers: bool
+) -> bool:
+    """Read the stream, write its rows and show its answers; return whether it came to its end."""
+    from h2okv_lab.evaluation.streaming import TextSource
 
-    source, state, total = running.source, running.state, running.settings.tokens
+    source, total = running.source, running.settings.tokens
     if isinstance(source, TextSource):
         total = source.num_tokens if total is None else min(total, source.num_tokens)
-    rows = None
-    if files.csv is not None:
-        rows = StreamFile(files.csv, state.rows if files.resume else None)
-    with Interrupt() as interrupt, Progress("streaming", total, "tokens") as progress:
-
-        def on_step(step: Step) -> None:
-            if progress.is_drawn:
-                last = f" | last row {perplexity(state.rows[-1].nll)}" if state.rows else ""
-                progress.update(state.position, note=_summary(running) + last)
-            if step.answer is not None and not as_json:
-                answer = described.tokenizer.decode(list(step.answer), skip_special_tokens=True)
-                location = f"sample {state.sample + 1}, answer {state.segment + 1}"
-                write_text(f"--- {location} ---\n{answer}\n")
-
-        try:
-            ended = run_stream(
-                running,
-                rows=rows,
-                checkpoint=files.checkpoint,
-                save_every=_ROWS_A_CHECKPOINT * (running.settings.every or _ROW),
-                should_stop=lambda: interrupt.requested,
-                on_step=on_step,
-            )
-        except KeyboardInterrupt:  # the second Ctrl-C, which does not wait for the block
-            ended = False
-        finally:
+    with (
+        Interrupt() as interrupt,
+        Progress("streaming", total, "tokens") as progress,
+        suppress(KeyboardInterrupt),  # the second Ctrl-C, which does not wait for the block
+        closing(running.blocks()) as blocks,  # closing restores the model's attention
+    ):
+        for step in blocks:
             if rows is not None:
-                rows.close()
-    drawn = running.all_rows() if ended else state.rows
-    if files.plot is not None and drawn:
-        plot_stream(files.plot, drawn, described.context, f"{described.name}: {label}")
-    write_remark(_summary(running))
-    if ended:
-        return 0
-    message = "stopped; with --checkpoint FILE a stream can be resumed"
-    if files.checkpoint is not None:
-        message = "stopped before the first checkpoint, so there is nothing to resume"
-        if files.checkpoint.exists():
-            message = (
-                f"stopped at token {state.position}; continue with the same command and --resume"
-                f" (the checkpoint is '{files.checkpoint}')"
-            )
-    write_remark(message)
-    return INTERRUPTED
+                rows.extend(step.rows)
+            if progress.is_drawn:
+                last = f" | last row {perplexity(running.rows[-1].nll)}" if running.rows else ""
+                progress.update(running.position, note=_summary(running) + last)
+            if step.answer is not None and shows_answers:
+                answer = described.tokenizer.decode(list(step.answer), skip_special_tokens=True)
+                location = f"sample {running.sample + 1}, answer {running.segment + 1}"
+                write_text(f"--- {location} ---\n{answer}\n")
+            if interrupt.requested:
+                return False
+        if rows is not None:
+            rows.extend(running.all_rows()[len(running.rows) :])
+        return True
+    return False
 
 
 def perplexity(nll: float) -> str:
@@ -186,12 +151,12 @@ def _summary(running: Stream) -> str:
     """Return tokens, perplexity, speed and memory so far."""
     from h2okv.engine.memory import resident_bytes
 
-    state, resident = running.state, resident_bytes()
-    figures = [f"{state.position} tokens"]
-    if state.position:
-        figures.append(f"perplexity {perplexity(state.total_nll / state.position)}")
-    if state.seconds:
-        figures.append(f"{state.position / state.seconds:,.0f} tokens/s")
+    resident = resident_bytes()
+    figures = [f"{running.position} tokens"]
+    if running.position:
+        figures.append(f"perplexity {perplexity(running.total_nll / running.position)}")
+    if running.seconds:
+        figures.append(f"{running.position / running.seconds:,.0f} tokens/s")
     figures.append(f"cache {format_bytes(running.cache.nbytes)}")
     if resident is not None:
         figures.append(f"process {format_bytes(resident)}")

@@ -15,12 +15,11 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from h2okv.cache.checkpoint import CONTRACT
 from h2okv.config import CacheConfig
-from h2okv.console import check_minimum, write_remark
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.records import Record, ResultFile, check_settings
 from h2okv_lab import tables
 from h2okv_lab.evaluation.model import Answer, ModelUnderTest, Prompt, answer_batch, make_cache
-from h2okv_lab.tables import Entry, markdown_table
+from h2okv_lab.tables import Entry, check_minimum, markdown_table
 
 Configs = Sequence[CacheConfig]
 Result = Mapping[str, Any]  # of one sample: JSON values by name
@@ -159,13 +158,8 @@ class GenerationTask(Task):
         """Score an answer."""
 
     def identity(self) -> Mapping[str, Any]:
-        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
-        for name in SAMPLING:
-            value = getattr(self._params, name)
-            # Leave out other defaults: result files from before these options stay valid.
-            if name in ("temperature", "top_p") or value != getattr(SamplingParams, name):
-                options[name] = value
-        return options
+        options = {name: getattr(self._params, name) for name in SAMPLING}
+        return {"max_new_tokens": self.max_new_tokens, **options}
 
     def prepare(self, model: ModelUnderTest, configs: Configs) -> None:
         self._encoded: list[Prompt] = []
@@ -202,7 +196,6 @@ def sample_seed(seed: int, sample: int) -> int:
 
 
 FULL = "full"
-_RULE = "rule"  # its version is 1 in files that do not name it
 
 
 @dataclass(frozen=True)
@@ -254,8 +247,6 @@ class SampleFile(ResultFile):
             self._current = fields["versions"]
         elif "identity" in fields:
             self._identities[fields["run"]] = fields["identity"]
-            self._results.pop(fields["run"], None)  # of an earlier rule
-            self._versions.pop(fields["run"], None)
         elif fields["run"] not in self._identities:
             entry.refuse("run", f"is {fields['run']!r}, which no earlier line describes")
         else:
@@ -266,12 +257,6 @@ class SampleFile(ResultFile):
 
     def open_run(self, run: str, identity: Mapping[str, Any]) -> None:
         saved = self._identities.get(run)
-        if saved is not None and saved.get(_RULE, 1) != identity.get(_RULE, 1):
-            count = len(self._results[run])
-            write_remark(
-                f"note: {count} samples of {run} are of an earlier rule, and measured again"
-            )
-            saved = None
         if saved is not None:
             check_settings(saved, identity, f"'{self.path}': {run}")
         else:
@@ -310,7 +295,7 @@ class Evaluation:
         self._identity = model.identity()
         for run in runs:
             identity = {**self._identity, **run.columns(), **run.task.identity()}
-            rule = {} if run.config.is_full else {_RULE: CONTRACT}
+            rule = {} if run.config.is_full else {"rule": CONTRACT}
             file.open_run(run.label, identity | rule)
 
     @property

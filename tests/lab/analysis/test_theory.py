@@ -13,6 +13,7 @@ from hypothesis_examples import examples
 from h2okv.budget import TokenBudget
 from h2okv_lab.analysis.attention_stats import of_layers
 from h2okv_lab.analysis.eviction_trace import entries_after, follow
+from h2okv_lab.analysis.study import Study
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 pytest.importorskip("theory", reason="the benchmarks are not beside these tests")
@@ -27,7 +28,10 @@ from theory import (  # noqa: E402
     best_value,
     cache_sets,
     check_bound,
+    draw,
     informed_sets,
+    measure_long,
+    measure_theory,
     real_cases,
     retained_mass,
     set_values,
@@ -170,3 +174,12 @@ def test_real_rows_are_the_models(model, sample, attention):
     names = {"case": "real", "layer": 1, "head": 1, "excerpt": 0}
     (first,) = [logits for columns, logits in cases if columns == names]
     np.testing.assert_allclose(attention_rows(first), attention[1, 2:, :10, :10], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_tables_are_drawn(model, sample, tmp_path):
+    study = Study(model, sample)
+    tables = measure_theory(study) | measure_long(study)
+    draw(tables, tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"theory.png", "theory_mass.png", "theory_long.png"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from h2okv_lab.evaluation.streaming import COLUMNS, StreamRow
+from h2okv_lab.evaluation.streaming import StreamRow
 from h2okv_lab.tables import read_csv
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def stream(h2okv_command, model_folder):
 
 
 def read_rows(path):
-    return [StreamRow(**cells) for cells in read_csv(path, COLUMNS)]
+    return [StreamRow(**cells) for cells in read_csv(path)]
 
 
 def nlls(path):
@@ -124,16 +124,6 @@ def test_the_default_budget_is_a_fraction_of_the_window(stream, book, tmp_path):
     assert size() == size("--budget", "12.5%+0.125")  # of the context window
 
 
-def test_resuming_a_finished_stream_changes_nothing(stream, book, tmp_path):
-    rows, saved = tmp_path / "rows.csv", tmp_path / "saved"
-    args = ("--text", book, "--tokens", 100, "--csv", rows, "--every", 30, "--checkpoint", saved)
-    stream(*args)
-    before = nlls(rows)
-    assert [position for position, _ in before] == [30, 60, 90, 100]
-    assert stream(*args, "--resume").code == 0
-    assert nlls(rows) == before
-
-
 def test_learned_positions_end_with_the_window(stream, book, model_folder, tmp_path):
     config = OPTConfig(
         vocab_size=300, hidden_size=32, ffn_dim=32, num_hidden_layers=1, num_attention_heads=2,
@@ -149,7 +139,7 @@ def test_learned_positions_end_with_the_window(stream, book, model_folder, tmp_p
 
     for args, complaint in [
         ((), "'opt' has no rotary positions"),
-        (("--policy", "full"), "learned positions for 64 tokens, and the stream needs 96"),
+        (("--policy", "full"), "learned positions for 64 tokens, and the stream needs 100"),
     ]:
         outcome = call(*args)
         assert (outcome.code, outcome.err.count("\n")) == (2, 1)
@@ -177,30 +167,12 @@ def test_bad_sources_are_one_sentence(stream, book, chats, tmp_path):
 
 
 def test_existing_files_are_not_overwritten(stream, book, tmp_path):
-    for option in ("--csv", "--checkpoint"):
-        path = tmp_path / "precious"
-        path.write_text("precious")
-        outcome = stream("--text", book, "--tokens", 50, option, path)
-        assert outcome.code == 2
-        assert "exists already" in outcome.err
-        assert path.read_text() == "precious"
-
-
-def test_a_checkpoint_of_another_stream_is_refused(stream, book, save_model, tmp_path):
-    saved = tmp_path / "saved"
-    args = ("--text", book, "--tokens", 50, "--checkpoint", saved)
-    assert stream(*args).code == 0
-    for more, complaint in [
-        (("--policy", "recent"), "begun with policy h2o, not recent"),
-        (("--budget", "17+16"), "begun with heavy 16, not 17"),
-        (("--dtype", "bfloat16"), "saved in torch.float32 and the model is in torch.bfloat16"),
-    ]:
-        outcome = stream(*args, "--resume", *more)
-        assert (outcome.code, outcome.err.count("\n")) == (2, 1)
-        assert complaint in outcome.err
-    assert "another model" in stream(*args, "--resume", model=save_model(context=512)).err
-    book.write_text("another text, long enough to be read")
-    assert "begun with text" in stream(*args, "--resume").err
+    path = tmp_path / "precious"
+    path.write_text("precious")
+    outcome = stream("--text", book, "--tokens", 50, "--csv", path)
+    assert outcome.code == 2
+    assert "exists already" in outcome.err
+    assert path.read_text() == "precious"
 
 
 def test_the_extra_for_pictures_is_named_before_the_run(stream, book, tmp_path, monkeypatch):
@@ -243,23 +215,18 @@ def wait_for_rows(path, process, count):
         time.sleep(0.02)
 
 
-def test_a_killed_stream_resumes_without_lost_or_duplicate_rows(start, stream, tmp_path, prompt):
+def test_a_killed_stream_leaves_its_rows(start, stream, tmp_path, prompt):
     book = tmp_path / "book.txt"
     book.write_text(prompt * 2000, encoding="utf-8")
-    rows, saved, uninterrupted = (tmp_path / name for name in ("rows.csv", "saved", "whole.csv"))
-    args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved)
-    process = start(*args)
+    rows, uninterrupted = tmp_path / "rows.csv", tmp_path / "whole.csv"
+    args = ("--text", book, "--every", 20)
+    process = start(*args, "--csv", rows)
     wait_for_rows(rows, process, 20)
     process.kill()
     process.communicate(timeout=WAIT)
-    rows_before = nlls(rows)
-    assert len(rows_before) >= 20
-    length = rows_before[-1][0] + 300
-    assert stream(*args, "--resume", "--tokens", length).code == 0
-    whole_args = ("--text", book, "--every", 20, "--csv", uninterrupted, "--tokens", length)
-    assert stream(*whole_args).code == 0
-    assert nlls(rows) == nlls(uninterrupted)
-    assert nlls(rows)[: len(rows_before)] == rows_before
+    before = nlls(rows)
+    assert stream(*args, "--csv", uninterrupted, "--tokens", before[-1][0] + 8).code == 0
+    assert before == nlls(uninterrupted)[: len(before)]  # the last block is short
 
 
 @pytest.fixture
@@ -281,41 +248,27 @@ def control_c(monkeypatch):
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_finishes_the_block_and_saves(stream, book, tmp_path, control_c):
-    rows, saved, uninterrupted = (tmp_path / name for name in ("rows.csv", "saved", "whole.csv"))
+def test_ctrl_c_finishes_the_block(stream, book, tmp_path, control_c):
+    rows, uninterrupted = tmp_path / "rows.csv", tmp_path / "whole.csv"
     picture = tmp_path / "rows.png"
-    args = ("--text", book, "--every", 20, "--csv", rows, "--checkpoint", saved, "--plot", picture)
+    args = ("--text", book, "--every", 20)
     control_c(13)
-    outcome = stream(*args)
+    outcome = stream(*args, "--csv", rows, "--plot", picture)
     assert (outcome.code, outcome.out) == (130, "")
-    assert outcome.err.splitlines()[1] == (
-        "stopped at token 104; continue with the same command and --resume"
-        f" (the checkpoint is '{saved}')"
-    )
+    summary, remark = outcome.err.splitlines()
+    assert summary.startswith("104 tokens | ")
+    assert remark == "stopped before the end; the same command begins again at the start"
     assert [row.position for row in read_rows(rows)] == [20, 40, 60, 80, 100]
     assert picture.exists()
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    assert stream(*args, "--resume", "--tokens", 200).code == 0
-    assert stream("--text", book, "--every", 20, "--csv", uninterrupted, "--tokens", 200).code == 0
-    assert nlls(rows) == nlls(uninterrupted)
+    assert stream(*args, "--csv", uninterrupted, "--tokens", 104).code == 0
+    assert nlls(rows) == nlls(uninterrupted)[:5]
 
 
 def test_a_second_ctrl_c_does_not_wait(stream, book, tmp_path, control_c):
-    rows, saved = tmp_path / "rows.csv", tmp_path / "saved"
-    args = ("--text", book, "--every", 5, "--csv", rows, "--checkpoint", saved)
+    rows = tmp_path / "rows.csv"
     control_c(13, times=2)
-    outcome = stream(*args)
+    outcome = stream("--text", book, "--every", 5, "--csv", rows)
     assert outcome.code == 130
-    assert len(read_rows(rows)) > 10
-    assert stream(*args, "--resume", "--tokens", 100).code == 0
-    assert [position for position, _ in nlls(rows)] == list(range(5, 101, 5))
-
-
-def test_ctrl_c_without_a_checkpoint_names_the_option(stream, book, tmp_path, control_c):
-    control_c(13)
-    outcome = stream("--text", book, "--every", 20)
-    assert outcome.code == 130
-    assert "with --checkpoint FILE a stream can be resumed" in outcome.err
-    control_c(14, times=2)
-    outcome = stream("--text", book, "--checkpoint", tmp_path / "saved")
-    assert "stopped before the first checkpoint" in outcome.err
+    assert outcome.err.startswith("96 tokens | ")
+    assert [position for position, _ in nlls(rows)] == list(range(5, 96, 5))

@@ -18,8 +18,6 @@ TEMPLATE = (
 class SegmentSource:
     """Samples that are lists of (tokens, whether the model answers)."""
 
-    digest = "segments"
-
     def __init__(self, samples):
         self.samples = samples
 
@@ -42,7 +40,7 @@ def segments():
 
 @pytest.fixture
 def text_source():
-    return TextSource(draw(331), "text")
+    return TextSource(draw(331))
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from contextlib import suppress
 import pytest
 from rouge_score.rouge_scorer import RougeScorer
 
+from h2okv.cache.checkpoint import CONTRACT
 from h2okv.config import CacheConfig
 from h2okv_lab.evaluation.task import Evaluation, Run, SampleFile, TextPrompt
 from h2okv_lab.evaluation.tasks.generation import Summarization
@@ -63,22 +64,13 @@ def test_a_resumed_run_gives_the_same_results(subject, make_task, tmp_path, temp
     assert resumed == uninterrupted
 
 
-def test_samples_of_an_earlier_rule_are_measured_again(subject, make_task, tmp_path, capsys):
+def test_samples_of_an_earlier_rule_are_refused(subject, make_task, tmp_path):
     path, task = tmp_path / "a", make_task(limit=2)
-    rows, count = evaluate(subject, path, task)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for line in lines:  # as files were before they named the rule
-        line.get("identity", {}).pop("rule", None)
-        if "result" in line:
-            line["result"]["rouge1"] = 7
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    again, count = evaluate(subject, path, task)
-    assert count == 2  # a full cache has no rule
-    assert again["words: h2o:16"] == rows["words: h2o:16"]
-    assert again["words: full"]["rouge1"] == 7 != rows["words: full"]["rouge1"]
-    remarks = capsys.readouterr().err
-    assert remarks.count("measured again") == 1 and "words: h2o:16" in remarks
-    assert evaluate(subject, path, task) == (again, 0)
+    evaluate(subject, path, task)
+    text = path.read_text()
+    path.write_text(text.replace(f'"rule": {CONTRACT}', f'"rule": {CONTRACT - 1}'))
+    with pytest.raises(ValueError, match=f"begun with rule {CONTRACT - 1}, not {CONTRACT}"):
+        evaluate(subject, path, task)
 
 
 def test_two_runs_with_one_seed_agree_and_others_differ(subject, make_task, tmp_path):

@@ -75,15 +75,6 @@ def test_bos_appears_once_per_conversation(conversations, plain_tokenizer, chat_
     assert source[0][0].answers
 
 
-def test_a_source_s_digest_depends_on_its_content(conversations, plain_tokenizer, tmp_path):
-    source = ConversationSource(conversations, plain_tokenizer, VOCAB)
-    other = tmp_path / "other.jsonl"
-    other.write_text('{"turns": ["one", "three"]}', encoding="utf-8")
-    assert source.digest != ConversationSource(other, plain_tokenizer, VOCAB).digest
-    a, b, c = (TextSource.of_text(text, plain_tokenizer, VOCAB) for text in ("one", "one", "two"))
-    assert a.digest == b.digest != c.digest
-
-
 def test_a_text_begins_as_the_tokenizer_lets_it(plain_tokenizer):
     source = TextSource.of_text("It was late.", plain_tokenizer, VOCAB)
     assert source.ids[0] == plain_tokenizer.bos_token_id

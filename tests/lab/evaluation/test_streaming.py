@@ -10,13 +10,11 @@ import torch.nn.functional as F
 import h2okv
 from h2okv.engine.memory import resident_bytes
 from h2okv_lab.evaluation.streaming import (
-    COLUMNS,
     Stream,
     StreamFile,
     StreamRow,
     StreamSettings,
     TextSource,
-    run_stream,
 )
 from h2okv_lab.tables import read_csv
 
@@ -43,8 +41,8 @@ def drain(stream):
     for step in stream.blocks():
         rows += step.rows
         answers += [step.answer] if step.answer else []
-    assert rows == stream.state.rows[len(stream.state.rows) - len(rows) :]
-    return rows + stream.all_rows()[len(stream.state.rows) :], answers
+    assert rows == stream.rows[len(stream.rows) - len(rows) :]
+    return rows + stream.all_rows()[len(stream.rows) :], answers
 
 
 def nlls(rows):
@@ -61,7 +59,7 @@ def test_a_wide_budget_scores_as_the_model_without_a_cache(begin, text_source):
     assert [row.position for row in rows] == [100, 200, 300, 330]
     for row, chunk in zip(rows, expected.split(100), strict=True):
         assert row.nll == pytest.approx(chunk.mean().item(), abs=1e-5)
-    assert stream.state.total_nll == pytest.approx(expected.sum().item(), rel=1e-6)
+    assert stream.total_nll == pytest.approx(expected.sum().item(), rel=1e-6)
     assert stream.model.config._attn_implementation == "sdpa"
 
 
@@ -100,7 +98,7 @@ def test_the_limit_ends_a_stream_within_a_block(begin, text_source):
     stream = begin(text_source, StreamSettings(block=16, every=20, tokens=50))
     rows, _ = drain(stream)
     assert [row.position for row in rows] == [20, 40, 50]
-    assert stream.cache.num_seen_tokens == stream.state.position == 50
+    assert stream.cache.num_seen_tokens == stream.position == 50
 
 
 def test_stream_answers_equal_generate_on_one_cache(begin, chat_source):
@@ -120,11 +118,11 @@ def test_stream_answers_equal_generate_on_one_cache(begin, chat_source):
                 expected.append(tuple(ids[-5:].tolist()))
     assert answers == expected
     # All but the last token went through the cache, and each was scored once.
-    assert stream.cache.num_seen_tokens == stream.state.position == len(ids) - 1
+    assert stream.cache.num_seen_tokens == stream.position == len(ids) - 1
     with torch.no_grad():
         logits = stream.model(ids[None, :-1], use_cache=False).logits[0]
     total = F.cross_entropy(logits, ids[1:], reduction="sum").item()
-    assert stream.state.total_nll == pytest.approx(total, rel=1e-5)
+    assert stream.total_nll == pytest.approx(total, rel=1e-5)
 
 
 def test_an_end_token_ends_the_answer_and_is_read_once(begin, segments):
@@ -143,7 +141,7 @@ def test_an_end_token_ends_the_answer_and_is_read_once(begin, segments):
     first = free.index(end) + 1
     assert answers[0] == free[:first]
     # The question, the answer with its end token once, the next question's rest, and an answer.
-    assert stream.state.position == 20 + first + 2 + len(answers[1]) - 1
+    assert stream.position == 20 + first + 2 + len(answers[1]) - 1
 
 
 def test_a_row_is_a_turn_and_scores_what_the_model_was_given(begin, chat_source):
@@ -163,111 +161,6 @@ def test_a_row_is_a_turn_and_scores_what_the_model_was_given(begin, chat_source)
     assert [row.position for row in rows] == ends
 
 
-@pytest.mark.parametrize("every", [15, None])
-@pytest.mark.parametrize("policy", ["h2o", "random", "sink_recent", "full"])
-@pytest.mark.parametrize("kind", ["text_source", "chat_source"])
-def test_a_resumed_stream_is_bit_identical(begin, tmp_path, request, kind, policy, every):
-    source = request.getfixturevalue(kind)
-    positions = "original" if policy == "full" else "rolling"
-    budget = {"heavy": 8, "recent": 8, "policy": policy, "positions": positions}
-    settings = StreamSettings(block=8, every=every, max_new_tokens=6)
-    rows, answers = drain(begin(source, settings, budget))
-    stream = begin(source, settings, budget)
-    states, collected = [], []
-    for number, step in enumerate(stream.blocks()):
-        collected += [step.answer] if step.answer else []
-        if number % 4 == 3:
-            path = tmp_path / f"{number}.safetensors"
-            stream.save(path)
-            states.append((path, list(collected)))
-    assert len(states) > 5
-    for path, before in states:
-        resumed = Stream.resume(stream.model, path, source, settings)
-        earlier = list(resumed.state.rows)
-        later, more = drain(resumed)
-        assert nlls(earlier + later) == nlls(rows)
-        assert before + more == answers
-        assert resumed.state.total_nll == stream.state.total_nll
-
-
-@pytest.mark.parametrize("tokens", [3, 120, 125])
-def test_a_finished_stream_can_be_made_longer(begin, text_source, tmp_path, tokens):
-    path = tmp_path / "stream.safetensors"
-    rows, _ = drain(begin(text_source, StreamSettings(block=8, every=50)))
-    short = StreamSettings(block=8, every=50, tokens=tokens)
-    stream = begin(text_source, short)
-    assert run_stream(stream, checkpoint=path)
-    assert stream.state.position == tokens
-    if tokens < 8:
-        assert not path.exists()  # no block is complete
-        return
-    longer = Stream.resume(stream.model, path, text_source, StreamSettings(block=8, every=50))
-    assert run_stream(longer)
-    assert nlls(longer.all_rows()) == nlls(rows)
-
-
-def test_resuming_with_other_settings_is_refused(begin, text_source, tmp_path):
-    path = tmp_path / "stream.safetensors"
-    settings = StreamSettings(block=8, every=50, tokens=24)
-    stream = begin(text_source, settings, identity={"policy": "h2o"})
-    run_stream(stream, checkpoint=path)
-
-    def resume(source=text_source, settings=settings, identity=None):
-        identity = {"policy": "h2o"} if identity is None else identity
-        return Stream.resume(stream.model, path, source, settings, identity)
-
-    assert resume().state.position == 24
-    other = TextSource(text_source.ids, "another")
-    with pytest.raises(ValueError, match=r"begun with text text, not another"):
-        resume(source=other)
-    with pytest.raises(ValueError, match=r"begun with block 8, not 9"):
-        resume(settings=StreamSettings(block=9, every=50))
-    with pytest.raises(ValueError, match=r"begun with policy h2o, not recent"):
-        resume(identity={"policy": "recent"})
-
-
-def test_an_unusable_checkpoint_is_refused(begin, make_llama, text_source, tmp_path):
-    path = tmp_path / "stream.safetensors"
-    stream = begin(text_source, StreamSettings(tokens=80))
-    with pytest.raises(ValueError, match="does not exist; give a file"):
-        Stream.resume(stream.model, path, text_source, stream.settings)
-    run_stream(stream, checkpoint=path)
-    other = make_llama(layers=3)
-    with pytest.raises(ValueError, match="saved with another model"):
-        Stream.resume(other, path, text_source, stream.settings)
-    stream.cache.save(path)
-    with pytest.raises(ValueError, match="is not a stream's checkpoint"):
-        Stream.resume(stream.model, path, text_source, stream.settings)
-    stream.cache.save(path, notes={"stream": '{"version": 99}'})
-    with pytest.raises(ValueError, match="must be of version 2, got 99"):
-        Stream.resume(stream.model, path, text_source, stream.settings)
-    stream.cache.save(path, notes={"stream": '{"version": 2}'})
-    with pytest.raises(ValueError, match="is damaged"):
-        Stream.resume(stream.model, path, text_source, stream.settings)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="damaged"):
-        Stream.resume(stream.model, path, text_source, stream.settings)
-
-
-def test_a_stopped_stream_leaves_a_checkpoint_and_no_unfinished_row(begin, text_source, tmp_path):
-    path = tmp_path / "stream.safetensors"
-    stream = begin(text_source, StreamSettings(block=8, every=50))
-    assert not run_stream(stream, checkpoint=path, should_stop=lambda: stream.state.position >= 100)
-    assert stream.state.position == 104
-    resumed = Stream.resume(stream.model, path, text_source, stream.settings)
-    assert resumed.state.position == 104
-    assert [row.position for row in resumed.state.rows] == [50, 100]
-    assert stream.model.config._attn_implementation == "sdpa"
-
-
-def test_checkpoints_are_written_every_save_every_tokens(begin, text_source, tmp_path, monkeypatch):
-    stream = begin(text_source, StreamSettings(block=8, every=50))
-    saved = []
-    monkeypatch.setattr(Stream, "save", lambda self, path: saved.append(self.state.position))
-    run_stream(stream, checkpoint=tmp_path / "c", save_every=100)
-    assert saved == [104, 208, 312, 330]
-
-
 @pytest.mark.parametrize("name", ["block", "every", "tokens", "max_new_tokens"])
 def test_invalid_settings_are_refused(name):
     with pytest.raises(ValueError, match=r"0 is too few; give 1 or more"):
@@ -278,14 +171,14 @@ def test_a_text_of_one_token_cannot_be_scored():
     with pytest.raises(
         ValueError, match="the text must have at least 2 tokens to be scored, got 1"
     ):
-        TextSource(torch.tensor([5]), "text")
+        TextSource(torch.tensor([5]))
 
 
 ROWS = [StreamRow(100, 0.1 + 0.2, 0.0125, 1000, 50), StreamRow(200, 1 / 3, 0.25, None, 50)]
 
 
 def read_rows(path):
-    return [StreamRow(**cells) for cells in read_csv(path, COLUMNS)]
+    return [StreamRow(**cells) for cells in read_csv(path)]
 
 
 def test_rows_round_trip_exactly(tmp_path):
@@ -300,32 +193,13 @@ def test_rows_round_trip_exactly(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
 
 
-def test_resuming_drops_what_came_after_the_checkpoint(tmp_path):
-    path = tmp_path / "rows.csv"
-    file = StreamFile(path)
-    file.extend([*ROWS, StreamRow(250, 9.0, 1.0, 1, 1)])
-    file.close()
-    file = StreamFile(path, ROWS[:1])
-    file.extend(ROWS[1:])
-    file.close()
-    assert read_rows(path) == ROWS
-
-
-def test_a_lost_row_file_is_written_again(tmp_path):
-    path = tmp_path / "rows.csv"
-    StreamFile(path, ROWS).close()
-    assert read_rows(path) == ROWS
-
-
 def test_an_existing_file_is_not_overwritten(tmp_path):
     path = tmp_path / "rows.csv"
     StreamFile(path).close()
-    with pytest.raises(ValueError, match="exists already; add --resume"):
+    before = path.read_text()
+    with pytest.raises(ValueError, match="exists already; choose another name"):
         StreamFile(path)
-    path.write_text("name,age\nAnn,7\n")
-    with pytest.raises(ValueError, match="its first line must be position,nll"):
-        StreamFile(path, ROWS)
-    assert path.read_text() == "name,age\nAnn,7\n"
+    assert path.read_text() == before
 
 
 def test_an_unwritable_path_is_refused(tmp_path):

@@ -15,7 +15,6 @@ import torch
 
 from h2okv.cache import CACHE, H2OCache
 from h2okv.config import CacheConfig
-from h2okv.console import check_minimum
 from h2okv.engine.sampler import eos_token_ids
 from h2okv.integration.enable import enable, input_device
 from h2okv.provenance import digest
@@ -24,7 +23,7 @@ from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
 from h2okv_lab.evaluation.streaming import Conversation, read_conversations
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Score, Task
 from h2okv_lab.shared import SharedPrefill, shares_prompt
-from h2okv_lab.tables import Entry, read_jsonl
+from h2okv_lab.tables import Entry, check_minimum, read_jsonl
 
 Protocol = Literal["decode", "block"]
 DEFAULT_TEXTS = 8

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from h2okv.console import check_minimum, optional
+from h2okv.console import optional
 from h2okv.provenance import digest
 from h2okv.records import read_text_file
 from h2okv_lab.evaluation.model import Answer
 from h2okv_lab.evaluation.streaming import read_conversations
 from h2okv_lab.evaluation.task import GenerationTask, Result, Score, TextPrompt, mean
-from h2okv_lab.tables import Entry, read_jsonl
+from h2okv_lab.tables import Entry, check_minimum, read_jsonl
 
 _TOKENS = 64
 _TOKENS_OF_SEVERAL = 128

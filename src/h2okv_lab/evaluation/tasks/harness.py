@@ -15,7 +15,7 @@ from unittest.mock import patch
 from tqdm import tqdm
 
 from h2okv.config import CacheConfig
-from h2okv.console import check_minimum, optional
+from h2okv.console import optional
 from h2okv.provenance import digest
 from h2okv.records import refusing
 from h2okv_lab.evaluation.lm_eval import task_manager
@@ -23,6 +23,7 @@ from h2okv_lab.evaluation.lm_eval.scorer import Scorer
 from h2okv_lab.evaluation.model import ModelUnderTest, resolve_config
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Score, Task
 from h2okv_lab.shared import shares_prompt
+from h2okv_lab.tables import check_minimum
 
 # The harness's seed for the examples of a prompt; a run's seed is added to it.
 _FEWSHOT_SEED = 1234

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from h2okv.config import CacheConfig
-from h2okv.console import check_minimum
 from h2okv.provenance import digest
 from h2okv_lab.evaluation.model import ModelUnderTest, make_cache
-from h2okv_lab.evaluation.streaming import Stream, StreamSettings, TextSource, run_stream
+from h2okv_lab.evaluation.streaming import Stream, StreamSettings, TextSource
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Score, Task
+from h2okv_lab.tables import check_minimum
 
 # Tokens that are read before each eviction, unless the cache has a `block`.
 _BLOCK = 64
@@ -69,8 +69,9 @@ class Perplexity(Task):
         for (number, config), sample in product(enumerate(configs), samples):
             settings = StreamSettings(config.chunk or _BLOCK, self.every)
             cache = make_cache(_in_blocks(config), model.model, seed)
-            stream = Stream(model.model, cache, TextSource(self._ids[sample], ""), settings)
-            run_stream(stream)
+            stream = Stream(model.model, cache, TextSource(self._ids[sample]), settings)
+            for _ in stream.blocks():
+                pass
             rows = stream.all_rows()
             positions, nlls = [row.position for row in rows], [row.nll for row in rows]
             yield number, {sample: {"positions": positions, "nlls": nlls}}

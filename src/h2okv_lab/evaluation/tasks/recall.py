@@ -9,13 +9,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from h2okv.console import check_minimum, optional
+from h2okv.console import optional
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.provenance import digest
 from h2okv_lab.evaluation.model import ModelUnderTest, Prompt, answer_question
 from h2okv_lab.evaluation.task import CacheResults, Configs, Result, Task, TooLong
 from h2okv_lab.evaluation.tasks.generation import load_rouge
-from h2okv_lab.tables import check_distinct, read_jsonl
+from h2okv_lab.tables import check_distinct, check_minimum, read_jsonl
 
 Compression = Literal["query-aware", "query-agnostic"]
 # Whether the cache is compressed with the question at hand, or before it is known.
@@ -112,10 +112,8 @@ class Recall(QuestionTask):
 
     def identity(self) -> Mapping[str, Any]:
         content = repr([question[:3] for question in self.questions])
-        others = {"match": self.match, "stop": list(self.stop)}
-        usual = {"match": "all", "stop": ["\n"]}  # files from before these options stay valid
-        others = {name: value for name, value in others.items() if value != usual[name]}
-        return {"data": digest(content), "max_new_tokens": self.max_new_tokens, **others}
+        options = {"match": self.match, "stop": list(self.stop)}
+        return {"data": digest(content), "max_new_tokens": self.max_new_tokens, **options}
 
     def judge(self, text: str, answers: Sequence[str]) -> dict[str, float]:
         if self.match == "all":

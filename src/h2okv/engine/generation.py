@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -55,6 +54,7 @@ class Generation:
 
     @property
     def interrupted(self) -> bool:
+        """Whether Ctrl-C ended it."""
         return self.finish_reason == "interrupted"
 
     @property
@@ -248,22 +248,6 @@ def generate_once(
             return replace(generation.result(), finish_reason="interrupted")
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """Two token sequences, compared position by position."""
-
-    compared: int  # positions: the length of the longer sequence
-    equal: int
-    first_difference: int | None  # from 0
-    same_next_token: int | None = None  # see `count_same_choices`; None if not measured
-
-    @classmethod
-    def of(cls, tokens: Sequence[int], full: Sequence[int]) -> Agreement:
-        """Compare two sequences; positions of only one of them count as differences."""
-        same = [a == b for a, b in zip_longest(tokens, full)]
-        return cls(len(same), sum(same), same.index(False) if False in same else None)
-
-
 def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int | None:
     """Count the tokens of a text that a cache also ranks first, given the text before them.
 
@@ -281,10 +265,10 @@ def count_same_choices(job: Job, cache: Cache, token_ids: Sequence[int]) -> int 
 
 @dataclass
 class Comparison:
-    """Generations by label, the chosen cache's first, and their agreement with the full cache's."""
+    """Generations by label, the chosen cache's first; and of each the `count_same_choices`."""
 
     runs: dict[str, Generation] = field(default_factory=dict)
-    agreements: dict[str, Agreement] = field(default_factory=dict)
+    same_choices: dict[str, int | None] = field(default_factory=dict)  # None: not counted
     interrupted: bool = False
 
 
@@ -306,7 +290,7 @@ def generate_and_compare(
             write("\n\n" if baselines is not None else "\n")
             if FULL in comparison.runs:
                 compared = cache.label if label == FULL else label
-                _record_agreement(job, comparison, compared, make[compared]())
+                _count_same(job, comparison, compared, make[compared]())
             if run.interrupted:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
@@ -314,14 +298,12 @@ def generate_and_compare(
     return comparison
 
 
-def _record_agreement(job: Job, comparison: Comparison, label: str, cache: Cache) -> None:
-    full = comparison.runs[FULL]
-    agreement = Agreement.of(comparison.runs[label].token_ids, full.token_ids)
-    comparison.agreements[label] = agreement  # kept if Ctrl-C interrupts the count below
+def _count_same(job: Job, comparison: Comparison, label: str, cache: Cache) -> None:
+    full, counts = comparison.runs[FULL], comparison.same_choices
+    counts[label] = None  # Ctrl-C may interrupt the count
     # With sampling the full cache itself does not rank all tokens of its text first.
     if job.params.is_greedy and not full.interrupted:
-        same = count_same_choices(job, cache, full.token_ids)
-        comparison.agreements[label] = replace(agreement, same_next_token=same)
+        counts[label] = count_same_choices(job, cache, full.token_ids)
 
 
 def _warm_up(job: Job, caches: Iterable[Cache]) -> None:

@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from h2okv.cache import H2OCache
 from h2okv.cache.checkpoint import read_notes
 from h2okv.cache.layer import CacheLayer
-from h2okv.chat.generation import Generation, GenerationRun
 from h2okv.console import Interrupt
 from h2okv.engine.cache_engine import CacheEngine
 from h2okv.engine.detokenizer import (
@@ -27,6 +26,7 @@ from h2okv.engine.detokenizer import (
     TokenText,
     is_inside_character,
 )
+from h2okv.engine.generation import Generation, GenerationRun
 from h2okv.engine.model_runner import count_kept
 from h2okv.engine.sampling_params import SamplingParams
 from h2okv.models.loading import Described
@@ -60,6 +60,7 @@ class Transcript:
     text: str = ""  # as the template renders it, with special tokens
 
     def then(self, role: str, content: str, token_ids: list[int], text: str) -> Transcript:
+        """Return the transcript with one more message."""
         messages = [*self.messages, {"role": role, "content": content}]
         return Transcript(messages, self.token_ids + token_ids, self.text + text)
 
