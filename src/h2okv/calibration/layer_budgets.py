@@ -247,8 +247,24 @@ def _find(config: PreTrainedConfig, weights: Weights) -> Shares | None:
         # Damaged, or written by another version.
         with suppress(ValueError, KeyError, TypeError, IndexError, AttributeError):
             if content["version"] == FACTORS_VERSION and weights.match(content["weights"]):
-                return Shares.from_dict(content)
+                return _checked(Shares.from_dict(content), config)
     return None
+
+
+def _checked(shares: Shares, config: PreTrainedConfig) -> Shares:
+    """Return shares; raise ValueError if a damaged file has them in other shapes."""
+    for measured, by_head in ((shares.by_layer, False), (shares.by_head, True)):
+        cache = CacheConfig(BEST, 0.1, 0.1, layer_budgets=measured[0])
+        H2OCache.from_config(config, cache)  # raise for another number of layers or heads
+        shapes = {
+            tuple(len(layer) if isinstance(layer, Sequence) else 0 for layer in factors)
+            for factors in measured
+        }
+        if cache.is_by_head != by_head or len(shapes) > 1 or min(shares.fractions) <= 0:
+            raise ValueError("factors of another kind, or of no fraction")
+        if len(measured) != len(shares.fractions):
+            raise ValueError("not as many factors as fractions")
+    return shares
 
 
 def _contents(model_type: str) -> Iterator[Any]:
