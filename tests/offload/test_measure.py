@@ -1,7 +1,8 @@
-"""A model on the disk finds what was measured in memory."""
+"""A model on the disk is measured as in memory, and finds what was measured there."""
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import h2okv
 from h2okv.assets import bundled_model_path, sample_prompt
-from h2okv.calibration import layer_budgets
+from h2okv.calibration import factors, layer_budgets
 from h2okv.calibration.layer_budgets import Weights
 from h2okv.config import CacheConfig
 from h2okv.offload import offload_engine, tiers
-from h2okv.offload.checkpoint import open_checkpoint
+from h2okv.offload.checkpoint import open_checkpoint, open_converted
 from h2okv.offload.profile import HardwareProfile
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
@@ -43,12 +44,22 @@ def opened(folder):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_files_have_the_prints_of_the_weights_in_memory(tmp_path, name):
-    in_memory = Weights.of(save_family(name, tmp_path)).prints
+def test_families_are_measured_as_in_memory(tmp_path, name):
+    model = save_family(name, tmp_path)
+    torch.manual_seed(1)
+    ids = torch.randint(3, model.config.vocab_size, (1, 150))
+    expected = factors.measure_shares(model, ids, SHARE)
     meta, files = opened(tmp_path)
-    in_files = tiers.weights_in_files(meta, files)
-    assert in_files.match(in_memory) and in_files.prints.items() <= in_memory.items()
-    assert in_files.is_complete == (len(in_files.prints) == len(in_memory))
+    before = tiers.weights_in_files(meta, files)
+    if not files.parameters:
+        files = open_converted(meta, files, tmp_path / "copy")
+    streaming = tiers.StreamingModel(meta, files, CPU)
+    weights, in_memory = streaming.weights(), Weights.of(model)
+    assert weights.is_complete and weights.prints == in_memory.prints
+    assert before.match(in_memory.prints) and weights.pass_seconds > 0
+    assert factors.measure_shares(streaming.model, ids, SHARE) == expected
+    for unit in meta.units:
+        assert all(slot.owner.get_parameter(slot.attribute).is_meta for slot in unit.slots)
 
 
 @pytest.fixture
@@ -92,15 +103,14 @@ def job(tmp_path, monkeypatch):
     return run
 
 
-def test_a_job_from_the_disk_has_the_shares_and_texts_of_one_in_memory(best, job, capsys):
-    even, settings = job(best.config, "disk", "before")
-    assert settings["layer_budgets"] is None and best.calls == []
-    error = capsys.readouterr().err
-    assert "was not measured yet; to measure it once, for all later uses, run: h2okv eval" in error
-    expected, in_memory = job(best.config, "device", "device")
-    texts, settings = job(best.config, "disk", "disk")
-    assert texts == expected != even and len(best.calls) == 1
-    assert settings["layer_budgets"] == in_memory["layer_budgets"] and settings["measured"]
+@pytest.mark.parametrize("order", [("device", "disk"), ("disk", "device")])
+def test_a_job_from_the_disk_has_the_shares_and_texts_of_one_in_memory(best, job, order, tmp_path):
+    texts, settings = zip(*(job(best.config, tier, tier) for tier in order), strict=True)
+    assert texts[0] == texts[1] and len(best.calls) == 1
+    assert settings[0]["layer_budgets"] == settings[1]["layer_budgets"] and settings[0]["measured"]
+    even, _ = job(replace(best.config, layer_budgets=None), "device", "even")
+    assert even != texts[0]  # otherwise the texts above would show nothing
+    assert len(list((tmp_path / "cache" / "h2okv" / "layer-budgets").iterdir())) == 1
 
 
 def test_a_job_that_was_begun_in_memory_goes_on_from_the_disk(best, job, tmp_path):
@@ -111,12 +121,35 @@ def test_a_job_that_was_begun_in_memory_goes_on_from_the_disk(best, job, tmp_pat
     assert job(best.config, "disk", "part")[0] == expected and len(best.calls) == 1
 
 
-def test_a_job_on_a_cluster_uses_what_was_measured(best, capsys):
+def test_a_memory_limit_that_leaves_no_room_is_kept(best, job, monkeypatch, capsys):
+    monkeypatch.setattr(offload_engine, "bytes_while_streaming", lambda meta: 1 << 50)
+    limit = (offload_engine.process.data_bytes() or 0) + (2 << 30)
+    _, settings = job(best.config, "disk", "limited", memory=limit)
+    error = capsys.readouterr().err
+    assert "--memory leaves less than the 1024.0 TiB that measuring takes; to measure it" in error
+    assert settings["layer_budgets"] is None and best.calls == []
+    job(best.config, "device", "measured")
+    _, settings = job(best.config, "disk", "found", memory=limit)
+    assert settings["measured"] and len(best.calls) == 1
+
+
+def test_a_job_on_a_cluster_uses_what_was_measured(best, job, monkeypatch, capsys):
     described = offload_engine.describe(str(bundled_model_path()))
     request = offload_engine.OffloadRequest(model=described.name, device=CPU, cache=best.config)
-    even = offload_engine._stored_budgets(request, described, is_here=False)
+    even = offload_engine._budgets_from_files(request, described, measures=False)
     assert even.layer_budgets is None and "was not measured yet" in capsys.readouterr().err
-    model = AutoModelForCausalLM.from_pretrained(bundled_model_path()).eval()
-    shares = layer_budgets.measure_model(model, described)
-    cache = offload_engine._stored_budgets(request, described, is_here=False)
+    shares = offload_engine.measure(request, described)
+    cache = offload_engine._budgets_from_files(request, described, measures=False)
     assert cache.layer_budgets == shares.factors(0.17, by_head=True)
+
+
+def test_a_model_that_does_not_fit_is_measured_on_request(best, monkeypatch, tmp_path):
+    monkeypatch.setattr(offload_engine, "_fits_in_memory", lambda *args: False)
+    monkeypatch.setattr(layer_budgets, "expected_seconds", lambda model: 1e6)
+    described = offload_engine.describe(str(bundled_model_path()))
+    request = offload_engine.OffloadRequest(model=described.name, device=CPU)
+    shares = offload_engine.measure(request, described)
+    model = AutoModelForCausalLM.from_pretrained(bundled_model_path()).eval()
+    cache = h2okv.H2OCache(model, policy="best", heavy=0.17, recent=0.03)
+    assert cache.cache_config.layer_budgets == shares.factors(0.17, by_head=True)
+    assert len(best.calls) == 1

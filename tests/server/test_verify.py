@@ -104,9 +104,8 @@ def fetch(served):
 
 
 def test_a_wrong_value_is_one_sentence(served):
-    with pytest.raises(
-        openai.BadRequestError, match=r"h2o\.verify must be true, false, repair or repair_all, got 'yes'"
-    ):
+    message = r"h2o\.verify must be true, false, repair or repair_all, got 'yes'"
+    with pytest.raises(openai.BadRequestError, match=message):
         served.client().completions.create(
             model="bundled", prompt="A cat", extra_body={"h2o": {"verify": "yes"}}
         )

@@ -28,13 +28,14 @@ from h2okv.integration.enable import input_device, prefill, restore_attention
 from h2okv.models.loading import context_of
 from h2okv.records import first_line
 
-_PROMPT, _FOLLOWING, _WINDOWS = 1024, 192, 4  # tokens of a window; windows of a text
-WINDOW = _PROMPT + _FOLLOWING
+_PROMPT, FOLLOWING, _WINDOWS = 1024, 192, 4  # tokens of a window; windows of a text
+WINDOW = _PROMPT + FOLLOWING
 _SINKS = CacheConfig(BEST).sink
 _QUERIES_OF_A_GATE = 4
 _DRAWS = 4  # of the labels by which losses are estimated; at a tenth one decides too much
 _AFTER_ALL = torch.iinfo(torch.int32).max
 _SAME_FRACTION = 1e-6  # fractions that differ by less are one, up to rounding
+NUM_PASSES = _WINDOWS * 3  # over the weights
 _WORK = 2.0  # of the passes over a window, in products of a prompt with all weights
 _TRIES = 6
 # Numbers of weights whose copies in bf16 take less time than they save, and not too much memory.
@@ -57,7 +58,7 @@ def _threads_of_free_cores() -> Iterator[None]:
 
 # Heavy hitters that shares are measured for: `BEST`'s of these budgets, and a tenth.
 _BUDGETS = (0.03, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75)
-_FRACTIONS = tuple(sorted([0.1, *(BEST_HEAVY_FRACTION * budget for budget in _BUDGETS)]))
+FRACTIONS = tuple(sorted([0.1, *(BEST_HEAVY_FRACTION * budget for budget in _BUDGETS)]))
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def measure_layer_budgets(
 def measure_shares(
     model: PreTrainedModel,
     input_ids: Tensor,
-    fractions: Sequence[float] = _FRACTIONS,
+    fractions: Sequence[float] = FRACTIONS,
     least: float = 0.1,
     *,
     with_heads: bool = True,
@@ -156,7 +157,7 @@ def measure_shares(
     """
     check_ids(input_ids)
     longest = min(input_ids.shape[1], context_of(model.config) or input_ids.shape[1])
-    following = min(_FOLLOWING, longest // 6)
+    following = min(FOLLOWING, longest // 6)
     length = min(_PROMPT, longest - following)
     usable = [d for fraction in fractions if (d := _Divided.of(fraction, least, length))]
     if 2 * len(usable) < len(fractions):
@@ -325,7 +326,7 @@ def _is_attention(module: Any) -> bool:
 def _windows(input_ids: Tensor, length: int) -> Iterator[Tensor]:
     """Yield a few windows of a text, spread over it; they overlap in a short one."""
     spare = input_ids.shape[1] - length
-    count = min(_WINDOWS, 1 + spare // _FOLLOWING)
+    count = min(_WINDOWS, 1 + spare // FOLLOWING)
     for number in range(count):
         start = spare * number // max(1, count - 1)
         yield input_ids[:, start : start + length]

@@ -20,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from h2okv.assets import calibration_texts
 from h2okv.cache import H2OCache
 from h2okv.cache.support import unwrap
-from h2okv.calibration.factors import WINDOW, Shares, expected_seconds, measure_shares
+from h2okv.calibration.factors import NUM_PASSES, WINDOW, Shares, expected_seconds, measure_shares
 from h2okv.config import BEST, BEST_VERSION, FACTORS_VERSION, MEASURED, CacheConfig
 from h2okv.console import Progress, format_duration, write_remark
 from h2okv.models.loading import describe
@@ -51,6 +51,7 @@ class Weights:
 
     prints: Mapping[str, WeightPrint]  # by parameter
     is_complete: bool = True  # whether all parameters have one
+    pass_seconds: float = 0.0  # that reading them takes in each pass, if they are not in memory
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Weights:
@@ -73,16 +74,19 @@ class Weights:
 
 
 def with_measured_budgets(
-    config: CacheConfig, model: PreTrainedModel, described: _Described
+    config: CacheConfig,
+    model: PreTrainedModel,
+    described: _Described,
+    weights: Weights | None = None,
 ) -> CacheConfig:
     """Replace ``layer_budgets="auto"`` by factors measured for the model.
 
     By head, or by layer with rolling positions. `measure_shares` measures them on the calibration
     texts the first time that a model is used with a budget, for all budgets and dtypes; a file in
     the user's cache folder stores them. Where they cannot be measured, or not within `PATIENCE`,
-    the budgets are even, and a line on stderr says so.
+    the budgets are even, and a line on stderr says so. `weights` are of a model that is streamed.
     """
-    return _resolve(config, model, described.name, lambda: described.tokenizer)
+    return _resolve(config, model, described.name, lambda: described.tokenizer, weights)
 
 
 def budgets_of_model(model: Any, config: CacheConfig) -> CacheConfig:
@@ -115,10 +119,12 @@ def stored_budgets(
     return None if shares is None else with_shares(config, shares)
 
 
-def measure_model(model: PreTrainedModel, described: _Described) -> Shares:
+def measure_model(
+    model: PreTrainedModel, described: _Described, weights: Weights | None = None
+) -> Shares:
     """Measure a model, however long it takes, and store what the commands use; once."""
     with lock_of(model):
-        weights = _weights_of(model)
+        weights = weights or _weights_of(model)
         shares = _find(model.config, weights)
         if shares is None:
             shares = _measure(model, described.name, lambda: described.tokenizer, weights)
@@ -151,11 +157,12 @@ def _resolve(
     model: PreTrainedModel,
     name: str,
     tokenizer: Callable[[], PreTrainedTokenizerBase],
+    weights: Weights | None = None,
 ) -> CacheConfig:
     if config.layer_budgets != MEASURED:
         return config
     with lock_of(model):
-        weights = _weights_of(model)
+        weights = weights or _weights_of(model)
         stored = stored_budgets(config, model.config, weights)
         if stored is not None:
             return stored
@@ -163,7 +170,7 @@ def _resolve(
             return config.before_measuring
         short = _short(name)
         try:
-            seconds = expected_seconds(model)
+            seconds = expected_seconds(model) + weights.pass_seconds * NUM_PASSES
             if seconds > PATIENCE:
                 _REFUSED.add(weights.digest)
                 return even_budgets(

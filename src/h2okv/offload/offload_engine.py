@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,16 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
+from h2okv.calibration.factors import Shares
 from h2okv.calibration.layer_budgets import (
     even_budgets,
+    measure_model,
     measuring_command,
     stored_budgets,
     with_measured_budgets,
 )
 from h2okv.config import MEASURED, CacheConfig
-from h2okv.console import Progress
+from h2okv.console import Progress, format_bytes
 from h2okv.engine import memory as process
 from h2okv.engine.memory import MemoryModel
 from h2okv.engine.sampling_params import SamplingParams
@@ -41,7 +43,12 @@ from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_reco
 from h2okv.offload.meta_model import MetaModel, pack_layers
 from h2okv.offload.planner import MICRO_BATCH_TOKENS, Fractions, Plan, Planner, Workload
 from h2okv.offload.profile import measure_hardware
-from h2okv.offload.tiers import materialise, weights_in_files
+from h2okv.offload.tiers import (
+    StreamingModel,
+    bytes_while_streaming,
+    materialise,
+    weights_in_files,
+)
 from h2okv.provenance import digest
 
 _UNSUPPORTED = ("n", "logprobs", "prompt_logprobs")  # of sampling, in jobs
@@ -133,23 +140,58 @@ def _with_budgets(
         model = load_weights(described, request.dtype, request.device)
         cache = with_measured_budgets(cache, model, described)
     else:
-        cache = _stored_budgets(request, described, is_here)
+        cache = _budgets_from_files(request, described, measures=is_here)
     return replace(request, cache=cache), model
 
 
-def _stored_budgets(request: OffloadRequest, described: Described, is_here: bool) -> CacheConfig:
-    """Replace ``"auto"`` for a model that is not loaded whole here, by what was measured before."""
+def _budgets_from_files(
+    request: OffloadRequest, described: Described, measures: bool
+) -> CacheConfig:
+    """Replace ``"auto"`` for a model that is not loaded whole here."""
     try:
         meta, files = _open(request, described)
     except ValueError:
-        if is_here:
+        if measures:
             raise
         return even_budgets(request.cache, "the weights cannot be read here")
+    reason = f"{described.name} was not measured yet"
     with closing(files):
         weights = weights_in_files(meta, files)
-    reason, remedy = f"{described.name} was not measured yet", measuring_command(described.name)
-    stored = stored_budgets(request.cache, described.config, weights)
-    return stored or even_budgets(request.cache, reason, remedy)
+        stored = stored_budgets(request.cache, described.config, weights)
+        if stored is not None:
+            return stored
+        room = None if request.memory is None else request.memory - (process.data_bytes() or 0)
+        needed = bytes_while_streaming(meta)
+        if measures and (room is None or needed <= room):
+            if room is not None:
+                process.give_memory_back()
+            with _streaming(meta, files, request.device) as streaming:
+                weights = streaming.weights()
+                return with_measured_budgets(request.cache, streaming.model, described, weights)
+        if measures:
+            reason = f"--memory leaves less than the {format_bytes(needed)} that measuring takes"
+    return even_budgets(request.cache, reason, measuring_command(described.name))
+
+
+def measure(request: OffloadRequest, described: Described) -> Shares:
+    """Measure a model's budgets by layer and head, loaded or streamed; once."""
+    if _fits_in_memory(request, described):
+        return measure_model(load_weights(described, request.dtype, request.device), described)
+    meta, files = _open(request, described)
+    with closing(files), _streaming(meta, files, request.device) as streaming:
+        return measure_model(streaming.model, described, streaming.weights())
+
+
+@contextmanager
+def _streaming(
+    meta: MetaModel, files: CheckpointFiles, device: torch.device
+) -> Iterator[StreamingModel]:
+    """Open a model that reads its layers one by one, from their converted copy if there must be."""
+    if files.parameters:
+        yield StreamingModel(meta, files, device)
+        return
+    with closing(open_converted(meta, files, cache_folder("weights"))) as copy:
+        yield StreamingModel(meta, copy, device)
 
 
 def _run_here(

@@ -7,12 +7,19 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from operator import add
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
+from h2okv.cache.argument import cache_in
+from h2okv.calibration.factors import FOLLOWING, FRACTIONS, WINDOW
 from h2okv.calibration.layer_budgets import Weights
 from h2okv.offload.checkpoint import CheckpointFiles, StoredTensor, bytes_of, named_keys
 from h2okv.offload.meta_model import (
@@ -189,6 +196,26 @@ def materialise(
     return stream, embedding
 
 
+def bytes_while_streaming(meta: MetaModel) -> int:
+    """Return about the memory that measuring takes besides the process's."""
+    text, itemsize = meta.model.config.get_text_config(), meta.embedding.dtype.itemsize
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    resident = meta.embedding.nbytes + sum(slot.nbytes for slot in meta.others)
+    largest = max(
+        sum(s.nbytes for s in unit.slots if s.name != meta.embedding.name) for unit in meta.units
+    )
+    # Of a window: keys and values, and how heads attend, in two copies; gates; activations.
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    entries = 2 * (len(meta.units) - 1) * kv_heads * WINDOW
+    attention = 6 * heads * FOLLOWING * WINDOW * 4
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    activations = 6 * WINDOW * (text.hidden_size + inner) * 4
+    logits = 6 * FOLLOWING * text.vocab_size * 4
+    orders = entries * (2 * size * itemsize + len(FRACTIONS) * 8 + FOLLOWING)
+    return resident + 2 * largest + orders + max(attention + activations, logits)
+
+
 def weights_in_files(meta: MetaModel, files: CheckpointFiles) -> Weights:
     """Return what tells a checkpoint's weights from others, without loading them.
 
@@ -210,3 +237,71 @@ def _read(files: CheckpointFiles, stored: StoredTensor, chunk: slice) -> torch.T
     start = stored.start + chunk.start * stored.dtype.itemsize
     files.read_into(stored.file, start, bytes_of(elements))
     return elements
+
+
+class StreamingModel:
+    """A model that reads each layer's weights whenever it computes the layer, without a thread.
+
+    For a backward pass a layer is computed again, so that one layer's activations and weights are
+    in memory. The embedding stays there. The files have the `parameters` of the model.
+    """
+
+    def __init__(self, meta: MetaModel, files: CheckpointFiles, device: torch.device) -> None:
+        self.model: PreTrainedModel = meta.model
+        self._meta, self._files, self._device = meta, files, device
+        _place_others(meta, files, device)
+        meta.embedding.fill(files.read(files.parameters[meta.embedding.name]).to(device))
+        self._cache: Any = None  # of the current forward
+        hook: Any = lambda _, args, kwargs: setattr(self, "_cache", cache_in(kwargs))  # noqa: E731
+        meta.model.register_forward_pre_hook(hook, with_kwargs=True)
+        for index, unit in enumerate(meta.units):
+            unit.module.forward = partial(self._forward, index, unit, unit.module.forward)
+
+    def weights(self) -> Weights:
+        """Return what tells the weights from others, and the time of reading them once."""
+        unit, begun = self._meta.units[0], time.perf_counter()
+        self._install(unit)
+        seconds = time.perf_counter() - begun
+        unit.empty()
+        size = sum(unit.nbytes for unit in self._meta.units)
+        weights = weights_in_files(self._meta, self._files)
+        return replace(weights, pass_seconds=seconds * size / max(1, unit.nbytes))
+
+    def _install(self, unit: Unit) -> None:
+        """Read a unit to the device; a tied head shares the embedding's weights."""
+        table = self._meta.embedding
+        unshared = replace(unit, slots=tuple(s for s in unit.slots if s.name != table.name))
+        unshared.fill(self._files.read_unit(unshared).to(self._device))
+        for slot in set(unit.slots) - set(unshared.slots):
+            slot.fill(table.owner.get_parameter(table.attribute).data)
+
+    def _forward(self, index: int, unit: Unit, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a layer or the head with weights that are read for it."""
+        layers = () if self._cache is None else self._cache.layers
+        layer = layers[index] if index < len(layers) else None
+        before: dict[str, Any] | None = None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal before
+            if layer is not None and torch.is_grad_enabled():
+                # Computed again, the layer must find the cache as it was.
+                if before is None:
+                    before = _copies(layer, vars(layer))
+                else:
+                    vars(layer).update(_copies(layer, before))
+            self._install(unit)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                unit.empty()
+
+        if not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def _copies(layer: Any, fields: dict[str, Any]) -> dict[str, Any]:
+    """Copy fields; those of `DynamicLayer` are replaced and not written to."""
+    if isinstance(layer, DynamicLayer):
+        return dict(fields)
+    return {n: v.clone() if torch.is_tensor(v) else v for n, v in fields.items()}

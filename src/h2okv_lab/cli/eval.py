@@ -341,7 +341,8 @@ def layers(
         raise ValueError(f"{problem}; give percent above 0 and below 100")
     import torch
 
-    from h2okv.calibration.layer_budgets import calibration_ids, measure_model
+    from h2okv.calibration.layer_budgets import calibration_ids
+    from h2okv.offload.offload_engine import OffloadRequest, measure
     from h2okv.prompts.chat_template import encode
 
     described = model.describe()
@@ -351,10 +352,11 @@ def layers(
         ids = torch.tensor([encode(described.tokenizer, wording)])
     read, fraction = ids[:, :_TOKENS], BEST_HEAVY_FRACTION * fraction
     with atomic_write(out) as file:  # opened before the work, to find a bad path early
-        loaded = model.load(described)
         if wording is None:  # what all commands use, and store
-            budgets = measure_model(loaded, described).factors(fraction, by_head)
+            request = OffloadRequest(model=model.name, device=model.device, dtype=model.dtype)
+            budgets = measure(request, described).factors(fraction, by_head)
         else:
+            loaded = model.load(described)
             budgets = h2okv.measure_layer_budgets(loaded, read, fraction, by_head=by_head)
         file.write(json.dumps(budgets) + "\n")
     factors = flat_factors(budgets)
