@@ -186,7 +186,7 @@ def test_a_failed_request_resumes_from_its_states(make_llm, double_model, greedy
 
 
 def test_beginnings_of_other_prompts_get_a_state():
-    cache = PrefixCache(4, 1000)
+    cache = PrefixCache(4, 1000, {})
     shared = list(range(20))
     first, second, third = ([*shared, *[n] * 9] for n in (100, 101, 102))
     assert cache.match(first) == (0, None, {28: cache.keys_of(first)[6]})
@@ -199,9 +199,11 @@ def test_beginnings_of_other_prompts_get_a_state():
     assert sorted(saves) == [28]
 
 
-def test_keys_depend_on_the_tokens_so_far():
+def test_keys_depend_on_tokens_and_identity():
     tokens = list(range(12))
-    keys = PrefixCache(4, 1000).keys_of(tokens)
+    keys = PrefixCache(4, 1000, {"cache": 1}).keys_of(tokens)
     assert len(keys) == len(set(keys)) == 3
-    assert not set(PrefixCache(4, 1000).keys_of([99, *tokens[1:]])) & set(keys)
-    assert PrefixCache(4, 1000).keys_of(tokens[:11]) == keys[:2]
+    assert PrefixCache(4, 1000, {"cache": 2}).keys_of(tokens)[0] != keys[0]
+    other = PrefixCache(4, 1000, {"cache": 1}).keys_of([99, *tokens[1:]])
+    assert not set(other) & set(keys)
+    assert PrefixCache(4, 1000, {"cache": 1}).keys_of(tokens[:11]) == keys[:2]

@@ -166,11 +166,12 @@ def test_a_state_is_continued_unless_the_type_is_listed(model_type):
 
 
 @continuing
-def test_turns_and_shared_prefixes_continue_from_states(model_type, tokenizer):
+def test_turns_and_shared_prefixes_continue_from_states(model_type, tokenizer, tmp_path):
     model = model_of(model_type)
     options = BUDGET | {"evict_every": 8, "max_prompt_tokens": 100, "max_prefill_tokens": 16}
+    folder = {"prefix_cache_folder": tmp_path}
     first, second, third = prompts_of((40, 5, 9), seed=3)
-    with h2okv.LLM(model, tokenizer, max_num_seqs=2, **options) as llm:
+    with h2okv.LLM(model, tokenizer, max_num_seqs=2, **options, **folder) as llm:
         (answer,) = answers(llm.generate([first], greedy(12)))
         saved = {cache.num_seen_tokens: cache for cache in llm.engine.runner.states.values()}
         fresh = cache_of(model.config, **BUDGET, evict_every=8)
@@ -187,6 +188,9 @@ def test_turns_and_shared_prefixes_continue_from_states(model_type, tokenizer):
     assert [output.prompt.num_reused for output in outputs] == [48, 0, 16]
     expected = [alone(model, turn, 8, evict_every=8) for turn in turns]
     assert answers(outputs) == expected
+    with h2okv.LLM(model, tokenizer, max_num_seqs=2, **options, **folder) as llm:
+        assert answers(llm.generate(turns, greedy(8))) == expected
+        assert llm.stats().prefix_disk_hits > 0
 
 
 def test_a_type_that_forgets_reads_prompts_whole_and_keeps_no_states(tokenizer):

@@ -126,6 +126,10 @@ def command(capsys, monkeypatch):
         (("--policy", "h2o", "--prefix-cache", "1KiB"), "1.0 KiB has no room for a state of"),
         (("--prefix-cache", "much"), "--prefix-cache 'much' is not an amount"),
         (("--prefix-cache", "1GiB", "--cache", "every=0"), "--prefix-cache has no effect with"),
+        (("--prefix-cache-folder", "states", "--cache", "every=0"), "--prefix-cache-folder has no"),
+        (("--prefix-cache-folder", "states", "--ray"), "--prefix-cache-folder is for one process"),
+        (("--prefix-cache-folder", "states", "--tensor-parallel"), "folder is for one process"),
+        (("--prefix-cache-folder", __file__), "cannot be written"),
         (("--policy", "h2o", "--memory", "10MiB"), "has no room for a single sequence"),
         (("--verify", "much"), "--verify must be a share such as 0.02 or '2%', got 'much'"),
         (("--agreement", 0.95), "--agreement needs answers that are read again; give --verify"),
@@ -189,11 +193,39 @@ def test_a_missed_agreement_is_a_line_in_the_log(server):
     assert "warning: agreement=1 does not hold for requests of kind 'text' with the largest" in err
 
 
-def test_dry_run_says_what_fits_without_the_weights(command, no_weights, capsys):
+def test_states_outlive_the_server(server, tmp_path):
+    options = ("--port", 0, "--cache", "every=32", "--prefix-cache-folder", tmp_path)
+    answers = []
+    for number in (0, 2):
+        process, address = server(*options)
+        client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=60)
+        prompt = "And then, again and again? " * 20
+        create = client.completions.create
+        answers.append(
+            create(
+                model="bundled", prompt=prompt, max_tokens=40, temperature=0,
+                extra_body={"ignore_eos": True},
+            )
+        )  # fmt: skip
+        with urllib.request.urlopen(address.removesuffix("/v1") + "/metrics", timeout=10) as page:
+            lines = page.read().decode().splitlines()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert f"prefix cache folder: '{tmp_path}' has {number} states" in err, err
+    assert answers[0].choices[0].text == answers[1].choices[0].text
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+    assert cached[0] == 0 and cached[1] > 32
+    assert "h2okv_prefix_disk_hits_total 1.0" in lines
+    assert "h2okv_prefix_disk_states 2.0" in lines
+
+
+def test_dry_run_says_what_fits_without_the_weights(command, no_weights, capsys, tmp_path):
     assert run(["serve", "--dry-run", "--max-num-seqs", "5", "--prefix-cache", "1GiB"]) == 0
     out = capsys.readouterr().out
     assert "sequences: 5 of 516 entries and 256 more" in out
     assert "prefix cache: 1.0 GiB, " in out and "a full cache of 2,048 tokens takes" in out
+    assert run(["serve", "--dry-run", "--prefix-cache-folder", str(tmp_path / "states")]) == 0
+    assert "states' has 0 states of " in capsys.readouterr().out
     code, err = command("--dry-run", "--max-num-seqs", "100000000")
     assert code == 2 and "--max-num-seqs 100000000 needs " in err and "has room for" in err
     code, err = command("--dry-run", "--memory", "10MiB")

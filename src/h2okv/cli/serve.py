@@ -28,6 +28,7 @@ def serve(
     prefix_cache: Typed = option(
         None, "Memory of states (1GiB); 0: none.", read=readers.memory, minimum=0
     ),
+    prefix_cache_folder: Path | None = option(None, "Folder of states, over a restart."),
     max_new_tokens: int = option(4096, "Maximum number of new tokens."),
     max_body: Typed = option("8MiB", "Largest request body.", read=readers.memory),
     timeout: float = option(600.0, "For a request, waiting included."),
@@ -48,6 +49,11 @@ def serve(
 
     cache, evict_every = choice.apart_from_cuts()
     args.check_copies(replicas, ray, args.chosen_device())
+    if prefix_cache_folder is not None and ray:
+        raise ValueError(
+            "--prefix-cache-folder is for one process, and --ray starts several; leave one of them"
+            " out."
+        )
     if tensor_parallel and ray:
         raise ValueError("--tensor-parallel and --ray exclude each other; choose one.")
     if agreement is not None and not verify:

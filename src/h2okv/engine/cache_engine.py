@@ -61,7 +61,7 @@ class CacheEngine(Engine):
                 self.chunk = _CHUNK
         self.runner = _CacheRunner(model, lambda budget: cache, size, ())
         self.scheduler = Scheduler(EngineConfig(), size, self.chunk or UNLIMITED)
-        self.prefix_cache = None
+        self.prefix_cache = self._folder = None
         self._execute, self._eos = self._run_step, eos_token_ids(model)
         self._counters, self.is_broken = EngineStats(), False  # by a forward that has not ended
         room = context_window(model.config) or UNLIMITED  # a full cache ends there

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from h2okv import cache_spec
@@ -39,6 +40,8 @@ class EngineConfig:
             beginning continue (`h2okv.engine.prefix_cache`); 0: none. Only with
             ``cache.evict_every`` and a budget in tokens. ``None``: 1 GiB, or a quarter of the free
             memory if that is less.
+        prefix_cache_folder: Folder that keeps these states over a restart, up to `prefix_cache`
+            or 1 GiB; ``None`` for none.
         weight_bits: 4 lets steps of up to four sequences read linear weights of 4 bits, in bfloat16
             on an x86 CPU, of a model that is loaded by name; ``None``: weights as loaded.
         tensor_parallel: Whether each process started by ``torchrun`` holds a shard of the model.
@@ -65,6 +68,7 @@ class EngineConfig:
     max_prefill_tokens: int = 512
     max_prefill_time_fraction: float = 0.8
     prefix_cache: int | None = None
+    prefix_cache_folder: str | Path | None = None
     weight_bits: int | None = None
     tensor_parallel: bool = False
     verify: float = 0.0
@@ -112,6 +116,11 @@ class EngineConfig:
             )
         if self.weight_bits is not None and self.tensor_parallel:
             raise ValueError("weight_bits and tensor_parallel exclude each other; choose one.")
+        if self.prefix_cache_folder is not None and self.tensor_parallel:
+            raise ValueError(
+                "prefix_cache_folder is for one process, and with tensor_parallel each holds a part"
+                " of a state; leave one of them out."
+            )
 
     @property
     def caches_prefixes(self) -> bool:

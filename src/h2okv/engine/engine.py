@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from h2okv.budget import Budget
 from h2okv.cache import H2OCache
+from h2okv.cache.checkpoint import config_identity
 from h2okv.cache.linear_states import continues_prompts
 from h2okv.cache.validation import parse_pins
 from h2okv.calibration.layer_budgets import even_budgets, with_measured_budgets
@@ -30,7 +31,7 @@ from h2okv.engine.model_runner import (
     check_divides,
 )
 from h2okv.engine.outputs import EngineStats, OutputDelta, RequestFailedError
-from h2okv.engine.prefix_cache import PrefixCache
+from h2okv.engine.prefix_cache import PrefixCache, PrefixFolder
 from h2okv.engine.request import Event, Output, PrefillChunk, PromptStart, Request, ScheduledStep
 from h2okv.engine.sampler import Sampler, as_tokens, choose, eos_token_ids, sample, token_logprobs
 from h2okv.engine.sampling_params import SamplingParams
@@ -44,6 +45,7 @@ from h2okv.prompts.chat_template import Pins, check_pinnable, encode, message_sp
 from h2okv.prompts.images import EncodedPrompt
 from h2okv.prompts.messages import Conversation
 from h2okv.prompts.readers import UNLIMITED, FieldError, integer
+from h2okv.provenance import fingerprint
 from h2okv.records import refusing
 
 _MIB = 1 << 20
@@ -119,6 +121,7 @@ class Engine:
         self.config = config = replace(config, cache=cache_config.before_measuring)
         probe = self.make_cache(None)
         self.config = config = config_for(self.config, probe)
+        self._folder = PrefixFolder.of(config)
         if config.tensor_parallel and probe.cache_config.is_by_head:
             raise ValueError(
                 "layer_budgets has a factor for each head, and with tensor parallelism a process"
@@ -183,6 +186,8 @@ class Engine:
                 self.model, self.make_cache, self.max_num_seqs, self.max_budgets, self.group, grows,
                 probe.layer_entries_for(longest, max),
             )  # fmt: skip
+            if self._folder is not None:
+                stack.callback(self._folder.close)
             self.close = stack.pop_all().close  # gives the model its own attention back
         return share
 
@@ -192,7 +197,11 @@ class Engine:
         chunk_tokens = self.runner.chunk_tokens(config.max_prefill_tokens)
         self.prefix_cache: PrefixCache | None = None
         if self.config.caches_prefixes:
-            self.prefix_cache = PrefixCache(config.cache.span, share.states)
+            span = self.config.cache.span
+            identity = self._state_identity()
+            self.prefix_cache = PrefixCache(span, share.states, identity, self._load_state)
+        if self._folder is not None:
+            self._folder.trim()
         self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens, self.prefix_cache)
         self._full_room = share.verify
         self.verifier = Verifier(
@@ -315,18 +324,42 @@ class Engine:
 
     def _add_states(self, step: ScheduledStep, output: StepOutput) -> None:
         """Note the states that a step has saved, and what is to be dropped for them."""
-        cache, dropped = self.prefix_cache, self.scheduler.dropped_states
+        cache, folder = self.prefix_cache, self._folder
         if cache is None:
             return
         saved = [chunk.save for chunk in step.prefill if chunk.save and output.error is None]
         for key in (*saved, *(key for _, key in step.save)):
-            dropped += cache.add(key, self.runner.states[key].nbytes)
+            self._add_state(key)
+            if folder is not None and key in cache:
+                folder.write(key, self.runner.states[key])
         for row, key in step.save:
             # A conversation continues from the end of its answer.
             answer = self.scheduler.running[row]
             if answer.saved is not None and cache.remove(answer.saved):
-                dropped.append(answer.saved)
+                self.scheduler.dropped_states.append(answer.saved)
+                if folder is not None:
+                    folder.remove(answer.saved)
             answer.saved = key
+
+    def _add_state(self, key: str) -> None:
+        assert self.prefix_cache is not None
+        dropped = self.prefix_cache.add(key, self.runner.states[key].nbytes)
+        self.scheduler.dropped_states += dropped
+        if self._folder is not None:
+            for other in dropped:
+                self._folder.forget(other)
+
+    def _load_state(self, key: str, length: int) -> bool:
+        """Bring a state back from its file; return whether there was one."""
+        if self._folder is None:
+            return False
+        state = self._folder.read(key, length, self.model, self.make_cache(None))
+        if state is None:
+            return False
+        self.runner.pool.adopt(state)
+        self.runner.states[key] = state
+        self._add_state(key)
+        return self.prefix_cache is not None and key in self.prefix_cache
 
     def _after_prefill(self, chunks: tuple[PrefillChunk, ...], output: StepOutput) -> None:
         requests = list(self.scheduler.prefilling)
@@ -358,8 +391,10 @@ class Engine:
         if not chunk.is_last:
             return
         self._counters.reused_tokens += request.start.num_reused
-        if request.start.state is not None:
+        if (state := request.start.state) is not None:
             self._counters.prefix_hits += 1
+            if self._folder is not None:
+                self._folder.touch(state)
         if request.max_new_tokens == 0:
             request.notify(OutputDelta(0, "", finish_reason="length", prompt=request.prompt_read()))
             self._end(request)
@@ -452,6 +487,12 @@ class Engine:
         """Return counters and the present memory of the cache; may be called from any thread."""
         pool = self.runner.pool
         states = {} if self.prefix_cache is None else self.prefix_cache.stats()
+        if (folder := self._folder) is not None:
+            states |= {
+                "prefix_disk_states": len(folder),
+                "prefix_disk_bytes": folder.num_bytes,
+                "prefix_disk_hits": folder.num_hits,
+            }
         return replace(
             self._counters,
             **states,
@@ -506,6 +547,8 @@ class Engine:
         if self.prefix_cache is not None:
             limit = self.prefix_cache.max_bytes / _MIB
             yield f"states of prompts and answers: up to {limit:.0f} MiB, for later prompts"
+        if self._folder is not None:
+            yield f"prefix cache folder: {self._folder}"
         if self.config.pin:
             pinned = ", ".join(self.config.pin)
             room = f"{self._most_pinned:,} tokens at most"
@@ -643,6 +686,17 @@ class Engine:
             tokens: Any = tuple(prompt)
         self.limits.check_tokens(tokens)
         return EncodedPrompt(tuple(map(int, tokens)), inputs, pins)
+
+    def _state_identity(self) -> dict[str, Any]:
+        """Return what a state depends on besides the tokens that it has read."""
+        return {
+            "cache": self.config.cache.identity(),
+            "dtype": str(self.model.dtype),
+            "model": config_identity(self.model.config),
+            # Within one process there is one model.
+            "weights": None if self._folder is None else fingerprint(self.model),
+            "weight_bits": self.config.weight_bits,
+        }
 
     def make_cache(self, budget: Budget | None) -> H2OCache:
         """Return an empty cache, with the budget of a request if that has one."""

@@ -21,6 +21,7 @@ from h2okv.engine.memory import (
     data_bytes,
     give_memory_back,
 )
+from h2okv.engine.prefix_cache import PrefixFolder
 from h2okv.models.loading import Described, describe, loaded_dtype, weight_bytes
 from h2okv.models.packed_linear import limit_kernels
 from h2okv.prompts.readers import UNLIMITED, FieldError, PromptLimits
@@ -80,8 +81,10 @@ def with_states(
         if config.prefix_cache != 0:
             return replace(config, cache=cache), None
         reason = "--prefix-cache 0"
-    if config.prefix_cache:
-        raise ValueError(f"--prefix-cache has no effect with {reason}; leave one of them out.")
+    for option in ("prefix_cache", "prefix_cache_folder"):
+        if getattr(config, option):
+            flag = f"--{option.replace('_', '-')}"
+            raise ValueError(f"{flag} has no effect with {reason}; leave one of them out.")
     return replace(config, cache=cache), f"prefix cache: off with {reason}"
 
 
@@ -177,16 +180,18 @@ def config_for(config: EngineConfig, cache: H2OCache) -> EngineConfig:
     """
     check_poolable(cache)
     model_type = cache.config.model_type
+    options = ("prefix_cache", "prefix_cache_folder")
     if continues_prompts(cache):
-        if config.prefix_cache and not config.caches_prefixes:
-            raise ValueError(
-                "prefix_cache is for states of prompts, and this config keeps none; give"
-                " evict_every and a budget in tokens."
-            )
+        for name in options:
+            if getattr(config, name) and not config.caches_prefixes:
+                raise ValueError(
+                    f"{name} is for states of prompts, and this config keeps none; give evict_every"
+                    " and a budget in tokens, and no prefix_cache of 0."
+                )
         return config
-    if config.prefix_cache:
+    if named := [name for name in options if getattr(config, name)]:
         raise ValueError(
-            "prefix_cache: a prompt would continue from a state, which linear layers of model type"
+            f"{named[0]}: a prompt would continue from a state, which linear layers of model type"
             f" {model_type!r} forget in transformers when several tokens follow; leave it out."
         )
     return replace(config, prefix_cache=0)
@@ -204,6 +209,7 @@ class ServingPlan:
     longest: int  # tokens of the longest text
     full_sequence: int  # a full cache of it
     full_seqs: int  # that the same memory holds
+    folder: PrefixFolder | None  # that keeps states over a restart
 
     def to_text(self) -> str:
         """Return the plan in lines for people."""
@@ -223,6 +229,8 @@ class ServingPlan:
         if share.states:
             count, size = share.states // memory.state, format_bytes(memory.state)
             lines[-1] = f"prefix cache: {format_bytes(share.states)}, {count:,} states of {size}"
+        if self.folder is not None:
+            lines.append(f"prefix cache folder: {self.folder}")
         lines.append(
             f"a full cache of {self.longest:,} tokens takes {format_bytes(self.full_sequence)};"
             f" the same memory holds {self.full_seqs:,} of them"
@@ -262,4 +270,5 @@ def plan_serving(
     full_seqs = max(0, free // (full + model_memory.decode_bytes(1, text)))
     return ServingPlan(
         share, memory, weights, max(budgets), cache_config.span, text, full, full_seqs,
+        PrefixFolder.of(config),
     )  # fmt: skip
