@@ -193,7 +193,8 @@ def cuts_of(bench: Bench, layers: int, batch: int) -> None:
         for _ in range(2 * EAGER_STEPS + 4):  # until its cut is recorded too
             step()
         if not is_replayed:
-            step.forward._cut = lambda *_: False
+            forward: Any = step.forward
+            forward._cut = lambda *_: False
         return timed
 
     for name in ("h2o, spans", "best by head, spans"):
