@@ -84,13 +84,13 @@ def test_what_is_no_model_and_too_much_is_refused(config, arguments, message):
         H2OCache(*(config if argument == "CONFIG" else argument for argument in arguments))
 
 
-@pytest.mark.parametrize("way", ["model.forward", "model.compile", "torch.compile(model)"])
-def test_a_forward_compiled_as_for_a_static_cache_is_warned_of(make_llama, way):
+@pytest.mark.parametrize("wrapper", ["model.forward", "model.compile", "torch.compile(model)"])
+def test_a_forward_compiled_as_for_a_static_cache_is_warned_of(make_llama, wrapper):
     """Its prompts would be traced layer by layer; `generate` bypasses what wraps the model."""
     model = make_llama()
-    if way == "model.forward":
+    if wrapper == "model.forward":
         model.forward = torch.compile(model.forward)
-    elif way == "model.compile":
+    elif wrapper == "model.compile":
         model.compile()
     else:
         model = torch.compile(model)
@@ -98,7 +98,7 @@ def test_a_forward_compiled_as_for_a_static_cache_is_warned_of(make_llama, way):
         warnings.simplefilter("always")
         H2OCache(model, 64)
     texts = [str(warning.message) for warning in caught]
-    assert [("enable(model, compile=True)" in text) for text in texts] == [True] * (way[0] == "m")
+    assert [("enable(model, compile=True)" in text) for text in texts] == [True] * (wrapper[0] == "m")
 
 
 def test_arguments_of_generate_are_told_apart(config):

@@ -45,8 +45,8 @@ def bits(option: str, number: int, allowed: int) -> int:
 def verify(option: str, text: str) -> bool | str:
     """Read whether answers are read again, and repaired."""
     if text not in ("", "answer", "repair", "repair_all"):  # nothing; the option alone; its values
-        known = f"{option} repair, {option} repair_all or {option} alone"
-        raise ValueError(f"{option} {text!r} is not known; give {known}")
+        choices = f"{option} repair, {option} repair_all or {option} alone"
+        raise ValueError(f"{option} {text!r} is not known; give {choices}")
     return text == "answer" or text or False
 
 
