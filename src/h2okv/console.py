@@ -48,10 +48,15 @@ def write_text(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        is_closed = isinstance(error, BrokenPipeError)
-        problem = "was closed by its reader" if is_closed else f"has an error ({error.strerror})"
-        remedy = "so the remaining text is lost; write to a file with room, or read it to the end"
-        raise OutputClosedError(f"the output {problem}, {remedy}") from error
+        raise output_closed(error) from error
+
+
+def output_closed(error: OSError) -> OutputClosedError:
+    """Return what an error of stdout means for a person."""
+    is_closed = isinstance(error, BrokenPipeError)
+    problem = "was closed by its reader" if is_closed else f"has an error ({error.strerror})"
+    remedy = "so the remaining text is lost; write to a file with room, or read it to the end"
+    return OutputClosedError(f"the output {problem}, {remedy}")
 
 
 def write_json(values: object) -> None:

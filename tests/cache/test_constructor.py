@@ -98,7 +98,9 @@ def test_a_forward_compiled_as_for_a_static_cache_is_warned_of(make_llama, wrapp
         warnings.simplefilter("always")
         H2OCache(model, 64)
     texts = [str(warning.message) for warning in caught]
-    assert [("enable(model, compile=True)" in text) for text in texts] == [True] * (wrapper[0] == "m")
+    assert [("enable(model, compile=True)" in text) for text in texts] == [True] * (
+        wrapper[0] == "m"
+    )
 
 
 def test_arguments_of_generate_are_told_apart(config):

@@ -97,10 +97,11 @@ def test_a_further_interrupt_while_the_process_ends_has_no_traceback(monkeypatch
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
-def test_a_full_disk_under_stdout_is_one_line():
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_a_full_disk_under_stdout_is_one_line(option):
     with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "h2okv", "--version"],
+            [sys.executable, "-m", "h2okv", option],
             stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
         )  # fmt: skip
     assert done.returncode == 2 and done.stderr.count("\n") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import importlib
 import os
 import pkgutil
@@ -26,6 +27,7 @@ from h2okv.console import (
     INTERRUPTED,
     OUTPUT_CLOSED,
     OutputClosedError,
+    output_closed,
     write_remark,
     write_text,
 )
@@ -118,7 +120,11 @@ def run(args: Sequence[str]) -> int:
         code = _app(args=list(args), prog_name="h2okv", standalone_mode=False)
     except typer.TyperException as error:
         return _fail(_replaced(error, args) or _usage(error, args))
-    except OutputClosedError as error:
+    except (OutputClosedError, OSError) as error:
+        if isinstance(error, OSError):  # of rich's help; commands name the file that they write
+            if error.errno != errno.ENOSPC:
+                raise
+            error = output_closed(error)
         # The interpreter flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED if isinstance(error.__cause__, BrokenPipeError) else _fail(str(error))
