@@ -258,6 +258,38 @@ def test_a_request_goes_on_from_a_copy_of_another_s_state(options):
     third.check_state(layer)  # no one has written to what both began with
 
 
+@pytest.mark.parametrize("options", EVERY[:-1], ids=str)
+def test_a_state_whose_span_a_step_has_ended_is_read_in_the_next(options):
+    """Its request is gone by then, and another one has the same beginning."""
+    config = config_of(**options)
+    (pool, layer), size = make_layer(config), config.evict_every
+    first, second = (Request(config, 60, 3, torch.float32) for _ in range(2))
+    first.table, second.table = [1, 2, 3, 4, 0, 0], [0, 0, 0, 4, 5, 6]
+    for count in [size] * 3 + [1] * size:
+        run_batch(layer, pool, [(first, count)], block_size=size)
+        second.expected(*second.next(count))
+    for count in (3, 1):
+        run_batch(layer, pool, [(second, count)], block_size=size)
+    second.block = second.table[4]
+    second.check_state(layer)
+
+
+@pytest.mark.parametrize("count", [1, 4], ids="{} tokens".format)
+@pytest.mark.parametrize("options", EVERY[:-1], ids=str)
+def test_a_block_of_a_request_that_has_ended_a_span_is_another_s_in_the_next_step(options, count):
+    config = config_of(**options)
+    pool, layer = make_layer(config)
+    gone, other, new = (Request(config, 40, seed, torch.float32) for seed in range(3))
+    gone.block, other.block, new.block = 2, 3, 2
+    run_batch(layer, pool, [(gone, 2 * config.evict_every - 1), (other, 5)])
+    run_batch(layer, pool, [(gone, 1), (other, 1)])
+    assert pool.ended is not None  # the span of a request that is gone now
+    for step in range(config.evict_every + 2):
+        run_batch(layer, pool, [(other, 1), (new, 1 if step else count)])
+    for request in (other, new):
+        request.check_state(layer)
+
+
 def test_ranks_whose_heads_need_less_have_slots_that_nobody_takes():
     config = config_of(policy="best", layer_budgets=BY_HEAD)
     sizes = [
