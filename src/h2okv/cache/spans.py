@@ -157,7 +157,7 @@ class Spans:
         index: Any = slice(None) if sequences is None else sequences
         query, positions = state.queries[index], state.query_positions
         # All layers of a cache got them at the same places.
-        key = lengths, scored, state.span_starts, tuple(rows)
+        key = state.device, lengths, scored, state.span_starts, tuple(rows)
         position_ids = forward.shared(key, lambda: positions[index].clone())
         positions[index] = -1
         may_lack = scored is None or is_short
