@@ -763,7 +763,7 @@ class H2OCache(Cache):
 
         Args:
             counts: real tokens of each sequence; ``None`` if only the device knows.
-            replay: does what `cut` does, if it can, and tells whether.
+            replay: does the work of `cut`, if it can, and returns whether it did.
         """
         due = [layer for layer in self._slot_layers if layer.note_step(counts)]
         ended = due[0].ended() if due else ()  # one look at the lengths for all layers
@@ -786,9 +786,12 @@ class H2OCache(Cache):
     def cut(
         self, ended: tuple[int, ...], numbers: Tensor | None = None, stores: bool = True
     ) -> list[SlotState]:
-        """Evict from sequences, on the device; return them where they are not stored; mutates.
+        """Evict from the sequences whose spans have ended, on the device alone; mutates the layers.
 
-        ``numbers``: of a cut that is recorded, int64 ``[2, n]``, as `cut_inputs` returns them.
+        Args:
+            ended: their rows.
+            numbers: the inputs of a recorded cut, int64 ``[2, n]``, as `cut_inputs` returns them.
+            stores: whether the layers get the result; else it is returned.
         """
         layers: list[SlotLayer] = self.span_layers
         read: tuple[Tensor | None, int] = (None, 0)
@@ -802,7 +805,7 @@ class H2OCache(Cache):
         return [state for state in states if not stores]  # else none outlives its layer's cut
 
     def cut_inputs(self, ended: tuple[int, ...]) -> Any:
-        """Return what a recorded cut has of the cache, and what it reads: rows, tokens `written`.
+        """Return the key of a recorded cut, and its inputs: rows and tokens written, ``[2, n]``.
 
         ``None`` for a cut that runs launch by launch.
         """

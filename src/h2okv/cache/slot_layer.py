@@ -309,7 +309,7 @@ class SlotLayer(CacheLayer):
         self.slots.begin_step(self.state, self.dtype, may_append)
 
     def step_key(self, is_padded: bool) -> tuple[Any, ...]:
-        """Return what a recorded step has of the layer besides its options."""
+        """Return the layer's part of a recorded step's key: what its launches depend on."""
         return *self.slots.step_key(is_padded), *self._addresses()
 
     def _addresses(self) -> tuple[int, ...]:
@@ -438,7 +438,7 @@ class SlotLayer(CacheLayer):
         slots.refresh(state, self.dtype)
 
     def cut_key(self) -> tuple[Any, ...] | None:
-        """Return what a recorded cut has of the layer; ``None`` if it runs launch by launch."""
+        """Return the layer's part of a recorded cut's key; ``None`` if it runs launch by launch."""
         state, slots, rule = self.state, self.slots, self.rule
         is_known = rule.ranks_by_products and not (rule.grows or self.storage.is_packed)
         is_known &= state.has_values and self.rotations.rolling is None and slots.steps_left < 0

@@ -183,7 +183,7 @@ class _Step:
 
 
 class _Cut:
-    """A cut of all layers of a cache, likewise."""
+    """A cut of all layers of a cache: what a recording runs, and the check of its first replay."""
 
     name = "cut"
 
