@@ -265,12 +265,10 @@ class Planner:
         attention = num_layers * batch_size * slots * machine.entry_seconds
         compute = max(gemm, sum(sizes.values()) / machine.memory) + attention + overhead
         step = {"weights": weights, "cache": cache, "compute": compute}
-        # On a CPU, reading and computing slow each other.
-        together = machine.slowdown.together
-        seconds = max(together(sizes["disk"] / machine.disk, compute), *step.values())
+        seconds = max(step.values())
         passes = -(-batch_size // max(1, pass_tokens // prompt))
         compute = self._prefill_compute(batch_size, operations, overhead, micro_batch_tokens)
-        prefill = together(passes * weights, compute)
+        prefill = max(passes * weights, compute)
         batches = max(1.0, self.workload.num_prompts / batch_size)
         # A partial last batch takes as many steps.
         job_seconds = batches * prefill + ceil(batches) * (new - 1) * seconds

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +28,6 @@ _SEQUENCES = 16  # of a step that is compared with a step of one sequence
 _MAX_PROMPT = 512  # tokens that are timed, to be quick; each token of longer prompts takes longer
 _STATES_WRITTEN = 17  # times that norms, rotations and sums of a layer write a token's states
 _MIN_SECONDS = 0.05
-_LONGER_SECONDS = 0.3  # for two activities at once, between which the system switches the cores
 _MIN_RUNS = 5  # on a busy machine a single run may mostly wait for other processes
 
 
@@ -48,29 +45,17 @@ class Clock:
         self._synchronise()
         return time.perf_counter() - start
 
-    def samples(self, call: Callable[[], object], minimum: float = _MIN_SECONDS) -> list[float]:
-        """Return the seconds of each run, at least ``minimum`` in total, after a warm-up run."""
+    def samples(self, call: Callable[[], object]) -> list[float]:
+        """Return the seconds of each run, at least a few of them, after a warm-up run."""
         seconds: list[float] = []
         call()
-        while sum(seconds) < minimum or len(seconds) < _MIN_RUNS:
+        while sum(seconds) < _MIN_SECONDS or len(seconds) < _MIN_RUNS:
             seconds.append(self.seconds(call))
         return seconds
 
     def _synchronise(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
-
-
-class Slowdown(NamedTuple):
-    """Factors by which reading and computing take longer while both run."""
-
-    reading: float = 1.0
-    computing: float = 1.0
-
-    def together(self, reading: float, computing: float) -> float:
-        """Return the seconds of both, started together, from the seconds of each alone."""
-        both = min(reading * self.reading, computing * self.computing)
-        return both + max(reading - both / self.reading, computing - both / self.computing)
 
 
 @dataclass(frozen=True)
@@ -91,8 +76,6 @@ class HardwareProfile:
     # for each token of a prompt.
     entry_seconds: float = 0.0
     token_seconds: float = 0.0
-    # On a CPU the reader thread slows the computing threads.
-    slowdown: Slowdown = Slowdown()
 
     def gemm_rate(self, rows: int) -> float:
         at, rates = zip(*self.gemm, strict=True)
@@ -120,86 +103,48 @@ def measure_hardware(
         link = _SAMPLE_BYTES / min(copies)
     width = max(1, min(memory.width, quarter // (memory.hidden * 16)))
     layers = len(memory.cache.layers)
-    gemm = Gemm.make(memory.hidden, width, quarter, dtype, device, layers)
+    gemm = measure_gemm(memory.hidden, width, quarter, layers, dtype, device)
     read_bytes = max(_MIN_READ_BYTES, sample // 4)
-    slowdown = Slowdown()
-    if device.type == "cpu":
-        slowdown = measure_slowdown(files, read_bytes, gemm)
     disk = measure_disk(files, read_bytes)
     overhead = measure_overhead(memory, min(prompt, _MAX_PROMPT), dtype, device)
-    return HardwareProfile(disk, link, bandwidth, gemm.rates(), **overhead, slowdown=slowdown)
+    return HardwareProfile(disk, link, bandwidth, gemm, **overhead)
 
 
-def measure_disk(files: CheckpointFiles, read_bytes: int, until: Event | None = None) -> float:
-    """Return the bytes per second of reading a checkpoint past the page cache.
-
-    Reads ``read_bytes`` at a time, up to a limit; with an event, repeatedly until it is set.
-    """
+def measure_disk(files: CheckpointFiles, read_bytes: int) -> float:
+    """Return the bytes per second of reading a checkpoint past the page cache, up to a limit."""
     buffer = memoryview(bytearray(read_bytes))
     size, largest = max((size, number) for number, (_, size, _) in enumerate(files.identity))
     size, read = min(size, _DISK_BYTES), 0
     files.drop_pages(largest, 0, 0)
     start = time.perf_counter()
-    while read < size if until is None else not until.is_set():
-        done = read % size
-        files.read_into(largest, done, view := buffer[: size - done])
-        files.drop_pages(largest, done, len(view))
+    while read < size:
+        files.read_into(largest, read, view := buffer[: size - read])
+        files.drop_pages(largest, read, len(view))
         read += len(view)
     return read / max(time.perf_counter() - start, 1e-9)
 
 
-class Gemm(NamedTuple):
-    """Products of rows with matrices of the model's size, as in gated MLPs."""
+def measure_gemm(
+    hidden: int, width: int, room: int, layers: int, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[int, float], ...]:
+    """Return the operations per second of gated MLPs of these sizes, for `_GEMM_ROWS` rows."""
+    # More than a processor's cache holds, because a model's weights come from memory, but no
+    # more layers than the model has: a tiny one's weights stay in the processor's cache.
+    each = 3 * width * hidden
+    size = each * dtype.itemsize
+    count = max(1, min(-(-_SAMPLE_BYTES // size), room // size, layers))
+    make = partial(torch.randn, dtype=dtype, device=device)
+    gates, ups, downs = (make(count, *shape) for shape in [(width, hidden)] * 2 + [(hidden, width)])
 
-    gate: torch.Tensor  # [N, width, hidden]
-    up: torch.Tensor  # [N, width, hidden]
-    down: torch.Tensor  # [N, hidden, width]
+    def multiply(states: torch.Tensor) -> None:
+        for gate, up, down in zip(gates, ups, downs, strict=True):
+            linear(silu(linear(states, gate)) * linear(states, up), down)
 
-    @classmethod
-    def make(
-        cls,
-        hidden: int,
-        width: int,
-        room: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layers: int,
-    ) -> Gemm:
-        # More than a processor's cache holds, because a model's weights come from memory, but no
-        # more layers than the model has: a tiny one's weights stay in the processor's cache.
-        each = 3 * width * hidden * dtype.itemsize
-        count = max(1, min(-(-_SAMPLE_BYTES // each), room // each, layers))
-        shapes = ((count, width, hidden), (count, width, hidden), (count, hidden, width))
-        return cls(*(torch.randn(shape, dtype=dtype, device=device) for shape in shapes))
-
-    def samples(self, rows: int, minimum: float = _MIN_SECONDS) -> list[float]:
-        """Return the seconds of each run of the products, at least ``minimum`` in total."""
-        states = torch.randn(rows, self.gate.shape[2]).to(self.gate)
-
-        def multiply() -> None:
-            for gate, up, down in zip(*self, strict=True):
-                linear(silu(linear(states, gate)) * linear(states, up), down)
-
-        return Clock(self.gate.device).samples(multiply, minimum)
-
-    def rates(self) -> tuple[tuple[int, float], ...]:
-        """Return the operations per second for `_GEMM_ROWS` rows."""
-        operations = 2 * sum(weights.numel() for weights in self)
-        return tuple((rows, rows * operations / min(self.samples(rows))) for rows in _GEMM_ROWS)
-
-
-def measure_slowdown(files: CheckpointFiles, read_bytes: int, gemm: Gemm) -> Slowdown:
-    """Time reading and computing, each alone and then both together."""
-    products = median(gemm.samples(_SEQUENCES, _LONGER_SECONDS))
-    disk = measure_disk(files, read_bytes)
-    ends = Event()
-    with ThreadPoolExecutor(1) as thread:
-        reading = thread.submit(measure_disk, files, read_bytes, ends)
-        try:
-            concurrent = median(gemm.samples(_SEQUENCES, _LONGER_SECONDS))
-        finally:
-            ends.set()
-    return Slowdown(max(1.0, disk / reading.result()), max(1.0, concurrent / products))
+    rates = []
+    for rows in _GEMM_ROWS:
+        seconds = min(Clock(device).samples(partial(multiply, make(rows, hidden))))
+        rates.append((rows, 2 * rows * count * each / seconds))
+    return tuple(rates)
 
 
 def measure_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
