@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,30 +15,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from h2okv.budget import TokenBudget
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.layer import CacheLayer
-from h2okv.cache.slot_state import SlotState, ordinary_tensors
+from h2okv.cache.slot_state import ordinary_tensors
 from h2okv.cache.support import config_of, unwrap
-from h2okv.cache.validation import check_loaded
 from h2okv.config import CacheConfig
 from h2okv.policy import Rule, get_rule
 from h2okv.records import atomic_write, refusing
 
 CONTRACT = 2  # counts up when older entries would be evicted by another rule
-FORMAT = 2  # counts up when the file is laid out differently; 1 had no number
-_KEY = "h2okv"
-_NOTES = "h2okv.notes"
+FORMAT = 3  # counts up when the file is laid out differently; 2 had no digest, 1 no number
+_KEY, _NOTES, _DIGEST = "h2okv", "h2okv.notes", "h2okv.digest"
 # Parts of a config that say nothing about what the keys are.
 _VOLATILE = (
     "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures", "return_dict",
     "id2label", "label2id", "problem_type", "initializer_range", "attention_dropout",
     "chunk_size_feed_forward",
 )  # fmt: skip
-_Tensors = dict[str, Tensor]
-_DTYPES = {"float32", "bfloat16", "float16", "float64"}
 
 
 def save_cache(cache: Any, path: str | Path, notes: Mapping[str, str] | None = None) -> None:
@@ -63,10 +60,21 @@ def save_cache(cache: Any, path: str | Path, notes: Mapping[str, str] | None = N
     remedy = "keep plain numbers and texts in them, or this cache in memory."
     with refusing(problem, remedy, TypeError):
         metadata = {_KEY: json.dumps(head), _NOTES: json.dumps(dict(notes or {}))}
+    metadata[_DIGEST] = _digest(metadata, tensors)
     writable = "give a file in a folder that exists and is writable."
     written = refusing(f"the cache cannot be written to '{path}'", writable, SafetensorError)
     with written, atomic_write(Path(path), "wb") as file:
         save_file(tensors, file.name, metadata=metadata)
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest of all that a file says, so that a reader knows it is as it was written."""
+    digest = hashlib.sha256("".join(metadata[key] for key in (_KEY, _NOTES)).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
+        numbers: Any = tensor.cpu().reshape(-1).view(torch.uint8).numpy()
+        digest.update(numbers)
+    return digest.hexdigest()
 
 
 def _layer_state(layer: CacheLayerMixin) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -136,28 +144,32 @@ def load_cache(
 ) -> Any:
     """Read what `save_cache` wrote; see `H2OCache.load`."""
     head = read_head(path)
-    kinds = {"config": dict, "cache_config": dict, "policy": dict, "layers": list}
-    with _naming_damage(path):
-        for name, kind in kinds.items():
-            if type(head.get(name)) is not kind:
-                raise ValueError(f"its header has no {name}")
-        if head.get("simulate"):
-            raise ValueError("it was saved by a cache that masks, which is not read")
-        if model is None:
-            config = AutoConfig.for_model(**head["config"])
-    if model is not None:
-        config = config_of(model)
-        check_same_model(path, head["config"], config)
-    if policy is None:
-        policy = _saved_policy(path, head["policy"])
-    with _naming_damage(path):
-        options = CacheConfig.from_dict(head["cache_config"]).to_dict() | {"policy": policy}
-        cache = cache_class(model or config, **options)
     base = None if model is None or isinstance(model, PreTrainedConfig) else unwrap(model)
     # An offloaded model has no device of its own; the cache follows the keys when they come.
     offloaded = base is None or base.device.type == "meta"
+    device = "cpu" if offloaded else str(base.device)
+    with (
+        _naming_damage(path),
+        ordinary_tensors(),
+        safe_open(str(path), framework="pt", device=device) as file,
+    ):
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if metadata.get(_DIGEST) != _digest(metadata, tensors):
+            raise ValueError("it is not as it was written")
+        config = AutoConfig.for_model(**head["config"]) if model is None else config_of(model)
+    if model is not None:
+        check_same_model(path, head["config"], config)
+    if policy is None:
+        policy = _saved_policy(**head["policy"])
     with _naming_damage(path):
-        _fill(cache, path, head["layers"], torch.device("cpu") if offloaded else base.device)
+        options = CacheConfig.from_dict(head["cache_config"]).to_dict() | {"policy": policy}
+        cache = cache_class(model or config, **options)
+        for index, (layer, header) in enumerate(zip(cache.layers, head["layers"], strict=True)):
+            fill: Any = _fill_layer if isinstance(layer, CacheLayer) else _fill_foreign
+            of_layer = {name: tensors[f"{index}.{name}"] for name in header["tensors"]}
+            fill(layer, of_layer, header["values"])
+        cache.check_integrity()
     dtype = next(layer.dtype for layer in cache.layers if isinstance(layer, BaseLayer))
     if base is not None and base.dtype != dtype:
         raise ValueError(
@@ -190,20 +202,12 @@ def _settings(rule: Rule) -> dict[str, Any]:
     return {name: value for name, value in vars(rule).items() if name not in ("scoring", "grows")}
 
 
-def _saved_policy(path: str | Path, saved: dict[str, Any]) -> Rule:
-    name, settings = saved.get("name"), saved.get("settings")
-    with _naming_damage(path):
-        if not isinstance(name, str) or not isinstance(settings, dict):
-            raise ValueError("its header does not name a policy")
+def _saved_policy(name: str, settings: dict[str, Any]) -> Rule:
     fresh = get_rule(name)
-    with _naming_damage(path):
-        kinds = {key: type(value) for key, value in _settings(fresh).items()}
-        if kinds != {key: type(value) for key, value in settings.items()}:
-            raise ValueError(f"policy={name!r} has no settings {settings}")
-        try:
-            return get_rule(type(fresh)(**settings), settings.get("seed", 0))
-        except TypeError:  # settings that its constructor does not take
-            vars(fresh).update(settings)
+    try:
+        return get_rule(type(fresh)(**settings), settings.get("seed", 0))
+    except TypeError:  # settings that its constructor does not take
+        vars(fresh).update(settings)
     return fresh
 
 
@@ -231,96 +235,29 @@ def check_same_model(path: str | Path, saved: dict[str, Any], config: PreTrained
             )
 
 
-def _fill(
-    cache: Any, path: str | Path, headers: list[dict[str, Any]], device: torch.device
-) -> None:
-    states: list[dict[str, Tensor]] = [{} for _ in cache.layers]
-    if len(headers) != len(states):
-        raise ValueError(f"it tells of {len(headers)} layers, and the model has {len(states)}")
-    with ordinary_tensors(), safe_open(str(path), framework="pt", device=str(device)) as file:
-        for name in file.keys():  # noqa: SIM118  # safe_open is no mapping
-            index, _, field = name.partition(".")
-            if not index.isdecimal() or int(index) >= len(states):
-                raise ValueError(f"{name} belongs to no layer")
-            states[int(index)][field] = file.get_tensor(name)
-        for layer, tensors, header in zip(cache.layers, states, headers, strict=True):
-            odd = set(header["tensors"]) ^ tensors.keys()
-            if odd:
-                raise ValueError(f"{min(odd)} is missing, or too much")
-            fill: Any = _fill_layer if isinstance(layer, CacheLayer) else _fill_foreign
-            fill(layer, tensors, header["values"])
-        cache.check_integrity()
-    first = next(layer for layer in cache.layers if isinstance(layer, BaseLayer))
-    for index, layer in enumerate(cache.layers):
-        if isinstance(layer, DynamicLayer) and not _follows(layer, first):
-            raise ValueError(f"layer {index} holds other tokens than the layers that evict")
-
-
-def _follows(layer: DynamicLayer, first: BaseLayer) -> bool:
-    """Tell whether one of transformers' layers has read as many tokens as one of ours."""
-    seen = length = int(first.get_seq_length())
-    if isinstance(layer, DynamicSlidingWindowLayer) and layer.sliding_window > 1:
-        length = min(seen, layer.sliding_window - 1)
-    shapes = {(tensor.shape[0], tensor.shape[2]) for tensor in (layer.keys, layer.values)}
-    return layer.get_seq_length() == seen and shapes == {(first.batch_size, length)}
-
-
 def _fill_layer(layer: CacheLayer, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
-    seen, dtype = tensors.pop("cumulative_length"), values["dtype"]
-    if dtype not in _DTYPES:
-        raise ValueError(f"layer {layer.layer_idx} is in {dtype}, which is no dtype of a cache")
-    batch, heads, num_slots = tensors["positions"].shape
-    by_head = layer.head_budgets
+    seen, dtype = tensors.pop("cumulative_length"), getattr(torch, values["dtype"])
+    batch, heads, _ = tensors["positions"].shape
+    by_head = len(layer.head_budgets or range(heads))
     key, value = (
-        torch.empty(
-            batch, len(by_head or range(heads)), 1, size, dtype=getattr(torch, dtype), device="meta"
-        )
-        for size in values["sizes"]
+        torch.empty(batch, by_head, 1, size, dtype=dtype, device="meta") for size in values["sizes"]
     )
-    empty = layer.empty_state(key[:, :heads], value[:, :heads])
-    empty.key_center = empty.key_scale = None  # the file says how its keys are transformed
-    expected = empty.like(batch, num_slots)
-    if by_head is not None:
-        expected.total = expected.total.expand(-1, len(by_head), -1)
-        expected.free_slot = expected.free_slot.expand(-1, -1, len(by_head))
-    for name, kind in expected.kinds.items():
-        if (file_name := kind.file_name or name) in tensors:
-            tensors[name] = tensors.pop(file_name)
-            if getattr(expected, name) is None and kind.per != "span":
-                like = {"sequence": expected.sink, "head": key}.get(kind.per, expected.positions)
-                setattr(expected, name, torch.empty_like(like, dtype=kind.dtype))
-    _expect_queries(layer, expected, key, tensors)
-    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in expected.tensors().items()}
-    if shapes != {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}:
-        raise ValueError(f"the tensors of layer {layer.layer_idx} do not fit each other")
-    expected.set_tensors({name: tensor.contiguous() for name, tensor in tensors.items()})
-    expected.budgets = [TokenBudget(*amounts) for amounts in values["budgets"]]
-    if starts := values.get("span_starts"):
-        expected.span_starts = tuple(starts)
-    expected.has_gaps = bool(values.get("has_gaps"))
-    check_loaded(layer, expected, seen)
-    needs_queries = layer.scores_spans and any(expected.phases(layer.span))
-    if needs_queries and expected.queries is None:
-        raise ValueError(f"layer {layer.layer_idx} has no queries of the span that it reads")
-    weights = values["weights"]
-    if weights is not None and not isinstance(weights, str):
-        raise ValueError(f"layer {layer.layer_idx} has no fingerprint of weights")
+    state = layer.empty_state(key[:, :heads], value[:, :heads])
+    state.key_center = state.key_scale = None  # the file says how its keys are transformed
+    names = {kind.file_name: name for name, kind in state.kinds.items()}
+    state.set_tensors({names.get(n, n): tensor.contiguous() for n, tensor in tensors.items()})
+    for name, kind in state.kinds.items():
+        has_one, is_of = getattr(state, name) is not None, kind.is_of(layer)
+        if (has_one and not is_of) or (kind.iff and is_of and not has_one):
+            needed = "be there" if is_of else "be absent"
+            problem = f"{kind.file_name or name} must {needed}, by the cache's options"
+            raise ValueError(f"layer {layer.layer_idx}: {problem}")
+    state.budgets = [TokenBudget(*amounts) for amounts in values["budgets"]]
+    state.span_starts = tuple(values["span_starts"]) if "span_starts" in values else None
+    state.has_gaps = "has_gaps" in values
     layer.lazy_initialization(key, value)
-    layer.load_state(expected, seen, weights)
-    counts_padding = values.get("counts_padding")
-    layer.counts_padding = counts_padding if isinstance(counts_padding, bool) else None
-
-
-def _expect_queries(layer: CacheLayer, expected: SlotState, key: Tensor, tensors: _Tensors) -> None:
-    """Expect the queries of a span that has not ended; mutates the expected state."""
-    if "queries" not in tensors:
-        return
-    if not layer.scores_spans:
-        raise ValueError(f"layer {layer.layer_idx} has queries against its options")
-    batch, heads, _, size = key.shape
-    groups, length = max(1, tensors["queries"].shape[1] // heads), layer.span
-    expected.queries = key.new_empty(batch, groups * heads, length, size)
-    expected.query_positions = key.new_empty(batch, length, dtype=torch.int64)
+    layer.load_state(state, seen, values["weights"])
+    layer.counts_padding = values["counts_padding"]
 
 
 def _json_of(path: str | Path, key: str) -> dict[str, Any]:
@@ -340,18 +277,12 @@ def _json_of(path: str | Path, key: str) -> dict[str, Any]:
 
 def _fill_foreign(layer: Any, tensors: dict[str, Tensor], values: dict[str, Any]) -> None:
     """Restore one of transformers' layers from what `_layer_state` returned."""
-    fresh = vars(layer)
     for name, value in {**values, **tensors}.items():
         attribute, _, index = name.partition(".")
-        attributes: Any = fresh.get(attribute)
-        is_dict = isinstance(attributes, dict)
-        is_missing = is_dict and (not index or int(index) not in attributes)
-        if attribute not in fresh or is_missing or (index and not is_dict):
-            raise ValueError(f"a {type(layer).__name__} has no {name}")
-        if is_dict:
-            attributes[int(index)] = value
+        if index:
+            vars(layer)[attribute][int(index)] = value
         else:
-            fresh[attribute] = value
+            vars(layer)[attribute] = value
     for tensor in tensors.values():
         if tensor.is_floating_point():
             layer.dtype, layer.device = tensor.dtype, tensor.device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from h2okv.cache.argument import CACHE
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cache.rope import ranks_of
-from h2okv.cache.slot_state import SlotState
 from h2okv.ops.choice import protected_entries
 from h2okv.policy import Inputs
 
@@ -268,83 +266,3 @@ def check_integrity(layer: BaseLayer) -> None:
     for problem, is_wrong in problems.items():
         if bool(is_wrong.any()):
             raise ValueError(f"layer {layer.layer_idx} {problem}; call cache.reset().")
-
-
-def check_loaded(layer: BaseLayer, state: SlotState, seen: Tensor) -> None:
-    """Refuse a file's numbers that would make a step read or write out of bounds."""
-    name = f"layer {layer.layer_idx}"
-    if seen.shape != () or seen.dtype != torch.int64:
-        raise ValueError(f"{name}: the tokens seen must be one int64, got {seen.dtype}")
-    if state.batch_size == 0 or state.num_slots == 0 or len(state.budgets) != state.batch_size:
-        raise ValueError(
-            f"{name} must have a budget and slots for each sequence, got {len(state.budgets)}"
-            f" budgets for {state.batch_size} sequences of {state.num_slots} slots"
-        )
-    for field, kind in state.kinds.items():
-        has_one, is_of = getattr(state, field) is not None, kind.is_of(layer)
-        if (has_one and not is_of) or (kind.iff and is_of and not has_one):
-            field, needed = kind.file_name or field, "be there" if is_of else "be absent"
-            raise ValueError(f"{name}: {field} must {needed}, by the cache's options")
-    _check_budgets(layer, state)
-    starts = state.span_starts or (0,) * state.batch_size
-    are_whole = all(type(start) is int and start >= 0 for start in starts)
-    if len(starts) != state.batch_size or not are_whole:
-        raise ValueError(f"{name} has invalid beginnings of spans {starts}")
-    for problem, is_wrong in _problems(layer, state, seen).items():
-        if bool(is_wrong.any()):
-            raise ValueError(f"{name} {problem}")
-
-
-def _check_budgets(layer: BaseLayer, state: SlotState) -> None:
-    for budget in state.budgets:
-        fields = astuple(budget)
-        are_counts = all(type(n) is int and 0 <= n < 1 << 60 for n in fields)
-        if not are_counts or not budget.total:
-            raise ValueError(f"layer {layer.layer_idx} has an invalid budget {fields}")
-        options = layer.head_budgets or (layer.budget,)
-        possible = [layer.rule.allocate_budget(option.resolve(1)) for option in options]
-        largest = max(possible, key=lambda option: option.total)
-        if not layer.budget.is_relative and budget != largest:
-            expected = f"must have the budget {astuple(largest)} of its options, got {fields}"
-            raise ValueError(f"layer {layer.layer_idx} {expected}")
-
-
-def _differs_from_budgets(layer: BaseLayer, state: SlotState) -> Tensor:
-    """Mark the sequences with other budgets in the tensors than in the header."""
-    rows = [(b.sink, b.recent, b.num_static, b.total) for b in state.budgets]
-    table = torch.tensor(rows, device=state.device).T.reshape(4, -1, 1, 1)
-    sink, recent, num_static, total = table
-    # The largest of a layer's heads; what the others keep, only the file knows.
-    grown = state.total.amax(dim=1, keepdim=True) - total
-    differs = (state.sink != sink) | (state.recent != recent + grown)
-    # Whatever follows the prompt may be kept: then the budget grows.
-    differs |= (grown < 0) if layer.rule.inputs is Inputs.WINDOW else (grown != 0)
-    if state.num_static is not None:
-        differs |= state.num_static != num_static
-    return differs
-
-
-def _problems(layer: BaseLayer, state: SlotState, seen: Tensor) -> dict[str, Tensor]:
-    """Return what may be wrong with a file's tensors, and where it is."""
-    tensors = [tensor for field, tensor in state.tensors().items() if field != "scores"]
-    numbers = [tensor for tensor in tensors if tensor.is_floating_point()]
-    real, free, last = state.num_real_tokens, state.free_slot, state.num_slots - 1
-    is_taken = (state.positions >= 0).gather(-1, free.clamp(0, last))
-    problems = {
-        "contradicts its budgets": _differs_from_budgets(layer, state),
-        "has seen another number of tokens": (real < 1) | (real > seen) | (seen >= 1 << 30),
-        "has invalid positions": state.positions < -1,
-        "holds numbers that are not finite": torch.stack([~n.isfinite().all() for n in numbers]),
-        # Those that are pinned are infinite.
-        "holds NaN or negative scores": ~(state.scores >= 0),
-        "has an invalid free slot": (free < 0) | (free > last) | is_taken,
-    }
-    if state.head_of_slot is not None:
-        of_head = ~state.of_others()
-        is_free = of_head.gather(-1, free.clamp(0, last).view(*of_head.shape[:2], 1))
-        counts = of_head.sum(dim=-1, keepdim=True)
-        is_wide = counts > state.total + layer.span + layer.rule.grows
-        problems["has shared slots of an invalid head"] = ~is_free | is_wide
-    if state.ranks is not None:
-        problems["has ranks beyond its slots"] = (state.ranks < 0) | (state.ranks > last)
-    return problems
