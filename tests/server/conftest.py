@@ -67,11 +67,12 @@ class FakeEngine:
             raise EngineStoppedError("the engine is shutting down.")
         if self.running >= self.max_num_seqs + self.max_waiting:
             raise QueueFullError(self.max_waiting, self.retry_after)
-        self.requests.append((tuple(prompt), params, budget))
+        prompt = prompt.token_ids
+        self.requests.append((prompt, params, budget))
         self.running += 1
         outcome, num_new = "aborted", 0
         try:
-            async for piece in self._pieces(tuple(prompt), params):
+            async for piece in self._pieces(prompt, params):
                 is_due = kept_every and (piece.finish_reason or (num_new - 1) % kept_every == 0)
                 if is_due and num_new:
                     kept_tokens = self._kept_tokens(len(prompt) + num_new)

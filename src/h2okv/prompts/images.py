@@ -39,6 +39,11 @@ class EncodedPrompt:
     token_ids: tuple[int, ...]
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     pins: Pins = ()
+    # Of a server's prompts: special tokens are not part of a text that came as text.
+    text: str = ""
+    is_text: bool = False
+    stops: tuple[str, ...] = ()  # stop strings in addition to those of the request
+    strips_start: bool = False  # whether a space before the output belongs to the template
 
 
 class ImageEncoder:

@@ -18,6 +18,7 @@ from h2okv.budget import Budget
 from h2okv.engine.detokenizer import TokenText
 from h2okv.engine.llm import AsyncLLM
 from h2okv.engine.sampling_params import SamplingParams
+from h2okv.prompts.images import EncodedPrompt
 from h2okv.prompts.readers import FieldError
 from h2okv.server.config import ServerSettings
 from h2okv.server.errors import ApiError, as_api_error, invalid, timed_out
@@ -25,7 +26,7 @@ from h2okv.server.metrics import Metrics, RequestMetrics
 from h2okv.server.protocol import SampledRequest, read_body
 from h2okv.server.responses import ResponseBuilder
 from h2okv.server.structured import CallSyntax
-from h2okv.server.tokenization import Prompt, PromptReader, off_the_loop, work_size
+from h2okv.server.tokenization import PromptReader, off_the_loop, work_size
 
 Result = TypeVar("Result")
 _Job = tuple[ResponseBuilder, list[SamplingParams], Budget | None]
@@ -144,7 +145,7 @@ class TextRoute:
         return body.builder(body, prompts, tokens), fitted, budget
 
     def _fitted(
-        self, body: SampledRequest, prompt: Prompt, params: SamplingParams
+        self, body: SampledRequest, prompt: EncodedPrompt, params: SamplingParams
     ) -> SamplingParams:
         """Return the parameters with the prompt's stops, and ``max_tokens`` within all limits."""
         limits, length = self.engine.limits, len(prompt.token_ids)
@@ -174,7 +175,7 @@ class TextRoute:
         pending = [*builder.opening()] if body.stream else []
 
         async def generate_one(number: int, prompt_params: SamplingParams) -> None:
-            prompt, every = builder.prompts[number].source, body.h2o.kept_every
+            prompt, every = builder.prompts[number], body.h2o.kept_every
             generate = self.engine.generate(
                 prompt, prompt_params, budget=budget, kept_every=every,
                 verify=body.h2o.verify or False, kind="tools" if body.may_call else body.kind,

@@ -20,7 +20,7 @@ from h2okv.engine.outputs import (
     TokenLogprob,
     VerifiedAnswer,
 )
-from h2okv.server.tokenization import Prompt
+from h2okv.prompts.images import EncodedPrompt
 from h2okv.server.tools import Segment, ToolCall, ToolCallParser
 
 _FINGERPRINT = "h2okv"
@@ -34,7 +34,7 @@ class ResponseBuilder(ABC):
     kinds: ClassVar[tuple[str, str, str]]
     says_done: ClassVar[bool] = True  # whether a stream ends with ``[DONE]``
 
-    def __init__(self, body: Any, prompts: Sequence[Prompt], tokens: TokenText) -> None:
+    def __init__(self, body: Any, prompts: Sequence[EncodedPrompt], tokens: TokenText) -> None:
         self.body, self.prompts, self.num_outputs = body, prompts, body.n or 1
         # One for each choice, prompt by prompt.
         self.outputs = [Completion(index) for index in range(self.num_outputs * len(prompts))]
