@@ -65,7 +65,7 @@ class CacheEngine(Engine):
         self._execute, self._eos = self._run_step, eos_token_ids(model)
         self._counters, self.is_broken = EngineStats(), False  # by a forward that has not ended
         room = context_window(model.config) or UNLIMITED  # a full cache ends there
-        self.verifier = Verifier(EngineConfig(), self.runner, _CHUNK, lambda: room)
+        self.verifier = Verifier(EngineConfig(), self.runner, _CHUNK, lambda: room, self._counters)
         self.verifier.again = self._again
 
     def run(

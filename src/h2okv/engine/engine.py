@@ -162,7 +162,6 @@ class Engine:
         if config.caches_prefixes and self._thinks and reopens_answers(self.tokenizer):
             self._answered = deque(maxlen=min(_MOST_ANSWERED, config.max_waiting))
         self._grammars = GrammarCompiler(self.tokenizer, described.vocab_size, self._eos)
-        self._counters = EngineStats()
 
     def _open_slots(self, probe: H2OCache) -> MemoryShare:
         """Divide the memory, and let the runner allocate its part; mutates the engine."""
@@ -204,12 +203,9 @@ class Engine:
             self._folder.trim()
         self.scheduler = Scheduler(config, self.max_num_seqs, chunk_tokens, self.prefix_cache)
         self._full_room = share.verify
-        self.verifier = Verifier(
-            config,
-            self.runner,
-            config.max_prefill_tokens if continues_prompts(probe) else UNLIMITED,
-            self._full_tokens,
-        )
+        self._counters = EngineStats()
+        chunk = config.max_prefill_tokens if continues_prompts(probe) else UNLIMITED
+        self.verifier = Verifier(config, self.runner, chunk, self._full_tokens, self._counters)
         self._execute = self.runner.execute
 
     def step(self) -> bool:
@@ -502,12 +498,7 @@ class Engine:
             cache_bytes=pool.held_bytes,
             full_bytes=pool.full_bytes,
             reserved_bytes=pool.nbytes,
-            verified=self.verifier.num_verified,
-            verified_tokens=self.verifier.num_tokens,
-            verify_failed=self.verifier.num_failed,
             verify_waiting=self.verifier.num_waiting,
-            repaired=self.verifier.num_repaired,
-            repair_tokens=self.verifier.num_repair_tokens,
         )
 
     def describe(self) -> str:

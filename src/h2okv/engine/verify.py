@@ -27,7 +27,7 @@ from h2okv.engine.agreement import FACTORS, AgreementLog, AgreementReport, Budge
 from h2okv.engine.config import EngineConfig
 from h2okv.engine.detokenizer import TokenText
 from h2okv.engine.model_runner import ModelRunner
-from h2okv.engine.outputs import VerifiedAnswer
+from h2okv.engine.outputs import EngineStats, VerifiedAnswer
 from h2okv.engine.request import Comparison, Output, Request, Trace
 
 MOST_WAITING = 64
@@ -94,6 +94,7 @@ class Verifier:
         runner: Runs the model.
         chunk_tokens: Tokens of one forward, after which other work comes first.
         max_tokens: Returns how many tokens a full cache has room for.
+        counters: Those of the engine; mutated.
     """
 
     def __init__(
@@ -102,8 +103,9 @@ class Verifier:
         runner: ModelRunner,
         chunk_tokens: int,
         max_tokens: Callable[[], int],
+        counters: EngineStats,
     ) -> None:
-        self._config, self._runner = config, runner
+        self._config, self._runner, self._counters = config, runner, counters
         self._chunk_tokens, self._max_tokens = chunk_tokens, max_tokens
         self.again: Callable[[Request, DynamicCache], Repair]  # by the full cache that has read it
         self.log = AgreementLog()
@@ -114,8 +116,6 @@ class Verifier:
         self._waiting: list[_Check] = []
         self._current: _Check | None = None
         self._spent = 0  # tokens of sampled answers and their prompts
-        self.num_verified = self.num_tokens = self.num_failed = 0
-        self.num_repaired = self.num_repair_tokens = 0
         self._chunk_seconds = self._last_end = 0.0
 
     @property
@@ -235,7 +235,7 @@ class Verifier:
         text = [*request.prompt, *answer[: check.num_compared - 1]]
         start, before = check.position, len(request.prompt) - 1
         end = check.position = min(start + self._chunk_tokens, len(text))
-        self.num_tokens += end - start
+        self._counters.verified_tokens += end - start
         first = max(start, before)
         logits = self._runner.read(text[start:end], start, check.cache, max(1, end - first))[0]
         for number in range(first - before, end - before):
@@ -277,8 +277,8 @@ class Verifier:
         request, count = check.request, len(check.compared)
         agreed = sum(token.agrees for token in check.compared)
         differs = (number for number, token in enumerate(check.compared) if not token.agrees)
-        self.num_verified += count > 0
-        self.num_failed += count == 0
+        self._counters.verified += count > 0
+        self._counters.verify_failed += count == 0
         check.cache = None
         request.verified = VerifiedAnswer(
             tokens=count,
@@ -297,8 +297,8 @@ class Verifier:
             count = len(request.outputs[0].tokens)
             cost = start.length - start.num_reused + count
             request.verified = VerifiedAnswer(count, count, repaired=True, repair_tokens=cost)
-            self.num_repaired += 1
-            self.num_repair_tokens += cost
+            self._counters.repaired += 1
+            self._counters.repair_tokens += cost
         check.again = None
         if request.verify:
             request.verify = False

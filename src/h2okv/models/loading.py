@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,9 +25,12 @@ from h2okv.prompts.chat_template import encode, plain_template
 from h2okv.prompts.images import ImageEncoder
 from h2okv.prompts.messages import Conversation
 from h2okv.prompts.readers import PromptLimits
-from h2okv.records import first_line, refusing
+from h2okv.provenance import digest
+from h2okv.records import first_line, naming, refusing
 
 _NUMBERS_AT_ONCE = 4 << 20  # numbers at a time
+_SAMPLES = 64  # offsets in a file; another training run changes the bytes at all of them
+_SAMPLE_BYTES = 4096  # read at each
 
 
 def resolve_model(name: str) -> str:
@@ -116,6 +120,22 @@ def weight_bytes(described: Described, dtype: torch.dtype, weight_bits: int | No
     tensors = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     total = sum(tensor.nbytes for tensor in tensors.values())
     return total + (0 if weight_bits is None else int4_bytes(model))
+
+
+def weights_digest(source: str | None, config: PreTrainedConfig) -> str | None:
+    """Return a digest of samples of a folder's weights, or the Hub's commit of a config."""
+    folder = Path(source or "")
+    if not source or not folder.is_dir():
+        return getattr(config, "_commit_hash", None)
+    samples = []
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        with naming(path, "read", "get the model again"), path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            samples.append(f"{path.name} {size} ".encode())
+            for index in range(_SAMPLES):
+                file.seek(index * size // _SAMPLES)
+                samples.append(file.read(_SAMPLE_BYTES))
+    return digest(b"".join(samples))
 
 
 def load_weights(

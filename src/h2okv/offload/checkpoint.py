@@ -45,8 +45,6 @@ from h2okv.records import naming, parse_json, refusing
 
 _AGAIN = "get the model again"
 _COMPARED = 1 << 20  # bytes of embedding and head that are compared at once
-_SAMPLES = 64  # offsets in a file; another training run changes the bytes at all of them
-_SAMPLE_BYTES = 4096  # read at each
 
 
 @dataclass(frozen=True)
@@ -179,22 +177,6 @@ def checkpoint_bytes(folder: Path) -> int:
     """Return the size of a folder's weights, safetensors or not."""
     paths = [*folder.glob("model*.safetensors")] or [*folder.glob("*.bin")]
     return sum(path.stat().st_size for path in paths)
-
-
-def weights_digest(config: PreTrainedConfig) -> str | None:
-    """Return a digest of samples of a config's weights, or the Hub's commit."""
-    folder = Path(config.name_or_path or "")
-    if not config.name_or_path or not folder.is_dir():
-        return getattr(config, "_commit_hash", None)
-    samples = []
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
-        with naming(path, "read", _AGAIN), path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            samples.append(f"{path.name} {size} ".encode())
-            for index in range(_SAMPLES):
-                file.seek(index * size // _SAMPLES)
-                samples.append(file.read(_SAMPLE_BYTES))
-    return digest(b"".join(samples))
 
 
 def named_keys(meta: MetaModel, files: CheckpointFiles) -> dict[str, tuple[str, str | None]]:

@@ -28,7 +28,13 @@ from h2okv.console import Progress, format_bytes
 from h2okv.engine import memory as process
 from h2okv.engine.memory import MemoryModel
 from h2okv.engine.sampling_params import SamplingParams
-from h2okv.models.loading import Described, default_dtype, describe, load_weights
+from h2okv.models.loading import (
+    Described,
+    default_dtype,
+    describe,
+    load_weights,
+    weights_digest,
+)
 from h2okv.models.names import cache_folder
 from h2okv.offload.batch_runner import ForwardScheduler, Limits, Runner
 from h2okv.offload.checkpoint import (
@@ -37,7 +43,6 @@ from h2okv.offload.checkpoint import (
     map_weights,
     open_checkpoint,
     open_converted,
-    weights_digest,
 )
 from h2okv.offload.job import Job, PromptFile, Summary, TextCodec, generate_records, saved_settings
 from h2okv.offload.meta_model import MetaModel, pack_layers
@@ -255,7 +260,7 @@ def job_settings(request: BatchRequest, described: Described) -> dict[str, Any]:
     return {
         "model": request.model,
         "config": digest(json.dumps(config.to_dict(), sort_keys=True, default=str)),
-        "weights": weights_digest(config),
+        "weights": weights_digest(config.name_or_path, config),
         **cache,
         **{name: value for name, value in sampling.items() if name not in _UNSUPPORTED},
         "dtype": "auto" if request.dtype is None else str(request.dtype).removeprefix("torch."),

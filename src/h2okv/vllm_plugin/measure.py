@@ -11,7 +11,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from h2okv.calibration.factors import Shares
@@ -22,6 +21,7 @@ from h2okv.calibration.layer_budgets import (
     with_shares,
 )
 from h2okv.config import FACTORS_VERSION, MEASURED, CacheConfig
+from h2okv.models.loading import weights_digest
 from h2okv.models.names import cache_folder
 from h2okv.provenance import digest
 from h2okv.records import first_line, parse_json, write_json
@@ -32,7 +32,7 @@ def measured(cache: CacheConfig, model: Any) -> CacheConfig:
     if cache.layer_budgets != MEASURED:
         return cache
     source, dtype = str(model.model), str(model.dtype).removeprefix("torch.")
-    state = _state_of_weights(Path(source)) or getattr(model.hf_config, "_commit_hash", None)
+    state = weights_digest(source, model.hf_config)
     setting = f"{source} {state} {FACTORS_VERSION}"
     file = cache_folder("layer-budgets") / f"vllm-{digest(setting)}.json"
     with suppress(OSError, ValueError, KeyError, TypeError):  # not there, or damaged
@@ -54,14 +54,6 @@ def measured(cache: CacheConfig, model: Any) -> CacheConfig:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"setting": setting, "shares": shares})
     return with_shares(cache, Shares.from_dict(shares))
-
-
-def _state_of_weights(folder: Path) -> str | None:
-    """Return what changes when the files of a folder do; ``None`` if it is not a folder."""
-    if not folder.is_dir():
-        return None
-    files = sorted(folder.glob("*.safetensors")) + sorted(folder.glob("*.bin"))
-    return digest(" ".join(f"{f.name} {f.stat().st_size} {f.stat().st_mtime_ns}" for f in files))
 
 
 def _main() -> None:
