@@ -120,22 +120,11 @@ def test_shares_of_one_pass_are_those_of_each_fraction(model, monkeypatch):
         assert (lowest, highest) == (measured[0], measured[-1])
 
 
-def test_the_time_of_a_measurement_follows_from_its_first_layers(
-    model, measured, monkeypatch, capsys
-):
-    measure, clock = layer_budgets.measure_shares, [100.0]
-
-    def slow(model, ids, report):
-        for layer in range(1, 241):  # a tenth of a second each, after half a second for nothing
-            clock[0] += 0.6 if layer == 1 else 0.1
-            report(layer / 240)
-        return measure(model, ids, lambda done: None)
-
-    monkeypatch.setattr(layer_budgets, "measure_shares", slow)
-    monkeypatch.setattr(layer_budgets.time, "perf_counter", lambda: clock[0])
+def test_the_expected_time_of_a_measurement_is_said_before_it(model, measured, monkeypatch, capsys):
+    monkeypatch.setattr(layer_budgets, "expected_seconds", lambda model: 24.2)
     h2okv.H2OCache(model, **BEST)
-    (line, _) = capsys.readouterr().err.splitlines()
-    assert "(about 24 s here)" in line
+    line = capsys.readouterr().err.splitlines()[0]
+    assert "(about 24 s here); --policy h2o" in line
 
 
 def test_what_takes_long_is_measured_on_request_only(

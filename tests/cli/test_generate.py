@@ -468,7 +468,7 @@ def test_eval_layers_measures_for_later_uses(
     command = "h2okv eval layers --model"
     assert "would take about 2.8 h here" in even.err and command in even.err
     measured = h2okv_command("eval", "layers", "--model", model_folder, "--out", tmp_path / "x")
-    assert measured.code == 0 and re.search(r"\(about \d+ s here\)\n", measured.err)
+    assert measured.code == 0 and "(about 2.8 h here)\n" in measured.err
     by_head = json.loads(generate(*best).out)["layer_budgets"]
     assert [len(layer) for layer in by_head] == [2, 2]
 

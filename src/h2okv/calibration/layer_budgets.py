@@ -34,7 +34,6 @@ from h2okv.records import first_line, parse_json, write_json
 _USUAL_FRACTION = float(CacheConfig(BEST).heavy)
 PATIENCE = 300.0  # seconds; what takes longer is measured on request only
 _LINE_SECONDS = 10.0
-_TIMED_SECONDS, _TIMED_PART = 2.0, 0.1  # of the work, the first of which to end gives an estimate
 _SKIP = "--policy h2o or --cache layers=even (in Python layer_budgets='even') leaves it out"
 
 
@@ -170,7 +169,7 @@ def _resolve(
             return config.before_measuring
         short = _short(name)
         try:
-            seconds = expected_seconds(model) + weights.pass_seconds * NUM_PASSES
+            seconds = _expected_seconds(model, weights)
             if seconds > PATIENCE:
                 _REFUSED.add(weights.digest)
                 return even_budgets(
@@ -191,6 +190,10 @@ def with_shares(config: CacheConfig, shares: Shares) -> CacheConfig:
     return replace(config, layer_budgets=factors, measured=BEST_VERSION)
 
 
+def _expected_seconds(model: PreTrainedModel, weights: Weights) -> float:
+    return expected_seconds(model) + weights.pass_seconds * NUM_PASSES
+
+
 def _measure(
     model: PreTrainedModel,
     name: str,
@@ -202,21 +205,16 @@ def _measure(
         raise ValueError("some of its weights are not in memory")
     ids = calibration_ids(tokenizer(), model.config.get_text_config().vocab_size)
     short, begun = _short(name), time.perf_counter()
-    duration, first = "", (0.0, 0.0)  # when the first layer was read, and what was done then
+    duration = format_duration(_expected_seconds(model, weights))
+    lines = iter([
+        f"{BEST}: measuring how many entries each head of {short} needs, once for this model"
+        f" (about {duration} here){'; ' * bool(remark)}{remark}"
+    ])  # fmt: skip
 
     def report(done: float) -> None:
-        nonlocal duration, first
-        if duration:
-            return progress.update(done)
-        now = time.perf_counter()
-        start, before = first = first if first[1] else (now, done)
-        if done == before or (now - start < _TIMED_SECONDS and done < _TIMED_PART):
-            return
-        duration = format_duration((now - start) / (done - before))
-        write_remark(
-            f"{BEST}: measuring how many entries each head of {short} needs, once for this model"
-            f" (about {duration} here){'; ' * bool(remark)}{remark}"
-        )
+        for line in lines:  # with the first layer: some models are refused before
+            write_remark(line)
+        progress.update(done)
 
     try:
         with Progress(f"measuring {short}", 1.0, line_seconds=_LINE_SECONDS) as progress:
