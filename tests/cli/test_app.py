@@ -16,7 +16,7 @@ from h2okv.cli.args import PER_QUERY, helps
 from h2okv.cli.help_page import PANELS
 from h2okv.cli.readers import memory
 from h2okv.config import BEST, POLICIES, SCORINGS
-from h2okv.policy import scoring_names
+from h2okv.policy.scoring import SCORINGS as CLASSES
 from h2okv_lab import masking
 from h2okv_lab.cli.analyze import MEASUREMENTS, MIN_TOKENS, MIN_VIEWED
 from h2okv_lab.cli.bench import RUNNERS, SHAPES
@@ -54,7 +54,7 @@ def test_listed_names_match_the_registries():
     assert (*h2okv.policy_names(), BEST) == POLICIES
     assert h2okv.policy_names() == POLICIES[:-1]
     assert tuple(masking.PER_QUERY) == PER_QUERY
-    assert scoring_names() == SCORINGS
+    assert tuple(scoring.name for scoring in CLASSES) == SCORINGS
     from h2okv_lab.analysis.measurements import MEASUREMENTS as measurements
     from h2okv_lab.analysis.study import MIN_TOKENS as min_tokens
     from h2okv_lab.analysis.viewer import MIN_TOKENS as min_viewed

@@ -126,11 +126,7 @@ class Sampler:
 
     def processed(self, logits: torch.Tensor, text: Sequence[int]) -> torch.Tensor:
         """Return logits ``[1, V]`` in fp32, after the processors that depend on the new tokens."""
-        logits = logits.float()
-        return self.process(logits.cpu(), text) if self.sees_text else logits
-
-    def process(self, logits: Any, text: Sequence[int]) -> Any:
-        """Apply the processors that depend on the new tokens to fp32 ``[1, V]`` on the CPU."""
+        logits = logits.float().cpu() if self.sees_text else logits.float()
         if self._text_processors:
             so_far: Any = torch.tensor([[*self._prompt, *text]])
             logits = self._text_processors(so_far, logits)

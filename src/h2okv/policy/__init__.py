@@ -15,7 +15,7 @@ from h2okv.records import unknown_name
 
 __all__ = [
     "BlockView", "Fixed", "H2O", "Inputs", "Policy", "Rule", "Scoring", "SnapKV", "get_rule",
-    "get_scoring", "policy_names", "register_policy", "scoring_names",
+    "get_scoring", "policy_names", "register_policy",
 ]  # fmt: skip
 
 _RULES = {rule.name: rule for rule in RULES}
@@ -28,11 +28,6 @@ Policy = Rule  # the former name
 def policy_names() -> tuple[str, ...]:
     """Return the names that ``H2OCache(policy=...)`` takes."""
     return tuple(_RULES)
-
-
-def scoring_names() -> tuple[str, ...]:
-    """Return the names that ``H2OCache(scoring=...)`` takes."""
-    return tuple(_SCORINGS)
 
 
 def register_policy(rule: type[Rule]) -> type[Rule]:
