@@ -261,8 +261,8 @@ def _find(config: PreTrainedConfig, weights: Weights) -> Shares | None:
 
 def _digest(content: Mapping[str, Any]) -> str:
     """Return a digest of what a file says besides it."""
-    said = {name: value for name, value in content.items() if name != "digest"}
-    return digest(json.dumps(said, sort_keys=True))
+    others = {name: value for name, value in content.items() if name != "digest"}
+    return digest(json.dumps(others, sort_keys=True))
 
 
 def _contents(model_type: str) -> Iterator[Any]:
