@@ -1,6 +1,7 @@
 """Files that are whole or not there, results that survive kills."""
 
 import json
+import os
 
 import pytest
 
@@ -142,6 +143,17 @@ def test_atomic_write_replaces_or_keeps_the_file(tmp_path):
         file.write(b"after")
     assert path.read_bytes() == b"after"
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.txt"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_or_a_device_stays_in_its_place(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for write in (lambda: write_json(pipe, {}), lambda: Results(pipe)):
+        with pytest.raises(ValueError, match="pipe' cannot be written .*; .*choose another path"):
+            write()
+        assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
+        assert pipe.is_fifo()
 
 
 def test_two_writers_of_one_file_have_separate_drafts(tmp_path):

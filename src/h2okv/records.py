@@ -141,6 +141,12 @@ def checked_arguments(
     return decorate
 
 
+def _refuse_device(path: Path) -> None:
+    """Raise OSError for a device or a pipe, whose place a renamed file would take."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError("it is a device or a pipe")
+
+
 @contextmanager
 def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """Open a file that gets its name only when it is complete and on the disk."""
@@ -149,6 +155,7 @@ def atomic_write(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     try:
         with naming(path, "written", "choose another path, or free some space"):
+            _refuse_device(path)
             with draft.open(mode.replace("w", "x"), **text) as file:  # type: ignore[call-overload]
                 yield file
                 file.flush()
@@ -263,6 +270,7 @@ class ResultFile:
         self.settings_path = settings_path(path)
         self._header = _line({"kind": kind, "version": version}) if settings is None else b""
         with self._naming(), ExitStack() as cleanup:
+            _refuse_device(path)  # opening a pipe would wait for its reader
             self._file = cleanup.enter_context(path.open("ab", buffering=0))
             self._lock()
             self._size = self._read()

@@ -348,8 +348,9 @@ def test_a_chat_template_is_used_unless_the_text_is_raw(generate, chat_folder):
     record = json.loads(generate(*options, "--raw", model=chat_folder, text="a cat?").out)
     assert not record["chat_template"]
     assert record["prompt_tokens"] == len(tokenizer("a cat?")["input_ids"])
-    outcome = generate("--system", "be brief")
-    assert outcome.code == 2 and "--system needs a chat template" in outcome.err
+    for raw, message in (((), "template; put"), (("--raw",), "template, and --raw leaves it out;")):
+        outcome = generate("--system", "be brief", *raw)
+        assert outcome.code == 2 and f"--system needs a chat {message}" in outcome.err
 
 
 @pytest.mark.parametrize("by_head", [True, False])

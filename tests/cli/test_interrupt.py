@@ -53,6 +53,19 @@ def test_an_interrupt_keeps_the_generated_tokens(job):
     assert job.model.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("baselines", [None, []])
+def test_an_interrupt_while_the_prompt_is_read_has_no_result(job, monkeypatch, baselines):
+    def interrupt(module, args, output):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("h2okv.engine.generation._warm_up", lambda *_: None)
+    hook = job.model.base_model.layers[0].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate_and_compare(job, CACHE, baselines)
+    hook.remove()
+    assert not generate_and_compare(job, CACHE).interrupted
+
+
 def test_an_interrupt_ends_the_comparison_and_sets_the_exit_code(job, monkeypatch, capsys):
     # The heading is the first piece.
     monkeypatch.setattr("h2okv.engine.generation.write_text", InterruptAt(4))

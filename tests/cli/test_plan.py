@@ -10,11 +10,16 @@ from h2okv.offload import offload_engine
 from h2okv.offload.profile import HardwareProfile
 
 
+@pytest.fixture(scope="module")
+def long_model(save_model):
+    return save_model(context=2048)
+
+
 @pytest.fixture
-def plan(h2okv_command, model_folder):
+def plan(h2okv_command, long_model):
     def call(*args, code=0):
         outcome = h2okv_command(
-            "plan", model_folder, "--prompt-tokens", 200, "--new-tokens", 50, *args
+            "plan", long_model, "--prompt-tokens", 200, "--new-tokens", 50, *args
         )
         assert outcome.code == code, outcome
         if code:
@@ -88,6 +93,13 @@ def test_a_late_first_result_is_said(plan, rated):
 
 def test_too_little_memory_is_refused(plan, rated):
     assert "--memory 2MiB is too little" in plan("--memory", "2MiB", code=2)
+
+
+def test_prompts_that_the_job_would_refuse_have_no_plan(plan, rated):
+    too_long = ("--prompt-tokens", 10**6, "--memory", 10**15)
+    message = plan(*too_long, code=2)
+    assert "context of" in message and "got 1000000 and 1; lower --prompt-tokens" in message
+    assert plan(*too_long, "--cache", "h2o:64,positions=rolling")
 
 
 def test_a_server_is_planned_by_its_own_command(plan, h2okv_command, model_folder, monkeypatch):

@@ -56,5 +56,5 @@ def test_models_that_cannot_be_divided_raise(monkeypatch, config, count, message
 
 def test_tensor_parallelism_needs_torchrun(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ValueError, match="torchrun --nproc-per-node"):
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node N .* --tensor-parallel$"):
         check_divides(LlamaConfig())

@@ -1,6 +1,7 @@
 """Parameters of requests, and errors that affect a single one."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -378,6 +379,17 @@ def test_engine_works_after_ctrl_c_in_a_step(
     monkeypatch.undo()
     generated = [output.completions[0].token_ids for output in outputs]
     assert generated == [alone(model, prompt, 12) for prompt in prompts]
+
+
+def test_threads_take_turns(make_llama, make_llm, make_prompts, greedy, alone):
+    model = make_llama()
+    prompts = make_prompts([20, 30, 25, 15])
+    llm = make_llm(model)
+    with ThreadPoolExecutor(4) as threads:
+        outputs = list(threads.map(lambda prompt: llm.generate([prompt], greedy(20))[0], prompts))
+    llm.close()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.completions[0].token_ids == alone(model, prompt, 20)
 
 
 def test_characters_of_several_tokens_are_not_split(make_llama, make_llm, tokenizer):

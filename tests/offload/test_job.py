@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
 from h2okv.models.loading import Described, resolve_model
-from h2okv.offload.job import Job, Prompt, PromptFile, TextCodec
+from h2okv.offload.job import Job, Prompt, PromptFile, Summary, TextCodec
 
 SETTINGS = {"max_new_tokens": 4, "policy": "h2o"}
 MESSAGES = [{"role": "user", "content": "the cat"}]
@@ -294,3 +294,8 @@ def test_messages_that_no_template_takes(codec):
         codec(refusing).encode(MESSAGES)
     with pytest.raises(ValueError, match="leave out --raw"):
         codec(TEMPLATE, is_raw=True).encode(MESSAGES)
+
+
+def test_the_summary_counts_one_prompt_as_one():
+    assert Summary(1, 0, 1).to_text().startswith("1 prompt, 1 with an error record, ")
+    assert Summary(2, 1, 0).to_text().startswith("2 prompts, 1 of them finished before, ")

@@ -59,6 +59,7 @@ def refusal(served, path, body) -> openai.APIStatusError:
         ({"h2o": "1000+64"}, "h2o", "= 1064 tokens for this prompt, but this server keeps"),
         ({"h2o": {"cache": "0+0"}}, "h2o", "keep nothing"),
         ({"h2o": "h2o:64,bits=8"}, "h2o", "of a request has kv_bits, which only the engine's"),
+        ({"h2o": 256}, "h2o", "h2o must be a text such as '256' or '10%', or an object, got 256"),
         ({"h2o": "much"}, "h2o", "of a request has policy much"),
         ({"h2o": {"heavy": 64}}, "h2o.heavy", "it is part of cache, a text such as"),
         ({"h2o": {"light": 1}}, "h2o.light", "h2o.light is not known"),

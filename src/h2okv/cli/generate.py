@@ -80,7 +80,10 @@ def generate(
     args.check_cache(described.config, cache)  # mistakes show before the weights load
     is_chat = not raw and described.tokenizer.chat_template is not None
     if system and not is_chat:
-        raise ValueError("--system needs a chat template; put the text into the prompt itself")
+        raise ValueError(
+            f"--system needs a chat template{', and --raw leaves it out' if raw else ''}; put the"
+            " text into the prompt itself"
+        )
     if pin and not is_chat:
         raise ValueError("--pin needs a chat template; leave it out, or give --cache sink=4")
     if cache.positions != "original" and compare is None:

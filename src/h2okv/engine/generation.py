@@ -119,6 +119,11 @@ class GenerationRun:
         while engine.verifier.step():
             pass
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the prompt is read and a token generated; before, the cache may be half full."""
+        return len(self._times) > 1
+
     def _take(self, event: Event) -> None:
         if isinstance(event, OutputDelta) and event.verified is None:
             self._times.append(time.perf_counter())
@@ -233,7 +238,7 @@ class Job:
 def generate_once(
     job: Job, cache: Cache, write: Callable[[str], None], show_progress: bool = False
 ) -> Generation:
-    """Generate from a prompt and measure it; Ctrl-C ends it with the text so far."""
+    """Generate from a prompt and measure it; Ctrl-C ends it with the text so far, if any."""
     ids, params = job.prompt_ids, job.params
     room = job.described.limits.room(len(ids), int(params.max_tokens or 0))
     with job.attend(cache):
@@ -245,6 +250,8 @@ def generate_once(
             generation.run(show_progress)
             return generation.result()
         except KeyboardInterrupt:
+            if not generation.has_begun:
+                raise
             return replace(generation.result(), finish_reason="interrupted")
 
 
@@ -294,6 +301,8 @@ def generate_and_compare(
             if run.interrupted:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
+        if not comparison.runs:
+            raise
         comparison.interrupted = True
     return comparison
 

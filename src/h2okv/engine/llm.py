@@ -124,6 +124,9 @@ class LLM(_Front):
 
     _is_closed = False
 
+    def _start(self) -> None:
+        self._turn = threading.Lock()
+
     def __enter__(self) -> LLM:
         return self
 
@@ -284,7 +287,17 @@ class LLM(_Front):
             self.engine.request(text, request_params, lambda event: None, pins=spans, **options)
             for text, request_params, spans in zip(texts, params, pins, strict=True)
         ]
-        scheduler, shown = self.engine.scheduler, show_progress
+        with self._turn:  # threads take turns
+            self._run(requests, show_progress)
+        outputs = [request.output() for request in requests]
+        for error in (request.error for request in requests if request.error is not None):
+            error.outputs = outputs
+            raise error
+        return [output for output in outputs if output is not None]
+
+    def _run(self, requests: Sequence[Request], shown: bool) -> None:
+        """Step until all requests are over; an error or Ctrl-C leaves none in the engine."""
+        scheduler = self.engine.scheduler
         # All at once: the limit of the queue is for requests that come one by one.
         scheduler.waiting.extend(requests)
         try:
@@ -300,13 +313,8 @@ class LLM(_Front):
             for request in requests:  # those that an error or Ctrl-C has left
                 self.engine.abort(request)
             self.engine.step()  # releases their slots
-            if group is not None:
-                group.broadcast(None)
-        outputs = [request.output() for request in requests]
-        for error in (request.error for request in requests if request.error is not None):
-            error.outputs = outputs
-            raise error
-        return [output for output in outputs if output is not None]
+            if self.engine.group is not None:
+                self.engine.group.broadcast(None)
 
 
 class AsyncLLM(_Front):

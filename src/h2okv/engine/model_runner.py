@@ -333,7 +333,7 @@ def check_divides(config: PreTrainedConfig) -> None:
     if "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "tensor parallelism needs one process for each part of the model; start them with "
-            "torchrun --nproc-per-node N -m h2okv serve --tensor-parallel ..."
+            "torchrun --nproc-per-node N -m h2okv serve --tensor-parallel"
         )
     text: Any = config.get_text_config(decoder=True)
     if not getattr(text, "base_model_tp_plan", None):

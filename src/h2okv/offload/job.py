@@ -329,7 +329,7 @@ class Summary:
     def to_text(self) -> str:
         predicted = "" if self.predicted is None else f" ({self.predicted:,.1f} predicted)"
         phrases = [
-            f"{self.prompts} prompts",
+            f"{self.prompts} prompt{'s' * (self.prompts != 1)}",
             f"{self.skipped} of them finished before" if self.skipped else "",
             f"{self.errors} with an error record" if self.errors else "",
             f"{self.new_tokens} new tokens in {self.seconds:.1f} s",

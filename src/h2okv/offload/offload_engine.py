@@ -93,7 +93,10 @@ class BatchRequest(OffloadRequest):
 
 def plan(request: OffloadRequest, workload: Workload) -> tuple[Plan, Planner]:
     """Return the fastest plan that fits, and the planner with its measurements."""
-    meta, files = open_model(request, describe_for(request))
+    described = describe_for(request)
+    remedy = "lower --prompt-tokens, or add --cache positions=rolling"
+    described.limits.check_length(workload.longest_prompt, remedy=remedy)
+    meta, files = open_model(request, described)
     planner = make_planner(request, meta, files, workload)
     return planner.plan(), planner
 

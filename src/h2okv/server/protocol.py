@@ -71,7 +71,11 @@ _CACHE = Fields(
 
 
 def _read_cache(value: Any, path: Path) -> CacheChoice:
-    return CacheChoice(**_CACHE({"cache": value} if isinstance(value, str) else value, path))
+    if isinstance(value, str):
+        value = {"cache": value}
+    elif not isinstance(value, Mapping):
+        raise readers.unlike("a text such as '256' or '10%', or an object", value, path)
+    return CacheChoice(**_CACHE(value, path))
 
 
 _SAMPLED: Mapping[str, Reader] = {
