@@ -252,7 +252,7 @@ def _find(config: PreTrainedConfig, weights: Weights) -> Shares | None:
     for content in _contents(config.model_type):
         # Damaged, or written by another version.
         with suppress(ValueError, KeyError, TypeError, IndexError, AttributeError):
-            is_whole = content.get("digest", _digest(content)) == _digest(content)
+            is_whole = content["digest"] == _digest(content)
             is_current = content["version"] == FACTORS_VERSION and is_whole
             if is_current and weights.match(content["weights"]):
                 return Shares.from_dict(content)
