@@ -28,12 +28,12 @@ from h2okv.console import warn
 from h2okv.integration.attention import h2o_mask
 from h2okv.integration.prompt_chunks import (
     Chunk,
-    Parts,
+    Chunking,
     Workspace,
-    has_all_by_kernels,
+    chunking_of,
+    has_all_slots,
     off_entries,
     off_logits,
-    parts_of,
 )
 from h2okv.records import first_line
 
@@ -243,8 +243,8 @@ class DecodeGraphs:
     A step of an `H2OCache` whose layers are all H2O's is a function of the device: its token,
     position and mask are copied to constant addresses, and the cache's tensors stay where they
     are. After some steps at the same addresses it is recorded by hand, and then replayed; what the
-    host counts of a step, and cuts, `H2OCache.begin_step` and `end_step` do around it. Everything
-    else, and what speaks against it, runs launch by launch; a line says why. Sequences of a pool
+    host counts of a step, and cuts, `H2OCache.begin_step` and `end_step` do around it. Long prompts
+    are read by recorded chunks (`h2okv.integration.prompt_chunks`). Everything else, and what speaks against it, runs launch by launch; a line says why. Sequences of a pool
     come and go: a graph has rows for a few more than there are, which change nothing (`rows_for`).
 
     It takes the place of a model's ``forward``; `h2okv.enable` sees to that.
@@ -329,21 +329,22 @@ class DecodeGraphs:
         space, why = self._workspace, None
         if space is not None:
             why = self._graphs_of(space.cache)[0].why
-        parts = parts_of(self.model, kwargs, cache) if why is None else None
-        if parts is None or self._why_not(kwargs, cache) is not None:
+        chunking = chunking_of(self.model, kwargs, cache) if why is None else None
+        if chunking is None or self._why_not(kwargs, cache) is not None:
             self._let_move(cache)
             return plain(**kwargs)
         with self._lock:
-            output = self._read_chunks(plain, kwargs, cache, parts)
+            output = self._read_chunks(plain, kwargs, cache, chunking)
         self._let_move(cache)
         return output
 
     def _read_chunks(
-        self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache, parts: Parts
+        self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache, chunking: Chunking
     ) -> Any:
         """Read a long prompt; mutates the cache."""
         tokens, positions = kwargs["input_ids"], kwargs.get("position_ids")
-        length, seen = tokens.shape[1], cache.num_seen_tokens
+        length, seen, layers = tokens.shape[1], cache.num_seen_tokens, cache.span_layers
+        num_forwards = layers[0].num_forwards + 1
         if positions is None:
             positions = torch.arange(seen, seen + length, device=tokens.device).unsqueeze(0)
 
@@ -355,7 +356,7 @@ class DecodeGraphs:
             return {**kwargs, **inputs, "attention_mask": None}
 
         cache.expect(length)
-        output, done = None, parts.first
+        output, done = None, chunking.first
         if done:
             try:
                 output = plain(**of(0, done))
@@ -364,20 +365,22 @@ class DecodeGraphs:
         try:
             if (space := self._workspace_of(cache)) is not None:
                 space.take(cache)
-                for start in range(done, length - parts.chunk + 1, parts.chunk):
-                    output = self._chunk(plain, of(start, start + parts.chunk), cache, space)
-                    done = start + parts.chunk
-                space.give(cache, done - parts.first)
+                for start in range(done, length - chunking.chunk + 1, chunking.chunk):
+                    output = self._chunk(plain, of(start, start + chunking.chunk), cache, space)
+                    done = start + chunking.chunk
+                space.give(cache, done - chunking.first)
             if done < length:
                 output = plain(**of(done, length))
         except BaseException:
-            cache.span_layers[0].awaits_attention = True  # the cache has read a part
+            layers[0].awaits_attention = True  # the cache has read a part
             raise
+        for layer in layers:
+            layer.num_forwards = num_forwards
         return output
 
     def _workspace_of(self, cache: H2OCache) -> Workspace | None:
         """Return slots in which chunks of a prompt can be read, if there can be any."""
-        if not all(has_all_by_kernels(layer) for layer in cache.span_layers):
+        if not all(has_all_slots(layer) for layer in cache.span_layers):
             return None
         if self._workspace is None or not self._workspace.has_room_for(cache):
             self._workspace = None  # before another is allocated

@@ -21,14 +21,16 @@ from h2okv.cache.slot_layer import SlotLayer
 CHUNK = 512
 
 
-class Parts(NamedTuple):
+class Chunking(NamedTuple):
     """How a forward of T tokens is read."""
 
     first: int  # tokens that run launch by launch, up to the end of a span
     chunk: int  # tokens of each chunk that is replayed
 
 
-def parts_of(model: PreTrainedModel, kwargs: Mapping[str, Any], cache: H2OCache) -> Parts | None:
+def chunking_of(
+    model: PreTrainedModel, kwargs: Mapping[str, Any], cache: H2OCache
+) -> Chunking | None:
     """Return how a forward is read by chunks; ``None`` if it is read as it is.
 
     Waits for the device once, for a mask that may have padding.
@@ -38,7 +40,7 @@ def parts_of(model: PreTrainedModel, kwargs: Mapping[str, Any], cache: H2OCache)
         return None
     first, length = layers[0], tokens.shape[1]
     chunk = first.span * -(-CHUNK // first.span)
-    if length < chunk or first.position_rule.chunk != first.span or not _is_ready(first):
+    if length < first.span or first.position_rule.chunk != first.span or not _is_ready(first):
         return None
     others = {name for name, value in kwargs.items() if isinstance(value, Tensor)}
     if others - {"input_ids", "attention_mask", "position_ids"}:
@@ -49,6 +51,8 @@ def parts_of(model: PreTrainedModel, kwargs: Mapping[str, Any], cache: H2OCache)
         if seen != {first.num_columns} or len(tokens) != first.batch_size:
             return None
         num_first = -seen.pop() % first.span
+    if num_first == 0 and length % first.span == 0:  # of a caller who reads by chunks
+        chunk = min(chunk, length)
     if length < num_first + chunk:
         return None
     config = model.config.get_text_config(decoder=True)
@@ -57,7 +61,7 @@ def parts_of(model: PreTrainedModel, kwargs: Mapping[str, Any], cache: H2OCache)
     mask, end = kwargs.get("attention_mask"), (first.num_columns or 0) + length
     if mask is not None and (mask.shape != (len(tokens), end) or not bool(mask.all())):
         return None
-    return Parts(num_first, chunk)
+    return Chunking(num_first, chunk)
 
 
 def _is_ready(layer: SlotLayer) -> bool:
@@ -66,7 +70,7 @@ def _is_ready(layer: SlotLayer) -> bool:
     return is_plain and layer.prompt.is_read and layer.is_recordable and layer.rule.is_bounded
 
 
-def has_all_by_kernels(layer: SlotLayer) -> bool:
+def has_all_slots(layer: SlotLayer) -> bool:
     """Tell whether a layer has all slots that there may be, and kernels of a cut."""
     state = layer.state
     has_all = state.num_slots == layer.slots.all_slots(state)
@@ -84,14 +88,15 @@ class Workspace:
     def __init__(self, like: H2OCache) -> None:
         """Reserve slots for a cache that has read the first tokens of a prompt."""
         self.cache = like.fork(1)
+        self.cache._window = None  # the text's cache warns of its length
         self.layers = layers = self.cache.span_layers
         length, batch, span = 2 * CHUNK, layers[0].batch_size, layers[0].span
         self._reserve(length)
         while not self.has_room_for(like):
             length *= 2
             self._reserve(length)
-        most = max(max(map(max, layer.state.totals())) for layer in layers)
-        self._seen = span * -(-most // span)  # as if all heads were full
+        largest = max(max(map(max, layer.state.totals())) for layer in layers)
+        self._seen = span * -(-largest // span)  # as if all heads were full
         for layer in layers:
             state, slots, totals = layer.state, layer.slots, layer.state.totals()
             slots.capacity = num_slots = slots.all_slots(state)
@@ -103,7 +108,7 @@ class Workspace:
         self.sums = torch.zeros(len(layers), device=layers[-1].device)
         # The cache that is read, the addresses of its tensors, and these beside those here.
         self._of: ref[H2OCache] | None = None
-        self._places: list[tuple[int, ...]] = []
+        self._addresses: list[tuple[int, ...]] = []
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def _reserve(self, length: int) -> None:
@@ -117,10 +122,10 @@ class Workspace:
             return False
         rows = [
             pair
-            for mine, other in zip(self.layers, cache.span_layers, strict=True)
-            for pair in zip(mine.state.totals(), other.state.totals(), strict=True)
+            for layer, other in zip(self.layers, cache.span_layers, strict=True)
+            for pair in zip(layer.state.totals(), other.state.totals(), strict=True)
         ]
-        return all(all(map(operator.ge, mine, other)) for mine, other in rows)
+        return all(all(map(operator.ge, totals, others)) for totals, others in rows)
 
     def _pretend(self, layer: SlotLayer) -> None:
         """Let the host take a layer for one whose heads are all full; mutates it."""
@@ -151,15 +156,15 @@ class Workspace:
 
     def take(self, cache: H2OCache) -> None:
         """Copy what a cache has read, up to the end of a span; mutates the workspace."""
-        places = [layer.addresses() for layer in cache.span_layers]
-        if self._of is None or self._of() is not cache or self._places != places:
+        addresses = [layer.addresses() for layer in cache.span_layers]
+        if self._of is None or self._of() is not cache or self._addresses != addresses:
             self.leave()
             self._empty()
             self._join(cache)
-            self._of, self._places = ref(cache, lambda _: self.leave()), places
+            self._of, self._addresses = ref(cache, lambda _: self.leave()), addresses
         self.sums.zero_()
-        for mine, others in self._pairs:
-            torch._foreach_copy_(mine, others)
+        for tensors, others in self._pairs:
+            torch._foreach_copy_(tensors, others)
 
     def give(self, cache: H2OCache, length: int) -> None:
         """Copy all back to the cache, which has T tokens more; mutates the cache.
@@ -169,8 +174,8 @@ class Workspace:
         """
         first, *_ = layers = cache.span_layers
         first.forward.check(self.sums, [layer.layer_idx for layer in layers], first.dtype)
-        for mine, others in self._pairs:
-            torch._foreach_copy_(others, mine)
+        for tensors, others in self._pairs:
+            torch._foreach_copy_(others, tensors)
         for layer in layers:
             state = layer.state
             state.note_count((length,) * layer.batch_size)
@@ -181,7 +186,7 @@ class Workspace:
     def leave(self, cache: H2OCache | None = None) -> None:
         """Forget a cache, which may have other tensors from now on, or any; mutates."""
         if cache is None or (self._of is not None and self._of() is cache):
-            self._of, self._places, self._pairs = None, [], []
+            self._of, self._addresses, self._pairs = None, [], []
 
     def _empty(self) -> None:
         """Empty all slots, and what an interrupted chunk has left; mutates the workspace."""
@@ -203,20 +208,17 @@ class Workspace:
         for layer, other in zip(self.layers, cache.span_layers, strict=True):
             layer.writer, layer.slots.operations = other.writer, other.slots.operations
             layer.rotations.follow(other.rotations)
-            pairs, tensors = (
-                [(layer.cumulative_length, other.cumulative_length)],
-                layer.state.tensors(),
-            )
-            num_slots = other.state.num_slots  # here are as many or more
-            for name, theirs in other.state.tensors().items():
+            pairs = [(layer.cumulative_length, other.cumulative_length)]
+            tensors, num_slots = layer.state.tensors(), other.state.num_slots  # as many or fewer
+            for name, source in other.state.tensors().items():
                 kind = other.state.kind_of(name)
                 if kind.per != "span":  # of a span that has ended nothing is left
-                    mine = tensors[name]
-                    pairs.append((mine[:, :, :num_slots] if kind.has_slots else mine, theirs))
-            for mine, theirs in pairs:
-                group = groups[mine.device, mine.dtype]
-                group[0].append(mine)
-                group[1].append(theirs)
+                    tensor = tensors[name]
+                    pairs.append((tensor[:, :, :num_slots] if kind.has_slots else tensor, source))
+            for tensor, source in pairs:
+                group = groups[tensor.device, tensor.dtype]
+                group[0].append(tensor)
+                group[1].append(source)
         self._pairs = [*groups.values()]  # a GPU copies the tensors of all layers together
 
 
