@@ -244,8 +244,9 @@ class DecodeGraphs:
     position and mask are copied to constant addresses, and the cache's tensors stay where they
     are. After some steps at the same addresses it is recorded by hand, and then replayed; what the
     host counts of a step, and cuts, `H2OCache.begin_step` and `end_step` do around it. Long prompts
-    are read by recorded chunks (`h2okv.integration.prompt_chunks`). Everything else, and what speaks against it, runs launch by launch; a line says why. Sequences of a pool
-    come and go: a graph has rows for a few more than there are, which change nothing (`rows_for`).
+    are read by recorded chunks (`h2okv.integration.prompt_chunks`). Everything else, and what
+    speaks against it, runs launch by launch; a line says why. Sequences of a pool come and go: a
+    graph has rows for a few more than there are, which change nothing (`rows_for`).
 
     It takes the place of a model's ``forward``; `h2okv.enable` sees to that.
     """
