@@ -54,7 +54,7 @@ from h2okv.assets import bundled_model_path
 from h2okv.cache import CACHE
 from h2okv.config import CacheConfig
 from h2okv.engine.engine import Engine
-from h2okv.integration.graphs import EAGER_STEPS
+from h2okv.integration.graphs import EAGER_STEPS, DecodeGraphs
 from h2okv.ops import dispatch, flash_varlen
 from h2okv.ops.attention import expected_attention
 from h2okv.ops.choice import CutRules, choose, protected_entries
@@ -154,16 +154,24 @@ def profile(bench: Bench, kind: str, name: str, run: Callable[[], Any], **cells:
     bench.free()
 
 
-def prompt(bench: Bench, layers: int, batch: int, config: CacheConfig | None) -> Callable[[], None]:
-    """Return a call that reads a prompt into a new cache; ``None`` for the full one."""
+def prompt(
+    bench: Bench, layers: int, batch: int, config: CacheConfig | None, replays: bool = False
+) -> Callable[[], None]:
+    """Return a call that reads a prompt into a new cache; ``None`` for the full one.
+
+    Launch by launch, or by chunks that are recorded in the first call and replayed from then on.
+    """
+    if replays and not bench.is_gpu:
+        raise NeedsCudaError
     model, length = bench.model(layers), bench.sizes.context
+    forward: Callable[..., Any] = DecodeGraphs(model) if replays else model
     ids = torch.ones(batch, length, dtype=torch.int64, device=bench.device)
 
     def run() -> None:
         model.set_attn_implementation("sdpa" if config is None else "h2o")
         cache: Any = DynamicCache() if config is None else h2okv.H2OCache.from_config(model, config)
         with torch.no_grad():
-            model(ids, logits_to_keep=1, **{CACHE: cache})
+            forward(ids, logits_to_keep=1, **{CACHE: cache})
 
     return run
 
@@ -437,6 +445,9 @@ def part_h(bench: Bench) -> None:
             "full": lambda b=batch: Timed(prompt(bench, layers, b, None), sdpa="SDPA's choice")
         }
         for name, config in by_name.items():
+            if config.chunk is not None:
+                call = partial(prompt, bench, layers, batch, config, replays=True)
+                cases[f"{name}, chunks replayed"] = lambda c=call: Timed(c())
             if config.evict_every and batch > 1 and bench.is_gpu:  # minutes, launch by launch
                 continue
             cases[name] = lambda b=batch, c=config: Timed(prompt(bench, layers, b, c))

@@ -10,6 +10,7 @@ import h2okv
 from h2okv.cache.argument import CACHE
 from h2okv.cache.h2o_cache import H2OCache
 from h2okv.engine.engine import Engine
+from h2okv.integration import prompt_chunks
 from h2okv.integration.graphs import VARIABLE, DecodeGraphs, rows_for
 from h2okv.ops import dispatch
 
@@ -262,6 +263,27 @@ def test_a_row_that_is_not_in_use(monkeypatch, device, tokenizer, name, ops):
         while llm.engine.has_clients:
             traffic.step()
         assert 6 in traffic.counts[-20:]
+    for (tokens, _), (text, new) in zip(traffic.answers(), requests, strict=True):
+        assert tokens == alone(name, text, new)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_long_prompts_by_replayed_chunks(monkeypatch, device, tokenizer, chunks):
+    """Prompts that differ in length share one graph; answers are those of each text alone."""
+    monkeypatch.setattr(prompt_chunks, "CHUNK", 14)
+    name, requests = "best by head, spans", [(prompt(90 + 17 * i), 4) for i in range(4)]
+    works, record = [], DecodeGraphs._record
+
+    def note(graphs, work, cache):
+        works.append(work.name)
+        return record(graphs, work, cache)
+
+    monkeypatch.setattr(DecodeGraphs, "_record", note)
+    with open_llm(device, tokenizer, max_prefill_tokens=14 * chunks, **OPTIONS[name]) as llm:
+        traffic = Traffic(llm, requests)
+        traffic.run([(0, 1), (3, 3)])
+    assert works.count("chunk of a prompt") == 1 and device.num_replays > 12
     for (tokens, _), (text, new) in zip(traffic.answers(), requests, strict=True):
         assert tokens == alone(name, text, new)
 

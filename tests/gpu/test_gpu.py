@@ -19,8 +19,10 @@ from transformers import (
 
 import h2okv
 from h2okv.assets import bundled_model_path
+from h2okv.cache.argument import CACHE
 from h2okv.cache.base_layer import BaseLayer
 from h2okv.cli.app import run
+from h2okv.integration import prompt_chunks
 from h2okv.integration.graphs import VARIABLE
 from h2okv.ops import dispatch
 from h2okv.ops.choice import CutRules, choose, protected_entries
@@ -259,6 +261,26 @@ def test_replayed_cuts_equal_eager_ones(make_llama, monkeypatch, replays, name, 
         same(continued(model, "cuda", batch, **CUTS[name]), expected)
     # A step after each but the first tokens, and a cut after each third but the first three.
     assert len(replays) >= NEW - 5 + NEW // 3 - 4
+
+
+@pytest.mark.parametrize("name", sorted(set(CUTS) - {"best by head, whole prompts"}))
+def test_replayed_chunks_of_prompts_equal_eager_ones(make_llama, monkeypatch, replays, name):
+    monkeypatch.setattr(prompt_chunks, "CHUNK", 6)
+    model, ids = make_llama().float().to("cuda"), torch.arange(160, device="cuda")[None] % 90 + 3
+    results = []
+    for setting in ("off", "auto", "auto"):
+        monkeypatch.setenv(VARIABLE, setting)
+        with h2okv.enable(model), torch.no_grad():
+            cache = h2okv.H2OCache(model.config, **{"heavy": 8, "recent": 6} | CUTS[name])
+            options = {"logits_to_keep": 1, CACHE: cache}
+            logits = [model(ids[:, start : start + 80], **options).logits for start in (0, 80)]
+            layers = range(len(cache.layers))
+            positions = [cache.kept_positions(layer).sort().values for layer in layers]
+        results.append((*logits, *positions))
+    assert len(replays) > 10
+    for result in results[1:]:
+        for tensor, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(tensor, expected)
 
 
 def test_sampling_goes_on_behind_graphs_and_where_there_is_none(make_llama, monkeypatch, replays):

@@ -246,8 +246,9 @@ def test_replayed_cuts_equal_eager_ones(device, monkeypatch, cuts, name, padding
         assert all(map(torch.equal, logits, expected))
         assert counts == counted
         same_entries(cache, other)
-    # Those before one is recorded, and the recording; no other cut was done by the host.
-    assert len(cuts) == turns * (EAGER_STEPS + 1)
+    # Those before one is recorded, and the recording; no other cut was done by the host. Kernels
+    # fill the slots that are there, so that a turn moves nothing.
+    assert len(cuts) == (turns if ops == "plain" else 1) * (EAGER_STEPS + 1)
     assert {kind for _, kind in cuts} == {"inputs"}
 
 

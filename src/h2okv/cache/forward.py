@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -36,6 +36,8 @@ class Forward:
     leaves_host = False
     # Of such a step: which rows of a pool have a sequence, bool [B, 1]. Other rows change nothing.
     live: Tensor | None = None
+    # What recorded blocks add to, a number for each layer (`check`): they ask the device nothing.
+    sums: Tensor | None = None
     # Steps to be finished when the forward ends; None outside one, where a layer is called alone.
     appended: list[Appended] | None = None
 
@@ -140,7 +142,11 @@ class Forward:
     def check_later(self, layer_idx: int, sums: Tensor) -> None:
         """Note numbers of a layer that must be finite when the forward ends."""
         # One number tells of all, in a third of the operations.
-        self._sums.append((layer_idx, sums.sum(dtype=torch.float32)))
+        total = sums.sum(dtype=torch.float32)
+        if self.sums is None:
+            self._sums.append((layer_idx, total))
+        else:
+            self.sums[layer_idx] += total
 
     def end(self, dtype: torch.dtype) -> None:
         """Finish steps, forget the prompt's budgets; refuse numbers that are not finite."""
@@ -150,9 +156,14 @@ class Forward:
         self.forget_shared()
         if not sums:
             return
-        device = sums[-1][1].device
-        numbers = torch.stack([total.to(device) for _, total in sums]).tolist()
-        for (layer_idx, _), number in zip(sums, numbers, strict=True):
+        layers, totals = zip(*sums, strict=True)
+        numbers = torch.stack([total.to(totals[-1].device) for total in totals])
+        self.check(numbers, layers, dtype)
+
+    @staticmethod
+    def check(sums: Tensor, layers: Iterable[int], dtype: torch.dtype) -> None:
+        """Refuse numbers of layers, ``[L]``, that are not finite; waits for the device."""
+        for layer_idx, number in zip(layers, sums.tolist(), strict=True):
             if not math.isfinite(number):
                 raise ValueError(
                     f"attention of layer {layer_idx} is not finite (NaN or infinity); check the "

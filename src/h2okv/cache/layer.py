@@ -462,12 +462,17 @@ class CacheLayer(BaseLayer):
     def _block_entries(self, block: Block) -> tuple[Tensor, Tensor]:
         """Return scores so far and positions of a block's tokens, ``[B, H, T]``."""
         seen, length = self.state.num_real_tokens.unsqueeze(1), block.length
-        lengths = set() if torch.compiler.is_compiling() else set(self.state.known_lengths or ())
-        if block.real is None and len(lengths) == 1:
-            start = lengths.pop()
-            positions = self.forward.numbers(start, start + length, self.device)
+        lengths = None if torch.compiler.is_compiling() else self.state.known_lengths
+
+        def count() -> Tensor:
+            return (seen + torch.arange(length, device=self.device)).to(torch.int32)
+
+        if block.real is None and self.forward.sums is not None:
+            positions = self.forward.shared(("count", lengths, self.device), count)
+        elif block.real is None and lengths and len(set(lengths)) == 1:
+            positions = self.forward.numbers(lengths[0], lengths[0] + length, self.device)
         elif block.real is None:
-            positions = seen + torch.arange(length, device=self.device)
+            positions = count()
         else:
             positions = torch.where(block.real, seen + block.real.cumsum(dim=1) - 1, -1)
         positions = positions.to(torch.int32).view(-1, 1, length)

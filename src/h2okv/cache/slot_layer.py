@@ -310,9 +310,9 @@ class SlotLayer(CacheLayer):
 
     def step_key(self, is_padded: bool) -> tuple[Any, ...]:
         """Return the layer's part of a recorded step's key: what its launches depend on."""
-        return *self.slots.step_key(is_padded), *self._addresses()
+        return *self.slots.step_key(is_padded), *self.addresses()
 
-    def _addresses(self) -> tuple[int, ...]:
+    def addresses(self) -> tuple[int, ...]:
         """Return the number of slots, and where everything is."""
         state, tables = self.state, self.rotations.tables or ()
         now = (*_fields_of(state), self.cumulative_length, *tables)
@@ -437,15 +437,21 @@ class SlotLayer(CacheLayer):
             self.spans.note_scored(state, ended)
         slots.refresh(state, self.dtype)
 
+    @property
+    def is_recordable(self) -> bool:
+        """Whether its options let cuts, and blocks that end with one, be recorded."""
+        rule = self.rule
+        is_known = rule.ranks_by_products and not (rule.grows or self.storage.is_packed)
+        return is_known and self.latent is None and not self.position_rule.rolls
+
     def cut_key(self) -> tuple[Any, ...] | None:
         """Return the layer's part of a recorded cut's key; ``None`` if it runs launch by launch."""
-        state, slots, rule = self.state, self.slots, self.rule
-        is_known = rule.ranks_by_products and not (rule.grows or self.storage.is_packed)
-        is_known &= state.has_values and self.rotations.rolling is None and slots.steps_left < 0
+        state, slots = self.state, self.slots
+        is_known = self.is_recordable and slots.steps_left < 0
         is_known &= not self.scores_spans or state.scored_lengths is not None
         if not is_known or not (state.num_slots == slots.capacity or slots.has_all_slots):
             return None
-        return slots.most_slots, slots.operations, *self._addresses()
+        return slots.most_slots, slots.operations, *self.addresses()
 
     def _evict_ended(self) -> None:
         """Evict from all sequences, whose spans a step has ended, in place."""

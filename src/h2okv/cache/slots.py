@@ -217,25 +217,32 @@ class SlotPlan:
         chosen: triton_cut.Chosen,
         limit: int,
     ) -> None:
-        """Fill new slots with the entries chosen, of weights ``[B, H, N]``; mutates both."""
+        """Fill slots with the entries chosen, of weights ``[B, H, N]``; mutates both.
+
+        New ones, unless the state has all that there may be: then their addresses stay.
+        """
         from h2okv.ops.triton_cut import Rows
 
-        (batch, heads, count), rooms, owners = entries.positions.shape, None, None
+        (batch, heads, count), rooms = entries.positions.shape, None
+        num_slots = self._num_slots(state, min(limit, count))
+        is_shared = state.head_of_slot is not None
+        is_there = state.num_slots > 0 and self.has_rooms(state) and is_shared == self.is_by_head
         if self.is_by_head:
             self.capacity = num_slots = self.row_slots(state)
             rooms, self.has_all_slots = self._rooms(state, is_new=True), True
-        else:
-            num_slots = self._num_slots(state, min(limit, count))
         source = Rows(entries.key, entries.value, entries.scores, entries.positions, weights)
         with ordinary_tensors():
-            target = _empty_rows(source, 1 if self.is_by_head else heads, num_slots)
-            shape = (batch, 1, heads) if self.is_by_head else (batch, heads, 1)
-            state.free_slot = state.num_real_tokens.new_empty(shape)
-            if self.is_by_head:
-                owners = torch.empty_like(target.positions, dtype=torch.uint8)
+            if not is_there or state.num_slots != num_slots:
+                target = _empty_rows(source, 1 if self.is_by_head else heads, num_slots)
+                state.keys, state.values, state.scores, state.positions = target[:4]
+                state.value_weights = target.weights
+                shape = (batch, 1, heads) if self.is_by_head else (batch, heads, 1)
+                state.free_slot = state.num_real_tokens.new_empty(shape)
+                state.head_of_slot = None
+                if self.is_by_head:
+                    state.head_of_slot = torch.empty_like(state.positions, dtype=torch.uint8)
+            target, owners = self.rows(state), state.head_of_slot
             kernels.move(source, target, heads, chosen, rooms, state.free_slot, owners)
-        state.keys, state.values, state.scores, state.positions, state.value_weights = target
-        state.head_of_slot = owners
 
     def compact_by(
         self, kernels: Cut, state: SlotState, rows: triton_cut.Rows, chosen: triton_cut.Chosen
@@ -256,6 +263,12 @@ class SlotPlan:
     def row_slots(self, state: SlotState) -> int:
         """Return the slots of a row that heads share, of the sequence that needs most."""
         return max(sum(total + self.span for total in heads) for heads in state.totals())
+
+    def all_slots(self, state: SlotState) -> int:
+        """Return the slots of a row that has all that there may be."""
+        if self.is_by_head:
+            return self.row_slots(state)
+        return max(map(max, state.totals())) + self.span
 
     def head_slots(self, state: SlotState) -> int | None:
         """Return the slots of the head that has most in a shared row; ``None`` if unknown."""

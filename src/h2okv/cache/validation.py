@@ -126,7 +126,7 @@ def check_follows(
         return
     state, has_budgets = layer.state, layer.holds_budgets
     is_cpu = state.positions.is_cpu
-    if not layer.begins_forward and not is_cpu:
+    if (not layer.begins_forward and not is_cpu) or layer.forward.sums is not None:
         return
     if length == 1 and has_budgets and (layer.counts_padding is None or not is_cpu):
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -256,7 +257,7 @@ def _replace_positions(
     cache, position_ids = cache_in(arguments), arguments.get("position_ids")
     if not isinstance(cache, H2OCache):
         return None
-    _begin_recording(module, arguments)
+    _begin_recording(module, arguments, cache)
     if not cache.needs_enabling:
         return None
     if position_ids is None:
@@ -270,10 +271,13 @@ def _replace_positions(
     return (), {**arguments, "position_ids": cache.place(position_ids)}
 
 
-def _begin_recording(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
-    """Replace the forward of a model that takes a step on a GPU, from the next one on."""
-    tokens = arguments.get("input_ids")
-    if tokens is None or not tokens.is_cuda or tokens.shape[1] != 1:
+def _begin_recording(module: torch.nn.Module, arguments: dict[str, Any], cache: H2OCache) -> None:
+    """Replace the forward of a model that reads on a GPU, from the next one on.
+
+    Of one that takes a step, or reads a span of a prompt.
+    """
+    tokens, spans = arguments.get("input_ids"), [layer.span for layer in cache.span_layers]
+    if tokens is None or not tokens.is_cuda or 1 < tokens.shape[1] < max(spans, default=math.inf):
         return
     if not torch.compiler.is_compiling():
         model = unwrap(module)

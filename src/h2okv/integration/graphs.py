@@ -26,6 +26,15 @@ from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
 from h2okv.console import warn
 from h2okv.integration.attention import h2o_mask
+from h2okv.integration.prompt_chunks import (
+    Chunk,
+    Chunking,
+    Workspace,
+    chunking_of,
+    has_all_slots,
+    off_entries,
+    off_logits,
+)
 from h2okv.records import first_line
 
 VARIABLE = "H2OKV_GRAPHS"  # of the environment, for a whole process
@@ -35,7 +44,6 @@ SETTINGS = ("auto", "off")
 EAGER_STEPS = 3
 MOST_GRAPHS = 64  # of a model
 _LIVE = "rows in use"  # among what a step reads
-_LARGEST_ERROR = 0.05  # of a replay's logits, to the largest: kernels may differ, in bf16 too
 NEEDED_BYTES = 256 << 20  # that must be free before a step is recorded
 # Of torch's warnings: that of a wait, and the one of a mode that looks for them.
 _WAITS, _LOOKS = "synchronizing CUDA operation", "Synchronization debug mode"
@@ -171,15 +179,8 @@ class _Step:
         """
         for tensor, former in before:
             tensor.copy_(former)
-        output, live = self.run(self.inputs), self.inputs.get(_LIVE)
-        name = next(name for name, value in output.items() if isinstance(value, Tensor))
-        wrong, right = replayed[name].float(), output[name].float()
-        both = torch.stack([wrong - right, right]).abs().flatten(2).amax(2)
-        if live is not None:
-            both = both.masked_fill(~live[:, 0], 0.0)
-        error, largest = both.amax(1).tolist()
-        is_same = error <= _LARGEST_ERROR * largest
-        return output, "" if is_same else f"{name} are off by {error:.2g} of {largest:.2g}"
+        output = self.run(self.inputs)
+        return output, off_logits(replayed, output, self.inputs.get(_LIVE))
 
 
 class _Cut:
@@ -199,16 +200,12 @@ class _Cut:
 
     def check(self, replayed: Any, states: list[SlotState]) -> tuple[Any, str]:
         """Compare the layers with `states`, and store these; waits for the device once."""
-        index, shares = self.inputs["numbers"][0], []
+        index, pairs = self.inputs["numbers"][0], list[tuple[Tensor, Tensor]]()
         for layer, right in zip(self._cache.span_layers, states, strict=True):
-            for tensor, expected in zip(layer.state.of_cuts(), right.of_cuts(), strict=True):
-                both = tensor.index_select(0, index).float(), expected.float()
-                is_near = torch.isclose(*both, rtol=_LARGEST_ERROR, equal_nan=True)
-                shares.append(1 - is_near.mean(dtype=torch.float32))
+            tensors = [tensor.index_select(0, index) for tensor in layer.state.of_cuts()]
+            pairs += zip(tensors, right.of_cuts(), strict=True)
             layer.state.store_cut(index, right)
-        share = torch.stack(shares).amax().item()
-        is_same = share <= _LARGEST_ERROR
-        return replayed, "" if is_same else f"entries are off in {share:.2g} of the numbers"
+        return replayed, off_entries(pairs)
 
 
 class _Graph(NamedTuple):
@@ -246,9 +243,10 @@ class DecodeGraphs:
     A step of an `H2OCache` whose layers are all H2O's is a function of the device: its token,
     position and mask are copied to constant addresses, and the cache's tensors stay where they
     are. After some steps at the same addresses it is recorded by hand, and then replayed; what the
-    host counts of a step, and cuts, `H2OCache.begin_step` and `end_step` do around it. Everything
-    else, and what speaks against it, runs launch by launch; a line says why. Sequences of a pool
-    come and go: a graph has rows for a few more than there are, which change nothing (`rows_for`).
+    host counts of a step, and cuts, `H2OCache.begin_step` and `end_step` do around it. Long prompts
+    are read by recorded chunks (`h2okv.integration.prompt_chunks`). Everything else, and what
+    speaks against it, runs launch by launch; a line says why. Sequences of a pool come and go: a
+    graph has rows for a few more than there are, which change nothing (`rows_for`).
 
     It takes the place of a model's ``forward``; `h2okv.enable` sees to that.
     """
@@ -264,6 +262,7 @@ class DecodeGraphs:
         self._stream: Any = None  # on which steps are recorded
         self._home: Any = None  # on which they are replayed
         self._pool: Any = None
+        self._workspace: Workspace | None = None  # of prompts that are read by chunks
         self._warned_of: set[str] = set()
         self.why = ""  # the last step that ran as it is did so
         self._lock = threading.Lock()  # all graphs share one memory
@@ -292,13 +291,16 @@ class DecodeGraphs:
             return plain(*args, **kwargs)
         kwargs = by_name(plain, args, kwargs)
         cache, tokens = cache_in(kwargs), kwargs.get("input_ids")
-        is_cached = isinstance(cache, H2OCache)
-        if not is_cached or tokens is None or not tokens.is_cuda or tokens.shape[1] != 1:
-            self._modules = None
-            for graphs in self._caches.get(cache, ()) if is_cached else ():
-                graphs.may_have_moved = True
+        if not isinstance(cache, H2OCache) or tokens is None or not tokens.is_cuda:
+            self._let_move(cache)
             return plain(**kwargs)
+        if tokens.shape[1] != 1:
+            return self._read_block(plain, kwargs, cache)
+        if self._workspace is not None:
+            self._workspace.leave(cache)
         why = self._why_not(kwargs, cache)
+        if why is None:
+            why = self._graphs_of(cache)[0].why
         if why is None:
             mask, position_ids = mask_and_positions(self.model, kwargs, cache)
             why = "the model is given no position_ids" if position_ids is None else None
@@ -313,6 +315,92 @@ class DecodeGraphs:
             cache.end_step(None if mask is not None else (1,) * len(tokens), cut)
         if len(kwargs["input_ids"]) > len(tokens):
             output.logits = output.logits[: len(tokens)]
+        return output
+
+    def _let_move(self, cache: Any) -> None:
+        """Note that a forward runs launch by launch, in which a cache and weights may move."""
+        self._modules = None
+        for graphs in self._caches.get(cache, ()) if isinstance(cache, H2OCache) else ():
+            graphs.may_have_moved = True
+
+    def _read_block(
+        self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache
+    ) -> Any:
+        """Read several tokens; those of a long prompt by recorded chunks."""
+        space, why = self._workspace, None
+        if space is not None:
+            why = self._graphs_of(space.cache)[0].why
+        chunking = chunking_of(self.model, kwargs, cache) if why is None else None
+        if chunking is None or self._why_not(kwargs, cache) is not None:
+            self._let_move(cache)
+            return plain(**kwargs)
+        with self._lock:
+            output = self._read_chunks(plain, kwargs, cache, chunking)
+        self._let_move(cache)
+        return output
+
+    def _read_chunks(
+        self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache, chunking: Chunking
+    ) -> Any:
+        """Read a long prompt; mutates the cache."""
+        tokens, positions = kwargs["input_ids"], kwargs.get("position_ids")
+        length, seen, layers = tokens.shape[1], cache.num_seen_tokens, cache.span_layers
+        num_forwards = layers[0].num_forwards + 1
+        if positions is None:
+            positions = torch.arange(seen, seen + length, device=tokens.device).unsqueeze(0)
+
+        def of(start: int, stop: int) -> dict[str, Any]:
+            inputs = {
+                "input_ids": tokens[:, start:stop],
+                "position_ids": positions[..., start:stop],
+            }
+            return {**kwargs, **inputs, "attention_mask": None}
+
+        cache.expect(length)
+        output, done = None, chunking.first
+        if done:
+            try:
+                output = plain(**of(0, done))
+            finally:
+                cache.expect(None)
+        try:
+            if (space := self._workspace_of(cache)) is not None:
+                space.take(cache)
+                for start in range(done, length - chunking.chunk + 1, chunking.chunk):
+                    output = self._chunk(plain, of(start, start + chunking.chunk), cache, space)
+                    done = start + chunking.chunk
+                space.give(cache, done - chunking.first)
+            if done < length:
+                output = plain(**of(done, length))
+        except BaseException:
+            layers[0].awaits_attention = True  # the cache has read a part
+            raise
+        for layer in layers:
+            layer.num_forwards = num_forwards
+        return output
+
+    def _workspace_of(self, cache: H2OCache) -> Workspace | None:
+        """Return slots in which chunks of a prompt can be read, if there can be any."""
+        if not all(has_all_slots(layer) for layer in cache.span_layers):
+            return None
+        if self._workspace is None or not self._workspace.has_room_for(cache):
+            self._workspace = None  # before another is allocated
+            self._workspace = Workspace(cache)
+        return self._workspace
+
+    def _chunk(
+        self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache, space: Workspace
+    ) -> Any:
+        graphs = self._graphs_of(space.cache)[0]
+        others = [(n, v) for n, v in kwargs.items() if not isinstance(v, Tensor) and v is not cache]
+        kwargs = {n: space.cache if v is cache else v for n, v in kwargs.items()}
+        work = Chunk(plain, kwargs, space)
+        output = self._run(work, graphs, (*others, space.key()), space.cache)
+        if graphs.why is not None:
+            self._say(graphs.why, "chunks of prompts")
+        for name, value in output.items():
+            if value is space.cache:
+                output[name] = cache
         return output
 
     def _with_spare_rows(self, kwargs: dict[str, Any], cache: H2OCache) -> dict[str, Any]:
@@ -340,8 +428,11 @@ class DecodeGraphs:
         others = sum(not isinstance(layer, SlotLayer) for layer in layers)
         if others:
             return f"{others} of {len(layers)} layers have a cache of transformers"
-        is_first = not all(layer.is_ready for layer in layers)  # or drafts may be taken back
-        if is_first or layers[0].batch_size != len(tokens) or kwargs.get("labels") is not None:
+        is_step = tokens.shape[1] == 1
+        is_first = is_step and not all(layer.is_ready for layer in layers)  # or drafts may leave
+        if is_first or (is_step and layers[0].batch_size != len(tokens)):
+            return ""
+        if kwargs.get("labels") is not None:
             return ""
         tensors = (value for value in kwargs.values() if isinstance(value, Tensor))
         if any(tensor.device != tokens.device for tensor in tensors):
@@ -362,7 +453,7 @@ class DecodeGraphs:
             if modules.addresses != self._addresses:  # what was recorded has the former ones
                 self._caches.clear()
             self._addresses = modules.addresses
-        return modules.why or self._graphs_of(cache)[0].why
+        return modules.why
 
     def _graphs_of(self, cache: H2OCache) -> tuple[_Graphs, _Graphs]:
         return self._caches.setdefault(cache, (_Graphs(), _Graphs()))
@@ -400,7 +491,7 @@ class DecodeGraphs:
         return True
 
     def _run(
-        self, work: _Step | _Cut, graphs: _Graphs, others: tuple[Any, ...], cache: H2OCache
+        self, work: _Step | _Cut | Chunk, graphs: _Graphs, others: tuple[Any, ...], cache: H2OCache
     ) -> Any:
         """Run what a step does on the device: replay it, or record it before, or neither.
 
@@ -452,7 +543,7 @@ class DecodeGraphs:
             oldest = next(each for each in every if each.graphs)
             del oldest.graphs[next(iter(oldest.graphs))]
 
-    def _record(self, work: _Step | _Cut, cache: H2OCache) -> _Graph:
+    def _record(self, work: _Step | _Cut | Chunk, cache: H2OCache) -> _Graph:
         """Record a step or a cut, which runs nothing."""
         device = next(iter(work.inputs.values())).device
         _check_memory(device)
