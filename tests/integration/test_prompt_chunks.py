@@ -9,7 +9,7 @@ from pretended_device import make_model as make_tiny
 
 import h2okv
 from h2okv.cache.argument import CACHE
-from h2okv.integration import prompt_chunks
+from h2okv.integration import graphs, prompt_chunks
 from h2okv.integration.graphs import EAGER_STEPS, VARIABLE, DecodeGraphs
 from h2okv.integration.prompt_chunks import chunking_of
 
@@ -49,8 +49,8 @@ def pretended(monkeypatch, runs_kernels):
 def recording(model):
     """Let a model record from its first forward on; others do from their first step on."""
     with h2okv.enable(model):
-        vars(model)["forward"] = graphs = DecodeGraphs(model)
-        yield graphs
+        vars(model)["forward"] = recorded = DecodeGraphs(model)
+        yield recorded
 
 
 def arguments(start, stop, rows=1):
@@ -111,10 +111,10 @@ def test_replayed_chunks_equal_eager_ones(device, monkeypatch, name, rows):
         eager = texts(model, name, lengths, rows)
     assert device.num_replays == 0
     monkeypatch.setenv(VARIABLE, "auto")
-    with recording(model) as graphs:
+    with recording(model) as recorded:
         replayed = texts(model, name, lengths, rows)
     assert device.num_replays >= 3 + len(lengths)
-    assert not graphs.why
+    assert not recorded.why
     for (logits, tensors, counts), (others, other_tensors, other_counts) in zip(
         eager, replayed, strict=True
     ):
@@ -164,10 +164,10 @@ def test_a_first_replay_of_other_numbers_is_the_last(fast_device, monkeypatch):
 
     monkeypatch.setattr(DecodeGraphs, "_record", noted)
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", spoiled)
-    with recording(model) as graphs:
+    with recording(model) as recorded:
         with pytest.warns(UserWarning, match="chunks of prompts run launch by launch"):
             cache, logits = long_prompt(model)
-        assert "first replay's logits are off by" in graphs.why
+        assert "first replay's logits are off by" in recorded.why
         assert torch.equal(long_prompt(model)[1], logits)
     assert fast_device.num_replays == 1
     assert cache.num_seen_tokens == (EAGER_STEPS + 4) * CHUNK
@@ -183,10 +183,10 @@ def test_a_chunk_that_waits_is_not_recorded(fast_device, monkeypatch):
         return forward(self, states)
 
     monkeypatch.setattr(type(norm), "forward", waiting)
-    with recording(model) as graphs:
+    with recording(model) as recorded:
         with pytest.warns(UserWarning, match="chunks of prompts run launch by launch"):
             cache, _ = long_prompt(model)
-        assert graphs.why == "a chunk of a prompt of this model and cache waits for the device"
+        assert recorded.why == "a chunk of a prompt of this model and cache waits for the device"
     assert cache.num_seen_tokens == (EAGER_STEPS + 4) * CHUNK
     assert fast_device.num_replays == 0
 
@@ -214,9 +214,9 @@ def interrupt(graph):
 
 def test_numbers_that_are_not_finite_are_refused(fast_device):
     model = fast_device.to(make_tiny(layers=LAYERS))
-    with recording(model) as graphs:
+    with recording(model) as recorded:
         long_prompt(model)
-        space = graphs._workspace
+        space = recorded._workspace
         give = space.give
 
         def give_infinity(cache, length):
@@ -258,3 +258,14 @@ def test_prompts_of_which_more_is_noted_are_read_as_they_are(fast_device, name):
     assert chunking_of(model, inputs, cache) == (CHUNK, CHUNK)
     CHANGES[name](cache, inputs)
     assert chunking_of(model, inputs, cache) is None
+
+
+def test_without_memory_for_their_slots_prompts_are_read_as_they_are(fast_device, monkeypatch):
+    def fail(cache):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(graphs, "Workspace", fail)
+    model = fast_device.to(make_tiny(layers=LAYERS))
+    with recording(model), pytest.warns(UserWarning, match="memory has no room for their slots"):
+        cache, _ = long_prompt(model)
+    assert cache.num_seen_tokens == (EAGER_STEPS + 4) * CHUNK

@@ -327,16 +327,17 @@ class DecodeGraphs:
         self, plain: Callable[..., Any], kwargs: dict[str, Any], cache: H2OCache
     ) -> Any:
         """Read several tokens; those of a long prompt by recorded chunks."""
-        space, why = self._workspace, None
-        if space is not None:
-            why = self._graphs_of(space.cache)[0].why
-        chunking = chunking_of(self.model, kwargs, cache) if why is None else None
+        space = self._workspace
+        is_known = space is None or self._graphs_of(space.cache)[0].why is None
+        chunking = chunking_of(self.model, kwargs, cache) if is_known else None
         if chunking is None or self._why_not(kwargs, cache) is not None:
             self._let_move(cache)
             return plain(**kwargs)
         with self._lock:
-            output = self._read_chunks(plain, kwargs, cache, chunking)
+            output, modules = self._read_chunks(plain, kwargs, cache, chunking), self._modules
         self._let_move(cache)
+        if modules is not None and modules.are_same():
+            self._modules = modules
         return output
 
     def _read_chunks(
@@ -350,11 +351,9 @@ class DecodeGraphs:
             positions = torch.arange(seen, seen + length, device=tokens.device).unsqueeze(0)
 
         def of(start: int, stop: int) -> dict[str, Any]:
-            inputs = {
-                "input_ids": tokens[:, start:stop],
-                "position_ids": positions[..., start:stop],
-            }
-            return {**kwargs, **inputs, "attention_mask": None}
+            ids, position_ids = tokens[:, start:stop], positions[..., start:stop]
+            inputs = {"input_ids": ids, "position_ids": position_ids, "attention_mask": None}
+            return kwargs | inputs
 
         cache.expect(length)
         output, done = None, chunking.first
@@ -385,7 +384,10 @@ class DecodeGraphs:
             return None
         if self._workspace is None or not self._workspace.has_room_for(cache):
             self._workspace = None  # before another is allocated
-            self._workspace = Workspace(cache)
+            try:
+                self._workspace = Workspace(cache)
+            except torch.OutOfMemoryError:
+                self._say("the device's memory has no room for their slots", "chunks of prompts")
         return self._workspace
 
     def _chunk(

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from h2okv.cache import H2OCache
 from h2okv.cache.slot_layer import SlotLayer
+from h2okv.cache.slot_state import ordinary_tensors
 
 # Tokens of a chunk, at least: enough for the weights to be read once for many, few enough for
 # prompts of a thousand tokens to have some. It is a multiple of the span.
@@ -105,7 +106,8 @@ class Workspace:
             layer.state.budgets, layer.state.known_totals = state.budgets, totals
             self._pretend(layer)
             slots.refresh(layer.state, layer.dtype)
-        self.sums = torch.zeros(len(layers), device=layers[-1].device)
+        with ordinary_tensors():
+            self.sums = torch.zeros(len(layers), device=layers[-1].device)
         # The cache that is read, the addresses of its tensors, and these beside those here.
         self._of: ref[H2OCache] | None = None
         self._addresses: list[tuple[int, ...]] = []
