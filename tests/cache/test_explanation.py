@@ -145,6 +145,8 @@ def test_a_pattern_is_named(make_llama):
         ((2, 0, 0), "layer_idx must be"),
         ((0, 2, 0), "head must be from 0 to 1, got 2"),
         ((0, 0, 44), "position must be from 0 to 43, got 44"),
+        ((0, 0, "a"), "position must be from 0 to 43, got 'a'"),
+        ((0, "a", 0), "head must be from 0 to 1, got 'a'"),
         ((0, 0, 0, 2), "sequence must be from 0 to 1, got 2"),
     ],
 )

@@ -204,6 +204,12 @@ def test_what_a_failed_prefill_expected_is_forgotten(model, kept_sets):
     assert cache.num_cached_tokens == 6
 
 
+@pytest.mark.parametrize("length", [-1, 0, 10.5, "a", True])
+def test_an_expected_length_is_a_number_of_tokens(model, length):
+    with pytest.raises(ValueError, match=f"length={length!r} is not a number of tokens"):
+        cache_of(model.config, 4, 4).expect(length)
+
+
 def test_a_soft_cap_on_a_static_cache():
     torch.manual_seed(0)
     model = Gemma2ForCausalLM(

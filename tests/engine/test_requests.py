@@ -277,6 +277,18 @@ def test_full_queue_raises_with_retry_after(make_llama, make_llm, make_prompts, 
     assert llm.stats().finished == 4
 
 
+def test_requests_that_find_slots_do_not_wait(make_llama, make_llm, make_prompts, greedy):
+    """Also those that come before the engine has made a step."""
+    prompts = make_prompts([10] * 4)
+    llm = make_llm(make_llama(), max_num_seqs=2, max_waiting=1)
+    for prompt in prompts[:3]:
+        submit(llm, prompt, greedy(5))
+    with pytest.raises(QueueFullError):
+        submit(llm, prompts[3], greedy(5))
+    run(llm)
+    assert llm.stats().finished == 3
+
+
 def test_abort_frees_slots_within_a_step(make_llama, make_llm, make_prompts, greedy):
     prompts = make_prompts([10, 20, 200, 15])
     model = make_llama()

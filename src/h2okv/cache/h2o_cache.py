@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from h2okv.budget import Budget
+from h2okv.budget import Budget, check_tokens
 from h2okv.cache import support, validation
 from h2okv.cache.base_layer import BaseLayer, check_new_tokens
 from h2okv.cache.checkpoint import load_cache, save_cache
@@ -567,8 +567,13 @@ class H2OCache(Cache):
 
         Ignored when the cache holds something, or knows its length already. ``None`` withdraws
         an announcement, if nothing was read yet.
+
+        Raises:
+            ValueError: if the length is no int of 1 or more.
         """
         self._end_drafting()
+        if length is not None:
+            check_tokens("length", length, 1)
         for layer in self._scored:
             prompt = layer.prompt
             if not layer.holds_budgets and (prompt.expected_length is None or length is None):

@@ -525,10 +525,10 @@ class CacheLayer(BaseLayer):
         positions, scores, weights = state.by_head("positions", "scores", "value_weights")
         limits = {"sequence": (sequence, self.batch_size), "head": (head, self.num_kv_heads)}
         for name, (number, limit) in limits.items():
-            if not 0 <= number < limit:
+            if not isinstance(number, int) or not 0 <= number < limit:
                 raise ValueError(f"{name} must be from 0 to {limit - 1}, got {number!r}.")
         last = int(newest[sequence])
-        if not 0 <= position <= last:
+        if not isinstance(position, int) or not 0 <= position <= last:
             raise ValueError(f"position must be from 0 to {last}, got {position!r}.")
         at = sequence, head
         if not bool((positions[at] == position).any()):

@@ -41,8 +41,12 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Append a request to the queue; raise QueueFullError if it is full."""
-        starts_now = not self.prefilling and not self.waiting and self._has_slots(request)
-        if len(self.waiting) >= self._max_waiting and not starts_now:
+        rows = sum(each.num_seqs for each in self.prefilling) + len(self.running)
+        num_waiting = 0
+        for each in (*self.waiting, request):  # of which the first ones have slots already
+            rows += each.num_seqs
+            num_waiting += rows > self.max_num_seqs
+        if num_waiting > self._max_waiting:
             wait = max(_MIN_WAIT, min(self._pace, _MAX_WAIT))
             raise QueueFullError(len(self.waiting), wait)
         self.waiting.append(request)

@@ -100,11 +100,17 @@ def describe(name: str) -> Described:
 
 def loaded_dtype(
     described: Described,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | str | None,
     device: torch.device,
     weight_bits: int | None = None,
 ) -> torch.dtype | None:
     """Return the dtype that weights are loaded in; ``None`` for that of the checkpoint."""
+    setting, dtype = dtype, getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    dtype = None if dtype == "auto" else dtype
+    is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+    if dtype is not None and not is_float:
+        raise ValueError(f"dtype must be one such as 'bfloat16', got {setting!r}.")
+    assert not isinstance(dtype, str)
     if weight_bits is not None:
         check_weight_bits(weight_bits, dtype, device)
         return torch.bfloat16
@@ -140,7 +146,7 @@ def weights_digest(source: str | None, config: PreTrainedConfig) -> str | None:
 
 def load_weights(
     described: Described,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | str | None,
     device: torch.device,
     tensor_parallel: bool = False,
     packed: bool = False,
@@ -196,10 +202,6 @@ def load(
     Raises:
         ValueError: if there is no such model, or it is not supported.
     """
-    if isinstance(dtype, str):
-        dtype = None if dtype == "auto" else getattr(torch, dtype, dtype)
-    if not isinstance(dtype, torch.dtype | None):
-        raise ValueError(f"dtype must be one such as 'bfloat16', got {dtype!r}.")
     if not isinstance(name, str | Path):
         raise ValueError(f"name must be a model's name or folder, got {name!r}.")
     described = describe(str(name))
