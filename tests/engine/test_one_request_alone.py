@@ -117,24 +117,24 @@ def broken_sampler(monkeypatch):
 
 
 def broken_processor(monkeypatch):
-    process = Sampler.process
+    process = Sampler.processed
 
     def broken(sampler, logits, text):
         if sampler.params is MARKED:
             raise IndexError("no such token")
         return process(sampler, logits, text)
 
-    monkeypatch.setattr(Sampler, "process", broken)
+    monkeypatch.setattr(Sampler, "processed", broken)
 
 
 def non_finite_weights(monkeypatch):
-    process = Sampler.process
+    process = Sampler.processed
 
     def broken(sampler, logits, text):
         processed = process(sampler, logits, text)
         return processed / 0.0 if sampler.params is MARKED else processed
 
-    monkeypatch.setattr(Sampler, "process", broken)
+    monkeypatch.setattr(Sampler, "processed", broken)
 
 
 def broken_text(monkeypatch):
