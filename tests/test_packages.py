@@ -7,7 +7,7 @@ import pytest
 import h2okv
 
 SOURCE = Path(h2okv.__file__).parents[1]
-LIMITS = {"h2okv": (33_150, 134), "h2okv_lab": (8_100, 40)}
+LIMITS = {"h2okv": (33_600, 135), "h2okv_lab": (8_100, 40)}
 """Lines, in fifties, and files of Python in each package; lower them when code goes."""
 
 

@@ -75,14 +75,6 @@ class Forward:
         )
         return zero.expand(tuple(shape))
 
-    def numbers(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Return the int32 numbers ``[stop - start]``, which nothing may write to."""
-
-        def count() -> Tensor:
-            return torch.arange(start, stop, dtype=torch.int32, device=device)
-
-        return self.shared((start, stop, device), count)
-
     def add_layer(self, rule: Rule, budget: Budget, by_head: Sequence[Budget] | None) -> int:
         """Note a layer's budget, and that of each head where they differ; returns its number."""
         self._budgets.append((rule, budget, by_head))

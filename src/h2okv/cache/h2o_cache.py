@@ -488,12 +488,11 @@ class H2OCache(Cache):
         # Of all layers: a pool has slots for those that slide too.
         return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
-    def entries_for(self, length: int) -> int:
-        """Return the entries of each layer and KV head after a prompt of this length."""
-        return self._entries(self.budget, length)
-
-    def _entries(self, budget: Budget, length: int, seen: int | None = None) -> int:
-        return self.rule.allocate_budget(budget.resolve(length, seen)).total
+    def entries_for(
+        self, length: int, seen: int | None = None, budget: Budget | None = None
+    ) -> int:
+        """Return the entries of a KV head after a prompt, or when a growing budget has `seen`."""
+        return self.rule.allocate_budget((budget or self.budget).resolve(length, seen)).total
 
     def layer_entries_for(
         self, length: int, of_heads: Callable[[Iterable[int]], float] = mean
@@ -503,7 +502,10 @@ class H2OCache(Cache):
         The mean over its heads, or ``max``, if they have different budgets.
         """
         return tuple(
-            of_heads([self._entries(b, length) for b in layer.head_budgets or (layer.budget,)])
+            of_heads(
+                self.entries_for(length, None, budget)
+                for budget in layer.head_budgets or (layer.budget,)
+            )
             for layer in self._scored
         )
 
@@ -516,7 +518,7 @@ class H2OCache(Cache):
             return self.entries_for(prompt) + (self.evict_every or 1)
         seen = prompt + new
         if self.rule.grows:
-            seen = min(seen, self._entries(self.budget, prompt, seen) + (self.evict_every or 1))
+            seen = min(seen, self.entries_for(prompt, seen) + (self.evict_every or 1))
         return slots_for(seen)
 
     def slot_bytes(self, num_heads: int, head_size: int, dtype: torch.dtype) -> SlotBytes:

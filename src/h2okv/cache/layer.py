@@ -465,12 +465,13 @@ class CacheLayer(BaseLayer):
         lengths = None if torch.compiler.is_compiling() else self.state.known_lengths
 
         def count() -> Tensor:
+            if lengths and len({*lengths}) == 1 and self.forward.sums is None:
+                ends = lengths[0], lengths[0] + length
+                return torch.arange(*ends, dtype=torch.int32, device=self.device)
             return (seen + torch.arange(length, device=self.device)).to(torch.int32)
 
-        if block.real is None and self.forward.sums is not None:
-            positions = self.forward.shared(("count", lengths, self.device), count)
-        elif block.real is None and lengths and len(set(lengths)) == 1:
-            positions = self.forward.numbers(lengths[0], lengths[0] + length, self.device)
+        if block.real is None and lengths:
+            positions = self.forward.shared(("count", lengths, length, self.device), count)
         elif block.real is None:
             positions = count()
         else:
