@@ -63,10 +63,11 @@ def arguments(start, stop, rows=1):
     }  # fmt: skip
 
 
-def read(model, cache, start, stop, rows=1):
+def read(model, cache, start, stop, rows=1, mask=True):
     """Read tokens of a text; return the logits."""
+    inputs = arguments(start, stop, rows)
     with torch.no_grad():
-        output = model(**arguments(start, stop, rows), **{CACHE: cache})
+        output = model(**inputs if mask else inputs | {"attention_mask": None}, **{CACHE: cache})
     assert getattr(output, CACHE) is cache
     return output.logits.cpu()
 
@@ -210,6 +211,14 @@ def test_an_interrupted_chunk_is_noticed(fast_device, monkeypatch):
 
 def interrupt(graph):
     raise KeyboardInterrupt
+
+
+def test_chunks_that_do_not_follow_are_refused(fast_device):
+    model = fast_device.to(make_tiny(layers=LAYERS))
+    with recording(model):
+        cache, _ = long_prompt(model)
+        with pytest.raises(ValueError, match="whose positions begin at 0, which does not go on"):
+            read(model, cache, 0, 2 * CHUNK, mask=False)
 
 
 def test_numbers_that_are_not_finite_are_refused(fast_device):

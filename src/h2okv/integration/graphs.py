@@ -24,6 +24,7 @@ from h2okv.cache import H2OCache
 from h2okv.cache.argument import cache_in
 from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotState, ordinary_tensors
+from h2okv.cache.validation import check_follows
 from h2okv.console import warn
 from h2okv.integration.attention import h2o_mask
 from h2okv.integration.prompt_chunks import (
@@ -349,6 +350,8 @@ class DecodeGraphs:
         num_forwards = layers[0].num_forwards + 1
         if positions is None:
             positions = torch.arange(seen, seen + length, device=tokens.device).unsqueeze(0)
+        elif not chunking.first:
+            check_follows(layers[0], positions, None, length)
 
         def of(start: int, stop: int) -> dict[str, Any]:
             ids, position_ids = tokens[:, start:stop], positions[..., start:stop]

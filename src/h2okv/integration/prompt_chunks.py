@@ -36,8 +36,8 @@ def chunking_of(
 
     Waits for the device once, for a mask that may have padding.
     """
-    layers, tokens = cache.span_layers, kwargs["input_ids"]
-    if not layers or len(layers) < len(cache.layers) or kwargs.get("logits_to_keep") != 1:
+    layers, tokens, keep = cache.span_layers, kwargs["input_ids"], kwargs.get("logits_to_keep")
+    if not layers or len(layers) < len(cache.layers) or not isinstance(keep, int) or keep != 1:
         return None
     first, length = layers[0], tokens.shape[1]
     chunk = first.span * -(-CHUNK // first.span)
@@ -57,7 +57,8 @@ def chunking_of(
     if length < num_first + chunk:
         return None
     config = model.config.get_text_config(decoder=True)
-    if kwargs.get("position_ids") is None and getattr(config, "rope_parameters", None) is None:
+    position_ids, is_rotary = kwargs.get("position_ids"), getattr(config, "rope_parameters", None)
+    if not is_rotary if position_ids is None else position_ids.shape[-1] != length:
         return None
     mask, end = kwargs.get("attention_mask"), (first.num_columns or 0) + length
     if mask is not None and (mask.shape != (len(tokens), end) or not bool(mask.all())):
