@@ -114,27 +114,26 @@ def test_arguments_of_generate_are_told_apart(config):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"budget": 0.2}, "H2OCache(policy='h2o', heavy=0.1, recent=0.1, sink=0, layers=2)"),
-        ({"policy": "best", **EVEN},
-         "H2OCache(policy='best', heavy=0.17, recent=0.03, sink=4, budgets even, layers=2)"),
+        ({"budget": 0.2}, "H2OCache('h2o:20%', layers=2)"),
+        ({"policy": "best", **EVEN}, "H2OCache('best:20%,layers=even', layers=2)"),
         ({"policy": "best", "budget": 200, "layer_budgets": ((0.5, 1.5),) * 2, "kv_bits": 8},
-         "H2OCache(policy='best', heavy=170, recent=30, sink=4, budgets by head, kv_bits=8,"
-         " layers=2)"),
+         "H2OCache('best:200,bits=8,layers=by-head-e125245f', layers=2)"),
         ({"budget": 12345, "layer_budgets": (0.5, 1.5)},
-         "H2OCache(policy='h2o', heavy=6172, recent=6173, sink=0, budgets by layer, layers=2)"),
+         "H2OCache('h2o:12345,layers=by-layer-91689573', layers=2)"),
         ({"policy": "best", "sink": 8, "scoring": "mean", **EVEN},
-         "H2OCache(policy='best', heavy=0.17, recent=0.03, sink=8, scoring='mean',"
-         " budgets even, layers=2)"),
-        ({"budget": "full"}, "H2OCache(policy='full', layers=2)"),
+         "H2OCache('h2o:17%+3%,sink=8,scoring=mean', layers=2)"),
+        ({"heavy": 64, "recent": 32, "evict_every": 64},
+         "H2OCache('h2o:64+32,every=64', layers=2)"),
+        ({"budget": "full"}, "H2OCache('full', layers=2)"),
     ],
 )  # fmt: skip
-def test_it_prints_the_policy_that_was_given(config, options, text):
+def test_it_prints_the_text_that_commands_read(config, options, text):
     assert repr(H2OCache(config, **options)) == text
 
 
 def test_a_config_object_prints_best_too(config):
     best = CacheConfig("best", budget=0.2, **EVEN)
-    assert repr(H2OCache.from_config(config, best)).startswith("H2OCache(policy='best', ")
+    assert repr(H2OCache.from_config(config, best)).startswith("H2OCache('best:20%")
 
 
 @pytest.mark.parametrize(

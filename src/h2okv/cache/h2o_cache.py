@@ -32,7 +32,7 @@ from h2okv.cache.slot_layer import SlotLayer
 from h2okv.cache.slot_state import SlotBytes, SlotState, ordinary_tensors, slots_for
 from h2okv.cache.spans import Spans, to_device
 from h2okv.cache_spec import parse
-from h2okv.config import BEST, MEASURED, CacheConfig, resolve_policy
+from h2okv.config import MEASURED, CacheConfig
 from h2okv.console import warn
 from h2okv.ops.attention import num_means
 from h2okv.policy import Rule, get_rule
@@ -97,8 +97,6 @@ class H2OCache(Cache):
         name = cache.policy if ":" in cache.policy else self.rule.name
         self.cache_config = cache = replace(cache, policy=name, decay=self.rule.scoring.decay)
         self.budget = cache.budget
-        options_of_best = (cache.policy, cache.sink, cache.scoring) == resolve_policy(BEST)
-        self._is_best = policy == BEST or options_of_best
         self.evict_every = self.cuts(cache)
         self.kv_bits = cache.kv_bits
         config = support.config_of(config)
@@ -175,22 +173,7 @@ class H2OCache(Cache):
         return cache
 
     def __repr__(self) -> str:
-        cache, budget = self.cache_config, self.budget
-        options = f"policy={BEST if self._is_best else self.rule.name!r}"
-        for name in () if cache.is_full else ("heavy", "recent", "sink"):
-            amount = getattr(budget, name)
-            options += f", {name}={f'{amount:.4g}' if isinstance(amount, float) else amount}"
-        if self.rule.scoring.name != ("expected" if self._is_best else "sum"):
-            options += f", scoring={self.rule.scoring.name!r}"
-        if not cache.is_full and (self._is_best or cache.layer_budgets is not None):
-            kind = "by head" if cache.is_by_head else "by layer" if cache.layer_budgets else "even"
-            options += f", budgets {kind}"
-        if not cache.is_full and cache.cuts != cache.usual_cuts:
-            cuts = cache.cuts if cache.whole_prompts else cache.evict_every
-            options += f", evict_every={cuts!r}"
-        if self.kv_bits is not None:
-            options += f", kv_bits={self.kv_bits}"
-        return f"H2OCache({options}, layers={len(self.layers)})"
+        return f"H2OCache({self.cache_config.label!r}, layers={len(self.layers)})"
 
     def warn_of_few_entries(self) -> None:
         """Warn of a budget that ruins any text: no recent tokens, or a few entries."""
