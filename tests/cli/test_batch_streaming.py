@@ -107,7 +107,7 @@ def cache_home(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def stored_in_bf16(tmp_path_factory, save_model):
     def save(tied):
-        folder = save_model(tie_word_embeddings=tied)
+        folder = save_model(context=2048, tie_word_embeddings=tied)
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         model.save_pretrained(folder)
         return folder
