@@ -268,8 +268,7 @@ def test_a_row_that_is_not_in_use(monkeypatch, device, tokenizer, name, ops):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_long_prompts_by_replayed_chunks(monkeypatch, device, tokenizer, chunks):
+def test_long_prompts_by_replayed_chunks(monkeypatch, device, tokenizer):
     """Prompts that differ in length share one graph; answers are those of each text alone."""
     monkeypatch.setattr(prompt_chunks, "CHUNK", 14)
     name, requests = "best by head, spans", [(prompt(90 + 17 * i), 4) for i in range(4)]
@@ -280,7 +279,7 @@ def test_long_prompts_by_replayed_chunks(monkeypatch, device, tokenizer, chunks)
         return record(graphs, work, cache)
 
     monkeypatch.setattr(DecodeGraphs, "_record", note)
-    with open_llm(device, tokenizer, max_prefill_tokens=14 * chunks, **OPTIONS[name]) as llm:
+    with open_llm(device, tokenizer, max_prefill_tokens=14, **OPTIONS[name]) as llm:
         traffic = Traffic(llm, requests)
         traffic.run([(0, 1), (3, 3)])
     assert works.count("chunk of a prompt") == 1 and device.num_replays > 12

@@ -18,11 +18,7 @@ pytest.importorskip("triton")
 LAYERS, SPAN, CHUNK = 2, 8, 16
 BUDGET = {"heavy": 0.2, "recent": 0.1, "sink": 2, "evict_every": SPAN}
 BY_HEAD = BUDGET | {"scoring": "expected", "layer_budgets": [[1.2, 0.8]] * LAYERS}
-OPTIONS = {
-    "best": BY_HEAD,
-    "h2o": BUDGET | {"sink": 0},
-    "expected": BUDGET | {"scoring": "expected"},
-}
+OPTIONS = {"best": BY_HEAD, "h2o": BUDGET | {"sink": 0}}
 
 
 @pytest.fixture
@@ -97,9 +93,12 @@ def texts(model, name, lengths, rows=1):
     return results
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "best")) for n in OPTIONS]
+    ("name", "rows"),
+    [
+        ("best", 1),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("best", 2), ("h2o", 1))),
+    ],
 )
 def test_replayed_chunks_equal_eager_ones(device, monkeypatch, name, rows):
     """In logits, entries, scores and what the host counts: prompts, steps and turns."""
