@@ -276,8 +276,11 @@ def _begin_recording(module: torch.nn.Module, arguments: dict[str, Any], cache: 
 
     Of one that takes a step, or reads a span of a prompt.
     """
-    tokens, spans = arguments.get("input_ids"), [layer.span for layer in cache.span_layers]
-    if tokens is None or not tokens.is_cuda or 1 < tokens.shape[1] < max(spans, default=math.inf):
+    tokens = arguments.get("input_ids")
+    if tokens is None or not tokens.is_cuda:
+        return
+    span = max((layer.span for layer in cache.span_layers), default=math.inf)
+    if 1 < tokens.shape[1] < span:
         return
     if not torch.compiler.is_compiling():
         model = unwrap(module)
