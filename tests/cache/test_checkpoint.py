@@ -310,7 +310,7 @@ def test_a_file_with_a_changed_byte_is_refused(rolling_file, data):
         cache = h2okv.H2OCache.load(folder / "changed", model)
     except ValueError as error:
         assert len(str(error)) < 2000
-    else:  # a name of safetensors' own, or its padding
+    else:  # a name that safetensors gives, or its padding
         assert cache.cache_config.to_dict() == json.loads(metadata["h2okv"])["cache_config"]
         follow(model, cache, CONTINUATION)
         cache.check_integrity()

@@ -12,6 +12,7 @@ from h2okv.cache.argument import CACHE
 from h2okv.integration import graphs, prompt_chunks
 from h2okv.integration.graphs import EAGER_STEPS, VARIABLE, DecodeGraphs
 from h2okv.integration.prompt_chunks import chunking_of
+from h2okv.policy import scoring
 
 pytest.importorskip("triton")
 
@@ -234,6 +235,30 @@ def test_numbers_that_are_not_finite_are_refused(fast_device):
         space.give = give_infinity
         with pytest.raises(ValueError, match="attention of layer 1 is not finite"):
             long_prompt(model)
+
+
+class Weighed(scoring.Expected):
+    """A scoring of a user's, with a setting that a recording has inside."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+
+def test_caches_of_one_kind_share_their_slots(fast_device):
+    model = fast_device.to(make_tiny(layers=LAYERS))
+
+    def cache_of(weight=1.0, **options):
+        cache = h2okv.H2OCache(model.config, **OPTIONS["best"] | options)
+        cache.rule.scoring = Weighed(weight)
+        read(model, cache, 0, CHUNK)
+        return cache
+
+    with h2okv.enable(model):
+        space = prompt_chunks.Workspace(cache_of())
+        assert space.has_room_for(cache_of()) and space.has_room_for(cache_of(sink=1))
+        for other in (cache_of(0.5), cache_of(heavy=0.9), cache_of(evict_every=2 * SPAN)):
+            assert not space.has_room_for(other)
 
 
 OTHERS = {

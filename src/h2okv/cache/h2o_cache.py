@@ -263,8 +263,9 @@ class H2OCache(Cache):
         first, real = self._scored[0], None
         # A step on a GPU must not wait for what it would read.
         is_first = not (first.is_initialized and first.holds_budgets)
-        is_unread = is_first or first.forward.sums is not None
-        if is_unread or (length == 1 and first.device.type != "cpu"):
+        if is_first or first.forward.sums is not None:  # what is recorded asks nothing
+            return
+        if length == 1 and first.device.type != "cpu":
             return
         end = self.num_seen_tokens + length
         # A mask that ends before the block does is refused where the model's is made.

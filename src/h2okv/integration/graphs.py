@@ -32,7 +32,7 @@ from h2okv.integration.prompt_chunks import (
     Chunking,
     Workspace,
     chunking_of,
-    has_all_slots,
+    fills_in_place,
     off_entries,
     off_logits,
 )
@@ -353,7 +353,7 @@ class DecodeGraphs:
         elif not chunking.first:
             check_follows(layers[0], positions, None, length)
 
-        def of(start: int, stop: int) -> dict[str, Any]:
+        def inputs_of(start: int, stop: int) -> dict[str, Any]:
             ids, position_ids = tokens[:, start:stop], positions[..., start:stop]
             inputs = {"input_ids": ids, "position_ids": position_ids, "attention_mask": None}
             return kwargs | inputs
@@ -362,18 +362,20 @@ class DecodeGraphs:
         output, done = None, chunking.first
         if done:
             try:
-                output = plain(**of(0, done))
+                output = plain(**inputs_of(0, done))
             finally:
                 cache.expect(None)
         try:
             if (space := self._workspace_of(cache)) is not None:
                 space.take(cache)
                 for start in range(done, length - chunking.chunk + 1, chunking.chunk):
-                    output = self._chunk(plain, of(start, start + chunking.chunk), cache, space)
+                    output = self._chunk(
+                        plain, inputs_of(start, start + chunking.chunk), cache, space
+                    )
                     done = start + chunking.chunk
                 space.give(cache, done - chunking.first)
             if done < length:
-                output = plain(**of(done, length))
+                output = plain(**inputs_of(done, length))
         except BaseException:
             layers[0].awaits_attention = True  # the cache has read a part
             raise
@@ -383,7 +385,7 @@ class DecodeGraphs:
 
     def _workspace_of(self, cache: H2OCache) -> Workspace | None:
         """Return slots in which chunks of a prompt can be read, if there can be any."""
-        if not all(has_all_slots(layer) for layer in cache.span_layers):
+        if not all(fills_in_place(layer) for layer in cache.span_layers):
             return None
         if self._workspace is None or not self._workspace.has_room_for(cache):
             self._workspace = None  # before another is allocated

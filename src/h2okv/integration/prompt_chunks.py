@@ -72,8 +72,8 @@ def _is_ready(layer: SlotLayer) -> bool:
     return is_plain and layer.prompt.is_read and layer.is_recordable and layer.rule.is_bounded
 
 
-def has_all_slots(layer: SlotLayer) -> bool:
-    """Tell whether a layer has all slots that there may be, and kernels of a cut."""
+def fills_in_place(layer: SlotLayer) -> bool:
+    """Tell whether a layer has all slots that there may be, and kernels that fill them."""
     state = layer.state
     has_all = state.num_slots == layer.slots.all_slots(state)
     return has_all and layer.cut_kernels(state.positions) is not None
@@ -110,7 +110,7 @@ class Workspace:
         with ordinary_tensors():
             self.sums = torch.zeros(len(layers), device=layers[-1].device)
         # The cache that is read, the addresses of its tensors, and these beside those here.
-        self._of: ref[H2OCache] | None = None
+        self._cache_ref: ref[H2OCache] | None = None
         self._addresses: list[tuple[int, ...]] = []
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
 
@@ -160,11 +160,15 @@ class Workspace:
     def take(self, cache: H2OCache) -> None:
         """Copy what a cache has read, up to the end of a span; mutates the workspace."""
         addresses = [layer.addresses() for layer in cache.span_layers]
-        if self._of is None or self._of() is not cache or self._addresses != addresses:
+        if (
+            self._cache_ref is None
+            or self._cache_ref() is not cache
+            or self._addresses != addresses
+        ):
             self.leave()
             self._empty()
             self._join(cache)
-            self._of, self._addresses = ref(cache, lambda _: self.leave()), addresses
+            self._cache_ref, self._addresses = ref(cache, lambda _: self.leave()), addresses
         self.sums.zero_()
         for tensors, others in self._pairs:
             torch._foreach_copy_(tensors, others)
@@ -188,8 +192,8 @@ class Workspace:
 
     def leave(self, cache: H2OCache | None = None) -> None:
         """Forget a cache, which may have other tensors from now on, or any; mutates."""
-        if cache is None or (self._of is not None and self._of() is cache):
-            self._of, self._addresses, self._pairs = None, [], []
+        if cache is None or (self._cache_ref is not None and self._cache_ref() is cache):
+            self._cache_ref, self._addresses, self._pairs = None, [], []
 
     def _empty(self) -> None:
         """Empty all slots, and what an interrupted chunk has left; mutates the workspace."""
@@ -227,9 +231,15 @@ class Workspace:
 
 def _kind_of(cache: H2OCache) -> tuple[Any, ...]:
     """Return what a recorded chunk has of a cache, besides its numbers."""
-    config, first = cache.cache_config, cache.span_layers[0]
-    rules = type(cache.rule), config.policy, config.scoring, config.decay, config.evict_every
-    return *rules, config.is_by_head, first.batch_size, first.dtype, first.checks_numbers
+    config, first, rule = cache.cache_config, cache.span_layers[0], cache.rule
+    settings = [
+        (name, value if isinstance(value, int | float | str | None) else id(value))
+        for part in (rule, rule.scoring)
+        for name, value in vars(part).items()
+        if name != "scoring"
+    ]
+    rules = type(rule), type(rule.scoring), settings, config.evict_every, config.is_by_head
+    return *rules, first.batch_size, first.dtype, first.checks_numbers
 
 
 class Chunk:
