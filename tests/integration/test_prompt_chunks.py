@@ -1,5 +1,7 @@
 """Chunks of long prompts that are replayed from one CUDA graph, on the pretended device."""
 
+import gc
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -211,6 +213,22 @@ def test_an_interrupted_chunk_is_noticed(fast_device, monkeypatch):
 
 def interrupt(graph):
     raise KeyboardInterrupt
+
+
+def test_slots_of_shorter_prompts_are_freed_at_once(fast_device):
+    """Without the garbage collector, as a GPU's memory is short."""
+    model = fast_device.to(make_tiny(layers=LAYERS))
+    gc.collect()
+    gc.disable()
+    try:
+        with recording(model) as recorded:
+            cache, _ = long_prompt(model)
+            space = weakref.ref(recorded._workspace)
+            longer, _ = long_prompt(model, 20)
+        assert space() is None
+        assert cache.num_seen_tokens < longer.num_seen_tokens
+    finally:
+        gc.enable()
 
 
 def test_chunks_that_do_not_follow_are_refused(fast_device):

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from h2okv.cache.slot_state import ordinary_tensors
 # Tokens of a chunk, at least: enough for the weights to be read once for many, few enough for
 # prompts of a thousand tokens to have some. It is a multiple of the span.
 CHUNK = 512
+
+
+_Pairs = list[tuple[list[Tensor], list[Tensor]]]
 
 
 class Chunking(NamedTuple):
@@ -109,10 +112,8 @@ class Workspace:
             slots.refresh(layer.state, layer.dtype)
         with ordinary_tensors():
             self.sums = torch.zeros(len(layers), device=layers[-1].device)
-        # The cache that is read, the addresses of its tensors, and these beside those here.
-        self._cache_ref: ref[H2OCache] | None = None
-        self._addresses: list[tuple[int, ...]] = []
-        self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
+        # Of the cache that is read: the addresses of its tensors, and these beside those here.
+        self._joined: WeakKeyDictionary[H2OCache, tuple[list[Any], _Pairs]] = WeakKeyDictionary()
 
     def _reserve(self, length: int) -> None:
         """Note the budgets of a prompt of this length; mutates the layers."""
@@ -160,17 +161,12 @@ class Workspace:
     def take(self, cache: H2OCache) -> None:
         """Copy what a cache has read, up to the end of a span; mutates the workspace."""
         addresses = [layer.addresses() for layer in cache.span_layers]
-        if (
-            self._cache_ref is None
-            or self._cache_ref() is not cache
-            or self._addresses != addresses
-        ):
-            self.leave()
+        if cache not in self._joined or self._joined[cache][0] != addresses:
+            self._joined.clear()
             self._empty()
-            self._join(cache)
-            self._cache_ref, self._addresses = ref(cache, lambda _: self.leave()), addresses
+            self._joined[cache] = addresses, self._join(cache)
         self.sums.zero_()
-        for tensors, others in self._pairs:
+        for tensors, others in self._joined[cache][1]:
             torch._foreach_copy_(tensors, others)
 
     def give(self, cache: H2OCache, length: int) -> None:
@@ -181,7 +177,7 @@ class Workspace:
         """
         first, *_ = layers = cache.span_layers
         first.forward.check(self.sums, [layer.layer_idx for layer in layers], first.dtype)
-        for tensors, others in self._pairs:
+        for tensors, others in self._joined[cache][1]:
             torch._foreach_copy_(others, tensors)
         for layer in layers:
             state = layer.state
@@ -190,10 +186,9 @@ class Workspace:
             state.scored_lengths = None if state.queries is None else state.known_lengths
             layer.slots.refresh(state, layer.dtype)
 
-    def leave(self, cache: H2OCache | None = None) -> None:
-        """Forget a cache, which may have other tensors from now on, or any; mutates."""
-        if cache is None or (self._cache_ref is not None and self._cache_ref() is cache):
-            self._cache_ref, self._addresses, self._pairs = None, [], []
+    def leave(self, cache: H2OCache) -> None:
+        """Forget the tensors of a cache, which may have others from now on; mutates."""
+        self._joined.pop(cache, None)
 
     def _empty(self) -> None:
         """Empty all slots, and what an interrupted chunk has left; mutates the workspace."""
@@ -209,8 +204,8 @@ class Workspace:
             if empty:
                 torch._foreach_add_(tensors, empty)
 
-    def _join(self, cache: H2OCache) -> None:
-        """Note which tensors of a cache belong to which here; mutates the workspace."""
+    def _join(self, cache: H2OCache) -> _Pairs:
+        """Return which tensors of a cache belong to which here; mutates the workspace."""
         groups = defaultdict[Any, tuple[list[Tensor], list[Tensor]]](lambda: ([], []))
         for layer, other in zip(self.layers, cache.span_layers, strict=True):
             layer.writer, layer.slots.operations = other.writer, other.slots.operations
@@ -226,7 +221,7 @@ class Workspace:
                 group = groups[tensor.device, tensor.dtype]
                 group[0].append(tensor)
                 group[1].append(source)
-        self._pairs = [*groups.values()]  # a GPU copies the tensors of all layers together
+        return [*groups.values()]  # a GPU copies the tensors of all layers together
 
 
 def _kind_of(cache: H2OCache) -> tuple[Any, ...]:
