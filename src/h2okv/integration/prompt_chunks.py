@@ -229,8 +229,8 @@ def _kind_of(cache: H2OCache) -> tuple[Any, ...]:
     config, first, rule = cache.cache_config, cache.span_layers[0], cache.rule
     settings = [
         (name, value if isinstance(value, int | float | str | None) else id(value))
-        for part in (rule, rule.scoring)
-        for name, value in vars(part).items()
+        for owner in (rule, rule.scoring)
+        for name, value in vars(owner).items()
         if name != "scoring"
     ]
     rules = type(rule), type(rule.scoring), settings, config.evict_every, config.is_by_head
